@@ -1,0 +1,149 @@
+"""Orbax behind our own door: trees of arrays and JSON, committed a step at a time."""
+
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from orbax.checkpoint import checkpoint_managers
+
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.core.errors import DataError, SaveFailed
+
+FORMAT_VERSION = 1
+METRIC = "loss_nats"
+
+
+class Store:
+    """The committed steps of one run.
+
+    A step holds `state`, a tree of arrays, and `meta`, JSON: the data cursor, the config, and what the host counts.
+    Both are written in the background and become visible together, or not at all.
+    """
+
+    def __init__(self, directory: epath.PathLike, config: CheckpointConfig):
+        self.directory = epath.Path(directory)
+        keep: list[checkpoint_managers.PreservationPolicy] = [checkpoint_managers.LatestN(config.keep_last)]
+        if config.keep_best:
+            keep.append(
+                checkpoint_managers.BestN(
+                    get_metric_fn=_metric, reverse=True, n=config.keep_best, keep_checkpoints_without_metrics=False
+                )
+            )
+        options = ocp.CheckpointManagerOptions(
+            save_decision_policy=checkpoint_managers.FixedIntervalPolicy(1),  # the loop decides when
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(keep),
+            best_fn=_metric,
+            best_mode="min",
+            cleanup_tmp_directories=True,  # safe: the run directory is locked
+        )
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def steps(self) -> list[int]:
+        """Committed steps, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def best(self) -> int | None:
+        """The committed step with the lowest evaluation loss; None where no step was evaluated."""
+        return self._manager.best_step()
+
+    def save(self, step: int, state: Any, meta: dict[str, Any], loss_nats: float | None = None) -> None:
+        """Copies the state off the device, then writes in the background.
+
+        Returns once `state` may be donated.
+
+        Raises:
+          SaveFailed: where an earlier save turned out to have failed, or Orbax did not take this one.
+        """
+        self.check()
+        metrics = None if loss_nats is None else {METRIC: float(loss_nats)}
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            meta=ocp.args.JsonSave({"format_version": FORMAT_VERSION, **meta}),
+        )
+        try:
+            taken = self._manager.save(step, args=items, metrics=metrics, force=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise self._failed(error) from error
+        if not taken:
+            raise SaveFailed(f"step {step} was due and was not saved", where=str(self.directory), why=f"newest step there: {self._manager.latest_step()}")
+
+    def check(self) -> None:
+        """Raises SaveFailed where a save in the background has failed."""
+        try:
+            self._manager.check_for_errors()
+        except Exception as error:  # Orbax passes on whatever its thread raised
+            raise self._failed(error) from error
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """The JSON of a step.
+
+        Raises:
+          DataError: where it cannot be read or comes from a newer format.
+        """
+        try:
+            meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"checkpoint {step} cannot be read", where=str(self.directory / str(step)), why=str(error)) from error
+        if meta.get("format_version") != FORMAT_VERSION:
+            raise DataError(
+                f"checkpoint {step} has format {meta.get('format_version')}",
+                where=str(self.directory / str(step)),
+                why=f"this jaxlm reads format {FORMAT_VERSION}",
+                fix="use the jaxlm version in environment.json beside the checkpoints",
+            )
+        return meta
+
+    def restore(self, step: int, abstract: Any) -> Any:
+        """The state of a step, straight into the shapes, dtypes and shardings of `abstract`.
+
+        Raises:
+          DataError: where a leaf is missing, left over, or of another shape or dtype. Orbax would cast a dtype silently.
+        """
+        saved = self._manager.item_metadata(step)["state"]
+        wanted, found = _layout(abstract), _layout(saved.tree if hasattr(saved, "tree") else saved)
+        differences = [f"{path}: want {wanted.get(path, 'nothing')}, found {found.get(path, 'nothing')}" for path in sorted(wanted | found) if wanted.get(path) != found.get(path)]
+        if differences:
+            more = f"\nand {len(differences) - 3} more" if len(differences) > 3 else ""
+            raise DataError(
+                f"checkpoint {step} does not match the model in {len(differences)} leaves",
+                where=str(self.directory / str(step)),
+                why="\n".join(differences[:3]) + more,
+            )
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        return self._manager.restore(step, args=items).state
+
+    def close(self) -> None:
+        """Waits for what is being written; raises SaveFailed where it failed."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failed(error) from error
+        self.check()
+        self._manager.close()
+
+    def wait(self) -> None:
+        """Returns when every save so far is committed."""
+        self._manager.wait_until_finished()
+        self.check()
+
+    def _failed(self, error: BaseException) -> SaveFailed:
+        return SaveFailed(
+            "a checkpoint could not be written",
+            where=str(self.directory),
+            why=f"{type(error).__name__}: {error}"[:500],
+            fix="free space there, then run the same command again: it goes on from the last committed step",
+        )
+
+
+def _metric(metrics: dict[str, float]) -> float:
+    return metrics[METRIC]
+
+
+def _layout(tree: Any) -> dict[str, str]:
+    """Each leaf's path, dtype and shape; named tuples and dicts of the same names read the same."""
+    out = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+        out[name] = f"{jax.numpy.dtype(leaf.dtype).name}{list(leaf.shape)}"
+    return out

@@ -1,0 +1,41 @@
+"""Which dtype holds parameters, multiplies, and adds up."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxlm.core.precision_config import PrecisionConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """A mixed-precision policy (Micikevicius et al. 2018, arXiv:1710.03740, section 3).
+
+    `params` is the dtype of the master weights and of the optimizer's moments, `compute` that of the operands of
+    each matrix product and of the activations between them, `reduce` that of gradients as they are summed over
+    micro-batches. Softmax, norms, the loss and the accumulator of every product are float32 whatever is chosen.
+    """
+
+    params: jnp.dtype
+    compute: jnp.dtype
+    reduce: jnp.dtype
+
+    @classmethod
+    def of(cls, config: PrecisionConfig) -> "Precision":
+        """The policy that a config names."""
+        return cls(jnp.dtype(config.params), jnp.dtype(config.compute), jnp.dtype(config.reduce))
+
+    @classmethod
+    def float32(cls) -> "Precision":
+        """Everything in float32."""
+        return cls.of(PrecisionConfig())
+
+    def activation(self, x: Array) -> Array:
+        """`x` in the dtype in which activations flow between layers."""
+        return x.astype(self.compute) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    def reduced(self, gradients):
+        """A gradient tree in the dtype in which it is summed."""
+        return jax.tree.map(lambda g: g.astype(self.reduce), gradients)

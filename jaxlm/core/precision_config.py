@@ -1,0 +1,17 @@
+"""Settings of the mixed-precision policy."""
+
+import dataclasses
+from typing import Literal
+
+from jaxlm.core.config import setting
+
+Float = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Dtypes of the master weights, of the matrix products, and of summed gradients."""
+
+    params: Float = setting("float32", "dtype of the master weights and the optimizer's moments")
+    compute: Float = setting("float32", "dtype of matrix operands and activations; accumulation, softmax, norms and loss stay float32")
+    reduce: Float = setting("float32", "dtype in which gradients are summed over micro-batches")

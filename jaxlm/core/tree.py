@@ -1,0 +1,32 @@
+"""Trees of arrays: leaf paths, sizes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def path_text(path: tuple[Any, ...]) -> str:
+    """A JAX key path as "blocks/attention/query/weight"."""
+    return "/".join(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path)
+
+
+def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """Every leaf by its path, in tree order."""
+    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
+
+
+def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` whose function also gets the leaf's path as its first argument."""
+    return jax.tree_util.tree_map_with_path(lambda path, *xs: function(path_text(path), *xs), tree, *rest)
+
+
+def count(tree: Any) -> int:
+    """Elements in all leaves."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
+
+
+def size_bytes(tree: Any) -> int:
+    """Bytes in all leaves, over all devices, replicas counted once."""
+    return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,19 @@
+"""What a step of training reads."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Int
+
+
+class Tokens(NamedTuple):
+    """Rows of packed documents, with everything that a token-level loss needs.
+
+    `weights` is 0 where nothing is trained on: padding, prompts, unmasked tokens. `segments` numbers the documents of a
+    row from 1, 0 is padding; attention stays inside a segment. `positions` counts from 0 in each segment.
+    """
+
+    tokens: Int[Array, "B T"]
+    targets: Int[Array, "B T"]
+    weights: Float[Array, "B T"]
+    segments: Int[Array, "B T"]
+    positions: Int[Array, "B T"]

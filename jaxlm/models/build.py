@@ -1,0 +1,66 @@
+"""Modules to plain trees and back: Flax builds, JAX runs."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxlm.core.precision import Precision
+from jaxlm.models import config as configs
+from jaxlm.models.decoder import Decoder
+from jaxlm.nn.parameter import LOGICAL_AXES
+from jaxlm.nn.stack import Layers, Stack
+from jaxlm.parallel.rules import LogicalAxes
+
+Params = dict[str, Any]
+
+
+class Blueprint:
+    """A model without its numbers: static, and so free to close over in a jitted function.
+
+    `init` makes the parameters (jit it with `out_shardings` and they are born sharded), `merge` puts parameters into
+    the module again, at no cost in a trace. `axes` is the tree of each parameter's logical axis names.
+    """
+
+    def __init__(self, config: configs.Decoder, precision: Precision, *, layers: Layers = "scan", remat: str = "none"):
+        self.config = config
+        self._make = lambda key: Decoder(config, key=key, precision=precision, layers=layers, remat=remat)
+        module = nnx.eval_shape(self._make, jax.random.key(0))
+        self._graphdef, state = nnx.split(module)
+        self._treedef = jax.tree.structure(state)
+        self.shapes: Params = _plain(state)
+        self.axes: Params = _axes(module)
+
+    def init(self, key: jax.Array) -> Params:
+        """Fresh parameters as a nested dict of arrays."""
+        return _plain(nnx.state(self._make(key)))
+
+    def merge(self, params: Params) -> Decoder:
+        """The module that holds `params`."""
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, jax.tree.leaves(params)))
+
+
+def _plain(state: nnx.State) -> Params:
+    return nnx.to_pure_dict(state)
+
+
+def _axes(module: nnx.Module) -> Params:
+    """Logical axis names of every parameter; those in a stack have `layers` in front."""
+    stacks = [path for path, node in nnx.iter_graph(module) if isinstance(node, Stack)]
+
+    def names(path: tuple[Any, ...], variable: nnx.Variable) -> LogicalAxes:
+        axes = variable.get_metadata()[LOGICAL_AXES]
+        return ("layers", *axes) if any(path[: len(stack)] == stack for stack in stacks) else axes
+
+    flat = {path: names(path, variable) for path, variable in nnx.to_flat_state(nnx.state(module))}
+    return _nest(flat)
+
+
+def _nest(flat: dict[tuple[Any, ...], Any]) -> Params:
+    tree: Params = {}
+    for path, leaf in flat.items():
+        node = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+        node[path[-1]] = leaf
+    return tree

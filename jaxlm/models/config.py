@@ -1,0 +1,30 @@
+"""What a model is made of: frozen, hashable, and free of JAX."""
+
+import dataclasses
+
+from jaxlm.nn.config import BlockConfig, Init, NormConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """A decoder-only transformer: layer i after the `prefix` is `pattern[i % len(pattern)]`."""
+
+    vocab: int
+    width: int
+    depth: int
+    pattern: tuple[BlockConfig, ...]
+    prefix: tuple[BlockConfig, ...] = ()
+    positions: int | None = None  # rows of a learned position table; None has none
+    final_norm: NormConfig | None = None
+    tied: bool = True
+    embed_scale: float = 1.0
+    logit_cap: float | None = None
+    dropout: float = 0.0  # of the embeddings
+    init: Init = "normal"
+    init_std: float = 0.02
+
+    @property
+    def layers(self) -> tuple[BlockConfig, ...]:
+        """Every layer's config, first to last."""
+        repeated = self.depth - len(self.prefix)
+        return self.prefix + tuple(self.pattern[i % len(self.pattern)] for i in range(repeated))

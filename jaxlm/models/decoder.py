@@ -1,0 +1,120 @@
+"""The decoder-only language model."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxlm.core import random
+from jaxlm.core.mean import Mean
+from jaxlm.core.precision import Precision
+from jaxlm.models import config as configs
+from jaxlm.nn.cache import KVCache
+from jaxlm.nn.config import BlockConfig
+from jaxlm.nn.dropout import dropout
+from jaxlm.nn.embedding import Embedding
+from jaxlm.nn.init import Initializer
+from jaxlm.nn.linear import Linear
+from jaxlm.nn.norm import Norm
+from jaxlm.nn.stack import Layers, Stack
+from jaxlm.ops import masks
+from jaxlm.ops.masks import Mask
+from jaxlm.parallel.rules import constrain
+
+
+class Hidden(NamedTuple):
+    """What a model makes of its tokens before the unembedding."""
+
+    values: Float[Array, "B T D"]
+    cache: KVCache | None
+    losses: dict[str, Mean]  # what layers add to the objective, such as an expert balance
+
+
+class Decoder(nnx.Module):
+    """Embedding, blocks, norm, unembedding."""
+
+    def __init__(self, config: configs.Decoder, *, key: Array, precision: Precision, layers: Layers = "scan", remat: str = "none"):
+        self.config, self.precision = config, precision
+        init = Initializer(config.init, config.init_std, config.depth, precision.params)
+
+        def at(name: str) -> Array:
+            return random.stream(key, name)
+
+        def table(name: str, rows: int, axis: str) -> Embedding:
+            return Embedding(rows, config.width, axis=axis, key=at(name), init=init, precision=precision)
+
+        def stack(name: str, depth: int, pattern: tuple[BlockConfig, ...], layers: Layers) -> Stack:
+            return Stack(
+                config.width, depth, pattern, key=at(name), init=init, precision=precision, layers=layers, remat=remat
+            )
+
+        self.embedding = table("embedding", config.vocab, "vocab")
+        self.positions = config.positions and table("positions", config.positions, "positions")
+        self.prefix = stack("prefix", len(config.prefix), config.prefix, "unroll") if config.prefix else None
+        self.stack = stack("stack", config.depth - len(config.prefix), config.pattern, layers)
+        self.final_norm = config.final_norm and Norm(config.width, config.final_norm, axis="embed", dtype=init.dtype)
+        vocab = {"vocab": config.vocab}
+        self.unembedding = (
+            None
+            if config.tied
+            else Linear({"embed": config.width}, vocab, key=at("unembedding"), init=init, precision=precision)
+        )
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"] | None = None,
+        cache: KVCache | None = None,
+        key: Array | None = None,
+    ) -> Hidden:
+        """Reads `tokens` from left to right, each segment for itself; after those in `cache`, where there is one.
+
+        `key` turns dropout on. The cache comes back with these tokens in it; its `length` is the caller's to advance,
+        who knows how many of a padded row are real.
+        """
+        keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
+        x = self.embedding(tokens) * self.config.embed_scale
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        x = dropout(constrain(self.precision.activation(x), "batch", "length", None), self.config.dropout, keys[0])
+        mask = masks.causal(tokens.shape[1], segments) if cache is None else _cache_mask(cache, tokens.shape[1])
+        layers, start = (None, None) if cache is None else (cache.layers, cache.length)
+        written = {}
+        for prefix, stack, stack_key in (("prefix/", self.prefix, keys[1]), ("stack/", self.stack, keys[2])):
+            if stack is None:
+                continue
+            own = layers and {name.removeprefix(prefix): layer for name, layer in layers.items() if name.startswith(prefix)}
+            x, out = stack(x, positions=positions, mask=mask, caches=own, start=start, key=stack_key)
+            written |= {prefix + name: layer for name, layer in (out or {}).items()}
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return Hidden(x, None if cache is None else KVCache(written, cache.length), {})
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Scores of every id, float32; apart from the call so that a loss may take the rows in chunks."""
+        out = self.embedding.unembed(hidden) if self.unembedding is None else self.unembedding(hidden)
+        out = constrain(out.astype(jnp.float32), "batch", "length", "vocab")
+        cap = self.config.logit_cap
+        return out if cap is None else cap * jnp.tanh(out / cap)
+
+    def empty_cache(self, rows: int, slots: int) -> KVCache:
+        """A cache for `rows` sequences of up to `slots` tokens, in the compute dtype."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        config = self.config
+        for index, block in enumerate(config.prefix):
+            shapes[f"prefix/{index}"] = (1, block.attention.kv_heads, block.attention.head_dim)
+        repeated = config.depth - len(config.prefix)
+        for kind, block in enumerate(config.pattern):
+            count = len(range(kind, repeated, len(config.pattern)))
+            shapes[f"stack/{kind}"] = (count, block.attention.kv_heads, block.attention.head_dim)
+        return KVCache.empty(shapes, rows, slots, self.precision.compute)
+
+
+def _cache_mask(cache: KVCache, length: int) -> Mask:
+    """Row b's new tokens lie at slots length[b] on, and see every slot up to their own."""
+    query = cache.length[:, None] + jax.numpy.arange(length, dtype=jnp.int32)
+    return Mask(query_index=query, key_index=jnp.arange(cache.slots, dtype=jnp.int32)[None])

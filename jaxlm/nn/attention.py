@@ -1,0 +1,77 @@
+"""Multi-head attention with its projections."""
+
+import dataclasses
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxlm.core.precision import Precision
+from jaxlm.nn.cache import LayerCache
+from jaxlm.nn.config import AttentionConfig
+from jaxlm.nn.init import Initializer
+from jaxlm.nn.linear import Linear
+from jaxlm.nn.norm import Norm
+from jaxlm.ops import attention as ops
+from jaxlm.ops import rope
+from jaxlm.ops.masks import Mask
+from jaxlm.parallel.rules import constrain
+
+
+class Attention(nnx.Module):
+    """Queries, keys and values of the same tokens; grouped, rotated, normed and capped as the config says."""
+
+    def __init__(self, width: int, config: AttentionConfig, *, key: Array, init: Initializer, precision: Precision):
+        self.config, self.precision = config, precision
+        keys = jax.random.split(key, 4)
+        stream = {"embed": width}
+        queries = {"heads": config.heads, "head_dim": config.head_dim}
+        shared = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
+        self.query = Linear(stream, queries, key=keys[0], init=init, precision=precision, bias=config.bias)
+        self.key = Linear(stream, shared, key=keys[1], init=init, precision=precision, bias=config.bias)
+        self.value = Linear(stream, shared, key=keys[2], init=init, precision=precision, bias=config.bias)
+        self.out = Linear(
+            queries, stream, key=keys[3], init=init, precision=precision, bias=config.bias, ends_on_residual=True
+        )
+
+        def norm() -> Norm | None:
+            return config.qk_norm and Norm(config.head_dim, config.qk_norm, axis="head_dim", dtype=init.dtype)
+
+        self.query_norm, self.key_norm = norm(), norm()
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"],
+        mask: Mask,
+        cache: LayerCache | None = None,
+        start: Int[Array, "B"] | None = None,
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """Attends over `x`, or over the cache once `x` is written into it from slot `start` on."""
+        config = self.config
+        query = constrain(self.query(x), "batch", "length", "heads", "head_dim")
+        keys = constrain(self.key(x), "batch", "length", "kv_heads", "head_dim")
+        values = constrain(self.value(x), "batch", "length", "kv_heads", "head_dim")
+        if self.query_norm is not None and self.key_norm is not None:
+            query, keys = self.query_norm(query), self.key_norm(keys)
+        if config.rotary is not None:
+            turns = rope.angles(positions, config.head_dim, config.rotary.theta)
+            query, keys = rope.rotate(query, *turns), rope.rotate(keys, *turns)
+        if cache is not None:
+            assert start is not None
+            cache = cache.write(keys, values, start)
+            keys, values = cache
+        out = ops.attention(
+            query,
+            keys,
+            values,
+            dataclasses.replace(mask, window=config.window),
+            self.precision,
+            scale=config.head_dim**-0.5 if config.scale is None else config.scale,
+            cap=config.cap,
+            dropout=config.dropout,
+            dropout_key=key,
+        )
+        return self.out(constrain(out, "batch", "length", "heads", "head_dim")), cache

@@ -1,0 +1,74 @@
+"""One layer: how attention and MLP are wired to the residual stream."""
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxlm.core.precision import Precision
+from jaxlm.nn.attention import Attention
+from jaxlm.nn.cache import LayerCache
+from jaxlm.nn.config import BlockConfig
+from jaxlm.nn.dropout import dropout
+from jaxlm.nn.init import Initializer
+from jaxlm.nn.mlp import Mlp
+from jaxlm.nn.norm import Norm
+from jaxlm.ops.masks import Mask
+from jaxlm.parallel.rules import constrain
+
+REMAT_NAMES = ("attention_out", "mlp_out")  # what a policy "save:..." can name
+
+
+class Block(nnx.Module):
+    """Attention f and MLP g on the stream x, with norms n:
+
+    - pre: x + f(n(x)), then + g(n(x))      - post: n(x + f(x)), then n(x + g(x))
+    - sandwich: x + n(f(n(x))), then the same with g      - parallel: x + f(n(x)) + g(n(x)), one norm for both
+    """
+
+    def __init__(self, width: int, config: BlockConfig, *, key: Array, init: Initializer, precision: Precision):
+        self.config = config
+        attention_key, mlp_key = jax.random.split(key)
+        self.attention = Attention(width, config.attention, key=attention_key, init=init, precision=precision)
+        self.mlp = Mlp(width, config.mlp, key=mlp_key, init=init, precision=precision)
+
+        def norm() -> Norm:
+            return Norm(width, config.norm, axis="embed", dtype=init.dtype)
+
+        self.attention_norm = norm()
+        self.mlp_norm = norm() if config.residual != "parallel" else None
+        self.attention_out_norm = norm() if config.residual == "sandwich" else None
+        self.mlp_out_norm = norm() if config.residual == "sandwich" else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"],
+        mask: Mask,
+        cache: LayerCache | None = None,
+        start: Int[Array, "B"] | None = None,
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """The stream after this layer, and the layer's cache with these tokens in it."""
+        keys = (None, None, None) if key is None else jax.random.split(key, 3)
+        residual, rate = self.config.residual, self.config.dropout
+        read = x if residual == "post" else self.attention_norm(x)
+        added, cache = self.attention(read, positions=positions, mask=mask, cache=cache, start=start, key=keys[0])
+        if self.attention_out_norm is not None:
+            added = self.attention_out_norm(added)
+        added = dropout(checkpoint_name(added, "attention_out"), rate, keys[1])
+        if residual == "parallel":
+            return self._stream(x + added + dropout(self.mlp(read), rate, keys[2])), cache
+        x = self._stream(x + added)
+        assert self.mlp_norm is not None
+        if residual == "post":
+            x = self.attention_norm(x)
+        added = self.mlp(x if residual == "post" else self.mlp_norm(x))
+        if self.mlp_out_norm is not None:
+            added = self.mlp_out_norm(added)
+        x = self._stream(x + dropout(checkpoint_name(added, "mlp_out"), rate, keys[2]))
+        return (self.mlp_norm(x) if residual == "post" else x), cache
+
+    def _stream(self, x: Array) -> Array:
+        return constrain(x, "batch", "length", None)

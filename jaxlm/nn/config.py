@@ -1,0 +1,60 @@
+"""What a block is made of: frozen, hashable, and free of JAX."""
+
+import dataclasses
+from typing import Literal
+
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
+Init = Literal["gpt2", "normal", "xavier", "he"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864)."""
+
+    theta: float = 10_000.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """Root-mean-square norm (arXiv:1910.07467) or layer norm (arXiv:1607.06450), in float32."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-5
+    bias: bool = False  # of the layer norm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Multi-head attention; `kv_heads` below `heads` is grouped-query attention (arXiv:2305.13245)."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: Rope | None = None
+    window: int | None = None  # keys that a query sees, itself included; None sees all before it
+    qk_norm: NormConfig | None = None
+    scale: float | None = None  # None is head_dim ** -0.5
+    cap: float | None = None  # scores become cap * tanh(scores / cap)
+    bias: bool = False
+    dropout: float = 0.0  # of the attention weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MlpConfig:
+    """Two projections around an activation; gated ones multiply by a third (arXiv:2002.05202)."""
+
+    hidden: int
+    activation: Activation
+    gated: bool
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """One layer. `residual` says where the norms sit: before each part, after the sum, on both sides, or one for two parallel parts."""
+
+    attention: AttentionConfig
+    mlp: MlpConfig
+    norm: NormConfig
+    residual: Literal["pre", "post", "sandwich", "parallel"] = "pre"
+    dropout: float = 0.0  # of what each part adds to the residual stream

@@ -1,0 +1,25 @@
+"""Token and position tables."""
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxlm.core.precision import Precision
+from jaxlm.nn.init import Initializer
+from jaxlm.nn.parameter import parameter
+from jaxlm.ops.matmul import matmul
+
+
+class Embedding(nnx.Module):
+    """A table with one row for each id. Ids must lie in the table: JAX would clamp the others silently, so the host checks."""
+
+    def __init__(self, rows: int, width: int, *, axis: str, key: Array, init: Initializer, precision: Precision):
+        self.precision = precision
+        self.table = parameter(init.table(key, (rows, width)), axis, "embed")
+
+    def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The rows of `ids`."""
+        return self.table[...].at[ids].get(mode="promise_in_bounds")
+
+    def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """The dot product of `x` with every row: the tied output layer."""
+        return matmul(x, self.table[...].T, self.precision)

@@ -1,0 +1,47 @@
+"""The one place where a weight meets an activation."""
+
+import math
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxlm.core.precision import Precision
+from jaxlm.nn.init import Initializer
+from jaxlm.nn.parameter import parameter
+from jaxlm.ops.matmul import matmul
+
+
+class Linear(nnx.Module):
+    """y = x W + b from one or several input dimensions to one or several output dimensions.
+
+    `ins` and `outs` are (logical axis, size) pairs: attention's query is `{"embed": D} -> {"heads": N, "head_dim": H}`.
+    The weight keeps these dimensions, so that each can be split over its own mesh axis.
+    """
+
+    def __init__(
+        self,
+        ins: dict[str, int],
+        outs: dict[str, int],
+        *,
+        key: Array,
+        init: Initializer,
+        precision: Precision,
+        bias: bool = False,
+        ends_on_residual: bool = False,
+    ):
+        self.ins, self.outs = tuple(ins.values()), tuple(outs.values())
+        self.precision = precision
+        flat = (math.prod(self.ins), math.prod(self.outs))
+        weight = init.weight(key, flat, ends_on_residual=ends_on_residual).reshape(self.ins + self.outs)
+        self.weight = parameter(weight, *ins, *outs)
+        self.bias = parameter(jnp.zeros(self.outs, init.dtype), *outs) if bias else None
+
+    def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+        """2 x ins x outs FLOPs a token."""
+        leading = x.shape[: x.ndim - len(self.ins)]
+        weight = self.weight[...].reshape(math.prod(self.ins), math.prod(self.outs))
+        y = matmul(x.reshape(*leading, -1), weight, self.precision).reshape(*leading, *self.outs)
+        if self.bias is None:
+            return y
+        return y + self.bias[...].astype(y.dtype).reshape((1,) * len(leading) + self.outs)

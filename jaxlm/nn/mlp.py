@@ -1,0 +1,47 @@
+"""The feed-forward part of a block."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxlm.core.precision import Precision
+from jaxlm.nn.config import Activation, MlpConfig
+from jaxlm.nn.init import Initializer
+from jaxlm.nn.linear import Linear
+from jaxlm.parallel.rules import constrain
+
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),  # arXiv:2109.08668
+}
+
+
+class Mlp(nnx.Module):
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) where gated (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, width: int, config: MlpConfig, *, key: Array, init: Initializer, precision: Precision):
+        self.config = config
+        keys = jax.random.split(key, 3)
+        stream, hidden = {"embed": width}, {"mlp": config.hidden}
+
+        def into_hidden(key: Array) -> Linear:
+            return Linear(stream, hidden, key=key, init=init, precision=precision, bias=config.bias)
+
+        self.gate = into_hidden(keys[0]) if config.gated else None
+        self.up = into_hidden(keys[1])
+        self.down = Linear(
+            hidden, stream, key=keys[2], init=init, precision=precision, bias=config.bias, ends_on_residual=True
+        )
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Two or three products of 2 D F FLOPs a token."""
+        activation = ACTIVATIONS[self.config.activation]
+        hidden = self.up(x)
+        hidden = activation(hidden) if self.gate is None else activation(self.gate(x)) * hidden
+        return self.down(constrain(hidden, "batch", "length", "mlp"))

@@ -1,0 +1,41 @@
+"""Which keys a query may see: described, and turned into an array only where a kernel needs one."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mask:
+    """What queries may see.
+
+    Indices count slots in the row (or in the key cache); a causal query sees keys whose index is not above its own,
+    and within a window only the last `window` of those. With segments, it sees its own segment only; segment 0 is
+    padding, which nothing sees.
+    """
+
+    query_index: Int[Array, "B T"] | Int[Array, "1 T"]
+    key_index: Int[Array, "B S"] | Int[Array, "1 S"]
+    query_segments: Int[Array, "B T"] | None = None
+    key_segments: Int[Array, "B S"] | None = None
+    causal: bool = True
+    window: int | None = None
+
+    def materialise(self) -> Bool[Array, "B T S"]:
+        """True where a query sees a key. The batch axis is 1 where every row has the same mask."""
+        query, key = self.query_index[:, :, None], self.key_index[:, None, :]
+        seen = jnp.ones((query.shape[0], query.shape[1], key.shape[2]), bool)
+        if self.causal:
+            seen &= key <= query
+        if self.window is not None:
+            seen &= query - key < self.window
+        if self.query_segments is not None and self.key_segments is not None:
+            seen = seen & (self.query_segments[:, :, None] == self.key_segments[:, None, :]) & (self.key_segments[:, None, :] > 0)
+        return seen
+
+
+def causal(length: int, segments: Int[Array, "B T"] | None = None) -> Mask:
+    """A row that reads itself from left to right, each segment for itself."""
+    index = jnp.arange(length, dtype=jnp.int32)[None]
+    return Mask(query_index=index, key_index=index, query_segments=segments, key_segments=segments)

@@ -1,0 +1,35 @@
+"""What a step reads and writes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+
+class TrainState(NamedTuple):
+    """Everything that an update changes, and so everything that a checkpoint holds.
+
+    Random numbers are functions of (seed, step) and the data cursor is the step, so neither is here.
+    """
+
+    step: Int[Array, ""]
+    params: Any
+    opt_state: Any
+
+
+def fresh(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first update."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def abstract(shapes: TrainState, shardings: TrainState) -> TrainState:
+    """Shapes and dtypes with the shardings that they shall have, for a restore."""
+    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of a scalar."""
+    return NamedSharding(mesh, PartitionSpec())
