@@ -1,67 +1,156 @@
-"""The typed truth of a setting, and its ml_collections surface."""
+"""A run is a value: settings in frozen dataclasses, read from ml_collections files, overridden, checked, saved, compared, explained.
+
+A section is a frozen, keyword-only dataclass whose fields are `setting`s, other sections, or a union of sections. The arms of a union
+carry a tag, `name: Literal["adamw"] = "adamw"`; so the union is the registry. A section may define
+`problems(self) -> Iterator[(field, why, fix)]` for what its types and ranges cannot say.
+"""
 
 import dataclasses
-import math
-import re
-from typing import Any, Literal
+from typing import Any
+
+from jaxlm.core import problems as problem
+from jaxlm.core.config_file import Loaded, from_json, load
+from jaxlm.core.provenance import DEFAULT, Origin
+from jaxlm.core.schema import arm_name, by_name, chosen, leaves, plain, setting, settings, tag
+from jaxlm.core.span import Span
+from jaxlm.core.values import bounds, describe
+
+__all__ = [
+    "ABSENT",
+    "Change",
+    "Explanation",
+    "Loaded",
+    "Origin",
+    "Span",
+    "diff",
+    "explain",
+    "flatten",
+    "from_json",
+    "load",
+    "new",
+    "setting",
+    "to_json",
+]
 
 
-def setting(
-    default: Any,
-    doc: str,
-    *,
-    unit: str = "",
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A field of a section: its default, what it means, its unit, and the range it must lie in.
+def new(schema: type) -> Any:
+    """A locked ConfigDict with every setting of `schema` at its default, for a config file to change and return.
 
-    `low` and `high` are inclusive, `above` and `below` exclusive.
+    Setting the name of an arm (`c.optim.name = "lion"`, `c.model.family = "gpt2"`) gives that section the arm's own defaults.
+
+    Raises:
+      ConfigError: where the config file then sets what does not exist; it names the line and the nearest setting.
     """
-    meta = {"doc": doc, "unit": unit, "low": low, "high": high, "above": above, "below": below}
-    return dataclasses.field(default=default, metadata=meta)
+    from jaxlm.core import draft  # ml_collections is not needed to read a config.json
+
+    return draft.new(schema)
 
 
-_SPAN = re.compile(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(%|tok|s|m|h|)")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+def to_json(section: Any) -> dict[str, Any]:
+    """A section as JSON holds it: nested dicts, tuples as lists, spans as text. `from_json` gives the same section back."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: convert(inner) for name, inner in value.items()}
+        return [convert(item) for item in value] if isinstance(value, tuple) else value
+
+    return convert(plain(section))
+
+
+def flatten(section: Any) -> dict[str, Any]:
+    """Dotted path -> value for every setting, the names of arms included."""
+    return {path: value for path, _, value in leaves(section)}
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
-    """How long, or how often: in steps (`500`), a share of the run (`"5%"`), tokens (`"1e6tok"`) or time (`"10m"`)."""
+class Change:
+    """A setting that differs between two configs; `ABSENT` where one's arm does not have it."""
 
-    text: str
-    amount: float
-    unit: Literal["step", "share", "token", "second"]
-
-    @classmethod
-    def parse(cls, value: "int | str | Span") -> "Span":
-        """Reads a span. Raises ValueError where it is not one."""
-        if isinstance(value, Span):
-            return value
-        text = str(value).strip()
-        match = _SPAN.fullmatch(text)
-        if match is None or isinstance(value, bool):
-            raise ValueError(f"{text!r} is not a span: give steps (500), a share ('5%'), tokens ('1e6tok') or time ('10m')")
-        amount, suffix = float(match[1]), match[2]
-        if suffix == "%":
-            return cls(text, amount / 100, "share")
-        if suffix == "tok":
-            return cls(text, amount, "token")
-        if suffix:
-            return cls(text, amount * _SECONDS[suffix], "second")
-        if amount != int(amount):
-            raise ValueError(f"{text!r} steps is not a whole number")
-        return cls(text, amount, "step")
-
-    def steps(self, total: int, tokens_per_step: int) -> int:
-        """The span in whole steps of a run of `total` steps, rounded up so that a span above zero is at least one step."""
-        if self.unit == "second":
-            raise ValueError(f"{self.text!r} is a time; only a cadence can be one")
-        scale = {"step": 1.0, "share": float(total), "token": 1 / tokens_per_step}[self.unit]
-        return math.ceil(self.amount * scale - 1e-9)
+    path: str
+    old: Any
+    new: Any
 
     def __str__(self) -> str:
-        return self.text
+        return f"{self.path}: {self.old} -> {self.new}"
+
+
+def diff(a: Any, b: Any) -> list[Change]:
+    """What changes from section `a` to section `b`, in the order of the settings."""
+    old, new_ = flatten(a), flatten(b)
+    pairs = ((path, old.get(path, ABSENT), new_.get(path, ABSENT)) for path in old | new_)
+    return [Change(*pair) for pair in pairs if pair[1] != pair[2] or type(pair[1]) is not type(pair[2])]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """All there is to know about a setting. Of a section, `value` is the name of its arm and `settings` what it holds."""
+
+    path: str
+    doc: str
+    type: str
+    unit: str
+    range: str
+    default: Any
+    value: Any
+    origin: Origin
+    settings: tuple[str, ...] = ()
+
+
+def explain(schema: type, loaded: Loaded | None, path: str) -> Explanation:
+    """Doc, type, unit, range, default, value, and who set it.
+
+    Settings of an arm that is not in use are explained too; their value is `ABSENT`.
+
+    Raises:
+      ConfigError: where there is no such setting; it names the nearest.
+    """
+    value = loaded.value if loaded is not None else schema()
+    raw = plain(value)
+    present = settings(schema, raw)
+    known = present.get(path) or settings(schema, raw, every_arm=True).get(path)
+    origins = loaded.provenance if loaded is not None else {}
+    if known is None:
+        raise problem.error([problem.unknown(schema, raw, path, None, Origin("command line", path), origins)])
+    if known.arms:
+        arm = chosen(known.arms, problem.at(raw, path, {}), known.default) or known.arms[0]
+        label = tag(arm)
+        return Explanation(
+            path=path,
+            doc=known.doc or (arm.__doc__ or "").partition("\n")[0],
+            type=f"section; {path}.{label} is one of {', '.join(by_name(known.arms))}" if label else "section",
+            unit="",
+            range="",
+            default=arm_name(type(known.default)),
+            value=arm_name(arm),
+            origin=origins.get(f"{path}.{label}", DEFAULT),
+            settings=tuple(name for name in present if name.startswith(f"{path}.")),
+        )
+    section, _, name = path.rpartition(".")
+    parent = present.get(section)
+    # An arm's default stands; what the section above chose for its default arm comes before it.
+    arm = chosen(parent.arms, problem.at(raw, section, {}), parent.default) if parent else schema
+    chose = parent.default if parent else schema()
+    default = getattr(chose, name) if type(chose) is arm and path in present else known.default
+    doc = known.doc
+    kind = describe(known.kind)
+    if parent is not None and arm is not None and name == tag(arm):
+        doc = doc or f"which arm of {section} is used"
+        kind = f"one of {', '.join(by_name(parent.arms))}"
+    return Explanation(
+        path=path,
+        doc=doc,
+        type=kind,
+        unit=known.unit,
+        range=bounds(known),
+        default=default,
+        value=flatten(value).get(path, ABSENT),
+        origin=origins.get(path, DEFAULT),
+    )

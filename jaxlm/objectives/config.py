@@ -1,4 +1,4 @@
-"""Settings of objectives and of the loss they share."""
+"""Settings of the objective and of the loss."""
 
 import dataclasses
 from typing import Literal
@@ -8,7 +8,7 @@ from jaxlm.core.config import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Causal:
-    """Each token from those before it in its document."""
+    """Each token is predicted from those before it."""
 
     name: Literal["causal"] = "causal"
 
@@ -18,7 +18,14 @@ Objective = Causal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """How a token's negative log-likelihood is computed and regularised."""
+    """How the token loss is computed."""
 
-    z_loss: float = setting(0.0, "weight of log(Z)**2, which keeps the softmax's normaliser near 1 (PaLM, arXiv:2204.02311, section 5)", low=0.0)
-    chunk: int | None = setting(None, "positions of each row whose logits exist at a time; None computes all at once", unit="tokens", low=1)
+    z_loss: float = setting(
+        0.0, "coefficient of the squared log normalizer, which keeps logits near zero", low=0
+    )
+    chunk: int | None = setting(
+        None,
+        "tokens unembedded at a time, the others' logits never existing; None takes all at once",
+        unit="tokens",
+        low=1,
+    )

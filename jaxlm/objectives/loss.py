@@ -1,4 +1,4 @@
-"""What an objective returns."""
+"""What an objective gives back."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from jaxlm.core.mean import Mean
 
 
 class Loss(NamedTuple):
-    """The quantity whose gradient is taken, and what is reported beside it: sums and weights, not yet divided."""
+    """What is minimised, and what is worth knowing; all of it sums and weights."""
 
     objective: Mean
     metrics: dict[str, Mean]

@@ -1,45 +1,39 @@
-"""The one token-level objective: causal and prefix LM, masked LM, span corruption and fine-tuning differ in their data only."""
-
-from typing import Protocol
+"""The negative log-likelihood of the batch's targets."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import Array
 
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.models.decoder import Decoder
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import Loss
-from jaxlm.ops import cross_entropy
-
-
-class Scores(Protocol):
-    """What is made of each position's logits before they are dropped."""
-
-    def __call__(self, logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> dict[str, Float[Array, "B T"]]: ...
-
-
-def score(model: Decoder, batch: Tokens, scores: Scores, chunk: int | None, key: Array | None = None) -> dict[str, Float[Array, "B T"]]:
-    """`scores` of every position, with the logits of `chunk` positions of a row at a time."""
-    hidden = model(batch.tokens, positions=batch.positions, segments=batch.segments, key=key)
-
-    def part(values: Array, targets: Array) -> dict[str, Array]:
-        return scores(model.logits(values), targets)
-
-    return cross_entropy.chunked(part, batch.tokens.shape[1], chunk, hidden.values, batch.targets)
+from jaxlm.ops.cross_entropy import TokenScores, in_chunks, token_scores
 
 
 def token_nll(model: Decoder, batch: Tokens, key: Array | None, config: LossConfig) -> Loss:
-    """sum of weight x (nll + z_loss log(Z)**2), over the sum of weights.
+    """sum_t w_t (nll_t + z log_normalizer_t^2), and its weight.
 
-    Metrics: `loss_nats`, the negative log-likelihood alone.
+    The metric `loss_nats` is the likelihood alone. `key` turns dropout on.
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, section 5 (z-loss, there with 1e-4).
     """
+    scores = score(model, batch, key, config.chunk)
+    loss = Mean.of(scores.nll, batch.weights)
+    metrics = {"loss_nats": loss, "token_accuracy": Mean.of(scores.correct, batch.weights)}
+    if not config.z_loss:
+        return Loss(loss, metrics)
+    z = Mean.of(jnp.square(scores.log_normalizer), batch.weights)
+    return Loss(Mean(loss.total + config.z_loss * z.total, loss.weight), metrics | {"z": z})
 
-    def scores(logits: Array, targets: Array) -> dict[str, Array]:
-        nll, log_z = cross_entropy.token_nll(logits, targets)
-        return {"nll": nll, "penalised": nll + config.z_loss * jnp.square(log_z)} if config.z_loss else {"nll": nll}
 
-    out = score(model, batch, scores, config.chunk, key)
-    nll = Mean.of(jax.lax.stop_gradient(out["nll"]), batch.weights)
-    return Loss(Mean.of(out.get("penalised", out["nll"]), batch.weights), {"loss_nats": nll})
+def score(model: Decoder, batch: Tokens, key: Array | None, chunk: int | None) -> TokenScores:
+    """The scores of each target, its logits `chunk` tokens at a time."""
+    hidden = model(batch.tokens, positions=batch.positions, segments=batch.segments, key=key)
+
+    def of(values: Array, targets: Array) -> TokenScores:
+        with jax.named_scope("unembed"):
+            return token_scores(model.logits(values), targets)
+
+    return in_chunks(of, hidden.values, batch.targets, tokens=chunk)

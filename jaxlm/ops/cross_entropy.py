@@ -1,58 +1,90 @@
-"""Negative log-likelihood of tokens."""
+"""The negative log-likelihood of target tokens."""
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+Scores = TypeVar("Scores")
+
+
+class TokenScores(NamedTuple):
+    """What one pass over the logits says of each token. Only the first two carry gradients."""
+
+    nll: Float[Array, "*N"]  # -log p(target), nats
+    log_normalizer: Float[Array, "*N"]  # log sum exp of the logits
+    confidence: Float[Array, "*N"]  # probability of the likeliest id
+    correct: Float[Array, "*N"]  # 1 where no id is likelier than the target
+
 
 @jax.custom_vjp
-def token_nll(logits: Float[Array, "... V"], targets: Int[Array, "..."]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """(-log softmax(logits)[target], log sum exp(logits)), both float32.
+def token_scores(logits: Float[Array, "*N V"], targets: Int[Array, "*N"]) -> TokenScores:
+    """nll = log sum_v exp(l_v) - l_target, in float32 around the largest logit.
 
-    The target's score is picked by comparing with an iota, forward and backward, so a vocabulary that is split over
-    devices is never gathered and the backward pass has no scatter.
+    The target's logit is a masked sum and the gradient, softmax - onehot, a comparison with an iota: nothing is
+    gathered or scattered, both fuse, and a vocabulary split over a mesh axis costs sums over the tokens only.
+    Correctness is read off the maximum, so there is no argmax.
     """
     return _forward(logits, targets)[0]
 
 
-def _forward(logits: Array, targets: Array) -> tuple[tuple[Array, Array], tuple[Array, Array, Array]]:
-    logits = logits.astype(jnp.float32)
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    score = jnp.sum(jnp.where(_is_target(logits, targets), logits, 0.0), axis=-1)
-    return (log_z - score, log_z), (logits, targets, log_z)
+def _forward(logits: Array, targets: Array) -> tuple[TokenScores, tuple[Array, Array, Array]]:
+    wide = logits.astype(jnp.float32)
+    peak = jax.lax.stop_gradient(wide.max(-1, keepdims=True))
+    shifted = wide - peak
+    log_sum = jnp.log(jnp.exp(shifted).sum(-1))
+    picked = jnp.where(_is_target(logits, targets), shifted, 0.0).sum(-1)
+    log_normalizer = peak[..., 0] + log_sum
+    scores = TokenScores(
+        log_sum - picked, log_normalizer, jnp.exp(-log_sum), (picked >= 0).astype(jnp.float32)
+    )
+    return scores, (logits, targets, log_normalizer)
 
 
-def _backward(kept: tuple[Array, Array, Array], grads: tuple[Array, Array]) -> tuple[Array, None]:
-    logits, targets, log_z = kept
-    nll_grad, log_z_grad = grads
-    probability = jnp.exp(logits - log_z[..., None])
-    chosen = jnp.where(_is_target(logits, targets), nll_grad[..., None], 0.0)
-    return probability * (nll_grad + log_z_grad)[..., None] - chosen, None
+def _backward(kept: tuple[Array, Array, Array], grad: TokenScores) -> tuple[Array, None]:
+    logits, targets, log_normalizer = kept
+    softmax = jnp.exp(logits.astype(jnp.float32) - log_normalizer[..., None])
+    out = softmax * (grad.nll + grad.log_normalizer)[..., None]
+    out = out - jnp.where(_is_target(logits, targets), grad.nll[..., None], 0.0)
+    return out.astype(logits.dtype), None
 
 
-token_nll.defvjp(_forward, _backward)
+token_scores.defvjp(_forward, _backward)
 
 
 def _is_target(logits: Array, targets: Array) -> Array:
-    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
+    return (
+        jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
+    )
 
 
-def chunked(
-    function: Callable[..., Array], length: int, chunk: int | None, *rows: Float[Array, "B T ..."]
-) -> Float[Array, "B T ..."]:
-    """`function(*rows)` over pieces of at most `chunk` positions of each row, its results computed again in the backward pass.
+def in_chunks(
+    function: Callable[[Array, Array], Scores],
+    hidden: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    *,
+    tokens: int | None,
+) -> Scores:
+    """`function(hidden, targets)`, a tree of [B, T], over about `tokens` tokens at a time; None takes all at once.
 
-    With the unembedding inside `function`, no more than `chunk` of the T logits of a row exist at a time. A length
-    that `chunk` does not divide is cut into the next smaller equal pieces.
+    The logits of one chunk are live at a time: the backward pass makes them again, at the cost of one more unembedding.
+    Rows stay whole and time is cut, so each row stays on its device.
     """
-    size = length if chunk is None else next(n for n in range(min(chunk, length), 0, -1) if length % n == 0)
-    if size == length:
-        return function(*rows)
+    rows, length = targets.shape
+    chunks = 1 if tokens is None else min(length, math.ceil(rows * length / tokens))
+    if chunks == 1:
+        return function(hidden, targets)
+    size = math.ceil(length / chunks)
+    chunks = math.ceil(length / size)
 
-    def pieces(x: Array) -> Array:
-        return jnp.swapaxes(x.reshape(x.shape[0], length // size, size, *x.shape[2:]), 0, 1)
+    def cut(x: Array) -> Array:
+        rest = [(0, 0)] * (x.ndim - 2)
+        padded = jnp.pad(x, [(0, 0), (0, chunks * size - length), *rest])
+        return jnp.moveaxis(padded.reshape(rows, chunks, size, *x.shape[2:]), 1, 0)
 
-    out = jax.lax.map(lambda parts: jax.checkpoint(function)(*parts), tuple(pieces(x) for x in rows))
-    return jax.tree.map(lambda y: jnp.swapaxes(y, 0, 1).reshape(y.shape[1], length, *y.shape[3:]), out)
+    again = jax.checkpoint(function, prevent_cse=False)
+    scores = jax.lax.map(lambda part: again(*part), (cut(hidden), cut(targets)))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length], scores)

@@ -1,80 +1,114 @@
-"""Optimizers as Optax chains, and how their state is sharded."""
+"""An optimizer from its config, and how its state is laid out."""
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 
 from jaxlm.core import tree
 from jaxlm.optim import groups
+from jaxlm.optim.adafactor import factored_dims, scale_by_adafactor
 from jaxlm.optim.config import Adafactor, AdamW, Lion, Optimizer
+from jaxlm.optim.schedules import LearningRate
 
 
-def build(config: Optimizer, schedule: Callable[[Array], Array], shapes: Any) -> optax.GradientTransformation:
-    """The chain: cut by value, clip by norm, the rule itself, decay, group factors, learning rate.
+def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.GradientTransformation:
+    """The transformation from the mean gradient to what is added to the parameters.
 
-    Decay is decoupled and multiplied by the learning rate, as in arXiv:1711.05101 with Optax's convention.
+    In order: clip each element, clip the global norm, scale by the arm, then decay and descend:
+
+        p <- p - lr(t) s (u + d weight_decay p)
+
+    with the leaf's learning-rate scale s and d 1 where its group decays, else 0. Decay is decoupled and follows the
+    schedule, for every arm (optax.adafactor's does not follow it). `axes` is the parameters' tree of logical axis
+    names, tuples as leaves.
 
     Raises:
-      ConfigError: where a group's pattern does not fit the parameters in `shapes`.
+      ConfigError: where a group pattern matches no parameter or shares one.
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101 (AdamW); Chen et al. 2023, arXiv:2302.06675 (Lion);
+    Shazeer and Stern 2018, arXiv:1804.04235 (Adafactor).
     """
-    assigned = groups.assign(config, tree.leaves(shapes))
-    decays = tree.map_with_path(lambda path, _: assigned[path].decays, shapes)
-    links = [
-        optax.clip(config.clip_value) if config.clip_value is not None else None,
-        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm is not None else None,
-        _rule(config),
-        optax.add_decayed_weights(config.weight_decay, mask=decays) if config.weight_decay else None,
-        _scale_by_path({path: group.lr_scale for path, group in assigned.items()}) if config.lr_scale else None,
-        optax.scale_by_learning_rate(schedule),
-    ]
-    return optax.chain(*(link for link in links if link is not None))
-
-
-def _rule(config: Optimizer) -> optax.GradientTransformation:
+    parts = []
+    if config.clip_value is not None:
+        parts.append(optax.clip(config.clip_value))
+    if config.clip_norm is not None:
+        parts.append(optax.clip_by_global_norm(config.clip_norm))
     match config:
         case AdamW():
-            return optax.scale_by_adam(config.b1, config.b2, config.eps)
+            parts.append(optax.scale_by_adam(config.b1, config.b2, config.eps))
         case Lion():
-            return optax.scale_by_lion(config.b1, config.b2)
+            parts.append(optax.scale_by_lion(config.b1, config.b2))
         case Adafactor():
-            return optax.chain(
-                optax.scale_by_factored_rms(decay_rate=config.decay_rate, min_dim_size_to_factor=config.factor_from),
-                optax.clip_by_block_rms(1.0),
-                optax.scale_by_param_block_rms(),
-            )
+            parts.append(scale_by_adafactor(config, axes))
+    parts.append(_descend(schedule, config.weight_decay, groups.assign(config, axes)))
+    return optax.chain(*parts)
 
 
-def _scale_by_path(factors: dict[str, float]) -> optax.GradientTransformation:
-    def update(updates: Any, params: Any) -> Any:
-        return tree.map_with_path(lambda path, leaf: leaf * factors[path], updates)
+class Descent(NamedTuple):
+    """The updates so far."""
 
-    return optax.stateless(update)
+    count: Array
 
 
-def state_axes(optimizer: optax.GradientTransformation, shapes: Any, axes: Any) -> Any:
-    """Logical axes for every leaf of the optimizer's state: those of its parameter, where it is shaped like one.
+def _descend(
+    schedule: LearningRate, weight_decay: float, plan: dict[str, groups.Group]
+) -> optax.GradientTransformation:
+    def init(params: Any) -> Descent:
+        del params
+        return Descent(jnp.zeros((), jnp.int32))
 
-    A factored moment has its parameter's axes without the one that was averaged away. Where two axes of one size could
-    have been, and for scalars, the leaf is replicated.
+    def update(directions: Any, state: Descent, params: Any = None) -> tuple[Any, Descent]:
+        lr = schedule(state.count)
+
+        def step(path: str, direction: Array, param: Array) -> Array:
+            group = plan[path]
+            if group.decays and weight_decay:
+                direction = direction + weight_decay * param
+            return (-lr * group.lr_scale * direction).astype(param.dtype)
+
+        return tree.map_with_path(step, directions, params), Descent(state.count + 1)
+
+    return optax.GradientTransformation(init, update)
+
+
+def state_axes(
+    config: Optimizer, optimizer: optax.GradientTransformation, shapes: Any, axes: Any
+) -> Any:
+    """The logical axis names of each leaf of the optimizer's state, so that it can be created already sharded.
+
+    A leaf that lies at a parameter's path has the parameter's axes; a factored moment has them without the one that
+    it is a mean over; a scalar has none. `shapes` and `axes` are the parameters' trees.
+
+    Raises:
+      ValueError: for a leaf that is none of these; nothing is left to a default.
     """
-    state = jax.eval_shape(optimizer.init, shapes)
-    by_path = {path: (leaf.shape, names) for (path, leaf), names in zip(tree.leaves(shapes).items(), _tuples(axes), strict=True)}
+    names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
+    sizes = {path: tuple(leaf.shape) for path, leaf in tree.leaves(shapes).items()}
 
     def place(path: str, leaf: Any) -> tuple[str | None, ...]:
-        owner = next((key for key in by_path if path == key or path.endswith("/" + key)), None)
-        if owner is None:
-            return (None,) * len(leaf.shape)
-        shape, names = by_path[owner]
-        if leaf.shape == shape:
-            return names
-        fits = {names[:i] + names[i + 1 :] for i in range(len(shape)) if shape[:i] + shape[i + 1 :] == leaf.shape}
-        return fits.pop() if len(fits) == 1 else (None,) * len(leaf.shape)
+        if not leaf.shape:
+            return ()
+        stem, _, part = path.rpartition("/")
+        for start in _suffixes(path):
+            if start in names and sizes[start] == leaf.shape:
+                return names[start]
+        if isinstance(config, Adafactor) and part in ("row", "col"):
+            for start in _suffixes(stem):
+                pair = start in names and factored_dims(
+                    sizes[start], names[start], config.factor_from
+                )
+                if pair:
+                    gone = pair[1] if part == "row" else pair[0]
+                    return tuple(axis for d, axis in enumerate(names[start]) if d != gone)
+        raise ValueError(f"{path} of shape {leaf.shape} belongs to no parameter")
 
-    return tree.map_with_path(place, state)
+    return tree.map_with_path(place, jax.eval_shape(optimizer.init, shapes))
 
 
-def _tuples(axes: Any) -> list[tuple[str | None, ...]]:
-    return jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))
+def _suffixes(path: str) -> list[str]:
+    """The ends of a path, longest first: of "0/mu/a/b" that is "0/mu/a/b", "mu/a/b", "a/b", "b"."""
+    parts = path.split("/")
+    return ["/".join(parts[start:]) for start in range(len(parts))]

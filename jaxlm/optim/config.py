@@ -1,4 +1,4 @@
-"""Settings of optimizers and learning-rate schedules. The unions at the end are the registries."""
+"""Settings of the optimizer and of the learning rate's schedule."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,103 +6,133 @@ from typing import Literal
 
 from jaxlm.core.config import Span, setting
 
-DECAY_EXEMPT = ("*/scale", "*/bias")
+Problems = Iterator[tuple[str, str, str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shared:
-    """What every optimizer has: a peak rate, decoupled decay, clipping, and groups by path."""
+class Groups:
+    """What every optimizer has: clipping, and which parameters decay and learn how fast.
 
-    lr: float = setting(3e-4, "peak learning rate", above=0.0)
-    weight_decay: float = setting(0.1, "share of a weight taken off at each step, times the learning rate", low=0.0)
-    clip_norm: float | None = setting(1.0, "gradients are scaled down to this global norm; None does not", above=0.0)
-    clip_value: float | None = setting(None, "gradient elements are cut to +- this before the norm is taken; None does not", above=0.0)
-    decay_exempt: tuple[str, ...] = setting(DECAY_EXEMPT, "paths of parameters without weight decay (fnmatch patterns)")
-    lr_scale: tuple[str, ...] = setting((), "learning-rate factors by path: PATTERN=FACTOR,PATTERN=FACTOR")
+    Patterns are shell patterns over leaf paths such as `stack/0/attention/query/weight`; `*` crosses slashes.
+    """
 
-    def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Each factor is a number from zero up."""
-        for text in self.lr_scale:
-            pattern, equals, factor = text.rpartition("=")
-            try:
-                fits = bool(pattern and equals) and float(factor) >= 0
-            except ValueError:
-                fits = False
-            if not fits:
-                yield "lr_scale", f"{text!r} is not PATTERN=FACTOR with a factor from 0 up", "--config.optim.lr_scale='embedding/*=0.5'"
+    clip_norm: float | None = setting(
+        1.0, "largest global norm of the gradient; None does not clip", above=0
+    )
+    clip_value: float | None = setting(
+        None,
+        "largest absolute value of a gradient element, applied before clip_norm; None does not clip",
+        above=0,
+    )
+    no_decay: tuple[str, ...] = setting(
+        (),
+        "patterns of parameters without weight decay, beside biases and vectors, which never decay",
+    )
+    lr_scale: tuple[str, ...] = setting(
+        (),
+        "PATTERN=FACTOR on the learning rate of parameters, such as 'embedding/*=0.5'; 0 freezes them",
+    )
+
+    def problems(self) -> Problems:
+        """Each entry of lr_scale is a pattern and a factor of at least zero."""
+        for entry in self.lr_scale:
+            pattern, _, factor = entry.rpartition("=")
+            if not pattern or not _is_factor(factor):
+                fix = "--config.optim.lr_scale=\"('embedding/*=0.5',)\""
+                yield "lr_scale", f"{entry!r} is not PATTERN=FACTOR with a factor >= 0", fix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamW(Shared):
-    """Adam with decoupled weight decay (Loshchilov & Hutter, arXiv:1711.05101). 8 bytes of state a parameter."""
+class AdamW(Groups):
+    """Adam with decoupled weight decay."""
 
     name: Literal["adamw"] = "adamw"
-    b1: float = setting(0.9, "decay of the mean of gradients", low=0.0, below=1.0)
-    b2: float = setting(0.95, "decay of the mean of squared gradients", low=0.0, below=1.0)
-    eps: float = setting(1e-8, "added to the root of the second moment", above=0.0)
+    lr: float = setting(3e-4, "peak learning rate", above=0)
+    b1: float = setting(0.9, "decay of the gradient's running mean", low=0, below=1)
+    b2: float = setting(0.95, "decay of the squared gradient's running mean", low=0, below=1)
+    eps: float = setting(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = setting(
+        0.1, "share of a weight lost per update, times the learning rate", low=0
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lion(Shared):
-    """The sign of an interpolated momentum (Chen et al., arXiv:2302.06675). 4 bytes of state a parameter."""
+class Lion(Groups):
+    """The sign of an interpolated momentum."""
 
     name: Literal["lion"] = "lion"
-    lr: float = setting(1e-4, "peak learning rate; the paper advises a third to a tenth of AdamW's", above=0.0)
-    weight_decay: float = setting(1.0, "share of a weight taken off at each step, times the learning rate; three to ten times AdamW's", low=0.0)
-    b1: float = setting(0.9, "weight of the momentum in the update", low=0.0, below=1.0)
-    b2: float = setting(0.99, "decay of the momentum", low=0.0, below=1.0)
+    lr: float = setting(1e-4, "peak learning rate; a third to a tenth of AdamW's", above=0)
+    b1: float = setting(0.9, "weight of the momentum in the update's sign", low=0, below=1)
+    b2: float = setting(0.99, "decay of the momentum", low=0, below=1)
+    weight_decay: float = setting(
+        1.0, "share of a weight lost per update, times the learning rate", low=0
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Adafactor(Shared):
-    """Second moments kept as row and column means (Shazeer & Stern, arXiv:1804.04235). Few bytes of state a parameter."""
+class Adafactor(Groups):
+    """Second moments as rows and columns; steps relative to the size of the parameter."""
 
     name: Literal["adafactor"] = "adafactor"
-    lr: float = setting(1e-2, "peak learning rate, times the parameter's root mean square", above=0.0)
-    weight_decay: float = setting(0.0, "share of a weight taken off at each step, times the learning rate", low=0.0)
-    decay_rate: float = setting(0.8, "the second moment's decay at step t is 1 - t**-decay_rate", above=0.0, below=1.0)
-    factor_from: int = setting(128, "matrices are factored where both sides are at least this", low=1)
+    lr: float = setting(
+        0.01, "peak step, relative to the root mean square of the parameter", above=0
+    )
+    exponent: float = setting(
+        0.8, "the second moment's decay at update t is 1 - t^-exponent", above=0, high=1
+    )
+    eps: float = setting(1e-30, "added to the squared gradient", above=0)
+    smallest_scale: float = setting(1e-3, "floor of the parameter's root mean square", above=0)
+    clip_update: float | None = setting(
+        1.0, "largest root mean square of a leaf's update; None does not clip", above=0
+    )
+    factor_from: int = setting(
+        128, "matrices whose two largest dimensions reach this are factored", low=2
+    )
+    weight_decay: float = setting(
+        0.0, "share of a weight lost per update, times the learning rate", low=0
+    )
 
 
 Optimizer = AdamW | Lion | Adafactor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Warmed:
-    """What every schedule has: a linear warm-up. Update t (from 0) of w warm-up steps has the rate lr x (t + 1) / w."""
-
-    warmup: Span = setting(Span.parse("2%"), "steps in which the rate rises to its peak")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cosine(Warmed):
-    """Half a cosine from the peak down to the floor (Loshchilov & Hutter, arXiv:1608.03983, without restarts)."""
-
-    name: Literal["cosine"] = "cosine"
-    floor: float = setting(0.1, "rate at the end, as a share of the peak", low=0.0, high=1.0)
-    decay: Span = setting(Span.parse("100%"), "step at which the floor is reached, counted from the start of the run")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Linear(Warmed):
-    """A straight line from the peak down to the floor."""
-
-    name: Literal["linear"] = "linear"
-    floor: float = setting(0.0, "rate at the end, as a share of the peak", low=0.0, high=1.0)
-    decay: Span = setting(Span.parse("100%"), "step at which the floor is reached, counted from the start of the run")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Constant(Warmed):
-    """The peak, for ever."""
+class Constant:
+    """Warm-up, then the peak to the end."""
 
     name: Literal["constant"] = "constant"
+    warmup: Span = setting(Span.parse("2%"), "steps of linear warm-up")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Warm-up, then a straight line to the floor."""
+
+    name: Literal["linear"] = "linear"
+    warmup: Span = setting(Span.parse("2%"), "steps of linear warm-up")
+    end: Span = setting(
+        Span.parse("100%"), "step at which the floor is reached; it holds from there"
+    )
+    floor: float = setting(0.0, "last learning rate, as a share of the peak", low=0, high=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """Warm-up, then half a cosine to the floor."""
+
+    name: Literal["cosine"] = "cosine"
+    warmup: Span = setting(Span.parse("2%"), "steps of linear warm-up")
+    end: Span = setting(
+        Span.parse("100%"), "step at which the floor is reached; it holds from there"
+    )
+    floor: float = setting(0.1, "last learning rate, as a share of the peak", low=0, high=1)
 
 
 Schedule = Cosine | Linear | Constant
 
 
-def is_absolute(schedule: Schedule) -> bool:
-    """Whether the rate at a step does not depend on how long the run is, so that a run can be made longer."""
-    spans = [schedule.warmup] + ([] if isinstance(schedule, Constant) else [schedule.decay])
-    return all(span.unit != "share" for span in spans)
+def _is_factor(text: str) -> bool:
+    try:
+        return 0 <= float(text) < float("inf")
+    except ValueError:
+        return False

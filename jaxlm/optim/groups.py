@@ -1,48 +1,60 @@
-"""Which parameters decay and at which share of the learning rate: by path, each leaf in exactly one group."""
+"""Which parameters decay, and how fast each learns."""
 
-import dataclasses
 import fnmatch
-from collections.abc import Iterable
+from typing import Any, NamedTuple
 
+from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.optim.config import DECAY_EXEMPT, Shared
+from jaxlm.optim.config import Groups
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Group:
-    """How the leaves of a group are updated."""
+class Group(NamedTuple):
+    """How the leaves of one group are treated."""
 
-    lr_scale: float
     decays: bool
+    lr_scale: float
 
 
-def assign(config: Shared, paths: Iterable[str]) -> dict[str, Group]:
-    """The group of every leaf.
+def assign(config: Groups, axes: Any) -> dict[str, Group]:
+    """The group of every leaf by its path; `axes` is the tree of logical axis names, tuples as leaves.
+
+    Matrices and tables decay, biases and vectors (a norm's scale) do not, and a layer axis in front makes no matrix
+    of a vector. As in nanoGPT's `configure_optimizers` the embeddings decay.
 
     Raises:
-      ConfigError: where a pattern of the user's matches no leaf, or two learning-rate factors match one.
+      ConfigError: where a pattern matches no leaf, or two of lr_scale match the same.
     """
-    paths = list(paths)
-    factors = [(text.rpartition("=")[0], float(text.rpartition("=")[2])) for text in config.lr_scale]
-    for field, patterns in (("lr_scale", [p for p, _ in factors]), ("decay_exempt", config.decay_exempt)):
-        for pattern in patterns:
-            if not fnmatch.filter(paths, pattern) and not (field == "decay_exempt" and pattern in DECAY_EXEMPT):
+    names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
+    bare = {path for pattern in config.no_decay for path in _matches("no_decay", pattern, names)}
+    scales: dict[str, tuple[str, float]] = {}
+    for entry in config.lr_scale:
+        pattern, _, factor = entry.rpartition("=")
+        for path in _matches("lr_scale", pattern, names):
+            if path in scales:
                 raise ConfigError(
-                    f"the pattern {pattern!r} matches no parameter",
-                    where=f"optim.{field}",
-                    why="parameters: " + ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else ""),
-                    fix=f"--config.optim.{field}='{paths[0]}{'=0.5' if field == 'lr_scale' else ''}'",
+                    f"two learning-rate groups hold {path}",
+                    where="optim.lr_scale",
+                    why=f"{scales[path][0]!r} and {pattern!r} both match it",
+                    fix="narrow one pattern: every parameter lies in one group",
                 )
-    groups = {}
-    for path in paths:
-        scales = [(pattern, factor) for pattern, factor in factors if fnmatch.fnmatchcase(path, pattern)]
-        if len(scales) > 1:
-            raise ConfigError(
-                f"{len(scales)} learning-rate factors match {path}",
-                where="optim.lr_scale",
-                why=", ".join(f"{pattern}={factor}" for pattern, factor in scales),
-                fix=f"--config.optim.lr_scale='{scales[0][0]}={scales[0][1]}'",
-            )
-        exempt = any(fnmatch.fnmatchcase(path, pattern) for pattern in config.decay_exempt)
-        groups[path] = Group(scales[0][1] if scales else 1.0, not exempt)
-    return groups
+            scales[path] = (pattern, float(factor))
+    return {
+        path: Group(path not in bare and _is_matrix(path, leaf), scales.get(path, ("", 1.0))[1])
+        for path, leaf in names.items()
+    }
+
+
+def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:
+    return path.rpartition("/")[2] != "bias" and len(axes) - ("layers" in axes) >= 2
+
+
+def _matches(field: str, pattern: str, paths: dict[str, Any]) -> list[str]:
+    found = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
+    if not found:
+        raise ConfigError(
+            f"the pattern {pattern!r} matches no parameter",
+            where=f"optim.{field}",
+            why="parameters are " + ", ".join(list(paths)[:6]) + (" ..." if len(paths) > 6 else ""),
+            fix=f'--config.optim.{field}="()", or a pattern over these paths',
+        )
+    return found

@@ -1,0 +1,6 @@
+"""`python -m jaxlm` is `jaxlm`."""
+
+from jaxlm.cli.main import entry
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,126 @@
+"""Shows what a run would be, and says who decided it.
+
+jaxlm config show --config=FILE          every value, and who set it
+jaxlm config explain optim.lr            doc, type, unit, range, default, value
+jaxlm config diff A B                    what differs; A and B are config files, config.json files or run directories
+jaxlm config validate --config=FILE      exit 0 where it is right, 2 where it is not
+"""
+
+import argparse
+from typing import Any
+
+from jaxlm.cli.output import Output
+from jaxlm.core import config
+from jaxlm.core.values import show
+from jaxlm.recipes.config import Run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The four actions."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="show|explain|diff|validate")
+    actions.add_parser("show", help="every value, and who set it")
+    actions.add_parser("validate", help="whether a config is right")
+    explain = actions.add_parser("explain", help="all there is to know about a setting")
+    explain.add_argument("path", nargs="?", default="", help="such as optim.lr, or a section such as optim; none is the whole config")
+    diff = actions.add_parser("diff", help="what differs between two configs; --config.a.b=V applies to the second")
+    diff.add_argument("a", help="a config file, a config.json or a run directory")
+    diff.add_argument("b", help="another")
+
+
+def run(args: Any, out: Output) -> int:
+    """Answers the question that the action asks."""
+    return {"show": _show, "validate": _validate, "explain": _explain, "diff": _diff}[args.action](args, out)
+
+
+def _show(args: Any, out: Output) -> int:
+    loaded = _load(args)
+    values = {path: show(value) for path, value in config.flatten(loaded.value).items()}
+    width = max(len(path.rpartition(".")[2]) + 2 * path.count(".") for path in values)
+    room = max(len(text) for text in values.values() if len(text) <= 40)
+    lines: list[str] = []
+    shown: list[str] = []
+    for path, text in values.items():
+        *sections, name = path.split(".")
+        for depth, section in enumerate(sections):
+            if shown[: depth + 1] != sections[: depth + 1]:
+                lines.append(f"{'  ' * depth}{section}")
+                shown = sections[: depth + 1]
+        label = f"{'  ' * len(sections)}{name}"
+        lines.append(f"{label:<{width}}  {text:<{room}}  {loaded.provenance[path]}")
+    origins = {path: str(origin) for path, origin in loaded.provenance.items()}
+    out.result({"config": config.to_json(loaded.value), "provenance": origins}, "\n".join(lines))
+    return 0
+
+
+def _validate(args: Any, out: Output) -> int:
+    loaded = _load(args)
+    count = len(loaded.provenance)
+    chosen = sum(origin.kind != "default" for origin in loaded.provenance.values())
+    out.result({"valid": True, "settings": count, "chosen": chosen}, f"valid: {count} settings, {chosen} of them not left at their default")
+    return 0
+
+
+def _explain(args: Any, out: Output) -> int:
+    loaded = _load(args)
+    if not args.path:
+        names = [path for path in _sections(loaded.value)]
+        out.result({"settings": names}, "\n".join(_line(loaded, name) for name in names))
+        return 0
+    found = config.explain(Run, loaded, args.path)
+    rows = {
+        "doc": found.doc,
+        "type": found.type,
+        "unit": found.unit,
+        "range": found.range,
+        "default": show(found.default),
+        "value": "not used by this config" if found.value is config.ABSENT else show(found.value),
+        "set by": str(found.origin),
+    }
+    text = [found.path, *(f"  {label:<8} {value}" for label, value in rows.items() if value)]
+    inner = [f"  {_line(loaded, name)}" for name in found.settings]
+    answer = {
+        "path": found.path,
+        "doc": found.doc,
+        "type": found.type,
+        "unit": found.unit,
+        "range": found.range,
+        "default": _plain(found.default),
+        "value": _plain(found.value),
+        "origin": str(found.origin),
+        "settings": list(found.settings),
+    }
+    out.result(answer, "\n".join(text + inner))
+    return 0
+
+
+def _sections(value: Any) -> list[str]:
+    return list(dict.fromkeys(path.partition(".")[0] for path in config.flatten(value)))
+
+
+def _line(loaded: config.Loaded, path: str) -> str:
+    """A setting in one line."""
+    found = config.explain(Run, loaded, path)
+    return f"{path:<24} {show(found.value):<14} {found.doc}"
+
+
+def _diff(args: Any, out: Output) -> int:
+    a = config.load(Run, args.a).value
+    b = config.load(Run, args.b, args.overrides).value
+    changes = config.diff(a, b)
+    width = max((len(change.path) for change in changes), default=0)
+    text = "\n".join(f"{change.path:<{width}}  {_shown(change.old)} -> {_shown(change.new)}" for change in changes)
+    listed = [{"path": change.path, "old": _plain(change.old), "new": _plain(change.new)} for change in changes]
+    out.result({"changes": listed}, text or "no difference")
+    return 0
+
+
+def _shown(value: Any) -> str:
+    return "(not there)" if value is config.ABSENT else show(value)
+
+
+def _plain(value: Any) -> Any:
+    return value.plain() if isinstance(value, config.Span) else None if value is config.ABSENT else value
+
+
+def _load(args: Any) -> config.Loaded:
+    return config.load(Run, args.config or args.workdir, args.overrides)

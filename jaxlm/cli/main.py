@@ -1,0 +1,128 @@
+"""`jaxlm VERB ...`: finds the verb, reads its words, and ends with the exit code that says how it went."""
+
+import dataclasses
+import difflib
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from jaxlm.cli.arguments import Parser, Shared, extract
+from jaxlm.cli.output import Output, abandon
+from jaxlm.core.errors import CommandError, JaxlmError
+from jaxlm.core.spelling import nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """Where a verb lives and what it does. Its module has `add_arguments(parser)` and `run(args, out) -> exit code`."""
+
+    module: str
+    help: str
+    group: str
+
+
+VERBS = {
+    "config": Verb("jaxlm.cli.config", "show, explain, compare or check a config", "Understand"),
+}
+
+USAGE = """\
+usage: jaxlm VERB [--config=FILE[:ARG]] [--config.a.b=VALUE ...] [--workdir=DIR] [--json] [--quiet] [--trace]
+"""
+
+
+def usage() -> str:
+    """The text of `jaxlm --help`."""
+    lines = [USAGE]
+    for group in dict.fromkeys(verb.group for verb in VERBS.values()):
+        lines.append(f"{group}:")
+        lines += [f"  {name:<10} {verb.help}" for name, verb in VERBS.items() if verb.group == group]
+        lines.append("")
+    return "\n".join([*lines, "jaxlm VERB --help says what a verb takes."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code. Only a bug of ours shows a traceback, unless `--trace` asks for one."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    ours = words[: words.index("--")] if "--" in words else words
+    out = Output(as_json="--json" in ours, quiet="--quiet" in ours)
+    try:
+        code = dispatch(words, out)
+        sys.stdout.flush()
+        return code
+    except JaxlmError as error:
+        if "--trace" in ours:
+            traceback.print_exc()
+        out.error(error)
+        return error.code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        abandon(sys.stdout)
+        return 73
+    except Exception as error:
+        traceback.print_exc()
+        out.error(_bug(error))
+        return 70
+
+
+def dispatch(words: list[str], out: Output) -> int:
+    """Runs the verb that the words name."""
+    if not words or words[0] in ("--help", "-h", "help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"jaxlm {metadata.version('jaxlm')}")
+        return 0
+    name, *rest = words
+    if name not in VERBS:
+        raise _unknown_verb(name)
+    verb = VERBS[name]
+    module = importlib.import_module(verb.module)
+    shared, rest = extract(rest)
+    parser = Parser(prog=f"jaxlm {name}", description=module.__doc__ or verb.help)
+    module.add_arguments(parser)
+    parser.add_shared()
+    try:
+        args, left = parser.parse_known_args(rest)
+    except SystemExit as finished:  # --help
+        return int(finished.code or 0)
+    if left:
+        raise parser.unknown(left[0])
+    return module.run(_joined(args, shared), out)
+
+
+def _joined(args: Any, shared: Shared) -> Any:
+    for field in dataclasses.fields(shared):
+        setattr(args, field.name, getattr(shared, field.name))
+    return args
+
+
+def _unknown_verb(name: str) -> CommandError:
+    meant = nearest(name, VERBS) or next(iter(difflib.get_close_matches(name, VERBS, 1)), None)
+    if name.startswith("-"):
+        return CommandError(f"{name} comes before a verb", why="the verb is the first word", fix=f"jaxlm {next(iter(VERBS))} {name}")
+    return CommandError(
+        f"there is no verb {name!r}",
+        where=f"jaxlm {name}",
+        why=f"the verbs are {', '.join(VERBS)}",
+        fix=f"jaxlm {meant}" if meant else "jaxlm --help",
+    )
+
+
+def _bug(error: Exception) -> JaxlmError:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return JaxlmError(
+        f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+        where=f"{frame.filename}:{frame.lineno}",
+        why="this is a bug in jaxlm, not in what you typed",
+        fix="report it with the traceback above and the command line",
+    )
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())

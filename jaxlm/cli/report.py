@@ -1,0 +1,31 @@
+"""`jaxlm report`: draws the plots and writes the report of a run directory again."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.errors import InputMissing
+from jaxlm.monitor import plots, report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--workdir` is common to all verbs, so there are none."""
+
+
+def run(args: argparse.Namespace, out: Any) -> int:
+    """Writes plots/*.png and report.html from the files of the run.
+
+    Raises:
+      InputMissing: where the directory holds no metrics.
+    """
+    folder = Path(args.workdir)
+    if not (folder / "metrics.jsonl").exists():
+        raise InputMissing(
+            "there are no metrics to report",
+            where=str(folder / "metrics.jsonl"),
+            fix="name a directory that `jaxlm train` made, with --workdir=",
+        )
+    drawn = plots.draw(folder)
+    written = report.write(folder)
+    out.result({"report": str(written), "plots": [str(path) for path in drawn]}, f"wrote {written}")
+    return 0

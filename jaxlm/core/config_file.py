@@ -1,0 +1,273 @@
+"""Loading a config: the file that the user named, then the overrides, then one typed value."""
+
+import dataclasses
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from jaxlm.core import problems as problem
+from jaxlm.core.errors import ConfigError, InputMissing, JaxlmError
+from jaxlm.core.problems import Problem
+from jaxlm.core.provenance import Origin, short
+from jaxlm.core.resolve import Resolver, unknown_arm
+from jaxlm.core.schema import by_name, chosen, flat, join, leaves, plain, settings, tag
+from jaxlm.core.spelling import nearest
+from jaxlm.core.values import read
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A resolved config, and who set each of its values by dotted path."""
+
+    value: Any
+    provenance: dict[str, Origin]
+
+
+def load(schema: type, file: str | None, overrides: Sequence[tuple[str, str]] = ()) -> Loaded:
+    """Reads a config and applies overrides.
+
+    Args:
+      schema: the section to build.
+      file: `configs/x.py` or `configs/x.py:argument`, which is run; a resolved `config.json` or a directory that holds
+        one, which is only read; None for the defaults.
+      overrides: dotted path and text, as on the command line. Names of arms apply first, whatever the order.
+
+    Raises:
+      InputMissing: where there is no such file.
+      ConfigError: with everything else that is wrong, in one error.
+    """
+    raw, origins = _read(schema, file) if file is not None else ({}, {})
+    found: list[Problem] = []
+    for path, text in _arms_first(schema, overrides):
+        _override(schema, raw, origins, path, text, found)
+    resolver = Resolver(schema, raw, origins, found)
+    value = resolver.resolve()
+    if found:
+        raise problem.error(found)
+    return Loaded(value, {path: resolver.origin(path) for path, _, _ in leaves(value)})
+
+
+def from_json(schema: type, data: Any, where: str = "config.json") -> Any:
+    """A section from what `to_json` gave. Nothing is converted but lists to tuples and text to spans.
+
+    A setting that is absent, being newer than the file, takes its default.
+
+    Raises:
+      ConfigError: where a setting is unknown, of another type or out of range.
+    """
+    resolver = Resolver(schema, data, {"": Origin("file", where)})
+    value = resolver.resolve()
+    if resolver.problems:
+        raise problem.error(resolver.problems)
+    return value
+
+
+def _arms_first(schema: type, overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Overrides in the order that they apply: names of arms, outer before inner, then the rest as they came."""
+    every = settings(schema, {}, every_arm=True)
+    labels = {join(path, name) for path, known in every.items() for arm in known.arms if (name := tag(arm))}
+    return sorted(overrides, key=lambda pair: (pair[0] not in labels, pair[0].count(".") if pair[0] in labels else 0))
+
+
+def _override(
+    schema: type,
+    raw: dict[str, Any],
+    origins: dict[str, Origin],
+    path: str,
+    text: str,
+    found: list[Problem],
+) -> None:
+    origin = Origin("command line", f"--config.{path}={text}")
+    present = settings(schema, raw)
+    known = present.get(path)
+    if known is None:
+        found.append(problem.unknown(schema, raw, path, text, origin, origins))
+        return
+    if known.arms:
+        label = tag(known.arms[0])
+        meant = nearest(text, by_name(known.arms)) or next(iter(by_name(known.arms)))
+        fix = problem.flag(join(path, label), meant) if label else f"jaxlm config explain {path}"
+        found.append(Problem(f"{path} = {text!r} is not allowed", "it is a section with settings of its own", origin, fix))
+        return
+    section, _, name = path.rpartition(".")
+    inside = _section(raw, section)
+    parent = present.get(section)
+    if parent is not None and name == tag(parent.arms[0]):
+        if text not in by_name(parent.arms):
+            found.append(unknown_arm(parent.arms, section, text, origin))
+            return
+        if chosen(parent.arms, inside, parent.default) is not by_name(parent.arms)[text]:
+            # Another arm's settings mean nothing to this one.
+            inside.clear()
+            inside.update(plain(by_name(parent.arms)[text]()))
+            for stale in [there for there in origins if there.startswith(f"{section}.")]:
+                del origins[stale]
+        inside[name] = text
+    else:
+        try:
+            value = read(known.kind, text)
+        except ValueError as error:
+            found.append(problem.wrong_value(path, known, text, origin, str(error) if "span" in str(error) else ""))
+            return
+        inside[name] = value
+    origins[path] = origin
+
+
+def _section(raw: dict[str, Any], path: str) -> dict[str, Any]:
+    """The dict at a path, made where there is none."""
+    for name in path.split(".") if path else ():
+        if not isinstance(raw.get(name), dict):
+            raw[name] = {}
+        raw = raw[name]
+    return raw
+
+
+def _read(schema: type, text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
+    """What a config file says, as nested dicts, and who said it."""
+    match = re.fullmatch(r"(.+?\.py)(?::(.*))?", text, re.DOTALL)
+    path = Path(match[1] if match else text)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise _missing(path, match[2] if match else None)
+    if match:
+        return _from_program(path, match[2])
+    if path.suffix != ".json":
+        raise ConfigError(
+            f"{short(path)} is not a config",
+            where=f"--config={text}",
+            why="a config is a Python file with get_config(), or a resolved config.json",
+            fix="--config=configs/quickstart.py",
+        )
+    raw = read_json(path)
+    from_json(schema, raw, short(path))
+    return raw, {name: Origin("file", short(path)) for name in flat(raw)}
+
+
+def _missing(path: Path, argument: str | None) -> InputMissing:
+    beside = [each.name for each in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
+    meant = nearest(path.name, beside)
+    ending = f":{argument}" if argument is not None else ""
+    return InputMissing(
+        "there is no such config file",
+        where=f"--config={path}{ending}",
+        why=f"{path.parent} holds {', '.join(sorted(beside)[:6]) or 'no such files'}" if path.parent.is_dir() else f"there is no folder {path.parent}",
+        fix=f"--config={path.with_name(meant)}{ending}" if meant else "--config=configs/quickstart.py",
+    )
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file, with a key twice or a number that is none refused.
+
+    Raises:
+      ConfigError: where it is not JSON.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        return dict(pairs)
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not a number")
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{short(path)} is not a resolved config",
+            where=f"{short(path)}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else short(path),
+            why=f"{type(error).__name__}: {error}",
+            fix="take it again from a run directory, or give the .py file that made it",
+        ) from error
+
+
+class _Fresh(importlib.machinery.SourceFileLoader):
+    """Compiles the file as it is now: cached byte code of the same second and size would be stale, and litter configs/."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _from_program(path: Path, argument: str | None) -> tuple[dict[str, Any], dict[str, Origin]]:
+    result = _run(path, argument)
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        result = plain(result)
+    draft = sys.modules.get("jaxlm.core.draft")
+    if draft is not None and isinstance(result, draft.Draft):
+        return result.to_dict(), draft.origins(result)
+    raw = result.to_dict() if hasattr(result, "to_dict") else result
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"get_config() gave {type(raw).__name__}, not a ConfigDict",
+            where=short(path),
+            why="the config is what get_config() returns",
+            fix="return c",
+        )
+    return raw, {name: Origin("file", short(path)) for name in flat(raw)}
+
+
+def _run(path: Path, argument: str | None) -> Any:
+    """What `get_config` of a file returns."""
+    name = f"jaxlm_config_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Fresh(name, os.fspath(path)))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look a class's module up by name
+    try:
+        spec.loader.exec_module(module)
+        get_config = getattr(module, "get_config", None)
+        if not callable(get_config):
+            raise ConfigError(
+                f"{short(path)} does not define get_config()",
+                where=short(path),
+                why="a config is the ConfigDict that get_config() returns",
+                fix="def get_config(): c = config.new(Run); return c",
+            )
+        given = () if argument is None else (argument,)
+        try:
+            inspect.signature(get_config).bind(*given)
+        except TypeError:
+            raise ConfigError(
+                f"get_config() {'takes no argument' if given else 'needs an argument'}",
+                where=f"{short(path)}:{get_config.__code__.co_firstlineno}",
+                why=f"its signature is get_config{inspect.signature(get_config)}",
+                fix=f"--config={path}" if given else f"--config={path}:ARGUMENT",
+            ) from None
+        return get_config(*given)
+    except JaxlmError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{short(path)} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": "),
+            where=f"{short(path)}:{_line(error, path)}",
+            why=_source(error, path),
+            fix="mend that line; --trace shows the whole traceback",
+        ) from error
+    finally:
+        del sys.modules[name]
+
+
+def _line(error: BaseException, path: Path) -> int:
+    """The last line of the file that was running when it failed."""
+    if isinstance(error, SyntaxError) and error.filename == os.fspath(path):
+        return error.lineno or 1
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == os.fspath(path)]
+    return (lines and lines[-1]) or 1
+
+
+def _source(error: BaseException, path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    number = _line(error, path)
+    return f"the line is: {lines[number - 1].strip()}" if number <= len(lines) else ""

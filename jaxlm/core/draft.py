@@ -1,0 +1,137 @@
+"""A config as ml_collections shows it: a locked ConfigDict that knows its schema and remembers who set what."""
+
+import copy
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+from ml_collections import ConfigDict, FieldReference
+
+from jaxlm.core import problems as problem
+from jaxlm.core.provenance import Origin, caller
+from jaxlm.core.resolve import unknown_arm
+from jaxlm.core.schema import by_name, fields, flat, join, plain, tag
+
+_OURS = (__file__, os.path.dirname(ml_collections.__file__))
+
+
+class Draft(ConfigDict):
+    """A section under construction: every setting of its arm is present, and no other can be.
+
+    Values are checked when the config is loaded, all at once; names are checked here, at the line that is wrong.
+    """
+
+    def __init__(self, arms: tuple[type, ...], value: Any, path: str = "", root: "Draft | None" = None):
+        super().__init__(type_safe=False, sort_keys=False)
+        for name, kept in {"_arms": arms, "_path": path, "_root": root or self, "_origins": {}}.items():
+            object.__setattr__(self, name, kept)
+        self._fill(value)
+        self.lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Draft":
+        clone = Draft(self._arms, self._arm(), self._path, memo.get(id(self._root)))
+        memo[id(self)] = clone
+        clone._origins.update(self._origins)
+        clone._fields.update(copy.deepcopy(dict(self._fields), memo))
+        return clone
+
+    def _fill(self, value: Any) -> None:
+        object.__setattr__(self, "_arm", type(value))
+        self._fields.clear()
+        self._origins.clear()
+        for name, known in fields(type(value)).items():
+            if hasattr(ConfigDict, name):
+                raise TypeError(f"a setting cannot be called {name!r}: ConfigDict has a method of that name")
+            inner = getattr(value, name)
+            self._fields[name] = Draft(known.arms, inner, join(self._path, name), self._root) if known.arms else plain(inner)
+
+    def _assign(self, value: Any, origin: Origin) -> None:
+        """Takes over what a section or a mapping holds, the arm first."""
+        if isinstance(value, self._arms):
+            self._fill(value)
+            for path in flat(plain(value)):
+                self._at(path, origin)
+        elif isinstance(value, Mapping | ConfigDict):
+            label = tag(self._arm)
+            for name in sorted(value.keys(), key=lambda name: name != label):
+                self[name] = value[name]
+        else:
+            self._fields.clear()
+            label = tag(self._arms[0])
+            names = list(by_name(self._arms))
+            fix = f"{self._path}.{label} = {(value if value in names else names[0])!r}" if label else f"jaxlm config explain {self._path}"
+            raise problem.error([problem.Problem(f"{self._path} = {value!r} is not allowed", "it is a section with settings of its own", origin, fix)])
+
+    def _at(self, path: str, origin: Origin) -> None:
+        name, _, rest = path.partition(".")
+        if rest:
+            self._fields[name]._at(rest, origin)
+        else:
+            self._origins[name] = origin
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        origin = caller(lambda file: file.startswith(_OURS))
+        known = fields(self._arm).get(key)
+        if known is None:
+            raise self._unknown(key, value, origin)
+        if key == tag(self._arm):
+            arms = by_name(self._arms)
+            if value not in arms:
+                raise problem.error([unknown_arm(self._arms, self._path, value, origin)])
+            if arms[value] is not self._arm:
+                self._fill(arms[value]())
+            self._origins[key] = origin
+        elif known.arms:
+            self._fields[key]._assign(value, origin)
+        else:
+            present = self._fields.get(key)
+            if isinstance(present, FieldReference) and not isinstance(value, FieldReference):
+                present.set(value, type_safe=False)
+            else:
+                self._fields[key] = value
+            self._origins[key] = origin
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return super().__getitem__(key)
+        except KeyError:
+            raise self._unknown(key, None, caller(lambda file: file.startswith(_OURS))) from None
+
+    # ml_collections would wrap our error in its own.
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def _unknown(self, key: str, value: Any, origin: Origin) -> problem.UnknownSetting:
+        root = self._root
+        path = join(self._path, str(key))
+        found = problem.unknown(root._arm, root.to_dict(), path, value, origin, origins(root))
+        return problem.error([found], problem.UnknownSetting)  # type: ignore[return-value]
+
+    def update(self, *other: Any, **values: Any) -> None:
+        """Takes over the settings of mappings, the arm of each section first."""
+        origin = caller(lambda file: file.startswith(_OURS))
+        for mapping in (*other, values):
+            self._assign(mapping, origin)
+
+
+def origins(draft: ConfigDict) -> dict[str, Origin]:
+    """Dotted path -> who set it, for all that a config file set."""
+    found = {}
+    for name, value in draft._fields.items():
+        if isinstance(value, Draft):
+            found.update({join(name, inner): origin for inner, origin in origins(value).items()})
+    return found | dict(draft._origins)
+
+
+def new(schema: type) -> Draft:
+    """A locked ConfigDict with every setting of `schema` at its default.
+
+    Setting the name of an arm (`c.optim.name = "lion"`, `c.model.family = "gpt2"`) gives the section that arm's own defaults.
+    """
+    return Draft((schema,), schema())

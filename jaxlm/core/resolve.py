@@ -1,0 +1,89 @@
+"""Nested dicts into typed sections, every problem found on the way."""
+
+import dataclasses
+from typing import Any
+
+from jaxlm.core import problems as problem
+from jaxlm.core.problems import Problem
+from jaxlm.core.provenance import DEFAULT, Origin
+from jaxlm.core.schema import Setting, by_name, chosen, fields, join, plain, tag
+from jaxlm.core.spelling import nearest
+from jaxlm.core.values import check, is_within
+
+
+@dataclasses.dataclass
+class Resolver:
+    """Builds sections from nested dicts and gathers what is wrong with them.
+
+    A setting that is absent takes its default. `section.problems()` is asked only where its own settings are right.
+    """
+
+    schema: type
+    raw: dict[str, Any]
+    origins: dict[str, Origin]
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+
+    def resolve(self) -> Any:
+        """The section, or None where there are problems."""
+        return self._section((self.schema,), self.raw, "", self.schema())
+
+    def origin(self, path: str) -> Origin:
+        """Who set a path, or the nearest section around it that somebody set."""
+        while path and path not in self.origins:
+            path = path.rpartition(".")[0]
+        return self.origins.get(path, DEFAULT)
+
+    def _section(self, arms: tuple[type, ...], raw: Any, path: str, default: Any) -> Any:
+        if isinstance(raw, arms):
+            raw = plain(raw)
+        if not isinstance(raw, dict):
+            names = list(by_name(arms)) if tag(arms[0]) else []
+            meant = nearest(raw, names) if isinstance(raw, str) else None
+            fix = problem.flag(join(path, tag(arms[0]) or ""), meant or names[0]) if names else f"jaxlm config explain {path}".strip()
+            self.problems.append(Problem(f"{path or 'the config'} = {raw!r} is not allowed", "it is a section with settings of its own", self.origin(path), fix))
+            return None
+        arm = chosen(arms, raw, default)
+        if arm is None:
+            self.problems.append(unknown_arm(arms, path, raw[tag(arms[0])], self.origin(join(path, tag(arms[0]) or ""))))
+            return None
+        before = len(self.problems)
+        for name in raw.keys() - fields(arm).keys():
+            there = join(path, str(name))
+            self.problems.append(problem.unknown(self.schema, self.raw, there, raw[name], self.origin(there), self.origins))
+        values = {}
+        for name, known in fields(arm).items():
+            standing = getattr(default, name) if type(default) is arm else known.default
+            inner = join(path, name)
+            if known.arms:
+                values[name] = self._section(known.arms, raw.get(name, {}), inner, standing)
+            else:
+                values[name] = self._value(known, raw.get(name, standing), inner)
+        if len(self.problems) > before:
+            return None
+        section = arm(**values)
+        for name, why, fix in section.problems() if hasattr(section, "problems") else ():
+            there = join(path, name)
+            value = plain(problem.at(plain(section), name))
+            shown = "" if isinstance(value, dict) or value is None else f" = {value!r}"
+            self.problems.append(Problem(f"{there}{shown} does not fit", why, self.origin(there), fix))
+        return section
+
+    def _value(self, known: Setting, raw: Any, path: str) -> Any:
+        try:
+            value = check(known.kind, raw)
+        except ValueError as error:
+            # A span says more about its text than its type does.
+            why = str(error) if "span" in str(error) or "steps" in str(error) else ""
+            self.problems.append(problem.wrong_value(path, known, raw, self.origin(path), why))
+            return None
+        if not is_within(known, value):
+            self.problems.append(problem.wrong_value(path, known, raw, self.origin(path)))
+        return value
+
+
+def unknown_arm(arms: tuple[type, ...], path: str, value: Any, origin: Origin) -> Problem:
+    """A name that no arm of a union has."""
+    names = list(by_name(arms))
+    there = join(path, tag(arms[0]) or "")
+    meant = nearest(str(value), names, within=1.0) or names[0]
+    return Problem(f"{there} = {value!r} is not allowed", f"it must be one of {', '.join(names)}", origin, problem.flag(there, meant))

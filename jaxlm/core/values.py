@@ -1,0 +1,172 @@
+"""Values of settings: read from text, checked against a type and a range, and shown."""
+
+import ast
+import decimal
+import json
+import math
+import numbers
+import typing
+from typing import Any, Literal
+
+from jaxlm.core.schema import Setting, is_union
+from jaxlm.core.span import Span
+
+_NAMES = {bool: "true or false", int: "int", float: "float", str: "text", type(None): "None", Span: "span"}
+
+
+def describe(kind: Any) -> str:
+    """An annotation in words: `int or auto`, `one of scan, unroll`, `list of text`."""
+    if is_union(kind):
+        return " or ".join(describe(member) for member in typing.get_args(kind))
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        return str(choices[0]) if len(choices) == 1 else f"one of {', '.join(map(str, choices))}"
+    if typing.get_origin(kind) is tuple:
+        items = [describe(item) for item in typing.get_args(kind) if item is not Ellipsis]
+        return f"list of {items[0]}" if Ellipsis in typing.get_args(kind) else f"({', '.join(items)})"
+    return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def bounds(known: Setting) -> str:
+    """The range of a setting: `> 0`, `>= 0 and < 1`, or nothing."""
+    limits = ((">=", known.low), (">", known.above), ("<=", known.high), ("<", known.below))
+    return " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
+
+
+def requirement(known: Setting) -> str:
+    """Type and range in one phrase: `float > 0`."""
+    return f"{describe(known.kind)} {bounds(known)}".strip()
+
+
+def show(value: Any) -> str:
+    """A value as the command line takes it; `read` gives it back."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (tuple, list)):
+        items = [show(item) for item in value]
+        bare = items and all(_is_bare(item) for item in items)
+        return ",".join(items) if bare else json.dumps(list(value), default=str)
+    return str(value)
+
+
+def _is_bare(item: str) -> bool:
+    """Whether an item of a list needs no quotes."""
+    return item == item.strip() != "" and "," not in item and item[0] not in "[("
+
+
+def is_within(known: Setting, value: Any) -> bool:
+    """Whether a number, or each number of a list, lies in the range of its setting; what is not a number does."""
+    if isinstance(value, tuple):
+        return all(is_within(known, item) for item in value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return True
+    return (
+        (known.low is None or value >= known.low)
+        and (known.above is None or value > known.above)
+        and (known.high is None or value <= known.high)
+        and (known.below is None or value < known.below)
+    )
+
+
+def check(kind: Any, value: Any) -> Any:
+    """The value as its type holds it: an int becomes a float where one is asked for, a list a tuple, text a span.
+
+    Raises:
+      ValueError: where it is of another type. A float is never taken for an int, nor a bool for a number.
+    """
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
+    if is_union(kind):
+        for member in members:
+            try:
+                return check(member, value)
+            except ValueError:
+                continue
+    elif origin is Literal:
+        for choice in members:
+            if type(choice) is type(value) and choice == value:
+                return choice
+    elif origin is tuple and isinstance(value, (tuple, list)):
+        if Ellipsis in members:
+            return tuple(check(members[0], item) for item in value)
+        if len(members) == len(value):
+            return tuple(check(member, item) for member, item in zip(members, value, strict=True))
+    elif kind is Span and isinstance(value, (int, str, Span)):
+        return Span.parse(value)
+    elif kind is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    elif kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if math.isfinite(value):
+            return float(value)
+    elif kind in (bool, str, type(None)) and type(value) is kind:
+        return value
+    raise ValueError(f"it must be {describe(kind)}")
+
+
+def read(kind: Any, text: str) -> Any:
+    """The value that a command line's text stands for.
+
+    Raises:
+      ValueError: where the text is no value of that type.
+    """
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
+    if is_union(kind):
+        # Text fits nearly everything, so the narrow types are asked first.
+        for member in sorted(members, key=lambda member: member is str):
+            try:
+                return read(member, text)
+            except ValueError:
+                continue
+    elif origin is Literal:
+        for choice in members:
+            if text == str(choice):
+                return choice
+    elif origin is tuple:
+        return _read_list(kind, members, text)
+    elif kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    elif kind is int:
+        return _read_int(text)
+    elif kind is float:
+        return check(float, _read_float(text))
+    elif kind is type(None) and text in ("None", "none", "null"):
+        return None
+    elif kind is Span:
+        return Span.parse(text)
+    elif kind is str:
+        return text
+    raise ValueError(f"it must be {describe(kind)}")
+
+
+def _read_int(text: str) -> int:
+    """`1000`, `1_000` or `1e3`; exact, so not by way of a float."""
+    try:
+        number = decimal.Decimal(text)
+    except decimal.InvalidOperation:
+        raise ValueError("it must be int") from None
+    # An exponent of thousands would make a number that fills the memory.
+    if not number.is_finite() or number.adjusted() > 30 or number != number.to_integral_value():
+        raise ValueError("it must be int")
+    return int(number)
+
+
+def _read_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("it must be float") from None
+
+
+def _read_list(kind: Any, members: tuple[Any, ...], text: str) -> tuple[Any, ...]:
+    """`a,b`, a JSON list or a Python tuple."""
+    if text[:1] in ("[", "(") and text[-1:] in ("]", ")"):
+        for parser in (json.loads, ast.literal_eval):
+            try:
+                return check(kind, parser(text))
+            except (ValueError, SyntaxError, RecursionError, MemoryError):
+                continue
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    if Ellipsis in members:
+        return tuple(read(members[0], item) for item in items)
+    if len(items) != len(members):
+        raise ValueError(f"it must be {describe(kind)}")
+    return tuple(read(member, item) for member, item in zip(members, items, strict=True))

@@ -1,0 +1,101 @@
+"""Batches as a pure function of (seed, step)."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxlm.data.batch import Tokens
+from jaxlm.data.packing import Plan
+from jaxlm.data.shards import Shards
+
+ROUNDS = 4  # of the index permutation's Feistel network
+
+
+@dataclasses.dataclass(frozen=True)
+class Loader:
+    """The rows of one shard set.
+
+    The global batch at a step is a slice of an endless stream of rows: each epoch is all rows, permuted by an O(1)
+    function of the seed and the epoch. So the cursor is the step, going to any step costs nothing, and any number of
+    hosts reads the same stream, each its own rows of every batch.
+    """
+
+    shards: Shards
+    plan: Plan
+    sequence: int
+    seed: int
+    workers: int = 0
+    prefetch: int = 8
+
+    def batches(self, start: int, *, batch: int, rows: slice | None = None) -> Iterator[Tokens]:
+        """This host's rows of the global batches from step `start` on, without end; read ahead by Grain."""
+        import grain
+
+        steps = grain.MapDataset.source(_Steps(self, batch, rows or slice(0, batch)))[start:]
+        options = grain.ReadOptions(num_threads=min(4, self.prefetch), prefetch_buffer_size=self.prefetch)
+        dataset = steps.to_iter_dataset(options)
+        if self.workers:
+            from absl import flags
+
+            flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which nobody parses here
+            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=self.prefetch))
+        return iter(dataset)
+
+    def at(self, step: int, *, batch: int, rows: slice) -> Tokens:
+        """The given rows of the global batch at `step`."""
+        return self._stack([self._row_at(step * batch + row) for row in range(rows.start, rows.stop)])
+
+    def evaluation(self, *, batch: int, rows: slice | None = None, limit: int | None = None) -> Iterator[Tokens]:
+        """Every row once, in the plan's order, or the first `limit` batches; the last is filled up with rows of weight 0."""
+        total = -(-self.plan.rows // batch)
+        rows = rows or slice(0, batch)
+        for step in range(total if limit is None else min(limit, total)):
+            numbers = range(step * batch + rows.start, step * batch + rows.stop)
+            yield self._stack([n if n < self.plan.rows else None for n in numbers])
+
+    def origins(self, step: int, *, batch: int) -> list[list[tuple[str, int]]]:
+        """For each row of the global batch at `step`, the (file, record) of its documents."""
+        numbers = [self._row_at(step * batch + row) for row in range(batch)]
+        return [[self.shards.origin(int(d)) for d in self.plan.pieces(n)["document"]] for n in numbers]
+
+    def epochs(self, steps: int, batch: int) -> float:
+        """How often `steps` steps read every row."""
+        return steps * batch / self.plan.rows
+
+    def _row_at(self, number: int) -> int:
+        from grain.experimental import index_shuffle
+
+        epoch, index = divmod(number, self.plan.rows)
+        if self.plan.rows == 1:
+            return 0
+        seed = int(np.random.default_rng([self.seed, epoch]).integers(2**31))
+        return index_shuffle(index, max_index=self.plan.rows - 1, seed=seed, rounds=ROUNDS)
+
+    def _stack(self, numbers: list[int | None]) -> Tokens:
+        shape = (len(numbers), self.sequence)
+        tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
+        for row, number in enumerate(numbers):
+            slot = 0
+            for segment, (document, start, length) in enumerate(() if number is None else self.plan.pieces(number), 1):
+                ids = self.shards.read(document, start, start + length + 1)
+                here = (row, slice(slot, slot + length))
+                tokens[here], targets[here], segments[here] = ids[:-1], ids[1:], segment
+                positions[here] = np.arange(length)
+                slot += length
+        return Tokens(tokens, targets, (segments > 0).astype(np.float32), segments, positions)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """The global batches as a sequence that Grain can index. Endless, but a sequence has a length."""
+
+    loader: Loader
+    batch: int
+    rows: slice
+
+    def __len__(self) -> int:
+        return 2**40
+
+    def __getitem__(self, step: int) -> Tokens:
+        return self.loader.at(step, batch=self.batch, rows=self.rows)

@@ -1,0 +1,144 @@
+"""Which piece of which document lies in which row: planned once, in index space, a window of documents at a time."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from jaxlm.data.shards import Shards
+
+VERSION = 1
+WINDOW = 8192  # documents that are shuffled and packed together
+PIECE = np.dtype([("document", np.int64), ("start", np.int64), ("length", np.int32)])
+
+Packing = Literal["concat", "first_fit"]
+
+
+class Plan:
+    """The rows of a shard set: every position of every document in exactly one row.
+
+    A document of n ids has n - 1 positions, each an id and the one after it. A row of T slots holds pieces: a run of
+    positions of one document. Which documents share a row is drawn from the seed once; in which order rows are read is
+    drawn anew for every epoch, by the loader.
+    """
+
+    def __init__(self, folder: Path):
+        self._ends = np.memmap(folder / "rows.bin", np.int64, "r")
+        self._pieces = np.memmap(folder / "pieces.bin", PIECE, "r")
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self._ends)
+
+    def pieces(self, row: int) -> np.ndarray:
+        """The pieces of a row, in order: (document, start, length)."""
+        return self._pieces[int(self._ends[row - 1]) if row else 0 : int(self._ends[row])]
+
+
+def plan(shards: Shards, sequence: int, packing: Packing, seed: int, folder: Path) -> Plan:
+    """The plan in `folder`, made there first where it is not yet. Memory is that of one window."""
+    if not (folder / "rows.bin").exists():
+        partial = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True, mode=0o700)
+        try:
+            with open(partial / "rows.bin", "wb") as rows, open(partial / "pieces.bin", "wb") as pieces:
+                count = 0
+                for part, ends in _rows(shards, sequence, packing, seed):
+                    pieces.write(part.tobytes())
+                    rows.write((ends + count).tobytes())
+                    count += len(part)
+            try:
+                os.replace(partial, folder)
+            except OSError:  # another process was first, with the same plan
+                if not (folder / "rows.bin").exists():
+                    raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return Plan(folder)
+
+
+def _rows(shards: Shards, sequence: int, packing: Packing, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(pieces, end of each row among them), a window at a time."""
+    filled = 0
+    held = np.zeros(0, PIECE)  # pieces of a row that the next window goes on with
+    for documents, positions in _windows(shards, seed):
+        if packing == "first_fit":
+            yield _best_fit(documents, positions, sequence)
+            continue
+        pieces, rows = _cut(documents, positions, sequence, filled)
+        total = filled + int(positions.sum())
+        pieces, rows = np.concatenate((held, pieces)), np.concatenate((np.zeros(len(held), np.int64), rows))
+        whole = total // sequence
+        ready = int(np.searchsorted(rows, whole))
+        yield pieces[:ready], np.searchsorted(rows[:ready], np.arange(whole), side="right")
+        held, filled = pieces[ready:], total % sequence
+    if filled:
+        yield held, np.array([len(held)])
+
+
+def _windows(shards: Shards, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Documents and their numbers of positions; windows in shuffled order, each shuffled within."""
+    starts = np.arange(0, shards.documents, WINDOW)
+    for window in np.random.default_rng([seed, len(starts)]).permutation(len(starts)):
+        start = int(starts[window])
+        positions = shards.lengths(start, min(start + WINDOW, shards.documents)) - 1
+        order = np.random.default_rng([seed, len(starts), int(window)]).permutation(len(positions))
+        yield start + order, positions[order]
+
+
+def _cut(documents: np.ndarray, positions: np.ndarray, sequence: int, filled: int) -> tuple[np.ndarray, np.ndarray]:
+    """Documents end to end, cut at row ends; the first row starts with `filled` slots taken. Returns pieces and their rows."""
+    ends = filled + np.cumsum(positions)
+    begins = ends - positions
+    counts = (ends - 1) // sequence - begins // sequence + 1
+    owner = np.repeat(np.arange(len(documents)), counts)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    rows = begins[owner] // sequence + nth
+    left = np.maximum(begins[owner], rows * sequence)
+    right = np.minimum(ends[owner], (rows + 1) * sequence)
+    pieces = np.empty(len(owner), PIECE)
+    pieces["document"], pieces["start"], pieces["length"] = documents[owner], left - begins[owner], right - left
+    return pieces, rows
+
+
+def _best_fit(documents: np.ndarray, positions: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+    """Full rows of documents that are longer than one; then what is left, longest first, each into the fullest row it fits.
+
+    Rows with room are kept by their room, and which rooms there are in the bits of one integer, so that each piece is
+    placed in about a microsecond.
+    """
+    full = positions // sequence
+    owner = np.repeat(np.arange(len(documents)), full)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
+    rest = positions % sequence
+    placed: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(sequence + 1)]
+    rooms = 0
+    for index in np.argsort(-rest, kind="stable").tolist():
+        size = int(rest[index])
+        if size == 0:
+            break
+        if fitting := rooms >> size:
+            room = size + (fitting & -fitting).bit_length() - 1
+            row = by_room[room].pop()
+            if not by_room[room]:
+                rooms &= ~(1 << room)
+            placed[row].append(index)
+        else:
+            room, row = sequence, len(placed)
+            placed.append([index])
+        if left := room - size:
+            by_room[left].append(row)
+            rooms |= 1 << left
+    last = np.array([index for row in placed for index in row], np.int64)
+    pieces = np.empty(len(owner) + len(last), PIECE)
+    pieces["document"] = documents[np.concatenate((owner, last))]
+    pieces["start"] = np.concatenate((nth, full[last])) * sequence
+    pieces["length"] = np.concatenate((np.full(len(owner), sequence), rest[last]))
+    ends = np.concatenate((np.arange(1, len(owner) + 1), len(owner) + np.cumsum([len(row) for row in placed], dtype=np.int64)))
+    return pieces, ends.astype(np.int64)

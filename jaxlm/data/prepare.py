@@ -1,0 +1,209 @@
+"""From the data section of a config to loaders: find, split, train the tokenizer, tokenise, plan."""
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.data import cache, packing, shards, tokenizer
+from jaxlm.data.config import DataConfig
+from jaxlm.data.documents import STDLIB_PARTS, Corpus, Document
+from jaxlm.data.loader import Loader
+from jaxlm.data.selection import Selection, held_out
+from jaxlm.data.shards import Shards
+from jaxlm.data.tokenizer import Tokenizer
+
+Say = Callable[[str], None]
+Progress = Callable[[str, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One side of a corpus that becomes a shard set; or a folder that is one already."""
+
+    name: str
+    corpus: Corpus | None
+    selection: Selection
+    folder: Path | None = None
+
+    def documents(self, counts: Counter[str]) -> Iterator[Document]:
+        """The documents on this side; those that are all on the other are counted."""
+        assert self.corpus is not None
+        for document in self.corpus.documents(counts):
+            if text := self.selection.take(document.text):
+                yield document._replace(text=text)
+            else:
+                counts["held out" if not self.selection.held_out else "for training"] += 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Everything that a run reads."""
+
+    tokenizer: Tokenizer
+    train: Loader
+    validation: dict[str, Loader]
+    fingerprint: dict[str, str | int]  # two runs with equal ones read the same rows in the same order
+
+
+def find(config: DataConfig) -> tuple[Part, list[Part]]:
+    """What to read, checked: the files are there, their first records have text, and no file is on both sides.
+
+    Raises:
+      InputMissing, DataError: as the checks find.
+    """
+    train = _part("train", config.train, config.text_key, "data.train")
+    validation = []
+    for entry in config.validation:
+        name, equals, pattern = entry.partition("=")
+        name, pattern = (name, pattern) if equals else ("val", entry)
+        if sides := held_out(pattern):
+            train = dataclasses.replace(train, selection=sides[0])
+            validation.append(Part(name, train.corpus, sides[1]))
+        else:
+            validation.append(_part(name, (pattern,), config.text_key, "data.validation"))
+    _refuse_overlap(train, validation)
+    if train.corpus is not None and not any(pattern in STDLIB_PARTS for pattern in config.train):
+        _probe(train)
+    return train, validation
+
+
+def open_data(
+    config: DataConfig,
+    *,
+    seed: int,
+    root: Path | None = None,
+    say: Say = lambda _: None,
+    progress: Progress = lambda what, done: None,
+) -> Data:
+    """Finds, tokenises and plans what the config names; what was made before comes from the cache under `root`.
+
+    Raises:
+      JaxlmError: where the data is missing, broken, empty, or does not fit the tokenizer.
+    """
+    root = cache.default() if root is None else root
+    train_part, validation_parts = find(config)
+    encoder = _tokenizer(config, train_part, root, say)
+
+    def loader(part: Part) -> Loader:
+        opened = _shards(part, encoder, root, say, progress)
+        key = {"shards": opened.manifest.shards, "sequence": config.sequence, "packing": config.packing, "seed": seed}
+        plan = packing.plan(opened, config.sequence, config.packing, seed, cache.folder(root, "plans", version=packing.VERSION, **key))
+        return Loader(opened, plan, config.sequence, seed, config.workers, config.prefetch)
+
+    train = loader(train_part)
+    validation = {part.name: loader(part) for part in validation_parts}
+    fingerprint: dict[str, str | int] = {
+        "tokenizer": encoder.digest,
+        "train": hashlib.sha256("".join(shard["tokens_sha256"] for shard in train.shards.manifest.shards).encode()).hexdigest(),
+        "train_tokens": train.shards.manifest.tokens,
+        "train_documents": train.shards.documents,
+        "sequence": config.sequence,
+        "packing": config.packing,
+        "seed": seed,
+    }
+    return Data(encoder, train, validation, fingerprint)
+
+
+def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dict[str, Shards]:
+    """Writes each side of the data as a folder of shards under `out`, to be named in `data.train` and `data.validation`."""
+    train, validation = find(config)
+    encoder = _tokenizer(config, train, cache.default(), say)
+    written = {}
+    for part in (train, *validation):
+        if part.corpus is None:
+            raise ConfigError("this is tokenised already", where=str(part.folder), fix="--config.data.train='texts/*.txt'")
+        counts: Counter[str] = Counter()
+        target = out / part.name
+        if target.exists():
+            raise DataError("the output folder exists", where=str(target), why="shards are never overwritten", fix=f"--out={out}-2")
+        written[part.name] = shards.write(target, part.documents(counts), encoder, counts, lambda done, name=part.name: progress(name, done))
+    return written
+
+
+def text_loader(corpus: Corpus, encoder: Tokenizer, sequence: int, root: Path, say: Say) -> Loader:
+    """The rows of any text under a given tokenizer, for an evaluation."""
+    opened = _shards(Part("text", corpus, Selection()), encoder, root, say, lambda what, done: None)
+    key = {"shards": opened.manifest.shards, "sequence": sequence, "packing": "concat", "seed": 0}
+    plan = packing.plan(opened, sequence, "concat", 0, cache.folder(root, "plans", version=packing.VERSION, **key))
+    return Loader(opened, plan, sequence, 0)
+
+
+def _part(name: str, patterns: tuple[str, ...], text_key: str, setting: str) -> Part:
+    if len(patterns) == 1 and (Path(patterns[0]) / "manifest.json").is_file():
+        return Part(name, None, Selection(), Path(patterns[0]))
+    return Part(name, Corpus.find(patterns, text_key, setting), Selection())
+
+
+def _refuse_overlap(train: Part, validation: list[Part]) -> None:
+    if train.corpus is None:
+        return
+    for part in validation:
+        if part.corpus is None or part.selection.held_out:
+            continue
+        if both := sorted(str(path) for path in {p.resolve() for p in train.corpus.files} & {p.resolve() for p in part.corpus.files}):
+            raise DataError(
+                f"{len(both)} file{'s are' if len(both) > 1 else ' is'} both trained on and validated on",
+                where=f"data.train and data.validation ({part.name})",
+                why=", ".join(both[:3]),
+                fix="--config.data.validation=5% holds documents out instead",
+            )
+
+
+def _probe(part: Part) -> None:
+    """Reads the start of each file, so that a broken one is named before anything is made."""
+    assert part.corpus is not None
+    for path, name in zip(part.corpus.files, part.corpus.names, strict=True):
+        alone = Corpus((path,), (name,), part.corpus.text_key)
+        for number, _ in enumerate(alone.documents(Counter())):
+            if number >= 1000:
+                break
+
+
+def _tokenizer(config: DataConfig, train: Part, root: Path, say: Say) -> Tokenizer:
+    kind = config.tokenizer
+    if train.folder is not None:
+        return Shards.open(train.folder).tokenizer
+    if kind == "bytes":
+        return tokenizer.Bytes()
+    if kind.endswith((".model", ".json")):
+        return tokenizer.read(kind)
+    assert train.corpus is not None
+    made_from = {"kind": kind, "corpus": train.corpus.digest(), "selection": dataclasses.asdict(train.selection), "version": 1}
+    path = cache.folder(root, "tokenizers", **made_from)
+    if not path.exists():
+        say(f"training the tokenizer {kind}")
+        made = tokenizer.train(kind, (document.text for document in train.documents(Counter())))
+        cache.write_file(path, made.serialise())
+    return tokenizer.load(path.read_bytes(), str(path))
+
+
+def _shards(part: Part, encoder: Tokenizer, root: Path, say: Say, progress: Progress) -> Shards:
+    if part.folder is not None:
+        opened = Shards.open(part.folder)
+        if opened.manifest.tokenizer != encoder.digest:
+            raise DataError(
+                "token shards were made with another tokenizer",
+                where=str(part.folder),
+                why=f"its tokenizer is {opened.manifest.tokenizer[:12]}, the run's {encoder.digest[:12]}",
+                fix="jaxlm data tokenize writes train and validation with one tokenizer",
+            )
+        return opened
+    assert part.corpus is not None
+    made_from = {
+        "corpus": part.corpus.digest(),
+        "selection": dataclasses.asdict(part.selection),
+        "tokenizer": encoder.digest,
+        "version": shards.FORMAT_VERSION,
+    }
+    folder = cache.folder(root, "shards", **made_from)
+    if (folder / "manifest.json").exists():
+        return Shards.open(folder)
+    say(f"tokenising {part.name}: {len(part.corpus.files)} file{'s' if len(part.corpus.files) != 1 else ''}")
+    counts: Counter[str] = Counter()
+    opened = shards.write(folder, part.documents(counts), encoder, counts, lambda done: progress(part.name, done))
+    if counts:
+        say(f"left out of {part.name}: " + ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items())))
+    return opened

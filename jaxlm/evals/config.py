@@ -1,0 +1,19 @@
+"""Settings of the evaluation during and after training."""
+
+import dataclasses
+from typing import Literal
+
+from jaxlm.core.config import Span, setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """How often, and on how much."""
+
+    every: Span = setting(Span.parse("10%"), "how often the validation sets are evaluated")
+    batch: int | Literal["auto"] = setting(
+        "auto", "rows evaluated at a time; auto is train.batch", unit="rows", low=1
+    )
+    batches: int | Literal["all"] = setting(
+        "all", "batches of each validation set while training; the end takes all", low=1
+    )

@@ -1,0 +1,165 @@
+"""What a person sees of a run: a header, a row per logged step, a closing block."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Self, TextIO
+
+from rich.console import Console as Screen
+from rich.progress import BarColumn, Progress, TextColumn
+
+from jaxlm.monitor import words
+from jaxlm.monitor.sinks import Record
+
+HEAD_EVERY = 30  # rows, so that the column names are always on a screen
+
+
+class Column(NamedTuple):
+    """A column of the rows: its head, width, and what it shows of a record."""
+
+    head: str
+    width: int
+    show: Callable[[Record], str]
+
+
+def _of(name: str, show: Callable[[Any], str]) -> Callable[[Record], str]:
+    return lambda record: show(record.get(name))
+
+
+COLUMNS = (
+    Column("step", 8, lambda record: str(record["step"])),
+    Column("loss", 8, lambda r: _loss(r, r["split"] == "train")),
+    Column("eval", 8, lambda r: _loss(r, r["split"] != "train")),
+    Column("lr", 9, _of("learning_rate", lambda v: words.number(v, 3))),
+    Column("grad", 7, _of("grad_norm", lambda v: words.number(v, 3))),
+    Column("tok/s", 7, _of("tokens_per_second", words.count)),
+    Column("mfu", 6, _of("mfu", lambda v: "-" if v is None else f"{v:.1%}")),
+    Column("mem", 9, _of("peak_bytes", words.size)),
+    Column(
+        "data wait", 9, _of("data_wait_seconds", lambda v: "-" if v is None else f"{v * 1e3:.1f}ms")
+    ),
+    Column("elapsed", 8, _of("elapsed_seconds", words.duration)),
+    Column("left", 8, _of("left_seconds", words.duration)),
+)
+
+
+class Console:
+    """A sink for people. On a terminal a progress bar stays below the rows; elsewhere there are plain rows.
+
+    Args:
+      screen: where to show it; None shows nothing.
+      log: a file that gets the same lines, plain.
+      total: steps of the whole run, for the bar.
+    """
+
+    def __init__(self, screen: TextIO | None, *, log: TextIO | None = None, total: int):
+        # A notebook's output is no terminal, and rich's widgets for it need another package.
+        self._screen = (
+            Screen(file=screen, force_jupyter=False, highlight=False, emoji=False, soft_wrap=True)
+            if screen
+            else None
+        )
+        self._log, self._total, self._rows = log, total, 0
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def say(self, text: str = "", style: str | None = None) -> None:
+        """Prints a line or several, above the bar."""
+        if self._screen:
+            self._screen.print(text, style=style, markup=False)
+        if self._log:
+            print(text, file=self._log, flush=True)
+
+    def block(self, title: str, facts: Iterable[tuple[str, str]]) -> None:
+        """Prints labelled lines under a title: the header of a run, or its end."""
+        facts = list(facts)
+        width = max((len(label) for label, _ in facts), default=0)
+        self.say(title, style="bold")
+        for label, text in facts:
+            for number, part in enumerate(text.splitlines() or [""]):
+                self.say(f"  {label if number == 0 else '':<{width}}  {part}")
+
+    def example(self, label: str, pieces: Sequence[tuple[str, bool]]) -> None:
+        """Prints the text of an example whose trained tokens, given as (text, is trained), stand between ‹ and ›."""
+        marked, inside = [], False
+        for text, trained in pieces:
+            if trained != inside:
+                marked.append("‹" if trained else "›")
+                inside = trained
+            marked.append(text)
+        self.block(label, [("", "".join(marked) + ("›" if inside else ""))])
+
+    @contextlib.contextmanager
+    def timer(self, what: str) -> Iterator[None]:
+        """Shows that something long is under way, as a compilation, and says at its end how long it took."""
+        begun = time.monotonic()
+        if self._screen and self._screen.is_terminal:
+            bar = Progress(
+                TextColumn(f"{what} {{task.elapsed:.0f}}s"), console=self._screen, transient=True
+            )
+            bar.add_task(what, total=None)
+            showing: contextlib.AbstractContextManager[Any] = bar
+        else:
+            self.say(f"{what} ...")
+            showing = contextlib.nullcontext()
+        with showing:
+            yield
+        self.say(f"{what}: {words.duration(time.monotonic() - begun)}")
+
+    def write(self, record: Record) -> None:
+        """Prints the row of a record, and moves the bar to its step. An evaluation's row ends with its own figures."""
+        if self._rows % HEAD_EVERY == 0:
+            self.say(" ".join(f"{column.head:>{column.width}}" for column in COLUMNS), style="bold")
+        self._rows += 1
+        cells = [f"{column.show(record):>{column.width}}" for column in COLUMNS]
+        if record["split"] == "train":
+            self.say(" ".join(cells))
+        else:
+            # "-" stands for what is unknown; what an evaluation does not measure is left empty.
+            row = " ".join(" " * len(cell) if cell.strip() == "-" else cell for cell in cells)
+            self.say(f"{row.rstrip()}  {_figures(record)}", style="green")
+        self._advance(record["step"])
+
+    def flush(self) -> None:
+        """Nothing waits: each line is written at once."""
+
+    def close(self) -> None:
+        """Takes the bar off the screen; a second time does nothing."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+
+    def _advance(self, step: int) -> None:
+        if not (self._screen and self._screen.is_terminal):
+            return
+        if self._bar is None:
+            self._bar = Progress(
+                BarColumn(bar_width=None),
+                TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
+                console=self._screen,
+                transient=True,
+                refresh_per_second=4,
+            )
+            self._bar.add_task("steps", total=self._total)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=step)
+
+
+def _loss(record: Record, here: bool) -> str:
+    loss = record.get("loss_nats")
+    return f"{loss:.4f}" if here and loss is not None else "-"
+
+
+def _figures(record: Record) -> str:
+    shown = (
+        ("bits_per_byte", "bits/byte"),
+        ("perplexity", "perplexity"),
+        ("token_accuracy", "accuracy"),
+    )
+    parts = [f"{label} {record[name]:.4g}" for name, label in shown if record.get(name) is not None]
+    return ", ".join([record["split"], *parts])

@@ -1,0 +1,71 @@
+"""What a run ran on."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jaxlm
+
+PACKAGES = (
+    *("jaxlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
+    *("sentencepiece", "tokenizers", "ml-collections"),
+    *("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu"),
+)
+
+# Only these are written down: the rest of an environment may hold secrets.
+VARIABLES = re.compile(
+    r"JAX_\w+|JAXLM_\w+|XLA_FLAGS|XLA_PYTHON_CLIENT_\w+|LIBTPU_INIT_ARGS|NCCL_(ALGO|PROTO|DEBUG)|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES"
+)
+
+
+def facts() -> dict[str, Any]:
+    """Versions, devices, flags and git state, for environment.json. Starts JAX."""
+    import jax
+
+    devices = jax.devices()
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "backend": jax.default_backend(),
+        "devices": {
+            kind: sum(d.device_kind == kind for d in devices)
+            for kind in sorted({d.device_kind for d in devices})
+        },
+        "processes": jax.process_count(),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.fullmatch(k)},
+        "git": git_state(Path(jaxlm.__file__).resolve().parent.parent),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit of a checkout and the files that differ from it; None where `folder` is no root of a checkout."""
+    if not (folder / ".git").exists():
+        return None
+    commit, changed = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain")
+    if commit is None or changed is None:
+        return None
+    return {"commit": commit.strip(), "changed": [entry[3:] for entry in changed.splitlines()]}
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,80 @@
+"""Curves of a run, from its metrics.jsonl."""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxlm.monitor import sinks
+
+
+class Plot(NamedTuple):
+    """A file of plots/: what it shows, under which title, on which scale, and of which splits."""
+
+    name: str
+    title: str
+    field: str
+    label: str
+    scale: str = "linear"
+    every_split: bool = False
+
+
+PLOTS = (
+    Plot("loss", "Loss", "loss_nats", "nats per token", every_split=True),
+    Plot("learning_rate", "Learning rate", "learning_rate", "learning rate"),
+    Plot("grad_norm", "Gradient norm, before clipping", "grad_norm", "global norm", scale="log"),
+    Plot("throughput", "Throughput", "tokens_per_second", "tokens per second"),
+)
+
+
+def draw(run: str | os.PathLike[str]) -> list[Path]:
+    """Draws plots/*.png of a run directory; those that it has numbers for.
+
+    Raises:
+      DataError: where metrics.jsonl is damaged.
+    """
+    run = Path(run)
+    records = sinks.read(run / "metrics.jsonl")
+    drawn = []
+    for plot in PLOTS:
+        series = {name: points for name, points in _series(records, plot).items() if points}
+        if series:
+            (run / "plots").mkdir(exist_ok=True)
+            target = run / "plots" / f"{plot.name}.png"
+            partial = target.with_suffix(".tmp")
+            partial.write_bytes(_png(plot, series))
+            partial.replace(target)
+            drawn.append(target)
+    return drawn
+
+
+def _series(records: Sequence[dict[str, Any]], plot: Plot) -> dict[str, list[tuple[int, float]]]:
+    """Points by split. A number that was not finite leaves a gap."""
+    out: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        split, value = record.get("split", "train"), record.get(plot.field)
+        if value is not None and (plot.every_split or split == "train"):
+            out.setdefault(split, []).append((record["step"], value))
+    return out
+
+
+def _png(plot: Plot, series: dict[str, list[tuple[int, float]]]) -> bytes:
+    # A figure of its own, without pyplot: no global state, and no window system is looked for.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    for split, points in series.items():
+        steps, values = zip(*points, strict=True)
+        mark = "o-" if split != "train" else "." if len(points) == 1 else "-"
+        axes.plot(steps, values, mark, label=split, linewidth=1.2, markersize=3.5)
+    if plot.scale == "log" and min(v for points in series.values() for _, v in points) > 0:
+        axes.set_yscale("log")
+    axes.set(title=plot.title, xlabel="step", ylabel=plot.label)
+    axes.grid(alpha=0.25)
+    if len(series) > 1:
+        axes.legend(frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()

@@ -1,0 +1,231 @@
+"""The report of a run: one HTML file that needs no other."""
+
+import base64
+import html
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxlm.monitor import sinks, words
+from jaxlm.monitor.plots import PLOTS
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8881; --good: #1a7f37; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { margin-bottom: 0; } h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; } caption { text-align: left; padding: .3rem 0; }
+th, td { text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+td.number, th.number { text-align: right; } tr.ours { font-weight: 600; color: var(--good); }
+pre { background: var(--soft); padding: .7rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
+.plots img { width: 100%; border-radius: 4px; } .scroll { overflow-x: auto; } .soft { opacity: .7; }
+"""
+
+FIGURES = ("loss_nats", "perplexity", "bits_per_byte", "token_accuracy", "calibration_error")
+
+
+def write(run: str | os.PathLike[str]) -> Path:
+    """Writes report.html of a run directory, from the files in it alone; parts whose file is missing are left out.
+
+    `baselines.json` gives {name: bits per byte} of other ways to code the validation set.
+
+    Raises:
+      DataError: where a .jsonl file is damaged.
+    """
+    run = Path(run)
+    target = run / "report.html"
+    partial = run / ".report.html.tmp"
+    partial.write_text(render(run), encoding="utf-8")
+    partial.replace(target)
+    return target
+
+
+def render(run: Path) -> str:
+    """The report as HTML."""
+    records = sinks.read(run / "metrics.jsonl")
+    title = html.escape(f"jaxlm run {run.resolve().name}")
+    sections = (
+        ("Result", _result(run, records)),
+        ("Curves", _curves(run)),
+        ("Samples", _samples(sinks.read(run / "samples.jsonl"))),
+        ("Warnings", _warnings(sinks.read(run / "warnings.jsonl"))),
+        ("Configuration", _configuration(run)),
+        ("Environment", _environment(run)),
+    )
+    body = "\n".join(
+        f"<h2>{name}</h2>\n{text}" for name, part in sections if (text := "\n".join(part))
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{STYLE}</style></head>\n"
+        f"<body><h1>{title}</h1>\n{_summary(run, records)}\n{body}\n</body></html>\n"
+    )
+
+
+def _summary(run: Path, records: Sequence[Mapping[str, Any]]) -> str:
+    """One line: how far it came, on what, and how it ended."""
+    parts = []
+    if records:
+        last = max(records, key=lambda record: record["step"])
+        parts.append(f"step {last['step']}")
+        tokens = max(
+            (r["tokens"] for r in records if r.get("tokens") and r.get("split") == "train"),
+            default=None,
+        )
+        if tokens:
+            parts.append(f"{words.count(tokens)} tokens")
+        parts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(last["time_unix"])))
+    end = _json(run / "exit.json")
+    if end:
+        parts.append(f"ended with code {end['code']}: {end['cause']}")
+    return f'<p class="soft">{html.escape(" · ".join(parts))}</p>'
+
+
+def _result(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    last: dict[str, Mapping[str, Any]] = {}
+    for record in records:
+        if record.get("loss_nats") is not None:
+            last[record.get("split", "train")] = record
+    if last:
+        rows = [
+            [split, record["step"], *(_figure(record.get(name)) for name in FIGURES)]
+            for split, record in last.items()
+        ]
+        yield _table(["split", "step", *FIGURES], rows, numbers=True)
+    baselines = _json(run / "baselines.json") or {}
+    ours = {
+        split: r["bits_per_byte"] for split, r in last.items() if r.get("bits_per_byte") is not None
+    }
+    if baselines:
+        named = [(name, bits, "") for name, bits in baselines.items()]
+        named += [(f"this run, {split}", bits, "ours") for split, bits in ours.items()]
+        named.sort(key=lambda row: -row[1])
+        yield _table(
+            ["coder of the validation set", "bits per byte"],
+            [[name, _figure(bits)] for name, bits, _ in named],
+            numbers=True,
+            classes=[mark for *_, mark in named],
+        )
+    train = [r for r in records if r.get("split") == "train" and r.get("tokens_per_second")]
+    if train:
+        speeds = sorted(r["tokens_per_second"] for r in train)
+        middle = speeds[len(speeds) // 2]
+        mfu = [r["mfu"] for r in train if r.get("mfu") is not None]
+        shown = (
+            f"{sorted(mfu)[len(mfu) // 2]:.1%}"
+            if mfu
+            else "unknown: no published peak for this device"
+        )
+        peak = max((r.get("peak_bytes") or 0 for r in train), default=0)
+        yield (
+            f"<p>Median {words.count(middle)} tokens per second. MFU {shown} (6 x parameters that multiply x tokens, "
+            f"and attention at the causal half). Peak memory {words.size(peak or None)}.</p>"
+        )
+
+
+def _curves(run: Path) -> Iterator[str]:
+    images = []
+    for plot in PLOTS:
+        path = run / "plots" / f"{plot.name}.png"
+        if path.exists():
+            data = base64.b64encode(path.read_bytes()).decode()
+            images.append(
+                f'<img alt="{html.escape(plot.title)}" src="data:image/png;base64,{data}">'
+            )
+    if images:
+        yield f'<div class="plots">{"".join(images)}</div>'
+
+
+def _samples(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The texts of the last evaluation that sampled, and of the first, folded."""
+    steps = sorted({record["step"] for record in records})
+    for step in dict.fromkeys([*steps[-1:], *steps[:1]]):
+        texts = [
+            f"<pre><b>{html.escape(record['prompt'])}</b>{html.escape(record['text'])}</pre>"
+            for record in records
+            if record["step"] == step
+        ]
+        is_open = " open" if step == steps[-1] else ""
+        yield f"<details{is_open}><summary>step {step}</summary>{''.join(texts)}</details>"
+
+
+def _warnings(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if records:
+        lines = [
+            f"step {record.get('step', '-')}: {record.get('text', record)}" for record in records
+        ]
+        yield f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+
+
+def _configuration(run: Path) -> Iterator[str]:
+    config, provenance = _json(run / "config.json"), _json(run / "provenance.json") or {}
+    if config is None:
+        return
+    rows = [
+        [path, json.dumps(value), _origin(provenance.get(path))] for path, value in _leaves(config)
+    ]
+    chosen = [row for row in rows if row[2] not in ("", "default")]
+    if chosen:
+        yield _table(["setting", "value", "set by"], chosen)
+    table = _table(["setting", "value", "set by"], rows)
+    yield f"<details><summary>all {len(rows)} settings</summary>{table}</details>"
+    command = run / "command.sh"
+    if command.exists():
+        yield f"<pre>{html.escape(command.read_text(encoding='utf-8').splitlines()[-1])}</pre>"
+
+
+def _environment(run: Path) -> Iterator[str]:
+    environment = _json(run / "environment.json")
+    if environment:
+        rows = [[path, json.dumps(value)] for path, value in _leaves(environment)]
+        yield f"<details><summary>versions, devices, flags</summary>{_table(['fact', 'value'], rows)}</details>"
+
+
+def _table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    numbers: bool = False,
+    classes: Sequence[str] = (),
+) -> str:
+    """A table; with `numbers`, every column but the first is set flush right."""
+
+    def cells(tag: str, row: Sequence[Any]) -> str:
+        return "".join(
+            f"<{tag}{' class=number' if numbers and i else ''}>{html.escape(str(cell))}</{tag}>"
+            for i, cell in enumerate(row)
+        )
+
+    rows = list(rows)
+    marks = classes or [""] * len(rows)
+    body = "".join(
+        f"<tr{f' class={mark}' if mark else ''}>{cells('td', row)}</tr>"
+        for row, mark in zip(rows, marks, strict=True)
+    )
+    return f'<div class="scroll"><table><tr>{cells("th", head)}</tr>{body}</table></div>'
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, child in value.items():
+            yield from _leaves(child, f"{path}.{key}" if path else key)
+    else:
+        yield path, value
+
+
+def _origin(origin: Any) -> str:
+    if isinstance(origin, dict):
+        return " ".join(str(origin[key]) for key in ("kind", "where") if origin.get(key))
+    return "" if origin is None else str(origin)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -1,0 +1,169 @@
+"""Where the record of a step goes."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxlm.core.errors import DataError, NotWritable
+
+Record = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Takes records: flat, with `step`, `split` and `time_unix`, under the names of metrics.jsonl."""
+
+    def write(self, record: Record) -> None:
+        """Takes one record."""
+
+    def flush(self) -> None:
+        """Returns when every record so far would survive the death of the machine."""
+
+    def close(self) -> None:
+        """Flushes and lets go."""
+
+
+class Jsonl:
+    """One JSON object a line, appended.
+
+    At opening, a torn last line is cut, and so are the lines of steps after `keep_through`: a run that goes on from
+    step k will write those again. `dropped` says how many lines went.
+
+    Floats are written with all their digits. JSON has no infinity: a number that is not finite is written as null and
+    named under `not_finite`.
+
+    Raises:
+      NotWritable: where the file cannot be opened or written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, keep_through: int | None = None):
+        self.path = Path(path)
+        try:
+            kept, self.dropped = _kept(self.path, keep_through)
+            self._file = open(self.path, "ab")  # noqa: SIM115  closed by close()
+            self._file.truncate(kept)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def write(self, record: Record) -> None:
+        """Appends one line and hands it to the operating system."""
+        try:
+            self._file.write(line(record).encode())
+            self._file.flush()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def flush(self) -> None:
+        """Returns when every line is on the disk."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def close(self) -> None:
+        """Flushes and closes; a second time does nothing."""
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def _refused(self, error: OSError) -> NotWritable:
+        return NotWritable(
+            f"{self.path.name} cannot be written",
+            where=str(self.path),
+            why=f"{type(error).__name__}: {error.strerror}",
+            fix="free space there, or use another --workdir",
+        )
+
+
+class TensorBoard:
+    """Scalars as `split/name` in TensorBoard's event files. Events of steps after `keep_through` are purged."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep_through: int | None = None):
+        from tensorboardX import SummaryWriter  # a second to import
+
+        purge = None if keep_through is None else keep_through + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+
+    def write(self, record: Record) -> None:
+        """Writes every number of the record but its step and time."""
+        for name, value in record.items():
+            if name not in ("step", "time_unix") and isinstance(plain(value), int | float):
+                self._writer.add_scalar(
+                    f"{record['split']}/{name}",
+                    value,
+                    record["step"],
+                    walltime=record["time_unix"],
+                )
+
+    def flush(self) -> None:
+        """Hands what is queued to the operating system."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the event file."""
+        self._writer.close()
+
+
+def line(record: Record) -> str:
+    """A record as a line of strict JSON."""
+    values = {name: plain(value) for name, value in record.items()}
+    bad = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    if bad:
+        values = {k: None if k in bad else v for k, v in values.items()} | {"not_finite": bad}
+    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """The Python number in a NumPy or JAX scalar, every digit of it; other values as they are."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
+def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a .jsonl file; a torn last line is left out, and a missing file has none.
+
+    Raises:
+      DataError: where another line is not a JSON object.
+    """
+    path = Path(path)
+    records: list[dict[str, Any]] = []
+    if not path.exists():
+        return records
+    for number, text in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not text.endswith(b"\n"):
+            break
+        try:
+            record = json.loads(text)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{path.name} is damaged",
+                where=f"{path}:{number}",
+                why="this line is not a JSON object",
+                fix=f"sed -i {number}d {path}",
+            )
+        records.append(record)
+    return records
+
+
+def _kept(path: Path, keep_through: int | None) -> tuple[int, int]:
+    """Bytes to keep, and lines beyond them."""
+    if not path.exists():
+        return 0, 0
+    kept = 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    for index, text in enumerate(lines):
+        if not text.endswith(b"\n"):
+            return kept, len(lines) - index
+        if keep_through is not None:
+            try:
+                late = json.loads(text).get("step", 0) > keep_through
+            except (ValueError, AttributeError, TypeError):
+                late = False  # damage in the middle is for `read` to report, not to cut away
+            if late:
+                return kept, len(lines) - index
+        kept += len(text)
+    return kept, 0

@@ -1,0 +1,47 @@
+"""Numbers as people read them."""
+
+import math
+
+
+def count(value: float | None) -> str:
+    """1234567 -> "1.23M"; None -> "-"."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    for scale, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= scale * 0.9995:
+            return f"{_three(value / scale)}{letter}"
+    return _three(value)
+
+
+def size(amount: float | None) -> str:
+    """Bytes in binary units: 1610612736 -> "1.50 GiB"; None -> "-"."""
+    if amount is None:
+        return "-"
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(amount) >= 1024**power:
+            return f"{_three(amount / 1024**power)} {unit}"
+    return f"{amount:.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as "4.2s", "3:05" or "1:02:03"; None -> "-"."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A loss or a rate in `digits` significant digits; None -> "-"."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def _three(value: float) -> str:
+    if value == int(value) and abs(value) < 1000:
+        return str(int(value))
+    return f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"

@@ -1,0 +1,106 @@
+"""Adafactor's scaling, which knows that layers are stacked."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from jaxlm.core import tree
+from jaxlm.optim.config import Adafactor
+
+
+class Factored(NamedTuple):
+    """Means of the squared gradient over the last (row) and the first (column) of the two factored dimensions."""
+
+    row: Array
+    col: Array
+
+
+class Moments(NamedTuple):
+    """The updates so far, and each leaf's second moment: `Factored`, or an array of its own shape."""
+
+    count: Array
+    second: Any
+
+
+def factored_dims(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], factor_from: int
+) -> tuple[int, int] | None:
+    """The two largest dimensions, the stack of layers apart, in order; None where they are too small to pay."""
+    dims = sorted(
+        (d for d, axis in enumerate(axes) if axis != "layers"), key=lambda d: (shape[d], d)
+    )[-2:]
+    if len(dims) < 2 or shape[dims[0]] < factor_from:
+        return None
+    first, last = sorted(dims)
+    return first, last
+
+
+def scale_by_adafactor(config: Adafactor, axes: Any) -> optax.GradientTransformation:
+    """u = g / sqrt(v), clipped to a root mean square of `clip_update`, times the parameter's own.
+
+        b_t = 1 - t^-exponent
+        v_t = b_t v + (1 - b_t) (g^2 + eps), kept as row and column means R, C with v = R C / mean(R)
+
+    Optax's version counts a stack of layers as one tensor: its largest two dimensions may be layers, and both root
+    mean squares run over all layers. Here each layer is a tensor of its own, as in the paper.
+
+    Source: Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5, without momentum.
+    """
+    names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
+
+    def dims(path: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        return factored_dims(shape, names[path], config.factor_from)
+
+    def empty(path: str, param: Array) -> Factored | Array:
+        pair = dims(path, param.shape)
+        if pair is None:
+            return jnp.zeros(param.shape, param.dtype)
+        row, col = (
+            tuple(size for d, size in enumerate(param.shape) if d != gone)
+            for gone in reversed(pair)
+        )
+        return Factored(jnp.zeros(row, param.dtype), jnp.zeros(col, param.dtype))
+
+    def init(params: Any) -> Moments:
+        return Moments(jnp.zeros((), jnp.int32), tree.map_with_path(empty, params))
+
+    def update(grads: Any, state: Moments, params: Any = None) -> tuple[Any, Moments]:
+        count = state.count + 1
+        beta = 1 - count.astype(jnp.float32) ** -config.exponent
+
+        def next_moment(path: str, grad: Array, old: Factored | Array) -> Factored | Array:
+            square = jnp.square(grad.astype(jnp.float32)) + config.eps
+            pair = dims(path, grad.shape)
+            if pair is None:
+                return (beta * old + (1 - beta) * square).astype(old.dtype)
+            row, col = (
+                (beta * part + (1 - beta) * square.mean(gone)).astype(part.dtype)
+                for part, gone in zip(old, reversed(pair), strict=True)
+            )
+            return Factored(row, col)
+
+        def direction(path: str, grad: Array, param: Array, second: Factored | Array) -> Array:
+            own = tuple(d for d, axis in enumerate(names[path]) if axis != "layers")
+            pair = dims(path, grad.shape)
+            if pair is None:
+                step = grad * jax.lax.rsqrt(second)
+            else:
+                first, last = pair
+                row = second.row / second.row.mean(first, keepdims=True)
+                step = grad * jnp.expand_dims(jax.lax.rsqrt(row), last)
+                step = step * jnp.expand_dims(jax.lax.rsqrt(second.col), first)
+            if config.clip_update is not None:
+                step = step / jnp.maximum(1.0, _rms(step, own) / config.clip_update)
+            return step * jnp.maximum(_rms(param, own), config.smallest_scale)
+
+        second = tree.map_with_path(next_moment, grads, state.second)
+        return tree.map_with_path(direction, grads, params, second), Moments(count, second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _rms(x: Array, dims: tuple[int, ...]) -> Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x), dims, keepdims=True))

@@ -1,0 +1,85 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.ops.cross_entropy import in_chunks, token_scores
+
+RNG = np.random.default_rng(0)
+LOGITS = (RNG.normal(size=(2, 5, 37)) * 8).astype(np.float32)
+TARGETS = RNG.integers(0, 37, (2, 5)).astype(np.int32)
+
+
+def reference(logits, targets):
+    wide = logits.astype(np.float64)
+    normalizer = np.log(np.exp(wide).sum(-1))
+    return normalizer - np.take_along_axis(wide, targets[..., None], -1)[..., 0], normalizer
+
+
+def test_scores_are_those_of_float64():
+    scores = token_scores(LOGITS, TARGETS)
+    nll, normalizer = reference(LOGITS, TARGETS)
+    np.testing.assert_allclose(scores.nll, nll, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(scores.log_normalizer, normalizer, rtol=1e-6)
+    np.testing.assert_allclose(scores.confidence, np.exp(LOGITS.max(-1) - normalizer), rtol=2e-6)
+    np.testing.assert_array_equal(scores.correct, LOGITS.argmax(-1) == TARGETS)
+
+
+def test_a_sure_token_keeps_its_small_loss_under_a_large_offset():
+    logits = np.full((1, 3), 1000, np.float32)
+    logits[0, 0] += 12
+    np.testing.assert_allclose(
+        token_scores(logits, np.zeros(1, np.int32)).nll, np.log1p(2 * np.exp(-12.0)), atol=2e-7
+    )
+
+
+def test_the_gradient_is_softmax_minus_onehot_and_that_of_the_z_loss():
+    weights = RNG.random((2, 5)).astype(np.float32)
+
+    def loss(logits):
+        scores = token_scores(logits, TARGETS)
+        return (weights * (scores.nll + 0.01 * scores.log_normalizer**2)).sum()
+
+    _, normalizer = reference(LOGITS, TARGETS)
+    softmax = np.exp(LOGITS.astype(np.float64) - normalizer[..., None])
+    expected = softmax * (1 + 0.02 * normalizer[..., None]) - np.eye(37)[TARGETS]
+    np.testing.assert_allclose(jax.grad(loss)(LOGITS), weights[..., None] * expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 6, 1000])
+def test_chunks_give_the_loss_and_gradients_of_the_whole(tokens):
+    hidden = RNG.normal(size=(2, 5, 8)).astype(np.float32)
+    table = RNG.normal(size=(8, 37)).astype(np.float32)
+
+    def loss(hidden, table, tokens):
+        scores = in_chunks(
+            lambda h, t: token_scores(jnp.einsum("btd,dv->btv", h, table), t),
+            hidden,
+            TARGETS,
+            tokens=tokens,
+        )
+        assert scores.nll.shape == (2, 5)
+        return (scores.nll * jnp.arange(10.0).reshape(2, 5)).sum()
+
+    grad = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
+    for ours, whole in zip(
+        jax.tree.leaves(grad(hidden, table, tokens)),
+        jax.tree.leaves(grad(hidden, table, None)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_chunks_keep_less_in_memory_than_the_whole():
+    hidden, table = jnp.zeros((4, 64, 8)), jnp.zeros((8, 5000))
+    targets = jnp.zeros((4, 64), jnp.int32)
+
+    def temporary(tokens):
+        def loss(table):
+            return in_chunks(
+                lambda h, t: token_scores(h @ table, t), hidden, targets, tokens=tokens
+            ).nll.sum()
+
+        return jax.jit(jax.grad(loss)).lower(table).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(16) < temporary(None) / 4
