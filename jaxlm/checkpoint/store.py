@@ -1,5 +1,6 @@
 """Orbax behind our own door: trees of arrays and JSON, committed a step at a time."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -121,6 +122,11 @@ class Store:
             raise self._failed(error) from error
         self.check()
         self._manager.close()
+
+    def release(self) -> None:
+        """Lets go after an error: waits for what is being written, and says nothing of how it went."""
+        with contextlib.suppress(Exception):
+            self._manager.close()
 
     def wait(self) -> None:
         """Returns when every save so far is committed."""

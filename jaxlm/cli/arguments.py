@@ -4,14 +4,20 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxlm.core.errors import CommandError
 from jaxlm.core.spelling import nearest
 
 SHARED = {
-    "--config": ("FILE[:ARG]", "a config file, the argument of its get_config, or a resolved config.json"),
-    "--config.a.b": ("VALUE", "a setting, whatever the file says; `jaxlm config explain a.b` tells what it takes"),
+    "--config": (
+        "FILE[:ARG]",
+        "a config file, the argument of its get_config, or a resolved config.json",
+    ),
+    "--config.a.b": (
+        "VALUE",
+        "a setting, whatever the file says; `jaxlm config explain a.b` tells what it takes",
+    ),
     "--workdir": ("DIR", "the run directory"),
     "--json": (None, "one JSON object on stdout, all else on stderr"),
     "--quiet": (None, "only the answer"),
@@ -45,12 +51,19 @@ def extract(words: Sequence[str]) -> tuple[Shared, list[str]]:
         at += 1
         if name in ("--json", "--quiet", "--trace"):
             if equals:
-                raise CommandError(f"{name} takes no value", where=word, why="it is on where it is there", fix=name)
+                raise CommandError(
+                    f"{name} takes no value", where=word, why="it is on where it is there", fix=name
+                )
             setattr(shared, name[2:], True)
         elif name in ("--config", "--workdir") or name.startswith("--config."):
             if not equals:
                 if at == len(words) or words[at].startswith("--"):
-                    raise CommandError(f"{name} needs a value", where=word, why="nothing follows it", fix=f"{name}={_example(name)}")
+                    raise CommandError(
+                        f"{name} needs a value",
+                        where=word,
+                        why="nothing follows it",
+                        fix=f"{name}={_example(name)}",
+                    )
                 value = words[at]
                 at += 1
             if name.startswith("--config."):
@@ -62,6 +75,22 @@ def extract(words: Sequence[str]) -> tuple[Shared, list[str]]:
     return shared, [*rest, *words[at:]]
 
 
+def needed(args: Any, name: str) -> str:
+    """A shared flag that this verb cannot do without.
+
+    Raises:
+      CommandError: where it is not there.
+    """
+    value = getattr(args, name)
+    if not value:
+        raise CommandError(
+            f"--{name} is needed",
+            why=SHARED[f"--{name}"][1],
+            fix=f"--{name}={_example(f'--{name}')}",
+        )
+    return value
+
+
 def _example(name: str) -> str:
     return {"--config": "configs/quickstart.py", "--workdir": "runs/a"}.get(name, "VALUE")
 
@@ -69,8 +98,9 @@ def _example(name: str) -> str:
 class Parser(argparse.ArgumentParser):
     """Argparse that fails in four parts and names the flag that was probably meant."""
 
-    def __init__(self, **options: object):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)  # type: ignore[arg-type]
+    def __init__(self, **options: Any):
+        shape = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=shape, **options)
 
     def add_shared(self) -> None:
         """Lists the shared flags in `--help`; `extract` reads them."""
@@ -93,13 +123,20 @@ class Parser(argparse.ArgumentParser):
         """A word that the verb does not know."""
         name, equals, value = word.partition("=")
         if not word.startswith("-"):
-            return CommandError(f"{word!r} is one word too many", where=f"{self.prog} ... {word}", why="the verb takes no more words", fix=f"{self.prog} --help")
+            return CommandError(
+                f"{word!r} is one word too many",
+                where=f"{self.prog} ... {word}",
+                why="the verb takes no more words",
+                fix=f"{self.prog} --help",
+            )
         meant = nearest(name.replace("-", "_"), [flag.replace("-", "_") for flag in self.flags()])
         meant = meant and f"--{meant.lstrip('_')}"
         return CommandError(
             f"unknown flag {name}",
             where=f"{self.prog} {word}",
-            why=f"the nearest is {meant}" if meant else f"the flags are {', '.join(dict.fromkeys(self.flags()))}",
+            why=f"the nearest is {meant}"
+            if meant
+            else f"the flags are {', '.join(dict.fromkeys(self.flags()))}",
             fix=f"{meant}{equals}{value}" if meant else f"{self.prog} --help",
         )
 
@@ -116,4 +153,9 @@ class Parser(argparse.ArgumentParser):
                 why=f"the nearest is {meant}",
                 fix=f"{flag[1]}={meant}" if flag else f"{self.prog} {meant}",
             )
-        raise CommandError(message.removeprefix("argument "), where=self.prog, why="the command line does not fit the verb", fix=f"{self.prog} --help")
+        raise CommandError(
+            message.removeprefix("argument "),
+            where=self.prog,
+            why="the command line does not fit the verb",
+            fix=f"{self.prog} --help",
+        )

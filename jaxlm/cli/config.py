@@ -17,19 +17,30 @@ from jaxlm.recipes.config import Run
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The four actions."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="show|explain|diff|validate")
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="show|explain|diff|validate"
+    )
     actions.add_parser("show", help="every value, and who set it")
     actions.add_parser("validate", help="whether a config is right")
     explain = actions.add_parser("explain", help="all there is to know about a setting")
-    explain.add_argument("path", nargs="?", default="", help="such as optim.lr, or a section such as optim; none is the whole config")
-    diff = actions.add_parser("diff", help="what differs between two configs; --config.a.b=V applies to the second")
+    explain.add_argument(
+        "path",
+        nargs="?",
+        default="",
+        help="such as optim.lr, or a section such as optim; none is the whole config",
+    )
+    diff = actions.add_parser(
+        "diff", help="what differs between two configs; --config.a.b=V applies to the second"
+    )
     diff.add_argument("a", help="a config file, a config.json or a run directory")
     diff.add_argument("b", help="another")
 
 
 def run(args: Any, out: Output) -> int:
     """Answers the question that the action asks."""
-    return {"show": _show, "validate": _validate, "explain": _explain, "diff": _diff}[args.action](args, out)
+    return {"show": _show, "validate": _validate, "explain": _explain, "diff": _diff}[args.action](
+        args, out
+    )
 
 
 def _show(args: Any, out: Output) -> int:
@@ -56,14 +67,17 @@ def _validate(args: Any, out: Output) -> int:
     loaded = _load(args)
     count = len(loaded.provenance)
     chosen = sum(origin.kind != "default" for origin in loaded.provenance.values())
-    out.result({"valid": True, "settings": count, "chosen": chosen}, f"valid: {count} settings, {chosen} of them not left at their default")
+    out.result(
+        {"valid": True, "settings": count, "chosen": chosen},
+        f"valid: {count} settings, {chosen} of them not left at their default",
+    )
     return 0
 
 
 def _explain(args: Any, out: Output) -> int:
     loaded = _load(args)
     if not args.path:
-        names = [path for path in _sections(loaded.value)]
+        names = _sections(loaded.value)
         out.result({"settings": names}, "\n".join(_line(loaded, name) for name in names))
         return 0
     found = config.explain(Run, loaded, args.path)
@@ -72,10 +86,16 @@ def _explain(args: Any, out: Output) -> int:
         "type": found.type,
         "unit": found.unit,
         "range": found.range,
-        "default": show(found.default),
-        "value": "not used by this config" if found.value is config.ABSENT else show(found.value),
+        "default": _shown(found.default),
+        "value": _shown(found.value),
         "set by": str(found.origin),
     }
+    if found.value is config.ABSENT:
+        rows |= (
+            {"default": "", "value": "", "set by": ""}
+            if found.settings
+            else {"value": "not a setting of this config", "set by": ""}
+        )
     text = [found.path, *(f"  {label:<8} {value}" for label, value in rows.items() if value)]
     inner = [f"  {_line(loaded, name)}" for name in found.settings]
     answer = {
@@ -100,7 +120,7 @@ def _sections(value: Any) -> list[str]:
 def _line(loaded: config.Loaded, path: str) -> str:
     """A setting in one line."""
     found = config.explain(Run, loaded, path)
-    return f"{path:<24} {show(found.value):<14} {found.doc}"
+    return f"{path:<24} {'' if found.value is config.ABSENT else show(found.value):<14} {found.doc}"
 
 
 def _diff(args: Any, out: Output) -> int:
@@ -108,8 +128,14 @@ def _diff(args: Any, out: Output) -> int:
     b = config.load(Run, args.b, args.overrides).value
     changes = config.diff(a, b)
     width = max((len(change.path) for change in changes), default=0)
-    text = "\n".join(f"{change.path:<{width}}  {_shown(change.old)} -> {_shown(change.new)}" for change in changes)
-    listed = [{"path": change.path, "old": _plain(change.old), "new": _plain(change.new)} for change in changes]
+    text = "\n".join(
+        f"{change.path:<{width}}  {_shown(change.old)} -> {_shown(change.new)}"
+        for change in changes
+    )
+    listed = [
+        {"path": change.path, "old": _plain(change.old), "new": _plain(change.new)}
+        for change in changes
+    ]
     out.result({"changes": listed}, text or "no difference")
     return 0
 
@@ -119,7 +145,13 @@ def _shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    return value.plain() if isinstance(value, config.Span) else None if value is config.ABSENT else value
+    return (
+        value.plain()
+        if isinstance(value, config.Span)
+        else None
+        if value is config.ABSENT
+        else value
+    )
 
 
 def _load(args: Any) -> config.Loaded:

@@ -6,7 +6,6 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any
 
 from jaxlm.cli.arguments import Parser, Shared, extract
@@ -25,6 +24,9 @@ class Verb:
 
 
 VERBS = {
+    "report": Verb("jaxlm.cli.report", "draw the plots and write report.html again", "Use a run"),
+    "data": Verb("jaxlm.cli.data", "look at data, tokenise it, check token shards", "Prepare"),
+    "tokenizer": Verb("jaxlm.cli.tokenizer", "train a tokenizer, or show one", "Prepare"),
     "config": Verb("jaxlm.cli.config", "show, explain, compare or check a config", "Understand"),
 }
 
@@ -38,7 +40,9 @@ def usage() -> str:
     lines = [USAGE]
     for group in dict.fromkeys(verb.group for verb in VERBS.values()):
         lines.append(f"{group}:")
-        lines += [f"  {name:<10} {verb.help}" for name, verb in VERBS.items() if verb.group == group]
+        lines += [
+            f"  {name:<10} {verb.help}" for name, verb in VERBS.items() if verb.group == group
+        ]
         lines.append("")
     return "\n".join([*lines, "jaxlm VERB --help says what a verb takes."])
 
@@ -75,6 +79,8 @@ def dispatch(words: list[str], out: Output) -> int:
         print(usage())
         return 0 if words else 2
     if words[0] == "--version":
+        from importlib import metadata  # 16 ms that no verb needs
+
         print(f"jaxlm {metadata.version('jaxlm')}")
         return 0
     name, *rest = words
@@ -104,7 +110,11 @@ def _joined(args: Any, shared: Shared) -> Any:
 def _unknown_verb(name: str) -> CommandError:
     meant = nearest(name, VERBS) or next(iter(difflib.get_close_matches(name, VERBS, 1)), None)
     if name.startswith("-"):
-        return CommandError(f"{name} comes before a verb", why="the verb is the first word", fix=f"jaxlm {next(iter(VERBS))} {name}")
+        return CommandError(
+            f"{name} comes before a verb",
+            why="the verb is the first word",
+            fix=f"jaxlm {next(iter(VERBS))} {name}",
+        )
     return CommandError(
         f"there is no verb {name!r}",
         where=f"jaxlm {name}",

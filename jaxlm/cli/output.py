@@ -31,7 +31,10 @@ class Output:
         """The four parts on stderr; under `--json` also as an object on stdout."""
         write(sys.stderr, printable(str(error)))
         if self.as_json:
-            parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix", "kind", "code")}
+            parts = {
+                name: getattr(error, name)
+                for name in ("what", "where", "why", "fix", "kind", "code")
+            }
             write(sys.stdout, to_line({"error": parts}))
 
 
@@ -69,4 +72,6 @@ def _jsonable(value: Any) -> Any:
 
 def printable(text: str) -> str:
     """Text with control characters shown, so that data quoted in an error cannot drive the terminal."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
+    )

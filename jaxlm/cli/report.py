@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from jaxlm.cli.arguments import needed
 from jaxlm.core.errors import InputMissing
 from jaxlm.monitor import plots, report
 
@@ -18,7 +19,7 @@ def run(args: argparse.Namespace, out: Any) -> int:
     Raises:
       InputMissing: where the directory holds no metrics.
     """
-    folder = Path(args.workdir)
+    folder = Path(needed(args, "workdir"))
     if not (folder / "metrics.jsonl").exists():
         raise InputMissing(
             "there are no metrics to report",

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from jaxlm.core import problems as problem
-from jaxlm.core.config_file import Loaded, from_json, load
+from jaxlm.core.load import Loaded, from_json, load
 from jaxlm.core.provenance import DEFAULT, Origin
 from jaxlm.core.schema import arm_name, by_name, chosen, leaves, plain, setting, settings, tag
 from jaxlm.core.span import Span
@@ -86,12 +86,14 @@ def diff(a: Any, b: Any) -> list[Change]:
     """What changes from section `a` to section `b`, in the order of the settings."""
     old, new_ = flatten(a), flatten(b)
     pairs = ((path, old.get(path, ABSENT), new_.get(path, ABSENT)) for path in old | new_)
-    return [Change(*pair) for pair in pairs if pair[1] != pair[2] or type(pair[1]) is not type(pair[2])]
+    return [
+        Change(*pair) for pair in pairs if pair[1] != pair[2] or type(pair[1]) is not type(pair[2])
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """All there is to know about a setting. Of a section, `value` is the name of its arm and `settings` what it holds."""
+    """All there is to know about a setting. Of a section, `value` is its arm and `settings` what it holds."""
 
     path: str
     doc: str
@@ -118,30 +120,34 @@ def explain(schema: type, loaded: Loaded | None, path: str) -> Explanation:
     known = present.get(path) or settings(schema, raw, every_arm=True).get(path)
     origins = loaded.provenance if loaded is not None else {}
     if known is None:
-        raise problem.error([problem.unknown(schema, raw, path, None, Origin("command line", path), origins)])
+        raise problem.error(
+            [problem.unknown(schema, raw, path, None, Origin("command line", path), origins)]
+        )
     if known.arms:
         arm = chosen(known.arms, problem.at(raw, path, {}), known.default) or known.arms[0]
         label = tag(arm)
         return Explanation(
             path=path,
             doc=known.doc or (arm.__doc__ or "").partition("\n")[0],
-            type=f"section; {path}.{label} is one of {', '.join(by_name(known.arms))}" if label else "section",
+            type=f"section; {path}.{label} is one of {', '.join(by_name(known.arms))}"
+            if label
+            else "section",
             unit="",
             range="",
-            default=arm_name(type(known.default)),
-            value=arm_name(arm),
+            default=arm_name(type(known.default)) if label else ABSENT,
+            value=arm_name(arm) if label else ABSENT,
             origin=origins.get(f"{path}.{label}", DEFAULT),
             settings=tuple(name for name in present if name.startswith(f"{path}.")),
         )
     section, _, name = path.rpartition(".")
     parent = present.get(section)
     # An arm's default stands; what the section above chose for its default arm comes before it.
-    arm = chosen(parent.arms, problem.at(raw, section, {}), parent.default) if parent else schema
+    used = chosen(parent.arms, problem.at(raw, section, {}), parent.default) if parent else schema
     chose = parent.default if parent else schema()
-    default = getattr(chose, name) if type(chose) is arm and path in present else known.default
+    default = getattr(chose, name) if type(chose) is used and path in present else known.default
     doc = known.doc
     kind = describe(known.kind)
-    if parent is not None and arm is not None and name == tag(arm):
+    if parent is not None and used is not None and name == tag(used):
         doc = doc or f"which arm of {section} is used"
         kind = f"one of {', '.join(by_name(parent.arms))}"
     return Explanation(

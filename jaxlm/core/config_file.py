@@ -1,4 +1,4 @@
-"""Loading a config: the file that the user named, then the overrides, then one typed value."""
+"""What a config file says: a Python program that the user named is run, a resolved config.json is only read."""
 
 import dataclasses
 import importlib.machinery
@@ -9,130 +9,23 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from jaxlm.core import problems as problem
 from jaxlm.core.errors import ConfigError, InputMissing, JaxlmError
-from jaxlm.core.problems import Problem
 from jaxlm.core.provenance import Origin, short
-from jaxlm.core.resolve import Resolver, unknown_arm
-from jaxlm.core.schema import by_name, chosen, flat, join, leaves, plain, settings, tag
+from jaxlm.core.schema import flat, plain
 from jaxlm.core.spelling import nearest
-from jaxlm.core.values import read
 
 
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """A resolved config, and who set each of its values by dotted path."""
-
-    value: Any
-    provenance: dict[str, Origin]
-
-
-def load(schema: type, file: str | None, overrides: Sequence[tuple[str, str]] = ()) -> Loaded:
-    """Reads a config and applies overrides.
-
-    Args:
-      schema: the section to build.
-      file: `configs/x.py` or `configs/x.py:argument`, which is run; a resolved `config.json` or a directory that holds
-        one, which is only read; None for the defaults.
-      overrides: dotted path and text, as on the command line. Names of arms apply first, whatever the order.
+def read_file(text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
+    """What a config file says, as nested dicts, and who said it.
 
     Raises:
       InputMissing: where there is no such file.
-      ConfigError: with everything else that is wrong, in one error.
+      ConfigError: where it fails, or does not give a config.
     """
-    raw, origins = _read(schema, file) if file is not None else ({}, {})
-    found: list[Problem] = []
-    for path, text in _arms_first(schema, overrides):
-        _override(schema, raw, origins, path, text, found)
-    resolver = Resolver(schema, raw, origins, found)
-    value = resolver.resolve()
-    if found:
-        raise problem.error(found)
-    return Loaded(value, {path: resolver.origin(path) for path, _, _ in leaves(value)})
-
-
-def from_json(schema: type, data: Any, where: str = "config.json") -> Any:
-    """A section from what `to_json` gave. Nothing is converted but lists to tuples and text to spans.
-
-    A setting that is absent, being newer than the file, takes its default.
-
-    Raises:
-      ConfigError: where a setting is unknown, of another type or out of range.
-    """
-    resolver = Resolver(schema, data, {"": Origin("file", where)})
-    value = resolver.resolve()
-    if resolver.problems:
-        raise problem.error(resolver.problems)
-    return value
-
-
-def _arms_first(schema: type, overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Overrides in the order that they apply: names of arms, outer before inner, then the rest as they came."""
-    every = settings(schema, {}, every_arm=True)
-    labels = {join(path, name) for path, known in every.items() for arm in known.arms if (name := tag(arm))}
-    return sorted(overrides, key=lambda pair: (pair[0] not in labels, pair[0].count(".") if pair[0] in labels else 0))
-
-
-def _override(
-    schema: type,
-    raw: dict[str, Any],
-    origins: dict[str, Origin],
-    path: str,
-    text: str,
-    found: list[Problem],
-) -> None:
-    origin = Origin("command line", f"--config.{path}={text}")
-    present = settings(schema, raw)
-    known = present.get(path)
-    if known is None:
-        found.append(problem.unknown(schema, raw, path, text, origin, origins))
-        return
-    if known.arms:
-        label = tag(known.arms[0])
-        meant = nearest(text, by_name(known.arms)) or next(iter(by_name(known.arms)))
-        fix = problem.flag(join(path, label), meant) if label else f"jaxlm config explain {path}"
-        found.append(Problem(f"{path} = {text!r} is not allowed", "it is a section with settings of its own", origin, fix))
-        return
-    section, _, name = path.rpartition(".")
-    inside = _section(raw, section)
-    parent = present.get(section)
-    if parent is not None and name == tag(parent.arms[0]):
-        if text not in by_name(parent.arms):
-            found.append(unknown_arm(parent.arms, section, text, origin))
-            return
-        if chosen(parent.arms, inside, parent.default) is not by_name(parent.arms)[text]:
-            # Another arm's settings mean nothing to this one.
-            inside.clear()
-            inside.update(plain(by_name(parent.arms)[text]()))
-            for stale in [there for there in origins if there.startswith(f"{section}.")]:
-                del origins[stale]
-        inside[name] = text
-    else:
-        try:
-            value = read(known.kind, text)
-        except ValueError as error:
-            found.append(problem.wrong_value(path, known, text, origin, str(error) if "span" in str(error) else ""))
-            return
-        inside[name] = value
-    origins[path] = origin
-
-
-def _section(raw: dict[str, Any], path: str) -> dict[str, Any]:
-    """The dict at a path, made where there is none."""
-    for name in path.split(".") if path else ():
-        if not isinstance(raw.get(name), dict):
-            raw[name] = {}
-        raw = raw[name]
-    return raw
-
-
-def _read(schema: type, text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
-    """What a config file says, as nested dicts, and who said it."""
     match = re.fullmatch(r"(.+?\.py)(?::(.*))?", text, re.DOTALL)
     path = Path(match[1] if match else text)
     if path.is_dir():
@@ -149,19 +42,33 @@ def _read(schema: type, text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
             fix="--config=configs/quickstart.py",
         )
     raw = read_json(path)
-    from_json(schema, raw, short(path))
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            f"{short(path)} is not a resolved config",
+            where=short(path),
+            why=f"it holds {type(raw).__name__}, not sections",
+            fix="take it again from a run directory, or give the .py file that made it",
+        )
     return raw, {name: Origin("file", short(path)) for name in flat(raw)}
 
 
 def _missing(path: Path, argument: str | None) -> InputMissing:
-    beside = [each.name for each in path.parent.glob(f"*{path.suffix}")] if path.parent.is_dir() else []
+    beside = (
+        [each.name for each in path.parent.glob(f"*{path.suffix or '.py'}")]
+        if path.parent.is_dir()
+        else []
+    )
     meant = nearest(path.name, beside)
     ending = f":{argument}" if argument is not None else ""
     return InputMissing(
         "there is no such config file",
         where=f"--config={path}{ending}",
-        why=f"{path.parent} holds {', '.join(sorted(beside)[:6]) or 'no such files'}" if path.parent.is_dir() else f"there is no folder {path.parent}",
-        fix=f"--config={path.with_name(meant)}{ending}" if meant else "--config=configs/quickstart.py",
+        why=f"{path.parent} holds {', '.join(sorted(beside)[:6]) or 'no such files'}"
+        if path.parent.is_dir()
+        else f"there is no folder {path.parent}",
+        fix=f"--config={path.with_name(meant)}{ending}"
+        if meant
+        else "--config=configs/quickstart.py",
     )
 
 
@@ -175,7 +82,9 @@ def read_json(path: Path) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
-            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+            raise ValueError(
+                f"{next(name for name in names if names.count(name) > 1)!r} is there twice"
+            )
         return dict(pairs)
 
     def refuse(name: str) -> None:
@@ -187,7 +96,9 @@ def read_json(path: Path) -> Any:
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{short(path)} is not a resolved config",
-            where=f"{short(path)}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else short(path),
+            where=f"{short(path)}:{error.lineno}"
+            if isinstance(error, json.JSONDecodeError)
+            else short(path),
             why=f"{type(error).__name__}: {error}",
             fix="take it again from a run directory, or give the .py file that made it",
         ) from error
@@ -222,7 +133,8 @@ def _run(path: Path, argument: str | None) -> Any:
     """What `get_config` of a file returns."""
     name = f"jaxlm_config_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_Fresh(name, os.fspath(path)))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling look a class's module up by name
     try:
@@ -250,7 +162,9 @@ def _run(path: Path, argument: str | None) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{short(path)} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": "),
+            f"{short(path)} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(
+                ": "
+            ),
             where=f"{short(path)}:{_line(error, path)}",
             why=_source(error, path),
             fix="mend that line; --trace shows the whole traceback",
@@ -263,7 +177,11 @@ def _line(error: BaseException, path: Path) -> int:
     """The last line of the file that was running when it failed."""
     if isinstance(error, SyntaxError) and error.filename == os.fspath(path):
         return error.lineno or 1
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == os.fspath(path)]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == os.fspath(path)
+    ]
     return (lines and lines[-1]) or 1
 
 

@@ -12,6 +12,7 @@ from jaxlm.core import problems as problem
 from jaxlm.core.provenance import Origin, caller
 from jaxlm.core.resolve import unknown_arm
 from jaxlm.core.schema import by_name, fields, flat, join, plain, tag
+from jaxlm.core.values import brief
 
 _OURS = (__file__, os.path.dirname(ml_collections.__file__))
 
@@ -22,9 +23,16 @@ class Draft(ConfigDict):
     Values are checked when the config is loaded, all at once; names are checked here, at the line that is wrong.
     """
 
-    def __init__(self, arms: tuple[type, ...], value: Any, path: str = "", root: "Draft | None" = None):
+    def __init__(
+        self, arms: tuple[type, ...], value: Any, path: str = "", root: "Draft | None" = None
+    ):
         super().__init__(type_safe=False, sort_keys=False)
-        for name, kept in {"_arms": arms, "_path": path, "_root": root or self, "_origins": {}}.items():
+        for name, kept in {
+            "_arms": arms,
+            "_path": path,
+            "_root": root or self,
+            "_origins": {},
+        }.items():
             object.__setattr__(self, name, kept)
         self._fill(value)
         self.lock()
@@ -37,14 +45,21 @@ class Draft(ConfigDict):
         return clone
 
     def _fill(self, value: Any) -> None:
-        object.__setattr__(self, "_arm", type(value))
+        arm: Any = type(value)
+        object.__setattr__(self, "_arm", arm)
         self._fields.clear()
         self._origins.clear()
-        for name, known in fields(type(value)).items():
+        for name, known in fields(arm).items():
             if hasattr(ConfigDict, name):
-                raise TypeError(f"a setting cannot be called {name!r}: ConfigDict has a method of that name")
+                raise TypeError(
+                    f"a setting cannot be called {name!r}: ConfigDict has a method of that name"
+                )
             inner = getattr(value, name)
-            self._fields[name] = Draft(known.arms, inner, join(self._path, name), self._root) if known.arms else plain(inner)
+            self._fields[name] = (
+                Draft(known.arms, inner, join(self._path, name), self._root)
+                if known.arms
+                else plain(inner)
+            )
 
     def _assign(self, value: Any, origin: Origin) -> None:
         """Takes over what a section or a mapping holds, the arm first."""
@@ -60,8 +75,21 @@ class Draft(ConfigDict):
             self._fields.clear()
             label = tag(self._arms[0])
             names = list(by_name(self._arms))
-            fix = f"{self._path}.{label} = {(value if value in names else names[0])!r}" if label else f"jaxlm config explain {self._path}"
-            raise problem.error([problem.Problem(f"{self._path} = {value!r} is not allowed", "it is a section with settings of its own", origin, fix)])
+            fix = (
+                f"{self._path}.{label} = {(value if value in names else names[0])!r}"
+                if label
+                else f"jaxlm config explain {self._path}"
+            )
+            raise problem.error(
+                [
+                    problem.Problem(
+                        f"{self._path} = {brief(value)} is not allowed",
+                        "it is a section with settings of its own",
+                        origin,
+                        fix,
+                    )
+                ]
+            )
 
     def _at(self, path: str, origin: Origin) -> None:
         name, _, rest = path.partition(".")
@@ -111,7 +139,7 @@ class Draft(ConfigDict):
         root = self._root
         path = join(self._path, str(key))
         found = problem.unknown(root._arm, root.to_dict(), path, value, origin, origins(root))
-        return problem.error([found], problem.UnknownSetting)  # type: ignore[return-value]
+        return problem.error([found], kind=problem.UnknownSetting)  # type: ignore[return-value]
 
     def update(self, *other: Any, **values: Any) -> None:
         """Takes over the settings of mappings, the arm of each section first."""

@@ -32,9 +32,10 @@ class Precision:
         """Everything in float32."""
         return cls.of(PrecisionConfig())
 
-    def activation(self, x: Array) -> Array:
-        """`x` in the dtype in which activations flow between layers."""
-        return x.astype(self.compute) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    @property
+    def activations(self) -> jnp.dtype:
+        """The dtype in which activations flow between products: `compute`, but float32 on CPU, where low precision only pays inside a product."""
+        return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else self.compute
 
     def reduced(self, gradients):
         """A gradient tree in the dtype in which it is summed."""

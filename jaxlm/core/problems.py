@@ -10,7 +10,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.provenance import DEFAULT, Origin
 from jaxlm.core.schema import Setting, settings
 from jaxlm.core.spelling import distance
-from jaxlm.core.values import check, is_within, read, requirement, show
+from jaxlm.core.values import brief, check, describe, is_within, read, requirement, show
 
 MOST_LINES = 8
 MOST_LETTERS = 160
@@ -36,17 +36,25 @@ class UnknownSetting(ConfigError, AttributeError, KeyError):
     """A setting that does not exist, met in a config file; also what `hasattr` and `get` expect."""
 
 
-def error(problems: list[Problem], kind: type[ConfigError] = ConfigError) -> ConfigError:
-    """One error that holds every problem, in at most eight lines."""
+def error(
+    problems: list[Problem], fix: str = "", kind: type[ConfigError] = ConfigError
+) -> ConfigError:
+    """One error that holds every problem, in at most eight lines; `fix` mends them together, else each says its own."""
     if len(problems) == 1:
         only = problems[0]
-        return kind(only.what, where=str(only.origin), why=only.why, fix=only.fix)
-    flags = [problem.fix for problem in problems if problem.fix.startswith("--config.") and "\n" not in problem.fix]
-    room = MOST_LINES - 1 - bool(flags)
+        alternatives = "\n" in only.fix
+        return kind(
+            only.what,
+            where=str(only.origin),
+            why=only.why,
+            fix=only.fix if alternatives or not fix else fix,
+        )
+    fix = fix or problems[0].fix.partition("\n")[0]
+    room = MOST_LINES - 1 - bool(fix)
     lines = [problem.line for problem in problems]
     if len(lines) > room:
         lines = [*lines[: room - 1], f"and {len(lines) - room + 1} more"]
-    return kind(f"{len(problems)} settings are wrong", where="\n".join(lines), fix=" ".join(flags[:room]))
+    return kind(f"{len(problems)} settings are wrong", where="\n".join(lines), fix=fix)
 
 
 def flag(path: str, value: Any) -> str:
@@ -57,14 +65,18 @@ def flag(path: str, value: Any) -> str:
 def line_of(origin: Origin) -> str:
     """The source line that an origin names, or nothing."""
     name, _, number = origin.where.rpartition(":")
-    return linecache.getline(name, int(number)).strip() if origin.kind == "file" and number.isdecimal() else ""
+    return (
+        linecache.getline(name, int(number)).strip()
+        if origin.kind == "file" and number.isdecimal()
+        else ""
+    )
 
 
 def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str = "") -> Problem:
     """A value of another type, or outside its range; the fix is the nearest value that is neither."""
     reason = why or f"it must be {requirement(known)}"
     return Problem(
-        f"{path} = {value!r} is not allowed",
+        f"{path} = {brief(value)} is not allowed",
         f"{reason} ({known.doc})" if known.doc else reason,
         origin,
         flag(path, acceptable(known, value)),
@@ -75,12 +87,16 @@ def acceptable(known: Setting, value: Any) -> Any:
     """A value that a setting takes and that is near the one given, or else its default."""
     attempts: list[Any] = [value]
     if isinstance(value, str):
-        choices = re.findall(r"[\w.+-]+", requirement(known))
+        choices = re.findall(r"[\w.+-]+", describe(known.kind))
         attempts += sorted(choices, key=lambda choice: distance(value, choice))[:1]
         attempts += [value.strip(), value.strip("'\"").replace(",", "")]
     elif isinstance(value, float) and value == value and abs(value) < 2**63:
         attempts.append(round(value))
-    attempts += [limit for limit in (known.low, known.high) if limit is not None and _is_beyond(value, limit, known)]
+    attempts += [
+        limit
+        for limit in (known.low, known.high)
+        if limit is not None and _is_beyond(value, limit, known)
+    ]
     for attempt in attempts:
         for reader in (check, read):
             try:
@@ -97,28 +113,67 @@ def _is_beyond(value: Any, limit: float, known: Setting) -> bool:
     return number and (value < limit if limit == known.low else value > limit)
 
 
-def unknown(schema: type, raw: dict[str, Any], path: str, value: Any, origin: Origin, origins: dict[str, Origin]) -> Problem:
+def unknown(
+    schema: type,
+    raw: dict[str, Any],
+    path: str,
+    value: Any,
+    origin: Origin,
+    origins: dict[str, Origin],
+) -> Problem:
     """A setting that does not exist, with the one that was probably meant.
 
     `value` is None where it is not known. Nearest means: one slip of the fingers away, or else the same name in another section, or else the
     words of the name in its doc (`learning_rate` is `optim.lr`, the peak learning rate).
     """
     present = settings(schema, raw)
-    alike = {name: known for name, known in present.items() if value is None or bool(known.arms) == isinstance(value, dict)}
+    alike = {
+        name: known
+        for name, known in present.items()
+        if value is None or bool(known.arms) == isinstance(value, dict)
+    }
     ranked = rank(path, alike)
     if not ranked:
-        elsewhere = {name: known for name, known in settings(schema, raw, every_arm=True).items() if name not in present}
+        elsewhere = {
+            name: known
+            for name, known in settings(schema, raw, every_arm=True).items()
+            if name not in present
+        }
         if path in elsewhere:
             section = path.rpartition(".")[0]
-            return Problem(f"{path} is not a setting here", f"it belongs to another arm of {section}: {elsewhere[path].doc}", origin, f"jaxlm config explain {path}")
+            return Problem(
+                f"{path} is not a setting here",
+                f"it belongs to another arm of {section}: {elsewhere[path].doc}",
+                origin,
+                f"jaxlm config explain {path}",
+            )
         section = next((name for name in _parents(path) if name in present), "")
-        names = [name.removeprefix(f"{section}.") for name in present if name.startswith(section) and name.rpartition(".")[0] == section]
-        return Problem(f"unknown setting {path}", f"{section or 'the config'} has {', '.join(names)}", origin, f"jaxlm config explain {section}".strip())
+        names = [
+            name.removeprefix(f"{section}.")
+            for name in present
+            if name.startswith(section) and name.rpartition(".")[0] == section
+        ]
+        return Problem(
+            f"unknown setting {path}",
+            f"{section or 'the config'} has {', '.join(names)}",
+            origin,
+            f"jaxlm config explain {section}".strip(),
+        )
     best = ranked[0]
     known = present[best]
-    now = f", now {show(at(raw, best, known.default))} ({origins.get(best, DEFAULT)})" if not known.arms else ""
-    why = f"the nearest is {best}: {known.doc}, {requirement(known)}{now}" if known.doc else f"the nearest is {best}{now}"
-    return Problem(f"unknown setting {path}", why, origin, _renamed(path, best, known, value, origin))
+    now = (
+        f", now {show(at(raw, best, known.default))} ({origins.get(best, DEFAULT)})"
+        if not known.arms
+        else ""
+    )
+    why = (
+        f"the nearest is {best}: {known.doc}, {requirement(known)}{now}"
+        if known.doc
+        else f"the nearest is {best}{now}"
+    )
+    return Problem(
+        f"unknown setting {path}", why, origin, _renamed(path, best, known, value, origin)
+    )
 
 
 def _parents(path: str) -> list[str]:
@@ -158,7 +213,11 @@ def _renamed(path: str, best: str, known: Setting, value: Any, origin: Origin) -
     source = line_of(origin)
     for wrong, right in ((path, best), (path.rpartition(".")[2], best.rpartition(".")[2])):
         pattern = rf"(?<![\w]){re.escape(wrong)}(?![\w])"
-        if source and re.search(pattern, source) and (wrong == path or path.rpartition(".")[0] == best.rpartition(".")[0]):
+        if (
+            source
+            and re.search(pattern, source)
+            and (wrong == path or path.rpartition(".")[0] == best.rpartition(".")[0])
+        ):
             return re.sub(pattern, right, source, count=1)
     if known.arms:
         return f"{best} instead of {path}"

@@ -8,7 +8,7 @@ from jaxlm.core.problems import Problem
 from jaxlm.core.provenance import DEFAULT, Origin
 from jaxlm.core.schema import Setting, by_name, chosen, fields, join, plain, tag
 from jaxlm.core.spelling import nearest
-from jaxlm.core.values import check, is_within
+from jaxlm.core.values import brief, check, is_within
 
 
 @dataclasses.dataclass
@@ -22,10 +22,11 @@ class Resolver:
     raw: dict[str, Any]
     origins: dict[str, Origin]
     problems: list[Problem] = dataclasses.field(default_factory=list)
+    value: Any = None
 
-    def resolve(self) -> Any:
-        """The section, or None where there are problems."""
-        return self._section((self.schema,), self.raw, "", self.schema())
+    def resolve(self) -> None:
+        """Sets `value` to the section, or to None where a setting is wrong."""
+        self.value = self._section((self.schema,), self.raw, "", self.schema())
 
     def origin(self, path: str) -> Origin:
         """Who set a path, or the nearest section around it that somebody set."""
@@ -33,23 +34,50 @@ class Resolver:
             path = path.rpartition(".")[0]
         return self.origins.get(path, DEFAULT)
 
+    def _culprit(self, path: str) -> Origin:
+        """Who made a setting contradict others: who set it, or else who last set one beside it."""
+        origin, section = self.origin(path), path.rpartition(".")[0]
+        beside = [other for there, other in self.origins.items() if there.startswith(section)]
+        if origin.kind != "default" or not beside:
+            return origin
+        return Origin("default", f"default, beside {beside[-1]}")
+
     def _section(self, arms: tuple[type, ...], raw: Any, path: str, default: Any) -> Any:
         if isinstance(raw, arms):
             raw = plain(raw)
         if not isinstance(raw, dict):
             names = list(by_name(arms)) if tag(arms[0]) else []
             meant = nearest(raw, names) if isinstance(raw, str) else None
-            fix = problem.flag(join(path, tag(arms[0]) or ""), meant or names[0]) if names else f"jaxlm config explain {path}".strip()
-            self.problems.append(Problem(f"{path or 'the config'} = {raw!r} is not allowed", "it is a section with settings of its own", self.origin(path), fix))
+            fix = (
+                problem.flag(join(path, tag(arms[0]) or ""), meant or names[0])
+                if names
+                else f"jaxlm config explain {path}".strip()
+            )
+            self.problems.append(
+                Problem(
+                    f"{path or 'the config'} = {brief(raw)} is not allowed",
+                    "it is a section with settings of its own",
+                    self.origin(path),
+                    fix,
+                )
+            )
             return None
         arm = chosen(arms, raw, default)
         if arm is None:
-            self.problems.append(unknown_arm(arms, path, raw[tag(arms[0])], self.origin(join(path, tag(arms[0]) or ""))))
+            self.problems.append(
+                unknown_arm(
+                    arms, path, raw[tag(arms[0])], self.origin(join(path, tag(arms[0]) or ""))
+                )
+            )
             return None
         before = len(self.problems)
         for name in raw.keys() - fields(arm).keys():
             there = join(path, str(name))
-            self.problems.append(problem.unknown(self.schema, self.raw, there, raw[name], self.origin(there), self.origins))
+            self.problems.append(
+                problem.unknown(
+                    self.schema, self.raw, there, raw[name], self.origin(there), self.origins
+                )
+            )
         values = {}
         for name, known in fields(arm).items():
             standing = getattr(default, name) if type(default) is arm else known.default
@@ -64,8 +92,10 @@ class Resolver:
         for name, why, fix in section.problems() if hasattr(section, "problems") else ():
             there = join(path, name)
             value = plain(problem.at(plain(section), name))
-            shown = "" if isinstance(value, dict) or value is None else f" = {value!r}"
-            self.problems.append(Problem(f"{there}{shown} does not fit", why, self.origin(there), fix))
+            shown = "" if isinstance(value, dict) or value is None else f" = {brief(value)}"
+            self.problems.append(
+                Problem(f"{there}{shown} does not fit", why, self._culprit(there), fix)
+            )
         return section
 
     def _value(self, known: Setting, raw: Any, path: str) -> Any:
@@ -86,4 +116,9 @@ def unknown_arm(arms: tuple[type, ...], path: str, value: Any, origin: Origin) -
     names = list(by_name(arms))
     there = join(path, tag(arms[0]) or "")
     meant = nearest(str(value), names, within=1.0) or names[0]
-    return Problem(f"{there} = {value!r} is not allowed", f"it must be one of {', '.join(names)}", origin, problem.flag(there, meant))
+    return Problem(
+        f"{there} = {brief(value)} is not allowed",
+        f"it must be one of {', '.join(names)}",
+        origin,
+        problem.flag(there, meant),
+    )

@@ -65,7 +65,7 @@ def arms(kind: Any) -> tuple[type, ...]:
 
 
 @functools.cache
-def fields(section: type) -> dict[str, Setting]:
+def fields(section: Any) -> dict[str, Setting]:
     """The settings of a section, in order.
 
     Raises:
@@ -90,7 +90,9 @@ def fields(section: type) -> dict[str, Setting]:
 def tag(section: type) -> str | None:
     """The setting that names the arm: the first whose only value is its default. None where there is none."""
     for name, known in fields(section).items():
-        if typing.get_origin(known.kind) is Literal and typing.get_args(known.kind) == (known.default,):
+        if typing.get_origin(known.kind) is Literal and typing.get_args(known.kind) == (
+            known.default,
+        ):
             return name
     return None
 
@@ -116,7 +118,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, Span):
         return value.plain()
     if dataclasses.is_dataclass(value):
-        return {name: plain(getattr(value, name)) for name in fields(type(value))}
+        section: Any = type(value)
+        return {name: plain(getattr(value, name)) for name in fields(section)}
     return tuple(plain(item) for item in value) if isinstance(value, tuple) else value
 
 
@@ -131,7 +134,8 @@ def flat(raw: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 def leaves(section: Any, path: str = "") -> Iterator[tuple[str, Setting, Any]]:
     """Every plain setting of a section and of those inside it: dotted path, setting, value."""
-    for name, known in fields(type(section)).items():
+    kind: Any = type(section)
+    for name, known in fields(kind).items():
         value = getattr(section, name)
         if known.arms:
             yield from leaves(value, join(path, name))

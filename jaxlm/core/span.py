@@ -51,7 +51,11 @@ class Span:
 
     def plain(self) -> int | str:
         """What a JSON file holds: a bare number of steps as int, all else as the text."""
-        return int(self.text) if self.text.isdecimal() and self.text == str(int(self.text)) else self.text
+        return (
+            int(self.text)
+            if self.text.isdecimal() and self.text == str(int(self.text))
+            else self.text
+        )
 
     def __str__(self) -> str:
         return self.text

@@ -11,7 +11,14 @@ from typing import Any, Literal
 from jaxlm.core.schema import Setting, is_union
 from jaxlm.core.span import Span
 
-_NAMES = {bool: "true or false", int: "int", float: "float", str: "text", type(None): "None", Span: "span"}
+_NAMES = {
+    bool: "true or false",
+    int: "int",
+    float: "float",
+    str: "text",
+    type(None): "None",
+    Span: "span",
+}
 
 
 def describe(kind: Any) -> str:
@@ -23,7 +30,9 @@ def describe(kind: Any) -> str:
         return str(choices[0]) if len(choices) == 1 else f"one of {', '.join(map(str, choices))}"
     if typing.get_origin(kind) is tuple:
         items = [describe(item) for item in typing.get_args(kind) if item is not Ellipsis]
-        return f"list of {items[0]}" if Ellipsis in typing.get_args(kind) else f"({', '.join(items)})"
+        return (
+            f"list of {items[0]}" if Ellipsis in typing.get_args(kind) else f"({', '.join(items)})"
+        )
     return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
 
 
@@ -47,6 +56,12 @@ def show(value: Any) -> str:
         bare = items and all(_is_bare(item) for item in items)
         return ",".join(items) if bare else json.dumps(list(value), default=str)
     return str(value)
+
+
+def brief(value: Any) -> str:
+    """A value as an error quotes it: the whole of it, unless it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _is_bare(item: str) -> bool:
@@ -92,13 +107,14 @@ def check(kind: Any, value: Any) -> Any:
             return tuple(check(member, item) for member, item in zip(members, value, strict=True))
     elif kind is Span and isinstance(value, (int, str, Span)):
         return Span.parse(value)
-    elif kind is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    elif kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
-        if math.isfinite(value):
-            return float(value)
     elif kind in (bool, str, type(None)) and type(value) is kind:
         return value
+    elif type(value) is bool:
+        pass  # a number to Python, not to us
+    elif kind is int and isinstance(value, numbers.Integral):
+        return int(value)
+    elif kind is float and isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
     raise ValueError(f"it must be {describe(kind)}")
 
 

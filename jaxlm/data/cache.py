@@ -1,8 +1,12 @@
 """Where tokenizers, shards and plans that a run makes are kept, named by what they are made from."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,12 @@ def folder(root: Path, kind: str, /, **inputs: Any) -> Path:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         parent.mkdir(exist_ok=True, mode=0o700)
     except OSError as error:
-        raise NotWritable("the cache folder cannot be written", where=str(parent), why=str(error), fix="JAXLM_CACHE=/a/writable/folder jaxlm ...") from error
+        raise NotWritable(
+            "the cache folder cannot be written",
+            where=str(parent),
+            why=str(error),
+            fix="JAXLM_CACHE=/a/writable/folder jaxlm ...",
+        ) from error
     return parent / key
 
 
@@ -40,3 +49,70 @@ def write_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def building(target: Path) -> Iterator[Path | None]:
+    """An empty folder that becomes `target` where the block ends well, and is removed where it does not.
+
+    One process builds at a time. Another that wants the same folder waits, and gets None where it need not build any
+    more. What a killed process left is removed.
+
+    Raises:
+      NotWritable: where a write fails, as on a full disk.
+    """
+    try:
+        with _built(target) as partial:
+            yield partial
+    except OSError as error:
+        raise NotWritable(
+            "a folder cannot be written",
+            where=str(error.filename or target),
+            why=f"{type(error).__name__}: {error.strerror}",
+            fix="JAXLM_CACHE=/a/writable/folder jaxlm ..., or free some space",
+        ) from error
+
+
+@contextlib.contextmanager
+def _built(target: Path) -> Iterator[Path | None]:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.partial")
+    with _locked(target.with_name(f".{target.name}.lock")):
+        shutil.rmtree(partial, ignore_errors=True)
+        if target.exists():
+            yield None
+            return
+        partial.mkdir(mode=0o700)
+        try:
+            yield partial
+            for path in (*partial.iterdir(), partial):
+                _flush(path)
+            os.rename(partial, target)
+            _flush(target.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock file, which is gone afterwards."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        # Its last holder may have removed it while we waited: then this lock is on a file that nobody else finds.
+        if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
+            break
+        os.close(handle)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

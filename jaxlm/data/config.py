@@ -1,6 +1,7 @@
 """Settings of data."""
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -13,7 +14,10 @@ TOKENIZERS = "bytes, characters, sentencepiece:SIZE, or the path of a .model or 
 class DataConfig:
     """What is read, how it becomes tokens, and how tokens become rows."""
 
-    train: tuple[str, ...] = setting(("stdlib:train",), "globs of text, .jsonl, .parquet or token shards; stdlib:train is Python's own library")
+    train: tuple[str, ...] = setting(
+        ("stdlib:train",),
+        "globs of text, .jsonl, .parquet or token shards; stdlib:train is Python's own library",
+    )
     validation: tuple[str, ...] = setting(
         ("stdlib:validation",),
         "globs, or NAME=GLOB; or what is held out of train: 5% of its documents, or tail:10% of each document",
@@ -21,7 +25,9 @@ class DataConfig:
     tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)
     text_key: str = setting("text", "field of a record that holds its text")
     sequence: int = setting(256, "tokens in a row", unit="tokens", low=1)
-    packing: Literal["concat", "first_fit"] = setting("concat", "cut documents at row ends, or keep those that fit in one row whole")
+    packing: Literal["concat", "first_fit"] = setting(
+        "concat", "cut documents at row ends, or keep those that fit in one row whole"
+    )
     workers: int = setting(0, "processes that read rows; 0 reads in threads of this one", low=0)
     prefetch: int = setting(8, "batches that are read ahead", unit="batches", low=1)
 
@@ -29,8 +35,33 @@ class DataConfig:
         """The tokenizer is one of those there are, and something is read."""
         kind, _, size = self.tokenizer.partition(":")
         if kind == "sentencepiece" and not (size.isdigit() and int(size) >= 512):
-            yield "tokenizer", f"{self.tokenizer!r} needs a vocabulary of at least 512", "--config.data.tokenizer=sentencepiece:4096"
-        elif kind not in ("bytes", "characters", "sentencepiece") and not self.tokenizer.endswith((".model", ".json")):
-            yield "tokenizer", f"{self.tokenizer!r} is none of: {TOKENIZERS}", "--config.data.tokenizer=sentencepiece:4096"
+            yield (
+                "tokenizer",
+                f"{self.tokenizer!r} needs a vocabulary of at least 512",
+                "--config.data.tokenizer=sentencepiece:4096",
+            )
+        elif kind not in ("bytes", "characters", "sentencepiece") and not self.tokenizer.endswith(
+            (".model", ".json")
+        ):
+            yield (
+                "tokenizer",
+                f"{self.tokenizer!r} is none of: {TOKENIZERS}",
+                "--config.data.tokenizer=sentencepiece:4096",
+            )
         if not self.train:
             yield "train", "nothing to read", "--config.data.train='texts/*.txt'"
+        shares = [entry for entry in self.validation if entry.endswith("%")]
+        if len(shares) > 1:
+            yield (
+                "validation",
+                f"{' and '.join(shares)}: one share can be held out of train",
+                f"--config.data.validation={shares[0]}",
+            )
+        for share in shares:
+            amount = share.rpartition("=")[2].removeprefix("tail:").removesuffix("%")
+            if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", amount) or not 0 < float(amount) < 100:
+                yield (
+                    "validation",
+                    f"{share!r} is not a share above 0% and below 100%",
+                    "--config.data.validation=5%",
+                )

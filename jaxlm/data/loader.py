@@ -29,24 +29,34 @@ class Loader:
     prefetch: int = 8
 
     def batches(self, start: int, *, batch: int, rows: slice | None = None) -> Iterator[Tokens]:
-        """This host's rows of the global batches from step `start` on, without end; read ahead by Grain."""
+        """The host's rows of the global batches from step `start` on, without end; read ahead by Grain."""
         import grain
 
         steps = grain.MapDataset.source(_Steps(self, batch, rows or slice(0, batch)))[start:]
-        options = grain.ReadOptions(num_threads=min(4, self.prefetch), prefetch_buffer_size=self.prefetch)
+        options = grain.ReadOptions(
+            num_threads=min(4, self.prefetch), prefetch_buffer_size=self.prefetch
+        )
         dataset = steps.to_iter_dataset(options)
         if self.workers:
             from absl import flags
 
             flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which nobody parses here
-            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=self.prefetch))
+            dataset = dataset.mp_prefetch(
+                grain.MultiprocessingOptions(
+                    num_workers=self.workers, per_worker_buffer_size=self.prefetch
+                )
+            )
         return iter(dataset)
 
     def at(self, step: int, *, batch: int, rows: slice) -> Tokens:
         """The given rows of the global batch at `step`."""
-        return self._stack([self._row_at(step * batch + row) for row in range(rows.start, rows.stop)])
+        return self._stack(
+            [self._row_at(step * batch + row) for row in range(rows.start, rows.stop)]
+        )
 
-    def evaluation(self, *, batch: int, rows: slice | None = None, limit: int | None = None) -> Iterator[Tokens]:
+    def evaluation(
+        self, *, batch: int, rows: slice | None = None, limit: int | None = None
+    ) -> Iterator[Tokens]:
         """Every row once, in the plan's order, or the first `limit` batches; the last is filled up with rows of weight 0."""
         total = -(-self.plan.rows // batch)
         rows = rows or slice(0, batch)
@@ -57,7 +67,9 @@ class Loader:
     def origins(self, step: int, *, batch: int) -> list[list[tuple[str, int]]]:
         """For each row of the global batch at `step`, the (file, record) of its documents."""
         numbers = [self._row_at(step * batch + row) for row in range(batch)]
-        return [[self.shards.origin(int(d)) for d in self.plan.pieces(n)["document"]] for n in numbers]
+        return [
+            [self.shards.origin(int(d)) for d in self.plan.pieces(n)["document"]] for n in numbers
+        ]
 
     def epochs(self, steps: int, batch: int) -> float:
         """How often `steps` steps read every row."""
@@ -77,7 +89,9 @@ class Loader:
         tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
         for row, number in enumerate(numbers):
             slot = 0
-            for segment, (document, start, length) in enumerate(() if number is None else self.plan.pieces(number), 1):
+            for segment, (document, start, length) in enumerate(
+                () if number is None else self.plan.pieces(number), 1
+            ):
                 ids = self.shards.read(document, start, start + length + 1)
                 here = (row, slice(slot, slot + length))
                 tokens[here], targets[here], segments[here] = ids[:-1], ids[1:], segment

@@ -1,13 +1,12 @@
 """Which piece of which document lies in which row: planned once, in index space, a window of documents at a time."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from jaxlm.data import cache
 from jaxlm.data.shards import Shards
 
 VERSION = 1
@@ -26,8 +25,12 @@ class Plan:
     """
 
     def __init__(self, folder: Path):
+        self._folder = folder
         self._ends = np.memmap(folder / "rows.bin", np.int64, "r")
         self._pieces = np.memmap(folder / "pieces.bin", PIECE, "r")
+
+    def __reduce__(self) -> tuple[type["Plan"], tuple[Path]]:
+        return Plan, (self._folder,)  # a worker process maps the files itself
 
     @property
     def rows(self) -> int:
@@ -42,27 +45,24 @@ class Plan:
 def plan(shards: Shards, sequence: int, packing: Packing, seed: int, folder: Path) -> Plan:
     """The plan in `folder`, made there first where it is not yet. Memory is that of one window."""
     if not (folder / "rows.bin").exists():
-        partial = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True, mode=0o700)
-        try:
-            with open(partial / "rows.bin", "wb") as rows, open(partial / "pieces.bin", "wb") as pieces:
-                count = 0
-                for part, ends in _rows(shards, sequence, packing, seed):
-                    pieces.write(part.tobytes())
-                    rows.write((ends + count).tobytes())
-                    count += len(part)
-            try:
-                os.replace(partial, folder)
-            except OSError:  # another process was first, with the same plan
-                if not (folder / "rows.bin").exists():
-                    raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with cache.building(folder) as partial:
+            if partial is not None:
+                _write(partial, _rows(shards, sequence, packing, seed))
     return Plan(folder)
 
 
-def _rows(shards: Shards, sequence: int, packing: Packing, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _write(folder: Path, windows: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
+    count = 0
+    with open(folder / "rows.bin", "wb") as rows, open(folder / "pieces.bin", "wb") as pieces:
+        for part, ends in windows:
+            pieces.write(part.tobytes())
+            rows.write((ends + count).tobytes())
+            count += len(part)
+
+
+def _rows(
+    shards: Shards, sequence: int, packing: Packing, seed: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(pieces, end of each row among them), a window at a time."""
     filled = 0
     held = np.zeros(0, PIECE)  # pieces of a row that the next window goes on with
@@ -72,7 +72,10 @@ def _rows(shards: Shards, sequence: int, packing: Packing, seed: int) -> Iterato
             continue
         pieces, rows = _cut(documents, positions, sequence, filled)
         total = filled + int(positions.sum())
-        pieces, rows = np.concatenate((held, pieces)), np.concatenate((np.zeros(len(held), np.int64), rows))
+        pieces, rows = (
+            np.concatenate((held, pieces)),
+            np.concatenate((np.zeros(len(held), np.int64), rows)),
+        )
         whole = total // sequence
         ready = int(np.searchsorted(rows, whole))
         yield pieces[:ready], np.searchsorted(rows[:ready], np.arange(whole), side="right")
@@ -91,7 +94,9 @@ def _windows(shards: Shards, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray
         yield start + order, positions[order]
 
 
-def _cut(documents: np.ndarray, positions: np.ndarray, sequence: int, filled: int) -> tuple[np.ndarray, np.ndarray]:
+def _cut(
+    documents: np.ndarray, positions: np.ndarray, sequence: int, filled: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Documents end to end, cut at row ends; the first row starts with `filled` slots taken. Returns pieces and their rows."""
     ends = filled + np.cumsum(positions)
     begins = ends - positions
@@ -102,11 +107,17 @@ def _cut(documents: np.ndarray, positions: np.ndarray, sequence: int, filled: in
     left = np.maximum(begins[owner], rows * sequence)
     right = np.minimum(ends[owner], (rows + 1) * sequence)
     pieces = np.empty(len(owner), PIECE)
-    pieces["document"], pieces["start"], pieces["length"] = documents[owner], left - begins[owner], right - left
+    pieces["document"], pieces["start"], pieces["length"] = (
+        documents[owner],
+        left - begins[owner],
+        right - left,
+    )
     return pieces, rows
 
 
-def _best_fit(documents: np.ndarray, positions: np.ndarray, sequence: int) -> tuple[np.ndarray, np.ndarray]:
+def _best_fit(
+    documents: np.ndarray, positions: np.ndarray, sequence: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Full rows of documents that are longer than one; then what is left, longest first, each into the fullest row it fits.
 
     Rows with room are kept by their room, and which rooms there are in the bits of one integer, so that each piece is
@@ -140,5 +151,10 @@ def _best_fit(documents: np.ndarray, positions: np.ndarray, sequence: int) -> tu
     pieces["document"] = documents[np.concatenate((owner, last))]
     pieces["start"] = np.concatenate((nth, full[last])) * sequence
     pieces["length"] = np.concatenate((np.full(len(owner), sequence), rest[last]))
-    ends = np.concatenate((np.arange(1, len(owner) + 1), len(owner) + np.cumsum([len(row) for row in placed], dtype=np.int64)))
+    ends = np.concatenate(
+        (
+            np.arange(1, len(owner) + 1),
+            len(owner) + np.cumsum([len(row) for row in placed], dtype=np.int64),
+        )
+    )
     return pieces, ends.astype(np.int64)

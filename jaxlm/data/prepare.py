@@ -2,14 +2,17 @@
 
 import dataclasses
 import hashlib
+import itertools
+import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.core.errors import ConfigError, DataError, JaxlmError
 from jaxlm.data import cache, packing, shards, tokenizer
 from jaxlm.data.config import DataConfig
-from jaxlm.data.documents import STDLIB_PARTS, Corpus, Document
+from jaxlm.data.documents import PROBED_RECORDS, Corpus, Document
 from jaxlm.data.loader import Loader
 from jaxlm.data.selection import Selection, held_out
 from jaxlm.data.shards import Shards
@@ -17,6 +20,8 @@ from jaxlm.data.tokenizer import Tokenizer
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int], None]
+
+NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +32,11 @@ class Part:
     corpus: Corpus | None
     selection: Selection
     folder: Path | None = None
+
+    @property
+    def setting(self) -> str:
+        """Where an error sends the reader."""
+        return "data.train" if self.name == "train" else f"data.validation ({self.name})"
 
     def documents(self, counts: Counter[str]) -> Iterator[Document]:
         """The documents on this side; those that are all on the other are counted."""
@@ -45,7 +55,9 @@ class Data:
     tokenizer: Tokenizer
     train: Loader
     validation: dict[str, Loader]
-    fingerprint: dict[str, str | int]  # two runs with equal ones read the same rows in the same order
+    fingerprint: dict[
+        str, str | int
+    ]  # two runs with equal ones read the same rows in the same order
 
 
 def find(config: DataConfig) -> tuple[Part, list[Part]]:
@@ -55,18 +67,29 @@ def find(config: DataConfig) -> tuple[Part, list[Part]]:
       InputMissing, DataError: as the checks find.
     """
     train = _part("train", config.train, config.text_key, "data.train")
-    validation = []
+    entries: dict[str, list[str]] = {}
     for entry in config.validation:
-        name, equals, pattern = entry.partition("=")
-        name, pattern = (name, pattern) if equals else ("val", entry)
-        if sides := held_out(pattern):
+        match = NAMED.fullmatch(entry)
+        entries.setdefault((match and match[1]) or "val", []).append(match[2] if match else entry)
+    validation = []
+    for name, patterns in entries.items():
+        sides = held_out(patterns[0]) if len(patterns) == 1 else None
+        if sides is None:
+            validation.append(_part(name, tuple(patterns), config.text_key, "data.validation"))
+        elif train.corpus is None:
+            raise ConfigError(
+                "a share cannot be held out of token shards",
+                where=f"data.validation = {patterns[0]}",
+                why=f"{train.folder} was tokenised as a whole",
+                fix=f"jaxlm data tokenize --config.data.validation={patterns[0]} --out=DIR writes both sides",
+            )
+        else:
             train = dataclasses.replace(train, selection=sides[0])
             validation.append(Part(name, train.corpus, sides[1]))
-        else:
-            validation.append(_part(name, (pattern,), config.text_key, "data.validation"))
     _refuse_overlap(train, validation)
-    if train.corpus is not None and not any(pattern in STDLIB_PARTS for pattern in config.train):
-        _probe(train)
+    for part in (train, *validation):
+        if part.corpus is not None and not part.selection.held_out:
+            _probe(part.corpus, part.setting)
     return train, validation
 
 
@@ -87,17 +110,31 @@ def open_data(
     train_part, validation_parts = find(config)
     encoder = _tokenizer(config, train_part, root, say)
 
-    def loader(part: Part) -> Loader:
+    def loader(part: Part, seed: int) -> Loader:
         opened = _shards(part, encoder, root, say, progress)
-        key = {"shards": opened.manifest.shards, "sequence": config.sequence, "packing": config.packing, "seed": seed}
-        plan = packing.plan(opened, config.sequence, config.packing, seed, cache.folder(root, "plans", version=packing.VERSION, **key))
+        key = {
+            "shards": opened.manifest.shards,
+            "sequence": config.sequence,
+            "packing": config.packing,
+            "seed": seed,
+        }
+        plan = packing.plan(
+            opened,
+            config.sequence,
+            config.packing,
+            seed,
+            cache.folder(root, "plans", version=packing.VERSION, **key),
+        )
         return Loader(opened, plan, config.sequence, seed, config.workers, config.prefetch)
 
-    train = loader(train_part)
-    validation = {part.name: loader(part) for part in validation_parts}
+    train = loader(train_part, seed)
+    # Runs of any seed are evaluated on the same rows.
+    validation = {part.name: loader(part, 0) for part in validation_parts}
     fingerprint: dict[str, str | int] = {
         "tokenizer": encoder.digest,
-        "train": hashlib.sha256("".join(shard["tokens_sha256"] for shard in train.shards.manifest.shards).encode()).hexdigest(),
+        "train": hashlib.sha256(
+            "".join(shard["tokens_sha256"] for shard in train.shards.manifest.shards).encode()
+        ).hexdigest(),
         "train_tokens": train.shards.manifest.tokens,
         "train_documents": train.shards.documents,
         "sequence": config.sequence,
@@ -107,6 +144,14 @@ def open_data(
     return Data(encoder, train, validation, fingerprint)
 
 
+def open_tokenizer(
+    config: DataConfig, *, root: Path | None = None, say: Say = lambda _: None
+) -> Tokenizer:
+    """The tokenizer that the config names, trained on its training text where it is one to train."""
+    train, _ = find(config)
+    return _tokenizer(config, train, cache.default() if root is None else root, say)
+
+
 def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dict[str, Shards]:
     """Writes each side of the data as a folder of shards under `out`, to be named in `data.train` and `data.validation`."""
     train, validation = find(config)
@@ -114,12 +159,28 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
     written = {}
     for part in (train, *validation):
         if part.corpus is None:
-            raise ConfigError("this is tokenised already", where=str(part.folder), fix="--config.data.train='texts/*.txt'")
+            raise ConfigError(
+                "this is tokenised already",
+                where=str(part.folder),
+                fix="--config.data.train='texts/*.txt'",
+            )
         counts: Counter[str] = Counter()
         target = out / part.name
         if target.exists():
-            raise DataError("the output folder exists", where=str(target), why="shards are never overwritten", fix=f"--out={out}-2")
-        written[part.name] = shards.write(target, part.documents(counts), encoder, counts, lambda done, name=part.name: progress(name, done))
+            raise DataError(
+                "the output folder exists",
+                where=str(target),
+                why="shards are never overwritten",
+                fix=f"--out={out}-2",
+            )
+        written[part.name] = shards.write(
+            target,
+            part.documents(counts),
+            encoder,
+            counts,
+            lambda done, name=part.name: progress(name, done),
+            name=part.setting,
+        )
     return written
 
 
@@ -127,7 +188,9 @@ def text_loader(corpus: Corpus, encoder: Tokenizer, sequence: int, root: Path, s
     """The rows of any text under a given tokenizer, for an evaluation."""
     opened = _shards(Part("text", corpus, Selection()), encoder, root, say, lambda what, done: None)
     key = {"shards": opened.manifest.shards, "sequence": sequence, "packing": "concat", "seed": 0}
-    plan = packing.plan(opened, sequence, "concat", 0, cache.folder(root, "plans", version=packing.VERSION, **key))
+    plan = packing.plan(
+        opened, sequence, "concat", 0, cache.folder(root, "plans", version=packing.VERSION, **key)
+    )
     return Loader(opened, plan, sequence, 0)
 
 
@@ -143,41 +206,82 @@ def _refuse_overlap(train: Part, validation: list[Part]) -> None:
     for part in validation:
         if part.corpus is None or part.selection.held_out:
             continue
-        if both := sorted(str(path) for path in {p.resolve() for p in train.corpus.files} & {p.resolve() for p in part.corpus.files}):
+        if both := sorted(
+            str(path)
+            for path in {p.resolve() for p in train.corpus.files}
+            & {p.resolve() for p in part.corpus.files}
+        ):
             raise DataError(
                 f"{len(both)} file{'s are' if len(both) > 1 else ' is'} both trained on and validated on",
-                where=f"data.train and data.validation ({part.name})",
+                where=f"data.train and {part.setting}",
                 why=", ".join(both[:3]),
                 fix="--config.data.validation=5% holds documents out instead",
             )
 
 
-def _probe(part: Part) -> None:
-    """Reads the start of each file, so that a broken one is named before anything is made."""
-    assert part.corpus is not None
-    for path, name in zip(part.corpus.files, part.corpus.names, strict=True):
-        alone = Corpus((path,), (name,), part.corpus.text_key)
-        for number, _ in enumerate(alone.documents(Counter())):
-            if number >= 1000:
-                break
+def _probe(corpus: Corpus, setting: str) -> None:
+    """Reads the start of each of the user's files, so that a broken one is named before anything is made."""
+    found = 0
+    for path, name in zip(corpus.files, corpus.names, strict=True):
+        if str(path) != name:
+            found += 1  # of Python's own library, read already
+            continue
+        found += sum(
+            1
+            for _ in itertools.islice(
+                Corpus((path,), (name,), corpus.text_key).documents(Counter()), PROBED_RECORDS
+            )
+        )
+    if not found:
+        raise DataError(
+            "there is no text in the data",
+            where=setting,
+            why=f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, all empty: {', '.join(corpus.names[:3])}",
+            fix=f"--config.{setting.split()[0]}='texts/*.txt'",
+        )
 
 
 def _tokenizer(config: DataConfig, train: Part, root: Path, say: Say) -> Tokenizer:
     kind = config.tokenizer
     if train.folder is not None:
-        return Shards.open(train.folder).tokenizer
+        return _tokenizer_of_shards(Shards.open(train.folder), kind)
     if kind == "bytes":
         return tokenizer.Bytes()
     if kind.endswith((".model", ".json")):
         return tokenizer.read(kind)
     assert train.corpus is not None
-    made_from = {"kind": kind, "corpus": train.corpus.digest(), "selection": dataclasses.asdict(train.selection), "version": 1}
+    made_from = {
+        "kind": kind,
+        "corpus": train.corpus.digest(),
+        "selection": dataclasses.asdict(train.selection),
+        "version": 1,
+    }
     path = cache.folder(root, "tokenizers", **made_from)
     if not path.exists():
         say(f"training the tokenizer {kind}")
         made = tokenizer.train(kind, (document.text for document in train.documents(Counter())))
         cache.write_file(path, made.serialise())
     return tokenizer.load(path.read_bytes(), str(path))
+
+
+def _tokenizer_of_shards(opened: Shards, setting: str) -> Tokenizer:
+    """The one that made the shards, where the setting does not ask for another.
+
+    The default setting asks for none: nothing can be trained where there is no text.
+    """
+    asked = None
+    if setting.endswith((".model", ".json")):
+        asked = tokenizer.read(setting)
+    elif setting == "bytes":
+        asked = tokenizer.Bytes()
+    if asked is not None and asked.digest != opened.manifest.tokenizer:
+        raise ConfigError(
+            "the tokenizer is not the one that made the token shards",
+            where=f"data.tokenizer = {setting}",
+            why=f"its vocabulary is {asked.size}, that of {opened.folder} is {opened.manifest.vocab}",
+            fix=f"--config.data.tokenizer=sentencepiece:{max(512, opened.manifest.vocab)} takes the one beside the shards",
+        )
+    return opened.tokenizer
 
 
 def _shards(part: Part, encoder: Tokenizer, root: Path, say: Say, progress: Progress) -> Shards:
@@ -199,11 +303,31 @@ def _shards(part: Part, encoder: Tokenizer, root: Path, say: Say, progress: Prog
         "version": shards.FORMAT_VERSION,
     }
     folder = cache.folder(root, "shards", **made_from)
-    if (folder / "manifest.json").exists():
-        return Shards.open(folder)
-    say(f"tokenising {part.name}: {len(part.corpus.files)} file{'s' if len(part.corpus.files) != 1 else ''}")
+    if folder.exists():
+        try:
+            return Shards.open(folder)
+        except JaxlmError as error:
+            say(f"the cached tokens of {part.name} are made again: {error.what}, {error.why}")
+            shutil.rmtree(folder)
+    say(
+        f"tokenising {part.name}: {len(part.corpus.files)} file{'s' if len(part.corpus.files) != 1 else ''}"
+    )
     counts: Counter[str] = Counter()
-    opened = shards.write(folder, part.documents(counts), encoder, counts, lambda done: progress(part.name, done))
+    opened = shards.write(
+        folder,
+        part.documents(counts),
+        encoder,
+        counts,
+        lambda done: progress(part.name, done),
+        name=part.setting,
+    )
     if counts:
-        say(f"left out of {part.name}: " + ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items())))
+        say(
+            f"left out of {part.name}: "
+            + ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
+        )
+    if opened.manifest.unknown:
+        say(
+            f"{opened.manifest.unknown} characters of {part.name} are not in the tokenizer and became <|unk|>"
+        )
     return opened

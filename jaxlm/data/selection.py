@@ -25,7 +25,12 @@ class Selection:
         if self.split == "tail":
             cut = int(len(text) * (1.0 - self.share))
             return text[cut:] if self.held_out else text[:cut]
-        value = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
+        value = (
+            int.from_bytes(
+                hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big"
+            )
+            / 2**64
+        )
         return text if (value < self.share) == self.held_out else ""
 
 

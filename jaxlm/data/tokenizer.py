@@ -4,6 +4,7 @@ import abc
 import hashlib
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ SPECIALS = (
     *(f"<|sentinel_{i}|>" for i in range(SENTINELS)),
 )
 TRAINING_BYTES = 64 * 2**20  # of text that a tokenizer is trained on at most
+SMALLEST = 512  # vocabulary that is trained: the special tokens, 256 bytes, and some pieces
 CHUNK = 4000  # characters of a training sentence
 
 
@@ -80,7 +82,10 @@ class Bytes(Tokenizer):
         super().__init__([b""] * len(SPECIALS) + [bytes([value]) for value in range(256)])
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        return [(np.frombuffer(text.encode(), np.uint8).astype(np.int32) + len(SPECIALS)).tolist() for text in texts]
+        return [
+            (np.frombuffer(text.encode(), np.uint8).astype(np.int32) + len(SPECIALS)).tolist()
+            for text in texts
+        ]
 
     def serialise(self) -> bytes:
         return _as_json({"kind": "bytes"})
@@ -92,7 +97,9 @@ class Characters(Tokenizer):
     def __init__(self, characters: str):
         super().__init__([b""] * len(SPECIALS) + [character.encode() for character in characters])
         self._characters = characters
-        self._ids = {character: len(SPECIALS) + number for number, character in enumerate(characters)}
+        self._ids = {
+            character: len(SPECIALS) + number for number, character in enumerate(characters)
+        }
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [[self._ids.get(character, self.unk) for character in text] for text in texts]
@@ -114,7 +121,9 @@ class SentencePiece(Tokenizer):
         try:
             self._processor.LoadFromSerializedProto(model)
         except RuntimeError as error:
-            raise DataError("a tokenizer file is not a SentencePiece model", where=where, why=str(error)) from error
+            raise DataError(
+                "a tokenizer file is not a SentencePiece model", where=where, why=str(error)
+            ) from error
         pieces = self._processor
         table = []
         for i in range(pieces.vocab_size()):
@@ -137,10 +146,10 @@ class SentencePiece(Tokenizer):
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         if not any(self.SPACE in text for text in texts):
-            return self._processor.encode(list(texts), num_threads=1)
+            return self._processor.encode(list(texts), num_threads=-1)
         out = []
         for text in texts:
-            first, *rest = self._processor.encode(text.split(self.SPACE), num_threads=1)
+            first, *rest = self._processor.encode(text.split(self.SPACE), num_threads=-1)
             for part in rest:
                 first = first + self._spelt + part
             out.append(first)
@@ -160,10 +169,17 @@ class HuggingFace(Tokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # its Rust side raises a plain Exception
-            raise DataError("a tokenizer.json cannot be read", where=where, why=str(error)[:300]) from error
+            raise DataError(
+                "a tokenizer.json cannot be read", where=where, why=str(error)[:300]
+            ) from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._special = {number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
+        self._special = {
+            number
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         byte_level = "ByteLevel" in json.dumps(json.loads(content).get("decoder") or {})
         table = [self._bytes(i, byte_level) for i in range(size)]
@@ -174,7 +190,11 @@ class HuggingFace(Tokenizer):
         if piece is None or number in self._special:
             return b""
         if byte_level:
-            return bytes(_BYTE_OF_CHARACTER[c] for c in piece) if all(c in _BYTE_OF_CHARACTER for c in piece) else piece.encode()
+            return (
+                bytes(_BYTE_OF_CHARACTER[c] for c in piece)
+                if all(c in _BYTE_OF_CHARACTER for c in piece)
+                else piece.encode()
+            )
         if len(piece) == 6 and piece.startswith("<0x"):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(SentencePiece.SPACE, " ").encode()
@@ -192,7 +212,9 @@ def _byte_characters() -> dict[str, int]:
     """GPT-2's printable stand-in for each byte: itself where printable, else the next unused character from U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _BYTE_OF_CHARACTER = _byte_characters()
@@ -208,7 +230,7 @@ def load(content: bytes, where: str) -> Tokenizer:
     Raises:
       DataError: where it is none of them.
     """
-    if not content.lstrip()[:1] == b"{":
+    if content.lstrip()[:1] != b"{":
         return SentencePiece(content, where)
     try:
         kind = json.loads(content).get("kind")
@@ -229,7 +251,9 @@ def read(path: str) -> Tokenizer:
     """
     if not Path(path).is_file():
         raise InputMissing(
-            f"there is no tokenizer file {path}", where="data.tokenizer", fix="--config.data.tokenizer=sentencepiece:4096 trains one"
+            f"there is no tokenizer file {path}",
+            where="data.tokenizer",
+            fix="--config.data.tokenizer=sentencepiece:4096 trains one",
         )
     return load(Path(path).read_bytes(), path)
 
@@ -285,11 +309,14 @@ def _train_sentencepiece(texts: Iterator[str], size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
+        why = str(error).split("]")[-1].strip()[:300]
+        most, least = re.search(r"value <= (\d+)", why), re.search(r"\d+ vs (\d+)", why)
+        fits = int(most[1]) if most else int(least[1]) + 1000 if least else 0
         raise ConfigError(
             f"a vocabulary of {size} cannot be trained on this text",
             where="data.tokenizer",
-            why=str(error).split("]")[-1].strip()[:300],
-            fix="--config.data.tokenizer=bytes, or a smaller sentencepiece:SIZE",
+            why=why,
+            fix=f"--config.data.tokenizer={f'sentencepiece:{fits}' if fits >= SMALLEST else 'bytes'}",
         ) from error
     return model.getvalue()
 

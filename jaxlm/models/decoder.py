@@ -80,7 +80,7 @@ class Decoder(nnx.Module):
         x = self.embedding(tokens) * self.config.embed_scale
         if self.positions is not None:
             x = x + self.positions(positions)
-        x = dropout(constrain(self.precision.activation(x), "batch", "length", None), self.config.dropout, keys[0])
+        x = dropout(constrain(x.astype(self.precision.activations), "batch", "length", None), self.config.dropout, keys[0])
         mask = masks.causal(tokens.shape[1], segments) if cache is None else _cache_mask(cache, tokens.shape[1])
         layers, start = (None, None) if cache is None else (cache.layers, cache.length)
         written = {}

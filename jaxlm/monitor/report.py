@@ -21,7 +21,7 @@ th, td { text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px soli
 td.number, th.number { text-align: right; } tr.ours { font-weight: 600; color: var(--good); }
 pre { background: var(--soft); padding: .7rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
-.plots img { width: 100%; border-radius: 4px; } .scroll { overflow-x: auto; } .soft { opacity: .7; }
+.plots img { width: 100%; border-radius: 4px; } .scroll { overflow-x: auto; margin: 1rem 0; } .soft { opacity: .7; }
 """
 
 FIGURES = ("loss_nats", "perplexity", "bits_per_byte", "token_accuracy", "calibration_error")
@@ -80,7 +80,8 @@ def _summary(run: Path, records: Sequence[Mapping[str, Any]]) -> str:
             parts.append(f"{words.count(tokens)} tokens")
         parts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(last["time_unix"])))
     end = _json(run / "exit.json")
-    if end:
+    # While a run goes on, the file still tells of the time before.
+    if end and (not records or end["time_unix"] >= records[-1]["time_unix"]):
         parts.append(f"ended with code {end['code']}: {end['cause']}")
     return f'<p class="soft">{html.escape(" · ".join(parts))}</p>'
 
@@ -165,9 +166,7 @@ def _configuration(run: Path) -> Iterator[str]:
     config, provenance = _json(run / "config.json"), _json(run / "provenance.json") or {}
     if config is None:
         return
-    rows = [
-        [path, json.dumps(value), _origin(provenance.get(path))] for path, value in _leaves(config)
-    ]
+    rows = [[path, json.dumps(value), provenance.get(path, "")] for path, value in _leaves(config)]
     chosen = [row for row in rows if row[2] not in ("", "default")]
     if chosen:
         yield _table(["setting", "value", "set by"], chosen)
@@ -215,12 +214,6 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(child, f"{path}.{key}" if path else key)
     else:
         yield path, value
-
-
-def _origin(origin: Any) -> str:
-    if isinstance(origin, dict):
-        return " ".join(str(origin[key]) for key in ("kind", "where") if origin.get(key))
-    return "" if origin is None else str(origin)
 
 
 def _figure(value: float | None) -> str:

@@ -1,5 +1,6 @@
 """Where the record of a step goes."""
 
+import errno
 import json
 import math
 import os
@@ -42,23 +43,25 @@ class Jsonl:
         self.path = Path(path)
         try:
             kept, self.dropped = _kept(self.path, keep_through)
-            self._file = open(self.path, "ab")  # noqa: SIM115  closed by close()
-            self._file.truncate(kept)
+            # Unbuffered: a line is with the operating system at once, and none is left over after a failure.
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  closed by close()
+            if self.dropped:
+                self._file.truncate(kept)
         except OSError as error:
             raise self._refused(error) from error
 
     def write(self, record: Record) -> None:
-        """Appends one line and hands it to the operating system."""
+        """Appends one line; the operating system has it when this returns."""
+        text = line(record).encode()
         try:
-            self._file.write(line(record).encode())
-            self._file.flush()
+            if self._file.write(text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise self._refused(error) from error
 
     def flush(self) -> None:
         """Returns when every line is on the disk."""
         try:
-            self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
             raise self._refused(error) from error
@@ -66,8 +69,10 @@ class Jsonl:
     def close(self) -> None:
         """Flushes and closes; a second time does nothing."""
         if not self._file.closed:
-            self.flush()
-            self._file.close()
+            try:
+                self.flush()
+            finally:
+                self._file.close()
 
     def _refused(self, error: OSError) -> NotWritable:
         return NotWritable(
@@ -151,7 +156,7 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _kept(path: Path, keep_through: int | None) -> tuple[int, int]:
     """Bytes to keep, and lines beyond them."""
-    if not path.exists():
+    if not path.is_file():
         return 0, 0
     kept = 0
     lines = path.read_bytes().splitlines(keepends=True)

@@ -22,7 +22,7 @@ def matmul(x: Array, weight: Array, precision: Precision) -> Array:
 
 def _forward(x: Array, weight: Array, precision: Precision) -> tuple[Array, tuple[Array, Array]]:
     x_low, weight_low = x.astype(precision.compute), weight.astype(precision.compute)
-    return _dot(x_low, weight_low, 0, _result(x, precision)), (x_low, weight)
+    return _dot(x_low, weight_low, 0, precision.activations), (x_low, weight)
 
 
 def _backward(precision: Precision, kept: tuple[Array, Array], out_grad: Array) -> tuple[Array, Array]:
@@ -49,11 +49,6 @@ def _dot(x: Array, weight: Array, side: int, result: jnp.dtype) -> Array:
         x = x.reshape(-1, shape[-1])
     out = lax.dot_general(x, weight, (((x.ndim - 1,), (side,)), ((), ())), preferred_element_type=result)
     return out.reshape(*shape[:-1], out.shape[-1])
-
-
-def _result(x: Array, precision: Precision) -> jnp.dtype:
-    """The dtype of the product: activations flow in the compute dtype, but on CPU stay float32, where low precision only pays inside the product."""
-    return jnp.dtype(jnp.float32) if _is_flat() else precision.compute
 
 
 def _is_flat() -> bool:

@@ -15,14 +15,19 @@ from jaxlm.core.errors import InputMissing, InUse, JaxlmError, NotWritable
 class RunDir:
     """A directory that one process at a time may write.
 
-    Use it as a context manager: it holds an exclusive lock from `enter` to `exit`, and leaves `exit.json` behind,
-    whatever the way out.
+    Use it as a context manager: it holds an exclusive lock while it is open. Once `begin` is called it also leaves
+    `exit.json` behind, whatever the way out; until then nothing but the lock is written.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self.step = 0  # the newest completed step, for exit.json
+        self._begun = False
         self._lock: int | None = None
+
+    def begin(self) -> None:
+        """From here on the run leaves its mark."""
+        self._begun = True
 
     def __enter__(self) -> Self:
         """Creates and locks the directory.
@@ -59,22 +64,28 @@ class RunDir:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        code = 0 if error is None else error.code if isinstance(error, JaxlmError) else 130 if kind is KeyboardInterrupt else 70
-        cause = "finished" if error is None else f"{kind.__name__ if kind else ''}: {getattr(error, 'what', error)}"
         try:
-            self.write_json("exit.json", {"code": code, "step": self.step, "cause": cause, "time_unix": time.time()})
+            if self._begun:
+                self.write_json(
+                    "exit.json",
+                    {"code": _code(error), "step": self.step, "cause": _cause(error), "time_unix": time.time()},
+                )
         finally:
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
 
     def write(self, name: str, text: str) -> None:
-        """Replaces a file as a whole: readers see the old text or the new."""
+        """Replaces a text file as a whole: readers see the old text or the new."""
+        self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        """Replaces a file as a whole."""
         target = self.path / name
         partial = target.with_name(f".{name}.{os.getpid()}.tmp")
         try:
-            with open(partial, "w", encoding="utf-8") as file:
-                file.write(text)
+            with open(partial, "wb") as file:
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, target)
@@ -94,6 +105,18 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Where the committed steps are."""
         return self.path / "checkpoints"
+
+
+def _code(error: BaseException | None) -> int:
+    if error is None:
+        return 0
+    if isinstance(error, JaxlmError):
+        return error.code
+    return 130 if isinstance(error, KeyboardInterrupt) else 70
+
+
+def _cause(error: BaseException | None) -> str:
+    return "finished" if error is None else f"{type(error).__name__}: {getattr(error, 'what', error)}"
 
 
 def read_json(run: str | os.PathLike[str], name: str) -> Any:

@@ -17,6 +17,7 @@ from jaxlm.train.state import TrainState
 
 LossOfParams = Callable[[Any, Tokens, Array], Loss]
 Metrics = dict[str, Array]
+Step = Callable[[TrainState, Tokens], tuple[TrainState, Metrics]]
 
 
 def build(
@@ -27,7 +28,7 @@ def build(
     key: Array,
     precision: Precision,
     microbatches: int = 1,
-) -> Callable[[TrainState, Tokens], tuple[TrainState, Metrics]]:
+) -> Step:
     """The function (state, batch) -> (state, metrics), to be jitted once with its state donated.
 
     `loss(params, batch, key)` is a sum and a weight. Sums and their gradients are added over the micro-batches and

@@ -6,20 +6,22 @@ from jaxlm.core.span import Span
 
 
 @pytest.mark.parametrize(
-    "text, steps",
+    ("text", "steps"),
     [(500, 500), ("5%", 50), ("0.01%", 1), ("1e6tok", 245), ("0", 0), ("1e2", 100), ("100%", 1000)],
 )
 def test_a_span_in_steps_of_a_run_of_1000(text, steps):
     assert Span.parse(text).steps(1000, 4096) == steps
 
 
-@pytest.mark.parametrize("text", ["", "often", "-5", "1.5", "5 percent", True, "1e999", "1.2.3%", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "often", "-5", "1.5", "5 percent", True, "1e999", "1.2.3%", "nan"]
+)
 def test_what_is_not_a_span_is_refused(text):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="is not a"):
         Span.parse(text)
 
 
-@pytest.mark.parametrize("text, seconds", [("30s", 30), ("10m", 600), ("2h", 7200)])
+@pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("10m", 600), ("2h", 7200)])
 def test_a_time_is_in_seconds_and_has_no_steps(text, seconds):
     span = Span.parse(text)
     assert (span.unit, span.amount) == ("second", seconds)

@@ -6,8 +6,15 @@ from jaxlm.core.spelling import distance, nearest
 
 
 @pytest.mark.parametrize(
-    "a, b, slips",
-    [("", "", 0), ("", "ab", 2), ("lr", "rl", 1), ("batch", "bacth", 1), ("kitten", "sitting", 3), ("ca", "abc", 3)],
+    ("a", "b", "slips"),
+    [
+        ("", "", 0),
+        ("", "ab", 2),
+        ("lr", "rl", 1),
+        ("batch", "bacth", 1),
+        ("kitten", "sitting", 3),
+        ("ca", "abc", 3),
+    ],
 )
 def test_distance_counts_slips_of_the_fingers(a, b, slips):
     assert distance(a, b) == distance(b, a) == slips

@@ -1,0 +1,181 @@
+"""Looks at data, and makes token shards of it.
+
+jaxlm data peek --config=FILE               examples as the model sees them, trained tokens marked
+jaxlm data stats --config=FILE              documents, tokens, rows, and what was left out
+jaxlm data tokenize --config=FILE --out=DIR writes DIR/train and a folder for each validation set
+jaxlm data check DIR                        reads every byte of token shards and compares digests
+"""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxlm.cli.output import Output
+from jaxlm.core import config
+from jaxlm.recipes.config import Run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The four actions."""
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="peek|stats|tokenize|check"
+    )
+    peek = actions.add_parser("peek", help="examples as the model sees them, trained tokens marked")
+    peek.add_argument("--rows", type=int, default=2, help="rows to show (2)")
+    peek.add_argument("--step", type=int, default=0, help="of the batch at this step (0)")
+    actions.add_parser("stats", help="documents, tokens, rows, and what was left out")
+    tokenize = actions.add_parser(
+        "tokenize", help="write token shards of data.train and data.validation"
+    )
+    tokenize.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+    check = actions.add_parser(
+        "check", help="compare token shards with the digests in their manifest"
+    )
+    check.add_argument("folder", metavar="DIR", help="a folder with a manifest.json")
+
+
+def run(args: Any, out: Output) -> int:
+    """Does what the action asks."""
+    return {"peek": _peek, "stats": _stats, "tokenize": _tokenize, "check": _check}[args.action](
+        args, out
+    )
+
+
+def _peek(args: Any, out: Output) -> int:
+    from jaxlm.data.peek import rendered
+
+    chosen, data = _open(args, out)
+    batch = chosen.train.batch
+    rows = min(args.rows, batch)
+    tokens = data.train.at(args.step, batch=batch, rows=slice(0, rows))
+    origins = data.train.origins(args.step, batch=batch)
+    answer, lines = [], ["text between \u00ab and \u00bb is trained on"]
+    for row in range(rows):
+        segments = rendered(tokens, data.tokenizer, row)
+        sources = [f"{file}, record {record}" for file, record in origins[row]]
+        answer.append(
+            [
+                {"source": source, "text": text}
+                for source, text in zip(sources, segments, strict=True)
+            ]
+        )
+        for number, (source, text) in enumerate(zip(sources, segments, strict=True), 1):
+            lines += [f"--- step {args.step}, row {row}, segment {number}: {source}", text]
+    out.result({"step": args.step, "rows": answer}, "\n".join(lines))
+    return 0
+
+
+def _stats(args: Any, out: Output) -> int:
+    _, data = _open(args, out)
+    answer = {
+        name: _described(loader)
+        for name, loader in (("train", data.train), *data.validation.items())
+    }
+    columns = ("documents", "tokens", "bytes", "bytes_per_token", "rows", "padding")
+    lines = [f"{'':<12}" + "".join(f"{column:>16}" for column in columns)]
+    for name, row in answer.items():
+        cells = (f"{row[c]:,.3f}" if isinstance(row[c], float) else f"{row[c]:,}" for c in columns)
+        lines.append(f"{name:<12}" + "".join(f"{cell:>16}" for cell in cells))
+        lines += [f"{'':<12}{count:,} {reason}" for reason, count in row["left_out"].items()]
+    lines.append(f"tokenizer   {data.tokenizer.size:,} ids, sha256 {data.tokenizer.digest[:12]}")
+    out.result(
+        {
+            "tokenizer": {"size": data.tokenizer.size, "sha256": data.tokenizer.digest},
+            "parts": answer,
+        },
+        "\n".join(lines),
+    )
+    return 0
+
+
+def _described(loader: Any) -> dict[str, Any]:
+    manifest = loader.shards.manifest
+    slots = loader.plan.rows * loader.sequence
+    return {
+        "documents": manifest.documents,
+        "tokens": manifest.tokens,
+        "bytes": manifest.bytes,
+        "bytes_per_token": manifest.bytes / max(1, manifest.tokens - 2 * manifest.documents),
+        "rows": loader.plan.rows,
+        "padding": 1 - (manifest.tokens - manifest.documents) / slots,
+        "left_out": manifest.left_out,
+    }
+
+
+def _tokenize(args: Any, out: Output) -> int:
+    from jaxlm.data import prepare
+
+    section = config.load(Run, args.config or args.workdir, args.overrides).value.data
+    with _progress(out) as progress:
+        written = prepare.tokenise(section, Path(args.out), out.say, progress)
+    answer = {
+        name: {
+            "folder": str(shards.folder),
+            "documents": shards.documents,
+            "tokens": shards.manifest.tokens,
+        }
+        for name, shards in written.items()
+    }
+    lines = [
+        f"{part['folder']}: {part['documents']:,} documents, {part['tokens']:,} tokens"
+        for part in answer.values()
+    ]
+    validation = ",".join(
+        f"{name}={part['folder']}" for name, part in answer.items() if name != "train"
+    )
+    flags = f" --config.data.validation={validation}" if validation else ""
+    lines.append(f"next: jaxlm train --config.data.train={answer['train']['folder']}{flags}")
+    out.result(answer, "\n".join(lines))
+    return 0
+
+
+def _check(args: Any, out: Output) -> int:
+    from jaxlm.data.shards import Shards
+
+    shards = Shards.open(Path(args.folder))
+    shards.verify()
+    manifest = shards.manifest
+    out.result(
+        {"whole": True, "documents": manifest.documents, "tokens": manifest.tokens},
+        f"whole: {manifest.documents:,} documents, {manifest.tokens:,} tokens, every digest right",
+    )
+    return 0
+
+
+def _open(args: Any, out: Output) -> tuple[Run, Any]:
+    from jaxlm.data import prepare
+
+    chosen = config.load(Run, args.config or args.workdir, args.overrides).value
+    with _progress(out) as progress:
+        return chosen, prepare.open_data(
+            chosen.data, seed=chosen.seed, say=out.say, progress=progress
+        )
+
+
+@contextlib.contextmanager
+def _progress(out: Output) -> Iterator[Callable[[str, int], None]]:
+    """A line that counts on a terminal; nothing in a log, where it would be many."""
+    if out.quiet or not sys.stderr.isatty():
+        yield lambda what, done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("tokenising {task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def show(what: str, done: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=None)
+            bars.update(tasks[what], completed=done)
+
+        yield show

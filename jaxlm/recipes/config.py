@@ -1,0 +1,58 @@
+"""A whole run: every section there is, and what must hold between them."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.core.config import setting
+from jaxlm.core.precision_config import PrecisionConfig
+from jaxlm.data.config import DataConfig
+from jaxlm.evals.config import EvalConfig
+from jaxlm.generate.config import SampleConfig
+from jaxlm.models.families.gpt2 import GPT2
+from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.union import Family
+from jaxlm.monitor.config import LogConfig, ProfileConfig
+from jaxlm.objectives.config import Causal, LossConfig, Objective
+from jaxlm.optim.config import AdamW, Cosine, Optimizer, Schedule
+from jaxlm.parallel.config import MeshConfig
+from jaxlm.train.config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run is a value: this one, printed, compared, saved, and enough to run again."""
+
+    seed: int = setting(0, "root of every random number: weights, data order, dropout, samples", low=0)
+    model: Family = setting(Llama(), "the model")
+    data: DataConfig = setting(DataConfig(), "what is read")
+    objective: Objective = setting(Causal(), "what is learnt")
+    loss: LossConfig = setting(LossConfig(), "how the loss is computed")
+    optim: Optimizer = setting(AdamW(), "how parameters move")
+    schedule: Schedule = setting(Cosine(), "the learning rate over time")
+    train: TrainConfig = setting(TrainConfig(), "the loop")
+    mesh: MeshConfig = setting(MeshConfig(), "which device holds what")
+    precision: PrecisionConfig = setting(PrecisionConfig(), "which dtype holds what")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig(), "what is saved")
+    eval: EvalConfig = setting(EvalConfig(), "what is evaluated")
+    sample: SampleConfig = setting(SampleConfig(), "what is sampled")
+    log: LogConfig = setting(LogConfig(), "what is logged")
+    profile: ProfileConfig = setting(ProfileConfig(), "which steps are traced")
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """What no section can say alone."""
+        if isinstance(self.model, GPT2) and self.data.sequence > self.model.context:
+            yield (
+                "data.sequence",
+                f"rows of {self.data.sequence} tokens need as many positions, and the model has {self.model.context}",
+                f"--config.model.context={self.data.sequence}",
+            )
+        for name in ("warmup", "end"):
+            span = getattr(self.schedule, name, None)
+            if span is not None and span.unit == "second":
+                yield f"schedule.{name}", f"a schedule cannot be a time such as {span}", f"--config.schedule.{name}=5%"
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Slots of the global batch."""
+        return self.train.batch * self.data.sequence

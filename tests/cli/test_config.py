@@ -1,0 +1,217 @@
+"""`jaxlm config`: show, explain, diff, validate, on the settings of a real run."""
+
+import json
+import os
+import random
+import string
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jaxlm.recipes.config import Run
+
+import jaxlm
+from jaxlm.cli.main import main
+from jaxlm.core import config
+from jaxlm.core.errors import ConfigError
+from jaxlm.models.families.llama import Llama
+
+FILE = """\
+from jaxlm.core import config
+from jaxlm.recipes.config import Run
+
+
+def get_config(size=""):
+    c = config.new(Run)
+    c.train.steps = 77
+    c.optim.lr = 0.00123
+    if size == "big":
+        c.train.batch = 4096
+    return c
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A working directory with a config of our own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").write_text(FILE)
+
+
+def answer(capsys, *words: str, code: int = 0) -> dict:
+    assert main(["config", *words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_show_gives_every_value_and_who_set_it(capsys):
+    shown = answer(capsys, "show", "--config=x.py:big", "--config.seed=5")
+    assert shown["config"]["train"]["steps"] == 77
+    assert shown["provenance"]["train.steps"] == "x.py:7"
+    assert shown["provenance"]["train.batch"] == "x.py:10"
+    assert shown["provenance"]["seed"] == "--config.seed=5"
+    assert shown["provenance"]["train.microbatches"] == "default"
+    assert config.from_json(Run, shown["config"]).train.batch == 4096
+
+
+def test_show_prints_a_tree_with_a_line_for_each_setting(capsys):
+    assert main(["config", "show", "--config=x.py"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "train" in lines
+    (row,) = [line.split() for line in lines if line.startswith("  steps ") and "77" in line]
+    assert row == ["steps", "77", "x.py:7"]
+    assert len([line for line in lines if line.split()[1:]]) == len(config.flatten(Run()))
+
+
+def test_explain_says_what_a_setting_is_and_who_set_it(capsys):
+    assert main(["config", "explain", "optim.lr", "--config=x.py"]) == 0
+    text = capsys.readouterr().out
+    for part in ("optim.lr", "learning rate", "float", "0.00123", "x.py:8", "default", "range"):
+        assert part in text
+
+
+@pytest.mark.parametrize("path", config.flatten(Run()))
+def test_every_setting_is_explained(path):
+    found = config.explain(Run, None, path)
+    assert found.doc
+    assert found.type
+    assert found.value == found.default, "the default has two places"
+
+
+def test_explain_without_a_path_lists_the_sections_and_of_a_section_its_settings(capsys):
+    assert {"seed", "model", "optim", "train"} <= set(answer(capsys, "explain")["settings"])
+    assert "train.steps" in answer(capsys, "explain", "train")["settings"]
+    assert answer(capsys, "explain", "optim", "--config=x.py")["value"] == Run().optim.name
+
+
+def test_explain_of_a_misspelt_setting_names_the_nearest(capsys):
+    assert main(["config", "explain", "optim.lrr"]) == 2
+    assert "optim.lr" in capsys.readouterr().err
+
+
+def test_diff_compares_files_run_directories_and_overrides(capsys, tmp_path):
+    assert answer(capsys, "diff", "x.py", "x.py") == {"changes": []}
+    (change,) = answer(capsys, "diff", "x.py", "x.py:big")["changes"]
+    assert change == {"path": "train.batch", "old": Run().train.batch, "new": 4096}
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(config.to_json(config.load(Run, "x.py").value)))
+    assert answer(capsys, "diff", "x.py", "run") == {"changes": []}
+    (change,) = answer(capsys, "diff", "run", "x.py", "--config.seed=9")["changes"]
+    assert change == {"path": "seed", "old": Run().seed, "new": 9}
+    assert main(["config", "diff", "x.py", "x.py:big"]) == 0
+    assert "train.batch" in capsys.readouterr().out
+
+
+def test_validate_is_0_or_2_and_a_file_that_is_not_there_is_66(capsys):
+    assert answer(capsys, "validate", "--config=x.py")["valid"] is True
+    wrong = answer(
+        capsys,
+        "validate",
+        "--config=x.py",
+        "--config.train.steps=0",
+        "--config.optim.batch=3",
+        code=2,
+    )
+    assert "2 settings are wrong" in wrong["error"]["what"]
+    assert answer(capsys, "validate", "--config=y.py", code=66)["error"]["fix"] == "--config=x.py"
+
+
+def test_a_misspelt_setting_is_refused_in_two_seconds_without_jax():
+    program = (
+        "import sys; from jaxlm.cli.main import main; code = main(sys.argv[1:]);"
+        "sys.exit('imported JAX' if {'jax', 'flax'} & sys.modules.keys() else code)"
+    )
+    words = ["config", "validate", "--config=x.py", "--config.optim.learning_rate=1e-3"]
+    start = time.monotonic()
+    root = Path(jaxlm.__path__[0]).parent
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert time.monotonic() - start < 2
+    assert done.returncode == 2, done.stderr
+    assert "fix    --config.optim.lr=0.001" in done.stderr
+
+
+def typos(path: str, draw: random.Random) -> list[str]:
+    """One slip of each kind in the last part of a path."""
+    section, dot, name = path.rpartition(".")
+    at, letter = draw.randrange(len(name)), draw.choice(string.ascii_lowercase + "_")
+    slips = [
+        name[:at] + name[at + 1 :],
+        name[:at] + letter + name[at:],
+        name[:at] + letter + name[at + 1 :],
+    ]
+    slips += [name[:at] + name[at : at + 2][::-1] + name[at + 2 :]]
+    return [section + dot + slip for slip in slips if slip]
+
+
+def test_every_typo_of_every_setting_is_refused_and_95_of_100_name_the_right_one():
+    draw = random.Random(0)
+    known = config.flatten(Run())
+    right = total = 0
+    for path in known:
+        for typo in typos(path, draw):
+            if typo in known:
+                continue
+            total += 1
+            with pytest.raises(ConfigError) as caught:
+                config.load(Run, None, [(typo, "1")])
+            right += (
+                f"the nearest is {path}:" in caught.value.why
+                or f"the nearest is {path}," in caught.value.why
+            )
+    assert total > 2 * len(known)
+    assert right / total >= 0.95, f"{right} of {total}"
+
+
+def test_the_fix_of_contradictions_mends_them_all():
+    pairs = [
+        ("model.family", "llama"),
+        ("model.heads", "7"),
+        ("train.microbatches", "5"),
+        ("optim.learning_rate", "1"),
+    ]
+    with pytest.raises(ConfigError) as caught:
+        config.load(Run, None, pairs)
+    words = [
+        word.removeprefix("--config.").partition("=")[::2] for word in caught.value.fix.split()
+    ]
+    assert config.load(Run, None, [pairs[0], *words]).value.optim.lr == 1.0
+
+
+def test_a_contradiction_with_a_default_names_who_set_the_other_side():
+    with pytest.raises(ConfigError) as caught:
+        config.load(
+            Run, None, [("model.family", "llama"), ("model.heads", "4"), ("model.kv_heads", "8")]
+        )
+    assert caught.value.where == "--config.model.kv_heads=8"
+    kv_heads = Llama().kv_heads
+    with pytest.raises(ConfigError) as caught:
+        config.load(
+            Run,
+            None,
+            [
+                ("model.family", "gpt2"),
+                ("model.family", "llama"),
+                ("model.heads", str(kv_heads // 2)),
+            ],
+        )
+    assert caught.value.where == f"default, beside --config.model.heads={kv_heads // 2}"
+    assert caught.value.fix == f"--config.model.kv_heads={kv_heads // 2}"
+
+
+def test_a_setting_in_the_wrong_section_names_the_right_one():
+    known = config.flatten(Run())
+    names = [path.rpartition(".")[2] for path in known]
+    lonely = [path for path in known if names.count(path.rpartition(".")[2]) == 1 and "." in path]
+    for path in lonely:
+        section, _, name = path.rpartition(".")
+        other = "train" if section != "train" else "optim"
+        with pytest.raises(ConfigError) as caught:
+            config.load(Run, None, [(f"{other}.{name}", "1")])
+        assert path in caught.value.why

@@ -1,0 +1,79 @@
+"""`jaxlm data`: peek, stats, tokenize, check, on files of a user."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxlm.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory with some texts, and a cache of our own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAXLM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        (tmp_path / "texts" / f"{number:02d}.txt").write_text(
+            f"document {number}, \x1b[31mred\n" * 5
+        )
+
+
+SETTINGS = [
+    "--config.data.train=texts/*.txt",
+    "--config.data.validation=10%",
+    "--config.data.tokenizer=bytes",
+    "--config.data.sequence=64",
+]
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict:
+    """What a verb says under --json."""
+    assert main([*words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_peek_marks_what_is_trained_on_and_names_its_source(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["data", "peek", "--rows=2", *SETTINGS]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("row 1, segment 1: texts/") == 1
+    assert "\u00ab" in shown
+    assert "\x1b" not in shown
+
+
+def test_stats_count_every_document(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = answer(capsys, "data", "stats", *SETTINGS)["parts"]
+    assert parts["train"]["documents"] + parts["val"]["documents"] == 40
+    assert parts["train"]["bytes_per_token"] == 1
+
+
+def test_tokenised_folders_are_whole_and_can_be_trained_on(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    written = answer(capsys, "data", "tokenize", "--out=out", *SETTINGS)
+    folder = written["train"]["folder"]
+    assert answer(capsys, "data", "check", folder)["documents"] == written["train"]["documents"]
+    again = ["--config.data.train=out/train", "--config.data.validation=out/val", *SETTINGS[2:]]
+    assert (
+        answer(capsys, "data", "stats", *again)["parts"]["train"]["tokens"]
+        == written["train"]["tokens"]
+    )
+    path = Path(folder, "tokens-00000.bin")
+    path.write_bytes(b"\xff" + path.read_bytes()[1:])
+    assert "digest" in answer(capsys, "data", "check", folder, code=65)["error"]["what"]
+
+
+def test_a_second_tokenize_into_the_same_folder_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answer(capsys, "data", "tokenize", "--out=out", *SETTINGS)
+    error = answer(capsys, "data", "tokenize", "--out=out", *SETTINGS, code=65)["error"]
+    answer(capsys, "data", "tokenize", error["fix"], *SETTINGS)
+
+
+def test_no_match_ends_with_66(capsys: pytest.CaptureFixture[str]) -> None:
+    error = answer(capsys, "data", "stats", "--config.data.train=nowhere/*.txt", code=66)["error"]
+    assert "nowhere/*.txt" in error["what"]

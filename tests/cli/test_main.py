@@ -1,0 +1,224 @@
+"""The front door: verbs, flags, exit codes, and the form of errors."""
+
+import importlib
+import io
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+import jaxlm.cli
+from jaxlm.cli import main as front
+from jaxlm.cli.main import VERBS, Verb, main
+from jaxlm.core.errors import DataError
+
+
+@pytest.fixture
+def verb(monkeypatch):
+    """A verb called `probe` whose run does what the test says."""
+    module = types.ModuleType("probe_verb", "Probes.")
+    module.add_arguments = lambda parser: (
+        parser.add_argument("--max_tokens", type=int, default=1),
+        parser.add_argument("--mode", choices=("fast", "exact")),
+        parser.add_argument("rest", nargs="*"),
+    )
+    module.run = lambda args, out: 0
+    monkeypatch.setitem(sys.modules, "probe_verb", module)
+    monkeypatch.setitem(front.VERBS, "probe", Verb("probe_verb", "probes", "Test"))
+    return module
+
+
+def seen(verb) -> dict:
+    kept: dict = {}
+    verb.run = lambda args, out: kept.update(vars(args)) or 0
+    return kept
+
+
+def test_help_names_every_verb_and_imports_nothing_heavy():
+    program = (
+        "import sys; from jaxlm.cli.main import main; code = main(['--help']);"
+        "heavy = {'jax', 'flax', 'numpy', 'ml_collections', 'absl', 'rich'} & sys.modules.keys();"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (
+        time.monotonic() - start < 2
+    )  # under 0.5 s on an idle machine; the imports above are what can spoil it
+    for name, known in VERBS.items():
+        assert f"{name} " in done.stdout
+        assert known.help in done.stdout
+
+
+def test_every_module_of_the_room_is_a_verb():
+    modules = {f"jaxlm.cli.{each.name}" for each in pkgutil.iter_modules(jaxlm.cli.__path__)}
+    assert modules - {f"jaxlm.cli.{name}" for name in ("main", "output", "arguments")} == {
+        verb.module for verb in VERBS.values()
+    }
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_explains_itself(name, capsys):
+    assert main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"usage: jaxlm {name}" in text
+    assert "--workdir" in text
+    assert "--json" in text
+    assert importlib.import_module(VERBS[name].module).__doc__.splitlines()[0] in text
+
+
+def test_no_verb_shows_the_usage_and_is_an_error(capsys):
+    assert main([]) == 2
+    assert "usage: jaxlm VERB" in capsys.readouterr().out
+
+
+def test_shared_flags_are_found_wherever_they_stand(verb):
+    kept = seen(verb)
+    words = "probe --config.a.b=1 one --json --config c.py:x two --config.c.d -2 --workdir=w --config.s=a=b --max_tokens=3"
+    assert main(words.split()) == 0
+    assert kept["overrides"] == [("a.b", "1"), ("c.d", "-2"), ("s", "a=b")]
+    assert (kept["config"], kept["workdir"], kept["json"], kept["quiet"]) == (
+        "c.py:x",
+        "w",
+        True,
+        False,
+    )
+    assert (kept["max_tokens"], kept["rest"]) == (3, ["one", "two"])
+
+
+def test_words_after_two_dashes_are_left_alone(verb):
+    kept = seen(verb)
+    assert main(["probe", "--quiet", "--", "--config=a", "--json"]) == 0
+    assert kept["rest"] == ["--config=a", "--json"]
+    assert (kept["quiet"], kept["json"], kept["config"]) == (True, False, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("prob", ["no verb 'prob'", "fix    jaxlm probe"]),
+        ("zzzzzz", ["no verb 'zzzzzz'", "fix    jaxlm --help"]),
+        ("--json", ["before a verb"]),
+        ("probe --max-tokens=5", ["unknown flag --max-tokens", "fix    --max_tokens=5"]),
+        ("probe --wrkdir=x", ["unknown flag --wrkdir", "fix    --workdir=x"]),
+        ("probe --max_token=5", ["fix    --max_tokens=5"]),
+        ("probe --qqqqqqqqqq", ["the flags are", "--max_tokens"]),
+        ("probe --max_tokens=many", ["--max_tokens", "invalid int value", "jaxlm probe --help"]),
+        ("probe --mode=fats", ["fix    --mode=fast"]),
+        ("probe --config", ["--config needs a value", "fix    --config=configs/quickstart.py"]),
+        ("probe --config.a.b --json", ["--config.a.b needs a value"]),
+        ("probe --json=yes", ["--json takes no value"]),
+    ],
+)
+def test_a_wrong_command_line_says_what_and_how_to_mend_it(verb, capsys, words, parts):
+    assert main(words.split()) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("command error: ")
+    assert len(text.splitlines()) <= 8
+    for part in parts:
+        assert part in text
+
+
+def raising(error):
+    def run(args, out):
+        raise error
+
+    return run
+
+
+def test_an_error_has_its_own_code_and_no_traceback_unless_asked(verb, capsys):
+    verb.run = raising(
+        DataError("bad \x1b[31mrecord", where="a.txt:3", why="it is torn", fix="--skip")
+    )
+    assert main(["probe"]) == 65
+    shown = capsys.readouterr()
+    assert (
+        shown.err
+        == "data error: bad \\x1b[31mrecord\n  where  a.txt:3\n  why    it is torn\n  fix    --skip\n"
+    )
+    assert shown.out == ""
+    assert main(["probe", "--trace"]) == 65
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_under_json_an_error_is_one_object_on_stdout_and_text_on_stderr(verb, capsys):
+    verb.run = raising(DataError("bad", where="a:1", why="torn", fix="--skip"))
+    assert main(["probe", "--json"]) == 65
+    shown = capsys.readouterr()
+    parts = {
+        "what": "bad",
+        "where": "a:1",
+        "why": "torn",
+        "fix": "--skip",
+        "kind": "data error",
+        "code": 65,
+    }
+    assert json.loads(shown.out) == {"error": parts}
+    assert "data error: bad" in shown.err
+
+
+def test_a_bug_of_ours_is_70_with_a_traceback_and_says_so(verb, capsys):
+    verb.run = raising(ZeroDivisionError("oops"))
+    assert main(["probe"]) == 70
+    text = capsys.readouterr().err
+    assert "Traceback" in text
+    assert "internal error: ZeroDivisionError: oops" in text
+    assert "bug in jaxlm" in text
+
+
+def test_an_interrupt_is_130(verb):
+    verb.run = raising(KeyboardInterrupt())
+    assert main(["probe"]) == 130
+
+
+def test_the_code_that_a_verb_returns_is_the_exit_code(verb):
+    verb.run = lambda args, out: 1
+    assert main(["probe"]) == 1
+
+
+def test_the_answer_is_on_stdout_and_remarks_move_out_of_its_way(verb, capsys):
+    def run(args, out):
+        out.say("working")
+        out.result({"loss": float("nan"), "ids": (1, 2)}, "loss is nan")
+        return 0
+
+    verb.run = run
+    main(["probe"])
+    assert capsys.readouterr().out == "working\nloss is nan\n"
+    main(["probe", "--quiet"])
+    assert capsys.readouterr().out == "loss is nan\n"
+    main(["probe", "--json"])
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"loss": None, "ids": [1, 2]}
+    assert shown.err == "working\n"
+
+
+def test_a_reader_that_goes_away_does_not_stop_a_verb(verb, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = []
+
+    def run(args, out):
+        for _ in range(3):
+            out.say("row")
+        done.append(True)
+        return 0
+
+    verb.run = run
+    with io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(["probe"]) == 0
+        monkeypatch.undo()
+    assert done
+
+
+def test_python_dash_m_is_the_same_door():
+    done = subprocess.run([sys.executable, "-m", "jaxlm", "trian"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("command error: there is no verb 'trian'")

@@ -1,0 +1,47 @@
+"""The data section refuses what cannot be read."""
+
+import pytest
+
+from jaxlm.data.config import DataConfig
+from jaxlm.data.selection import held_out
+
+
+def test_the_defaults_are_right() -> None:
+    assert not list(DataConfig().problems())
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"tokenizer": "sentencepeice:4096"}, "tokenizer"),
+        ({"tokenizer": "sentencepiece"}, "tokenizer"),
+        ({"tokenizer": "sentencepiece:100"}, "tokenizer"),
+        ({"train": ()}, "train"),
+        ({"validation": ("5%", "x=tail:10%")}, "validation"),
+        ({"validation": ("0%",)}, "validation"),
+        ({"validation": ("tail:100%",)}, "validation"),
+        ({"validation": ("x=five%",)}, "validation"),
+    ],
+)
+def test_a_wrong_setting_is_named_and_its_fix_is_right(
+    settings: dict[str, object], field: str
+) -> None:
+    ((name, why, fix),) = DataConfig(**settings).problems()  # type: ignore[arg-type]
+    assert name == field
+    assert why
+    value = fix.partition("=")[2].strip("'")
+    fixed = {field: value if field == "tokenizer" else (value,)}
+    assert not list(DataConfig(**(settings | fixed)).problems())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("entry", ["5%", "tail:10%", "0.5%"])
+def test_the_two_sides_of_a_share_are_the_whole(entry: str) -> None:
+    sides = held_out(entry)
+    assert sides is not None
+    for number in range(300):
+        text = f"text {number} " * 100
+        assert sides[0].take(text) + sides[1].take(text) == text
+
+
+def test_a_glob_is_no_share() -> None:
+    assert held_out("texts/*.txt") is None

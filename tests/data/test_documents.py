@@ -1,0 +1,142 @@
+"""Documents come out of files one by one; what is wrong is named, what is left out is counted."""
+
+import gzip
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.data.documents import STDLIB_HELD_OUT, Corpus
+
+
+def _read(path: Path | str, key: str = "text") -> tuple[list[str], Counter[str]]:
+    counts: Counter[str] = Counter()
+    corpus = Corpus.find((str(path),), key, "data.train")
+    return [document.text for document in corpus.documents(counts)], counts
+
+
+def _lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text, "id": 1}) + "\n" for text in texts).encode()
+
+
+TEXTS = ["one\r\n", "\ufefftwo \0", "dr\u00ef \U0001f600"]
+
+
+def test_a_text_file_is_one_document_with_every_character_kept(tmp_path: Path) -> None:
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number}.txt").write_bytes(text.encode())
+    assert _read(tmp_path / "*.txt")[0] == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+def test_each_record_is_a_document(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS, "id": [1, 2, 3]}), path)
+    else:
+        pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+        path.write_bytes(pack(_lines(TEXTS)))
+    corpus = Corpus.find((str(path),), "text", "data.train")
+    assert [(d.text, d.record) for d in corpus.documents(Counter())] == [
+        (text, n) for n, text in enumerate(TEXTS)
+    ]
+
+
+def test_a_file_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(DataError, match="not UTF-8") as caught:
+        _read(path)
+    assert caught.value.code == 65
+    assert caught.value.where == f"{path}, byte 3"
+
+
+def test_a_record_without_the_text_key_among_the_first_thousand_is_refused_with_the_key_to_use(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(_lines(["ok"] * 999) + b'{"content": "words", "n": 3}\n')
+    with pytest.raises(DataError) as caught:
+        _read(path)
+    assert caught.value.fix == "--config.data.text_key=content"
+    assert caught.value.where == f"{path}, record 999"
+
+
+def test_a_later_record_without_text_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        _lines(["ok"] * 1000)
+        + b'{"content": "words"}\n[1]\n{"text": 3}\n{"text": ""}\n'
+        + _lines(["end"])
+    )
+    texts, counts = _read(path)
+    assert len(texts) == 1001
+    assert counts == {"no text": 3, "empty": 1}
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for bad in (b'{"text": "cut', b"[" * 100_000):
+        path.write_bytes(_lines(["ok"]) + b"\n" + bad + b"\n")
+        with pytest.raises(DataError, match="not JSON") as caught:
+            _read(path)
+        assert caught.value.where == f"{path}:3"
+
+
+def test_half_a_surrogate_pair_is_replaced_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n')
+    texts, counts = _read(path)
+    assert texts == ["a\ufffdb", "\U0001f600"]
+    assert sum(counts.values()) == 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.txt.gz"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(_lines(TEXTS * 100))[:60])
+    with pytest.raises(DataError, match="damaged") as caught:
+        _read(path)
+    assert caught.value.where == str(path)
+
+
+def test_a_pattern_without_a_match_is_missing_input() -> None:
+    with pytest.raises(InputMissing, match=r"nowhere/\*\.txt") as caught:
+        _read("nowhere/*.txt")
+    assert caught.value.code == 66
+
+
+def test_a_file_that_two_patterns_match_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    corpus = Corpus.find((str(tmp_path / "*.txt"), str(tmp_path / "a.txt")), "text", "data.train")
+    assert len(corpus.files) == 1
+
+
+def test_the_digest_follows_contents_and_not_times(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    digests = []
+    for text in ("one", "two", "one"):
+        path.write_text(text)
+        digests.append(Corpus.find((str(path),), "text", "data.train").digest())
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_the_two_parts_of_the_library_share_no_file_and_no_test_is_in_them() -> None:
+    train, held_out = (
+        Corpus.find((f"stdlib:{part}",), "text", "data.train") for part in ("train", "validation")
+    )
+    assert not set(train.names) & set(held_out.names)
+    assert list(train.names) == sorted(train.names)
+    for corpus, is_held_out in ((train, False), (held_out, True)):
+        for name in corpus.names:
+            assert (hashlib.sha256(name.encode()).digest()[0] < STDLIB_HELD_OUT) == is_held_out
+            assert not {"test", "tests", "idle_test", "site-packages"} & set(name.split("/")[:-1])
+    assert 400 < len(train.names) < 800
+    assert sum(path.stat().st_size for path in train.files) > 5e6

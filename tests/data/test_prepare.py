@@ -1,0 +1,200 @@
+"""From a config to loaders: what is found, split, cached and refused."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxlm.core.errors import ConfigError, DataError, InputMissing, JaxlmError, NotWritable
+from jaxlm.data import baselines, prepare
+from jaxlm.data.config import DataConfig
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> str:
+    for number in range(60):
+        (tmp_path / f"{number:02d}.txt").write_text(f"document {number}\n" * 30)
+    return str(tmp_path / "*.txt")
+
+
+def _config(
+    train: str, validation: str | tuple[str, ...] = "10%", **settings: object
+) -> DataConfig:
+    entries = (validation,) if isinstance(validation, str) else validation
+    return DataConfig(
+        **(
+            {"train": (train,), "validation": entries, "tokenizer": "bytes", "sequence": 32}
+            | settings
+        )
+    )
+
+
+def _open(
+    config: DataConfig, root: Path, seed: int = 0, said: list[str] | None = None
+) -> prepare.Data:
+    return prepare.open_data(
+        config, seed=seed, root=root / "cache", say=[].append if said is None else said.append
+    )
+
+
+def _stored(data: prepare.Data) -> tuple[bytes, bytes]:
+    return baselines.stored_text(data.train.shards), baselines.stored_text(
+        data.validation["val"].shards
+    )
+
+
+def test_a_share_of_the_documents_is_held_out_whole_and_nothing_is_lost(
+    texts: str, tmp_path: Path
+) -> None:
+    data = _open(_config(texts, "20%"), tmp_path)
+    train, held_out = (set(part.decode().splitlines()) for part in _stored(data))
+    assert not train & held_out
+    assert len(train | held_out) == 60
+    assert 3 <= len(held_out) <= 25
+
+
+def test_a_tail_of_one_long_text_is_held_out(tmp_path: Path) -> None:
+    text = "".join(f"line {n} \u00e9\n" for n in range(500))
+    (tmp_path / "a.txt").write_text(text)
+    train, held_out = _stored(_open(_config(str(tmp_path / "a.txt"), "tail:10%"), tmp_path))
+    cut = int(len(text) * 0.9)
+    assert (train.decode(), held_out.decode()) == (text[:cut], text[cut:])
+
+
+def test_several_validation_sets_have_their_names(texts: str, tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.md").write_text(f"other {name}")
+    entries = (f"first={tmp_path}/a.md", f"{tmp_path}/b.md", "5%")
+    with pytest.raises(JaxlmError):
+        _open(_config(texts, entries), tmp_path)
+    data = _open(_config(texts, (*entries[:2], "held=20%")), tmp_path)
+    assert set(data.validation) == {"first", "val", "held"}
+
+
+def test_globs_of_one_name_are_one_set(texts: str, tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.md").write_text(f"other {name}")
+    data = _open(_config(texts, (f"{tmp_path}/a.md", f"{tmp_path}/b.md")), tmp_path)
+    assert _stored(data)[1] == b"other aother b"
+
+
+def test_a_second_opening_reads_the_cache_and_is_the_same(texts: str, tmp_path: Path) -> None:
+    config = _config(texts, tokenizer="sentencepiece:512")
+    said: list[str] = []
+    first = _open(config, tmp_path, said=said)
+    assert any("training the tokenizer" in line for line in said)
+    again: list[str] = []
+    begun = time.perf_counter()
+    second = _open(config, tmp_path, said=again)
+    assert time.perf_counter() - begun < 0.5
+    assert again == []
+    assert second.fingerprint == first.fingerprint
+    json.dumps(first.fingerprint)
+
+
+def test_the_cache_is_private(texts: str, tmp_path: Path) -> None:
+    _open(_config(texts), tmp_path)
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    assert not list((tmp_path / "cache").rglob(".*")), "locks and partial folders are gone"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"sequence": 16},
+        {"packing": "first_fit"},
+        {"tokenizer": "characters"},
+        {"validation": ("20%",)},
+    ],
+)
+def test_what_changes_the_rows_changes_the_fingerprint(
+    texts: str, tmp_path: Path, change: dict[str, object]
+) -> None:
+    seed = int(str(change.pop("seed", 0)))
+    assert (
+        _open(_config(texts), tmp_path).fingerprint
+        != _open(_config(texts, **change), tmp_path, seed).fingerprint
+    )
+
+
+def test_damaged_cached_tokens_are_made_again_and_said(texts: str, tmp_path: Path) -> None:
+    _open(_config(texts), tmp_path)
+    for path in (tmp_path / "cache" / "shards").rglob("tokens-*"):
+        path.write_bytes(path.read_bytes()[:-2])
+    said: list[str] = []
+    assert len(_stored(_open(_config(texts), tmp_path, said=said))[0]) > 1000
+    assert sum("made again" in line for line in said) == 2
+
+
+def test_a_file_on_both_sides_is_refused_by_name(texts: str, tmp_path: Path) -> None:
+    (tmp_path / "link.md").symlink_to(tmp_path / "07.txt")
+    with pytest.raises(DataError, match="both trained on and validated on") as caught:
+        _open(_config(texts, f"{tmp_path}/link.md"), tmp_path)
+    assert "07.txt" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "where"),
+    [
+        (b"caf\xe9", DataError, "bad.md, byte 3"),
+        (b"", DataError, ""),
+        (None, InputMissing, "data.validation"),
+    ],
+)
+@pytest.mark.parametrize("tokenizer", ["bytes", "sentencepiece:512"])
+def test_bad_validation_is_refused_before_anything_is_made(
+    texts: str,
+    tmp_path: Path,
+    content: bytes | None,
+    error: type[JaxlmError],
+    where: str,
+    tokenizer: str,
+) -> None:
+    if content is not None:
+        (tmp_path / "bad.md").write_bytes(content)
+    with pytest.raises(error) as caught:
+        _open(_config(texts, f"{tmp_path}/bad.md", tokenizer=tokenizer), tmp_path)
+    assert where in caught.value.where
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_characters_that_training_lacks_are_said(texts: str, tmp_path: Path) -> None:
+    (tmp_path / "v.md").write_text("document \u00e9\u00e9")
+    said: list[str] = []
+    _open(_config(texts, f"{tmp_path}/v.md", tokenizer="characters"), tmp_path, said=said)
+    assert any(line.startswith("2 characters of val") for line in said)
+
+
+def test_token_shards_are_read_with_their_own_tokenizer(texts: str, tmp_path: Path) -> None:
+    written = prepare.tokenise(
+        _config(texts, tokenizer="sentencepiece:512"),
+        tmp_path / "out",
+        lambda _: None,
+        lambda what, done: None,
+    )
+    folders = {name: str(part.folder) for name, part in written.items()}
+    data = _open(_config(folders["train"], folders["val"], tokenizer="sentencepiece:512"), tmp_path)
+    assert data.tokenizer.size == 512
+    assert (
+        data.fingerprint["train"]
+        == _open(_config(texts, tokenizer="sentencepiece:512"), tmp_path).fingerprint["train"]
+    )
+    with pytest.raises(ConfigError, match="not the one that made") as caught:
+        _open(_config(folders["train"], folders["val"], tokenizer="bytes"), tmp_path)
+    fixed = caught.value.fix.split()[0].removeprefix("--config.data.tokenizer=")
+    assert (
+        _open(_config(folders["train"], folders["val"], tokenizer=fixed), tmp_path).tokenizer.size
+        == 512
+    )
+    with pytest.raises(ConfigError, match="cannot be held out of token shards"):
+        _open(_config(folders["train"], "5%", tokenizer=fixed), tmp_path)
+    with pytest.raises(DataError, match="exists"):
+        prepare.tokenise(_config(texts), tmp_path / "out", lambda _: None, lambda what, done: None)
+
+
+def test_a_cache_that_cannot_be_written_is_refused(texts: str, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(NotWritable):
+        _open(_config(texts), tmp_path)

@@ -1,0 +1,40 @@
+"""What must answer at once imports no JAX."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorboardX", "matplotlib")
+LIGHT = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for pattern in (
+        "*/config.py",
+        "models/cost.py",
+        "models/families/*.py",
+        "cli/*.py",
+        "monitor/*.py",
+    )
+    for path in (ROOT / "jaxlm").glob(pattern)
+)
+
+
+def heavy_after(statement: str) -> list[str]:
+    """Which heavy packages a fresh Python has imported after a statement."""
+    code = f"import sys\n{statement}\nprint(*sorted(set({HEAVY}) & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+def test_configs_costs_the_command_line_and_the_monitor_import_no_jax():
+    assert len(LIGHT) > 10
+    assert heavy_after("\n".join(f"import {module}" for module in LIGHT)) == []
+
+
+@pytest.mark.parametrize("module", ["jaxlm.core.precision", "matplotlib"])
+def test_a_heavy_import_would_be_seen(module):
+    assert heavy_after(f"import {module}") != []

@@ -1,0 +1,28 @@
+import jax
+
+from jaxlm.monitor.memory import peak
+
+
+class Device:
+    def __init__(self, stats):
+        self.stats = stats
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_the_fullest_device_counts():
+    assert peak([Device({"peak_bytes_in_use": 5}), Device({"peak_bytes_in_use": 9})]) == (
+        9,
+        "device",
+    )
+
+
+def test_a_cpu_reports_the_whole_process():
+    found = peak(jax.local_devices())
+    assert found.of == "process"
+    assert 2**25 < found.bytes < 2**40
+
+
+def test_statistics_without_a_peak_are_no_peak():
+    assert peak([Device({"bytes_limit": 3})]).of == "process"

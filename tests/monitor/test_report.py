@@ -1,0 +1,137 @@
+import base64
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from jaxlm.monitor import plots, report
+
+VOID = {"meta", "img", "br", "link", "input", "hr"}
+
+
+def jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def run(tmp_path):
+    train = [
+        {
+            "step": s,
+            "time_unix": 1e9 + s,
+            "split": "train",
+            "loss_nats": 5 / s,
+            "tokens": 100 * s,
+            "tokens_per_second": 1e4,
+            "mfu": None,
+            "peak_bytes": 2**30,
+        }
+        for s in range(1, 9)
+    ]
+    val = {
+        "step": 8,
+        "time_unix": 1e9 + 9,
+        "split": "val",
+        "loss_nats": 0.75,
+        "perplexity": 2.117,
+        "bits_per_byte": 1.6,
+    }
+    jsonl(tmp_path / "metrics.jsonl", [*train, val])
+    jsonl(
+        tmp_path / "samples.jsonl",
+        [{"step": s, "prompt": "a <b>", "text": f"<script>alert({s})</script>"} for s in (4, 8)],
+    )
+    jsonl(tmp_path / "warnings.jsonl", [{"step": 3, "text": "2 documents & more were skipped"}])
+    for name, value in {
+        "config.json": {"seed": 1, "optim": {"name": "adamw", "lr": 3e-4}},
+        "provenance.json": {
+            "optim.lr": "configs/x.py:14",
+            "seed": "default",
+        },
+        "environment.json": {"packages": {"jax": "0.12"}},
+        "exit.json": {"code": 0, "step": 8, "cause": "finished", "time_unix": 2e9},
+        "baselines.json": {"gzip -9": 1.86, "xz -9e": 1.52},
+    }.items():
+        (tmp_path / name).write_text(json.dumps(value))
+    plots.draw(tmp_path)
+    return tmp_path
+
+
+class Page(HTMLParser):
+    """Checks that tags close, and keeps texts and attributes."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.attributes, self.texts = [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.attributes += [(tag, *pair) for pair in attributes]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@pytest.fixture
+def page(run):
+    return Page(report.write(run).read_text(encoding="utf-8"))
+
+
+def test_it_needs_no_other_file(page, run):
+    sources = [
+        value for _, name, value in page.attributes if name in ("src", "href", "srcset", "data")
+    ]
+    assert sources
+    assert all(value.startswith("data:image/png;base64,") for value in sources)
+    assert base64.b64decode(sources[0].split(",")[1]) == (run / "plots/loss.png").read_bytes()
+    text = (run / "report.html").read_text()
+    assert not re.search(r"https?://|@import|url\(", text)
+
+
+def test_text_of_a_model_is_text(page):
+    assert not any(tag == "script" for tag, *_ in page.attributes)
+    assert "<script>alert(8)</script>" in page.texts
+
+
+def test_the_run_stands_among_the_baselines_in_order(page):
+    order = [text for text in page.texts if text in ("gzip -9", "this run, val", "xz -9e")]
+    assert order == ["gzip -9", "this run, val", "xz -9e"]
+
+
+def test_it_holds_results_warnings_settings_and_who_set_them(page):
+    for text in ("0.7500", "2.1170", "optim.lr", "0.0003", "configs/x.py:14", "packages.jax"):
+        assert text in page.texts
+    assert "2 documents & more were skipped" in " ".join(page.texts)
+    assert "ended with code 0: finished" in " ".join(page.texts)
+
+
+def test_how_an_earlier_start_ended_is_not_how_this_one_did(run):
+    (run / "exit.json").write_text(
+        '{"code": 75, "step": 4, "cause": "Preempted", "time_unix": 1e9}'
+    )
+    assert "Preempted" not in report.write(run).read_text()
+
+
+def test_what_a_default_set_is_folded_away(page):
+    assert page.texts.count("optim.lr") == 2
+    assert page.texts.count("seed") == 1
+
+
+def test_an_unknown_peak_is_said_and_not_guessed(page):
+    assert "MFU unknown: no published peak" in " ".join(page.texts)
+
+
+def test_it_is_a_pure_function_of_the_files(run):
+    first = report.write(run).read_bytes()
+    assert report.write(run).read_bytes() == first
+
+
+def test_a_run_that_has_hardly_begun_has_a_report(tmp_path):
+    Page(report.write(tmp_path).read_text())

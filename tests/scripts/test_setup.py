@@ -1,0 +1,242 @@
+"""scripts/setup.sh, with Pythons that only pretend."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = (
+    "awk",
+    "bash",
+    "cat",
+    "cksum",
+    "cp",
+    "df",
+    "dirname",
+    "env",
+    "grep",
+    "mkdir",
+    "paste",
+    "sed",
+    "sh",
+    "sort",
+    "tail",
+    "tr",
+)
+
+# Answers the probe, makes an environment that holds a copy of itself, and notes what pip is asked for.
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+  "-c "*import*ensurepip*) echo {version}; exit {probe} ;;
+  "-c "*version_info*) echo {version} ;;
+  "-c "*metadata*) exit {accelerated} ;;
+  "--version ") echo "Python {version}" ;;
+  "-m venv") mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+  "-m pip") echo "$@" >> "$PIP_CALLS"; {pip} ;;
+esac
+"""
+
+
+class Machine:
+    """A fresh clone, a PATH with tools and no Python, and an empty home."""
+
+    def __init__(self, folder):
+        self.clone, self.bin, self.home = folder / "a clone", folder / "bin", folder / "home"
+        self.calls = folder / "calls"
+        for made in (self.clone / "scripts", self.bin, self.home):
+            made.mkdir(parents=True)
+        for name in ("pyproject.toml", "scripts/setup.sh", "scripts/constraints.txt"):
+            shutil.copy(ROOT / name, self.clone / name)
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(shutil.which(tool))
+
+    def python(self, path, version, *, probe=0, pip="exit 0", accelerated=1):
+        """Puts a Python somewhere."""
+        path = self.bin / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            PYTHON.format(version=version, probe=probe, pip=pip, accelerated=accelerated)
+        )
+        path.chmod(0o755)
+        return path
+
+    def run(self, command, **variables):
+        """Runs a command after sourcing setup.sh."""
+        environment = {"PATH": str(self.bin), "HOME": str(self.home), "PIP_CALLS": str(self.calls)}
+        return subprocess.run(
+            [self.bin / "bash", "-uc", f". scripts/setup.sh; {command}"],
+            cwd=self.clone,
+            env=environment | {k: str(v) for k, v in variables.items()},
+            capture_output=True,
+            text=True,
+        )
+
+    def found(self, **variables):
+        """The Python that is chosen."""
+        done = self.run('find_python; echo "$PYTHON"', **variables)
+        assert done.returncode == 0, done.stderr
+        return Path(done.stdout.strip())
+
+    @property
+    def installs(self):
+        """What pip was asked for."""
+        return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def test_the_newest_supported_python_is_chosen(machine):
+    machine.python("python3.11", "3.11")
+    newest = machine.python("python3.12", "3.12")
+    machine.python("python3", "3.10")
+    assert machine.found() == newest
+
+
+def test_a_shim_that_names_an_inactive_version_is_passed_over(machine):
+    shim = machine.bin / "python3.13"
+    shim.write_text("#!/bin/sh\necho 'pyenv: python3.13: command not found' >&2; exit 127\n")
+    shim.chmod(0o755)
+    works = machine.python("python3", "3.11")
+    assert machine.found() == works
+
+
+def test_versions_of_pyenv_are_found_though_they_are_not_on_the_path(machine):
+    machine.python("python3", "3.11")
+    inside = machine.python(machine.home / ".pyenv/versions/3.13.0/bin/python", "3.13")
+    assert machine.found() == inside
+    root = machine.python(machine.home / "elsewhere/versions/3.12.1/bin/python", "3.12")
+    shutil.rmtree(machine.home / ".pyenv")
+    assert machine.found(PYENV_ROOT=machine.home / "elsewhere") == root
+
+
+def test_a_python_that_was_asked_for_is_taken(machine):
+    machine.python("python3.13", "3.13")
+    asked = machine.python("python3.11", "3.11")
+    assert machine.found(JAXLM_PYTHON=asked) == asked
+
+
+@pytest.mark.parametrize(
+    ("version", "probe", "says"),
+    [("3.10", 0, "needs 3.11 or newer"), ("3.12", 1, "cannot make an environment")],
+)
+def test_a_python_that_was_asked_for_and_cannot_be_used_is_refused(machine, version, probe, says):
+    asked = machine.python("other", version, probe=probe)
+    machine.python("python3.13", "3.13")
+    done = machine.run("find_python", JAXLM_PYTHON=asked)
+    assert done.returncode == 66
+    assert says in done.stderr
+
+
+def test_no_python_is_one_clear_line(machine):
+    machine.python("python3", "3.9")
+    done = machine.run("find_python")
+    assert done.returncode == 66
+    assert done.stderr.startswith("error: no Python of version 3.13 or 3.12 or 3.11 on PATH")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_python_without_venv_is_named_with_what_to_install(machine):
+    machine.python("python3", "3.12", probe=1)
+    done = machine.run("find_python")
+    assert done.returncode == 66
+    assert (
+        "python3 (3.12) lacks the venv module (on Debian: apt install python3-venv)" in done.stderr
+    )
+
+
+def test_a_second_start_installs_nothing(machine):
+    machine.python("python3.13", "3.13")
+    for _ in range(2):
+        done = machine.run("prepare .venv ''")
+        assert done.returncode == 0, done.stderr
+    assert len(machine.installs) == 1
+    assert machine.installs[0].endswith("-e . -c scripts/constraints.txt")
+    assert done.stdout == "== .venv is up to date\n\n"
+
+
+def test_extras_are_added_and_stay(machine):
+    machine.python("python3.13", "3.13")
+    for extras in ("", "test", ""):
+        machine.run(f"prepare .venv '{extras}'")
+    assert [call.split()[-3] for call in machine.installs] == [".", ".[test]"]
+    with open(machine.clone / "pyproject.toml", "a") as file:
+        file.write("\n# changed\n")
+    machine.run("prepare .venv ''")
+    assert machine.installs[2].split()[-3] == ".[test]"
+
+
+def test_an_environment_whose_python_is_gone_is_made_again(machine):
+    machine.python("python3.13", "3.13")
+    machine.run("prepare .venv ''")
+    (machine.clone / ".venv/bin/python").unlink()
+    assert "making .venv" in machine.run("prepare .venv ''").stdout
+
+
+def test_an_environment_that_somebody_made_is_kept_and_filled(machine):
+    machine.python("python3.13", "3.13")
+    machine.python(machine.clone / ".venv/bin/python", "3.12")
+    done = machine.run("prepare .venv ''")
+    assert "making" not in done.stdout
+    assert len(machine.installs) == 1
+
+
+def test_asking_for_another_python_than_the_environment_has_is_refused(machine):
+    asked = machine.python("python3.11", "3.11")
+    machine.python(machine.clone / ".venv/bin/python", "3.13")
+    done = machine.run("prepare .venv ''", JAXLM_PYTHON=asked)
+    assert done.returncode == 66
+    assert "remove .venv to change it" in done.stderr
+    assert machine.installs == []
+
+
+@pytest.mark.parametrize(("accelerated", "says"), [(0, ""), (1, "-m pip install -e '.[cuda]'")])
+def test_a_gpu_that_jax_will_not_use_is_mentioned_with_the_extra(machine, accelerated, says):
+    machine.python("nvidia-smi", "")
+    python = machine.python("python3.13", "3.13", accelerated=accelerated)
+    done = machine.run(f"mention_accelerator '{python}'")
+    assert done.returncode == 0
+    assert says in done.stdout
+    assert bool(done.stdout) == bool(says)
+
+
+def test_a_failed_install_shows_the_last_words_and_is_tried_again(machine):
+    machine.python("python3.13", "3.13", pip="echo 'ERROR: No space left on device'; exit 1")
+    for attempt in (1, 2):
+        done = machine.run("prepare .venv ''")
+        assert done.returncode == 74
+        assert done.stderr.endswith(
+            "could not install jaxlm into .venv: ERROR: No space left on device\n"
+        )
+        assert len(machine.installs) == attempt
+
+
+def test_tested_versions_that_are_nowhere_give_way_to_allowed_ones(machine):
+    refuse = 'case "$*" in *" -c "*) echo "ERROR: No matching distribution found for jax==9"; exit 1 ;; esac'
+    machine.python("python3.13", "3.13", pip=refuse)
+    done = machine.run("prepare .venv ''")
+    assert done.returncode == 0, done.stderr
+    assert "taking the newest that pyproject.toml allows" in done.stdout
+    assert machine.installs[1].endswith("-e .")
+
+
+def test_a_full_disk_is_said_before_anything_is_made(machine):
+    machine.python("python3.13", "3.13")
+    (machine.bin / "df").unlink()
+    (machine.bin / "df").write_text("#!/bin/sh\nprintf 'Filesystem\\n/dev/a 1 1 102400 1%% /\\n'\n")
+    (machine.bin / "df").chmod(0o755)
+    done = machine.run("prepare .venv ''")
+    assert done.returncode == 74
+    assert "100 MB are free" in done.stderr
+    assert not (machine.clone / ".venv").exists()
+
+
+@pytest.mark.parametrize("name", ["setup.sh", "quickstart", "test", "check"])
+def test_every_script_can_be_parsed(name):
+    subprocess.run(["bash", "-n", ROOT / "scripts" / name], check=True)
+    assert name == "setup.sh" or os.access(ROOT / "scripts" / name, os.X_OK)
