@@ -3,13 +3,14 @@
 import contextlib
 from typing import Any
 
-import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.core.errors import DataError, SaveFailed
+from jaxlm.core.tree import leaves
 
 FORMAT_VERSION = 1
 METRIC = "loss_nats"
@@ -22,8 +23,8 @@ class Store:
     Both are written in the background and become visible together, or not at all.
     """
 
-    def __init__(self, directory: epath.PathLike, config: CheckpointConfig):
-        self.directory = epath.Path(directory)
+    def __init__(self, directory: epath.PathLike, config: CheckpointConfig, *, read_only: bool = False):
+        self.directory = epath.Path(directory).absolute()
         keep: list[checkpoint_managers.PreservationPolicy] = [checkpoint_managers.LatestN(config.keep_last)]
         if config.keep_best:
             keep.append(
@@ -36,7 +37,8 @@ class Store:
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(keep),
             best_fn=_metric,
             best_mode="min",
-            cleanup_tmp_directories=True,  # safe: the run directory is locked
+            cleanup_tmp_directories=not read_only,  # safe: who may write holds the run directory's lock
+            read_only=read_only,
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
@@ -101,9 +103,29 @@ class Store:
         Raises:
           DataError: where a leaf is missing, left over, or of another shape or dtype. Orbax would cast a dtype silently.
         """
-        saved = self._manager.item_metadata(step)["state"]
-        wanted, found = _layout(abstract), _layout(saved.tree if hasattr(saved, "tree") else saved)
-        differences = [f"{path}: want {wanted.get(path, 'nothing')}, found {found.get(path, 'nothing')}" for path in sorted(wanted | found) if wanted.get(path) != found.get(path)]
+        self._compare(step, _layout(abstract), self._saved(step))
+        return self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+
+    def restore_part(self, step: int, name: str, abstract: Any) -> Any:
+        """One part of the state, such as `params`, without reading the others. Raises DataError as `restore` does."""
+        saved = {path: layout for path, layout in self._saved(step).items() if path.startswith(f"{name}/")}
+        self._compare(step, {f"{name}/{path}": layout for path, layout in _layout(abstract).items()}, saved)
+        wanted = {name: abstract}
+        args = ocp.args.PyTreeRestore(
+            item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+        )
+        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        return reader.restore(self.directory / str(step) / "state", args=args)[name]
+
+    def _saved(self, step: int) -> dict[str, str]:
+        return _layout(self._manager.item_metadata(step)["state"])
+
+    def _compare(self, step: int, wanted: dict[str, str], found: dict[str, str]) -> None:
+        differences = [
+            f"{path}: want {wanted.get(path, 'nothing')}, found {found.get(path, 'nothing')}"
+            for path in sorted(wanted | found)
+            if wanted.get(path) != found.get(path)
+        ]
         if differences:
             more = f"\nand {len(differences) - 3} more" if len(differences) > 3 else ""
             raise DataError(
@@ -111,8 +133,6 @@ class Store:
                 where=str(self.directory / str(step)),
                 why="\n".join(differences[:3]) + more,
             )
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        return self._manager.restore(step, args=items).state
 
     def close(self) -> None:
         """Waits for what is being written; raises SaveFailed where it failed."""
@@ -148,8 +168,4 @@ def _metric(metrics: dict[str, float]) -> float:
 
 def _layout(tree: Any) -> dict[str, str]:
     """Each leaf's path, dtype and shape; named tuples and dicts of the same names read the same."""
-    out = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
-        out[name] = f"{jax.numpy.dtype(leaf.dtype).name}{list(leaf.shape)}"
-    return out
+    return {path: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}" for path, leaf in leaves(tree).items()}

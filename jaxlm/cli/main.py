@@ -24,6 +24,9 @@ class Verb:
 
 
 VERBS = {
+    "train": Verb("jaxlm.cli.train", "train a model; the same workdir resumes", "Train"),
+    "eval": Verb("jaxlm.cli.evaluate", "loss, bits per byte and calibration of a run", "Use a run"),
+    "generate": Verb("jaxlm.cli.generate", "write text with a run", "Use a run"),
     "report": Verb("jaxlm.cli.report", "draw the plots and write report.html again", "Use a run"),
     "data": Verb("jaxlm.cli.data", "look at data, tokenise it, check token shards", "Prepare"),
     "tokenizer": Verb("jaxlm.cli.tokenizer", "train a tokenizer, or show one", "Prepare"),

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Self, TextIO
 
 from rich.console import Console as Screen
@@ -83,16 +83,6 @@ class Console:
         for label, text in facts:
             for number, part in enumerate(text.splitlines() or [""]):
                 self.say(f"  {label if number == 0 else '':<{width}}  {part}")
-
-    def example(self, label: str, pieces: Sequence[tuple[str, bool]]) -> None:
-        """Prints the text of an example whose trained tokens, given as (text, is trained), stand between ‹ and ›."""
-        marked, inside = [], False
-        for text, trained in pieces:
-            if trained != inside:
-                marked.append("‹" if trained else "›")
-                inside = trained
-            marked.append(text)
-        self.block(label, [("", "".join(marked) + ("›" if inside else ""))])
 
     @contextlib.contextmanager
     def timer(self, what: str) -> Iterator[None]:

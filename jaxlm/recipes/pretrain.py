@@ -247,7 +247,7 @@ class _Session:
                 results[name] = evals.evaluate(eval_step, batches, self.put).record()
                 self._write(step, name, results[name])
             if self.is_sample_due(step):
-                for prompt, text in self.sampler.draw(state.params, step):
+                for prompt, text in self.sampler.draw(state.params):
                     self.samples.write({"step": step, "prompt": prompt, "text": text})
             self.evaluation = next(iter(results.values()))
             return self.evaluation["loss_nats"]

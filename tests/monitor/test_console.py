@@ -100,14 +100,6 @@ def test_no_screen_is_silent_and_still_logs():
     assert "2.3457" in log.getvalue()
 
 
-def test_trained_text_stands_between_marks():
-    screen = io.StringIO()
-    Console(screen, total=1).example(
-        "example", [("def ", False), ("f", True), ("():", True), (" pad", False)]
-    )
-    assert "def ‹f():› pad" in screen.getvalue()
-
-
 def test_brackets_in_text_are_no_markup():
     screen = io.StringIO()
     Console(screen, total=1).say("[bold]x[/bold] [3]")

@@ -1,0 +1,48 @@
+"""Loss, perplexity, bits per byte, accuracy and calibration of a run, on its validation sets or on any text."""
+
+import argparse
+from pathlib import Path
+
+from jaxlm.cli.arguments import needed
+from jaxlm.cli.output import Output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--text", action="append", default=[], metavar="GLOB", help="evaluate these files instead")
+    parser.add_argument("--sequence", type=int, metavar="T", help="tokens a row; the run's own unless named")
+    parser.add_argument("--batch", type=int, metavar="ROWS", help="rows at a time; the totals do not depend on it")
+    parser.add_argument("--step", type=int, metavar="STEP", help="a committed step; the newest unless named")
+    parser.add_argument("--best", action="store_true", help="the step with the lowest validation loss")
+    parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    workdir = Path(needed(args, "workdir"))
+
+    from jaxlm.recipes.evaluate import Options, evaluate
+
+    options = Options(
+        workdir=workdir,
+        step=args.step,
+        best=args.best,
+        text=tuple(args.text),
+        sequence=args.sequence,
+        batch=args.batch,
+        cpu_devices=args.cpu_devices,
+    )
+    answer = evaluate(options, out.say)
+    out.result(answer, _table(answer))
+    return 0
+
+
+def _table(answer: dict) -> str:
+    lines = [f"step {answer['step']}, rows of {answer['sequence']} tokens"]
+    head = ("set", "tokens", "nats", "perplexity", "bits/byte", "accuracy", "calibration error")
+    rows = [head]
+    for name, figures in answer["sets"].items():
+        keys = ("loss_nats", "perplexity", "bits_per_byte", "token_accuracy", "calibration_error")
+        shown = ["-" if figures[key] is None else f"{figures[key]:.4f}" for key in keys]
+        rows.append((name, str(figures["tokens"]), *shown))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(lines)

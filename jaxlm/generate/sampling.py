@@ -1,0 +1,42 @@
+"""Drawing the next token."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+EXCLUDED = -jnp.inf
+
+
+def draw(
+    logits: Float[Array, "B V"],
+    key: Array,
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Int[Array, "B"]:
+    """One id a row, from softmax(logits / temperature) cut to `top_k` and then to `top_p`; temperature 0 is the likeliest."""
+    if temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    cut = filtered(logits.astype(jnp.float32) / temperature, top_k=top_k, top_p=top_p)
+    return jax.random.categorical(key, cut, axis=-1).astype(jnp.int32)
+
+
+def filtered(
+    logits: Float[Array, "B V"], *, top_k: int | None = None, top_p: float | None = None
+) -> Float[Array, "B V"]:
+    """Logits with the excluded ids at minus infinity.
+
+    `top_k` keeps the k largest and what equals the smallest of them. `top_p` then keeps the smallest set of likeliest
+    ids whose probabilities, renormalised, reach p (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751, section 3.1).
+    """
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, top_k)[0][..., -1:]
+        logits = jnp.where(logits < least, EXCLUDED, logits)
+    if top_p is not None and top_p < 1:
+        ranked = jnp.sort(logits, axis=-1, descending=True)
+        probability = jax.nn.softmax(ranked, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability  # of the likelier ids; the likeliest always stays
+        least = jnp.min(jnp.where(before < top_p, ranked, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, EXCLUDED, logits)
+    return logits

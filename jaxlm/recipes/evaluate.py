@@ -1,0 +1,81 @@
+"""Evaluating a trained run on its validation sets, or on any text."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data import cache, prepare
+from jaxlm.data.documents import Corpus
+from jaxlm.data.loader import Loader
+from jaxlm.evals import loss as evals
+from jaxlm.parallel import host
+from jaxlm.recipes import trained
+from jaxlm.recipes.trained import Trained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is evaluated."""
+
+    workdir: Path
+    step: int | None = None
+    best: bool = False
+    text: tuple[str, ...] = ()  # globs; none means the run's own validation sets
+    sequence: int | None = None
+    batch: int | None = None
+    cpu_devices: int | None = None
+
+
+def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
+    """Figures by set under `sets`, those of the first also at the top; exact totals over every token, once each."""
+    opened = trained.open_run(
+        options.workdir, step=options.step, best=options.best, cpu_devices=options.cpu_devices
+    )
+    run = opened.run
+    sequence = options.sequence or run.data.sequence
+    limit = getattr(run.model, "context", sequence) if run.model.family == "gpt2" else sequence
+    if sequence > limit:
+        raise ConfigError(
+            f"rows of {sequence} tokens are longer than the model's position table",
+            where="--sequence",
+            why=f"the model has {limit} positions",
+            fix=f"--sequence={limit}",
+        )
+    batch = options.batch or run.train.batch
+    ways = opened.model.mesh.shape["data"] * opened.model.mesh.shape["fsdp"]
+    batch = -(-batch // ways) * ways
+    sets = {}
+    with jax.set_mesh(opened.model.mesh):
+        table = np.pad(opened.tokenizer.token_bytes, (0, opened.model.blueprint.config.vocab - opened.tokenizer.size))
+        step = jax.jit(evals.build(opened.model.blueprint.merge, table, chunk=run.loss.chunk))
+        rows = host.host_rows(opened.model.mesh, batch)
+        put = functools.partial(host.put, opened.model.mesh)
+        for name, loader in _loaders(opened, options, sequence, say).items():
+            batches = loader.evaluation(batch=batch, rows=rows)
+            result = evals.evaluate(functools.partial(step, opened.params), batches, put)
+            sets[name] = result.record() | {"reliability": dataclasses.asdict(result.reliability)}
+    return {"step": opened.step, "sequence": sequence, **next(iter(sets.values())), "sets": sets}
+
+
+def _loaders(opened: Trained, options: Options, sequence: int, say: Any) -> dict[str, Loader]:
+    run = opened.run
+    if options.text:
+        corpus = Corpus.find(options.text, run.data.text_key, "text")
+        return {"text": prepare.text_loader(corpus, opened.tokenizer, sequence, cache.default(), say)}
+    data = dataclasses.replace(run.data, sequence=sequence)
+    found = prepare.open_data(data, seed=run.seed, say=say)
+    if found.tokenizer.digest != opened.tokenizer.digest:
+        raise ConfigError(
+            "the run's data now gives another tokenizer than the one it was trained with",
+            where="data.tokenizer",
+            why="files behind data.train have changed since",
+            fix="--text='validation/*.txt' evaluates with the run's own tokenizer",
+        )
+    if not found.validation:
+        raise ConfigError("the run has no validation set", where="data.validation", fix="--text='texts/*.txt'")
+    return found.validation

@@ -1,0 +1,64 @@
+"""A trained run, opened to be used."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.store import Store
+from jaxlm.core import config
+from jaxlm.core.errors import ConfigError, InputMissing
+from jaxlm.data import tokenizer as tokenizers
+from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.parallel.config import MeshConfig
+from jaxlm.recipes import assembly, devices
+from jaxlm.recipes.assembly import Assembly
+from jaxlm.recipes.config import Run
+from jaxlm.train.rundir import read_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A run's model with the parameters of one step, replicated over this machine's devices or split as its mesh says."""
+
+    run: Run
+    step: int
+    model: Assembly
+    params: Any
+    tokenizer: Tokenizer
+
+
+def open_run(workdir: Path, *, step: int | None = None, best: bool = False, cpu_devices: int | None = None) -> Trained:
+    """Opens the newest step of a run, the best one, or the one named.
+
+    Raises:
+      InputMissing: where there is no run or no such step.
+    """
+    run = config.from_json(Run, read_json(workdir, "config.json"), where=str(workdir / "config.json"))
+    encoder = tokenizers.load((workdir / "tokenizer").read_bytes(), str(workdir / "tokenizer"))
+    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
+    committed = store.steps()
+    chosen = step if step is not None else (store.best() if best else None) or (committed[-1] if committed else None)
+    if chosen is None or chosen not in committed:
+        raise InputMissing(
+            f"there is no checkpoint of step {chosen}" if chosen is not None else "there is no checkpoint yet",
+            where=str(workdir / "checkpoints"),
+            why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
+            fix=f"--step={committed[-1]}" if committed else f"jaxlm train --config=... --workdir={workdir}",
+        )
+    devices.start(cpu_devices)
+    mesh = devices.build_mesh(run.mesh if _fits(run.mesh) else MeshConfig())
+    model = assembly.assemble(run, assembly.vocabulary(run, encoder.size), mesh)
+    params = store.restore_part(chosen, "params", assembly.placed(model))
+    return Trained(run, chosen, model, params, encoder)
+
+
+def _fits(mesh: MeshConfig) -> bool:
+    """Whether the run's mesh can be laid out here; a run trained on a pod is looked at on a laptop too."""
+    try:
+        mesh.sizes(jax.device_count())
+    except ConfigError:
+        return False
+    return True
