@@ -11,4 +11,6 @@ class CheckpointConfig:
 
     every: Span = setting(Span.parse("10%"), "how often to save")
     keep_last: int = setting(2, "newest steps that are kept", low=1)
-    keep_best: int = setting(1, "steps with the lowest evaluation loss that are kept as well", low=0)
+    keep_best: int = setting(
+        1, "steps with the lowest evaluation loss that are kept as well", low=0
+    )

@@ -23,24 +23,37 @@ class Store:
     Both are written in the background and become visible together, or not at all.
     """
 
-    def __init__(self, directory: epath.PathLike, config: CheckpointConfig, *, read_only: bool = False):
+    def __init__(
+        self, directory: epath.PathLike, config: CheckpointConfig, *, read_only: bool = False
+    ):
         self.directory = epath.Path(directory).absolute()
-        keep: list[checkpoint_managers.PreservationPolicy] = [checkpoint_managers.LatestN(config.keep_last)]
+        keep: list[checkpoint_managers.PreservationPolicy] = [
+            checkpoint_managers.LatestN(config.keep_last)
+        ]
         if config.keep_best:
             keep.append(
                 checkpoint_managers.BestN(
-                    get_metric_fn=_metric, reverse=True, n=config.keep_best, keep_checkpoints_without_metrics=False
+                    get_metric_fn=_metric,
+                    reverse=True,
+                    n=config.keep_best,
+                    keep_checkpoints_without_metrics=False,
                 )
             )
         options = ocp.CheckpointManagerOptions(
-            save_decision_policy=checkpoint_managers.FixedIntervalPolicy(1),  # the loop decides when
+            save_decision_policy=checkpoint_managers.FixedIntervalPolicy(
+                1
+            ),  # the loop decides when
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(keep),
             best_fn=_metric,
             best_mode="min",
             cleanup_tmp_directories=not read_only,  # safe: who may write holds the run directory's lock
             read_only=read_only,
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        # Named now: a manager that has not saved in this process knows no metadata of a step otherwise.
+        handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(
+            self.directory, options=options, item_handlers=handlers
+        )
 
     def steps(self) -> list[int]:
         """Committed steps, oldest first."""
@@ -50,7 +63,9 @@ class Store:
         """The committed step with the lowest evaluation loss; None where no step was evaluated."""
         return self._manager.best_step()
 
-    def save(self, step: int, state: Any, meta: dict[str, Any], loss_nats: float | None = None) -> None:
+    def save(
+        self, step: int, state: Any, meta: dict[str, Any], loss_nats: float | None = None
+    ) -> None:
         """Copies the state off the device, then writes in the background.
 
         Returns once `state` may be donated.
@@ -69,7 +84,11 @@ class Store:
         except (OSError, ValueError, RuntimeError) as error:
             raise self._failed(error) from error
         if not taken:
-            raise SaveFailed(f"step {step} was due and was not saved", where=str(self.directory), why=f"newest step there: {self._manager.latest_step()}")
+            raise SaveFailed(
+                f"step {step} was due and was not saved",
+                where=str(self.directory),
+                why=f"newest step there: {self._manager.latest_step()}",
+            )
 
     def check(self) -> None:
         """Raises SaveFailed where a save in the background has failed."""
@@ -85,9 +104,15 @@ class Store:
           DataError: where it cannot be read or comes from a newer format.
         """
         try:
-            meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+            meta = self._manager.restore(
+                step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
+            ).meta
         except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"checkpoint {step} cannot be read", where=str(self.directory / str(step)), why=str(error)) from error
+            raise DataError(
+                f"checkpoint {step} cannot be read",
+                where=str(self.directory / str(step)),
+                why=str(error),
+            ) from error
         if meta.get("format_version") != FORMAT_VERSION:
             raise DataError(
                 f"checkpoint {step} has format {meta.get('format_version')}",
@@ -104,15 +129,25 @@ class Store:
           DataError: where a leaf is missing, left over, or of another shape or dtype. Orbax would cast a dtype silently.
         """
         self._compare(step, _layout(abstract), self._saved(step))
-        return self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+        return self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        ).state
 
     def restore_part(self, step: int, name: str, abstract: Any) -> Any:
         """One part of the state, such as `params`, without reading the others. Raises DataError as `restore` does."""
-        saved = {path: layout for path, layout in self._saved(step).items() if path.startswith(f"{name}/")}
-        self._compare(step, {f"{name}/{path}": layout for path, layout in _layout(abstract).items()}, saved)
+        saved = {
+            path: layout
+            for path, layout in self._saved(step).items()
+            if path.startswith(f"{name}/")
+        }
+        self._compare(
+            step, {f"{name}/{path}": layout for path, layout in _layout(abstract).items()}, saved
+        )
         wanted = {name: abstract}
         args = ocp.args.PyTreeRestore(
-            item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+            item=wanted,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=True,
         )
         reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
         return reader.restore(self.directory / str(step) / "state", args=args)[name]
@@ -168,4 +203,7 @@ def _metric(metrics: dict[str, float]) -> float:
 
 def _layout(tree: Any) -> dict[str, str]:
     """Each leaf's path, dtype and shape; named tuples and dicts of the same names read the same."""
-    return {path: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}" for path, leaf in leaves(tree).items()}
+    return {
+        path: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+        for path, leaf in leaves(tree).items()
+    }

@@ -8,11 +8,21 @@ from jaxlm.cli.output import Output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text", action="append", default=[], metavar="GLOB", help="evaluate these files instead")
-    parser.add_argument("--sequence", type=int, metavar="T", help="tokens a row; the run's own unless named")
-    parser.add_argument("--batch", type=int, metavar="ROWS", help="rows at a time; the totals do not depend on it")
-    parser.add_argument("--step", type=int, metavar="STEP", help="a committed step; the newest unless named")
-    parser.add_argument("--best", action="store_true", help="the step with the lowest validation loss")
+    parser.add_argument(
+        "--text", action="append", default=[], metavar="GLOB", help="evaluate these files instead"
+    )
+    parser.add_argument(
+        "--sequence", type=int, metavar="T", help="tokens a row; the run's own unless named"
+    )
+    parser.add_argument(
+        "--batch", type=int, metavar="ROWS", help="rows at a time; the totals do not depend on it"
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="STEP", help="a committed step; the newest unless named"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="the step with the lowest validation loss"
+    )
     parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices")
 
 
@@ -44,5 +54,8 @@ def _table(answer: dict) -> str:
         shown = ["-" if figures[key] is None else f"{figures[key]:.4f}" for key in keys]
         rows.append((name, str(figures["tokens"]), *shown))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines += [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
     return "\n".join(lines)

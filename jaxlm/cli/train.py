@@ -10,11 +10,18 @@ from jaxlm.core import config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stop_at", type=int, metavar="STEP", help="save after this step and exit 0")
     parser.add_argument(
-        "--allow_change", default="", metavar="A.B,C", help="settings that may differ from those of the run in --workdir"
+        "--stop_at", type=int, metavar="STEP", help="save after this step and exit 0"
     )
-    parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices, to try a mesh")
+    parser.add_argument(
+        "--allow_change",
+        default="",
+        metavar="A.B,C",
+        help="settings that may differ from those of the run in --workdir",
+    )
+    parser.add_argument(
+        "--cpu_devices", type=int, metavar="N", help="split the CPU into N devices, to try a mesh"
+    )
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

@@ -1,10 +1,10 @@
 """Which dtype holds parameters, multiplies, and adds up."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from jaxlm.core.precision_config import PrecisionConfig
 
@@ -37,6 +37,6 @@ class Precision:
         """The dtype in which activations flow between products: `compute`, but float32 on CPU, where low precision only pays inside a product."""
         return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else self.compute
 
-    def reduced(self, gradients):
+    def reduced(self, gradients: Any) -> Any:
         """A gradient tree in the dtype in which it is summed."""
         return jax.tree.map(lambda g: g.astype(self.reduce), gradients)

@@ -13,5 +13,8 @@ class PrecisionConfig:
     """Dtypes of the master weights, of the matrix products, and of summed gradients."""
 
     params: Float = setting("float32", "dtype of the master weights and the optimizer's moments")
-    compute: Float = setting("float32", "dtype of matrix operands and activations; accumulation, softmax, norms and loss stay float32")
+    compute: Float = setting(
+        "float32",
+        "dtype of matrix operands and activations; accumulation, softmax, norms and loss stay float32",
+    )
     reduce: Float = setting("float32", "dtype in which gradients are summed over micro-batches")

@@ -16,4 +16,6 @@ def key(seed: int, name: str, step: int | Array = 0) -> Array:
 
 def stream(root: Array, name: str) -> Array:
     """A key that only `name` uses: `root` folded with the first four bytes of the name's sha256."""
-    return jax.random.fold_in(root, int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big"))
+    return jax.random.fold_in(
+        root, int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    )

@@ -9,17 +9,24 @@ import numpy as np
 
 def path_text(path: tuple[Any, ...]) -> str:
     """A JAX key path as "blocks/attention/query/weight"."""
-    return "/".join(str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))) for part in path)
+    return "/".join(
+        str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part))))
+        for part in path
+    )
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Every leaf by its path, in tree order."""
-    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)}
+    return {
+        path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+    }
 
 
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """`jax.tree.map` whose function also gets the leaf's path as its first argument."""
-    return jax.tree_util.tree_map_with_path(lambda path, *xs: function(path_text(path), *xs), tree, *rest)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *xs: function(path_text(path), *xs), tree, *rest
+    )
 
 
 def count(tree: Any) -> int:
@@ -29,4 +36,6 @@ def count(tree: Any) -> int:
 
 def size_bytes(tree: Any) -> int:
     """Bytes in all leaves, over all devices, replicas counted once."""
-    return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+    return sum(
+        int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
+    )

@@ -141,15 +141,15 @@ def _read(path: Path, name: str, text_key: str, counts: Counter[str]) -> Iterato
         yield Document(text, name, 0)
         return
     for number, record in enumerate(records):
-        text = record.get(text_key) if isinstance(record, dict) else None
-        if not isinstance(text, str):
+        found = record.get(text_key) if isinstance(record, dict) else None
+        if not isinstance(found, str):
             if number < PROBED_RECORDS:
                 _refuse_record(record, name, number, text_key)
             counts["no text"] += 1
-        elif not text:
+        elif not found:
             counts["empty"] += 1
         else:
-            yield Document(_encodable(text, counts), name, number)
+            yield Document(_encodable(found, counts), name, number)
 
 
 def _encodable(text: str, counts: Counter[str]) -> str:

@@ -97,7 +97,9 @@ class Loader:
                 tokens[here], targets[here], segments[here] = ids[:-1], ids[1:], segment
                 positions[here] = np.arange(length)
                 slot += length
-        return Tokens(tokens, targets, (segments > 0).astype(np.float32), segments, positions)
+        weights = (segments > 0).astype(np.float32)
+        # NumPy until it is placed on devices: the one place where a batch holds anything but JAX arrays.
+        return Tokens(tokens, targets, weights, segments, positions)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """From the data section of a config to loaders: find, split, train the tokenizer, tokenise, plan."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import re
@@ -178,7 +179,7 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
             part.documents(counts),
             encoder,
             counts,
-            lambda done, name=part.name: progress(name, done),
+            functools.partial(progress, part.name),
             name=part.setting,
         )
     return written

@@ -14,10 +14,10 @@ Draw = Callable[[Array, Array], Array]
 
 
 class Generated(NamedTuple):
-    """New ids of each row; those from `count` on are padding."""
+    """New ids of each row; those from `length` on are padding."""
 
     ids: Int[Array, "B M"]
-    count: Int[Array, "B"]  # the end token included, where it came
+    length: Int[Array, "B"]  # the end token included, where it came
 
 
 def build(
@@ -52,7 +52,9 @@ def build(
             number, *_, ended = carry
             return (number < max_tokens) & ~jnp.all(ended)
 
-        def advance(carry: tuple[Array, Array, KVCache, Array, Array]) -> tuple[Array, Array, KVCache, Array, Array]:
+        def advance(
+            carry: tuple[Array, Array, KVCache, Array, Array],
+        ) -> tuple[Array, Array, KVCache, Array, Array]:
             number, ids, cache, token, ended = carry
             hidden = model(token[:, None], positions=cache.length[:, None], cache=cache)
             drawn = pick(model, hidden.values, jax.random.fold_in(key, number))
@@ -61,11 +63,11 @@ def build(
             cache = hidden.cache._replace(length=cache.length + 1)
             return number + 1, ids.at[:, number].set(drawn), cache, drawn, ended | (drawn == end)
 
-        number, ids, _, _, ended = jax.lax.while_loop(is_open, advance, begun)
+        number, ids, *_ = jax.lax.while_loop(is_open, advance, begun)
         written = jnp.arange(max_tokens)[None] < number
         stops = (ids == end) & written
-        count = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, number)
-        return Generated(ids, count.astype(jnp.int32))
+        length = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, number)
+        return Generated(ids, length.astype(jnp.int32))
 
     def pick(model: Decoder, hidden: Array, key: Array) -> Array:
         logits = model.logits(hidden)[:, 0]

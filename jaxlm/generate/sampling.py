@@ -36,7 +36,9 @@ def filtered(
     if top_p is not None and top_p < 1:
         ranked = jnp.sort(logits, axis=-1, descending=True)
         probability = jax.nn.softmax(ranked, axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability  # of the likelier ids; the likeliest always stays
+        before = (
+            jnp.cumsum(probability, axis=-1) - probability
+        )  # of the likelier ids; the likeliest always stays
         least = jnp.min(jnp.where(before < top_p, ranked, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < least, EXCLUDED, logits)
     return logits

@@ -22,9 +22,18 @@ class Blueprint:
     the module again, at no cost in a trace. `axes` is the tree of each parameter's logical axis names.
     """
 
-    def __init__(self, config: configs.Decoder, precision: Precision, *, layers: Layers = "scan", remat: str = "none"):
+    def __init__(
+        self,
+        config: configs.Decoder,
+        precision: Precision,
+        *,
+        layers: Layers = "scan",
+        remat: str = "none",
+    ):
         self.config = config
-        self._make = lambda key: Decoder(config, key=key, precision=precision, layers=layers, remat=remat)
+        self._make = lambda key: Decoder(
+            config, key=key, precision=precision, layers=layers, remat=remat
+        )
         module = nnx.eval_shape(self._make, jax.random.key(0))
         self._graphdef, state = nnx.split(module)
         self._treedef = jax.tree.structure(state)

@@ -17,7 +17,9 @@ def parameters(config: Decoder) -> int:
 
 def multiplying_parameters(config: Decoder) -> int:
     """Those that every token is multiplied with: all matrices and the unembedding, no look-up table, norm or bias."""
-    return sum(_matrices(block, config.width) for block in config.layers) + config.vocab * config.width
+    return (
+        sum(_matrices(block, config.width) for block in config.layers) + config.vocab * config.width
+    )
 
 
 def flops_per_token(config: Decoder, sequence: int, *, causal: bool) -> float:
@@ -30,7 +32,10 @@ def flops_per_token(config: Decoder, sequence: int, *, causal: bool) -> float:
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     attention = sum(
-        12 * block.attention.heads * block.attention.head_dim * _keys(block.attention.window, sequence, causal)
+        12
+        * block.attention.heads
+        * block.attention.head_dim
+        * _keys(block.attention.window, sequence, causal)
         for block in config.layers
     )
     return 6 * multiplying_parameters(config) + attention
@@ -64,9 +69,13 @@ def cache_bytes(config: Decoder, slots: int, *, element_bytes: int) -> int:
 
 def _block(block: BlockConfig, width: int) -> int:
     biases = sum(outs for _, outs, has_bias in _products(block, width) if has_bias)
-    norms = {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1}[block.residual] * _norm(block.norm, width)
+    norms = {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1}[block.residual] * _norm(
+        block.norm, width
+    )
     attention = block.attention
-    return _matrices(block, width) + biases + norms + 2 * _norm(attention.qk_norm, attention.head_dim)
+    return (
+        _matrices(block, width) + biases + norms + 2 * _norm(attention.qk_norm, attention.head_dim)
+    )
 
 
 def _matrices(block: BlockConfig, width: int) -> int:

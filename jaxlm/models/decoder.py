@@ -11,7 +11,7 @@ from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.models import config as configs
-from jaxlm.nn.cache import KVCache
+from jaxlm.nn.cache import KVCache, LayerCache
 from jaxlm.nn.config import BlockConfig
 from jaxlm.nn.dropout import dropout
 from jaxlm.nn.embedding import Embedding
@@ -35,7 +35,15 @@ class Hidden(NamedTuple):
 class Decoder(nnx.Module):
     """Embedding, blocks, norm, unembedding."""
 
-    def __init__(self, config: configs.Decoder, *, key: Array, precision: Precision, layers: Layers = "scan", remat: str = "none"):
+    def __init__(
+        self,
+        config: configs.Decoder,
+        *,
+        key: Array,
+        precision: Precision,
+        layers: Layers = "scan",
+        remat: str = "none",
+    ):
         self.config, self.precision = config, precision
         init = Initializer(config.init, config.init_std, config.depth, precision.params)
 
@@ -43,23 +51,46 @@ class Decoder(nnx.Module):
             return random.stream(key, name)
 
         def table(name: str, rows: int, axis: str) -> Embedding:
-            return Embedding(rows, config.width, axis=axis, key=at(name), init=init, precision=precision)
+            return Embedding(
+                rows, config.width, axis=axis, key=at(name), init=init, precision=precision
+            )
 
         def stack(name: str, depth: int, pattern: tuple[BlockConfig, ...], layers: Layers) -> Stack:
             return Stack(
-                config.width, depth, pattern, key=at(name), init=init, precision=precision, layers=layers, remat=remat
+                config.width,
+                depth,
+                pattern,
+                key=at(name),
+                init=init,
+                precision=precision,
+                layers=layers,
+                remat=remat,
             )
 
         self.embedding = table("embedding", config.vocab, "vocab")
-        self.positions = config.positions and table("positions", config.positions, "positions")
-        self.prefix = stack("prefix", len(config.prefix), config.prefix, "unroll") if config.prefix else None
+        self.positions = (
+            None if config.positions is None else table("positions", config.positions, "positions")
+        )
+        self.prefix = (
+            stack("prefix", len(config.prefix), config.prefix, "unroll") if config.prefix else None
+        )
         self.stack = stack("stack", config.depth - len(config.prefix), config.pattern, layers)
-        self.final_norm = config.final_norm and Norm(config.width, config.final_norm, axis="embed", dtype=init.dtype)
+        self.final_norm = (
+            None
+            if config.final_norm is None
+            else Norm(config.width, config.final_norm, axis="embed", dtype=init.dtype)
+        )
         vocab = {"vocab": config.vocab}
         self.unembedding = (
             None
             if config.tied
-            else Linear({"embed": config.width}, vocab, key=at("unembedding"), init=init, precision=precision)
+            else Linear(
+                {"embed": config.width},
+                vocab,
+                key=at("unembedding"),
+                init=init,
+                precision=precision,
+            )
         )
 
     def __call__(
@@ -80,15 +111,32 @@ class Decoder(nnx.Module):
         x = self.embedding(tokens) * self.config.embed_scale
         if self.positions is not None:
             x = x + self.positions(positions)
-        x = dropout(constrain(x.astype(self.precision.activations), "batch", "length", None), self.config.dropout, keys[0])
-        mask = masks.causal(tokens.shape[1], segments) if cache is None else _cache_mask(cache, tokens.shape[1])
+        x = dropout(
+            constrain(x.astype(self.precision.activations), "batch", "length", None),
+            self.config.dropout,
+            keys[0],
+        )
+        mask = (
+            masks.causal(tokens.shape[1], segments)
+            if cache is None
+            else _cache_mask(cache, tokens.shape[1])
+        )
         layers, start = (None, None) if cache is None else (cache.layers, cache.length)
-        written = {}
-        for prefix, stack, stack_key in (("prefix/", self.prefix, keys[1]), ("stack/", self.stack, keys[2])):
+        written: dict[str, LayerCache] = {}
+        for prefix, stack, stack_key in (
+            ("prefix/", self.prefix, keys[1]),
+            ("stack/", self.stack, keys[2]),
+        ):
             if stack is None:
                 continue
-            own = layers and {name.removeprefix(prefix): layer for name, layer in layers.items() if name.startswith(prefix)}
-            x, out = stack(x, positions=positions, mask=mask, caches=own, start=start, key=stack_key)
+            own = layers and {
+                name.removeprefix(prefix): layer
+                for name, layer in layers.items()
+                if name.startswith(prefix)
+            }
+            x, out = stack(
+                x, positions=positions, mask=mask, caches=own, start=start, key=stack_key
+            )
             written |= {prefix + name: layer for name, layer in (out or {}).items()}
         if self.final_norm is not None:
             x = self.final_norm(x)
@@ -96,7 +144,9 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Scores of every id, float32; apart from the call so that a loss may take the rows in chunks."""
-        out = self.embedding.unembed(hidden) if self.unembedding is None else self.unembedding(hidden)
+        out = (
+            self.embedding.unembed(hidden) if self.unembedding is None else self.unembedding(hidden)
+        )
         out = constrain(out.astype(jnp.float32), "batch", "length", "vocab")
         cap = self.config.logit_cap
         return out if cap is None else cap * jnp.tanh(out / cap)
@@ -116,5 +166,5 @@ class Decoder(nnx.Module):
 
 def _cache_mask(cache: KVCache, length: int) -> Mask:
     """Row b's new tokens lie at slots length[b] on, and see every slot up to their own."""
-    query = cache.length[:, None] + jax.numpy.arange(length, dtype=jnp.int32)
+    query = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     return Mask(query_index=query, key_index=jnp.arange(cache.slots, dtype=jnp.int32)[None])

@@ -53,11 +53,21 @@ class Console:
     """
 
     def __init__(self, screen: TextIO | None, *, log: TextIO | None = None, total: int):
-        # A notebook's output is no terminal, and rich's widgets for it need another package.
+        # A notebook asks for colour in its environment, but is no terminal: a bar there would leave a line a frame.
         self._screen = (
-            Screen(file=screen, force_jupyter=False, highlight=False, emoji=False, soft_wrap=True)
+            Screen(
+                file=screen,
+                force_terminal=screen.isatty(),
+                force_jupyter=False,
+                highlight=False,
+                emoji=False,
+                soft_wrap=True,
+            )
             if screen
             else None
+        )
+        self._is_live = bool(
+            self._screen and self._screen.is_terminal and not self._screen.is_dumb_terminal
         )
         self._log, self._total, self._rows = log, total, 0
         self._bar: Progress | None = None
@@ -88,7 +98,7 @@ class Console:
     def timer(self, what: str) -> Iterator[None]:
         """Shows that something long is under way, as a compilation, and says at its end how long it took."""
         begun = time.monotonic()
-        if self._screen and self._screen.is_terminal:
+        if self._is_live:
             bar = Progress(
                 TextColumn(f"{what} {{task.elapsed:.0f}}s"), console=self._screen, transient=True
             )
@@ -125,7 +135,9 @@ class Console:
             self._bar = None
 
     def _advance(self, step: int) -> None:
-        if not (self._screen and self._screen.is_terminal):
+        if step >= self._total:
+            self.close()
+        if not self._is_live or step >= self._total:
             return
         if self._bar is None:
             self._bar = Progress(

@@ -21,21 +21,43 @@ from jaxlm.parallel.rules import constrain
 class Attention(nnx.Module):
     """Queries, keys and values of the same tokens; grouped, rotated, normed and capped as the config says."""
 
-    def __init__(self, width: int, config: AttentionConfig, *, key: Array, init: Initializer, precision: Precision):
+    def __init__(
+        self,
+        width: int,
+        config: AttentionConfig,
+        *,
+        key: Array,
+        init: Initializer,
+        precision: Precision,
+    ):
         self.config, self.precision = config, precision
         keys = jax.random.split(key, 4)
         stream = {"embed": width}
         queries = {"heads": config.heads, "head_dim": config.head_dim}
         shared = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
-        self.query = Linear(stream, queries, key=keys[0], init=init, precision=precision, bias=config.bias)
-        self.key = Linear(stream, shared, key=keys[1], init=init, precision=precision, bias=config.bias)
-        self.value = Linear(stream, shared, key=keys[2], init=init, precision=precision, bias=config.bias)
+        self.query = Linear(
+            stream, queries, key=keys[0], init=init, precision=precision, bias=config.bias
+        )
+        self.key = Linear(
+            stream, shared, key=keys[1], init=init, precision=precision, bias=config.bias
+        )
+        self.value = Linear(
+            stream, shared, key=keys[2], init=init, precision=precision, bias=config.bias
+        )
         self.out = Linear(
-            queries, stream, key=keys[3], init=init, precision=precision, bias=config.bias, ends_on_residual=True
+            queries,
+            stream,
+            key=keys[3],
+            init=init,
+            precision=precision,
+            bias=config.bias,
+            ends_on_residual=True,
         )
 
         def norm() -> Norm | None:
-            return config.qk_norm and Norm(config.head_dim, config.qk_norm, axis="head_dim", dtype=init.dtype)
+            if config.qk_norm is None:
+                return None
+            return Norm(config.head_dim, config.qk_norm, axis="head_dim", dtype=init.dtype)
 
         self.query_norm, self.key_norm = norm(), norm()
 

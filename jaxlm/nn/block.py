@@ -20,16 +20,26 @@ REMAT_NAMES = ("attention_out", "mlp_out")  # what a policy "save:..." can name
 
 
 class Block(nnx.Module):
-    """Attention f and MLP g on the stream x, with norms n:
+    """Attention f and MLP g on the stream x, with norms n, wired in one of four ways.
 
     - pre: x + f(n(x)), then + g(n(x))      - post: n(x + f(x)), then n(x + g(x))
     - sandwich: x + n(f(n(x))), then the same with g      - parallel: x + f(n(x)) + g(n(x)), one norm for both
     """
 
-    def __init__(self, width: int, config: BlockConfig, *, key: Array, init: Initializer, precision: Precision):
+    def __init__(
+        self,
+        width: int,
+        config: BlockConfig,
+        *,
+        key: Array,
+        init: Initializer,
+        precision: Precision,
+    ):
         self.config = config
         attention_key, mlp_key = jax.random.split(key)
-        self.attention = Attention(width, config.attention, key=attention_key, init=init, precision=precision)
+        self.attention = Attention(
+            width, config.attention, key=attention_key, init=init, precision=precision
+        )
         self.mlp = Mlp(width, config.mlp, key=mlp_key, init=init, precision=precision)
 
         def norm() -> Norm:
@@ -54,7 +64,9 @@ class Block(nnx.Module):
         keys = (None, None, None) if key is None else jax.random.split(key, 3)
         residual, rate = self.config.residual, self.config.dropout
         read = x if residual == "post" else self.attention_norm(x)
-        added, cache = self.attention(read, positions=positions, mask=mask, cache=cache, start=start, key=keys[0])
+        added, cache = self.attention(
+            read, positions=positions, mask=mask, cache=cache, start=start, key=keys[0]
+        )
         if self.attention_out_norm is not None:
             added = self.attention_out_norm(added)
         added = dropout(checkpoint_name(added, "attention_out"), rate, keys[1])

@@ -14,13 +14,17 @@ class LayerCache(NamedTuple):
     keys: Float[Array, "B S K H"]
     values: Float[Array, "B S K H"]
 
-    def write(self, keys: Float[Array, "B T K H"], values: Float[Array, "B T K H"], start: Int[Array, "B"]) -> Self:
+    def write(
+        self, keys: Float[Array, "B T K H"], values: Float[Array, "B T K H"], start: Int[Array, "B"]
+    ) -> Self:
         """Puts T new entries into each row from its own slot `start` on."""
 
         def place(cache: Array, new: Array, slot: Array) -> Array:
             return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (slot, 0, 0))
 
-        return type(self)(jax.vmap(place)(self.keys, keys, start), jax.vmap(place)(self.values, values, start))
+        return type(self)(
+            jax.vmap(place)(self.keys, keys, start), jax.vmap(place)(self.values, values, start)
+        )
 
 
 class KVCache(NamedTuple):
@@ -33,7 +37,9 @@ class KVCache(NamedTuple):
     length: Int[Array, "B"]
 
     @classmethod
-    def empty(cls, shapes: dict[str, tuple[int, ...]], rows: int, slots: int, dtype: jnp.dtype) -> Self:
+    def empty(
+        cls, shapes: dict[str, tuple[int, ...]], rows: int, slots: int, dtype: jnp.dtype
+    ) -> Self:
         """Zeroed caches. A shape is (kv_heads, head_dim), with the number of stacked layers in front where there are any."""
 
         def zeros(shape: tuple[int, ...]) -> Array:

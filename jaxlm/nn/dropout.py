@@ -12,4 +12,6 @@ def dropout(x: Array, rate: float, key: Array | None) -> Array:
     """
     if rate == 0.0 or key is None:
         return x
-    return jnp.where(jax.random.bernoulli(key, 1.0 - rate, x.shape), x / (1.0 - rate), jnp.zeros((), x.dtype))
+    return jnp.where(
+        jax.random.bernoulli(key, 1.0 - rate, x.shape), x / (1.0 - rate), jnp.zeros((), x.dtype)
+    )

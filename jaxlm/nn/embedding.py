@@ -12,7 +12,16 @@ from jaxlm.ops.matmul import matmul
 class Embedding(nnx.Module):
     """A table with one row for each id. Ids must lie in the table: JAX would clamp the others silently, so the host checks."""
 
-    def __init__(self, rows: int, width: int, *, axis: str, key: Array, init: Initializer, precision: Precision):
+    def __init__(
+        self,
+        rows: int,
+        width: int,
+        *,
+        axis: str,
+        key: Array,
+        init: Initializer,
+        precision: Precision,
+    ):
         self.precision = precision
         self.table = parameter(init.table(key, (rows, width)), axis, "embed")
 

@@ -27,7 +27,9 @@ class Initializer:
     depth: int
     dtype: jnp.dtype
 
-    def weight(self, key: Array, shape: tuple[int, int], *, ends_on_residual: bool = False) -> Array:
+    def weight(
+        self, key: Array, shape: tuple[int, int], *, ends_on_residual: bool = False
+    ) -> Array:
         """A [ins, outs] matrix."""
         ins, outs = shape
         std = {

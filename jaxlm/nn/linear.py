@@ -33,7 +33,9 @@ class Linear(nnx.Module):
         self.ins, self.outs = tuple(ins.values()), tuple(outs.values())
         self.precision = precision
         flat = (math.prod(self.ins), math.prod(self.outs))
-        weight = init.weight(key, flat, ends_on_residual=ends_on_residual).reshape(self.ins + self.outs)
+        weight = init.weight(key, flat, ends_on_residual=ends_on_residual).reshape(
+            self.ins + self.outs
+        )
         self.weight = parameter(weight, *ins, *outs)
         self.bias = parameter(jnp.zeros(self.outs, init.dtype), *outs) if bias else None
 

@@ -25,7 +25,9 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
 class Mlp(nnx.Module):
     """down(act(up(x))), or down(act(gate(x)) * up(x)) where gated (Shazeer 2020, arXiv:2002.05202)."""
 
-    def __init__(self, width: int, config: MlpConfig, *, key: Array, init: Initializer, precision: Precision):
+    def __init__(
+        self, width: int, config: MlpConfig, *, key: Array, init: Initializer, precision: Precision
+    ):
         self.config = config
         keys = jax.random.split(key, 3)
         stream, hidden = {"embed": width}, {"mlp": config.hidden}
@@ -36,7 +38,13 @@ class Mlp(nnx.Module):
         self.gate = into_hidden(keys[0]) if config.gated else None
         self.up = into_hidden(keys[1])
         self.down = Linear(
-            hidden, stream, key=keys[2], init=init, precision=precision, bias=config.bias, ends_on_residual=True
+            hidden,
+            stream,
+            key=keys[2],
+            init=init,
+            precision=precision,
+            bias=config.bias,
+            ends_on_residual=True,
         )
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

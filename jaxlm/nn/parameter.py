@@ -13,4 +13,4 @@ def parameter(value: Array, *axes: str) -> nnx.Param:
     """
     if len(axes) != value.ndim:
         raise ValueError(f"{len(axes)} axis names for shape {value.shape}")
-    return nnx.Param(value, **{LOGICAL_AXES: axes})
+    return nnx.Param(value, logical_axes=axes)  # type: ignore[call-arg]

@@ -46,10 +46,20 @@ class Stack(nnx.Module):
         for kind, config in enumerate(pattern):
 
             def make(layer_key: Array, config: BlockConfig = config) -> nnx.State:
-                return nnx.state(Block(width, config, key=layer_key, init=init, precision=precision))
+                return nnx.state(
+                    Block(width, config, key=layer_key, init=init, precision=precision)
+                )
 
-            one = nnx.eval_shape(lambda config=config: Block(width, config, key=keys[0], init=init, precision=precision))
-            setattr(self, str(kind), nnx.merge(nnx.graphdef(one), jax.vmap(make)(keys[kind :: len(pattern)])))
+            one = nnx.eval_shape(
+                lambda config=config: Block(
+                    width, config, key=keys[0], init=init, precision=precision
+                )
+            )
+            setattr(
+                self,
+                str(kind),
+                nnx.merge(nnx.graphdef(one), jax.vmap(make)(keys[kind :: len(pattern)])),
+            )
 
     def __call__(
         self,
@@ -66,9 +76,14 @@ class Stack(nnx.Module):
         split = {name: nnx.split(getattr(self, name)) for name in names}
         blocks = {name: graphdef for name, (graphdef, _) in split.items()}
         states = {name: state for name, (_, state) in split.items()}
-        keys = {name: None if key is None else _kind_keys(key, self.depth, self.kinds, int(name)) for name in names}
+        keys = {
+            name: None if key is None else _kind_keys(key, self.depth, self.kinds, int(name))
+            for name in names
+        }
 
-        def layer(x: Array, name: str, state: Any, cache: LayerCache | None, key: Array | None) -> tuple[Array, Any]:
+        def layer(
+            x: Array, name: str, state: Any, cache: LayerCache | None, key: Array | None
+        ) -> tuple[Array, Any]:
             block = nnx.merge(blocks[name], state)
             return block(x, positions=positions, mask=mask, cache=cache, start=start, key=key)
 
@@ -79,9 +94,15 @@ class Stack(nnx.Module):
             return x, out
 
         repeat = rematerialised(repeat, self.remat)
-        stacked = {name: (states[name], caches[name] if caches else None, keys[name]) for name in names}
+        stacked = {
+            name: (states[name], caches[name] if caches else None, keys[name]) for name in names
+        }
         whole = self.depth // self.kinds
-        parts = {name: _unstack(stacked[name]) for name in names} if self.layers == "unroll" or self.depth % self.kinds else {}
+        parts = (
+            {name: _unstack(stacked[name]) for name in names}
+            if self.layers == "unroll" or self.depth % self.kinds
+            else {}
+        )
         outs: list[dict[str, Any]] = []
         if self.layers == "unroll":
             scanned = None
@@ -95,7 +116,10 @@ class Stack(nnx.Module):
             outs.append(out)
         if caches is None:
             return x, None
-        return x, {name: _restack(scanned and scanned[name], [out[name] for out in outs if name in out]) for name in names}
+        return x, {
+            name: _restack(scanned and scanned[name], [out[name] for out in outs if name in out])
+            for name in names
+        }
 
 
 def rematerialised(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
@@ -108,14 +132,20 @@ def rematerialised(function: Callable[..., Any], remat: str) -> Callable[..., An
     if remat == "none":
         return function
     if remat == "dots":
-        return jax.checkpoint(function, policy=policies.dots_with_no_batch_dims_saveable, prevent_cse=False)
+        return jax.checkpoint(
+            function, policy=policies.dots_with_no_batch_dims_saveable, prevent_cse=False
+        )
     if remat == "full":
         return jax.checkpoint(function, prevent_cse=False)
     kind, _, names = remat.partition(":")
     saved = names.split(",")
     if kind != "save" or not set(saved) <= set(REMAT_NAMES):
-        raise ValueError(f"{remat!r} is no remat policy: none, dots, full, or save: with some of {','.join(REMAT_NAMES)}")
-    return jax.checkpoint(function, policy=policies.save_only_these_names(*saved), prevent_cse=False)
+        raise ValueError(
+            f"{remat!r} is no remat policy: none, dots, full, or save: with some of {','.join(REMAT_NAMES)}"
+        )
+    return jax.checkpoint(
+        function, policy=policies.save_only_these_names(*saved), prevent_cse=False
+    )
 
 
 def _kind_keys(key: Array, depth: int, kinds: int, kind: int) -> Array:
@@ -126,12 +156,17 @@ def _kind_keys(key: Array, depth: int, kinds: int, kind: int) -> Array:
 def _unstack(tree: Any) -> list[Any]:
     """The tree of each layer. Split, not indexed, so that the gradients are concatenated instead of added up in zeros."""
     leaves, treedef = jax.tree.flatten(tree)
-    columns = [[part[0] for part in lax.split(leaf, (1,) * leaf.shape[0])] if not _is_key(leaf) else list(leaf) for leaf in leaves]
+    columns = [
+        [part[0] for part in lax.split(leaf, (1,) * leaf.shape[0])]
+        if not _is_key(leaf)
+        else list(leaf)
+        for leaf in leaves
+    ]
     return [jax.tree.unflatten(treedef, row) for row in zip(*columns, strict=True)]
 
 
 def _is_key(leaf: Array) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _restack(scanned: Any, rest: list[Any]) -> Any:
@@ -139,4 +174,8 @@ def _restack(scanned: Any, rest: list[Any]) -> Any:
     if not rest:
         return scanned
     stacked = jax.tree.map(lambda *xs: jax.numpy.stack(xs), *rest)
-    return stacked if scanned is None else jax.tree.map(lambda a, b: jax.numpy.concatenate((a, b)), scanned, stacked)
+    return (
+        stacked
+        if scanned is None
+        else jax.tree.map(lambda a, b: jax.numpy.concatenate((a, b)), scanned, stacked)
+    )

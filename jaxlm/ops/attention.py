@@ -32,9 +32,16 @@ def attention(
     """
     batch, length, heads, size = query.shape
     kv_heads = key.shape[2]
-    q_btkgh = (query * scale).astype(precision.compute).reshape(batch, length, kv_heads, heads // kv_heads, size)
+    q_btkgh = (
+        (query * scale)
+        .astype(precision.compute)
+        .reshape(batch, length, kv_heads, heads // kv_heads, size)
+    )
     scores_bkgts = jnp.einsum(
-        "btkgh,bskh->bkgts", q_btkgh, key.astype(precision.compute), preferred_element_type=jnp.float32
+        "btkgh,bskh->bkgts",
+        q_btkgh,
+        key.astype(precision.compute),
+        preferred_element_type=jnp.float32,
     )
     if cap is not None:
         scores_bkgts = cap * jnp.tanh(scores_bkgts / cap)

@@ -31,7 +31,11 @@ class Mask:
         if self.window is not None:
             seen &= query - key < self.window
         if self.query_segments is not None and self.key_segments is not None:
-            seen = seen & (self.query_segments[:, :, None] == self.key_segments[:, None, :]) & (self.key_segments[:, None, :] > 0)
+            seen = (
+                seen
+                & (self.query_segments[:, :, None] == self.key_segments[:, None, :])
+                & (self.key_segments[:, None, :] > 0)
+            )
         return seen
 
 

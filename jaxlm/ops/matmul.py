@@ -25,14 +25,22 @@ def _forward(x: Array, weight: Array, precision: Precision) -> tuple[Array, tupl
     return _dot(x_low, weight_low, 0, precision.activations), (x_low, weight)
 
 
-def _backward(precision: Precision, kept: tuple[Array, Array], out_grad: Array) -> tuple[Array, Array]:
+def _backward(
+    precision: Precision, kept: tuple[Array, Array], out_grad: Array
+) -> tuple[Array, Array]:
     x_low, weight = kept
     grad_low = out_grad.astype(precision.compute)
     x_grad = _dot(grad_low, weight.astype(precision.compute), 1, out_grad.dtype)
     rows = tuple(range(x_low.ndim - 1))
     if _is_flat():
-        x_low, grad_low, rows = x_low.reshape(-1, x_low.shape[-1]), grad_low.reshape(-1, grad_low.shape[-1]), (0,)
-    weight_grad = lax.dot_general(x_low, grad_low, ((rows, rows), ((), ())), preferred_element_type=precision.reduce)
+        x_low, grad_low, rows = (
+            x_low.reshape(-1, x_low.shape[-1]),
+            grad_low.reshape(-1, grad_low.shape[-1]),
+            (0,),
+        )
+    weight_grad = lax.dot_general(
+        x_low, grad_low, ((rows, rows), ((), ())), preferred_element_type=precision.reduce
+    )
     return x_grad, weight_grad.astype(weight.dtype)
 
 
@@ -47,7 +55,9 @@ def _dot(x: Array, weight: Array, side: int, result: jnp.dtype) -> Array:
     shape = x.shape
     if _is_flat():
         x = x.reshape(-1, shape[-1])
-    out = lax.dot_general(x, weight, (((x.ndim - 1,), (side,)), ((), ())), preferred_element_type=result)
+    out = lax.dot_general(
+        x, weight, (((x.ndim - 1,), (side,)), ((), ())), preferred_element_type=result
+    )
     return out.reshape(*shape[:-1], out.shape[-1])
 
 

@@ -21,7 +21,7 @@ class Factored(NamedTuple):
 class Moments(NamedTuple):
     """The updates so far, and each leaf's second moment: `Factored`, or an array of its own shape."""
 
-    count: Array
+    updates: Array
     second: Any
 
 
@@ -68,13 +68,14 @@ def scale_by_adafactor(config: Adafactor, axes: Any) -> optax.GradientTransforma
         return Moments(jnp.zeros((), jnp.int32), tree.map_with_path(empty, params))
 
     def update(grads: Any, state: Moments, params: Any = None) -> tuple[Any, Moments]:
-        count = state.count + 1
+        count = state.updates + 1
         beta = 1 - count.astype(jnp.float32) ** -config.exponent
 
         def next_moment(path: str, grad: Array, old: Factored | Array) -> Factored | Array:
             square = jnp.square(grad.astype(jnp.float32)) + config.eps
             pair = dims(path, grad.shape)
-            if pair is None:
+            if pair is None or not isinstance(old, Factored):
+                assert not isinstance(old, Factored)
                 return (beta * old + (1 - beta) * square).astype(old.dtype)
             row, col = (
                 (beta * part + (1 - beta) * square.mean(gone)).astype(part.dtype)
@@ -85,7 +86,8 @@ def scale_by_adafactor(config: Adafactor, axes: Any) -> optax.GradientTransforma
         def direction(path: str, grad: Array, param: Array, second: Factored | Array) -> Array:
             own = tuple(d for d, axis in enumerate(names[path]) if axis != "layers")
             pair = dims(path, grad.shape)
-            if pair is None:
+            if pair is None or not isinstance(second, Factored):
+                assert not isinstance(second, Factored)
                 step = grad * jax.lax.rsqrt(second)
             else:
                 first, last = pair

@@ -50,7 +50,7 @@ def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.Gradien
 class Descent(NamedTuple):
     """The updates so far."""
 
-    count: Array
+    updates: Array
 
 
 def _descend(
@@ -61,7 +61,7 @@ def _descend(
         return Descent(jnp.zeros((), jnp.int32))
 
     def update(directions: Any, state: Descent, params: Any = None) -> tuple[Any, Descent]:
-        lr = schedule(state.count)
+        lr = schedule(state.updates)
 
         def step(path: str, direction: Array, param: Array) -> Array:
             group = plan[path]
@@ -69,7 +69,7 @@ def _descend(
                 direction = direction + weight_decay * param
             return (-lr * group.lr_scale * direction).astype(param.dtype)
 
-        return tree.map_with_path(step, directions, params), Descent(state.count + 1)
+        return tree.map_with_path(step, directions, params), Descent(state.updates + 1)
 
     return optax.GradientTransformation(init, update)
 

@@ -17,15 +17,23 @@ AxisSize = int | Literal["auto"]
 class MeshConfig:
     """How many devices lie along each axis. The product is the number of devices; one axis may be `auto`."""
 
-    data: AxisSize = setting("auto", "replicas of the model, each with its own rows of the batch", low=1)
+    data: AxisSize = setting(
+        "auto", "replicas of the model, each with its own rows of the batch", low=1
+    )
     fsdp: AxisSize = setting(1, "devices over which rows and parameters are both split", low=1)
-    tensor: AxisSize = setting(1, "devices over which heads, hidden units and the vocabulary are split", low=1)
+    tensor: AxisSize = setting(
+        1, "devices over which heads, hidden units and the vocabulary are split", low=1
+    )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """At most one axis takes what is left over."""
         automatic = [axis for axis in AXES if getattr(self, axis) == "auto"]
         if len(automatic) > 1:
-            yield automatic[-1], f"only one axis can be auto, and {' and '.join(automatic)} are", f"--config.mesh.{automatic[-1]}=1"
+            yield (
+                automatic[-1],
+                f"only one axis can be auto, and {' and '.join(automatic)} are",
+                f"--config.mesh.{automatic[-1]}=1",
+            )
 
     def sizes(self, devices: int) -> dict[str, int]:
         """The size of each axis on `devices` devices, `auto` filled in.
@@ -36,7 +44,9 @@ class MeshConfig:
         named = {axis: getattr(self, axis) for axis in AXES}
         fixed = math.prod(size for size in named.values() if size != "auto")
         if "auto" in named.values() and devices % fixed == 0:
-            return {axis: devices // fixed if size == "auto" else size for axis, size in named.items()}
+            return {
+                axis: devices // fixed if size == "auto" else size for axis, size in named.items()
+            }
         if fixed == devices:
             return named
         shape = " x ".join(f"{axis}={size}" for axis, size in named.items())
@@ -44,7 +54,10 @@ class MeshConfig:
             f"the mesh does not fit {devices} device{'s' if devices != 1 else ''}",
             where="mesh",
             why=f"{shape} needs {'a multiple of ' if 'auto' in named.values() else ''}{fixed}",
-            fix="\n".join(" ".join(f"--config.mesh.{axis}={size}" for axis, size in fit.items()) for fit in nearest(named, devices)),
+            fix="\n".join(
+                " ".join(f"--config.mesh.{axis}={size}" for axis, size in fit.items())
+                for fit in nearest(named, devices)
+            ),
         )
 
 
@@ -63,6 +76,8 @@ def nearest(wanted: dict[str, AxisSize], devices: int, most: int = 2) -> list[di
     """The layouts of `devices` that differ least from `wanted`, by the sum of |log2| of the ratios."""
 
     def distance(fit: dict[str, int]) -> float:
-        return sum(abs(math.log2(fit[axis] / size)) for axis, size in wanted.items() if size != "auto")
+        return sum(
+            abs(math.log2(fit[axis] / size)) for axis, size in wanted.items() if size != "auto"
+        )
 
     return sorted(factorisations(devices), key=distance)[:most]

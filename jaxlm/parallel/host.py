@@ -27,18 +27,24 @@ def check_rows(mesh: Mesh, batch: int, microbatches: int) -> None:
         f"a batch of {batch} rows does not divide over {ways} devices{parts}",
         where="train.batch",
         why=f"mesh data={mesh.shape['data']} x fsdp={mesh.shape['fsdp']}{parts} needs a multiple of {unit}",
-        fix="\n".join(f"--config.train.batch={size}" for size in dict.fromkeys((below, above)) if size),
+        fix="\n".join(
+            f"--config.train.batch={size}" for size in dict.fromkeys((below, above)) if size
+        ),
     )
 
 
 def host_rows(mesh: Mesh, batch: int) -> slice:
     """The rows of the global batch that this process's devices hold; one contiguous run, as `data` is outermost."""
     held = batch_sharding(mesh).addressable_devices_indices_map((batch, 1)).values()
-    starts, stops = zip(*(index[0].indices(batch)[:2] for index in held if index is not None), strict=True)
+    starts, stops = zip(
+        *(index[0].indices(batch)[:2] for index in held if index is not None), strict=True
+    )
     return slice(min(starts), max(stops))
 
 
 def put(mesh: Mesh, rows: Any) -> Any:
     """A tree of this host's [rows, length] arrays as global arrays on the mesh."""
     sharding = batch_sharding(mesh)
-    return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), rows)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), rows
+    )

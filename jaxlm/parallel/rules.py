@@ -81,5 +81,7 @@ def _misfit_lines(misfits: Iterable[tuple[str, str, int, int]]) -> list[str]:
     """One line for each logical axis that does not divide, with one leaf as the example."""
     lines: dict[tuple[str, int, int], str] = {}
     for path, name, size, ways in misfits:
-        lines.setdefault((name, size, ways), f"{name} = {size} does not divide by {ways} (for example {path})")
+        lines.setdefault(
+            (name, size, ways), f"{name} = {size} does not divide by {ways} (for example {path})"
+        )
     return list(lines.values())[:3]

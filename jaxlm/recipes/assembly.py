@@ -33,12 +33,18 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
     precision = Precision.of(run.precision)
     decoder = dataclasses.replace(run.model, vocab=vocab).build()
     blueprint = Blueprint(decoder, precision, layers=run.train.stack, remat=run.train.remat)
-    return Assembly(mesh, precision, blueprint, rules.shardings(mesh, blueprint.axes, blueprint.shapes))
+    return Assembly(
+        mesh, precision, blueprint, rules.shardings(mesh, blueprint.axes, blueprint.shapes)
+    )
 
 
 def vocabulary(run: Run, tokens: int) -> int:
     """`model.vocab`, or for `auto` the tokenizer's size, rounded up."""
-    return -(-tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE if run.model.vocab == "auto" else run.model.vocab
+    return (
+        -(-tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        if run.model.vocab == "auto"
+        else run.model.vocab
+    )
 
 
 def check_fit(run: Run, mesh: Mesh) -> None:

@@ -23,7 +23,9 @@ from jaxlm.train.config import TrainConfig
 class Run:
     """A run is a value: this one, printed, compared, saved, and enough to run again."""
 
-    seed: int = setting(0, "root of every random number: weights, data order, dropout, samples", low=0)
+    seed: int = setting(
+        0, "root of every random number: weights, data order, dropout, samples", low=0
+    )
     model: Family = setting(Llama(), "the model")
     data: DataConfig = setting(DataConfig(), "what is read")
     objective: Objective = setting(Causal(), "what is learnt")
@@ -50,7 +52,11 @@ class Run:
         for name in ("warmup", "end"):
             span = getattr(self.schedule, name, None)
             if span is not None and span.unit == "second":
-                yield f"schedule.{name}", f"a schedule cannot be a time such as {span}", f"--config.schedule.{name}=5%"
+                yield (
+                    f"schedule.{name}",
+                    f"a schedule cannot be a time such as {span}",
+                    f"--config.schedule.{name}=5%",
+                )
 
     @property
     def tokens_per_step(self) -> int:

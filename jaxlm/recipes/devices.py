@@ -31,7 +31,8 @@ def start(cpu_devices: int | None = None) -> None:
             ) from error
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update(
-            "jax_compilation_cache_dir", str(cache.folder(cache.default(), "compiled", jax=jax.__version__))
+            "jax_compilation_cache_dir",
+            str(cache.folder(cache.default(), "compiled", jax=jax.__version__)),
         )
 
 

@@ -51,7 +51,10 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
     batch = -(-batch // ways) * ways
     sets = {}
     with jax.set_mesh(opened.model.mesh):
-        table = np.pad(opened.tokenizer.token_bytes, (0, opened.model.blueprint.config.vocab - opened.tokenizer.size))
+        table = np.pad(
+            opened.tokenizer.token_bytes,
+            (0, opened.model.blueprint.config.vocab - opened.tokenizer.size),
+        )
         step = jax.jit(evals.build(opened.model.blueprint.merge, table, chunk=run.loss.chunk))
         rows = host.host_rows(opened.model.mesh, batch)
         put = functools.partial(host.put, opened.model.mesh)
@@ -66,7 +69,9 @@ def _loaders(opened: Trained, options: Options, sequence: int, say: Any) -> dict
     run = opened.run
     if options.text:
         corpus = Corpus.find(options.text, run.data.text_key, "text")
-        return {"text": prepare.text_loader(corpus, opened.tokenizer, sequence, cache.default(), say)}
+        return {
+            "text": prepare.text_loader(corpus, opened.tokenizer, sequence, cache.default(), say)
+        }
     data = dataclasses.replace(run.data, sequence=sequence)
     found = prepare.open_data(data, seed=run.seed, say=say)
     if found.tokenizer.digest != opened.tokenizer.digest:
@@ -77,5 +82,7 @@ def _loaders(opened: Trained, options: Options, sequence: int, say: Any) -> dict
             fix="--text='validation/*.txt' evaluates with the run's own tokenizer",
         )
     if not found.validation:
-        raise ConfigError("the run has no validation set", where="data.validation", fix="--text='texts/*.txt'")
+        raise ConfigError(
+            "the run has no validation set", where="data.validation", fix="--text='texts/*.txt'"
+        )
     return found.validation

@@ -1,6 +1,5 @@
 """Text from a trained run."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 

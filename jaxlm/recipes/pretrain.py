@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import sys
 import time
@@ -73,9 +72,16 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
         directory.step = start
         changes = []
         if meta:
-            changes = resume.check(config.from_json(Run, meta["config"]), run, options.allow_change, start)
+            changes = resume.check(
+                config.from_json(Run, meta["config"]), run, options.allow_change, start
+            )
             if start >= run.train.steps or (meta["finished"] and not changes):
-                return {"step": start, "complete": True, "workdir": str(options.workdir), **(meta["evaluation"] or {})}
+                return {
+                    "step": start,
+                    "complete": True,
+                    "workdir": str(options.workdir),
+                    **(meta["evaluation"] or {}),
+                }
         devices.start(options.cpu_devices)
         mesh = devices.build_mesh(run.mesh)
         host.check_rows(mesh, run.train.batch, run.train.microbatches)
@@ -121,7 +127,10 @@ class _Session:
         self.rows = host.host_rows(model.mesh, run.train.batch)
 
         schedule = schedules.build(
-            run.schedule, lr=run.optim.lr, total=run.train.steps, tokens_per_step=run.tokens_per_step
+            run.schedule,
+            lr=run.optim.lr,
+            total=run.train.steps,
+            tokens_per_step=run.tokens_per_step,
         )
         blueprint = model.blueprint
         self.optimizer = optimizers.build(run.optim, schedule, blueprint.axes)
@@ -135,7 +144,9 @@ class _Session:
             microbatches=run.train.microbatches,
         )
         self.step = jax.jit(step, donate_argnums=0)
-        self.eval_step = jax.jit(evals.build(blueprint.merge, _padded_bytes(data, model), chunk=run.loss.chunk))
+        self.eval_step = jax.jit(
+            evals.build(blueprint.merge, _padded_bytes(data, model), chunk=run.loss.chunk)
+        )
         self.put = functools.partial(host.put, model.mesh)
         self.sampler = Sampler(run.sample, blueprint, data.tokenizer, run.seed)
 
@@ -163,7 +174,9 @@ class _Session:
     def train(self, stop: StopRequest, stop_at: int | None) -> None:
         """Makes or restores the state, and runs the loop."""
         run = self.run
-        cadence = functools.partial(Cadence, total=run.train.steps, tokens_per_step=run.tokens_per_step)
+        cadence = functools.partial(
+            Cadence, total=run.train.steps, tokens_per_step=run.tokens_per_step
+        )
         self.is_sample_due = cadence(run.sample.every).is_due
         state = self._state()
         step = self._first_step_announced()
@@ -182,7 +195,9 @@ class _Session:
         loop.run(
             step,
             state,
-            map(self.put, self.data.train.batches(self.start, batch=run.train.batch, rows=self.rows)),
+            map(
+                self.put, self.data.train.batches(self.start, batch=run.train.batch, rows=self.rows)
+            ),
             start=self.start,
             steps=run.train.steps,
             stop_at=min(stop_at or run.train.steps, run.train.steps),
@@ -199,9 +214,13 @@ class _Session:
         blueprint, mesh = self.model.blueprint, self.model.mesh
         fresh = functools.partial(_fresh, blueprint, self.optimizer, self.run.seed)
         shapes = jax.eval_shape(fresh)
-        axes = optimizers.state_axes(self.run.optim, self.optimizer, blueprint.shapes, blueprint.axes)
+        axes = optimizers.state_axes(
+            self.run.optim, self.optimizer, blueprint.shapes, blueprint.axes
+        )
         opt_shardings = rules.shardings(mesh, axes, shapes.opt_state)
-        shardings = TrainState(states.replicated(mesh), self.model.shardings, opt_shardings)
+        shardings = shapes._replace(
+            step=states.replicated(mesh), params=self.model.shardings, opt_state=opt_shardings
+        )
         if self.start:
             with self.console.timer(f"restoring step {self.start}"):
                 return self.store.restore(self.start, states.abstract(shapes, shardings))
@@ -272,7 +291,9 @@ class _Session:
             self.directory.step = step
 
 
-def _loss(merge: Callable[[Any], Any], settings: Any, params: Any, batch: Any, key: jax.Array) -> Any:
+def _loss(
+    merge: Callable[[Any], Any], settings: Any, params: Any, batch: Any, key: jax.Array
+) -> Any:
     return token_nll(merge(params), batch, key, settings)
 
 
@@ -309,7 +330,9 @@ def _describe(directory: RunDir, loaded: Loaded, options: Options, data: Data) -
     if path.exists() and (before := read_json(directory.path, "config.json")) != wanted:
         directory.write_json(f"config.{directory.step}.json", before)
     directory.write_json("config.json", wanted)
-    directory.write_json("provenance.json", {name: str(origin) for name, origin in loaded.provenance.items()})
+    directory.write_json(
+        "provenance.json", {name: str(origin) for name, origin in loaded.provenance.items()}
+    )
     directory.write_json("environment.json", environment.facts())
     directory.write_command(options.arguments)
     directory.write_bytes("tokenizer", data.tokenizer.serialise())
@@ -321,7 +344,9 @@ def _header(session: _Session, changes: list[config.Change]) -> None:
     train = data.train.shards.manifest
     kind = mesh.devices.flat[0].device_kind
     shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    state_bytes = tree.size_bytes(jax.eval_shape(functools.partial(_fresh, session.model.blueprint, session.optimizer, 0)))
+    state_bytes = tree.size_bytes(
+        jax.eval_shape(functools.partial(_fresh, session.model.blueprint, session.optimizer, 0))
+    )
     facts = [
         ("devices", f"{mesh.devices.size} x {kind}, mesh {shape}"),
         (
@@ -359,7 +384,12 @@ def _finish(session: _Session) -> dict[str, Any]:
     """The yardsticks, the plots, the report, and the closing block."""
     path, progress = session.directory.path, session.progress
     last = session.directory.step
-    answer = {"step": last, "complete": last >= session.run.train.steps, "workdir": str(path), **(session.evaluation or {})}
+    answer = {
+        "step": last,
+        "complete": last >= session.run.train.steps,
+        "workdir": str(path),
+        **(session.evaluation or {}),
+    }
     if session.data.validation and session.evaluation:
         text = baselines.stored_text(next(iter(session.data.validation.values())).shards)
         known = baselines.bits_per_byte(text)
@@ -367,7 +397,8 @@ def _finish(session: _Session) -> dict[str, Any]:
         ours = session.evaluation["bits_per_byte"]
         table = sorted([*known.items(), ("this run", ours or math.nan)], key=lambda row: -row[1])
         session.console.block(
-            "validation set, bits per byte", [(name, f"{bits:.4f}" + (" <" if name == "this run" else "")) for name, bits in table]
+            "validation set, bits per byte",
+            [(name, f"{bits:.4f}" + (" <" if name == "this run" else "")) for name, bits in table],
         )
         answer["baselines"] = known
     for sink in (*session.sinks, session.samples):
@@ -377,9 +408,17 @@ def _finish(session: _Session) -> dict[str, Any]:
     session.console.block(
         f"done at step {last}, {words.count(progress.tokens)} tokens",
         [
-            ("best", f"step {progress.best_step}, {progress.best_loss:.4f} nats" if progress.best_loss is not None else "no evaluation"),
+            (
+                "best",
+                f"step {progress.best_step}, {progress.best_loss:.4f} nats"
+                if progress.best_loss is not None
+                else "no evaluation",
+            ),
             ("report", str(path / "report.html")),
-            ("next", f"jaxlm eval --workdir={path}\njaxlm generate --workdir={path} --prompt='...'"),
+            (
+                "next",
+                f"jaxlm eval --workdir={path}\njaxlm generate --workdir={path} --prompt='...'",
+            ),
         ],
     )
     return answer

@@ -43,7 +43,10 @@ def check_data(saved: dict[str, Any], found: dict[str, Any], allowed: tuple[str,
         raise ConfigError(
             "the data is not what this run read before",
             where="data",
-            why="\n".join(f"{name}: {_short(saved.get(name))} -> {_short(found.get(name))}" for name in names[:4]),
+            why="\n".join(
+                f"{name}: {_short(saved.get(name))} -> {_short(found.get(name))}"
+                for name in names[:4]
+            ),
             fix="--allow_change=data goes on with it, from the same step; or --workdir=runs/another",
         )
 

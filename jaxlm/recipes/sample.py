@@ -42,7 +42,10 @@ class Sampler:
         if not self.config.prompts:
             return []
         ids = self.ids(params, self.config.prompts)
-        return [(prompt, self.tokenizer.decode(row)) for prompt, row in zip(self.config.prompts, ids, strict=True)]
+        return [
+            (prompt, self.tokenizer.decode(row))
+            for prompt, row in zip(self.config.prompts, ids, strict=True)
+        ]
 
     def ids(self, params: Any, prompts: tuple[str, ...]) -> list[list[int]]:
         """The new ids after each prompt, without the end token."""
@@ -54,5 +57,8 @@ class Sampler:
             row[: len(ids)] = ids
         lengths = np.array([len(ids) for ids in rows], np.int32)
         out = self._generate(params, padded, lengths, random.key(self.seed, "sample"))
-        ids, counts = jax.device_get((out.ids, out.count))
-        return [[i for i in row[:count].tolist() if i != tokenizer.eos] for row, count in zip(ids, counts, strict=True)]
+        ids, counts = jax.device_get((out.ids, out.length))
+        return [
+            [i for i in row[:count].tolist() if i != tokenizer.eos]
+            for row, count in zip(ids, counts, strict=True)
+        ]

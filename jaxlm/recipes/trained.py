@@ -30,23 +30,35 @@ class Trained:
     tokenizer: Tokenizer
 
 
-def open_run(workdir: Path, *, step: int | None = None, best: bool = False, cpu_devices: int | None = None) -> Trained:
+def open_run(
+    workdir: Path, *, step: int | None = None, best: bool = False, cpu_devices: int | None = None
+) -> Trained:
     """Opens the newest step of a run, the best one, or the one named.
 
     Raises:
       InputMissing: where there is no run or no such step.
     """
-    run = config.from_json(Run, read_json(workdir, "config.json"), where=str(workdir / "config.json"))
+    run = config.from_json(
+        Run, read_json(workdir, "config.json"), where=str(workdir / "config.json")
+    )
     encoder = tokenizers.load((workdir / "tokenizer").read_bytes(), str(workdir / "tokenizer"))
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
     committed = store.steps()
-    chosen = step if step is not None else (store.best() if best else None) or (committed[-1] if committed else None)
+    chosen = (
+        step
+        if step is not None
+        else (store.best() if best else None) or (committed[-1] if committed else None)
+    )
     if chosen is None or chosen not in committed:
         raise InputMissing(
-            f"there is no checkpoint of step {chosen}" if chosen is not None else "there is no checkpoint yet",
+            f"there is no checkpoint of step {chosen}"
+            if chosen is not None
+            else "there is no checkpoint yet",
             where=str(workdir / "checkpoints"),
             why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
-            fix=f"--step={committed[-1]}" if committed else f"jaxlm train --config=... --workdir={workdir}",
+            fix=f"--step={committed[-1]}"
+            if committed
+            else f"jaxlm train --config=... --workdir={workdir}",
         )
     devices.start(cpu_devices)
     mesh = devices.build_mesh(run.mesh if _fits(run.mesh) else MeshConfig())

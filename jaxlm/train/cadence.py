@@ -13,7 +13,14 @@ class Cadence:
     process, so it does not repeat from run to run.
     """
 
-    def __init__(self, span: Span, *, total: int, tokens_per_step: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        span: Span,
+        *,
+        total: int,
+        tokens_per_step: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._total, self._clock = total, clock
         self._seconds = span.amount if span.unit == "second" else None
         self._steps = 0 if self._seconds is not None else span.steps(total, tokens_per_step)

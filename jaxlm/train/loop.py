@@ -42,8 +42,12 @@ class Hooks:
     before: Callable[[int], None]  # each step, with the number of completed ones
     count: Callable[[float, float], None]  # each step's tokens, and its seconds of waiting for data
     log: Callable[[int, dict[str, float]], None]  # a logged step's metrics
-    evaluate: Callable[[TrainState, int], float | None]  # the loss that ranks checkpoints; None for no validation set
-    save: Callable[[TrainState, int, float | None], None]  # with that loss, where this very step was evaluated
+    evaluate: Callable[
+        [TrainState, int], float | None
+    ]  # the loss that ranks checkpoints; None for no validation set
+    save: Callable[
+        [TrainState, int, float | None], None
+    ]  # with that loss, where this very step was evaluated
     check_saves: Callable[[], None]  # raises where a save in the background failed
 
 
@@ -121,7 +125,9 @@ def _settle(step: int, metrics: Metrics, waited: float, progress: Progress, hook
         raise Diverged(
             f"{' and '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite at step {step}",
             where=f"step {step}",
-            why=", ".join(f"{name} = {values[name]}" for name in ("loss_nats", "grad_norm", "learning_rate")),
+            why=", ".join(
+                f"{name} = {values[name]}" for name in ("loss_nats", "grad_norm", "learning_rate")
+            ),
             fix=f"--config.optim.lr={values['learning_rate'] / 3:.1e}",
         )
     if hooks.is_log_due(step):

@@ -60,15 +60,24 @@ class RunDir:
             ) from error
         os.ftruncate(self._lock, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        os.pwrite(self._lock, f"pid {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+        os.pwrite(
+            self._lock, f"pid {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0
+        )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> None:
         try:
             if self._begun:
                 self.write_json(
                     "exit.json",
-                    {"code": _code(error), "step": self.step, "cause": _cause(error), "time_unix": time.time()},
+                    {
+                        "code": _code(error),
+                        "step": self.step,
+                        "cause": _cause(error),
+                        "time_unix": time.time(),
+                    },
                 )
         finally:
             if self._lock is not None:
@@ -91,7 +100,11 @@ class RunDir:
             os.replace(partial, target)
         except OSError as error:
             partial.unlink(missing_ok=True)
-            raise NotWritable(f"{name} cannot be written", where=str(target), why=f"{type(error).__name__}: {error.strerror}") from error
+            raise NotWritable(
+                f"{name} cannot be written",
+                where=str(target),
+                why=f"{type(error).__name__}: {error.strerror}",
+            ) from error
 
     def write_json(self, name: str, value: Any) -> None:
         """Replaces a JSON file as a whole."""
@@ -116,7 +129,9 @@ def _code(error: BaseException | None) -> int:
 
 
 def _cause(error: BaseException | None) -> str:
-    return "finished" if error is None else f"{type(error).__name__}: {getattr(error, 'what', error)}"
+    return (
+        "finished" if error is None else f"{type(error).__name__}: {getattr(error, 'what', error)}"
+    )
 
 
 def read_json(run: str | os.PathLike[str], name: str) -> Any:
@@ -127,5 +142,9 @@ def read_json(run: str | os.PathLike[str], name: str) -> Any:
     """
     path = Path(run) / name
     if not path.exists():
-        raise InputMissing(f"there is no {name} in the run directory", where=str(path), fix="name a directory that `jaxlm train` made with --workdir")
+        raise InputMissing(
+            f"there is no {name} in the run directory",
+            where=str(path),
+            fix="name a directory that `jaxlm train` made with --workdir",
+        )
     return json.loads(path.read_text(encoding="utf-8"))

@@ -27,7 +27,11 @@ def fresh(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
 
 def abstract(shapes: TrainState, shardings: TrainState) -> TrainState:
     """Shapes and dtypes with the shardings that they shall have, for a restore."""
-    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

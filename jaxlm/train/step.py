@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.objectives.loss import Loss

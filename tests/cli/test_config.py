@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from jaxlm.recipes.config import Run
 
 import jaxlm
 from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.families.llama import Llama
+from jaxlm.recipes.config import Run
 
 FILE = """\
 from jaxlm.core import config

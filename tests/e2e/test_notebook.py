@@ -7,10 +7,17 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "colab/quickstart.ipynb"
-TINY = (
-    "--config.train.steps=6 --config.train.batch=8 --config.data.sequence=64 --config.data.tokenizer=bytes "
-    "--config.model.depth=2 --config.model.width=64 --config.eval.batches=1 --config.sample.max_tokens=8"
-)
+TINY = {
+    "train.steps": 6,
+    "train.batch": 8,
+    "data.train": ROOT / "jaxlm/core/*.py",
+    "data.validation": ROOT / "jaxlm/train/*.py",
+    "data.tokenizer": "bytes",
+    "data.sequence": 64,
+    "model.depth": 2,
+    "model.width": 64,
+    "sample.max_tokens": 8,
+}
 
 
 def outputs(cell):
@@ -24,7 +31,9 @@ def outputs(cell):
 @pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLM_NOTEBOOK_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setenv("JAXLM_NOTEBOOK_SETTINGS", TINY)
+    settings = " ".join(f"--config.{name}={value}" for name, value in TINY.items())
+    monkeypatch.setenv("JAXLM_NOTEBOOK_SETTINGS", settings)
+    monkeypatch.setenv("XLA_FLAGS", "")  # one device, as a reader has
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = NotebookClient(

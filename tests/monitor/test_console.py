@@ -68,6 +68,23 @@ def test_a_log_has_no_escape_codes_and_no_bar():
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_a_notebook_that_asks_for_colour_gets_plain_rows(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    assert "\x1b" not in "\n".join(lines(TRAIN, VAL))
+
+
+def test_the_bar_is_gone_once_the_last_step_is_shown(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Terminal()
+    with Console(screen, total=200) as console:
+        console.write(TRAIN)
+        console.write(TRAIN | {"step": 200})
+        before = len(screen.getvalue())
+        console.say("done")
+        assert screen.getvalue()[before:] == "done\n"
+
+
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     screen = Terminal()

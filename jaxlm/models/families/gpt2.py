@@ -15,29 +15,53 @@ class GPT2:
     """A GPT-2-style decoder."""
 
     family: Literal["gpt2"] = "gpt2"
-    vocab: int | Literal["auto"] = setting("auto", "rows of the embedding; auto is the tokenizer's size", low=2)
-    context: int = setting(1024, "rows of the position table: the longest sequence", unit="tokens", low=1)
+    vocab: int | Literal["auto"] = setting(
+        "auto", "rows of the embedding; auto is the tokenizer's size", low=2
+    )
+    context: int = setting(
+        1024, "rows of the position table: the longest sequence", unit="tokens", low=1
+    )
     depth: int = setting(12, "layers", low=1)
     width: int = setting(768, "size of the residual stream", low=2)
     heads: int = setting(12, "attention heads", low=1)
-    kv_heads: int | Literal["auto"] = setting("auto", "key and value heads; auto is as many as heads", low=1)
-    hidden: int | Literal["auto"] = setting("auto", "hidden units of the MLP; auto is 4 x width", low=1)
+    kv_heads: int | Literal["auto"] = setting(
+        "auto", "key and value heads; auto is as many as heads", low=1
+    )
+    hidden: int | Literal["auto"] = setting(
+        "auto", "hidden units of the MLP; auto is 4 x width", low=1
+    )
     activation: Activation = setting("gelu_tanh", "activation of the MLP")
     bias: bool = setting(True, "biases in projections and norms")
     norm_eps: float = setting(1e-5, "added to the variance in each norm", above=0.0)
     tied: bool = setting(True, "the unembedding is the embedding's transpose")
-    dropout: float = setting(0.0, "share of embeddings, attention weights and each part's output that is dropped in training", low=0.0, below=1.0)
-    init: Init = setting("gpt2", "initial weights: gpt2 (residual outputs scaled by 1/sqrt(2 depth)), normal, xavier, he")
+    dropout: float = setting(
+        0.0,
+        "share of embeddings, attention weights and each part's output that is dropped in training",
+        low=0.0,
+        below=1.0,
+    )
+    init: Init = setting(
+        "gpt2",
+        "initial weights: gpt2 (residual outputs scaled by 1/sqrt(2 depth)), normal, xavier, he",
+    )
     init_std: float = setting(0.02, "standard deviation of the initial weights", above=0.0)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Heads share the width and the keys evenly."""
         if self.width % self.heads:
             fits = nearest_divisors(self.width, self.heads)
-            yield "heads", f"width = {self.width} does not divide by heads = {self.heads}", f"--config.model.heads={fits[0]}"
+            yield (
+                "heads",
+                f"width = {self.width} does not divide by heads = {self.heads}",
+                f"--config.model.heads={fits[0]}",
+            )
         if self.kv_heads != "auto" and self.heads % self.kv_heads:
             fits = nearest_divisors(self.heads, self.kv_heads)
-            yield "kv_heads", f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}", f"--config.model.kv_heads={fits[0]}"
+            yield (
+                "kv_heads",
+                f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}",
+                f"--config.model.kv_heads={fits[0]}",
+            )
 
     def build(self) -> Decoder:
         """The blocks. `vocab` must be a number by now."""

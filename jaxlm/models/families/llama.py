@@ -7,7 +7,15 @@ from typing import Any, Literal
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
 from jaxlm.models.families.sizes import gated_hidden, nearest_divisors
-from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MlpConfig, NormConfig, Rope
+from jaxlm.nn.config import (
+    Activation,
+    AttentionConfig,
+    BlockConfig,
+    Init,
+    MlpConfig,
+    NormConfig,
+    Rope,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,33 +23,60 @@ class Llama:
     """A Llama-style decoder."""
 
     family: Literal["llama"] = "llama"
-    vocab: int | Literal["auto"] = setting("auto", "rows of the embedding; auto is the tokenizer's size", low=2)
-    context: int = setting(2048, "longest sequence that the model is meant for", unit="tokens", low=1)
+    vocab: int | Literal["auto"] = setting(
+        "auto", "rows of the embedding; auto is the tokenizer's size", low=2
+    )
+    context: int = setting(
+        2048, "longest sequence that the model is meant for", unit="tokens", low=1
+    )
     depth: int = setting(8, "layers", low=1)
     width: int = setting(512, "size of the residual stream", low=2)
     heads: int = setting(8, "query heads", low=1)
-    kv_heads: int = setting(8, "key and value heads; each serves heads / kv_heads query heads", low=1)
-    head_dim: int | Literal["auto"] = setting("auto", "size of a head; auto is width / heads", low=2)
-    hidden: int | Literal["auto"] = setting("auto", "hidden units of the MLP; auto is 8/3 of the width, rounded up to 64", low=1)
+    kv_heads: int = setting(
+        8, "key and value heads; each serves heads / kv_heads query heads", low=1
+    )
+    head_dim: int | Literal["auto"] = setting(
+        "auto", "size of a head; auto is width / heads", low=2
+    )
+    hidden: int | Literal["auto"] = setting(
+        "auto", "hidden units of the MLP; auto is 8/3 of the width, rounded up to 64", low=1
+    )
     activation: Activation = setting("silu", "activation of the MLP's gate")
     rope_theta: float = setting(10_000.0, "base of the rotary frequencies", above=1.0)
     qk_norm: bool = setting(False, "RMS norm on queries and keys, as in Qwen3 (arXiv:2302.05442)")
     norm_eps: float = setting(1e-5, "added to the mean square in each norm", above=0.0)
     tied: bool = setting(False, "the unembedding is the embedding's transpose")
-    dropout: float = setting(0.0, "share of each part's output that is dropped in training", low=0.0, below=1.0)
-    init: Init = setting("normal", "initial weights: normal(init_std), gpt2 (residual outputs scaled down), xavier, he")
+    dropout: float = setting(
+        0.0, "share of each part's output that is dropped in training", low=0.0, below=1.0
+    )
+    init: Init = setting(
+        "normal",
+        "initial weights: normal(init_std), gpt2 (residual outputs scaled down), xavier, he",
+    )
     init_std: float = setting(0.02, "standard deviation of the initial weights", above=0.0)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Heads share the width and the keys evenly, and rotate in pairs."""
         if self.head_dim == "auto" and self.width % self.heads:
             fits = nearest_divisors(self.width, self.heads)
-            yield "heads", f"width = {self.width} does not divide by heads = {self.heads}", f"--config.model.heads={fits[0]}"
+            yield (
+                "heads",
+                f"width = {self.width} does not divide by heads = {self.heads}",
+                f"--config.model.heads={fits[0]}",
+            )
         elif self.size_of_head % 2:
-            yield "head_dim", f"a head of {self.size_of_head} cannot be rotated in pairs", f"--config.model.head_dim={self.size_of_head + 1}"
+            yield (
+                "head_dim",
+                f"a head of {self.size_of_head} cannot be rotated in pairs",
+                f"--config.model.head_dim={self.size_of_head + 1}",
+            )
         if self.heads % self.kv_heads:
             fits = nearest_divisors(self.heads, self.kv_heads)
-            yield "kv_heads", f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}", f"--config.model.kv_heads={fits[0]}"
+            yield (
+                "kv_heads",
+                f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}",
+                f"--config.model.kv_heads={fits[0]}",
+            )
 
     @property
     def size_of_head(self) -> int:
@@ -82,13 +117,49 @@ class Llama:
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    "tinyllama-1.1b": dict(vocab=32_000, context=2048, depth=22, width=2048, heads=32, kv_heads=4, hidden=5632),
-    "llama2-7b": dict(vocab=32_000, context=4096, depth=32, width=4096, heads=32, kv_heads=32, hidden=11_008),
-    "llama2-13b": dict(vocab=32_000, context=4096, depth=40, width=5120, heads=40, kv_heads=40, hidden=13_824),
-    "llama2-70b": dict(vocab=32_000, context=4096, depth=80, width=8192, heads=64, kv_heads=8, hidden=28_672),
-    "llama3-8b": dict(vocab=128_256, context=8192, depth=32, width=4096, heads=32, kv_heads=8, hidden=14_336, rope_theta=5e5),
-    "llama3-70b": dict(vocab=128_256, context=8192, depth=80, width=8192, heads=64, kv_heads=8, hidden=28_672, rope_theta=5e5),
-    "llama3.2-1b": dict(vocab=128_256, context=8192, depth=16, width=2048, heads=32, kv_heads=8, hidden=8192, rope_theta=5e5, tied=True),
+    "tinyllama-1.1b": dict(
+        vocab=32_000, context=2048, depth=22, width=2048, heads=32, kv_heads=4, hidden=5632
+    ),
+    "llama2-7b": dict(
+        vocab=32_000, context=4096, depth=32, width=4096, heads=32, kv_heads=32, hidden=11_008
+    ),
+    "llama2-13b": dict(
+        vocab=32_000, context=4096, depth=40, width=5120, heads=40, kv_heads=40, hidden=13_824
+    ),
+    "llama2-70b": dict(
+        vocab=32_000, context=4096, depth=80, width=8192, heads=64, kv_heads=8, hidden=28_672
+    ),
+    "llama3-8b": dict(
+        vocab=128_256,
+        context=8192,
+        depth=32,
+        width=4096,
+        heads=32,
+        kv_heads=8,
+        hidden=14_336,
+        rope_theta=5e5,
+    ),
+    "llama3-70b": dict(
+        vocab=128_256,
+        context=8192,
+        depth=80,
+        width=8192,
+        heads=64,
+        kv_heads=8,
+        hidden=28_672,
+        rope_theta=5e5,
+    ),
+    "llama3.2-1b": dict(
+        vocab=128_256,
+        context=8192,
+        depth=16,
+        width=2048,
+        heads=32,
+        kv_heads=8,
+        hidden=8192,
+        rope_theta=5e5,
+        tied=True,
+    ),
 }
 
 # Our leaf path -> (Hugging Face name, how its array is laid out there). {i} is the layer. "out,in" is a torch Linear.
