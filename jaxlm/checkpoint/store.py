@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
+from absl import logging
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
@@ -39,6 +40,9 @@ class Store:
                     keep_checkpoints_without_metrics=False,
                 )
             )
+        logging.set_verbosity(logging.ERROR)  # Orbax warns of what read_only implies
+        if not read_only:
+            self._remove_torn()
         options = ocp.CheckpointManagerOptions(
             save_decision_policy=checkpoint_managers.FixedIntervalPolicy(
                 1
@@ -46,7 +50,6 @@ class Store:
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(keep),
             best_fn=_metric,
             best_mode="min",
-            cleanup_tmp_directories=not read_only,  # safe: who may write holds the run directory's lock
             read_only=read_only,
         )
         # Named now: a manager that has not saved in this process knows no metadata of a step otherwise.
@@ -187,6 +190,12 @@ class Store:
         """Returns when every save so far is committed."""
         self._manager.wait_until_finished()
         self.check()
+
+    def _remove_torn(self) -> None:
+        """Removes what a killed process left half-written. Who may write holds the run directory's lock, so nobody else is writing."""
+        if self.directory.exists():
+            for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
+                path.rmtree()
 
     def _failed(self, error: BaseException) -> SaveFailed:
         return SaveFailed(

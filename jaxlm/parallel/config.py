@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from jaxlm.core.config import setting
@@ -54,10 +54,7 @@ class MeshConfig:
             f"the mesh does not fit {devices} device{'s' if devices != 1 else ''}",
             where="mesh",
             why=f"{shape} needs {'a multiple of ' if 'auto' in named.values() else ''}{fixed}",
-            fix="\n".join(
-                " ".join(f"--config.mesh.{axis}={size}" for axis, size in fit.items())
-                for fit in nearest(named, devices)
-            ),
+            fix="\n".join(flags(fit) for fit in nearest(named, devices)[:2]),
         )
 
 
@@ -72,12 +69,17 @@ def factorisations(devices: int) -> list[dict[str, int]]:
     ]
 
 
-def nearest(wanted: dict[str, AxisSize], devices: int, most: int = 2) -> list[dict[str, int]]:
-    """The layouts of `devices` that differ least from `wanted`, by the sum of |log2| of the ratios."""
+def nearest(wanted: Mapping[str, AxisSize], devices: int) -> list[dict[str, int]]:
+    """The layouts of `devices`, those first that differ least from `wanted`, by the sum of |log2| of the ratios."""
 
     def distance(fit: dict[str, int]) -> float:
         return sum(
             abs(math.log2(fit[axis] / size)) for axis, size in wanted.items() if size != "auto"
         )
 
-    return sorted(factorisations(devices), key=distance)[:most]
+    return sorted(factorisations(devices), key=distance)
+
+
+def flags(sizes: Mapping[str, int]) -> str:
+    """What to paste for a layout."""
+    return " ".join(f"--config.mesh.{axis}={size}" for axis, size in sizes.items())

@@ -1,14 +1,15 @@
 """Logical axes to mesh axes: the one table that says what is split over what."""
 
-from collections.abc import Iterable
+import math
 from typing import Any
 
 import jax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
+from jaxlm.parallel.config import flags, nearest
 
 LogicalAxes = tuple[str | None, ...]
 
@@ -59,29 +60,48 @@ def shardings(mesh: Mesh, axes: Any, abstract: Any) -> Any:
 
     placed = tree.map_with_path(place, abstract, axes)
     if misfits:
-        raise ConfigError(
-            f"{len(misfits)} parameter{'s' if len(misfits) > 1 else ''} cannot be split evenly",
-            where="mesh " + " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
-            why="\n".join(_misfit_lines(misfits)),
-            fix="--config.mesh.tensor=1 --config.mesh.fsdp=1, or sizes that divide",
-        )
+        raise _misfit(mesh, abstract, axes, misfits)
     return placed
 
 
-def split(mesh: Mesh, axis: str | None) -> int:
+def split(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
     """Into how many parts a logical axis is split."""
+    return _ways(dict(mesh.shape), axis)
+
+
+def _ways(sizes: dict[str, int], axis: str | None) -> int:
     names = None if axis is None else RULES[axis]
-    ways = 1
-    for name in (names,) if isinstance(names, str) else names or ():
-        ways *= mesh.shape[name]
-    return ways
+    return math.prod(
+        sizes.get(name, 1) for name in ((names,) if isinstance(names, str) else names or ())
+    )
 
 
-def _misfit_lines(misfits: Iterable[tuple[str, str, int, int]]) -> list[str]:
-    """One line for each logical axis that does not divide, with one leaf as the example."""
+def _misfit(
+    mesh: Mesh, abstract: Any, axes: Any, misfits: list[tuple[str, str, int, int]]
+) -> ConfigError:
+    """One line for each logical axis that does not divide, with one leaf as the example; and the nearest meshes that fit."""
     lines: dict[tuple[str, int, int], str] = {}
     for path, name, size, ways in misfits:
         lines.setdefault(
             (name, size, ways), f"{name} = {size} does not divide by {ways} (for example {path})"
         )
-    return list(lines.values())[:3]
+    sizes = {
+        (name, size)
+        for leaf, names in zip(jax.tree.leaves(abstract), _axis_tuples(axes), strict=True)
+        for name, size in zip(names, leaf.shape, strict=True)
+    }
+    fits = [
+        fit
+        for fit in nearest(dict(mesh.shape), mesh.size)
+        if all(size % _ways(fit, name) == 0 for name, size in sizes)
+    ]
+    return ConfigError(
+        f"{len(misfits)} parameter{'s' if len(misfits) > 1 else ''} cannot be split evenly",
+        where="mesh " + " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+        why="\n".join(list(lines.values())[:3]),
+        fix="\n".join(flags(fit) for fit in fits[:2]),
+    )
+
+
+def _axis_tuples(axes: Any) -> list[LogicalAxes]:
+    return jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))

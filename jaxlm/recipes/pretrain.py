@@ -65,6 +65,7 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
     # What costs nothing to find out comes first: a wrong setting must not cost a minute.
     prepare.find(run.data)
     with RunDir(options.workdir) as directory, contextlib.ExitStack() as stack:
+        devices.start(options.cpu_devices)
         store = Store(directory.checkpoints, run.checkpoint)
         stack.callback(store.release)
         meta = _latest_meta(store, directory)
@@ -82,7 +83,6 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
                     "workdir": str(options.workdir),
                     **(meta["evaluation"] or {}),
                 }
-        devices.start(options.cpu_devices)
         mesh = devices.build_mesh(run.mesh)
         host.check_rows(mesh, run.train.batch, run.train.microbatches)
         assembly.check_fit(run, mesh)

@@ -12,6 +12,7 @@ from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import decode, sampling
 from jaxlm.generate.config import SampleConfig
 from jaxlm.models.build import Blueprint
+from jaxlm.parallel import rules
 
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
 
@@ -51,6 +52,9 @@ class Sampler:
         """The new ids after each prompt, without the end token."""
         tokenizer = self.tokenizer
         rows = [[tokenizer.bos, *ids] for ids in tokenizer.encode_many(prompts)]
+        # Rows that only fill up to the devices hold one token, and are dropped again.
+        ways = rules.split(jax.sharding.get_abstract_mesh(), "batch")
+        rows += [[tokenizer.bos]] * (-len(rows) % ways)
         longest = -(-max(map(len, rows)) // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
         padded = np.full((len(rows), longest), tokenizer.pad, np.int32)
         for row, ids in zip(padded, rows, strict=True):
@@ -58,7 +62,5 @@ class Sampler:
         lengths = np.array([len(ids) for ids in rows], np.int32)
         out = self._generate(params, padded, lengths, random.key(self.seed, "sample"))
         ids, counts = jax.device_get((out.ids, out.length))
-        return [
-            [i for i in row[:count].tolist() if i != tokenizer.eos]
-            for row, count in zip(ids, counts, strict=True)
-        ]
+        drawn = [row[:count].tolist() for row, count in zip(ids, counts, strict=True)]
+        return [[i for i in row if i != tokenizer.eos] for row in drawn[: len(prompts)]]

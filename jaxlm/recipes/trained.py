@@ -42,6 +42,7 @@ def open_run(
         Run, read_json(workdir, "config.json"), where=str(workdir / "config.json")
     )
     encoder = tokenizers.load((workdir / "tokenizer").read_bytes(), str(workdir / "tokenizer"))
+    devices.start(cpu_devices)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
     committed = store.steps()
     chosen = (
@@ -60,7 +61,6 @@ def open_run(
             if committed
             else f"jaxlm train --config=... --workdir={workdir}",
         )
-    devices.start(cpu_devices)
     mesh = devices.build_mesh(run.mesh if _fits(run.mesh) else MeshConfig())
     model = assembly.assemble(run, assembly.vocabulary(run, encoder.size), mesh)
     params = store.restore_part(chosen, "params", assembly.placed(model))

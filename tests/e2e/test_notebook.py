@@ -2,19 +2,19 @@ import os
 from pathlib import Path
 
 import nbformat
-import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "colab/quickstart.ipynb"
 TINY = {
-    "train.steps": 6,
+    "train.steps": 2,
     "train.batch": 8,
     "data.train": ROOT / "jaxlm/core/*.py",
     "data.validation": ROOT / "jaxlm/train/*.py",
     "data.tokenizer": "bytes",
     "data.sequence": 64,
-    "model.depth": 2,
+    "model.depth": 1,
+    "sample.every": 2,
     "model.width": 64,
     "sample.max_tokens": 8,
 }
@@ -28,7 +28,6 @@ def outputs(cell):
     return "".join(texts), {kind for out in cell.outputs for kind in out.get("data", {})}
 
 
-@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLM_NOTEBOOK_RUNS", str(tmp_path / "runs"))
     settings = " ".join(f"--config.{name}={value}" for name, value in TINY.items())

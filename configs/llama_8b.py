@@ -1,0 +1,43 @@
+"""Llama 3's 8B shape on 168 billion tokens, 20 for each parameter.
+
+    jaxlm train --config=configs/llama_8b.py --workdir=runs/llama_8b
+
+Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it. The peak learning
+rate is that of Llama 3 (arXiv:2407.21783, table 3). Weights and AdamW's moments take 96 GB over all devices.
+
+Hardware: 64 GPUs of the H100's class, parameters split over all of them. Hours: about 95 at 40% of their peak, not
+measured. Expected loss: not measured; it depends on the text.
+"""
+
+import ml_collections
+
+from jaxlm.core import config
+from jaxlm.models.families.llama import SIZES
+from jaxlm.recipes.config import Run
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = config.new(Run)
+    c.model.family = "llama"
+    c.model.update(SIZES["llama3-8b"])
+    c.data.train = ("data/web/*.parquet",)
+    c.data.validation = ("0.01%",)
+    c.data.tokenizer = f"sentencepiece:{c.model.vocab}"
+    c.data.sequence = 4096
+    c.train.steps = 40_000
+    c.train.batch = 1024
+    c.train.microbatches = 16
+    c.train.remat = "full"
+    c.loss.chunk = 65_536
+    c.optim.lr = 3e-4
+    c.schedule.name = "cosine"
+    c.schedule.warmup = "5%"
+    c.schedule.floor = 0.1
+    c.mesh.data = 1
+    c.mesh.fsdp = "auto"
+    c.precision.compute = "bfloat16"
+    c.checkpoint.every = "30m"
+    c.eval.every = "1%"
+    c.log.every = 10
+    c.sample.prompts = ("The", "In 2016, ")
+    return c
