@@ -65,13 +65,13 @@ def build(
         grads = jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        param_norm = optax.global_norm(params)
+        param_norm = optax.tree.norm(params)
         metrics = {name: mean.value for name, mean in part.metrics.items()} | {
             "tokens": part.objective.weight,
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "param_norm": param_norm,
-            "update_ratio": optax.global_norm(updates) / jnp.maximum(param_norm, 1e-30),
+            "update_ratio": optax.tree.norm(updates) / jnp.maximum(param_norm, 1e-30),
         }
         return TrainState(state.step + 1, params, opt_state), metrics
 

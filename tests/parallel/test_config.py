@@ -14,7 +14,10 @@ def test_fixed_sizes_must_multiply_to_the_devices():
     with pytest.raises(ConfigError) as caught:
         MeshConfig(data=3, fsdp=1, tensor=2).sizes(8)
     assert "needs 6" in caught.value.why
-    words = dict(word.removeprefix("--config.mesh.").split("=") for word in caught.value.fix.splitlines()[0].split())
+    words = dict(
+        word.removeprefix("--config.mesh.").split("=")
+        for word in caught.value.fix.splitlines()[0].split()
+    )
     assert math.prod(map(int, words.values())) == 8
 
 
@@ -30,4 +33,7 @@ def test_two_automatic_axes_are_a_problem():
 
 
 def test_flags_can_be_pasted():
-    assert flags({"data": 2, "fsdp": 1, "tensor": 4}) == "--config.mesh.data=2 --config.mesh.fsdp=1 --config.mesh.tensor=4"
+    assert (
+        flags({"data": 2, "fsdp": 1, "tensor": 4})
+        == "--config.mesh.data=2 --config.mesh.fsdp=1 --config.mesh.tensor=4"
+    )

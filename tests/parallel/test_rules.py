@@ -9,7 +9,9 @@ from jaxlm.parallel.config import MeshConfig
 
 
 def test_every_parameter_axis_has_a_rule_and_an_unknown_one_is_refused():
-    assert rules.spec(("layers", "embed", "heads", "head_dim")) == PartitionSpec(None, "fsdp", "tensor", None)
+    assert rules.spec(("layers", "embed", "heads", "head_dim")) == PartitionSpec(
+        None, "fsdp", "tensor", None
+    )
     with pytest.raises(KeyError):
         rules.spec(("embed", "wings"))
 
@@ -29,12 +31,18 @@ def test_constrain_wants_a_name_for_each_dimension():
 
 def test_sizes_that_do_not_divide_are_named_with_the_nearest_mesh_that_does():
     grid = mesh.build(MeshConfig(data=1, fsdp=1, tensor=8))
-    shapes = {"a": jax.ShapeDtypeStruct((4, 16), jnp.float32), "b": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+    shapes = {
+        "a": jax.ShapeDtypeStruct((4, 16), jnp.float32),
+        "b": jax.ShapeDtypeStruct((16, 8), jnp.float32),
+    }
     axes = {"a": ("heads", "embed"), "b": ("mlp", "embed")}
     with pytest.raises(ConfigError) as caught:
         rules.shardings(grid, axes, shapes)
     assert "heads = 4 does not divide by 8 (for example a)" in caught.value.why
-    sizes = dict(word.removeprefix("--config.mesh.").split("=") for word in caught.value.fix.splitlines()[0].split())
+    sizes = dict(
+        word.removeprefix("--config.mesh.").split("=")
+        for word in caught.value.fix.splitlines()[0].split()
+    )
     fit = mesh.build(MeshConfig(**{axis: int(size) for axis, size in sizes.items()}))
     rules.shardings(fit, axes, shapes)
     assert sizes["tensor"] == "4"

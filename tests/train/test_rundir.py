@@ -1,0 +1,81 @@
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from jaxlm.core.errors import Diverged, InputMissing, InUse, NotWritable
+from jaxlm.train.rundir import RunDir, read_json
+
+
+def test_a_way_out_is_written_with_its_code(tmp_path):
+    with RunDir(tmp_path / "a") as run:
+        run.begin()
+        run.step = 7
+    assert read_json(tmp_path / "a", "exit.json") | {"time_unix": 0} == {
+        "code": 0,
+        "step": 7,
+        "cause": "finished",
+        "time_unix": 0,
+    }
+    for error, code in ((Diverged("no"), 79), (KeyboardInterrupt(), 130), (ValueError("x"), 70)):
+        with pytest.raises(type(error)), RunDir(tmp_path / "a") as run:
+            run.begin()
+            raise error
+        assert read_json(tmp_path / "a", "exit.json")["code"] == code
+
+
+def test_nothing_is_written_before_the_run_begins(tmp_path):
+    with pytest.raises(ValueError, match="early"), RunDir(tmp_path / "a"):
+        raise ValueError("early")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["lock"]
+
+
+def test_a_second_process_is_told_who_holds_the_directory(tmp_path):
+    code = f"from jaxlm.train.rundir import RunDir; RunDir({str(tmp_path)!r}).__enter__()"
+    with RunDir(tmp_path):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 1
+        assert f"pid {os.getpid()} on" in done.stderr
+        assert "InUse" in done.stderr
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_lock_is_private_and_let_go_of_by_a_killed_process(tmp_path):
+    code = (
+        "import os, signal\nfrom jaxlm.train.rundir import RunDir\n"
+        f"RunDir({str(tmp_path)!r}).__enter__()\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o600
+    with RunDir(tmp_path):
+        pass
+
+
+def test_a_path_that_is_a_file_is_no_run_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotWritable) as caught:
+        RunDir(tmp_path / "file").__enter__()
+    assert caught.value.code == 73
+
+
+def test_in_use_has_its_code(tmp_path):
+    with RunDir(tmp_path), pytest.raises(InUse) as caught:
+        RunDir(tmp_path).__enter__()
+    assert caught.value.code == 77
+
+
+def test_files_are_replaced_whole_and_a_missing_one_is_named(tmp_path):
+    with RunDir(tmp_path) as run:
+        run.write_json("a.json", {"x": 0.1})
+        run.write_json("a.json", {"x": 0.2})
+        assert json.loads((tmp_path / "a.json").read_text()) == {"x": 0.2}
+        assert not list(tmp_path.glob(".*.tmp"))
+        run.write_command(["train", "--config=a b.py"])
+        assert (tmp_path / "command.sh").read_text().splitlines()[
+            1
+        ] == "jaxlm train '--config=a b.py'"
+    with pytest.raises(InputMissing):
+        read_json(tmp_path, "config.json")

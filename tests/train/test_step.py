@@ -1,0 +1,203 @@
+"""The laws of one update: micro-batches, meshes, precision and dropout change nothing that they must not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.core.precision import Precision
+from jaxlm.core.precision_config import PrecisionConfig
+from jaxlm.data.batch import Tokens
+from jaxlm.models.build import Blueprint
+from jaxlm.models.families.llama import Llama
+from jaxlm.objectives.config import LossConfig
+from jaxlm.objectives.token_nll import token_nll
+from jaxlm.optim import build as optimizers
+from jaxlm.optim import schedules
+from jaxlm.optim.config import AdamW, Constant
+from jaxlm.parallel import host, mesh, rules
+from jaxlm.parallel.config import MeshConfig, factorisations
+from jaxlm.train import state as states
+from jaxlm.train import step as steps
+from jaxlm.train.state import TrainState
+
+FAMILY = Llama(vocab=64, width=32, depth=2, heads=8, kv_heads=8, hidden=64, tied=True)
+ROWS, LENGTH = 8, 16
+
+
+def batches(count):
+    """Rows of two documents each, with padding that differs from row to row; an id decides the next one."""
+    draw = np.random.default_rng(0)
+    for _ in range(count):
+        ids = draw.integers(0, 64, (ROWS, 1)) * np.ones((1, LENGTH + 1), np.int32)
+        for slot in range(LENGTH):
+            ids[:, slot + 1] = (5 * ids[:, slot] + 3) % 64
+        ids = ids.astype(np.int32)
+        cut, end = draw.integers(1, 8, (ROWS, 1)), draw.integers(9, LENGTH + 1, (ROWS, 1))
+        at = np.arange(LENGTH)[None]
+        segments = np.where(at < cut, 1, np.where(at < end, 2, 0)).astype(np.int32)
+        positions = np.where(at < cut, at, at - cut).astype(np.int32)
+        weights = (segments > 0).astype(np.float32)
+        yield Tokens(ids[:, :-1], ids[:, 1:], weights, segments, positions)
+
+
+def pieces(*, family=FAMILY, precision=None, microbatches=1, **optim):
+    blueprint = Blueprint(family.build(), precision or Precision.float32())
+    schedule = schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1)
+    optimizer = optimizers.build(AdamW(lr=1e-2, **optim), schedule, blueprint.axes)
+    loss = functools.partial(_loss, blueprint)
+    step = steps.build(
+        loss,
+        optimizer,
+        schedule,
+        key=jax.random.key(1),
+        precision=precision or Precision.float32(),
+        microbatches=microbatches,
+    )
+    return blueprint, optimizer, step
+
+
+def _loss(blueprint, params, batch, key):
+    return token_nll(blueprint.merge(params), batch, key, LossConfig())
+
+
+def trajectory(grid, count, **options):
+    """Losses and gradient norms of `count` steps on a mesh, and the last state."""
+    blueprint, optimizer, step = pieces(**options)
+
+    def fresh():
+        return states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+
+    shapes = jax.eval_shape(fresh)
+    opt_axes = optimizers.state_axes(AdamW(), optimizer, blueprint.shapes, blueprint.axes)
+    shardings = TrainState(
+        states.replicated(grid),
+        rules.shardings(grid, blueprint.axes, blueprint.shapes),
+        rules.shardings(grid, opt_axes, shapes.opt_state),
+    )
+    seen = []
+    with jax.set_mesh(grid):
+        state = jax.jit(fresh, out_shardings=shardings)()
+        compiled = jax.jit(step, donate_argnums=0)
+        for batch in batches(count):
+            state, metrics = compiled(state, host.put(grid, batch))
+            seen.append((float(metrics["loss_nats"]), float(metrics["grad_norm"])))
+    return np.array(seen), state, shardings
+
+
+@pytest.fixture(scope="module")
+def alone():
+    grid = mesh.build(MeshConfig(data=1), jax.devices()[:1])
+    return trajectory(grid, 20)[0]
+
+
+def check_mesh(alone, sizes, devices):
+    seen, state, shardings = trajectory(
+        mesh.build(MeshConfig(**sizes), jax.devices()[:devices]), 20
+    )
+    np.testing.assert_allclose(seen[:, 0], alone[:, 0], rtol=1e-5)
+    # AdamW divides near-zero gradients by their own size, so later gradients drift with the sign of a rounding error.
+    np.testing.assert_allclose(seen[0, 1], alone[0, 1], rtol=1e-6)
+    np.testing.assert_allclose(seen[:, 1], alone[:, 1], rtol=1e-4)
+    # The state is born where it belongs, and stays there.
+    for path, leaf in tree.leaves(state).items():
+        assert leaf.sharding.is_equivalent_to(tree.leaves(shardings)[path], leaf.ndim), path
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 4},
+        {"data": 1, "fsdp": 4},
+        {"data": 1, "tensor": 4},
+        {"data": 1, "fsdp": 2, "tensor": 2},
+    ],
+    ids=str,
+)
+def test_four_devices_give_the_losses_of_one(alone, sizes):
+    check_mesh(alone, sizes, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", factorisations(8), ids=str)
+def test_every_factorisation_of_eight_devices_gives_the_losses_of_one(alone, sizes):
+    check_mesh(alone, sizes, 8)
+
+
+def test_the_losses_go_down_so_that_the_comparison_means_something(alone):
+    assert alone[-1, 0] < alone[0, 0]
+    assert len(set(alone[:, 0])) == 20
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_uneven_micro_batches_are_one_batch(parts):
+    batch = jax.tree.map(jnp.asarray, next(batches(1)))
+    assert len({int(w) for w in batch.weights.sum(1)}) > 2
+    out = {}
+    for microbatches in (1, parts):
+        blueprint, optimizer, step = pieces(microbatches=microbatches, clip_norm=None)
+        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+        _, metrics = jax.jit(step)(state, batch)
+        out[microbatches] = metrics
+    for name in ("loss_nats", "grad_norm", "tokens"):
+        np.testing.assert_allclose(out[parts][name], out[1][name], rtol=1e-6)
+
+
+def test_micro_batches_give_the_gradient_of_one_batch_leaf_by_leaf():
+    batch = jax.tree.map(jnp.asarray, next(batches(1)))
+    moments = {}
+    for microbatches in (1, 4):
+        blueprint, optimizer, step = pieces(microbatches=microbatches, clip_norm=None)
+        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+        moments[microbatches] = tree.leaves(jax.jit(step)(state, batch)[0].opt_state)
+    # AdamW's first mean after one step is a tenth of the gradient.
+    means = [path for path in moments[1] if "/mu/" in path]
+    assert len(means) > 8
+    for path in means:
+        one, four = moments[1][path], moments[4][path]
+        assert float(jnp.abs(one - four).max()) <= 1e-6 * float(jnp.abs(one).max()), path
+
+
+def test_bfloat16_keeps_float32_weights_and_moments_and_a_loss_near_float32s():
+    precision = Precision.of(PrecisionConfig(compute="bfloat16"))
+    batch = jax.tree.map(jnp.asarray, next(batches(1)))
+    losses = []
+    for policy in (Precision.float32(), precision):
+        blueprint, optimizer, step = pieces(precision=policy)
+        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+        state, metrics = jax.jit(step)(state, batch)
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+        losses.append(float(metrics["loss_nats"]))
+    assert losses[0] != losses[1]
+    assert abs(losses[0] - losses[1]) < 0.01 * losses[0]
+
+
+def test_dropout_draws_anew_each_step_and_the_same_when_a_step_is_repeated():
+    family = Llama(vocab=64, width=32, depth=2, heads=4, kv_heads=4, hidden=64, dropout=0.5)
+    blueprint, optimizer, step = pieces(family=family, weight_decay=0.0)
+    batch = jax.tree.map(jnp.asarray, next(batches(1)))
+    state = states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+    compiled = jax.jit(step)
+    first, again = compiled(state, batch)[1], compiled(state, batch)[1]
+    later = compiled(state._replace(step=jnp.int32(1)), batch)[1]
+    assert float(first["loss_nats"]) == float(again["loss_nats"])
+    assert float(first["loss_nats"]) != float(later["loss_nats"])
+
+
+def test_metrics_say_what_happened():
+    blueprint, optimizer, step = pieces(weight_decay=0.0, clip_norm=0.01)
+    batch = jax.tree.map(jnp.asarray, next(batches(1)))
+    before = states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+    after, metrics = jax.jit(step)(before, batch)
+    assert int(after.step) == 1
+    assert float(metrics["tokens"]) == float(batch.weights.sum())
+    assert float(metrics["grad_norm"]) > 0.01  # before clipping
+    change = jax.tree.map(lambda a, b: a - b, after.params, before.params)
+    norm = lambda t: float(jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(t))))  # noqa: E731
+    np.testing.assert_allclose(
+        metrics["update_ratio"], norm(change) / norm(after.params), rtol=1e-3
+    )
+    np.testing.assert_allclose(metrics["param_norm"], norm(after.params), rtol=1e-5)
