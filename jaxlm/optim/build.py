@@ -10,7 +10,8 @@ from jax import Array
 from jaxlm.core import tree
 from jaxlm.optim import groups
 from jaxlm.optim.adafactor import factored_dims, scale_by_adafactor
-from jaxlm.optim.config import Adafactor, AdamW, Lion, Optimizer
+from jaxlm.optim.config import Adafactor, AdamW, Lion, Muon, Optimizer
+from jaxlm.optim.muon import scale_by_muon
 from jaxlm.optim.schedules import LearningRate
 
 
@@ -29,7 +30,7 @@ def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.Gradien
       ConfigError: where a group pattern matches no parameter or shares one.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101 (AdamW); Chen et al. 2023, arXiv:2302.06675 (Lion);
-    Shazeer and Stern 2018, arXiv:1804.04235 (Adafactor).
+    Shazeer and Stern 2018, arXiv:1804.04235 (Adafactor); Jordan et al. 2024 (Muon).
     """
     parts = []
     if config.clip_value is not None:
@@ -43,6 +44,8 @@ def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.Gradien
             parts.append(optax.scale_by_lion(config.b1, config.b2))
         case Adafactor():
             parts.append(scale_by_adafactor(config, axes))
+        case Muon():
+            parts.append(scale_by_muon(config, axes))
     parts.append(_descend(schedule, config.weight_decay, groups.assign(config, axes)))
     return optax.chain(*parts)
 

@@ -93,7 +93,29 @@ class Adafactor(Groups):
     )
 
 
-Optimizer = AdamW | Lion | Adafactor
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Muon(Groups):
+    """Orthogonal momentum for the matrices of the blocks, Adam for the rest."""
+
+    name: Literal["muon"] = "muon"
+    lr: float = setting(0.02, "peak learning rate of the matrices", above=0)
+    momentum: float = setting(0.95, "decay of the matrices' momentum", low=0, below=1)
+    newton_schulz_steps: int = setting(
+        5, "steps towards the orthogonal matrix", unit="steps", low=1
+    )
+    newton_schulz_dtype: Literal["bfloat16", "float32"] = setting(
+        "bfloat16", "dtype of the products in them"
+    )
+    adam_lr: float = setting(3e-3, "peak learning rate of embeddings, norms and biases", above=0)
+    b1: float = setting(0.9, "decay of their gradient's running mean", low=0, below=1)
+    b2: float = setting(0.95, "decay of their squared gradient's running mean", low=0, below=1)
+    eps: float = setting(1e-8, "added to the root of their second moment", above=0)
+    weight_decay: float = setting(
+        0.0, "share of a weight lost per update, times the learning rate", low=0
+    )
+
+
+Optimizer = AdamW | Lion | Adafactor | Muon
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
