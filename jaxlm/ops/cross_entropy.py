@@ -24,8 +24,8 @@ class TokenScores(NamedTuple):
 def token_scores(logits: Float[Array, "*N V"], targets: Int[Array, "*N"]) -> TokenScores:
     """nll = log sum_v exp(l_v) - l_target, in float32 around the largest logit.
 
-    The target's logit is a masked sum and the gradient, softmax - onehot, a comparison with an iota: nothing is
-    gathered or scattered, both fuse, and a vocabulary split over a mesh axis costs sums over the tokens only.
+    The gradient is softmax - onehot by comparison with an iota, so nothing is scattered, and it reuses the forward
+    pass's exponentials. A vocabulary split over a mesh axis costs sums over the tokens only.
     Correctness is read off the maximum, so there is no argmax.
     """
     return _forward(logits, targets)[0]
@@ -33,23 +33,22 @@ def token_scores(logits: Float[Array, "*N V"], targets: Int[Array, "*N"]) -> Tok
 
 def _forward(logits: Array, targets: Array) -> tuple[TokenScores, tuple[Array, Array, Array]]:
     wide = logits.astype(jnp.float32)
-    peak = jax.lax.stop_gradient(wide.max(-1, keepdims=True))
-    shifted = wide - peak
-    log_sum = jnp.log(jnp.exp(shifted).sum(-1))
-    picked = jnp.where(_is_target(logits, targets), shifted, 0.0).sum(-1)
-    log_normalizer = peak[..., 0] + log_sum
+    peak = wide.max(-1, keepdims=True)
+    exponentials = jnp.exp(wide - peak)
+    total = exponentials.sum(-1)
+    picked = (jnp.take_along_axis(wide, targets[..., None], -1) - peak)[..., 0]
+    log_sum = jnp.log(total)
     scores = TokenScores(
-        log_sum - picked, log_normalizer, jnp.exp(-log_sum), (picked >= 0).astype(jnp.float32)
+        log_sum - picked, peak[..., 0] + log_sum, 1 / total, (picked >= 0).astype(jnp.float32)
     )
-    return scores, (logits, targets, log_normalizer)
+    return scores, (exponentials.astype(logits.dtype), total, targets)
 
 
 def _backward(kept: tuple[Array, Array, Array], grad: TokenScores) -> tuple[Array, None]:
-    logits, targets, log_normalizer = kept
-    softmax = jnp.exp(logits.astype(jnp.float32) - log_normalizer[..., None])
-    out = softmax * (grad.nll + grad.log_normalizer)[..., None]
-    out = out - jnp.where(_is_target(logits, targets), grad.nll[..., None], 0.0)
-    return out.astype(logits.dtype), None
+    exponentials, total, targets = kept
+    out = exponentials * ((grad.nll + grad.log_normalizer) / total)[..., None]
+    out = out - jnp.where(_is_target(exponentials, targets), grad.nll[..., None], 0.0)
+    return out.astype(exponentials.dtype), None
 
 
 token_scores.defvjp(_forward, _backward)

@@ -1,0 +1,367 @@
+"""What the loop, the config and Flax cost: `jaxlm train`'s own step against a hand-written one of the same model.
+
+    taskset -c 0 python scripts/bench_step.py --size=quickstart
+    taskset -c 0 python scripts/bench_step.py --size=100m --json
+
+Both run in this process, from the same weights, on the same rows, in turns. Ours is built as recipes/pretrain.py builds
+it, and its time includes the loader, the transfer, the loop, the metrics of every step and their lines in metrics.jsonl.
+The hand-written one is what a person would write for this one model: plain functions, matrix products of two dimensions
+in the same precision, the same loss with the same backward pass, AdamW in a few lines; its batches lie on the device
+before its clock starts, and it computes no metric beside the loss. Both losses must agree, or the comparison ends.
+The ratio is the median over rounds of ours / hand-written, in tokens a second.
+"""
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxlm.core import config, random
+from jaxlm.data import prepare
+from jaxlm.models import cost
+from jaxlm.monitor import sinks
+from jaxlm.monitor.clock import Clock
+from jaxlm.objectives.token_nll import token_nll
+from jaxlm.optim import build as optimizers
+from jaxlm.optim import schedules
+from jaxlm.parallel import host
+from jaxlm.recipes import assembly, devices
+from jaxlm.recipes.config import Run
+from jaxlm.train import loop
+from jaxlm.train import state as states
+from jaxlm.train import step as steps
+from jaxlm.train.loop import Hooks, Progress
+from jaxlm.train.signals import StopRequest
+
+ROOT = Path(__file__).parents[1]
+# What the hand-written step does not do is turned off; the model is the config's.
+PLAIN = {
+    "optim.name": "adamw",
+    "optim.lr": "1e-4",
+    "schedule.name": "constant",
+    "schedule.warmup": "0",
+    "train.microbatches": "1",
+    "train.remat": "none",
+    "loss.chunk": "None",
+    "data.tokenizer": "bytes",
+    "model.vocab": "4096",
+}
+SIZES = {
+    "quickstart": PLAIN,
+    "100m": PLAIN
+    | {
+        "model.depth": "12",
+        "model.width": "768",
+        "model.heads": "12",
+        "model.kv_heads": "12",
+        "model.head_dim": "auto",
+        "model.hidden": "auto",
+        "model.vocab": "16384",
+        "model.tied": "True",
+        "data.sequence": "128",
+        "train.batch": "4",
+    },
+}
+Timed = Callable[[int], tuple[float, float]]  # steps -> (seconds, last loss)
+
+
+def ours(run: Run, data: prepare.Data, folder: Path) -> tuple[Any, Timed]:
+    """The parameters that both start from, and `jaxlm train` from its loader to metrics.jsonl."""
+    mesh = devices.build_mesh(run.mesh)
+    model = assembly.assemble(run, run.model.vocab, mesh)
+    blueprint = model.blueprint
+    schedule = schedules.build(
+        run.schedule, lr=run.optim.lr, total=run.train.steps, tokens_per_step=run.tokens_per_step
+    )
+    optimizer = optimizers.build(run.optim, schedule, blueprint.axes)
+
+    def loss(params: Any, batch: Any, key: Array) -> Any:
+        return token_nll(blueprint.merge(params), batch, key, run.loss)
+
+    step = jax.jit(
+        steps.build(
+            loss,
+            optimizer,
+            schedule,
+            key=random.stream(jax.random.key(run.seed), "train"),
+            precision=model.precision,
+            microbatches=run.train.microbatches,
+        ),
+        donate_argnums=0,
+    )
+    with jax.set_mesh(mesh):
+        params = jax.jit(blueprint.init, out_shardings=model.shardings)(
+            random.key(run.seed, "init")
+        )
+        start = jax.tree.map(jnp.copy, params)
+        state = states.fresh(params, optimizer)
+    rows = host.host_rows(mesh, run.train.batch)
+    batches = map(
+        functools.partial(host.put, mesh), data.train.batches(0, batch=run.train.batch, rows=rows)
+    )
+    lines = sinks.Jsonl(folder / "metrics.jsonl")
+    clock = Clock(
+        start=0,
+        steps=run.train.steps,
+        flops_per_step=cost.flops_per_token(blueprint.config, run.data.sequence, causal=True)
+        * run.tokens_per_step,
+        flops_per_step_full=0.0,
+        peak_flops=None,
+    )
+    progress, done, losses = Progress(), 0, [math.nan]
+
+    def log(number: int, values: dict[str, float]) -> None:
+        losses.append(values["loss_nats"])
+        lines.write({"step": number, "split": "train"} | clock.read(number) | values)
+
+    hooks = Hooks(
+        is_log_due=lambda number: True,
+        is_eval_due=lambda number: False,
+        is_save_due=lambda number: False,
+        before=lambda number: None,
+        count=lambda tokens, waited: clock.add(tokens=tokens, data_wait_seconds=waited),
+        log=log,
+        evaluate=lambda state, number: None,
+        save=lambda state, number, loss: None,
+        check_saves=lambda: None,
+    )
+
+    def timed(count: int) -> tuple[float, float]:
+        nonlocal state, done
+        begun = time.perf_counter()
+        with jax.set_mesh(mesh):
+            state = loop.run(
+                step,
+                state,
+                batches,
+                start=done,
+                steps=run.train.steps,
+                stop_at=done + count,
+                progress=progress,
+                hooks=hooks,
+                stop=StopRequest(),
+                patience=None,
+                keep_best=False,
+            )
+        jax.block_until_ready(state)
+        done += count
+        return time.perf_counter() - begun, losses[-1]
+
+    return start, timed
+
+
+def hand_written(run: Run, params: Any, batches: Iterator[Any]) -> Timed:
+    """The same model and optimizer without jaxlm."""
+    model, optim = run.model, run.optim
+    heads, shared, size = model.heads, model.kv_heads, model.size_of_head
+    low = functools.partial(jnp.asarray, dtype=run.precision.compute)
+
+    @jax.custom_vjp
+    def product(x: Array, w: Array) -> Array:
+        return jnp.dot(low(x), low(w), preferred_element_type=jnp.float32)
+
+    def product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+        x = low(x)
+        return product(x, w), (x, w)
+
+    def product_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+        (x, w), grad = kept, low(grad)
+        dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+        return dot(grad, low(w).T), dot(x.T, grad)
+
+    product.defvjp(product_forward, product_backward)
+
+    @jax.custom_vjp
+    def nll(logits: Array, targets: Array) -> Array:
+        return nll_forward(logits, targets)[0]
+
+    def nll_forward(logits: Array, targets: Array) -> tuple[Array, tuple[Array, ...]]:
+        peak = logits.max(-1, keepdims=True)
+        log_sum = jnp.log(jnp.exp(logits - peak).sum(-1))
+        hit = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == targets[:, None]
+        picked = jnp.where(hit, logits - peak, 0.0).sum(-1)
+        return log_sum - picked, (logits, targets, peak[:, 0] + log_sum)
+
+    def nll_backward(kept: tuple[Array, ...], grad: Array) -> tuple[Array, None]:
+        logits, targets, normalizer = kept
+        hit = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == targets[:, None]
+        softmax = jnp.exp(logits - normalizer[:, None])
+        return softmax * grad[:, None] - jnp.where(hit, grad[:, None], 0.0), None
+
+    nll.defvjp(nll_forward, nll_backward)
+
+    def norm(x: Array, scale: Array) -> Array:
+        return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + model.norm_eps) * scale
+
+    def rotate(x: Array, cosine: Array, sine: Array) -> Array:
+        a, b = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate((a * cosine - b * sine, b * cosine + a * sine), axis=-1)
+
+    def loss(p: dict[str, Any], batch: Any) -> Array:
+        rows, length = batch.tokens.shape
+        x = p["embedding"][batch.tokens.reshape(-1)]
+        turns = batch.positions[..., None] * (
+            model.rope_theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+        )
+        cosine, sine = jnp.cos(turns)[:, :, None], jnp.sin(turns)[:, :, None]
+        at = jnp.arange(length)
+        same = batch.segments[:, :, None] == batch.segments[:, None, :]
+        seen = (at[:, None] >= at) & same & (batch.segments[:, None, :] > 0)
+
+        def layer(x: Array, w: dict[str, Array]) -> tuple[Array, None]:
+            y = norm(x, w["attention_norm"])
+            q = product(y, w["query"]).reshape(rows, length, heads, size)
+            k = product(y, w["key"]).reshape(rows, length, shared, size)
+            v = product(y, w["value"]).reshape(rows, length, shared, size)
+            if model.qk_norm:
+                q, k = norm(q, w["query_norm"]), norm(k, w["key_norm"])
+            q, k = rotate(q, cosine, sine) * size**-0.5, rotate(k, cosine, sine)
+            q = q.reshape(rows, length, shared, heads // shared, size)
+            scores = jnp.einsum(
+                "btkgh,bskh->bkgts", low(q), low(k), preferred_element_type=jnp.float32
+            )
+            weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e30))
+            out = jnp.einsum(
+                "bkgts,bskh->btkgh", low(weights), low(v), preferred_element_type=jnp.float32
+            )
+            x = x + product(out.reshape(rows * length, heads * size), w["out"])
+            y = norm(x, w["mlp_norm"])
+            return x + product(
+                jax.nn.silu(product(y, w["gate"])) * product(y, w["up"]), w["down"]
+            ), None
+
+        if run.train.stack == "scan":
+            x, _ = lax.scan(layer, x, p["layers"])
+        else:
+            for number in range(model.depth):
+                x, _ = layer(x, jax.tree.map(lambda w, n=number: w[n], p["layers"]))
+        x = norm(x, p["final_norm"])
+        logits = product(x, p["embedding"].T if model.tied else p["unembedding"])
+        weights = batch.weights.reshape(-1)
+        return (nll(logits, batch.targets.reshape(-1)) * weights).sum() / weights.sum()
+
+    def update(p: Any, m: Any, v: Any, count: Array, batch: Any) -> tuple[Any, ...]:
+        value, grads = jax.value_and_grad(loss)(p, batch)
+        length = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(grads)))
+        shrink = jnp.minimum(1.0, optim.clip_norm / length)
+        count = count + 1
+        first, second = 1 - optim.b1**count, 1 - optim.b2**count
+
+        def one(path: Any, w: Array, m: Array, v: Array, g: Array) -> tuple[Array, Array, Array]:
+            g = g * shrink
+            m = optim.b1 * m + (1 - optim.b1) * g
+            v = optim.b2 * v + (1 - optim.b2) * g * g
+            decay = 0.0 if "norm" in path[-1].key else optim.weight_decay
+            direction = (m / first) / (jnp.sqrt(v / second) + optim.eps) + decay * w
+            return w - optim.lr * direction, m, v
+
+        new = jax.tree_util.tree_map_with_path(one, p, m, v, grads)
+        p, m, v = jax.tree.transpose(jax.tree.structure(p), None, new)
+        return p, m, v, count, value
+
+    step = jax.jit(update, donate_argnums=(0, 1, 2, 3))
+    p = _flat(params, model)
+    m, v = (jax.tree.map(jnp.zeros_like, p) for _ in range(2))
+    count = jnp.zeros((), jnp.int32)
+
+    def timed(number: int) -> tuple[float, float]:
+        nonlocal p, m, v, count
+        ready = [jax.device_put(next(batches)) for _ in range(number)]
+        jax.block_until_ready(ready)
+        begun = time.perf_counter()
+        for batch in ready:
+            p, m, v, count, value = step(p, m, v, count, batch)
+        jax.block_until_ready((p, value))
+        return time.perf_counter() - begun, float(value)
+
+    return timed
+
+
+def _flat(params: Any, model: Any) -> dict[str, Any]:
+    """Our parameters under the hand-written names, every matrix with two dimensions."""
+    block = params["stack"]["0"]
+    wide = ("query", "key", "value")
+    layers = {
+        name: block["attention"][name]["weight"].reshape(model.depth, model.width, -1)
+        for name in wide
+    }
+    layers["out"] = block["attention"]["out"]["weight"].reshape(model.depth, -1, model.width)
+    layers |= {name: block["mlp"][name]["weight"] for name in ("gate", "up", "down")}
+    layers |= {name: block[name]["scale"] for name in ("attention_norm", "mlp_norm")}
+    if model.qk_norm:
+        layers |= {name: block["attention"][name]["scale"] for name in ("query_norm", "key_norm")}
+    flat = {
+        "embedding": params["embedding"]["table"],
+        "layers": layers,
+        "final_norm": params["final_norm"]["scale"],
+    }
+    if not model.tied:
+        flat["unembedding"] = params["unembedding"]["weight"]
+    return jax.tree.map(jnp.copy, flat)
+
+
+def measure(size: str, rounds: int, count: int) -> dict[str, Any]:
+    """Tokens a second of both, by round, and the median of their ratio."""
+    devices.start()
+    run: Run = config.load(
+        Run, str(ROOT / "configs/quickstart.py"), [*SIZES[size].items(), ("train.steps", "1000000")]
+    ).value
+    data = prepare.open_data(run.data, seed=run.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        start, our_steps = ours(run, data, Path(folder))
+        raw = data.train.batches(0, batch=run.train.batch)
+        sides = {"hand_written": hand_written(run, start, raw), "jaxlm": our_steps}
+        del start
+        first = {name: timed(3)[1] for name, timed in sides.items()}
+        if not math.isclose(*first.values(), rel_tol=1e-3):
+            raise SystemExit(f"bench_step: the two are not the same model: {first}")
+        rates: dict[str, list[float]] = {name: [] for name in sides}
+        for number in range(rounds):
+            for name in sorted(sides, reverse=bool(number % 2)):
+                rates[name].append(count * run.tokens_per_step / sides[name](count)[0])
+    ratios = [a / b for a, b in zip(rates["jaxlm"], rates["hand_written"], strict=True)]
+    return {
+        "size": size,
+        "parameters": cost.parameters(run.model.build()),
+        "tokens_per_step": run.tokens_per_step,
+        "rounds": rounds,
+        "steps_per_round": count,
+        "loss_nats": first,
+        "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="quickstart")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, help="of each side in a round; 20, or 2 at 100m")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    answer = measure(args.size, args.rounds, args.steps or {"quickstart": 20, "100m": 2}[args.size])
+    if args.json:
+        print(json.dumps(answer))
+        return 0
+    print(f"{answer['parameters']:,} parameters, {answer['tokens_per_step']} tokens a step")
+    for name, rate in answer["tokens_per_second"].items():
+        print(f"{name:<13} {rate:10.1f} tokens/s")
+    low, high = min(answer["ratios"]), max(answer["ratios"])
+    print(f"ratio         {answer['ratio']:10.4f} (from {low:.4f} to {high:.4f})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""What a user gets wrong is said in four parts, in five seconds, before anything compiles, and harms nothing."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+CONFIG = """
+from jaxlm.core import config
+from jaxlm.recipes.config import Run
+
+
+def get_config(arg=""):
+    c = config.new(Run)
+    c.data.train = ("{folder}/texts/*.txt",)
+    c.data.validation = ("20%",)
+    c.data.tokenizer = "bytes"
+    c.model.width, c.model.depth, c.model.heads, c.model.kv_heads = 32, 1, 4, 2
+    c.train.steps = 1
+    return c
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad")
+    for name in ("texts", "latin", "empty", "records"):
+        (folder / name).mkdir()
+    for number in range(20):
+        (folder / f"texts/{number}.txt").write_text(f"document {number} " * 20)
+    (folder / "latin/a.txt").write_bytes("caf\u00e9".encode("latin1"))
+    (folder / "empty/a.txt").write_text("")
+    (folder / "records/a.jsonl").write_text('{"text": "fine"}\n{"body": "not under text"}\n')
+    (folder / "file").write_text("")
+    (folder / "c.py").write_text(CONFIG.format(folder=folder))
+    return folder
+
+
+CASES = {
+    "missing data": (["--config.data.train={p}/none/*.txt"], 66, ["no file matches", "none/*.txt"]),
+    "empty data": (["--config.data.train={p}/empty/*.txt"], 65, ["empty"]),
+    "not UTF-8": (
+        ["--config.data.train={p}/latin/*.txt"],
+        65,
+        ["not UTF-8", "latin/a.txt", "byte 3"],
+    ),
+    "no text key": (
+        ["--config.data.train={p}/records/*.jsonl"],
+        65,
+        ["record 1", "--config.data.text_key=body"],
+    ),
+    "misspelt setting": (["--config.optim.lrr=1e-3"], 2, ["--config.optim.lr=0.001"]),
+    "wrong type": (["--config.train.batch=many"], 2, ["train.batch", "many"]),
+    "batch": (["--config.train.batch=9", "--cpu_devices=4"], 2, ["--config.train.batch=8"]),
+    "heads": (
+        ["--config.train.batch=8", "--cpu_devices=8", "--config.mesh.tensor=8"],
+        2,
+        [
+            "kv_heads = 2 does not divide by 8",
+            "--config.mesh.data=4 --config.mesh.fsdp=1 --config.mesh.tensor=2",
+        ],
+    ),
+    "mesh": (
+        ["--cpu_devices=4", "--config.mesh.tensor=3"],
+        2,
+        ["needs a multiple of 3", "--config.mesh."],
+    ),
+    "workdir": (["--workdir={p}/file/run"], 73, ["cannot be written"]),
+    "no config file": (["--config={p}/none.py"], 66, ["none.py"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_refused_in_seconds_and_harms_nothing(case, place, tmp_path):
+    flags, code, said = CASES[case]
+    flags = [flag.format(p=place) for flag in flags]
+    words = ["train", f"--config={place}/c.py", f"--workdir={tmp_path}/run", *flags]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+        "JAXLM_CACHE": str(tmp_path / "cache")
+    }
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxlm", *words], capture_output=True, text=True, env=environment
+    )
+    seconds = time.monotonic() - begun
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) <= 8, done.stderr
+    assert [
+        part
+        for part in ("where", "why", "fix")
+        if not any(line.strip().startswith(part) for line in lines)
+    ] == []
+    for words_said in said:
+        assert words_said in done.stderr
+    left = (
+        [path.name for path in (tmp_path / "run").rglob("*")] if (tmp_path / "run").exists() else []
+    )
+    assert set(left) <= {"lock", "checkpoints"}
+    # Five seconds on an idle machine; the tests share their two cores.
+    assert seconds < 15, seconds

@@ -1,0 +1,300 @@
+"""Training through the front door: the command line, real text on disk, and the files that it writes."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.store import Store
+from jaxlm.cli.main import main
+from jaxlm.core import tree
+
+CONFIG = """
+from jaxlm.core import config
+from jaxlm.recipes.config import Run
+
+
+def get_config(arg=""):
+    c = config.new(Run)
+    c.data.train = ("{folder}/*.txt",)
+    c.data.validation = ("20%",)
+    c.data.tokenizer = "bytes"
+    c.data.sequence = 32
+    c.data.packing = "first_fit"
+    c.model.width = 32
+    c.model.depth = 2
+    c.model.heads = 4
+    c.model.kv_heads = 2
+    c.model.hidden = 64
+    c.model.dropout = 0.1
+    c.optim.lr = 1e-2
+    c.train.steps = 12
+    c.train.batch = 8
+    c.eval.every = 6
+    c.checkpoint.every = 4
+    c.log.every = 1
+    c.sample.every = "50%"
+    c.sample.prompts = ("one", "two three")
+    c.sample.max_tokens = 8
+    return c
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """Sixty documents of words, and a config over them."""
+    folder = tmp_path_factory.mktemp("texts")
+    draw = random.Random(0)
+    words = "one two three four five six seven eight nine ten".split()
+    for number in range(60):
+        text = " ".join(draw.choice(words) for _ in range(draw.randint(3, 60)))
+        (folder / f"{number:03d}.txt").write_text(text)
+    path = folder / "config.py"
+    path.write_text(CONFIG.format(folder=folder))
+    return str(path)
+
+
+def train(config, workdir, *flags):
+    return main(
+        [
+            "train",
+            f"--config={config}",
+            f"--workdir={workdir}",
+            "--quiet",
+            "--config.log.sinks=",
+            *flags,
+        ]
+    )
+
+
+def records(workdir):
+    return [json.loads(line) for line in (Path(workdir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(workdir):
+    """Each logged loss with every digit, by split and step."""
+    return {(r["split"], r["step"]): float(r["loss_nats"]).hex() for r in records(workdir)}
+
+
+def final_state(workdir):
+    store = Store(Path(workdir) / "checkpoints", CheckpointConfig(), read_only=True)
+    step = store.steps()[-1]
+    layout = store._manager.item_metadata(step)["state"]
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), dict(layout)
+    )
+    return {
+        path: np.asarray(leaf) for path, leaf in tree.leaves(store.restore(step, wanted)).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def unbroken(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "unbroken"
+    assert train(config, workdir) == 0
+    return workdir
+
+
+def test_a_run_leaves_everything_that_the_contract_names(unbroken):
+    names = {path.name for path in unbroken.iterdir()}
+    assert names >= {
+        "config.json", "provenance.json", "environment.json", "command.sh", "metrics.jsonl", "samples.jsonl",
+        "log.txt", "checkpoints", "exit.json", "plots", "report.html", "baselines.json", "tokenizer",
+    }  # fmt: skip
+    assert json.loads((unbroken / "exit.json").read_text())["code"] == 0
+    assert {path.name for path in (unbroken / "plots").iterdir()} >= {"loss.png"}
+    page = (unbroken / "report.html").read_text()
+    assert "this run, val" in page
+    assert "gzip" in page
+
+
+def test_every_step_is_logged_with_the_names_of_the_contract(unbroken):
+    steps = [r for r in records(unbroken) if r["split"] == "train"]
+    assert [r["step"] for r in steps] == list(range(1, 13))
+    assert set(steps[0]) >= {
+        "step", "time_unix", "split", "loss_nats", "tokens", "learning_rate", "grad_norm", "param_norm", "update_ratio",
+        "step_seconds", "data_wait_seconds", "tokens_per_second", "flops_per_second", "mfu", "skipped_total", "peak_bytes",
+    }  # fmt: skip
+    assert steps[0]["mfu"] is None  # the peak of a CPU is not known
+    tokens = [r["tokens"] for r in steps]
+    assert tokens == sorted(tokens)
+    assert 0 < tokens[0] <= 8 * 32
+    evals = [r for r in records(unbroken) if r["split"] == "val"]
+    assert [r["step"] for r in evals] == [6, 12]
+    assert set(evals[0]) >= {"perplexity", "bits_per_byte", "token_accuracy", "calibration_error"}
+
+
+def test_it_learns(unbroken):
+    first, *_, last = [r["loss_nats"] for r in records(unbroken) if r["split"] == "train"]
+    assert last < first - 0.2
+
+
+def test_the_same_prompts_are_sampled(unbroken):
+    samples = [json.loads(line) for line in (unbroken / "samples.jsonl").read_text().splitlines()]
+    assert [(s["step"], s["prompt"]) for s in samples] == [
+        (step, p) for step in (6, 12) for p in ("one", "two three")
+    ]
+
+
+def test_stopping_and_going_on_changes_no_bit(config, unbroken, tmp_path):
+    """With dropout, packing, an evaluation on the way, and a fresh process for the second half."""
+    assert train(config, tmp_path / "run", "--stop_at=5") == 0
+    assert json.loads((tmp_path / "run/exit.json").read_text())["step"] == 5
+    assert [r["step"] for r in records(tmp_path / "run") if r["split"] == "train"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+    words = [
+        "train",
+        f"--config={config}",
+        f"--workdir={tmp_path / 'run'}",
+        "--quiet",
+        "--config.log.sinks=",
+    ]
+    done = subprocess.run([sys.executable, "-m", "jaxlm", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == losses(unbroken)
+    assert len(losses(unbroken)) == 14
+    mine, theirs = final_state(tmp_path / "run"), final_state(unbroken)
+    assert len(mine) > 20
+    assert mine.keys() == theirs.keys()
+    for path, leaf in mine.items():
+        assert leaf.tobytes() == theirs[path].tobytes(), path
+
+
+def test_a_run_goes_on_with_another_mesh_and_the_losses_stay(config, unbroken, tmp_path):
+    assert train(config, tmp_path / "run", "--stop_at=5") == 0
+    assert (
+        train(
+            config,
+            tmp_path / "run",
+            "--config.mesh.data=2",
+            "--config.mesh.fsdp=2",
+            "--config.mesh.tensor=2",
+        )
+        == 0
+    )
+    mine, theirs = losses(tmp_path / "run"), losses(unbroken)
+    for key, loss in theirs.items():
+        np.testing.assert_allclose(
+            float.fromhex(mine[key]), float.fromhex(loss), rtol=1e-5, err_msg=str(key)
+        )
+    assert json.loads((tmp_path / "run/config.5.json").read_text())["mesh"]["tensor"] == 1
+
+
+def test_a_finished_run_says_so_and_writes_nothing(config, unbroken, capsys):
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in unbroken.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+    assert train(config, unbroken) == 0
+    assert "complete at step 12" in capsys.readouterr().out
+    after = {
+        path: path.stat().st_mtime_ns
+        for path in unbroken.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+    assert before == after
+
+
+def test_another_config_in_the_same_directory_is_refused_with_the_difference(
+    config, unbroken, capsys
+):
+    assert train(config, unbroken, "--config.optim.lr=0.5", "--config.log.every=2") == 2
+    said = capsys.readouterr().err
+    assert "optim.lr: 0.01 -> 0.5" in said
+    assert "log.every" not in said
+    assert "--allow_change=optim.lr" in said
+
+
+def test_more_steps_need_a_word_where_the_schedule_is_a_share_of_the_end(
+    config, unbroken, capsys, tmp_path
+):
+    assert train(config, unbroken, "--config.train.steps=14") == 2
+    assert "train.steps: 12 -> 14" in capsys.readouterr().err
+    flat = (
+        "--config.schedule.name=constant",
+        "--config.schedule.warmup=2",
+        "--config.eval.every=50",
+    )
+    assert train(config, tmp_path / "run", "--config.train.steps=2", *flat) == 0
+    assert train(config, tmp_path / "run", "--config.train.steps=3", *flat) == 0
+    assert [r["step"] for r in records(tmp_path / "run") if r["split"] == "train"] == [1, 2, 3]
+
+
+def test_early_stopping_ends_the_run_for_good(config, tmp_path, capsys):
+    flags = ("--config.train.patience=1", "--config.eval.every=1", "--config.optim.lr=1e-12")
+    assert train(config, tmp_path / "run", *flags) == 0
+    last = max(r["step"] for r in records(tmp_path / "run"))
+    assert last < 12
+    capsys.readouterr()
+    assert train(config, tmp_path / "run", *flags) == 0
+    assert max(r["step"] for r in records(tmp_path / "run")) == last
+
+
+def test_the_run_is_repeated_from_its_own_config_json(unbroken, tmp_path):
+    assert train(str(unbroken / "config.json"), tmp_path / "again") == 0
+    assert losses(tmp_path / "again") == losses(unbroken)
+
+
+def test_another_seed_is_another_run(config, unbroken, tmp_path):
+    assert train(config, tmp_path / "run", "--config.seed=1", "--stop_at=1") == 0
+    assert losses(tmp_path / "run")["train", 1] != losses(unbroken)["train", 1]
+
+
+def test_a_loss_that_is_not_a_number_ends_with_79_and_commits_nothing(config, tmp_path, capsys):
+    flags = (
+        "--config.optim.lr=1e30",
+        "--config.optim.clip_norm=none",
+        "--config.schedule.warmup=1",
+    )
+    assert train(config, tmp_path / "run", *flags, "--config.checkpoint.every=1") == 79
+    assert "not finite" in capsys.readouterr().err
+    assert json.loads((tmp_path / "run/exit.json").read_text())["code"] == 79
+
+
+def test_eval_agrees_with_the_last_evaluation_of_the_run(unbroken, capsys):
+    last = [r for r in records(unbroken) if r["split"] == "val"][-1]
+    for batch in ("8", "3"):
+        assert main(["eval", f"--workdir={unbroken}", "--json", f"--batch={batch}"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["tokens"], answer["bytes"]) == (last["tokens"], last["bytes"])
+        np.testing.assert_allclose(answer["loss_nats"], last["loss_nats"], rtol=1e-6)
+    assert sum(answer["sets"]["val"]["reliability"]["count"]) == pytest.approx(last["tokens"])
+
+
+def test_eval_of_any_text_counts_its_bytes(unbroken, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("five six seven")
+    words = ["eval", f"--workdir={unbroken}", "--json", f"--text={tmp_path}/*.txt", "--sequence=16"]
+    assert main(words) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["bytes"] == 14
+    assert answer["tokens"] == 15  # and the end of the document
+
+
+def test_generate_is_repeatable_and_greedy_at_temperature_zero(unbroken, capsys):
+    words = [
+        "generate",
+        f"--workdir={unbroken}",
+        "--json",
+        "--prompt=one",
+        "--prompt=two three",
+        "--max_tokens=6",
+    ]
+    outs = []
+    for flags in ([], [], ["--seed=1"], ["--temperature=0"], ["--temperature=0", "--seed=1"]):
+        assert main([*words, *flags]) == 0
+        outs.append([sample["ids"] for sample in json.loads(capsys.readouterr().out)["samples"]])
+    assert outs[0] == outs[1] != outs[2]
+    assert outs[3] == outs[4]
