@@ -41,7 +41,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     c.sample.every = "50%"
     c.sample.prompts = ("def ", "class Test", "import os\n")
     if arg == "long":
-        c.train.steps = 2400
+        c.train.steps = 1500
         c.schedule.warmup = "2%"
     elif arg:
         raise ValueError(f"quickstart.py takes no argument or `long`, not {arg!r}")

@@ -69,8 +69,8 @@ SIZES = {
         "model.hidden": "auto",
         "model.vocab": "16384",
         "model.tied": "True",
-        "data.sequence": "128",
-        "train.batch": "4",
+        "data.sequence": "256",
+        "train.batch": "8",
     },
 }
 Timed = Callable[[int], tuple[float, float]]  # steps -> (seconds, last loss)
@@ -323,7 +323,7 @@ def measure(size: str, rounds: int, count: int) -> dict[str, Any]:
         raw = data.train.batches(0, batch=run.train.batch)
         sides = {"hand_written": hand_written(run, start, raw), "jaxlm": our_steps}
         del start
-        first = {name: timed(3)[1] for name, timed in sides.items()}
+        first = {name: timed(2)[1] for name, timed in sides.items()}
         if not math.isclose(*first.values(), rel_tol=1e-3):
             raise SystemExit(f"bench_step: the two are not the same model: {first}")
         rates: dict[str, list[float]] = {name: [] for name in sides}
@@ -348,10 +348,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="quickstart")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, help="of each side in a round; 20, or 2 at 100m")
+    parser.add_argument("--steps", type=int, help="of each side in a round; 20, or 1 at 100m")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    answer = measure(args.size, args.rounds, args.steps or {"quickstart": 20, "100m": 2}[args.size])
+    answer = measure(args.size, args.rounds, args.steps or {"quickstart": 20, "100m": 1}[args.size])
     if args.json:
         print(json.dumps(answer))
         return 0

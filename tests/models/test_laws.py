@@ -1,0 +1,249 @@
+"""What holds for every decoder, whatever it is made of."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core import tree
+from jaxlm.core.precision import Precision
+from jaxlm.models import cost
+from jaxlm.models.build import Blueprint
+from jaxlm.models.families import gpt2, llama
+from jaxlm.models.families.gpt2 import GPT2
+from jaxlm.models.families.llama import Llama
+from jaxlm.nn.config import NormConfig
+
+LENGTH, VOCAB = 12, 50
+FAMILIES = {
+    "llama": Llama(vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, hidden=48),
+    "llama, tied, normed queries": Llama(
+        vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=1, tied=True, qk_norm=True
+    ),
+    "gpt2": GPT2(vocab=VOCAB, width=32, depth=3, heads=4, context=16),
+    "gpt2, no biases": GPT2(
+        vocab=VOCAB, width=32, depth=2, heads=4, context=16, bias=False, tied=False
+    ),
+}
+
+
+def patterned():
+    """Two kinds of blocks in turn, a prefix, and a layer left over: local and global attention, all residuals."""
+    base = FAMILIES["llama"].build()
+    (block,) = base.pattern
+    local = dataclasses.replace(
+        block, attention=dataclasses.replace(block.attention, window=4), residual="sandwich"
+    )
+    first = dataclasses.replace(
+        block, residual="parallel", attention=dataclasses.replace(block.attention, cap=5.0)
+    )
+    post = dataclasses.replace(block, residual="post", norm=NormConfig(kind="layer", bias=True))
+    return dataclasses.replace(
+        base, depth=6, prefix=(first,), pattern=(local, post), logit_cap=10.0
+    )
+
+
+CONFIGS = {name: family.build() for name, family in FAMILIES.items()} | {"patterned": patterned()}
+
+
+def inputs(rows=2, length=LENGTH, seed=0):
+    tokens = np.random.default_rng(seed).integers(0, VOCAB, (rows, length)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+    return jnp.asarray(tokens), jnp.asarray(positions)
+
+
+def logits(blueprint, params, tokens, positions, **rest):
+    model = blueprint.merge(params)
+    return model.logits(model(tokens, positions=positions, **rest).values)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def built(request):
+    blueprint = Blueprint(CONFIGS[request.param], Precision.float32())
+    params = jax.jit(blueprint.init)(jax.random.key(0))
+    # Away from the initial ones and zeros, so that every scale and bias matters.
+    keys = iter(jax.random.split(jax.random.key(1), 1000))
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), params)
+    return blueprint, params
+
+
+def test_no_token_depends_on_those_after_it(built):
+    blueprint, params = built
+    tokens, positions = inputs(rows=1)
+    table = params["embedding"]["table"]
+
+    unseen = jnp.asarray([t for t in range(VOCAB) if t not in set(tokens[0, :6].tolist())])
+
+    # A tied table is also the output layer: look at the hidden state, which the table reaches through the inputs alone.
+    def hidden(table):
+        model = blueprint.merge(params | {"embedding": {"table": table}})
+        return model(tokens, positions=positions).values[0, 5].sum()
+
+    gradient = jax.grad(hidden)(table)
+    assert float(jnp.abs(gradient[unseen]).max()) == 0.0
+    assert float(jnp.abs(gradient[tokens[0, 5]]).max()) > 0.0
+    assert float(jnp.abs(gradient[tokens[0, 3]]).max()) > 0.0
+
+
+def test_packed_documents_do_not_see_each_other(built):
+    blueprint, params = built
+    tokens, _ = inputs(rows=1)
+    cut = 5
+    segments = jnp.asarray([[1] * cut + [2] * (LENGTH - cut)], jnp.int32)
+    positions = jnp.asarray([[*range(cut), *range(LENGTH - cut)]], jnp.int32)
+    packed = logits(blueprint, params, tokens, positions, segments=segments)
+    for start, stop in ((0, cut), (cut, LENGTH)):
+        alone = logits(blueprint, params, tokens[:, start:stop], positions[:, start:stop])
+        np.testing.assert_allclose(packed[:, start:stop], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_is_finite_and_changes_nothing(built):
+    blueprint, params = built
+    tokens, positions = inputs(rows=1)
+    segments = jnp.asarray([[1] * 7 + [0] * (LENGTH - 7)], jnp.int32)
+    out = logits(blueprint, params, tokens, positions, segments=segments)
+    assert bool(jnp.isfinite(out).all())
+    np.testing.assert_allclose(
+        out[:, :7], logits(blueprint, params, tokens[:, :7], positions[:, :7]), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_scan_and_unroll_run_the_same_parameters(built):
+    blueprint, params = built
+    other = Blueprint(blueprint.config, Precision.float32(), layers="unroll")
+    assert tree.leaves(other.shapes).keys() == tree.leaves(params).keys()
+    value = {}
+    for each in (blueprint, other):
+        tokens, positions = inputs()
+        loss = lambda p, each=each: (logits(each, p, tokens, positions) ** 2).mean()  # noqa: B023, E731
+        value[each] = jax.jit(jax.value_and_grad(loss))(params)
+    (a, ga), (b, gb) = value.values()
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    for path, leaf in tree.leaves(ga).items():
+        np.testing.assert_allclose(leaf, tree.leaves(gb)[path], rtol=1e-3, atol=1e-6, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "remat", ["dots", "full", "save:attention_out", "save:attention_out,mlp_out"]
+)
+def test_what_is_computed_again_changes_no_gradient(remat):
+    tokens, positions = inputs()
+    gradients = []
+    for policy in ("none", remat):
+        blueprint = Blueprint(CONFIGS["llama"], Precision.float32(), remat=policy)
+        params = jax.jit(blueprint.init)(jax.random.key(0))
+        loss = lambda p, b=blueprint: (logits(b, p, tokens, positions) ** 2).mean()  # noqa: E731
+        gradients.append(tree.leaves(jax.jit(jax.grad(loss))(params)))
+    for path, leaf in gradients[0].items():
+        np.testing.assert_allclose(leaf, gradients[1][path], rtol=1e-4, atol=1e-8, err_msg=path)
+
+
+def test_a_remat_policy_that_does_not_exist_is_refused():
+    blueprint = Blueprint(CONFIGS["llama"], Precision.float32(), remat="save:everything")
+    with pytest.raises(ValueError, match="save:everything"):
+        logits(blueprint, blueprint.init(jax.random.key(0)), *inputs())
+
+
+def test_full_remat_keeps_less_in_memory():
+    family = Llama(vocab=VOCAB, width=64, depth=6, heads=4, kv_heads=4)
+    tokens, positions = inputs(rows=4, length=64)
+    sizes = {}
+    for policy in ("none", "full"):
+        blueprint = Blueprint(family.build(), Precision.float32(), remat=policy)
+        loss = lambda p, b=blueprint: (logits(b, p, tokens, positions) ** 2).mean()  # noqa: E731
+        compiled = jax.jit(jax.grad(loss)).lower(blueprint.shapes).compile()
+        sizes[policy] = compiled.memory_analysis().temp_size_in_bytes
+    assert sizes["full"] < 0.6 * sizes["none"]
+
+
+def test_cached_decoding_is_the_full_forward_row_by_row(built):
+    blueprint, params = built
+    tokens, positions = inputs(rows=3)
+    full = logits(blueprint, params, tokens, positions)
+    lengths = jnp.asarray([4, 7, 2], jnp.int32)
+    model = blueprint.merge(params)
+    cache = model.empty_cache(3, LENGTH)
+    hidden = model(tokens[:, :7], positions=positions[:, :7], cache=cache)
+    got = model.logits(hidden.values)
+    for row, length in enumerate(lengths.tolist()):
+        np.testing.assert_allclose(got[row, :length], full[row, :length], rtol=1e-4, atol=1e-5)
+    cache = hidden.cache._replace(length=lengths)
+    for _ in range(4):  # the rows go on from different places, over what the padding left behind
+        index = cache.length[:, None]
+        token = jnp.take_along_axis(tokens, index, axis=1)
+        hidden = model(token, positions=index, cache=cache)
+        np.testing.assert_allclose(
+            model.logits(hidden.values)[:, 0],
+            jnp.take_along_axis(full, index[..., None], axis=1)[:, 0],
+            rtol=1e-4,
+            atol=1e-5,
+        )
+        cache = hidden.cache._replace(length=cache.length + 1)
+
+
+def test_the_closed_form_counts_every_parameter(built):
+    blueprint, params = built
+    assert cost.parameters(blueprint.config) == tree.count(params)
+
+
+def test_every_parameter_has_axes_of_its_rank(built):
+    blueprint, params = built
+    names = tree.leaves(blueprint.axes, is_leaf=lambda node: isinstance(node, tuple))
+    assert names.keys() == tree.leaves(params).keys()
+    for path, leaf in tree.leaves(params).items():
+        assert len(names[path]) == leaf.ndim, path
+        assert (names[path][0] == "layers") == ("stack/" in path or "prefix/" in path), path
+
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+}
+
+
+@pytest.mark.parametrize("name", [*gpt2.SIZES, *llama.SIZES])
+def test_published_sizes_have_their_published_parameters(name):
+    family = GPT2(**gpt2.SIZES[name]) if name in gpt2.SIZES else Llama(**llama.SIZES[name])
+    assert not list(family.problems())
+    assert cost.parameters(family.build()) == PUBLISHED[name]
+
+
+def test_flops_are_those_of_the_products_in_the_program():
+    """The forward pass of the full map, counted product by product in its jaxpr, times three for training."""
+    config = CONFIGS["llama"]
+    blueprint = Blueprint(config, Precision.float32())
+    tokens, positions = inputs(rows=1)
+    program = jax.make_jaxpr(lambda p: logits(blueprint, p, tokens, positions))(blueprint.shapes)
+    counted = 3 * dot_flops(program.jaxpr) / LENGTH
+    assert counted == cost.flops_per_token(config, LENGTH, causal=False)
+    half = cost.flops_per_token(config, LENGTH, causal=True)
+    assert counted > half > 6 * cost.multiplying_parameters(config)
+
+
+def dot_flops(jaxpr):
+    total = 0
+    for equation in jaxpr.eqns:
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            inner = int(np.prod([left[dim] for dim in contracted]))
+            total += 2 * inner * int(np.prod(equation.outvars[0].aval.shape))
+        for value in equation.params.values():
+            for inner_jaxpr in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(inner_jaxpr, "jaxpr"):
+                    total += times * dot_flops(inner_jaxpr.jaxpr)
+                elif hasattr(inner_jaxpr, "eqns"):
+                    total += times * dot_flops(inner_jaxpr)
+    return total
