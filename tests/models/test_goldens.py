@@ -1,0 +1,57 @@
+"""Our models against what transformers computed for the same weights; tests/parity makes these files."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.core.precision import Precision
+from jaxlm.models.build import Blueprint
+from tests.parity import weights
+
+GOLDENS = Path(__file__).parents[1] / "golden/transformers"
+
+
+@pytest.mark.parametrize("family", weights.FAMILIES)
+def test_loss_logits_and_gradients_are_those_of_transformers(family):
+    golden = json.loads((GOLDENS / f"{family}.json").read_text())
+    blueprint = Blueprint(weights.FAMILIES[family].build(), Precision.float32())
+    names = shapes_by_name(family, blueprint)
+    named = {name: weights.weight(name, shape) for name, shape in names.items()}
+    params = weights.ours(family, blueprint.shapes, named)
+    ids = weights.tokens()
+    positions = np.broadcast_to(np.arange(weights.LENGTH, dtype=np.int32), ids.shape)
+
+    def loss(params):
+        model = blueprint.merge(params)
+        logits = model.logits(model(ids, positions=positions).values)
+        log_p = jax.nn.log_softmax(logits[:, :-1])
+        picked = jax.numpy.take_along_axis(log_p, ids[:, 1:, None], axis=-1)
+        return -picked.mean(), logits
+
+    (value, logits), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    np.testing.assert_allclose(value, golden["loss"], rtol=1e-6)
+    np.testing.assert_allclose(logits[:, ::4], golden["logits"], rtol=1e-4, atol=2e-5)
+    mine = weights.theirs(family, gradient)
+    assert mine.keys() == golden["gradient_norms"].keys()
+    for name, norm in golden["gradient_norms"].items():
+        np.testing.assert_allclose(np.linalg.norm(mine[name]), norm, rtol=1e-4, err_msg=name)
+
+
+def test_the_key_tables_name_every_parameter_once():
+    for family, config in weights.FAMILIES.items():
+        from jaxlm.core import tree
+
+        paths = set(tree.leaves(Blueprint(config.build(), Precision.float32()).shapes))
+        unused = weights.KEYS[family].keys() - paths
+        assert paths <= weights.KEYS[family].keys()
+        assert unused <= {"unembedding/weight"}, "only a tied model lacks a parameter of the table"
+        assert len(set(weights.KEYS[family].values())) == len(weights.KEYS[family])
+
+
+def shapes_by_name(family, blueprint):
+    """The Hugging Face shape of each name, from ours."""
+    zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), blueprint.shapes)
+    return {name: array.shape for name, array in weights.theirs(family, zeros).items()}
