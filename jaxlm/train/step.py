@@ -27,6 +27,7 @@ def build(
     key: Array,
     precision: Precision,
     microbatches: int = 1,
+    is_measured: Callable[[Array], Array] | None = None,
 ) -> Step:
     """The function (state, batch) -> (state, metrics), to be jitted once with its state donated.
 
@@ -36,6 +37,8 @@ def build(
 
     Metrics are float32 scalars on the device: those of the objective, `learning_rate`, `grad_norm` (before clipping),
     `param_norm`, `update_ratio` (norm of the update over norm of the parameters), and `tokens` (weight of the batch).
+    `is_measured(completed)` says in which steps the norms of parameters and update are taken, each a pass over all
+    parameters; in others they are NaN. None takes them in all.
     """
 
     def gradient(params: Any, batch: Tokens, key: Array) -> tuple[Any, Loss]:
@@ -65,13 +68,24 @@ def build(
         grads = jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        param_norm = optax.tree.norm(params)
+
+        def norms() -> tuple[Array, Array]:
+            param_norm = optax.tree.norm(params)
+            return param_norm, optax.tree.norm(updates) / jnp.maximum(param_norm, 1e-30)
+
+        if is_measured is None:
+            param_norm, update_ratio = norms()
+        else:
+            unknown = jnp.full((), jnp.nan, jnp.float32)
+            param_norm, update_ratio = jax.lax.cond(
+                is_measured(state.step + 1), norms, lambda: (unknown, unknown)
+            )
         metrics = {name: mean.value for name, mean in part.metrics.items()} | {
             "tokens": part.objective.weight,
             "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
             "grad_norm": optax.tree.norm(grads),
             "param_norm": param_norm,
-            "update_ratio": optax.tree.norm(updates) / jnp.maximum(param_norm, 1e-30),
+            "update_ratio": update_ratio,
         }
         return TrainState(state.step + 1, params, opt_state), metrics
 

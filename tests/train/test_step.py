@@ -201,3 +201,26 @@ def test_metrics_say_what_happened():
         metrics["update_ratio"], norm(change) / norm(after.params), rtol=1e-3
     )
     np.testing.assert_allclose(metrics["param_norm"], norm(after.params), rtol=1e-5)
+
+
+def test_norms_are_taken_in_the_steps_that_are_measured_and_change_nothing_else():
+    batch = jax.tree.map(jnp.asarray, next(batches(1)))
+    blueprint, optimizer, always = pieces()
+    some = steps.build(
+        functools.partial(_loss, blueprint),
+        optimizer,
+        schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1),
+        key=jax.random.key(1),
+        precision=Precision.float32(),
+        is_measured=lambda completed: completed % 2 == 0,
+    )
+    first = second = states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+    always, some = jax.jit(always), jax.jit(some)
+    for completed in (1, 2):
+        first, known = always(first, batch)
+        second, metrics = some(second, batch)
+        assert bool(jnp.isnan(metrics["update_ratio"])) == (completed == 1)
+        for name in ("loss_nats", "grad_norm"):
+            np.testing.assert_allclose(metrics[name], known[name], rtol=1e-6)
+    np.testing.assert_allclose(metrics["update_ratio"], known["update_ratio"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["param_norm"], known["param_norm"], rtol=1e-6)

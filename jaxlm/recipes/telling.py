@@ -1,0 +1,97 @@
+"""What a training run says before its first step and after its last."""
+
+import math
+from typing import Any
+
+import jax
+
+from jaxlm.core import config, tree
+from jaxlm.data import baselines, peek
+from jaxlm.models import cost
+from jaxlm.monitor import plots, report, words
+from jaxlm.recipes.session import Session
+
+
+def header(session: Session, changes: list[config.Change]) -> None:
+    """What is about to be trained, on what, and from where."""
+    run, data, mesh = session.run, session.data, session.model.mesh
+    decoder = session.model.blueprint.config
+    train = data.train.shards.manifest
+    kind = mesh.devices.flat[0].device_kind
+    shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    state_bytes = tree.size_bytes(jax.eval_shape(session.fresh))
+    facts = [
+        ("devices", f"{mesh.devices.size} x {kind}, mesh {shape}"),
+        (
+            "model",
+            f"{run.model.family}, {words.count(cost.parameters(decoder))} parameters: {decoder.depth} layers, "
+            f"{decoder.width} wide, {decoder.vocab} ids ({data.tokenizer.size} in use)",
+        ),
+        (
+            "data",
+            f"{words.count(train.documents)} documents, {words.count(train.tokens)} tokens, {words.size(train.bytes)}; "
+            f"{data.train.epochs(run.train.steps, run.train.batch):.2f} epochs",
+        ),
+        ("", _example(session)),
+        ("memory", f"{words.size(state_bytes)} of weights and optimizer state over all devices"),
+        (
+            "run",
+            f"{run.train.steps} steps of {run.train.batch} rows x {run.data.sequence} tokens, "
+            f"{run.optim.name} at {run.optim.lr:g}, {run.schedule.name}, {run.precision.compute}",
+        ),
+    ]
+    if session.start:
+        facts.append(("resumed", f"after step {session.start}"))
+    facts += [("changed", str(change)) for change in changes]
+    session.console.block(f"jaxlm train, {session.directory.path}", facts)
+
+
+def _example(session: Session) -> str:
+    """The start of one row, its trained tokens marked."""
+    first = session.data.train.at(session.start, batch=session.run.train.batch, rows=slice(0, 1))
+    text = peek.rendered(first, session.data.tokenizer, 0)[0].replace("\n", "\\n")
+    return text[:150] + (" ..." if len(text) > 150 else "")
+
+
+def finish(session: Session) -> dict[str, Any]:
+    """The yardsticks, the plots, the report, and the closing block."""
+    path, progress = session.directory.path, session.progress
+    last = session.directory.step
+    answer = {
+        "step": last,
+        "complete": last >= session.run.train.steps,
+        "workdir": str(path),
+        **(session.evaluation or {}),
+    }
+    if session.data.validation and session.evaluation:
+        text = baselines.stored_text(next(iter(session.data.validation.values())).shards)
+        known = baselines.bits_per_byte(text)
+        session.directory.write_json("baselines.json", known)
+        ours = session.evaluation["bits_per_byte"]
+        table = sorted([*known.items(), ("this run", ours or math.nan)], key=lambda row: -row[1])
+        session.console.block(
+            "validation set, bits per byte",
+            [(name, f"{bits:.4f}" + (" <" if name == "this run" else "")) for name, bits in table],
+        )
+        answer["baselines"] = known
+    for sink in (*session.sinks, session.samples):
+        sink.close()
+    plots.draw(path)
+    answer["report"] = str(report.write(path))
+    session.console.block(
+        f"done at step {last}, {words.count(progress.tokens)} tokens",
+        [
+            (
+                "best",
+                f"step {progress.best_step}, {progress.best_loss:.4f} nats"
+                if progress.best_loss is not None
+                else "no evaluation",
+            ),
+            ("report", str(path / "report.html")),
+            (
+                "next",
+                f"jaxlm eval --workdir={path}\njaxlm generate --workdir={path} --prompt='...'",
+            ),
+        ],
+    )
+    return answer
