@@ -16,8 +16,6 @@ from jaxlm.nn.norm import Norm
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.rules import constrain
 
-REMAT_NAMES = ("attention_out", "mlp_out")  # what a policy "save:..." can name
-
 
 class Block(nnx.Module):
     """Attention f and MLP g on the stream x, with norms n, wired in one of four ways.

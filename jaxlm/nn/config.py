@@ -5,6 +5,7 @@ from typing import Literal
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 Init = Literal["gpt2", "normal", "xavier", "he"]
+REMAT_NAMES = ("attention_out", "mlp_out")  # what a remat policy "save:..." can name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

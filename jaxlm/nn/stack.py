@@ -9,9 +9,9 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from jaxlm.core.precision import Precision
-from jaxlm.nn.block import REMAT_NAMES, Block
+from jaxlm.nn.block import Block
 from jaxlm.nn.cache import LayerCache
-from jaxlm.nn.config import BlockConfig
+from jaxlm.nn.config import REMAT_NAMES, BlockConfig
 from jaxlm.nn.init import Initializer
 from jaxlm.ops.masks import Mask
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, random
+from jaxlm.core.errors import Preempted
 from jaxlm.data.prepare import Data
 from jaxlm.evals import loss as evals
 from jaxlm.models import cost
@@ -124,21 +125,26 @@ class Session:
             save=self._save,
             check_saves=self.store.check,
         )
-        loop.run(
-            step,
-            state,
-            map(
-                self.put, self.data.train.batches(self.start, batch=run.train.batch, rows=self.rows)
-            ),
-            start=self.start,
-            steps=run.train.steps,
-            stop_at=min(stop_at or run.train.steps, run.train.steps),
-            progress=self.progress,
-            hooks=hooks,
-            stop=stop,
-            patience=run.train.patience,
-            keep_best=run.checkpoint.keep_best > 0,
-        )
+        try:
+            loop.run(
+                step,
+                state,
+                map(
+                    self.put,
+                    self.data.train.batches(self.start, batch=run.train.batch, rows=self.rows),
+                ),
+                start=self.start,
+                steps=run.train.steps,
+                stop_at=min(stop_at or run.train.steps, run.train.steps),
+                progress=self.progress,
+                hooks=hooks,
+                stop=stop,
+                patience=run.train.patience,
+                keep_best=run.checkpoint.keep_best > 0,
+            )
+        except Preempted:
+            self.store.wait()  # "saved" must be true before it is said
+            raise
         self.store.close()
 
     def fresh(self) -> TrainState:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from jaxlm.core.config import setting
+from jaxlm.nn.config import REMAT_NAMES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,11 +37,20 @@ class TrainConfig:
     )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Micro-batches are equal parts of a batch."""
+        """Micro-batches are equal parts of a batch, and the remat policy is one of those there are."""
         if self.batch % self.microbatches:
             fit = next(n for n in range(self.microbatches, 0, -1) if self.batch % n == 0)
             yield (
                 "microbatches",
                 f"batch = {self.batch} rows does not divide by {self.microbatches}",
                 f"--config.train.microbatches={fit}",
+            )
+        kind, _, names = self.remat.partition(":")
+        if self.remat not in ("none", "dots", "full") and (
+            kind != "save" or not set(names.split(",")) <= set(REMAT_NAMES)
+        ):
+            yield (
+                "remat",
+                f"{self.remat!r} is none of: none, dots, full, save:{','.join(REMAT_NAMES)}",
+                "--config.train.remat=dots",
             )

@@ -2,8 +2,10 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -190,6 +192,35 @@ def test_a_run_goes_on_with_another_mesh_and_the_losses_stay(config, unbroken, t
             float.fromhex(mine[key]), float.fromhex(loss), rtol=1e-5, err_msg=str(key)
         )
     assert json.loads((tmp_path / "run/config.5.json").read_text())["mesh"]["tensor"] == 1
+
+
+def test_a_terminated_run_saves_says_75_and_goes_on(config, tmp_path):
+    run = tmp_path / "run"
+    words = [
+        *("train", f"--config={config}", f"--workdir={run}", "--quiet", "--config.log.sinks="),
+        *("--config.train.steps=100000", "--config.checkpoint.every=50000", "--config.log.every=1"),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxlm", *words], stderr=subprocess.PIPE, text=True
+    )
+    begun = time.monotonic()
+    while (
+        not (run / "metrics.jsonl").exists()
+        or len((run / "metrics.jsonl").read_bytes().splitlines()) < 3
+    ):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() - begun < 120
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75, said
+    ended = json.loads((run / "exit.json").read_text())
+    assert ended["code"] == 75
+    assert Store(run / "checkpoints", CheckpointConfig(), read_only=True).steps() == [ended["step"]]
+    assert f"after step {ended['step']}, which is saved" in said
+    assert main([*words, f"--stop_at={ended['step'] + 1}"]) == 0
+    steps = [r["step"] for r in records(run) if r["split"] == "train"]
+    assert steps == list(range(1, ended["step"] + 2))
 
 
 def test_a_finished_run_says_so_and_writes_nothing(config, unbroken, capsys):

@@ -1,0 +1,23 @@
+import pytest
+
+from jaxlm.train.config import TrainConfig
+
+
+@pytest.mark.parametrize(
+    "remat", ["none", "dots", "full", "save:mlp_out", "save:attention_out,mlp_out"]
+)
+def test_the_remat_policies_there_are_pass(remat):
+    assert not list(TrainConfig(remat=remat).problems())
+
+
+@pytest.mark.parametrize("remat", ["some", "save", "save:", "save:everything", "dots:x"])
+def test_another_is_a_problem_with_a_fix(remat):
+    ((field, why, fix),) = TrainConfig(remat=remat).problems()
+    assert field == "remat"
+    assert repr(remat) in why
+    assert fix == "--config.train.remat=dots"
+
+
+def test_micro_batches_that_do_not_divide_are_a_problem_with_the_nearest_that_do():
+    ((field, _, fix),) = TrainConfig(batch=12, microbatches=5).problems()
+    assert (field, fix) == ("microbatches", "--config.train.microbatches=4")
