@@ -1,5 +1,6 @@
 """The only loop over layers."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -93,7 +94,7 @@ class Stack(nnx.Module):
                 x, out[name] = layer(x, name, state, cache, layer_key)
             return x, out
 
-        repeat = rematerialised(repeat, self.remat)
+        unrolled = rematerialised(repeat, self.remat, looped=False)
         stacked = {
             name: (states[name], caches[name] if caches else None, keys[name]) for name in names
         }
@@ -107,12 +108,13 @@ class Stack(nnx.Module):
         if self.layers == "unroll":
             scanned = None
             for index in range(whole):
-                x, out = repeat(x, {name: parts[name][index] for name in names})
+                x, out = unrolled(x, {name: parts[name][index] for name in names})
                 outs.append(out)
         else:
-            x, scanned = lax.scan(repeat, x, jax.tree.map(lambda leaf: leaf[:whole], stacked))
+            looped = rematerialised(repeat, self.remat, looped=True)
+            x, scanned = lax.scan(looped, x, jax.tree.map(lambda leaf: leaf[:whole], stacked))
         if left := names[: self.depth % self.kinds]:
-            x, out = repeat(x, {name: parts[name][whole] for name in left})
+            x, out = unrolled(x, {name: parts[name][whole] for name in left})
             outs.append(out)
         if caches is None:
             return x, None
@@ -122,30 +124,30 @@ class Stack(nnx.Module):
         }
 
 
-def rematerialised(function: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def rematerialised(function: Callable[..., Any], remat: str, *, looped: bool) -> Callable[..., Any]:
     """`function` with what its backward pass needs computed again, by the policy's name.
+
+    Outside of a loop XLA would find the two computations equal and keep the first, so it is told not to look; the
+    body of a loop has its own backward loop, where that would only be in the way.
 
     Raises:
       ValueError: where there is no such policy.
     """
+    again = functools.partial(jax.checkpoint, function, prevent_cse=not looped)
     policies = jax.checkpoint_policies
     if remat == "none":
         return function
     if remat == "dots":
-        return jax.checkpoint(
-            function, policy=policies.dots_with_no_batch_dims_saveable, prevent_cse=False
-        )
+        return again(policy=policies.dots_with_no_batch_dims_saveable)
     if remat == "full":
-        return jax.checkpoint(function, prevent_cse=False)
+        return again()
     kind, _, names = remat.partition(":")
     saved = names.split(",")
     if kind != "save" or not set(saved) <= set(REMAT_NAMES):
         raise ValueError(
             f"{remat!r} is no remat policy: none, dots, full, or save: with some of {','.join(REMAT_NAMES)}"
         )
-    return jax.checkpoint(
-        function, policy=policies.save_only_these_names(*saved), prevent_cse=False
-    )
+    return again(policy=policies.save_only_these_names(*saved))
 
 
 def _kind_keys(key: Array, depth: int, kinds: int, kind: int) -> Array:
