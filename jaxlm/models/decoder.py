@@ -90,6 +90,7 @@ class Decoder(nnx.Module):
                 key=at("unembedding"),
                 init=init,
                 precision=precision,
+                result=jnp.dtype(jnp.float32),
             )
         )
 
@@ -147,7 +148,7 @@ class Decoder(nnx.Module):
         out = (
             self.embedding.unembed(hidden) if self.unembedding is None else self.unembedding(hidden)
         )
-        out = constrain(out.astype(jnp.float32), "batch", "length", "vocab")
+        out = constrain(out, "batch", "length", "vocab")
         cap = self.config.logit_cap
         return out if cap is None else cap * jnp.tanh(out / cap)
 

@@ -1,5 +1,6 @@
 """Token and position tables."""
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -30,5 +31,5 @@ class Embedding(nnx.Module):
         return self.table[...].at[ids].get(mode="promise_in_bounds")
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The dot product of `x` with every row: the tied output layer."""
-        return matmul(x, self.table[...].T, self.precision)
+        """The dot product of `x` with every row, in float32: the tied output layer."""
+        return matmul(x, self.table[...].T, self.precision, jnp.dtype(jnp.float32))

@@ -16,7 +16,8 @@ class Linear(nnx.Module):
     """y = x W + b from one or several input dimensions to one or several output dimensions.
 
     `ins` and `outs` are (logical axis, size) pairs: attention's query is `{"embed": D} -> {"heads": N, "head_dim": H}`.
-    The weight keeps these dimensions, so that each can be split over its own mesh axis.
+    The weight keeps these dimensions, so that each can be split over its own mesh axis. `result` is the dtype that
+    comes out, by default that of activations.
     """
 
     def __init__(
@@ -29,9 +30,10 @@ class Linear(nnx.Module):
         precision: Precision,
         bias: bool = False,
         ends_on_residual: bool = False,
+        result: jnp.dtype | None = None,
     ):
         self.ins, self.outs = tuple(ins.values()), tuple(outs.values())
-        self.precision = precision
+        self.precision, self.result = precision, result
         flat = (math.prod(self.ins), math.prod(self.outs))
         weight = init.weight(key, flat, ends_on_residual=ends_on_residual).reshape(
             self.ins + self.outs
@@ -43,7 +45,8 @@ class Linear(nnx.Module):
         """2 x ins x outs FLOPs a token."""
         leading = x.shape[: x.ndim - len(self.ins)]
         weight = self.weight[...].reshape(math.prod(self.ins), math.prod(self.outs))
-        y = matmul(x.reshape(*leading, -1), weight, self.precision).reshape(*leading, *self.outs)
+        y = matmul(x.reshape(*leading, -1), weight, self.precision, self.result)
+        y = y.reshape(*leading, *self.outs)
         if self.bias is None:
             return y
         return y + self.bias[...].astype(y.dtype).reshape((1,) * len(leading) + self.outs)

@@ -9,28 +9,34 @@ from jax import Array, lax
 from jaxlm.core.precision import Precision
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def matmul(x: Array, weight: Array, precision: Precision) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def matmul(x: Array, weight: Array, precision: Precision, result: jnp.dtype | None = None) -> Array:
     """x[..., I] @ weight[I, O], with operands in `precision.compute` and float32 sums, forward and backward.
 
+    The product comes out in `result`, by default the dtype of activations.
     The transpose that JAX derives would multiply a float32 cotangent in the backward pass and round the weight's
     gradient to the compute dtype. Here both operands are cast first, and the weight's gradient comes out of the
     accumulator in `precision.reduce`.
     """
-    return _forward(x, weight, precision)[0]
+    return _forward(x, weight, precision, result)[0]
 
 
-def _forward(x: Array, weight: Array, precision: Precision) -> tuple[Array, tuple[Array, Array]]:
+def _forward(
+    x: Array, weight: Array, precision: Precision, result: jnp.dtype | None
+) -> tuple[Array, tuple[Array, Array]]:
     x_low, weight_low = x.astype(precision.compute), weight.astype(precision.compute)
-    return _dot(x_low, weight_low, 0, precision.activations), (x_low, weight)
+    return _dot(x_low, weight_low, 0, result or precision.activations), (x_low, weight)
 
 
 def _backward(
-    precision: Precision, kept: tuple[Array, Array], out_grad: Array
+    precision: Precision,
+    result: jnp.dtype | None,
+    kept: tuple[Array, Array],
+    out_grad: Array,
 ) -> tuple[Array, Array]:
     x_low, weight = kept
     grad_low = out_grad.astype(precision.compute)
-    x_grad = _dot(grad_low, weight.astype(precision.compute), 1, out_grad.dtype)
+    x_grad = _dot(grad_low, weight.astype(precision.compute), 1, precision.activations)
     rows = tuple(range(x_low.ndim - 1))
     if _is_flat():
         x_low, grad_low, rows = (

@@ -146,12 +146,13 @@ def test_a_remat_policy_that_does_not_exist_is_refused():
         logits(blueprint, blueprint.init(jax.random.key(0)), *inputs())
 
 
-def test_full_remat_keeps_less_in_memory():
+@pytest.mark.parametrize("layers", ["scan", "unroll"])
+def test_full_remat_keeps_less_in_memory(layers):
     family = Llama(vocab=VOCAB, width=64, depth=6, heads=4, kv_heads=4)
     tokens, positions = inputs(rows=4, length=64)
     sizes = {}
     for policy in ("none", "full"):
-        blueprint = Blueprint(family.build(), Precision.float32(), remat=policy)
+        blueprint = Blueprint(family.build(), Precision.float32(), layers=layers, remat=policy)
         loss = lambda p, b=blueprint: (logits(b, p, tokens, positions) ** 2).mean()  # noqa: E731
         compiled = jax.jit(jax.grad(loss)).lower(blueprint.shapes).compile()
         sizes[policy] = compiled.memory_analysis().temp_size_in_bytes

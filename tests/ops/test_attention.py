@@ -1,0 +1,68 @@
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.core.precision import Precision
+from jaxlm.ops import masks, rope
+from jaxlm.ops.attention import attention
+
+ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 9, 4, 2, 6
+SEGMENTS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 2, 2, 2, 2, 0, 0, 0]], np.int32)
+
+
+def reference(query, key, value, *, scale, window, cap, segments):
+    """One row, one head and one query at a time, over the keys that it may see."""
+    out = np.zeros(query.shape)
+    for row, head, t in np.ndindex(ROWS, HEADS, LENGTH):
+        first = 0 if window is None else max(0, t - window + 1)
+        seen = [
+            s
+            for s in range(first, t + 1)
+            if segments is None or segments[row, s] == segments[row, t] > 0
+        ]
+        if not seen:
+            continue
+        shared = head * KV_HEADS // HEADS
+        scores = scale * key[row, seen, shared] @ query[row, t, head]
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
+        weights = np.exp(scores - scores.max())
+        out[row, t, head] = weights / weights.sum() @ value[row, seen, shared]
+    return out
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 2.0), (1, 0.5)])
+def test_attention_is_what_it_says_query_by_query(window, cap, segments):
+    keys = jax.random.split(jax.random.key(0), 3)
+    query = 3 * jax.random.normal(keys[0], (ROWS, LENGTH, HEADS, SIZE))
+    key = jax.random.normal(keys[1], (ROWS, LENGTH, KV_HEADS, SIZE))
+    value = jax.random.normal(keys[2], (ROWS, LENGTH, KV_HEADS, SIZE))
+    index = np.arange(LENGTH, dtype=np.int32)[None]
+    mask = masks.Mask(
+        query_index=index,
+        key_index=index,
+        query_segments=segments,
+        key_segments=segments,
+        window=window,
+    )
+    got = attention(query, key, value, mask, Precision.float32(), scale=0.7, cap=cap)
+    expected = reference(
+        *map(np.asarray, (query, key, value)), scale=0.7, window=window, cap=cap, segments=segments
+    )
+    assert np.isfinite(got).all()
+    real = np.ones((ROWS, LENGTH), bool) if segments is None else segments > 0
+    np.testing.assert_allclose(np.asarray(got)[real], expected[real], rtol=1e-5, atol=1e-6)
+
+
+def test_rotated_products_depend_on_the_distance_alone():
+    x, y = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+
+    def product(i, j):
+        turned = [
+            rope.rotate(z, *rope.angles(np.array([[at]], np.int32), 8, 10_000.0))
+            for z, at in ((x, i), (y, j))
+        ]
+        return float((turned[0] * turned[1]).sum())
+
+    np.testing.assert_allclose(product(7, 3), product(104, 100), rtol=1e-4)
+    assert abs(product(7, 3) - product(8, 3)) > 1e-3
