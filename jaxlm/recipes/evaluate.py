@@ -13,7 +13,7 @@ from jaxlm.data import cache, prepare
 from jaxlm.data.documents import Corpus
 from jaxlm.data.loader import Loader
 from jaxlm.evals import loss as evals
-from jaxlm.parallel import host
+from jaxlm.parallel import host, rules
 from jaxlm.recipes import trained
 from jaxlm.recipes.trained import Trained
 
@@ -47,7 +47,7 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
             fix=f"--sequence={limit}",
         )
     batch = options.batch or run.train.batch
-    ways = opened.model.mesh.shape["data"] * opened.model.mesh.shape["fsdp"]
+    ways = rules.split(opened.model.mesh, "batch")
     batch = -(-batch // ways) * ways
     sets = {}
     with jax.set_mesh(opened.model.mesh):
