@@ -97,6 +97,8 @@ def ours(run: Run, data: prepare.Data, folder: Path) -> tuple[Any, Timed]:
             schedule,
             key=random.stream(jax.random.key(run.seed), "train"),
             precision=model.precision,
+            guard=run.guard,
+            axes=blueprint.axes,
             microbatches=run.train.microbatches,
             is_measured=lambda completed: completed % LOG_EVERY == 0,
         ),
@@ -107,7 +109,7 @@ def ours(run: Run, data: prepare.Data, folder: Path) -> tuple[Any, Timed]:
             random.key(run.seed, "init")
         )
         start = jax.tree.map(jnp.copy, params)
-        state = states.fresh(params, optimizer)
+        state = states.fresh(params, optimizer, run.guard)
     rows = host.host_rows(mesh, run.train.batch)
     batches = map(
         functools.partial(host.put, mesh), data.train.batches(0, batch=run.train.batch, rows=rows)

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 CACHE = Path(__file__).parent.parent / ".cache"
 
 # Before the first import of jax, and for the processes that tests start.
@@ -15,3 +17,29 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAXLM_CACHE", str(CACHE / "jaxlm"))
 os.environ.setdefault("MPLCONFIGDIR", str(CACHE / "matplotlib"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_behind():
+    """Processes and shared memory that the tests started are gone at the end."""
+    before = _shared_memory()
+    yield
+    left = [f"process {pid}" for pid in _children() if not _is_resource_tracker(pid)]
+    left += [f"/dev/shm/{name}" for name in _shared_memory() - before]
+    assert not left, f"left behind: {', '.join(left)}"
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
+
+
+def _children() -> list[int]:
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():
+        return []
+    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    """Python's own, which ends with us."""
+    return "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text()

@@ -1,129 +1,181 @@
-"""Orbax behind our own door: trees of arrays and JSON, committed a step at a time."""
+"""Orbax behind our own door: a tree of arrays and JSON, committed a step at a time."""
 
 import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging
+from absl import logging as absl_logging
 from etils import epath
-from orbax.checkpoint import checkpoint_managers
 
+from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.core.errors import DataError, SaveFailed
+from jaxlm.checkpoint.record import Record
+from jaxlm.checkpoint.retention import kept
+from jaxlm.core import faults
+from jaxlm.core.errors import DataError, InUse, SaveFailed
 from jaxlm.core.tree import leaves
 
-FORMAT_VERSION = 1
-METRIC = "loss_nats"
+TORN = (".orbax-checkpoint-tmp", ".retired")  # what a killed save, or a killed removal, leaves
 
 
 class Store:
     """The committed steps of one run.
 
-    A step holds `state`, a tree of arrays, and `meta`, JSON: the data cursor, the config, and what the host counts.
-    Both are written in the background and become visible together, or not at all.
+    A step is a directory of Orbax with `digests.json` in it. Both are written in the background and become visible by
+    one rename. A directory without a valid record is no checkpoint; a damaged one is moved to `quarantine/`, never
+    removed.
+
+    Args:
+      directory: where the steps are.
+      config: what is kept.
+      reach: how many steps a rewind goes back; a healthy step at least as old is kept.
+      owner: fencing id of the process that writes.
+      is_owner: whether it still owns the run; asked before each commit.
+      read_only: touch nothing.
+      is_first: whether this process makes, moves and removes directories; where a run has several, each writes its part of
+        the arrays.
     """
 
     def __init__(
-        self, directory: epath.PathLike, config: CheckpointConfig, *, read_only: bool = False
+        self,
+        directory: epath.PathLike,
+        config: CheckpointConfig,
+        *,
+        reach: int = 0,
+        owner: str = "",
+        is_owner: Callable[[], bool] = lambda: True,
+        read_only: bool = False,
+        is_first: bool = True,
     ):
         self.directory = epath.Path(directory).absolute()
-        keep: list[checkpoint_managers.PreservationPolicy] = [
-            checkpoint_managers.LatestN(config.keep_last)
-        ]
-        if config.keep_best:
-            keep.append(
-                checkpoint_managers.BestN(
-                    get_metric_fn=_metric,
-                    reverse=True,
-                    n=config.keep_best,
-                    keep_checkpoints_without_metrics=False,
-                )
-            )
-        logging.set_verbosity(logging.ERROR)  # Orbax warns of what read_only implies
-        if not read_only:
-            self._remove_torn()
-        options = ocp.CheckpointManagerOptions(
-            save_decision_policy=checkpoint_managers.FixedIntervalPolicy(
-                1
-            ),  # the loop decides when
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(keep),
-            best_fn=_metric,
-            best_mode="min",
-            read_only=read_only,
-        )
-        # Named now: a manager that has not saved in this process knows no metadata of a step otherwise.
-        handlers = {"state": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(
-            self.directory, options=options, item_handlers=handlers
+        self._config, self._reach, self._read_only = config, reach, read_only
+        self._owner, self._is_owner = owner, is_owner
+        self._is_first = is_first
+        self._pending: Record | None = None  # the step that is being written
+        # What they log, we raise.
+        absl_logging.set_verbosity(absl_logging.FATAL)
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        if not read_only and is_first:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.remove_torn()
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.StandardCheckpointHandler(),
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
+            # Orbax would write its time of commit after the record, into a file that has a digest by then.
+            checkpoint_metadata_store=ocp.metadata.metadata_store(enable_write=False),
         )
 
     def steps(self) -> list[int]:
-        """Committed steps, oldest first."""
-        return sorted(self._manager.all_steps())
+        """Steps that have a directory, oldest first; whether they are sound is for `newest_sound` to say."""
+        if not self.directory.exists():
+            return []
+        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdigit())
+
+    def record(self, step: int) -> Record:
+        """What is known of a step. Raises DataError where its record is missing, damaged or of another format."""
+        return records.read(self._path(step))
 
     def best(self) -> int | None:
-        """The committed step with the lowest evaluation loss; None where no step was evaluated."""
-        return self._manager.best_step()
+        """The step with the lowest evaluation loss; None where no step was evaluated."""
+        ranked = [(r.loss_nats, r.step) for r in self._records() if r.loss_nats is not None]
+        return min(ranked)[1] if ranked else None
+
+    def problems(self, step: int) -> list[str]:
+        """What is wrong with a step's files, a line each; empty where every byte is as it was written."""
+        try:
+            return records.problems(self._path(step))
+        except DataError as error:
+            return [error.why]
+
+    def newest_sound(self, say: Callable[[str], None] = lambda _: None) -> int | None:
+        """The newest step whose every byte is as it was written; None where none was ever committed.
+
+        Newer steps that are damaged are said, and moved to the quarantine unless the store is read-only.
+
+        Raises:
+          DataError: where there are steps and all are damaged, or one is of another format.
+        """
+        found: list[tuple[int, list[str]]] = []
+        for step in reversed(self.steps()):
+            wrong = self._checked(step)
+            if not wrong:
+                for damaged, lines in found:
+                    text = f"checkpoint {damaged} is damaged ({lines[0]})"
+                    if not self._read_only:
+                        text += f" and was moved to {self.quarantine(damaged, chr(10).join(lines))}"
+                    say(text)
+                return step
+            found.append((step, wrong))
+        if found:
+            raise DataError(
+                f"all {len(found)} checkpoints are damaged",
+                where=str(self.directory),
+                why="\n".join(f"step {step}: {lines[0]}" for step, lines in found[:4]),
+                fix="bring one back from a copy, or begin again with --workdir=runs/another",
+            )
+        return None
+
+    def quarantine(self, step: int, reason: str) -> epath.Path:
+        """Moves a step out of the way by a rename, the reason beside it; nothing is removed."""
+        folder = self.directory.parent / "quarantine"
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while (place := folder / (f"{step}" if number == 1 else f"{step}.{number}")).exists():
+            number += 1
+        (folder / f"{place.name}.reason.txt").write_text(reason + "\n")
+        self._path(step).rename(place)
+        return place
 
     def save(
-        self, step: int, state: Any, meta: dict[str, Any], loss_nats: float | None = None
+        self,
+        step: int,
+        state: Any,
+        meta: dict[str, Any],
+        *,
+        loss_nats: float | None = None,
+        healthy: bool = True,
     ) -> None:
         """Copies the state off the device, then writes in the background.
 
         Returns once `state` may be donated.
 
         Raises:
-          SaveFailed: where an earlier save turned out to have failed, or Orbax did not take this one.
+          SaveFailed: where an earlier save turned out to have failed, or this one cannot begin.
         """
-        self.check()
-        metrics = None if loss_nats is None else {METRIC: float(loss_nats)}
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
-            meta=ocp.args.JsonSave({"format_version": FORMAT_VERSION, **meta}),
+        self.wait()
+        faults.point("save.begin", step)
+        self._pending = Record(
+            step=step,
+            owner=self._owner,
+            loss_nats=None if loss_nats is None else float(loss_nats),
+            healthy=healthy,
+            meta=meta,
+            files={},
         )
         try:
-            taken = self._manager.save(step, args=items, metrics=metrics, force=True)
-        except (OSError, ValueError, RuntimeError) as error:
+            self._orbax.save(self._path(step), args=ocp.args.StandardSave(state))
+        except Exception as error:  # Orbax and its array store raise what they like
             raise self._failed(error) from error
-        if not taken:
-            raise SaveFailed(
-                f"step {step} was due and was not saved",
-                where=str(self.directory),
-                why=f"newest step there: {self._manager.latest_step()}",
-            )
+        faults.point("save.files", step)
 
     def check(self) -> None:
         """Raises SaveFailed where a save in the background has failed."""
         try:
-            self._manager.check_for_errors()
+            self._orbax.check_for_errors()
         except Exception as error:  # Orbax passes on whatever its thread raised
             raise self._failed(error) from error
 
-    def meta(self, step: int) -> dict[str, Any]:
-        """The JSON of a step.
-
-        Raises:
-          DataError: where it cannot be read or comes from a newer format.
-        """
+    def wait(self) -> None:
+        """Returns when every save so far is committed. Raises SaveFailed where one failed."""
         try:
-            meta = self._manager.restore(
-                step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-            ).meta
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(
-                f"checkpoint {step} cannot be read",
-                where=str(self.directory / str(step)),
-                why=str(error),
-            ) from error
-        if meta.get("format_version") != FORMAT_VERSION:
-            raise DataError(
-                f"checkpoint {step} has format {meta.get('format_version')}",
-                where=str(self.directory / str(step)),
-                why=f"this jaxlm reads format {FORMAT_VERSION}",
-                fix="use the jaxlm version in environment.json beside the checkpoints",
-            )
-        return meta
+            self._orbax.wait_until_finished()
+        except Exception as error:
+            raise self._failed(error) from error
 
     def restore(self, step: int, abstract: Any) -> Any:
         """The state of a step, straight into the shapes, dtypes and shardings of `abstract`.
@@ -132,9 +184,8 @@ class Store:
           DataError: where a leaf is missing, left over, or of another shape or dtype. Orbax would cast a dtype silently.
         """
         self._compare(step, _layout(abstract), self._saved(step))
-        return self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        ).state
+        faults.point("restore.read", step)
+        return self._orbax.restore(self._path(step), args=ocp.args.StandardRestore(abstract))
 
     def restore_part(self, step: int, name: str, abstract: Any) -> Any:
         """One part of the state, such as `params`, without reading the others. Raises DataError as `restore` does."""
@@ -153,10 +204,92 @@ class Store:
             partial_restore=True,
         )
         reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        return reader.restore(self.directory / str(step) / "state", args=args)[name]
+        return reader.restore(self._path(step), args=args)[name]
+
+    def layout(self, step: int) -> dict[str, str]:
+        """Each leaf of a step's state by its path, as "float32[8, 4]"; no array is read."""
+        return self._saved(step)
+
+    def arrays(self, step: int) -> dict[str, np.ndarray]:
+        """Each leaf of a step's state by its path, whole, in host memory."""
+        path = self._path(step)
+        tree = ocp.StandardCheckpointHandler().metadata(path).tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        return leaves(reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy)))
+
+    def close(self) -> None:
+        """Waits for what is being written; raises SaveFailed where it failed."""
+        self.wait()
+        if self._is_first and not self._read_only:
+            self._retire()
+        self._orbax.close()
+
+    def release(self) -> None:
+        """Lets go after an error: waits for what is being written, and says nothing of how it went."""
+        with contextlib.suppress(Exception):
+            self._orbax.close()
+
+    def remove_torn(self) -> None:
+        """Removes what a failed save, or a killed process, left half-done. Who may write holds the run directory's lock, so nobody else is writing."""
+        for path in self.directory.iterdir():
+            if any(suffix in path.name for suffix in TORN):
+                path.rmtree()
+
+    def _path(self, step: int) -> epath.Path:
+        return self.directory / str(step)
+
+    def _records(self) -> list[Record]:
+        found = []
+        for step in self.steps():
+            with contextlib.suppress(DataError):
+                found.append(self.record(step))
+        return found
+
+    def _checked(self, step: int) -> list[str]:
+        """What is wrong with a step; a step of another format is not damaged, and stops us."""
+        try:
+            return records.problems(self._path(step))
+        except DataError as error:
+            if "format" in error.what:
+                raise
+            return [error.why]
+
+    def _complete(self) -> None:
+        """Writes the record of the step that Orbax is about to rename into place. Runs in the background, on one host.
+
+        Steps are removed here too, before the rename: what is kept is chosen among those that are committed, so the
+        death of this process at any instant leaves all that the config asks for.
+        """
+        assert self._pending is not None
+        step = self._pending.step
+        torn = self._path(step).with_name(f"{step}{TORN[0]}")
+        faults.point("save.digest", step)
+        if not self._is_owner():
+            raise InUse(
+                "another process has taken this run over",
+                where=str(self.directory),
+                why=f"step {step} was not committed",
+            )
+        files = records.digests(torn)
+        records.write(torn, dataclasses.replace(self._pending, files=files))
+        self._retire()
+        faults.point("save.commit", step)
+
+    def _retire(self) -> None:
+        """Removes the steps that need not be kept. Damaged ones are left for the quarantine."""
+        found = self._records()
+        if not found:
+            return
+        keep = kept(found, self._config, reach=self._reach)
+        for step in {record.step for record in found} - keep:
+            retired = self._path(step).with_name(f"{step}{TORN[1]}")
+            self._path(step).rename(retired)
+            faults.point("save.retire", step)
+            retired.rmtree()
 
     def _saved(self, step: int) -> dict[str, str]:
-        return _layout(self._manager.item_metadata(step)["state"])
+        return _layout(ocp.StandardCheckpointHandler().metadata(self._path(step)).tree)
 
     def _compare(self, step: int, wanted: dict[str, str], found: dict[str, str]) -> None:
         differences = [
@@ -168,34 +301,9 @@ class Store:
             more = f"\nand {len(differences) - 3} more" if len(differences) > 3 else ""
             raise DataError(
                 f"checkpoint {step} does not match the model in {len(differences)} leaves",
-                where=str(self.directory / str(step)),
+                where=str(self._path(step)),
                 why="\n".join(differences[:3]) + more,
             )
-
-    def close(self) -> None:
-        """Waits for what is being written; raises SaveFailed where it failed."""
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._failed(error) from error
-        self.check()
-        self._manager.close()
-
-    def release(self) -> None:
-        """Lets go after an error: waits for what is being written, and says nothing of how it went."""
-        with contextlib.suppress(Exception):
-            self._manager.close()
-
-    def wait(self) -> None:
-        """Returns when every save so far is committed."""
-        self._manager.wait_until_finished()
-        self.check()
-
-    def _remove_torn(self) -> None:
-        """Removes what a killed process left half-written. Who may write holds the run directory's lock, so nobody else is writing."""
-        if self.directory.exists():
-            for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
-                path.rmtree()
 
     def _failed(self, error: BaseException) -> SaveFailed:
         return SaveFailed(
@@ -204,10 +312,6 @@ class Store:
             why=f"{type(error).__name__}: {error}"[:500],
             fix="free space there, then run the same command again: it goes on from the last committed step",
         )
-
-
-def _metric(metrics: dict[str, float]) -> float:
-    return metrics[METRIC]
 
 
 def _layout(tree: Any) -> dict[str, str]:

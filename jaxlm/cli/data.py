@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxlm.cli.output import Output
 from jaxlm.core import config
+from jaxlm.core.quoting import cut
 from jaxlm.recipes.config import Run
 
 
@@ -63,7 +64,11 @@ def _peek(args: Any, out: Output) -> int:
             ]
         )
         for number, (source, text) in enumerate(zip(sources, segments, strict=True), 1):
-            lines += [f"--- step {args.step}, row {row}, segment {number}: {source}", text]
+            # A person is shown the start of a long text; --json gives all of it.
+            lines += [
+                f"--- step {args.step}, row {row}, segment {number}: {cut(source)}",
+                cut(text),
+            ]
     out.result({"step": args.step, "rows": answer}, "\n".join(lines))
     return 0
 
@@ -156,10 +161,10 @@ def _open(args: Any, out: Output) -> tuple[Run, Any]:
 
 
 @contextlib.contextmanager
-def _progress(out: Output) -> Iterator[Callable[[str, int], None]]:
+def _progress(out: Output) -> Iterator[Callable[[str, int, int], None]]:
     """A line that counts on a terminal; nothing in a log, where it would be many."""
     if out.quiet or not sys.stderr.isatty():
-        yield lambda what, done: None
+        yield lambda what, done, total: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -173,9 +178,9 @@ def _progress(out: Output) -> Iterator[Callable[[str, int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, Any] = {}
 
-        def show(what: str, done: int) -> None:
+        def show(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = bars.add_task(what, total=None)
+                tasks[what] = bars.add_task(what, total=total)
             bars.update(tasks[what], completed=done)
 
         yield show

@@ -3,14 +3,16 @@
 import dataclasses
 import difflib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from jaxlm.cli.arguments import Parser, Shared, extract
-from jaxlm.cli.output import Output, abandon
-from jaxlm.core.errors import CommandError, JaxlmError
+from jaxlm.cli.output import Output, abandon, write
+from jaxlm.core.errors import CommandError, JaxlmError, in_our_words
+from jaxlm.core.quoting import safe
 from jaxlm.core.spelling import nearest
 
 
@@ -25,9 +27,14 @@ class Verb:
 
 VERBS = {
     "train": Verb("jaxlm.cli.train", "train a model; the same workdir resumes", "Train"),
+    "launch": Verb("jaxlm.cli.launch", "train with several processes, started again", "Train"),
     "eval": Verb("jaxlm.cli.evaluate", "loss, bits per byte and calibration of a run", "Use a run"),
     "generate": Verb("jaxlm.cli.generate", "write text with a run", "Use a run"),
     "report": Verb("jaxlm.cli.report", "draw the plots and write report.html again", "Use a run"),
+    "checkpoint": Verb(
+        "jaxlm.cli.checkpoint", "list, inspect, compare and verify checkpoints", "Use a run"
+    ),
+    "replay": Verb("jaxlm.cli.replay", "do one step again and show what it saw", "Use a run"),
     "data": Verb("jaxlm.cli.data", "look at data, tokenise it, check token shards", "Prepare"),
     "tokenizer": Verb("jaxlm.cli.tokenizer", "train a tokenizer, or show one", "Prepare"),
     "config": Verb("jaxlm.cli.config", "show, explain, compare or check a config", "Understand"),
@@ -59,11 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = dispatch(words, out)
         sys.stdout.flush()
         return code
-    except JaxlmError as error:
-        if "--trace" in ours:
-            traceback.print_exc()
-        out.error(error)
-        return error.code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -71,9 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         abandon(sys.stdout)
         return 73
     except Exception as error:
-        traceback.print_exc()
-        out.error(_bug(error))
-        return 70
+        known = in_our_words(error)
+        if known is None or "--trace" in ours:
+            _show_traceback()
+        out.error(known or _bug(error))
+        return known.code if known else 70
 
 
 def dispatch(words: list[str], out: Output) -> int:
@@ -101,6 +105,7 @@ def dispatch(words: list[str], out: Output) -> int:
         return int(finished.code or 0)
     if left:
         raise parser.unknown(left[0])
+    args.words = words
     return module.run(_joined(args, shared), out)
 
 
@@ -126,6 +131,11 @@ def _unknown_verb(name: str) -> CommandError:
     )
 
 
+def _show_traceback() -> None:
+    """The traceback of the exception at hand; its messages may quote data."""
+    write(sys.stderr, "\n".join(map(safe, traceback.format_exc().splitlines())))
+
+
 def _bug(error: Exception) -> JaxlmError:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return JaxlmError(
@@ -137,5 +147,6 @@ def _bug(error: Exception) -> JaxlmError:
 
 
 def entry() -> None:
-    """The console script."""
+    """The console script. What it writes is never writable by everybody, whatever the umask allows."""
+    os.umask(os.umask(0o077) | 0o002)
     sys.exit(main())

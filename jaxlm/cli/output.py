@@ -7,6 +7,7 @@ import sys
 from typing import Any, TextIO
 
 from jaxlm.core.errors import JaxlmError
+from jaxlm.core.quoting import printable
 
 
 class Output:
@@ -29,7 +30,7 @@ class Output:
 
     def error(self, error: JaxlmError) -> None:
         """The four parts on stderr; under `--json` also as an object on stdout."""
-        write(sys.stderr, printable(str(error)))
+        write(sys.stderr, str(error))
         if self.as_json:
             parts = {
                 name: getattr(error, name)
@@ -39,9 +40,9 @@ class Output:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """A line to a stream, or to nobody where its reader has gone."""
+    """A line to a stream, control characters spelt out, or to nobody where its reader has gone."""
     try:
-        print(text, file=stream, flush=True)
+        print(printable(text), file=stream, flush=True)
     except BrokenPipeError:
         abandon(stream)
 
@@ -68,10 +69,3 @@ def _jsonable(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     return _jsonable(value.tolist()) if hasattr(value, "tolist") else str(value)
-
-
-def printable(text: str) -> str:
-    """Text with control characters shown, so that data quoted in an error cannot drive the terminal."""
-    return "".join(
-        letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text
-    )

@@ -1,12 +1,13 @@
 """Trains a model. The same run directory goes on where it stopped."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from jaxlm.cli.arguments import needed
 from jaxlm.cli.output import Output
 from jaxlm.core import config
+from jaxlm.core.errors import CommandError
+from jaxlm.core.quoting import redacted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +21,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="settings that may differ from those of the run in --workdir",
     )
     parser.add_argument(
+        "--reset_optimizer",
+        action="store_true",
+        help="go on with the parameters alone; optim and schedule may differ",
+    )
+    parser.add_argument(
+        "--cast",
+        action="store_true",
+        help="take stored arrays over into the dtypes of this config; precision may differ",
+    )
+    parser.add_argument(
+        "--start_at", type=int, metavar="STEP", help="go on from this committed step"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="with --start_at: later steps go to quarantine/"
+    )
+    parser.add_argument(
         "--cpu_devices", type=int, metavar="N", help="split the CPU into N devices, to try a mesh"
     )
+    several = parser.add_argument_group("one process of several; `jaxlm launch` gives these")
+    several.add_argument("--coordinator", metavar="HOST:PORT", help="where they meet: at rank 0")
+    several.add_argument("--num_processes", type=int, metavar="N", help="how many they are")
+    several.add_argument("--process_id", type=int, metavar="RANK", help="which this is, from 0")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -30,15 +51,25 @@ def run(args: argparse.Namespace, out: Output) -> int:
     workdir = Path(needed(args, "workdir"))
     file = needed(args, "config")
     loaded = config.load(Run, file, args.overrides)
+    _refuse_secrets(args.words)
 
+    from jaxlm.recipes.crew import Place
     from jaxlm.recipes.pretrain import Options, pretrain
+    from jaxlm.recipes.resume import Wish
 
     options = Options(
         workdir=workdir,
-        arguments=sys.argv[1:],
+        arguments=args.words,
         stop_at=args.stop_at,
-        allow_change=tuple(name for name in args.allow_change.split(",") if name),
+        wish=Wish(
+            start_at=args.start_at,
+            force=args.force,
+            reset_optimizer=args.reset_optimizer,
+            cast=args.cast,
+            allow_change=tuple(name for name in args.allow_change.split(",") if name),
+        ),
         cpu_devices=args.cpu_devices,
+        place=Place(coordinator=args.coordinator, count=args.num_processes, rank=args.process_id),
         quiet=args.quiet,
     )
     answer = pretrain(loaded, options)
@@ -46,3 +77,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
     state = "complete" if answer["complete"] else "stopped"
     out.result(answer, f"{workdir}: {state} at step {answer['step']}{loss}")
     return 0
+
+
+def _refuse_secrets(words: list[str]) -> None:
+    """command.sh keeps every word. Settings were looked at when the config was loaded."""
+    for word in words:
+        if not word.startswith("--config.") and redacted(word) != word:
+            raise CommandError(
+                "the command line holds a password or a key",
+                where=word,
+                why="command.sh in the run directory would keep it, and `ps` shows it to others",
+                fix="name a file that holds it, or an environment variable",
+            )

@@ -3,9 +3,11 @@
 Each class carries the exit code that `jaxlm` ends with. Anything else that escapes is our bug: exit 70 with a traceback.
 """
 
+from jaxlm.core.quoting import safe
+
 
 class JaxlmError(Exception):
-    """A failure said in four parts.
+    """A failure said in four parts. What they quote is made safe to show, and at most 2 kB each.
 
     Args:
       what: one line, what is wrong.
@@ -18,8 +20,8 @@ class JaxlmError(Exception):
     kind = "internal error"
 
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = ""):
-        super().__init__(what)
-        self.what, self.where, self.why, self.fix = what, where, why, fix
+        self.what, self.where, self.why, self.fix = map(safe, (what, where, why, fix))
+        super().__init__(self.what)
 
     def __str__(self) -> str:
         lines = [f"{self.kind}: {self.what}"]
@@ -58,6 +60,13 @@ class InputMissing(JaxlmError):
     kind = "input missing"
 
 
+class PeerLost(JaxlmError):
+    """Another process of the run, or the one that coordinates them, is not there or does not answer."""
+
+    code = 69
+    kind = "peer lost"
+
+
 class OutOfMemory(JaxlmError):
     """The run does not fit the device."""
 
@@ -86,6 +95,13 @@ class Preempted(JaxlmError):
     kind = "preempted"
 
 
+class Stalled(JaxlmError):
+    """Nothing has moved for longer than the limit of what the run was doing."""
+
+    code = 76
+    kind = "stalled"
+
+
 class InUse(JaxlmError):
     """Another process owns the run directory."""
 
@@ -98,3 +114,24 @@ class Diverged(JaxlmError):
 
     code = 79
     kind = "diverged"
+
+
+def in_our_words(error: BaseException) -> JaxlmError | None:
+    """What a library or Python raised for a reason that is the user's to mend; None where it is our bug.
+
+    JAX raises the same class for most that goes wrong on a device, so its text has to tell.
+    """
+    if isinstance(error, JaxlmError):
+        return error
+    text = str(error).partition("\n")[0]
+    is_full = isinstance(error, RuntimeError) and (
+        "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+    )
+    if isinstance(error, MemoryError) or is_full:
+        return OutOfMemory(
+            "there is not enough memory",
+            where="the host" if isinstance(error, MemoryError) else "a device",
+            why=text or type(error).__name__,
+            fix="--config.train.microbatches=2, then --config.train.remat=dots, then a smaller batch or model",
+        )
+    return None

@@ -84,10 +84,13 @@ def _mend(
         ):
             return ""
         flags |= added
+        known = settings(resolver.schema, resolver.raw)
         kept = [
             pair
             for pair in kept
-            if first.origin.where != f"--config.{pair[0]}={pair[1]}" and pair[0] not in added
+            if pair[0] not in added
+            # A setting that contradicts another stays where the other one is mended.
+            and (pair[0] in known or first.origin.where != f"--config.{pair[0]}={pair[1]}")
         ]
         resolver = _apply(resolver.schema, raw, origins, [*kept, *flags.items()])
     return shlex.join(f"--config.{path}={text}" for path, text in flags.items())

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.provenance import DEFAULT, Origin
+from jaxlm.core.quoting import without_secret
 from jaxlm.core.schema import Setting, settings
 from jaxlm.core.spelling import distance
 from jaxlm.core.values import brief, check, describe, is_within, read, requirement, show
@@ -80,6 +81,16 @@ def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str 
         f"{reason} ({known.doc})" if known.doc else reason,
         origin,
         flag(path, acceptable(known, value)),
+    )
+
+
+def secret(path: str, value: Any, origin: Origin) -> Problem:
+    """A URL with a name, a password or a key in it; the fix is the URL without."""
+    return Problem(
+        f"{path} holds a password or a key",
+        "config.json and command.sh of the run would keep it; give it to the tool that reads the URL, as its environment variable or file",
+        origin,
+        without_secret(flag(path, value)),
     )
 
 

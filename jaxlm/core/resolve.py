@@ -1,21 +1,36 @@
 """Nested dicts into typed sections, every problem found on the way."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from jaxlm.core import problems as problem
 from jaxlm.core.problems import Problem
 from jaxlm.core.provenance import DEFAULT, Origin
+from jaxlm.core.quoting import holds_secret
 from jaxlm.core.schema import Setting, by_name, chosen, fields, join, plain, tag
 from jaxlm.core.spelling import nearest
 from jaxlm.core.values import brief, check, is_within
+
+
+class _Wrong:
+    """Stands for a value that is wrong. It can be held, but what looks at it fails, as arithmetic with it does anyway."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError("this value is wrong")
+
+    __getattr__ = __bool__ = __eq__ = __hash__ = __str__ = _refuse  # type: ignore[assignment]
+
+
+WRONG = _Wrong()
 
 
 @dataclasses.dataclass
 class Resolver:
     """Builds sections from nested dicts and gathers what is wrong with them.
 
-    A setting that is absent takes its default. `section.problems()` is asked only where its own settings are right.
+    A setting that is absent takes its default. `section.problems()` is asked even where a setting is wrong, as far as it
+    does not look at that one: so a contradiction is told in the same message.
     """
 
     schema: type
@@ -26,7 +41,8 @@ class Resolver:
 
     def resolve(self) -> None:
         """Sets `value` to the section, or to None where a setting is wrong."""
-        self.value = self._section((self.schema,), self.raw, "", self.schema())
+        section = self._section((self.schema,), self.raw, "", self.schema())
+        self.value = None if self.problems else section
 
     def origin(self, path: str) -> Origin:
         """Who set a path, or the nearest section around it that somebody set."""
@@ -61,7 +77,7 @@ class Resolver:
                     fix,
                 )
             )
-            return None
+            return WRONG
         arm = chosen(arms, raw, default)
         if arm is None:
             self.problems.append(
@@ -69,8 +85,7 @@ class Resolver:
                     arms, path, raw[tag(arms[0])], self.origin(join(path, tag(arms[0]) or ""))
                 )
             )
-            return None
-        before = len(self.problems)
+            return WRONG
         for name in raw.keys() - fields(arm).keys():
             there = join(path, str(name))
             self.problems.append(
@@ -78,6 +93,7 @@ class Resolver:
                     self.schema, self.raw, there, raw[name], self.origin(there), self.origins
                 )
             )
+        before = len(self.problems)
         values = {}
         for name, known in fields(arm).items():
             standing = getattr(default, name) if type(default) is arm else known.default
@@ -86,10 +102,17 @@ class Resolver:
                 values[name] = self._section(known.arms, raw.get(name, {}), inner, standing)
             else:
                 values[name] = self._value(known, raw.get(name, standing), inner)
-        if len(self.problems) > before:
-            return None
         section = arm(**values)
-        for name, why, fix in section.problems() if hasattr(section, "problems") else ():
+        found: list[tuple[str, str, str]] = []
+        is_right = len(self.problems) == before
+        try:
+            for each in section.problems() if hasattr(section, "problems") else ():
+                found.append(each)
+        except Exception:
+            # Beside a wrong value, those contradictions are told that can be found without it.
+            if is_right:
+                raise
+        for name, why, fix in found:
             there = join(path, name)
             value = plain(problem.at(plain(section), name))
             shown = "" if isinstance(value, dict) or value is None else f" = {brief(value)}"
@@ -105,10 +128,21 @@ class Resolver:
             # A span says more about its text than its type does.
             why = str(error) if "span" in str(error) or "steps" in str(error) else ""
             self.problems.append(problem.wrong_value(path, known, raw, self.origin(path), why))
-            return None
+            return WRONG
         if not is_within(known, value):
             self.problems.append(problem.wrong_value(path, known, raw, self.origin(path)))
+            return WRONG
+        if any(holds_secret(text) for text in _texts(value)):
+            self.problems.append(problem.secret(path, value, self.origin(path)))
         return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _texts(item)
 
 
 def unknown_arm(arms: tuple[type, ...], path: str, value: Any, origin: Origin) -> Problem:

@@ -24,6 +24,12 @@ class DataConfig:
     )
     tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)
     text_key: str = setting("text", "field of a record that holds its text")
+    max_dropped: float = setting(
+        0.001,
+        "share of records that may be broken: not JSON, not UTF-8, without a text; they are left out and counted",
+        low=0.0,
+        high=1.0,
+    )
     sequence: int = setting(256, "tokens in a row", unit="tokens", low=1)
     packing: Literal["concat", "first_fit"] = setting(
         "concat", "cut documents at row ends, or keep those that fit in one row whole"

@@ -1,15 +1,26 @@
 """Batches as a pure function of (seed, step)."""
 
 import dataclasses
-from collections.abc import Iterator
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.data.batch import Tokens
 from jaxlm.data.packing import Plan
 from jaxlm.data.shards import Shards
 
 ROUNDS = 4  # of the index permutation's Feistel network
+
+
+class WorkerLost(JaxlmError):
+    """A process that reads data ended by itself."""
+
+    kind = "data worker lost"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +39,29 @@ class Loader:
     workers: int = 0
     prefetch: int = 8
 
-    def batches(self, start: int, *, batch: int, rows: slice | None = None) -> Iterator[Tokens]:
-        """The host's rows of the global batches from step `start` on, without end; read ahead by Grain."""
+    def batches(
+        self,
+        start: int,
+        *,
+        batch: int,
+        rows: slice | None = None,
+        skips: Sequence[tuple[int, int]] = (),
+    ) -> Iterator[Tokens]:
+        """The host's rows of the global batches from step `start` on, without end; read ahead by Grain.
+
+        `skips` are ranges of batches, by their number in the stream, that are left out.
+
+        Raises:
+          DataError: where there are fewer rows than a batch takes; from the iterator, where a shard is damaged.
+          WorkerLost: from the iterator, where a worker process died.
+        """
+        if self.plan.rows < batch:
+            raise self._too_short(batch)
         import grain
 
-        steps = grain.MapDataset.source(_Steps(self, batch, rows or slice(0, batch)))[start:]
+        steps = grain.MapDataset.source(_Steps(self, batch, rows or slice(0, batch), tuple(skips)))[
+            start:
+        ]
         options = grain.ReadOptions(
             num_threads=min(4, self.prefetch), prefetch_buffer_size=self.prefetch
         )
@@ -41,12 +70,16 @@ class Loader:
             from absl import flags
 
             flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which nobody parses here
-            dataset = dataset.mp_prefetch(
+            # Batches come through a pipe: shared memory is 64 MB in many containers, and is left behind by a killed worker.
+            dataset = grain.experimental.WithOptionsIterDataset(
+                dataset, grain.experimental.DatasetOptions(min_shm_size=2**62)
+            ).mp_prefetch(
                 grain.MultiprocessingOptions(
                     num_workers=self.workers, per_worker_buffer_size=self.prefetch
-                )
+                ),
+                worker_init_fn=_end_with_parent,
             )
-        return iter(dataset)
+        return _closing(iter(dataset))
 
     def at(self, step: int, *, batch: int, rows: slice) -> Tokens:
         """The given rows of the global batch at `step`."""
@@ -75,6 +108,16 @@ class Loader:
         """How often `steps` steps read every row."""
         return steps * batch / self.plan.rows
 
+    def _too_short(self, batch: int) -> DataError:
+        rows, manifest = self.plan.rows, self.shards.manifest
+        shorter = (manifest.tokens - manifest.documents) // batch
+        return DataError(
+            "the training data is shorter than one batch",
+            where=str(self.shards.folder),
+            why=f"{manifest.tokens} tokens are {rows} row{'s' if rows > 1 else ''} of {self.sequence}, a batch takes {batch}",
+            fix=f"--config.train.batch={rows}, {f'or --config.data.sequence={shorter}, ' if shorter else ''}or name more files",
+        )
+
     def _row_at(self, number: int) -> int:
         from grain.experimental import index_shuffle
 
@@ -102,6 +145,46 @@ class Loader:
         return Tokens(tokens, targets, weights, segments, positions)  # type: ignore[arg-type]
 
 
+def _end_with_parent(number: int, count: int) -> None:
+    """A worker whose run was killed ends with it: Grain's would wait for ever for somebody to take its batches."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _closing(batches: Any) -> Iterator[Tokens]:
+    """The batches of a Grain iterator, which is closed whatever ends them: its workers must not outlive it."""
+    try:
+        while True:
+            try:
+                batch = next(batches)
+            except RuntimeError as error:
+                if "exit code" not in str(error):
+                    raise
+                raise WorkerLost(
+                    "a process that reads data died",
+                    where="data.workers",
+                    why=str(error).partition(". ")[0],
+                    fix="--config.data.workers=0 reads in threads of this process; or give the machine more memory",
+                ) from error
+            yield batch
+    finally:
+        batches.close()
+
+
+def number(step: int, skips: Sequence[tuple[int, int]]) -> int:
+    """The number, in the whole stream, of the batch that a step reads when the ranges `skips` [low, high) are left out."""
+    for low, high in sorted(skips):
+        if step >= low:
+            step += high - low
+    return step
+
+
 @dataclasses.dataclass(frozen=True)
 class _Steps:
     """The global batches as a sequence that Grain can index. Endless, but a sequence has a length."""
@@ -109,9 +192,10 @@ class _Steps:
     loader: Loader
     batch: int
     rows: slice
+    skips: tuple[tuple[int, int], ...]
 
     def __len__(self) -> int:
         return 2**40
 
     def __getitem__(self, step: int) -> Tokens:
-        return self.loader.at(step, batch=self.batch, rows=self.rows)
+        return self.loader.at(number(step, self.skips), batch=self.batch, rows=self.rows)

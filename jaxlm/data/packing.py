@@ -1,5 +1,7 @@
 """Which piece of which document lies in which row: planned once, in index space, a window of documents at a time."""
 
+import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -9,7 +11,8 @@ import numpy as np
 from jaxlm.data import cache
 from jaxlm.data.shards import Shards
 
-VERSION = 1
+VERSION = 2
+FILES = "rows.bin", "pieces.bin"
 WINDOW = 8192  # documents that are shuffled and packed together
 PIECE = np.dtype([("document", np.int64), ("start", np.int64), ("length", np.int32)])
 
@@ -26,8 +29,8 @@ class Plan:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._ends = np.memmap(folder / "rows.bin", np.int64, "r")
-        self._pieces = np.memmap(folder / "pieces.bin", PIECE, "r")
+        self._ends = np.memmap(folder / FILES[0], np.int64, "r")
+        self._pieces = np.memmap(folder / FILES[1], PIECE, "r")
 
     def __reduce__(self) -> tuple[type["Plan"], tuple[Path]]:
         return Plan, (self._folder,)  # a worker process maps the files itself
@@ -43,8 +46,10 @@ class Plan:
 
 
 def plan(shards: Shards, sequence: int, packing: Packing, seed: int, folder: Path) -> Plan:
-    """The plan in `folder`, made there first where it is not yet. Memory is that of one window."""
-    if not (folder / "rows.bin").exists():
+    """The plan in `folder`, made there first where it is not yet whole. Memory is that of one window."""
+    if folder.exists() and not _is_whole(folder):
+        shutil.rmtree(folder)
+    if not folder.exists():
         with cache.building(folder) as partial:
             if partial is not None:
                 _write(partial, _rows(shards, sequence, packing, seed))
@@ -53,11 +58,28 @@ def plan(shards: Shards, sequence: int, packing: Packing, seed: int, folder: Pat
 
 def _write(folder: Path, windows: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
     count = 0
-    with open(folder / "rows.bin", "wb") as rows, open(folder / "pieces.bin", "wb") as pieces:
+    with open(folder / FILES[0], "wb") as rows, open(folder / FILES[1], "wb") as pieces:
         for part, ends in windows:
             pieces.write(part.tobytes())
             rows.write((ends + count).tobytes())
             count += len(part)
+    (folder / "digest").write_text(_digest(folder))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the files are those that were written; 20 bytes for each piece are hashed, a second for 10^8 of them."""
+    try:
+        return (folder / "digest").read_text() == _digest(folder)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _digest(folder: Path) -> str:
+    digests = []
+    for name in FILES:
+        with open(folder / name, "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return "\n".join(digests)
 
 
 def _rows(

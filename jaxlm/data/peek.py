@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from jaxlm.core.quoting import printable
 from jaxlm.data.batch import Tokens
 from jaxlm.data.tokenizer import SPECIALS, Tokenizer
 
@@ -49,4 +50,4 @@ def spelt(ids: list[int], tokenizer: Tokenizer) -> str:
     """The text of `ids` with special tokens by name, and control characters escaped, so that data cannot drive a terminal."""
     pieces = [SPECIALS[i].encode() if i < len(SPECIALS) else tokenizer.table[i] for i in ids]
     text = b"".join(pieces).decode("utf-8", "replace")
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return printable(text)

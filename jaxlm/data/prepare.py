@@ -1,9 +1,7 @@
 """From the data section of a config to loaders: find, split, train the tokenizer, tokenise, plan."""
 
 import dataclasses
-import functools
 import hashlib
-import itertools
 import re
 import shutil
 from collections import Counter
@@ -11,16 +9,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError, DataError, JaxlmError
-from jaxlm.data import cache, packing, shards, tokenizer
+from jaxlm.data import cache, manifest, packing, tokenizer, writer
 from jaxlm.data.config import DataConfig
-from jaxlm.data.documents import PROBED_RECORDS, Corpus, Document
+from jaxlm.data.documents import PROBED_RECORDS, Corpus
 from jaxlm.data.loader import Loader
+from jaxlm.data.records import MENDED, Document
 from jaxlm.data.selection import Selection, held_out
 from jaxlm.data.shards import Shards
 from jaxlm.data.tokenizer import Tokenizer
 
 Say = Callable[[str], None]
-Progress = Callable[[str, int], None]
+Progress = Callable[[str, int, int], None]  # what, bytes of its files read, and of how many
 
 NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")
 
@@ -67,7 +66,7 @@ def find(config: DataConfig) -> tuple[Part, list[Part]]:
     Raises:
       InputMissing, DataError: as the checks find.
     """
-    train = _part("train", config.train, config.text_key, "data.train")
+    train = _part("train", config.train, config, "data.train")
     entries: dict[str, list[str]] = {}
     for entry in config.validation:
         match = NAMED.fullmatch(entry)
@@ -76,7 +75,7 @@ def find(config: DataConfig) -> tuple[Part, list[Part]]:
     for name, patterns in entries.items():
         sides = held_out(patterns[0]) if len(patterns) == 1 else None
         if sides is None:
-            validation.append(_part(name, tuple(patterns), config.text_key, "data.validation"))
+            validation.append(_part(name, tuple(patterns), config, "data.validation"))
         elif train.corpus is None:
             raise ConfigError(
                 "a share cannot be held out of token shards",
@@ -100,7 +99,7 @@ def open_data(
     seed: int,
     root: Path | None = None,
     say: Say = lambda _: None,
-    progress: Progress = lambda what, done: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Data:
     """Finds, tokenises and plans what the config names; what was made before comes from the cache under `root`.
 
@@ -114,7 +113,7 @@ def open_data(
     def loader(part: Part, seed: int) -> Loader:
         opened = _shards(part, encoder, root, say, progress)
         key = {
-            "shards": opened.manifest.shards,
+            "shards": _digests(opened),
             "sequence": config.sequence,
             "packing": config.packing,
             "seed": seed,
@@ -133,15 +132,15 @@ def open_data(
     validation = {part.name: loader(part, 0) for part in validation_parts}
     fingerprint: dict[str, str | int] = {
         "tokenizer": encoder.digest,
-        "train": hashlib.sha256(
-            "".join(shard["tokens_sha256"] for shard in train.shards.manifest.shards).encode()
-        ).hexdigest(),
-        "train_tokens": train.shards.manifest.tokens,
-        "train_documents": train.shards.documents,
         "sequence": config.sequence,
         "packing": config.packing,
         "seed": seed,
+        "order": packing.VERSION,
     }
+    for name, part in (("train", train), *((f"validation.{n}", p) for n, p in validation.items())):
+        fingerprint[name] = hashlib.sha256("".join(_digests(part.shards)).encode()).hexdigest()
+        fingerprint[f"{name}.documents"] = part.shards.documents
+        fingerprint[f"{name}.tokens"] = part.shards.manifest.tokens
     return Data(encoder, train, validation, fingerprint)
 
 
@@ -174,12 +173,12 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
                 why="shards are never overwritten",
                 fix=f"--out={out}-2",
             )
-        written[part.name] = shards.write(
+        written[part.name] = writer.write(
             target,
             part.documents(counts),
             encoder,
             counts,
-            functools.partial(progress, part.name),
+            _told(progress, part),
             name=part.setting,
         )
     return written
@@ -187,31 +186,31 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
 
 def text_loader(corpus: Corpus, encoder: Tokenizer, sequence: int, root: Path, say: Say) -> Loader:
     """The rows of any text under a given tokenizer, for an evaluation."""
-    opened = _shards(Part("text", corpus, Selection()), encoder, root, say, lambda what, done: None)
-    key = {"shards": opened.manifest.shards, "sequence": sequence, "packing": "concat", "seed": 0}
+    opened = _shards(
+        Part("text", corpus, Selection()), encoder, root, say, lambda what, done, total: None
+    )
+    key = {"shards": _digests(opened), "sequence": sequence, "packing": "concat", "seed": 0}
     plan = packing.plan(
         opened, sequence, "concat", 0, cache.folder(root, "plans", version=packing.VERSION, **key)
     )
     return Loader(opened, plan, sequence, 0)
 
 
-def _part(name: str, patterns: tuple[str, ...], text_key: str, setting: str) -> Part:
+def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str) -> Part:
     if len(patterns) == 1 and (Path(patterns[0]) / "manifest.json").is_file():
         return Part(name, None, Selection(), Path(patterns[0]))
-    return Part(name, Corpus.find(patterns, text_key, setting), Selection())
+    return Part(
+        name, Corpus.find(patterns, config.text_key, setting, config.max_dropped), Selection()
+    )
 
 
 def _refuse_overlap(train: Part, validation: list[Part]) -> None:
-    if train.corpus is None:
-        return
+    """Raises DataError where a file is both trained on and validated on: itself, through a link, or a copy of it."""
     for part in validation:
-        if part.corpus is None or part.selection.held_out:
+        if part.selection.held_out:
             continue
-        if both := sorted(
-            str(path)
-            for path in {p.resolve() for p in train.corpus.files}
-            & {p.resolve() for p in part.corpus.files}
-        ):
+        both = sorted(_overlap(train, part))
+        if both:
             raise DataError(
                 f"{len(both)} file{'s are' if len(both) > 1 else ' is'} both trained on and validated on",
                 where=f"data.train and {part.setting}",
@@ -220,19 +219,43 @@ def _refuse_overlap(train: Part, validation: list[Part]) -> None:
             )
 
 
+def _overlap(train: Part, part: Part) -> Iterator[str]:
+    folders = [side.folder for side in (train, part) if side.folder is not None]
+    if len(folders) == 2 and set.intersection(*(set(_digests(Shards.open(f))) for f in folders)):
+        yield " and ".join(map(str, folders))
+    corpora = [side.corpus for side in (train, part) if side.corpus is not None]
+    if len(corpora) < 2 or not any(any(corpus.named()) for corpus in corpora):
+        return
+    trained, others = (
+        {path.resolve(): name for path, name in zip(corpus.files, corpus.names, strict=True)}
+        for corpus in corpora
+    )
+    yield from (str(path) for path in others if path in trained)
+    # Only files of equal sizes can be copies, so almost nothing is hashed.
+    left = {path: name for path, name in others.items() if path not in trained}
+    sizes = {path.stat().st_size for path in trained} - {0}
+    found = {size for path in left if (size := path.stat().st_size) in sizes}
+    digests = {
+        _sha256(path): name for path, name in trained.items() if path.stat().st_size in found
+    }
+    for path, name in left.items():
+        if path.stat().st_size in found and (copy := digests.get(_sha256(path))):
+            yield f"{name}, a copy of {copy}"
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _probe(corpus: Corpus, setting: str) -> None:
     """Reads the start of each of the user's files, so that a broken one is named before anything is made."""
-    found = 0
-    for path, name in zip(corpus.files, corpus.names, strict=True):
-        if str(path) != name:
-            found += 1  # of Python's own library, read already
-            continue
-        found += sum(
-            1
-            for _ in itertools.islice(
-                Corpus((path,), (name,), corpus.text_key).documents(Counter()), PROBED_RECORDS
-            )
-        )
+    own = list(corpus.named())
+    probed = dataclasses.replace(
+        corpus, files=tuple(path for path, _ in own), names=tuple(name for _, name in own)
+    )
+    found = len(corpus.files) - len(own)  # files of Python's library, read already
+    found += sum(1 for _ in probed.documents(Counter(), PROBED_RECORDS))
     if not found:
         raise DataError(
             "there is no text in the data",
@@ -255,13 +278,16 @@ def _tokenizer(config: DataConfig, train: Part, root: Path, say: Say) -> Tokeniz
         "kind": kind,
         "corpus": train.corpus.digest(),
         "selection": dataclasses.asdict(train.selection),
-        "version": 1,
+        "version": 2,
     }
-    path = cache.folder(root, "tokenizers", **made_from)
-    if not path.exists():
-        say(f"training the tokenizer {kind}")
-        made = tokenizer.train(kind, (document.text for document in train.documents(Counter())))
-        cache.write_file(path, made.serialise())
+    folder = cache.folder(root, "tokenizers", **made_from)
+    path = folder / "tokenizer"
+    if not folder.exists():
+        with cache.building(folder) as partial:
+            if partial is not None:
+                say(f"training the tokenizer {kind}")
+                texts = (document.text for document in train.documents(Counter()))
+                (partial / path.name).write_bytes(tokenizer.train(kind, texts).serialise())
     return tokenizer.load(path.read_bytes(), str(path))
 
 
@@ -285,6 +311,19 @@ def _tokenizer_of_shards(opened: Shards, setting: str) -> Tokenizer:
     return opened.tokenizer
 
 
+def _digests(opened: Shards) -> list[str]:
+    return [
+        digest
+        for shard in opened.manifest.shards
+        for digest in (shard.tokens_sha256, shard.documents_sha256)
+    ]
+
+
+def _told(progress: Progress, part: Part) -> Callable[[int], None]:
+    total = part.corpus.size if part.corpus else 0
+    return lambda done: progress(part.name, done, total)
+
+
 def _shards(part: Part, encoder: Tokenizer, root: Path, say: Say, progress: Progress) -> Shards:
     if part.folder is not None:
         opened = Shards.open(part.folder)
@@ -300,8 +339,9 @@ def _shards(part: Part, encoder: Tokenizer, root: Path, say: Say, progress: Prog
     made_from = {
         "corpus": part.corpus.digest(),
         "selection": dataclasses.asdict(part.selection),
+        "max_dropped": part.corpus.max_dropped,
         "tokenizer": encoder.digest,
-        "version": shards.FORMAT_VERSION,
+        "version": manifest.FORMAT_VERSION,
     }
     folder = cache.folder(root, "shards", **made_from)
     if folder.exists():
@@ -314,19 +354,20 @@ def _shards(part: Part, encoder: Tokenizer, root: Path, say: Say, progress: Prog
         f"tokenising {part.name}: {len(part.corpus.files)} file{'s' if len(part.corpus.files) != 1 else ''}"
     )
     counts: Counter[str] = Counter()
-    opened = shards.write(
+    opened = writer.write(
         folder,
         part.documents(counts),
         encoder,
         counts,
-        lambda done: progress(part.name, done),
+        _told(progress, part),
         name=part.setting,
     )
-    if counts:
-        say(
-            f"left out of {part.name}: "
-            + ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
-        )
+    for what, names in (
+        ("left out of", sorted(counts.keys() - set(MENDED))),
+        ("in", sorted(counts.keys() & set(MENDED))),
+    ):
+        if names:
+            say(f"{what} {part.name}: {', '.join(f'{counts[name]} {name}' for name in names)}")
     if opened.manifest.unknown:
         say(
             f"{opened.manifest.unknown} characters of {part.name} are not in the tokenizer and became <|unk|>"

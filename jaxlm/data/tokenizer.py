@@ -1,6 +1,7 @@
 """Text to ids and back, without loss."""
 
 import abc
+import contextlib
 import hashlib
 import io
 import json
@@ -29,6 +30,8 @@ SPECIALS = (
 TRAINING_BYTES = 64 * 2**20  # of text that a tokenizer is trained on at most
 SMALLEST = 512  # vocabulary that is trained: the special tokens, 256 bytes, and some pieces
 CHUNK = 4000  # characters of a training sentence
+LARGEST_FILE = 256 * 2**20  # bytes; the largest vocabularies in use take a sixth of it
+LARGEST_VOCABULARY = 2**24  # ids, a hundred times that of the largest in use
 
 
 class Tokenizer(abc.ABC):
@@ -120,39 +123,43 @@ class SentencePiece(Tokenizer):
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(model)
-        except RuntimeError as error:
+            table = [self._bytes(i) for i in range(self._processor.vocab_size())]
+            found = tuple(map(self._processor.id_to_piece, range(min(len(table), len(SPECIALS)))))
+        except (RuntimeError, ValueError) as error:
             raise DataError(
                 "a tokenizer file is not a SentencePiece model", where=where, why=str(error)
             ) from error
-        pieces = self._processor
-        table = []
-        for i in range(pieces.vocab_size()):
-            name = pieces.id_to_piece(i)
-            if pieces.is_control(i) or pieces.is_unknown(i):
-                table.append(b"")
-            elif pieces.is_byte(i):
-                table.append(bytes([int(name[3:5], 16)]))
-            else:
-                table.append(name.replace(self.SPACE, " ").encode())
         super().__init__(table)
-        if (found := tuple(pieces.id_to_piece(i) for i in range(len(SPECIALS)))) != SPECIALS:
+        if found != SPECIALS:
             raise DataError(
                 "a SentencePiece model does not start with the special tokens that jaxlm reserves",
                 where=where,
                 why=f"its first pieces are {' '.join(found[:4])} ...",
                 fix="jaxlm tokenizer train --config=... makes one that does",
             )
-        self._spelt = [pieces.piece_to_id(f"<0x{byte:02X}>") for byte in self.SPACE.encode()]
+        self._spelt = [
+            self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in self.SPACE.encode()
+        ]
+
+    def _bytes(self, number: int) -> bytes:
+        pieces = self._processor
+        name = pieces.id_to_piece(number)
+        if pieces.is_control(number) or pieces.is_unknown(number):
+            return b""
+        if pieces.is_byte(number):
+            return bytes([int(name[3:5], 16)])
+        return name.replace(self.SPACE, " ").encode()
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         if not any(self.SPACE in text for text in texts):
             return self._processor.encode(list(texts), num_threads=-1)
         out = []
         for text in texts:
-            first, *rest = self._processor.encode(text.split(self.SPACE), num_threads=-1)
+            ids, *rest = self._processor.encode(text.split(self.SPACE), num_threads=-1)
             for part in rest:
-                first = first + self._spelt + part
-            out.append(first)
+                ids += self._spelt
+                ids += part
+            out.append(ids)
         return out
 
     def serialise(self) -> bytes:
@@ -165,13 +172,9 @@ class HuggingFace(Tokenizer):
     def __init__(self, content: bytes, where: str = "tokenizer"):
         import tokenizers
 
-        self._content = content
-        try:
+        self._content, self._where = content, where
+        with _rust("a tokenizer.json cannot be read", where):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # its Rust side raises a plain Exception
-            raise DataError(
-                "a tokenizer.json cannot be read", where=where, why=str(error)[:300]
-            ) from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
@@ -180,7 +183,15 @@ class HuggingFace(Tokenizer):
             for number, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
-        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        size = max(ids, default=-1) + 1  # there may be gaps
+        if size > LARGEST_VOCABULARY:
+            raise DataError(
+                "a tokenizer.json has an id that no embedding would hold",
+                where=where,
+                why=f"id {size - 1:,}, and ids below {LARGEST_VOCABULARY:,} are allowed",
+                fix="--config.data.tokenizer=sentencepiece:4096 trains one",
+            )
         byte_level = "ByteLevel" in json.dumps(json.loads(content).get("decoder") or {})
         table = [self._bytes(i, byte_level) for i in range(size)]
         super().__init__([b""] * len(SPECIALS) + table)
@@ -195,17 +206,34 @@ class HuggingFace(Tokenizer):
                 if all(c in _BYTE_OF_CHARACTER for c in piece)
                 else piece.encode()
             )
-        if len(piece) == 6 and piece.startswith("<0x"):
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(SentencePiece.SPACE, " ").encode()
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         shift = len(SPECIALS)
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _rust("a tokenizer.json cannot encode a text", self._where):
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [[self.unk if i in self._special else i + shift for i in one.ids] for one in encoded]
 
     def serialise(self) -> bytes:
         return self._content
+
+
+@contextlib.contextmanager
+def _rust(what: str, where: str) -> Iterator[None]:
+    """Turns what the Rust side of `tokenizers` raises into a DataError: a plain Exception, or a panic, which is none."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise DataError(
+                what,
+                where=where,
+                why=str(error)[:300],
+                fix="--config.data.tokenizer=sentencepiece:4096 trains one",
+            ) from error
+        raise
 
 
 def _byte_characters() -> dict[str, int]:
@@ -233,29 +261,44 @@ def load(content: bytes, where: str) -> Tokenizer:
     if content.lstrip()[:1] != b"{":
         return SentencePiece(content, where)
     try:
-        kind = json.loads(content).get("kind")
-    except ValueError as error:
-        raise DataError("a tokenizer file is not JSON", where=where, why=str(error)) from error
+        ours = json.loads(content)
+        kind, characters = ours.get("kind"), ours.get("characters")
+        if kind == "characters" and not (isinstance(characters, str) and characters.encode()):
+            raise ValueError("its characters are not text")
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            "a tokenizer file is not the JSON of a tokenizer",
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+            fix="--config.data.tokenizer=sentencepiece:4096 trains one",
+        ) from error
     if kind == "bytes":
         return Bytes()
-    if kind == "characters":
-        return Characters(json.loads(content)["characters"])
-    return HuggingFace(content, where)
+    return Characters(characters) if kind == "characters" else HuggingFace(content, where)
 
 
-def read(path: str) -> Tokenizer:
-    """The tokenizer in a file that the user names.
+def read(path: str | Path) -> Tokenizer:
+    """The tokenizer in a file.
 
     Raises:
       InputMissing: where there is no such file.
+      DataError: where it is none, or too large to be one; then nothing of it is read.
     """
-    if not Path(path).is_file():
+    path = Path(path)
+    if not path.is_file():
         raise InputMissing(
             f"there is no tokenizer file {path}",
             where="data.tokenizer",
             fix="--config.data.tokenizer=sentencepiece:4096 trains one",
         )
-    return load(Path(path).read_bytes(), path)
+    if (size := path.stat().st_size) > LARGEST_FILE:
+        raise DataError(
+            "a tokenizer file is too large",
+            where=str(path),
+            why=f"it has {size:,} bytes, and {LARGEST_FILE:,} are allowed",
+            fix="--config.data.tokenizer=sentencepiece:4096 trains one",
+        )
+    return load(path.read_bytes(), str(path))
 
 
 def train(kind: str, texts: Iterator[str]) -> Tokenizer:

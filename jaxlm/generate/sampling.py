@@ -18,7 +18,10 @@ def draw(
     """One id a row, from softmax(logits / temperature) cut to `top_k` and then to `top_p`; temperature 0 is the likeliest."""
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    cut = filtered(logits.astype(jnp.float32) / temperature, top_k=top_k, top_p=top_p)
+    # The likeliest at zero: a temperature near zero then sends the others to minus infinity, and none to NaN.
+    below = logits.astype(jnp.float32) - jnp.max(logits, axis=-1, keepdims=True)
+    tempered = below / max(temperature, float(jnp.finfo(jnp.float32).tiny))
+    cut = filtered(tempered, top_k=top_k, top_p=top_p)
     return jax.random.categorical(key, cut, axis=-1).astype(jnp.int32)
 
 
@@ -27,8 +30,9 @@ def filtered(
 ) -> Float[Array, "B V"]:
     """Logits with the excluded ids at minus infinity.
 
-    `top_k` keeps the k largest and what equals the smallest of them. `top_p` then keeps the smallest set of likeliest
-    ids whose probabilities, renormalised, reach p (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751, section 3.1).
+    `top_k` keeps the k largest. `top_p` then keeps the smallest set of likeliest ids whose probabilities, renormalised,
+    reach p (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751, section 3.1). Both keep what equals the smallest
+    that they keep.
     """
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]

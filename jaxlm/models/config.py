@@ -23,6 +23,14 @@ class Decoder:
     init: Init = "normal"
     init_std: float = 0.02
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where the pattern, or all that is left to it after the prefix, is empty."""
+        if not self.pattern or self.depth <= len(self.prefix):
+            raise ValueError(
+                f"no layers for the pattern: depth = {self.depth}, of which the prefix has {len(self.prefix)}, "
+                f"and a pattern of {len(self.pattern)}"
+            )
+
     @property
     def layers(self) -> tuple[BlockConfig, ...]:
         """Every layer's config, first to last."""

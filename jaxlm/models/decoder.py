@@ -107,7 +107,12 @@ class Decoder(nnx.Module):
 
         `key` turns dropout on. The cache comes back with these tokens in it; its `length` is the caller's to advance,
         who knows how many of a padded row are real.
+
+        Raises:
+          ValueError: where both segments and a cache are given: a cache keeps no segments, so its keys would be seen by all.
         """
+        if segments is not None and cache is not None:
+            raise ValueError("segments with a cache: each row of a cache is one sequence")
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         x = self.embedding(tokens) * self.config.embed_scale
         if self.positions is not None:
@@ -159,7 +164,7 @@ class Decoder(nnx.Module):
         for index, block in enumerate(config.prefix):
             shapes[f"prefix/{index}"] = (1, block.attention.kv_heads, block.attention.head_dim)
         repeated = config.depth - len(config.prefix)
-        for kind, block in enumerate(config.pattern):
+        for kind, block in enumerate(config.pattern[:repeated]):
             count = len(range(kind, repeated, len(config.pattern)))
             shapes[f"stack/{kind}"] = (count, block.attention.kv_heads, block.attention.head_dim)
         return KVCache.empty(shapes, rows, slots, self.precision.compute)

@@ -1,6 +1,7 @@
 """Settings of what a run writes about itself."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal
 
 from jaxlm.core.config import Span, setting
@@ -22,3 +23,49 @@ class ProfileConfig:
 
     start: int = setting(10, "completed steps before the trace begins", unit="steps", low=0)
     steps: int = setting(0, "steps to trace; 0 traces none", unit="steps", low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WatchConfig:
+    """How long the run may stand still, by what it is doing, before it ends with exit code 76."""
+
+    start: Span = setting(Span.parse("30m"), "how long building the model may take")
+    prepare: Span = setting(
+        Span.parse("12h"), "how long training a tokenizer, tokenising and packing may take"
+    )
+    compile: Span = setting(
+        Span.parse("30m"), "how long compiling may take, and each of the first steps"
+    )
+    step: Span = setting(Span.parse("60s"), "how long a step may take at least")
+    factor: float = setting(10.0, "a step may take this many times the median", above=1.0)
+    data: Span = setting(Span.parse("20m"), "how long the wait for a batch may take")
+    eval: Span = setting(Span.parse("60m"), "how long an evaluation may take, samples too")
+    save: Span = setting(Span.parse("20m"), "how long a save may take, and a restore")
+    finish: Span = setting(
+        Span.parse("20m"), "how long the report and the wait for other processes may take"
+    )
+    join: Span = setting(
+        Span.parse("5m"), "how long the first process waits for the others to start"
+    )
+    heartbeat: Span = setting(
+        Span.parse("100s"), "a process that has been silent this long is lost"
+    )
+
+    def limits(self) -> dict[str, float]:
+        """Seconds by phase."""
+        return {
+            field.name: value.amount
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Span)
+        }
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """A limit is a time."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Span) and (value.unit != "second" or value.amount <= 0):
+                yield (
+                    field.name,
+                    f"a limit is a time, not {value}",
+                    f"--config.watch.{field.name}={field.default}",
+                )

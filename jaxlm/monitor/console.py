@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self, TextIO
 from rich.console import Console as Screen
 from rich.progress import BarColumn, Progress, TextColumn
 
+from jaxlm.core.quoting import printable
 from jaxlm.monitor import words
 from jaxlm.monitor.sinks import Record
 
@@ -80,6 +81,7 @@ class Console:
 
     def say(self, text: str = "", style: str | None = None) -> None:
         """Prints a line or several, above the bar."""
+        text = printable(text)  # names of files and bits of data are in it
         if self._screen:
             self._screen.print(text, style=style, markup=False)
         if self._log:

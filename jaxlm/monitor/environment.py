@@ -1,5 +1,6 @@
 """What a run ran on."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxlm
+from jaxlm.core.quoting import redacted
 
 PACKAGES = (
     *("jaxlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
@@ -17,9 +19,10 @@ PACKAGES = (
     *("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu"),
 )
 
-# Only these are written down: the rest of an environment may hold secrets.
+# Only these, and the options of JAX, are written down: the rest of an environment may hold secrets.
 VARIABLES = re.compile(
-    r"JAX_\w+|JAXLM_\w+|XLA_FLAGS|XLA_PYTHON_CLIENT_\w+|LIBTPU_INIT_ARGS|NCCL_(ALGO|PROTO|DEBUG)|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES"
+    r"JAXLM_(CACHE|FAULTS|PYTHON)|XLA_FLAGS|XLA_PYTHON_CLIENT_(PREALLOCATE|MEM_FRACTION|ALLOCATOR)"
+    r"|LIBTPU_INIT_ARGS|NCCL_(ALGO|PROTO|DEBUG)|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES"
 )
 
 
@@ -39,9 +42,23 @@ def facts() -> dict[str, Any]:
             for kind in sorted({d.device_kind for d in devices})
         },
         "processes": jax.process_count(),
-        "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.fullmatch(k)},
+        "variables": {
+            name: redacted(value)
+            for name, value in sorted(os.environ.items())
+            if VARIABLES.fullmatch(name) or name.lower() in jax.config.values
+        },
         "git": git_state(Path(jaxlm.__file__).resolve().parent.parent),
     }
+
+
+def versions() -> dict[str, str]:
+    """What decides how a program computes: the packages, and the text of this one."""
+    digest = hashlib.sha256()
+    folder = Path(jaxlm.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    found = {f"package {name}": found for name in PACKAGES if (found := _version(name))}
+    return found | {"code of jaxlm": digest.hexdigest()[:12]}
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -33,6 +33,7 @@ def draw(run: str | os.PathLike[str]) -> list[Path]:
 
     Raises:
       DataError: where metrics.jsonl is damaged.
+      NotWritable: where a picture cannot be written.
     """
     run = Path(run)
     records = sinks.read(run / "metrics.jsonl")
@@ -42,9 +43,7 @@ def draw(run: str | os.PathLike[str]) -> list[Path]:
         if series:
             (run / "plots").mkdir(exist_ok=True)
             target = run / "plots" / f"{plot.name}.png"
-            partial = target.with_suffix(".tmp")
-            partial.write_bytes(_png(plot, series))
-            partial.replace(target)
+            sinks.replace(target, _png(plot, series))
             drawn.append(target)
     return drawn
 

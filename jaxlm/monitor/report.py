@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.errors import DataError
 from jaxlm.monitor import sinks, words
 from jaxlm.monitor.plots import PLOTS
 
@@ -33,13 +34,12 @@ def write(run: str | os.PathLike[str]) -> Path:
     `baselines.json` gives {name: bits per byte} of other ways to code the validation set.
 
     Raises:
-      DataError: where a .jsonl file is damaged.
+      DataError: where a file of the run is damaged.
+      NotWritable: where the report cannot be written.
     """
     run = Path(run)
     target = run / "report.html"
-    partial = run / ".report.html.tmp"
-    partial.write_text(render(run), encoding="utf-8")
-    partial.replace(target)
+    sinks.replace(target, render(run).encode())
     return target
 
 
@@ -221,4 +221,14 @@ def _figure(value: float | None) -> str:
 
 
 def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path.name} of the run is not JSON",
+            where=str(path),
+            why=f"{type(error).__name__}: {error}",
+            fix="bring it back from a copy of the run",
+        ) from error

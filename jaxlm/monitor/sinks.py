@@ -1,5 +1,6 @@
 """Where the record of a step goes."""
 
+import contextlib
 import errno
 import json
 import math
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxlm.core.errors import DataError, NotWritable
+from jaxlm.core.quoting import CONTROLS
 
 Record = Mapping[str, Any]
 
@@ -83,6 +85,43 @@ class Jsonl:
         )
 
 
+class Nowhere:
+    """Takes records and keeps none: all but one process of a run write there."""
+
+    def write(self, record: Record) -> None:
+        """Forgets it."""
+
+    def flush(self) -> None:
+        """There is nothing to flush."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def replace(target: Path, content: bytes) -> None:
+    """Replaces a file as a whole: readers see the old one or the new, and the new one is on the disk when this returns.
+
+    Raises:
+      NotWritable: where it cannot be written; the old file stays.
+    """
+    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise NotWritable(
+            f"{target.name} cannot be written",
+            where=str(target),
+            why=f"{type(error).__name__}: {error.strerror}",
+            fix="free space there, or use another --workdir",
+        ) from error
+
+
 class TensorBoard:
     """Scalars as `split/name` in TensorBoard's event files. Events of steps after `keep_through` are purged."""
 
@@ -118,7 +157,8 @@ def line(record: Record) -> str:
     bad = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
     if bad:
         values = {k: None if k in bad else v for k, v in values.items()} | {"not_finite": bad}
-    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+    text = json.dumps(values, ensure_ascii=False, allow_nan=False)
+    return CONTROLS.sub(lambda match: json.dumps(match[0])[1:-1], text) + "\n"
 
 
 def plain(value: Any) -> Any:
@@ -141,7 +181,7 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             break
         try:
             record = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
             raise DataError(
@@ -166,7 +206,7 @@ def _kept(path: Path, keep_through: int | None) -> tuple[int, int]:
         if keep_through is not None:
             try:
                 late = json.loads(text).get("step", 0) > keep_through
-            except (ValueError, AttributeError, TypeError):
+            except (ValueError, AttributeError, TypeError, RecursionError):
                 late = False  # damage in the middle is for `read` to report, not to cut away
             if late:
                 return kept, len(lines) - index

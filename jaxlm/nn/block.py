@@ -69,7 +69,8 @@ class Block(nnx.Module):
             added = self.attention_out_norm(added)
         added = dropout(checkpoint_name(added, "attention_out"), rate, keys[1])
         if residual == "parallel":
-            return self._stream(x + added + dropout(self.mlp(read), rate, keys[2])), cache
+            beside = checkpoint_name(self.mlp(read), "mlp_out")
+            return self._stream(x + added + dropout(beside, rate, keys[2])), cache
         x = self._stream(x + added)
         assert self.mlp_norm is not None
         if residual == "post":

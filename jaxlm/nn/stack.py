@@ -42,6 +42,8 @@ class Stack(nnx.Module):
         layers: Layers,
         remat: str,
     ):
+        # Kinds that a shallow stack never reaches would be parameters without a layer.
+        pattern = pattern[:depth]
         self.depth, self.kinds, self.layers, self.remat = depth, len(pattern), layers, remat
         keys = jax.random.split(key, depth)
         for kind, config in enumerate(pattern):

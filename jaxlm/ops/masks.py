@@ -22,6 +22,11 @@ class Mask:
     causal: bool = True
     window: int | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where only one side has segments."""
+        if (self.query_segments is None) != (self.key_segments is None):
+            raise ValueError("segments of queries without those of keys, or the other way round")
+
     def materialise(self) -> Bool[Array, "B T S"]:
         """True where a query sees a key. The batch axis is 1 where every row has the same mask."""
         query, key = self.query_index[:, :, None], self.key_index[:, None, :]

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from jaxlm.core.errors import ConfigError
@@ -40,6 +41,11 @@ def host_rows(mesh: Mesh, batch: int) -> slice:
         *(index[0].indices(batch)[:2] for index in held if index is not None), strict=True
     )
     return slice(min(starts), max(stops))
+
+
+def fetch(tree: Any) -> Any:
+    """A tree of global arrays as NumPy arrays, whole on every host."""
+    return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def put(mesh: Mesh, rows: Any) -> Any:

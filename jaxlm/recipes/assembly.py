@@ -4,9 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int
 
 from jaxlm.core.precision import Precision
+from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.models.build import Blueprint
 from jaxlm.parallel import rules
 from jaxlm.recipes.config import Run
@@ -45,6 +48,12 @@ def vocabulary(run: Run, tokens: int) -> int:
         if run.model.vocab == "auto"
         else run.model.vocab
     )
+
+
+def token_bytes(model: Assembly, tokenizer: Tokenizer) -> Int[np.ndarray, "V"]:
+    """Bytes that each id of the model stands for; none for ids that only fill the vocabulary up."""
+    known = tokenizer.token_bytes
+    return np.pad(known, (0, model.blueprint.config.vocab - len(known)))
 
 
 def check_fit(run: Run, mesh: Mesh) -> None:

@@ -12,11 +12,11 @@ from jaxlm.generate.config import SampleConfig
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.union import Family
-from jaxlm.monitor.config import LogConfig, ProfileConfig
+from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
 from jaxlm.objectives.config import Causal, LossConfig, Objective
 from jaxlm.optim.config import AdamW, Cosine, Optimizer, Schedule
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.train.config import TrainConfig
+from jaxlm.train.config import GuardConfig, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Run:
     optim: Optimizer = setting(AdamW(), "how parameters move")
     schedule: Schedule = setting(Cosine(), "the learning rate over time")
     train: TrainConfig = setting(TrainConfig(), "the loop")
+    guard: GuardConfig = setting(GuardConfig(), "which steps are not applied")
     mesh: MeshConfig = setting(MeshConfig(), "which device holds what")
     precision: PrecisionConfig = setting(PrecisionConfig(), "which dtype holds what")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "what is saved")
@@ -40,6 +41,7 @@ class Run:
     sample: SampleConfig = setting(SampleConfig(), "what is sampled")
     log: LogConfig = setting(LogConfig(), "what is logged")
     profile: ProfileConfig = setting(ProfileConfig(), "which steps are traced")
+    watch: WatchConfig = setting(WatchConfig(), "how long it may stand still")
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """What no section can say alone."""

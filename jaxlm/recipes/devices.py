@@ -1,9 +1,16 @@
 """Starting JAX: fake CPU devices, the compile cache, the mesh."""
 
+import errno
+import importlib.metadata
+import os
+import platform
+import stat
+from pathlib import Path
+
 import jax
 from jax.sharding import Mesh
 
-from jaxlm.core.errors import CommandError
+from jaxlm.core.errors import CommandError, NotWritable
 from jaxlm.data import cache
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
@@ -30,10 +37,44 @@ def start(cpu_devices: int | None = None) -> None:
                 fix="name it in the first command of the process",
             ) from error
     if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update(
-            "jax_compilation_cache_dir",
-            str(cache.folder(cache.default(), "compiled", jax=jax.__version__)),
-        )
+        jax.config.update("jax_compilation_cache_dir", str(_compile_cache()))
+
+
+def _compile_cache() -> Path:
+    """A folder for compiled programs that only this user can write, since what is in it is run.
+
+    It is named by the user, the compiler, and what the processor can do: a program for another one may crash.
+    """
+    folder = cache.folder(
+        cache.default(),
+        "compiled",
+        user=os.getuid(),
+        jax=jax.__version__,
+        jaxlib=importlib.metadata.version("jaxlib"),
+        processor=_processor(),
+    )
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user")
+        folder.chmod(0o700)
+    except OSError as error:
+        raise NotWritable(
+            "the folder for compiled programs cannot be used",
+            where=str(folder),
+            why=f"{type(error).__name__}: {error.strerror}",
+            fix="JAXLM_CACHE=/a/folder/of/yours jaxlm ...",
+        ) from error
+    return folder
+
+
+def _processor() -> str:
+    """What this machine's processor is and can do."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text(errors="replace").splitlines() if known.exists() else []
+    told = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return "\n".join([platform.machine(), *told])
 
 
 def build_mesh(config: MeshConfig) -> Mesh:

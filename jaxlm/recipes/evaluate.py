@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data import cache, prepare
@@ -14,7 +13,7 @@ from jaxlm.data.documents import Corpus
 from jaxlm.data.loader import Loader
 from jaxlm.evals import loss as evals
 from jaxlm.parallel import host, rules
-from jaxlm.recipes import trained
+from jaxlm.recipes import assembly, trained
 from jaxlm.recipes.trained import Trained
 
 
@@ -51,10 +50,7 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
     batch = -(-batch // ways) * ways
     sets = {}
     with jax.set_mesh(opened.model.mesh):
-        table = np.pad(
-            opened.tokenizer.token_bytes,
-            (0, opened.model.blueprint.config.vocab - opened.tokenizer.size),
-        )
+        table = assembly.token_bytes(opened.model, opened.tokenizer)
         step = jax.jit(evals.build(opened.model.blueprint.merge, table, chunk=run.loss.chunk))
         rows = host.host_rows(opened.model.mesh, batch)
         put = functools.partial(host.put, opened.model.mesh)

@@ -11,17 +11,20 @@ import jax
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
 from jaxlm.core.config import Loaded
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, Preempted
 from jaxlm.data import prepare
 from jaxlm.data.prepare import Data
 from jaxlm.monitor import environment
 from jaxlm.monitor.console import Console
 from jaxlm.parallel import host
-from jaxlm.recipes import assembly, devices, resume, telling
+from jaxlm.recipes import assembly, devices, resume, space, telling
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.crew import Crew, Place
+from jaxlm.recipes.engine import Engine
+from jaxlm.recipes.resume import Wish
+from jaxlm.recipes.rewinding import Rewinds
 from jaxlm.recipes.session import Session
 from jaxlm.train.rundir import RunDir, read_json
-from jaxlm.train.signals import StopRequest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +33,9 @@ class Options:
 
     workdir: Path
     arguments: list[str]  # the words after `jaxlm`, for command.sh
+    wish: Wish
+    place: Place
     stop_at: int | None = None
-    allow_change: tuple[str, ...] = ()
     cpu_devices: int | None = None
     quiet: bool = False
 
@@ -45,19 +49,39 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
     run: Run = loaded.value
     # What costs nothing to find out comes first: a wrong setting must not cost a minute.
     prepare.find(run.data)
-    with RunDir(options.workdir) as directory, contextlib.ExitStack() as stack:
-        devices.start(options.cpu_devices)
-        store = Store(directory.checkpoints, run.checkpoint)
+    devices.start(options.cpu_devices)
+    with contextlib.ExitStack() as stack:
+        crew = stack.enter_context(Crew(run.watch, options.place, workdir=options.workdir))
+        is_first = crew.peers.is_first
+        crew.agree("code and config", _identity(loaded))
+        _check_cadences(run, crew.peers.count)
+        directory = stack.enter_context(RunDir(options.workdir, is_writer=is_first))
+        crew.barrier("run directory")
+        store = Store(
+            directory.checkpoints,
+            run.checkpoint,
+            reach=run.guard.reach,
+            owner=directory.lock.fence,
+            is_owner=directory.lock.is_owner,
+            is_first=is_first,
+        )
         stack.callback(store.release)
-        meta = _latest_meta(store, directory)
-        start = meta["step"] if meta else 0
-        directory.step = start
+        stack.push(crew.end_if_failed)  # before anything that waits for the others
+        noticed: list[str] = []
+        found = None
+        if is_first:
+            rewinds = Rewinds(directory)
+            rewinds.abandon(store, noticed.append)
+            found = resume.find(store, options.wish, noticed.append)
+        found = crew.share("step", found)
+        rewinds = Rewinds(directory)
+        meta = store.record(found).meta if found is not None else None
+        directory.step = start = found or 0
         changes = []
         if meta:
-            changes = resume.check(
-                config.from_json(Run, meta["config"]), run, options.allow_change, start
-            )
+            changes = resume.check(config.from_json(Run, meta["config"]), run, options.wish, start)
             if start >= run.train.steps or (meta["finished"] and not changes):
+                crew.depart()
                 return {
                     "step": start,
                     "complete": True,
@@ -68,28 +92,64 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
         host.check_rows(mesh, run.train.batch, run.train.microbatches)
         assembly.check_fit(run, mesh)
         directory.begin()
+        crew.ending.leave = directory.leave
 
-        log = stack.enter_context(open(directory.path / "log.txt", "a", encoding="utf-8"))
-        screen = None if options.quiet or "console" not in run.log.sinks else sys.stderr
+        log = screen = None
+        if is_first:
+            log = stack.enter_context(open(directory.path / "log.txt", "a", encoding="utf-8"))
+            screen = None if options.quiet or "console" not in run.log.sinks else sys.stderr
         console = stack.enter_context(Console(screen, log=log, total=run.train.steps))
-        data = prepare.open_data(run.data, seed=run.seed, say=console.say)
+        for line in noticed:
+            console.say(line)
+        with crew.in_turn("prepare"):  # the first fills the caches
+            data = prepare.open_data(run.data, seed=run.seed, say=console.say)
+        crew.agree("data", data.fingerprint)
         if meta:
-            resume.check_data(meta["data"], data.fingerprint, options.allow_change)
+            resume.check_data(meta["data"], data.fingerprint, options.wish)
         model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
         _check_vocabulary(run, data)
-        _describe(directory, loaded, options, data)
-        stop = stack.enter_context(StopRequest())
+        if is_first:
+            _describe(directory, loaded, options, data)
+        stop = stack.enter_context(crew.stop)
         with jax.set_mesh(mesh):
-            session = Session(run, directory, console, store, data, model, start, meta, stack)
-            telling.header(session, changes)
-            session.train(stop, options.stop_at)
+            engine = Engine(run, data, model)
+            space.check(engine, store, directory)
+            session = Session(
+                engine, crew, directory, console, store, rewinds, options.wish, meta, changes
+            )
+            telling.header(session)
+            try:
+                session.train(stop, options.stop_at)
+            except Preempted:
+                crew.depart()
+                raise
+        crew.depart()
         return telling.finish(session)
 
 
-def _latest_meta(store: Store, directory: RunDir) -> dict[str, Any] | None:
-    """The JSON of the newest committed step; None in a new directory."""
-    committed = store.steps()
-    return store.meta(committed[-1]) if committed else None
+def _identity(loaded: Loaded) -> dict[str, Any]:
+    """What all processes of a run must have in common before they compute together."""
+    return environment.versions() | {
+        path: str(value) for path, value in config.flatten(loaded.value).items()
+    }
+
+
+def _check_cadences(run: Run, processes: int) -> None:
+    """Raises ConfigError where the processes would not agree that something is due, as each has its own clock."""
+    if processes == 1:
+        return
+    for path, span in (
+        ("eval.every", run.eval.every),
+        ("sample.every", run.sample.every),
+        ("checkpoint.every", run.checkpoint.every),
+    ):
+        if span.unit == "second":
+            raise ConfigError(
+                f"{path} = {span} does not fit {processes} processes",
+                where=path,
+                why="their clocks differ, and what is due must be due on all of them",
+                fix=f"--config.{path}=5%",
+            )
 
 
 def _check_vocabulary(run: Run, data: Data) -> None:

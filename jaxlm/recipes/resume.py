@@ -1,18 +1,140 @@
-"""What a run may change when it goes on, and what not."""
+"""Going on with a run: from which step, with which changes, and with how much of its state."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from jaxlm.core import config
-from jaxlm.core.errors import ConfigError
+import jax
+import jax.numpy as jnp
+
+from jaxlm.checkpoint.store import Store
+from jaxlm.core import config, tree
+from jaxlm.core.errors import CommandError, ConfigError, DataError
 from jaxlm.optim.config import Constant, Schedule
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.engine import Engine
+from jaxlm.train.state import TrainState
 
 # Sections and settings that change nothing of what is computed.
-FREE = ("log", "eval", "sample", "checkpoint", "profile", "mesh", "data.workers", "data.prefetch")
+FREE = (
+    "log",
+    "eval",
+    "sample",
+    "checkpoint",
+    "profile",
+    "watch",
+    "mesh",
+    "data.workers",
+    "data.prefetch",
+)
+FREE_GUARD = ("guard.budget", "guard.rewinds", "guard.reach", "guard.skip", "guard.compare_every")
 FREE_TRAIN = ("train.stack", "train.remat", "train.patience", "loss.chunk")
 
 
-def check(saved: Run, wanted: Run, allowed: tuple[str, ...], completed: int) -> list[config.Change]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wish:
+    """How a run shall go on, beyond its config.
+
+    Args:
+      start_at: a committed step to go on from; None is the newest.
+      force: give up the steps after `start_at`.
+      reset_optimizer: keep the parameters and begin the optimizer's state anew.
+      cast: take stored arrays over into the dtypes of this config.
+      allow_change: settings that may differ from those of the run.
+    """
+
+    start_at: int | None = None
+    force: bool = False
+    reset_optimizer: bool = False
+    cast: bool = False
+    allow_change: tuple[str, ...] = ()
+
+    @property
+    def allowed(self) -> tuple[str, ...]:
+        """Settings, or whole sections, that may differ."""
+        reset = ("optim", "schedule") if self.reset_optimizer else ()
+        return (*self.allow_change, *reset, *(("precision",) if self.cast else ()))
+
+
+def find(store: Store, wish: Wish, say: Callable[[str], None]) -> int | None:
+    """The step to go on from; None where the run has none yet.
+
+    Raises:
+      CommandError: where the step that was asked for is not there, or is not the newest and nobody forced it.
+      DataError: where it is damaged, or all are.
+    """
+    newest = store.newest_sound(say)
+    if wish.start_at is None or wish.start_at == newest:
+        return newest
+    steps = store.steps()
+    if wish.start_at not in steps:
+        raise CommandError(
+            f"there is no checkpoint of step {wish.start_at}",
+            where=f"--start_at={wish.start_at}",
+            why=f"committed steps: {', '.join(map(str, steps)) or 'none'}",
+            fix=f"--start_at={steps[-1]}" if steps else "leave --start_at out",
+        )
+    if not wish.force:
+        raise CommandError(
+            f"step {wish.start_at} is not the newest",
+            where=f"--start_at={wish.start_at}",
+            why=f"going on from it gives up what was trained up to step {newest}",
+            fix=f"--start_at={wish.start_at} --force moves the later steps to quarantine/",
+        )
+    if wrong := store.problems(wish.start_at):
+        raise DataError(
+            f"checkpoint {wish.start_at} is damaged",
+            where=f"--start_at={wish.start_at}",
+            why="\n".join(wrong[:4]),
+        )
+    for step in steps:
+        if step > wish.start_at:
+            place = store.quarantine(
+                step, f"given up: the run was started again at {wish.start_at}"
+            )
+            say(f"checkpoint {step} was given up; it is in {place}")
+    return wish.start_at
+
+
+def state(engine: Engine, store: Store, step: int, wish: Wish) -> TrainState:
+    """The state of a step on this run's mesh.
+
+    Raises:
+      DataError: where it does not fit the model, or has other dtypes and no cast was asked for.
+    """
+    wanted = engine.abstract()
+    stored = _in_stored_dtypes(wanted, store.layout(step)) if wish.cast else wanted
+    if wish.reset_optimizer:
+        params = store.restore_part(step, "params", stored.params)
+        guard = store.restore_part(step, "guard", stored.guard)
+        restored = stored._replace(
+            step=jnp.int32(step),
+            params=params,
+            opt_state=engine.optimizer.init(params),
+            guard=guard,
+        )
+    else:
+        restored = store.restore(step, stored)
+    if not (wish.cast or wish.reset_optimizer):
+        return restored
+    taken = jax.jit(
+        lambda values: jax.tree.map(lambda x, like: x.astype(like.dtype), values, wanted),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, wanted),
+    )
+    return taken(restored)
+
+
+def _in_stored_dtypes(wanted: TrainState, layout: dict[str, str]) -> TrainState:
+    """The same shapes and shardings, in the dtypes that lie on disk."""
+
+    def stored(path: str, leaf: Any) -> Any:
+        dtype = layout.get(path, leaf.dtype.name).partition("[")[0]
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=leaf.sharding)
+
+    return tree.map_with_path(stored, wanted)
+
+
+def check(saved: Run, wanted: Run, wish: Wish, completed: int) -> list[config.Change]:
     """The changes that a run takes over when it goes on with another config.
 
     How a run is watched, saved and laid out may change. `train.steps` may where the schedule does not depend on it.
@@ -22,7 +144,9 @@ def check(saved: Run, wanted: Run, allowed: tuple[str, ...], completed: int) -> 
       ConfigError: where a change is not allowed; shows all of them.
     """
     changes = config.diff(saved, wanted)
-    refused = [change for change in changes if not _is_free(change, wanted, allowed, completed)]
+    refused = [
+        change for change in changes if not _is_free(change, wanted, wish.allowed, completed)
+    ]
     if refused:
         shown = [str(change) for change in refused[:4]]
         if len(refused) > 4:
@@ -31,15 +155,28 @@ def check(saved: Run, wanted: Run, allowed: tuple[str, ...], completed: int) -> 
             f"{len(refused)} setting{'s differ' if len(refused) > 1 else ' differs'} from the run in this directory",
             where=f"after step {completed} of {saved.train.steps}",
             why="\n".join(shown),
-            fix=f"--workdir=runs/another, or --allow_change={','.join(change.path for change in refused)}",
+            fix=f"--workdir=runs/another, or {_permission(refused)}",
         )
     return changes
 
 
-def check_data(saved: dict[str, Any], found: dict[str, Any], allowed: tuple[str, ...]) -> None:
+def _permission(refused: list[config.Change]) -> str:
+    """The flags that let these changes through."""
+    paths = [change.path for change in refused]
+    flags = []
+    if "optim.name" in paths:
+        flags.append("--reset_optimizer")
+        paths = [path for path in paths if not path.startswith(("optim.", "schedule."))]
+    if "precision.params" in paths:
+        flags.append("--cast")
+        paths = [path for path in paths if not path.startswith("precision.")]
+    return " ".join([*flags, *([f"--allow_change={','.join(paths)}"] if paths else [])])
+
+
+def check_data(saved: dict[str, Any], found: dict[str, Any], wish: Wish) -> None:
     """Raises ConfigError where the data is not what the run read before."""
     names = [name for name in saved | found if saved.get(name) != found.get(name)]
-    if names and "data" not in allowed:
+    if names and "data" not in wish.allowed:
         raise ConfigError(
             "the data is not what this run read before",
             where="data",
@@ -53,7 +190,9 @@ def check_data(saved: dict[str, Any], found: dict[str, Any], allowed: tuple[str,
 
 def _is_free(change: config.Change, wanted: Run, allowed: tuple[str, ...], completed: int) -> bool:
     path = change.path
-    if path in FREE_TRAIN or any(path == free or path.startswith(f"{free}.") for free in FREE):
+    if path in (*FREE_TRAIN, *FREE_GUARD) or any(
+        path == free or path.startswith(f"{free}.") for free in FREE
+    ):
         return True
     if path == "train.steps" and is_absolute(wanted.schedule) and wanted.train.steps >= completed:
         return True

@@ -8,20 +8,35 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import random
+from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate import decode, sampling
 from jaxlm.generate.config import SampleConfig
 from jaxlm.models.build import Blueprint
-from jaxlm.parallel import rules
+from jaxlm.parallel import host, rules
 
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
 
 
 class Sampler:
-    """Goes on from prompts. One program is compiled for each number of prompts and padded length."""
+    """Goes on from prompts. One program is compiled for each number of prompts and padded length.
 
-    def __init__(self, config: SampleConfig, blueprint: Blueprint, tokenizer: Tokenizer, seed: int):
+    Raises:
+      ConfigError: where a prompt of the config and what follows it do not fit the model's position table; `flag` is what
+        its fix puts before `max_tokens`.
+    """
+
+    def __init__(
+        self,
+        config: SampleConfig,
+        blueprint: Blueprint,
+        tokenizer: Tokenizer,
+        seed: int,
+        *,
+        flag: str = "--config.sample.",
+    ):
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
+        self._check_room(blueprint.config.positions, flag)
         ids = np.arange(blueprint.config.vocab)
         text = np.isin(ids, np.flatnonzero(tokenizer.token_bytes > 0)) | (ids == tokenizer.eos)
         draw = functools.partial(
@@ -36,6 +51,18 @@ class Sampler:
                 pad=tokenizer.pad,
                 allowed=jnp.asarray(text),
             )
+        )
+
+    def _check_room(self, positions: int | None, flag: str) -> None:
+        longest = 1 + max(map(len, self.tokenizer.encode_many(self.config.prompts)), default=0)
+        if positions is None or longest + self.config.max_tokens <= positions:
+            return
+        room = positions - longest
+        raise ConfigError(
+            f"{longest} prompt tokens and {self.config.max_tokens} new ones are more than the model has positions",
+            where=f"{flag}prompts, {flag}max_tokens",
+            why=f"the model has {positions} positions",
+            fix=f"{flag}max_tokens={room}" if room > 0 else "a shorter prompt",
         )
 
     def draw(self, params: Any) -> list[tuple[str, str]]:
@@ -61,6 +88,6 @@ class Sampler:
             row[: len(ids)] = ids
         lengths = np.array([len(ids) for ids in rows], np.int32)
         out = self._generate(params, padded, lengths, random.key(self.seed, "sample"))
-        ids, counts = jax.device_get((out.ids, out.length))
+        ids, counts = host.fetch((out.ids, out.length))
         drawn = [row[:count].tolist() for row, count in zip(ids, counts, strict=True)]
         return [[i for i in row if i != tokenizer.eos] for row in drawn[: len(prompts)]]

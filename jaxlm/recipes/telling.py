@@ -5,21 +5,21 @@ from typing import Any
 
 import jax
 
-from jaxlm.core import config, tree
+from jaxlm.core import tree
 from jaxlm.data import baselines, peek
 from jaxlm.models import cost
 from jaxlm.monitor import plots, report, words
 from jaxlm.recipes.session import Session
 
 
-def header(session: Session, changes: list[config.Change]) -> None:
+def header(session: Session) -> None:
     """What is about to be trained, on what, and from where."""
-    run, data, mesh = session.run, session.data, session.model.mesh
-    decoder = session.model.blueprint.config
+    run, data, model = session.run, session.engine.data, session.engine.model
+    mesh, decoder = model.mesh, model.blueprint.config
     train = data.train.shards.manifest
     kind = mesh.devices.flat[0].device_kind
     shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    state_bytes = tree.size_bytes(jax.eval_shape(session.fresh))
+    state_bytes = tree.size_bytes(jax.eval_shape(session.engine.traced))
     facts = [
         ("devices", f"{mesh.devices.size} x {kind}, mesh {shape}"),
         (
@@ -42,14 +42,15 @@ def header(session: Session, changes: list[config.Change]) -> None:
     ]
     if session.start:
         facts.append(("resumed", f"after step {session.start}"))
-    facts += [("changed", str(change)) for change in changes]
+    facts += [("changed", str(change)) for change in session.changes]
     session.console.block(f"jaxlm train, {session.directory.path}", facts)
 
 
 def _example(session: Session) -> str:
     """The start of one row, its trained tokens marked."""
-    first = session.data.train.at(session.start, batch=session.run.train.batch, rows=slice(0, 1))
-    text = peek.rendered(first, session.data.tokenizer, 0)[0].replace("\n", "\\n")
+    data = session.engine.data
+    first = data.train.at(session.start, batch=session.run.train.batch, rows=slice(0, 1))
+    text = peek.rendered(first, data.tokenizer, 0)[0].replace("\n", "\\n")
     return text[:150] + (" ..." if len(text) > 150 else "")
 
 
@@ -63,8 +64,11 @@ def finish(session: Session) -> dict[str, Any]:
         "workdir": str(path),
         **(session.evaluation or {}),
     }
-    if session.data.validation and session.evaluation:
-        text = baselines.stored_text(next(iter(session.data.validation.values())).shards)
+    if not session.directory.is_writer:
+        return answer
+    validation = session.engine.data.validation
+    if validation and session.evaluation:
+        text = baselines.stored_text(next(iter(validation.values())).shards)
         known = baselines.bits_per_byte(text)
         session.directory.write_json("baselines.json", known)
         ours = session.evaluation["bits_per_byte"]
@@ -74,8 +78,6 @@ def finish(session: Session) -> dict[str, Any]:
             [(name, f"{bits:.4f}" + (" <" if name == "this run" else "")) for name, bits in table],
         )
         answer["baselines"] = known
-    for sink in (*session.sinks, session.samples):
-        sink.close()
     plots.draw(path)
     answer["report"] = str(report.write(path))
     session.console.block(

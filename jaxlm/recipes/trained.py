@@ -1,6 +1,7 @@
 """A trained run, opened to be used."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
-from jaxlm.core.errors import ConfigError, InputMissing
+from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.data import tokenizer as tokenizers
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.parallel.config import MeshConfig
@@ -31,24 +32,28 @@ class Trained:
 
 
 def open_run(
-    workdir: Path, *, step: int | None = None, best: bool = False, cpu_devices: int | None = None
+    workdir: Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    cpu_devices: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Trained:
     """Opens the newest step of a run, the best one, or the one named.
 
     Raises:
       InputMissing: where there is no run or no such step.
+      DataError: where the step is damaged.
     """
     run = config.from_json(
         Run, read_json(workdir, "config.json"), where=str(workdir / "config.json")
     )
-    encoder = tokenizers.load((workdir / "tokenizer").read_bytes(), str(workdir / "tokenizer"))
+    encoder = tokenizers.read(workdir / "tokenizer")
     devices.start(cpu_devices)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
     committed = store.steps()
     chosen = (
-        step
-        if step is not None
-        else (store.best() if best else None) or (committed[-1] if committed else None)
+        step if step is not None else (store.best() if best else None) or store.newest_sound(say)
     )
     if chosen is None or chosen not in committed:
         raise InputMissing(
@@ -60,6 +65,13 @@ def open_run(
             fix=f"--step={committed[-1]}"
             if committed
             else f"jaxlm train --config=... --workdir={workdir}",
+        )
+    if step is not None and (wrong := store.problems(step)):
+        raise DataError(
+            f"checkpoint {step} is damaged",
+            where=str(store.directory / str(step)),
+            why="\n".join(wrong[:4]),
+            fix="name another with --step=, or none for the newest that is sound",
         )
     mesh = devices.build_mesh(run.mesh if _fits(run.mesh) else MeshConfig())
     model = assembly.assemble(run, assembly.vocabulary(run, encoder.size), mesh)

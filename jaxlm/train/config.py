@@ -54,3 +54,38 @@ class TrainConfig:
                 f"{self.remat!r} is none of: none, dots, full, save:{','.join(REMAT_NAMES)}",
                 "--config.train.remat=dots",
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """Which steps are not applied, and what happens when that does not help."""
+
+    window: int = setting(128, "accepted steps that a spike is compared with", unit="steps", low=8)
+    sigmas: float | None = setting(
+        6.0,
+        "robust standard deviations above the median at which a loss or gradient norm is a spike; None skips only what is not finite",
+        above=0.0,
+    )
+    budget: int = setting(10, "bad steps in a row after which the run rewinds", unit="steps", low=1)
+    rewinds: int = setting(3, "rewinds after which the run ends instead, with 79", low=0)
+    reach: int = setting(
+        100, "a rewind goes back at least this far, to a healthy checkpoint", unit="steps", low=0
+    )
+    compare_every: int | None = setting(
+        100,
+        "steps between comparisons of the parameters' copies on several devices; None compares none",
+        unit="steps",
+        low=1,
+    )
+    repeat_every: int | None = setting(
+        None,
+        "steps between those that are computed twice and compared bit for bit; None repeats none",
+        unit="steps",
+        low=1,
+    )
+    skip: int = setting(
+        200,
+        "batches around the first bad one that are left out after a rewind",
+        unit="batches",
+        low=0,
+    )

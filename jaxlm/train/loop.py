@@ -5,8 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxlm.core.errors import Diverged, Preempted
-from jaxlm.train.signals import StopRequest
+from jaxlm.core import faults
+from jaxlm.core.errors import Preempted
+from jaxlm.parallel import host
+from jaxlm.train.signals import Interrupted, StopRequest
 from jaxlm.train.state import TrainState
 from jaxlm.train.step import Metrics, Step
 
@@ -19,6 +21,7 @@ class Progress:
     best_loss: float | None = None
     best_step: int | None = None
     evaluations_without_gain: int = 0
+    last_skipped: int | None = None  # the newest step that the guard did not apply
 
     def note(self, loss: float, step: int) -> bool:
         """Counts an evaluation; whether its loss is the lowest so far."""
@@ -48,7 +51,19 @@ class Hooks:
     save: Callable[
         [TrainState, int, float | None], None
     ]  # with that loss, where this very step was evaluated
+    skipped: Callable[
+        [int, dict[str, float], Any], None
+    ]  # a step that was not applied: its metrics, and the gradient's norms by layer
     check_saves: Callable[[], None]  # raises where a save in the background failed
+    enter: Callable[[str], None] = lambda _: None  # what comes now: "data" or "step"
+
+
+class BudgetSpent(Exception):
+    """Too many steps in a row were not applied: going on with the same batches is of no use."""
+
+    def __init__(self, first: int, step: int, values: dict[str, float]):
+        super().__init__(f"steps {first} to {step} were not applied")
+        self.first, self.step, self.values = first, step, values
 
 
 def run(
@@ -64,15 +79,16 @@ def run(
     stop: StopRequest,
     patience: int | None,
     keep_best: bool,
+    budget: int,
     now: Callable[[], float] = time.monotonic,
 ) -> TrainState:
     """Runs from `start` completed steps to `steps`, or to `stop_at`; the state it returns is saved.
 
     The metrics of a step are fetched after the next one has been dispatched, so the device does not wait for Python.
-    Before an evaluation or a save they are fetched first: a state whose loss is not finite is never committed.
+    Before an evaluation or a save they are fetched first.
 
     Raises:
-      Diverged: where a loss or a gradient norm is not finite. Every committed step is finite.
+      BudgetSpent: where `budget` steps in a row were not applied.
       Preempted: where `stop` was requested; the last completed step is saved.
     """
     waiting: tuple[int, Metrics, float] | None = None
@@ -80,15 +96,42 @@ def run(
     def settle() -> None:
         nonlocal waiting
         if waiting is not None:
-            _settle(*waiting, progress, hooks)
+            _settle(*waiting, progress, hooks, budget)
             waiting = None
+
+    saved = start
+
+    def save(state: TrainState, completed: int, loss: float | None) -> None:
+        nonlocal saved
+        settle()
+        hooks.save(state, completed, loss)
+        saved = completed
+
+    def preempted(completed: int) -> Preempted:
+        return Preempted(
+            f"stopped by {stop.reason} after step {completed}, which is saved",
+            why=f"{steps - completed} of {steps} steps are left",
+            fix="run the same command again",
+        )
 
     for completed in range(start + 1, stop_at + 1):
         hooks.before(completed - 1)
+        stop.enter()
+        hooks.enter("data")
         asked = now()
-        batch = next(batches)
+        try:
+            with stop.waiting():
+                faults.point("data.next", completed)
+                batch = next(batches)
+        except Interrupted:
+            if saved < completed - 1:
+                save(state, completed - 1, None)
+            raise preempted(completed - 1) from None
         waited = now() - asked
+        hooks.enter("step")
+        faults.point("step.before", completed)
         state, metrics = step(state, batch)
+        faults.point("step.after", completed)
         settle()
         waiting = (completed, metrics, waited)
         hooks.check_saves()
@@ -97,38 +140,34 @@ def run(
         best = False
         if hooks.is_eval_due(completed):
             settle()
+            faults.point("eval", completed)
             loss = hooks.evaluate(state, completed)
             best = loss is not None and progress.note(loss, completed)
         given_up = patience is not None and progress.evaluations_without_gain >= patience
-        last = completed == stop_at or stop.requested or given_up
+        is_stopped = stop.is_due
+        last = completed == stop_at or is_stopped or given_up
         if last or hooks.is_save_due(completed) or (best and keep_best):
-            settle()
-            hooks.save(state, completed, loss)
-        if stop.requested and completed < steps:
-            raise Preempted(
-                f"stopped by {stop.reason} after step {completed}, which is saved",
-                why=f"{steps - completed} of {steps} steps are left",
-                fix="run the same command again",
-            )
+            save(state, completed, loss)
+        if is_stopped and completed < steps:
+            raise preempted(completed)
         if last:
             break
     return state
 
 
-def _settle(step: int, metrics: Metrics, waited: float, progress: Progress, hooks: Hooks) -> None:
+def _settle(
+    step: int, metrics: Metrics, waited: float, progress: Progress, hooks: Hooks, budget: int
+) -> None:
     """Fetches and counts the metrics of a step, and logs them where it is time."""
+    layers = metrics.pop("layers")
     values = {name: float(value) for name, value in metrics.items()}
     progress.tokens += round(values["tokens"])
     hooks.count(values["tokens"], waited)
-    bad = [name for name in ("loss_nats", "grad_norm") if not abs(values[name]) < float("inf")]
-    if bad:
-        raise Diverged(
-            f"{' and '.join(bad)} {'is' if len(bad) == 1 else 'are'} not finite at step {step}",
-            where=f"step {step}",
-            why=", ".join(
-                f"{name} = {values[name]}" for name in ("loss_nats", "grad_norm", "learning_rate")
-            ),
-            fix=f"--config.optim.lr={values['learning_rate'] / 3:.1e}",
-        )
+    if values["verdict"]:
+        progress.last_skipped = step
+        hooks.skipped(step, values, host.fetch(layers))
     if hooks.is_log_due(step):
         hooks.log(step, values)
+    in_a_row = int(values["skipped_in_a_row"])
+    if in_a_row >= budget:
+        raise BudgetSpent(step - in_a_row + 1, step, values)

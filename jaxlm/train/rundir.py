@@ -1,15 +1,16 @@
 """The run directory: who owns it, what it was started with, how it ended."""
 
-import fcntl
 import json
 import os
 import shlex
-import socket
 import time
 from pathlib import Path
 from typing import Any, Self
 
-from jaxlm.core.errors import InputMissing, InUse, JaxlmError, NotWritable
+from jaxlm.core.errors import DataError, InputMissing, NotWritable, in_our_words
+from jaxlm.core.quoting import safe
+from jaxlm.monitor import sinks
+from jaxlm.train.lock import Lock
 
 
 class RunDir:
@@ -17,13 +18,15 @@ class RunDir:
 
     Use it as a context manager: it holds an exclusive lock while it is open. Once `begin` is called it also leaves
     `exit.json` behind, whatever the way out; until then nothing but the lock is written.
+
+    Where a run has several processes, one writes: for the others nothing here takes or leaves anything.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], *, is_writer: bool = True):
+        self.path, self.is_writer = Path(path), is_writer
         self.step = 0  # the newest completed step, for exit.json
+        self.lock = Lock(self.path / "lock")
         self._begun = False
-        self._lock: int | None = None
 
     def begin(self) -> None:
         """From here on the run leaves its mark."""
@@ -36,9 +39,11 @@ class RunDir:
           NotWritable: where it cannot be created or written.
           InUse: where another process holds it.
         """
+        if not self.is_writer:
+            return self
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            self.lock.acquire()
         except OSError as error:
             raise NotWritable(
                 "the run directory cannot be written",
@@ -46,23 +51,6 @@ class RunDir:
                 why=f"{type(error).__name__}: {error.strerror}",
                 fix="--workdir=runs/another, or change its permissions",
             ) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            owner = os.read(self._lock, 4096).decode(errors="replace").strip()
-            os.close(self._lock)
-            self._lock = None
-            raise InUse(
-                "another process is using this run directory",
-                where=str(self.path),
-                why=owner or "its owner has not written its name yet",
-                fix="wait for it, or use another --workdir",
-            ) from error
-        os.ftruncate(self._lock, 0)
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        os.pwrite(
-            self._lock, f"pid {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0
-        )
         return self
 
     def __exit__(
@@ -70,41 +58,23 @@ class RunDir:
     ) -> None:
         try:
             if self._begun:
-                self.write_json(
-                    "exit.json",
-                    {
-                        "code": _code(error),
-                        "step": self.step,
-                        "cause": _cause(error),
-                        "time_unix": time.time(),
-                    },
-                )
+                self.leave(_code(error), _cause(error))
         finally:
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
+            self.lock.release()
+
+    def leave(self, code: int, cause: str) -> None:
+        """Writes exit.json: how this process ended, or is about to."""
+        record = {"code": code, "step": self.step, "cause": cause, "time_unix": time.time()}
+        self.write_json("exit.json", record)
 
     def write(self, name: str, text: str) -> None:
         """Replaces a text file as a whole: readers see the old text or the new."""
         self.write_bytes(name, text.encode())
 
     def write_bytes(self, name: str, content: bytes) -> None:
-        """Replaces a file as a whole."""
-        target = self.path / name
-        partial = target.with_name(f".{name}.{os.getpid()}.tmp")
-        try:
-            with open(partial, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise NotWritable(
-                f"{name} cannot be written",
-                where=str(target),
-                why=f"{type(error).__name__}: {error.strerror}",
-            ) from error
+        """Replaces a file as a whole. Raises NotWritable."""
+        if self.is_writer:
+            sinks.replace(self.path / name, content)
 
     def write_json(self, name: str, value: Any) -> None:
         """Replaces a JSON file as a whole."""
@@ -123,15 +93,15 @@ class RunDir:
 def _code(error: BaseException | None) -> int:
     if error is None:
         return 0
-    if isinstance(error, JaxlmError):
-        return error.code
+    if known := in_our_words(error):
+        return known.code
     return 130 if isinstance(error, KeyboardInterrupt) else 70
 
 
 def _cause(error: BaseException | None) -> str:
-    return (
-        "finished" if error is None else f"{type(error).__name__}: {getattr(error, 'what', error)}"
-    )
+    if error is None:
+        return "finished"
+    return f"{type(error).__name__}: {safe(str(getattr(error, 'what', error)))}"
 
 
 def read_json(run: str | os.PathLike[str], name: str) -> Any:
@@ -139,6 +109,7 @@ def read_json(run: str | os.PathLike[str], name: str) -> Any:
 
     Raises:
       InputMissing: where the run has no such file.
+      DataError: where it is not JSON.
     """
     path = Path(run) / name
     if not path.exists():
@@ -147,4 +118,12 @@ def read_json(run: str | os.PathLike[str], name: str) -> Any:
             where=str(path),
             fix="name a directory that `jaxlm train` made with --workdir",
         )
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{name} of the run is not JSON",
+            where=str(path),
+            why=f"{type(error).__name__}: {error}",
+            fix="bring it back from a copy of the run",
+        ) from error

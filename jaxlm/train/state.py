@@ -8,21 +8,27 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from jaxlm.train import guard as guards
+from jaxlm.train.config import GuardConfig
+from jaxlm.train.guard import GuardState
+
 
 class TrainState(NamedTuple):
     """Everything that an update changes, and so everything that a checkpoint holds.
 
-    Random numbers are functions of (seed, step) and the data cursor is the step, so neither is here.
+    `step` counts batches, also those that the guard did not apply. Random numbers are functions of (seed, step) and the
+    data cursor is the step, so neither is here.
     """
 
     step: Int[Array, ""]
     params: Any
     opt_state: Any
+    guard: GuardState
 
 
-def fresh(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def fresh(params: Any, optimizer: optax.GradientTransformation, guard: GuardConfig) -> TrainState:
     """The state before the first update."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), guards.fresh(guard))
 
 
 def abstract(shapes: TrainState, shardings: TrainState) -> TrainState:

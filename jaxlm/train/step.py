@@ -8,14 +8,17 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from jaxlm.core import faults, tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.objectives.loss import Loss
 from jaxlm.parallel import rules
+from jaxlm.train import guard as guards
+from jaxlm.train.config import GuardConfig
 from jaxlm.train.state import TrainState
 
 LossOfParams = Callable[[Any, Tokens, Array], Loss]
-Metrics = dict[str, Array]
+Metrics = dict[str, Any]
 Step = Callable[[TrainState, Tokens], tuple[TrainState, Metrics]]
 
 
@@ -26,6 +29,8 @@ def build(
     *,
     key: Array,
     precision: Precision,
+    guard: GuardConfig,
+    axes: Any = None,
     microbatches: int = 1,
     is_measured: Callable[[Array], Array] | None = None,
 ) -> Step:
@@ -35,8 +40,13 @@ def build(
     divided once by the weight of the whole batch, so k micro-batches give the gradient of one batch however
     unevenly their tokens weigh. `key` is the root of the step's random numbers.
 
-    Metrics are float32 scalars on the device: those of the objective, `learning_rate`, `grad_norm` (before clipping),
-    `param_norm`, `update_ratio` (norm of the update over norm of the parameters), and `tokens` (weight of the batch).
+    The guard decides whether the update is applied; where not, parameters and optimizer stay as they are, bit for bit,
+    and only the step's number and the guard's counters move. The learning rate follows the applied updates.
+
+    Metrics are scalars on the device: those of the objective, `learning_rate`, `grad_norm` (before clipping),
+    `param_norm`, `update_ratio` (norm of the update over norm of the parameters), `tokens` (weight of the batch, 0 where
+    it was skipped), `verdict` (bits of the guard), `skipped_total` and `skipped_in_a_row`; and `layers`, the gradient's
+    norm by parameter, and by layer where `axes` says that the first axis is "layers": all 0 in a good step.
     `is_measured(completed)` says in which steps the norms of parameters and update are taken, each a pass over all
     parameters; in others they are NaN. None takes them in all.
     """
@@ -66,12 +76,20 @@ def build(
         grads, part = summed(state.params, batch, jax.random.fold_in(key, state.step))
         inverse = 1.0 / jnp.maximum(part.objective.weight, 1.0)
         grads = jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads)
+        grads = _broken(grads, state.step)
+        grad_norm = _norm(grads)
+        is_good, verdict, guarded = guards.judge(
+            state.guard, part.metrics["loss_nats"].value, grad_norm, guard
+        )
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        params, opt_state = guards.select(
+            is_good, (params, opt_state), (state.params, state.opt_state)
+        )
 
         def norms() -> tuple[Array, Array]:
-            param_norm = optax.tree.norm(params)
-            return param_norm, optax.tree.norm(updates) / jnp.maximum(param_norm, 1e-30)
+            param_norm = _norm(params)
+            return param_norm, _norm(updates) / jnp.maximum(param_norm, 1e-30)
 
         if is_measured is None:
             param_norm, update_ratio = norms()
@@ -81,15 +99,62 @@ def build(
                 is_measured(state.step + 1), norms, lambda: (unknown, unknown)
             )
         metrics = {name: mean.value for name, mean in part.metrics.items()} | {
-            "tokens": part.objective.weight,
-            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
-            "grad_norm": optax.tree.norm(grads),
+            "tokens": jnp.where(is_good, part.objective.weight, 0.0),
+            "learning_rate": jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32),
+            "grad_norm": grad_norm,
             "param_norm": param_norm,
             "update_ratio": update_ratio,
+            "verdict": verdict,
+            "skipped_total": guarded.skipped,
+            "skipped_in_a_row": guarded.in_a_row,
+            "layers": _layer_norms(~is_good, grads, axes),
         }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, opt_state, guarded), metrics
 
     return step
+
+
+def _norm(tree: Any) -> Array:
+    """The global norm, added up in float32 whatever the leaves are."""
+    return jnp.asarray(
+        optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree)), jnp.float32
+    )
+
+
+def _layer_norms(is_wanted: Array, grads: Any, axes: Any) -> Any:
+    """The norm of each gradient, [L] where it has an axis of layers; zeros, at no cost, where they are not wanted."""
+
+    def rest(g: Array, names: Any) -> tuple[int, ...]:
+        return tuple(range(1 if names and names[0] == "layers" else 0, g.ndim))
+
+    if axes is None:
+        axes = jax.tree.map(lambda _: (), grads)
+    names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
+    values = tree.leaves(grads)
+
+    def norms() -> dict[str, Array]:
+        return {
+            path: jnp.sqrt(jnp.sum(jnp.square(g.astype(jnp.float32)), rest(g, names[path])))
+            for path, g in values.items()
+        }
+
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(norms))
+    return jax.lax.cond(is_wanted, norms, lambda: zeros)
+
+
+def _broken(grads: Any, step: Array) -> Any:
+    """The gradients with the faults that a test asked for in one element of the first leaf; untouched without any."""
+    for fault in faults.planned("grads"):
+        high = jnp.iinfo(jnp.int32).max if fault.high is None else fault.high
+        is_now = (step + 1 >= fault.low) & (step + 1 <= high)
+        wrong = {"nan": jnp.nan, "inf": jnp.inf, "neginf": -jnp.inf, "spike": fault.value}
+        leaves, structure = jax.tree.flatten(grads)
+        first = leaves[0].ravel()
+        first = first.at[0].set(
+            jnp.where(is_now, wrong[fault.action], first[0]).astype(first.dtype)
+        )
+        grads = jax.tree.unflatten(structure, [first.reshape(leaves[0].shape), *leaves[1:]])
+    return grads
 
 
 def _deal(x: Array, parts: int) -> Array:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import random
-import string
 import subprocess
 import sys
 import time
@@ -135,38 +133,6 @@ def test_a_misspelt_setting_is_refused_in_two_seconds_without_jax():
     assert time.monotonic() - start < 2
     assert done.returncode == 2, done.stderr
     assert "fix    --config.optim.lr=0.001" in done.stderr
-
-
-def typos(path: str, draw: random.Random) -> list[str]:
-    """One slip of each kind in the last part of a path."""
-    section, dot, name = path.rpartition(".")
-    at, letter = draw.randrange(len(name)), draw.choice(string.ascii_lowercase + "_")
-    slips = [
-        name[:at] + name[at + 1 :],
-        name[:at] + letter + name[at:],
-        name[:at] + letter + name[at + 1 :],
-    ]
-    slips += [name[:at] + name[at : at + 2][::-1] + name[at + 2 :]]
-    return [section + dot + slip for slip in slips if slip]
-
-
-def test_every_typo_of_every_setting_is_refused_and_95_of_100_name_the_right_one():
-    draw = random.Random(0)
-    known = config.flatten(Run())
-    right = total = 0
-    for path in known:
-        for typo in typos(path, draw):
-            if typo in known:
-                continue
-            total += 1
-            with pytest.raises(ConfigError) as caught:
-                config.load(Run, None, [(typo, "1")])
-            right += (
-                f"the nearest is {path}:" in caught.value.why
-                or f"the nearest is {path}," in caught.value.why
-            )
-    assert total > 2 * len(known)
-    assert right / total >= 0.95, f"{right} of {total}"
 
 
 def test_the_fix_of_contradictions_mends_them_all():

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.data import baselines, shards, tokenizer
-from jaxlm.data.documents import Document
+from jaxlm.data import baselines, tokenizer, writer
+from jaxlm.data.records import Document
 
 
 def test_the_text_comes_back_from_the_tokens_in_order(tmp_path: Path) -> None:
     texts = ["one \u6f22\n", "", "two" * 50]
     encoder = tokenizer.Bytes()
-    stored = shards.write(
+    stored = writer.write(
         tmp_path / "s", [Document(t, "a", n) for n, t in enumerate(texts)], encoder, Counter()
     )
     assert baselines.stored_text(stored) == "".join(texts).encode()

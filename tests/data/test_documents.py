@@ -26,10 +26,14 @@ def _lines(texts: list[str]) -> bytes:
 TEXTS = ["one\r\n", "\ufefftwo \0", "dr\u00ef \U0001f600"]
 
 
-def test_a_text_file_is_one_document_with_every_character_kept(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document_with_every_character_kept_but_a_byte_order_mark(
+    tmp_path: Path,
+) -> None:
     for number, text in enumerate(TEXTS):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
-    assert _read(tmp_path / "*.txt")[0] == TEXTS
+    texts, counts = _read(tmp_path / "*.txt")
+    assert texts == [text.removeprefix("\ufeff") for text in TEXTS]
+    assert counts == {"with a byte order mark, removed": 1, "with NUL, kept": 1}
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
@@ -57,27 +61,33 @@ def test_a_file_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path) -> None:
     assert caught.value.where == f"{path}, byte 3"
 
 
-def test_a_record_without_the_text_key_among_the_first_thousand_is_refused_with_the_key_to_use(
+def test_more_records_without_the_text_key_than_may_be_are_refused_with_the_key_to_use(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(_lines(["ok"] * 999) + b'{"content": "words", "n": 3}\n')
+    path.write_bytes(_lines(["ok"] * 998) + b'{"content": "words", "n": 3}\n')
     with pytest.raises(DataError) as caught:
         _read(path)
     assert caught.value.fix == "--config.data.text_key=content"
-    assert caught.value.where == f"{path}, record 999"
+    assert caught.value.where == f"{path}, record 998"
 
 
-def test_a_later_record_without_text_is_counted(tmp_path: Path) -> None:
+def test_few_broken_records_are_counted_by_reason(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(
-        _lines(["ok"] * 1000)
-        + b'{"content": "words"}\n[1]\n{"text": 3}\n{"text": ""}\n'
+        _lines(["ok"] * 4000)
+        + b'{"content": "words"}\n[1]\n{"text": 3}\n{"text": ""}\n{"text": " \\n"}\n{cut\n'
         + _lines(["end"])
     )
     texts, counts = _read(path)
-    assert len(texts) == 1001
-    assert counts == {"no text": 3, "empty": 1}
+    assert len(texts) == 4001
+    assert counts == {
+        "without the text key": 2,
+        "with a text of another type": 1,
+        "not JSON": 1,
+        "empty": 1,
+        "only white space": 1,
+    }
 
 
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
@@ -113,10 +123,13 @@ def test_a_pattern_without_a_match_is_missing_input() -> None:
     assert caught.value.code == 66
 
 
-def test_a_file_that_two_patterns_match_is_read_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", ["a.txt", "link.md", "[ab].txt"])
+def test_a_file_that_is_found_twice_is_refused_by_name(tmp_path: Path, again: str) -> None:
     (tmp_path / "a.txt").write_text("a")
-    corpus = Corpus.find((str(tmp_path / "*.txt"), str(tmp_path / "a.txt")), "text", "data.train")
-    assert len(corpus.files) == 1
+    (tmp_path / "link.md").symlink_to(tmp_path / "a.txt")
+    with pytest.raises(DataError, match="listed twice") as caught:
+        Corpus.find((str(tmp_path / "*.txt"), str(tmp_path / again)), "text", "data.train")
+    assert str(tmp_path / "a.txt") in caught.value.why
 
 
 def test_the_digest_follows_contents_and_not_times(tmp_path: Path) -> None:

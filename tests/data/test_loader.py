@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.data import packing, shards
+from jaxlm.core.errors import DataError
+from jaxlm.data import packing, writer
 from jaxlm.data.batch import Tokens
-from jaxlm.data.documents import Document
 from jaxlm.data.loader import Loader
+from jaxlm.data.records import Document
 from jaxlm.data.tokenizer import Bytes
 
 BATCH, SEQUENCE = 8, 16
@@ -30,7 +31,7 @@ def loader(tmp_path: Path, request: pytest.FixtureRequest) -> Loader:
 def _loader(
     folder: Path, documents: list[Document], kind: packing.Packing, seed: int = 5, workers: int = 0
 ) -> Loader:
-    stored = shards.write(folder / "shards", documents, Bytes(), Counter())
+    stored = writer.write(folder / "shards", documents, Bytes(), Counter())
     return Loader(
         stored,
         packing.plan(stored, SEQUENCE, kind, seed, folder / f"plan{seed}"),
@@ -134,12 +135,14 @@ def test_evaluation_on_hosts_is_the_slices_of_the_whole_and_a_limit_cuts_it(load
     assert len(list(loader.evaluation(batch=BATCH, limit=2))) == 2
 
 
-def test_fewer_rows_than_a_batch_repeat(tmp_path: Path) -> None:
-    loader = _loader(tmp_path, [Document("short", "a.txt", 0)], "concat")
-    batch = next(loader.batches(0, batch=4))
-    assert loader.plan.rows == 1
-    assert (batch.tokens == batch.tokens[0]).all()
-    assert loader.epochs(3, 4) == 12
+def test_fewer_rows_than_a_batch_are_refused_with_a_setting_that_fits(tmp_path: Path) -> None:
+    loader = _loader(tmp_path, [Document("short, but not very", "a.txt", 0)], "concat")
+    with pytest.raises(DataError, match="shorter than one batch") as caught:
+        loader.batches(0, batch=4)
+    assert caught.value.fix.startswith("--config.train.batch=2, or --config.data.sequence=5,")
+    plan = packing.plan(loader.shards, 5, "concat", 5, tmp_path / "shorter")
+    assert next(Loader(loader.shards, plan, 5, 5).batches(0, batch=4)).tokens.shape == (4, 5)
+    assert loader.epochs(3, 4) == 6
 
 
 def test_the_documents_of_a_batch_are_named(loader: Loader) -> None:

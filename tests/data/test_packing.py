@@ -1,16 +1,20 @@
 """Rows hold every position of every document once, whatever the packing."""
 
+import hashlib
 import os
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxlm.data import packing, shards
-from jaxlm.data.documents import Document
+from jaxlm.data import packing, writer
+from jaxlm.data.blocks import BLOCK, BlockWriter
 from jaxlm.data.loader import Loader
+from jaxlm.data.manifest import Manifest, Shard
+from jaxlm.data.records import Document
 from jaxlm.data.shards import Shards
 from jaxlm.data.tokenizer import Bytes
 
@@ -25,7 +29,7 @@ def stored(tmp_path: Path) -> Shards:
         for n, size in enumerate([1, 15, 16, 14, 200, *rng.integers(1, 50, 300)])
     ]
     documents = [Document(text, "a.txt", n) for n, text in enumerate(texts)]
-    return shards.write(tmp_path / "shards", documents, Bytes(), Counter())
+    return writer.write(tmp_path / "shards", documents, Bytes(), Counter())
 
 
 @pytest.mark.parametrize("kind", ["concat", "first_fit"])
@@ -126,31 +130,37 @@ def test_step_a_million_of_two_gigabytes_comes_in_five_seconds_and_bounded_memor
 
 
 def _tiny(tmp_path: Path) -> Shards:
-    return shards.write(tmp_path / "tiny", [Document("a" * 99, "a.txt", 0)], Bytes(), Counter())
+    return writer.write(tmp_path / "tiny", [Document("a" * 99, "a.txt", 0)], Bytes(), Counter())
 
 
 def _two_gigabytes(folder: Path) -> Shards:
     """Four shards of 2^28 uint16 ids in sparse files, about a million documents."""
     folder.mkdir()
+    checked = b"".join(
+        zlib.crc32(bytes(BLOCK)).to_bytes(4, "little") for _ in range(2**29 // BLOCK)
+    )
     entries = []
     for number in range(4):
         ends = np.arange(1, 2**18 + 1, dtype=np.int64) * 1024
         ends[:-1] += np.random.default_rng(number).integers(-400, 400, len(ends) - 1)
         with open(folder / f"tokens-{number:05d}.bin", "wb") as file:
             file.truncate(2**29)
-        np.stack([ends, np.zeros_like(ends), np.arange(len(ends))], axis=1).tofile(
-            folder / f"documents-{number:05d}.bin"
-        )
+        writer = BlockWriter(folder / f"documents-{number:05d}.bin")
+        writer.write(np.stack([ends, np.zeros_like(ends), np.arange(len(ends))], axis=1))
+        writer.close()
+        checks = checked + writer.checks.tobytes()
+        (folder / f"checks-{number:05d}.bin").write_bytes(checks)
         entries.append(
-            {
-                "tokens": 2**28,
-                "documents": len(ends),
-                "largest_id": 0,
-                "tokens_sha256": "",
-                "documents_sha256": "",
-            }
+            Shard(
+                tokens=2**28,
+                documents=len(ends),
+                largest_id=0,
+                tokens_sha256="",
+                documents_sha256="",
+                checks_sha256=hashlib.sha256(checks).hexdigest(),
+            )
         )
-    manifest = shards.Manifest(
+    manifest = Manifest(
         tokenizer=Bytes().digest,
         vocab=Bytes().size,
         dtype="uint16",
@@ -159,7 +169,8 @@ def _two_gigabytes(folder: Path) -> Shards:
         bytes=0,
         left_out={},
         unknown=0,
-        shards=entries,
+        files_sha256="",
+        shards=tuple(entries),
     )
     assert sum((folder / f"tokens-{n:05d}.bin").stat().st_size for n in range(4)) == 2**31
     return Shards(folder, manifest)

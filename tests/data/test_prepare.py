@@ -1,13 +1,16 @@
 """From a config to loaders: what is found, split, cached and refused."""
 
+import gzip
 import json
+import random
 import time
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from jaxlm.core.errors import ConfigError, DataError, InputMissing, JaxlmError, NotWritable
-from jaxlm.data import baselines, prepare
+from jaxlm.data import baselines, prepare, writer
 from jaxlm.data.config import DataConfig
 
 
@@ -172,7 +175,7 @@ def test_token_shards_are_read_with_their_own_tokenizer(texts: str, tmp_path: Pa
         _config(texts, tokenizer="sentencepiece:512"),
         tmp_path / "out",
         lambda _: None,
-        lambda what, done: None,
+        lambda what, done, total: None,
     )
     folders = {name: str(part.folder) for name, part in written.items()}
     data = _open(_config(folders["train"], folders["val"], tokenizer="sentencepiece:512"), tmp_path)
@@ -191,7 +194,41 @@ def test_token_shards_are_read_with_their_own_tokenizer(texts: str, tmp_path: Pa
     with pytest.raises(ConfigError, match="cannot be held out of token shards"):
         _open(_config(folders["train"], "5%", tokenizer=fixed), tmp_path)
     with pytest.raises(DataError, match="exists"):
-        prepare.tokenise(_config(texts), tmp_path / "out", lambda _: None, lambda what, done: None)
+        prepare.tokenise(
+            _config(texts), tmp_path / "out", lambda _: None, lambda what, done, total: None
+        )
+
+
+@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_progress_goes_from_nothing_to_the_size_of_the_files(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "BATCH", 2000)
+    draw = random.Random(0)
+    for number in range(5):
+        texts = ["".join(draw.choices("abcdefgh ", k=500)) for _ in range(200)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+        path = tmp_path / f"{number}{ending}"
+        if ending == ".parquet":
+            import pyarrow.parquet
+
+            pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+        else:
+            pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+            path.write_bytes(pack(lines))
+    told: list[tuple[int, int]] = []
+    prepare.open_data(
+        _config(f"{tmp_path}/*{ending}", ()),
+        seed=0,
+        root=tmp_path / "cache",
+        progress=lambda what, done, total: told.append((done, total)),
+    )
+    size = sum(path.stat().st_size for path in tmp_path.glob(f"*{ending}"))
+    places = [done for done, _ in told]
+    assert {total for _, total in told} == {size}
+    assert places == sorted(places)
+    assert places[-1] == size
+    assert len(set(places)) >= 5
 
 
 def test_a_cache_that_cannot_be_written_is_refused(texts: str, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data import shards
-from jaxlm.data.documents import Document
+from jaxlm.data import writer
+from jaxlm.data.records import Document
 from jaxlm.data.shards import Shards
 from jaxlm.data.tokenizer import SPECIALS, Bytes
 
@@ -23,8 +23,8 @@ DOCUMENTS = [Document(f"text number {n} " * (n % 7 + 1), f"{n % 3}.txt", n // 3)
 
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 500)
-    return shards.write(tmp_path / "shards", DOCUMENTS, Bytes(), Counter(empty=2))
+    monkeypatch.setattr(writer, "SHARD_TOKENS", 500)
+    return writer.write(tmp_path / "shards", DOCUMENTS, Bytes(), Counter(empty=2))
 
 
 def test_documents_come_back_with_their_origin_from_several_shards(stored: Shards) -> None:
@@ -59,9 +59,9 @@ def test_the_manifest_counts_everything(stored: Shards) -> None:
 def test_a_long_document_is_encoded_in_parts_and_stored_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "PART", 10)
+    monkeypatch.setattr(writer, "PART", 10)
     text = "a line\nand one that is longer than a part\n\n\u6f22\u5b57" * 9
-    stored = shards.write(
+    stored = writer.write(
         tmp_path / "shards", [Document(text, "a", 0), Document("b", "a", 1)], Bytes(), Counter()
     )
     assert stored.documents == 2
@@ -117,14 +117,14 @@ def test_an_id_outside_the_table_is_refused_before_it_is_stored(tmp_path: Path) 
             return [[self.size] for _ in texts]
 
     with pytest.raises(DataError, match="outside 0 to 295") as caught:
-        shards.write(tmp_path / "shards", DOCUMENTS, Broken(), Counter())
+        writer.write(tmp_path / "shards", DOCUMENTS, Broken(), Counter())
     assert caught.value.where == "0.txt, record 0"
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_to_write_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no document"):
-        shards.write(tmp_path / "shards", [], Bytes(), Counter())
+        writer.write(tmp_path / "shards", [], Bytes(), Counter())
     assert not list(tmp_path.iterdir())
 
 
@@ -132,16 +132,16 @@ WRITE_SLOWLY = """
 import sys, time
 from collections import Counter
 from pathlib import Path
-from jaxlm.data import shards
-from jaxlm.data.documents import Document
+from jaxlm.data import blocks, writer
+from jaxlm.data.records import Document
 from jaxlm.data.tokenizer import Bytes
-shards.BATCH_BYTES = 100
+writer.BATCH = blocks.WAITING = 100
 def documents():
     for n in range(int(sys.argv[2])):
         time.sleep(float(sys.argv[3]))
         yield Document(f"text {n} " * 50, "a.txt", n)
 print("begun", flush=True)
-shards.write(Path(sys.argv[1]) / "shards", documents(), Bytes(), Counter())
+writer.write(Path(sys.argv[1]) / "shards", documents(), Bytes(), Counter())
 """
 
 

@@ -28,6 +28,44 @@ def test_top_p_counts_what_top_k_left():
     assert [sum(row) for row in kept(top_k=2, top_p=0.7)] == [1, 1]
 
 
+@pytest.mark.parametrize(("k", "count"), [(1, 2), (2, 2), (3, 5), (4, 5), (5, 5), (6, 6), (9, 6)])
+def test_top_k_keeps_all_that_equal_the_last_of_the_k(k, count):
+    tied = jnp.asarray([[1.0, 3.0, 2.0, 2.0, 3.0, 2.0]])
+    assert int(jnp.isfinite(sampling.filtered(tied, top_k=k)).sum()) == count
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.3, 0.5, 0.75, 0.999999])
+def test_top_p_keeps_all_or_none_of_those_that_are_equally_likely(p):
+    tied = jnp.log(jnp.asarray([[0.2, 0.3, 0.2, 0.3]]))
+    kept = jnp.isfinite(sampling.filtered(tied, top_p=p))[0].tolist()
+    assert kept == [p > 0.6, True, p > 0.6, True]
+
+
+@pytest.mark.parametrize("p", [1e-30, 0.5, 1 - 1e-7])
+def test_top_p_keeps_the_likeliest_where_it_has_all_the_probability(p):
+    sure = jnp.asarray([[-jnp.inf, 200.0, 0.0, -jnp.inf]])
+    cut = sampling.filtered(sure, top_p=p)
+    assert jnp.isfinite(cut)[0].tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.999}, {"top_k": 4, "top_p": 0.9}])
+def test_an_id_that_was_excluded_before_stays_out(options):
+    allowed = jnp.where(jnp.arange(5) % 2 == 0, LOGITS, sampling.EXCLUDED)
+    drawn = sampling.draw(
+        jnp.repeat(allowed, 500, axis=0), jax.random.key(0), temperature=3.0, **options
+    )
+    assert set(drawn.tolist()) == {0, 2, 4}
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.9}])
+@pytest.mark.parametrize("temperature", [0.01, 1e-30, 1e-38, 1e-45])
+def test_a_temperature_near_zero_draws_the_likeliest(temperature, options):
+    logits = 40 + 100 * jnp.asarray(LOGITS)
+    for seed in range(3):
+        key = jax.random.key(seed)
+        assert sampling.draw(logits, key, temperature=temperature, **options).tolist() == [0, 4]
+
+
 def test_temperature_zero_takes_the_likeliest_whatever_the_key():
     for seed in range(3):
         drawn = sampling.draw(jnp.asarray(LOGITS), jax.random.key(seed), temperature=0.0)

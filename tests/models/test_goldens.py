@@ -1,17 +1,24 @@
 """Our models against what transformers computed for the same weights; tests/parity makes these files."""
 
+import itertools
 import json
 from pathlib import Path
+from typing import get_args
 
 import jax
 import numpy as np
 import pytest
 
+from jaxlm.core import tree
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
+from jaxlm.models.families import gpt2, llama
+from jaxlm.models.families.union import Family
 from tests.parity import weights
 
 GOLDENS = Path(__file__).parents[1] / "golden/transformers"
+# Each table, and the family's switches that add or remove parameters.
+TABLES = {"gpt2": (gpt2.KEYS, ("tied", "bias")), "llama": (llama.KEYS, ("tied", "qk_norm"))}
 
 
 @pytest.mark.parametrize("family", weights.FAMILIES)
@@ -40,15 +47,22 @@ def test_loss_logits_and_gradients_are_those_of_transformers(family):
         np.testing.assert_allclose(np.linalg.norm(mine[name]), norm, rtol=1e-4, err_msg=name)
 
 
-def test_the_key_tables_name_every_parameter_once():
-    for family, config in weights.FAMILIES.items():
-        from jaxlm.core import tree
+def test_every_family_has_a_golden_and_a_table():
+    assert {type(config) for config in weights.FAMILIES.values()} == set(get_args(Family))
+    assert {type(weights.FAMILIES[name]) for name in TABLES} == set(get_args(Family))
 
-        paths = set(tree.leaves(Blueprint(config.build(), Precision.float32()).shapes))
-        unused = weights.KEYS[family].keys() - paths
-        assert paths <= weights.KEYS[family].keys()
-        assert unused <= {"unembedding/weight"}, "only a tied model lacks a parameter of the table"
-        assert len(set(weights.KEYS[family].values())) == len(weights.KEYS[family])
+
+@pytest.mark.parametrize("family", TABLES)
+def test_the_key_table_names_every_parameter_that_the_family_can_have(family):
+    table, options = TABLES[family]
+    paths = set()
+    for values in itertools.product((False, True), repeat=len(options)):
+        config = type(weights.FAMILIES[family])(
+            vocab=8, width=8, depth=1, heads=2, **dict(zip(options, values, strict=True))
+        )
+        paths |= tree.leaves(Blueprint(config.build(), Precision.float32()).shapes).keys()
+    assert paths == table.keys()
+    assert len(set(table.values())) == len(table), "two of ours have one name"
 
 
 def shapes_by_name(family, blueprint):

@@ -1,6 +1,7 @@
 """What holds for every decoder, whatever it is made of."""
 
 import dataclasses
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.families import gpt2, llama
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.union import Family
 from jaxlm.nn.config import NormConfig
 
 LENGTH, VOCAB = 12, 50
@@ -45,7 +47,14 @@ def patterned():
     )
 
 
-CONFIGS = {name: family.build() for name, family in FAMILIES.items()} | {"patterned": patterned()}
+CONFIGS = {name: family.build() for name, family in FAMILIES.items()} | {
+    "patterned": patterned(),
+    "shallower than its pattern": dataclasses.replace(patterned(), depth=2),
+}
+
+
+def test_every_family_is_under_these_laws():
+    assert {type(family) for family in FAMILIES.values()} == set(get_args(Family))
 
 
 def inputs(rows=2, length=LENGTH, seed=0):
@@ -184,9 +193,31 @@ def test_cached_decoding_is_the_full_forward_row_by_row(built):
         cache = hidden.cache._replace(length=cache.length + 1)
 
 
+def test_segments_with_a_cache_are_refused():
+    blueprint = Blueprint(CONFIGS["llama"], Precision.float32())
+    model = blueprint.merge(blueprint.init(jax.random.key(0)))
+    tokens, positions = inputs()
+    with pytest.raises(ValueError, match="segments with a cache"):
+        model(
+            tokens,
+            positions=positions,
+            segments=jnp.ones_like(tokens),
+            cache=model.empty_cache(len(tokens), LENGTH),
+        )
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_depth_that_leaves_nothing_to_the_pattern_is_refused(depth):
+    with pytest.raises(ValueError, match=f"depth = {depth}, of which the prefix has 1"):
+        dataclasses.replace(patterned(), depth=depth)
+    with pytest.raises(ValueError, match="a pattern of 0"):
+        dataclasses.replace(patterned(), pattern=())
+
+
 def test_the_closed_form_counts_every_parameter(built):
     blueprint, params = built
     assert cost.parameters(blueprint.config) == tree.count(params)
+    assert all(leaf.size for leaf in jax.tree.leaves(params)), "a parameter without a number"
 
 
 def test_every_parameter_has_axes_of_its_rank(built):

@@ -1,9 +1,10 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxlm.core.precision import Precision
-from jaxlm.ops import masks, rope
+from jaxlm.ops import masks
 from jaxlm.ops.attention import attention
 
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 9, 4, 2, 6
@@ -54,15 +55,25 @@ def test_attention_is_what_it_says_query_by_query(window, cap, segments):
     np.testing.assert_allclose(np.asarray(got)[real], expected[real], rtol=1e-5, atol=1e-6)
 
 
-def test_rotated_products_depend_on_the_distance_alone():
-    x, y = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+def test_a_dropped_weight_is_zero_and_the_others_make_up_for_it():
+    """Over values of one, every query gives its weights' sum: 1 on average, and 0 or 2 where it sees one key."""
+    query, key = jax.random.normal(jax.random.key(0), (2, 64, LENGTH, HEADS, SIZE))
+    ones = jnp.ones((64, LENGTH, HEADS, SIZE))
 
-    def product(i, j):
-        turned = [
-            rope.rotate(z, *rope.angles(np.array([[at]], np.int32), 8, 10_000.0))
-            for z, at in ((x, i), (y, j))
-        ]
-        return float((turned[0] * turned[1]).sum())
+    def out(dropout_key):
+        return attention(
+            query,
+            key,
+            ones,
+            masks.causal(LENGTH),
+            Precision.float32(),
+            scale=1.0,
+            dropout=0.5,
+            dropout_key=dropout_key,
+        )
 
-    np.testing.assert_allclose(product(7, 3), product(104, 100), rtol=1e-4)
-    assert abs(product(7, 3) - product(8, 3)) > 1e-3
+    np.testing.assert_allclose(out(None), 1.0, rtol=1e-5)
+    dropped = np.asarray(out(jax.random.key(1)))[..., 0]
+    np.testing.assert_allclose(np.unique(dropped[:, 0]), [0.0, 2.0])
+    np.testing.assert_allclose(dropped.mean(), 1.0, atol=0.05)
+    assert len(np.unique(dropped[:, -1])) > 64

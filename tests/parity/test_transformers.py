@@ -32,12 +32,16 @@ def oracle(family):
         )  # fmt: skip
         model = transformers.GPT2LMHeadModel(config)
     else:
-        config = transformers.LlamaConfig(
+        shared |= dict(
             hidden_size=weights.WIDTH, num_hidden_layers=weights.DEPTH, num_attention_heads=weights.HEADS,
             num_key_value_heads=2, intermediate_size=48, rms_norm_eps=1e-5, tie_word_embeddings=False,
-            max_position_embeddings=64, rope_theta=10_000.0, **shared,
+            max_position_embeddings=64, rope_theta=10_000.0,
         )  # fmt: skip
-        model = transformers.LlamaForCausalLM(config)
+        if family == "llama":
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shared))
+        else:
+            config = transformers.Qwen3Config(head_dim=12, **shared)
+            model = transformers.Qwen3ForCausalLM(config)
     model = model.double().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

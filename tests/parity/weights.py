@@ -15,8 +15,11 @@ VOCAB, WIDTH, DEPTH, HEADS, LENGTH = 61, 32, 3, 4, 17
 FAMILIES = {
     "gpt2": GPT2(vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS, context=32),
     "llama": Llama(vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS, kv_heads=2, hidden=48),
-}
-KEYS = {"gpt2": gpt2.KEYS, "llama": llama.KEYS}
+    "qwen3": Llama(
+        vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS, kv_heads=2, head_dim=12, hidden=48, qk_norm=True
+    ),
+}  # fmt: skip
+KEYS = {"gpt2": gpt2.KEYS, "llama": llama.KEYS, "qwen3": llama.KEYS}
 
 
 def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:

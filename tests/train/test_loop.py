@@ -6,24 +6,36 @@ import signal
 import jax.numpy as jnp
 import pytest
 
-from jaxlm.core.errors import Diverged, Preempted
+from jaxlm.core.errors import Preempted
 from jaxlm.train import loop
-from jaxlm.train.loop import Hooks, Progress
+from jaxlm.train.loop import BudgetSpent, Hooks, Progress
 from jaxlm.train.signals import StopRequest
 
 
 class Story:
     """Hooks that write down what happens, and a step whose state is the number of updates."""
 
-    def __init__(self, losses=None, bad_step=None):
-        self.events, self.losses, self.bad_step = [], losses or {}, bad_step
+    def __init__(self, losses=None, bad_steps=()):
+        self.events, self.losses, self.bad_steps = [], losses or {}, bad_steps
+        self.in_a_row = 0
         self.progress = Progress()
 
     def step(self, state, batch):
         self.events.append(("step", state + 1, batch))
-        loss = float("nan") if state + 1 == self.bad_step else 1.0
-        metrics = {"loss_nats": loss, "grad_norm": 1.0, "tokens": 5.0, "learning_rate": 0.1}
-        return state + 1, {name: jnp.float32(value) for name, value in metrics.items()}
+        is_bad = state + 1 in self.bad_steps
+        self.in_a_row = self.in_a_row + 1 if is_bad else 0
+        metrics = {
+            "loss_nats": float("nan") if is_bad else 1.0,
+            "grad_norm": 1.0,
+            "tokens": 0.0 if is_bad else 5.0,
+            "learning_rate": 0.1,
+            "verdict": float(is_bad),
+            "skipped_in_a_row": self.in_a_row,
+        }
+        return state + 1, {
+            "layers": {"w": jnp.ones(2)},
+            **{name: jnp.float32(value) for name, value in metrics.items()},
+        }
 
     def hooks(self, **due):
         def note(name):
@@ -42,6 +54,7 @@ class Story:
             log=lambda step, values: self.events.append(("log", step)),
             evaluate=evaluate,
             save=note("save"),
+            skipped=lambda step, values, layers: self.events.append(("skipped", step)),
             check_saves=lambda: None,
         )
 
@@ -60,6 +73,7 @@ class Story:
             stop=stop or StopRequest(),
             patience=patience,
             keep_best=keep_best,
+            budget=3,
         )
 
     def named(self, name):
@@ -108,13 +122,20 @@ def test_patience_stops_early_and_saves():
     assert [step for _, step, _ in story.named("save")] == [3]
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_and_is_never_saved():
-    story = Story(bad_step=3)
-    with pytest.raises(Diverged) as caught:
-        story.run(steps=9, save=lambda step: True)
-    assert caught.value.code == 79
-    assert "loss_nats is not finite at step 3" in caught.value.what
-    assert [step for _, step, _ in story.named("save")] == [1, 2]
+def test_a_step_that_was_not_applied_is_told_and_the_run_goes_on():
+    story = Story(bad_steps=(3, 4))
+    story.run(steps=9)
+    assert story.named("skipped") == [(3,), (4,)]
+    assert story.progress.tokens == 7 * 5
+    assert story.progress.last_skipped == 4
+    assert [step for _, step, _ in story.named("save")] == [9]
+
+
+def test_too_many_of_them_in_a_row_end_the_loop_with_the_first_of_them():
+    story = Story(bad_steps=(2, 4, 5, 6, 7, 8, 9))
+    with pytest.raises(BudgetSpent) as caught:
+        story.run(steps=9)
+    assert (caught.value.first, caught.value.step) == (4, 6)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

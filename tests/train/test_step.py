@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.core import tree
+from jaxlm.core import faults, tree
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data.batch import Tokens
@@ -22,10 +22,12 @@ from jaxlm.parallel import host, mesh, rules
 from jaxlm.parallel.config import MeshConfig, factorisations
 from jaxlm.train import state as states
 from jaxlm.train import step as steps
+from jaxlm.train.config import GuardConfig
 from jaxlm.train.state import TrainState
 
 FAMILY = Llama(vocab=64, width=32, depth=2, heads=8, kv_heads=8, hidden=64, tied=True)
 ROWS, LENGTH = 8, 16
+GUARD = GuardConfig(window=32)
 
 
 def batches(count):
@@ -55,6 +57,7 @@ def pieces(*, family=FAMILY, precision=None, microbatches=1, **optim):
         schedule,
         key=jax.random.key(1),
         precision=precision or Precision.float32(),
+        guard=GUARD,
         microbatches=microbatches,
     )
     return blueprint, optimizer, step
@@ -69,7 +72,7 @@ def trajectory(grid, count, **options):
     blueprint, optimizer, step = pieces(**options)
 
     def fresh():
-        return states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+        return states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
 
     shapes = jax.eval_shape(fresh)
     opt_axes = optimizers.state_axes(AdamW(), optimizer, blueprint.shapes, blueprint.axes)
@@ -77,6 +80,7 @@ def trajectory(grid, count, **options):
         states.replicated(grid),
         rules.shardings(grid, blueprint.axes, blueprint.shapes),
         rules.shardings(grid, opt_axes, shapes.opt_state),
+        jax.tree.map(lambda _: states.replicated(grid), shapes.guard),
     )
     seen = []
     with jax.set_mesh(grid):
@@ -139,7 +143,7 @@ def test_uneven_micro_batches_are_one_batch(parts):
     out = {}
     for microbatches in (1, parts):
         blueprint, optimizer, step = pieces(microbatches=microbatches, clip_norm=None)
-        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
         _, metrics = jax.jit(step)(state, batch)
         out[microbatches] = metrics
     for name in ("loss_nats", "grad_norm", "tokens"):
@@ -151,7 +155,7 @@ def test_micro_batches_give_the_gradient_of_one_batch_leaf_by_leaf():
     moments = {}
     for microbatches in (1, 4):
         blueprint, optimizer, step = pieces(microbatches=microbatches, clip_norm=None)
-        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
         moments[microbatches] = tree.leaves(jax.jit(step)(state, batch)[0].opt_state)
     # AdamW's first mean after one step is a tenth of the gradient.
     means = [path for path in moments[1] if "/mu/" in path]
@@ -167,7 +171,7 @@ def test_bfloat16_keeps_float32_weights_and_moments_and_a_loss_near_float32s():
     losses = []
     for policy in (Precision.float32(), precision):
         blueprint, optimizer, step = pieces(precision=policy)
-        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
         state, metrics = jax.jit(step)(state, batch)
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
         losses.append(float(metrics["loss_nats"]))
@@ -179,7 +183,7 @@ def test_dropout_draws_anew_each_step_and_the_same_when_a_step_is_repeated():
     family = Llama(vocab=64, width=32, depth=2, heads=4, kv_heads=4, hidden=64, dropout=0.5)
     blueprint, optimizer, step = pieces(family=family, weight_decay=0.0)
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
-    state = states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+    state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     compiled = jax.jit(step)
     first, again = compiled(state, batch)[1], compiled(state, batch)[1]
     later = compiled(state._replace(step=jnp.int32(1)), batch)[1]
@@ -190,7 +194,7 @@ def test_dropout_draws_anew_each_step_and_the_same_when_a_step_is_repeated():
 def test_metrics_say_what_happened():
     blueprint, optimizer, step = pieces(weight_decay=0.0, clip_norm=0.01)
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
-    before = states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+    before = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     after, metrics = jax.jit(step)(before, batch)
     assert int(after.step) == 1
     assert float(metrics["tokens"]) == float(batch.weights.sum())
@@ -212,9 +216,10 @@ def test_norms_are_taken_in_the_steps_that_are_measured_and_change_nothing_else(
         schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1),
         key=jax.random.key(1),
         precision=Precision.float32(),
+        guard=GUARD,
         is_measured=lambda completed: completed % 2 == 0,
     )
-    first = second = states.fresh(blueprint.init(jax.random.key(0)), optimizer)
+    first = second = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     always, some = jax.jit(always), jax.jit(some)
     for completed in (1, 2):
         first, known = always(first, batch)
@@ -224,3 +229,79 @@ def test_norms_are_taken_in_the_steps_that_are_measured_and_change_nothing_else(
             np.testing.assert_allclose(metrics[name], known[name], rtol=1e-6)
     np.testing.assert_allclose(metrics["update_ratio"], known["update_ratio"], rtol=1e-5)
     np.testing.assert_allclose(metrics["param_norm"], known["param_norm"], rtol=1e-6)
+
+
+def bytes_of(value):
+    return {path: np.asarray(leaf).tobytes() for path, leaf in tree.leaves(value).items()}
+
+
+@pytest.mark.parametrize(
+    ("value", "options"),
+    [
+        ("nan", {}),
+        ("inf", {"microbatches": 4}),
+        ("neginf", {"precision": Precision.of(PrecisionConfig(compute="bfloat16"))}),
+    ],
+    ids=["nan", "inf, micro-batches", "-inf, bfloat16"],
+)
+def test_c1_one_bad_element_of_a_gradient_changes_no_byte_and_the_next_step_is_applied(
+    monkeypatch, value, options
+):
+    bad = (1, 3, 6)  # the very first step, one in between, one later
+    plan = ",".join(f"grads:{value}@{number}" for number in bad)
+    monkeypatch.setattr(faults, "_faults", faults.parse(plan))
+    blueprint, optimizer, step = pieces(**options)
+    state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    compiled = jax.jit(step)
+    stood = []
+    for number, batch in enumerate(batches(7), 1):
+        before = state
+        state, metrics = compiled(state, jax.tree.map(jnp.asarray, batch))
+        old, new = (bytes_of((s.params, s.opt_state)) for s in (before, state))
+        if old == new:
+            stood.append(number)
+        assert bool(metrics["verdict"]) == (number in bad)
+        assert (float(metrics["tokens"]) == 0) == (number in bad)
+    assert tuple(stood) == bad
+    assert (int(state.guard.skipped), int(state.step)) == (3, 7)
+
+
+def test_c1_a_bad_row_on_one_of_four_devices_is_skipped_by_all():
+    grid = mesh.build(MeshConfig(data=4), jax.devices()[:4])
+    blueprint, optimizer, step = pieces()
+    with jax.set_mesh(grid):
+        state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+        compiled = jax.jit(step)
+        first, second = batches(2)
+        weights = first.weights.copy()
+        weights[-1, 0] = np.nan
+        after, metrics = compiled(state, host.put(grid, first._replace(weights=weights)))
+        assert bytes_of(after.params) == bytes_of(state.params)
+        assert bytes_of(after.opt_state) == bytes_of(state.opt_state)
+        assert int(metrics["verdict"]) == 3
+        again, metrics = compiled(after, host.put(grid, second))
+    assert int(metrics["verdict"]) == 0
+    assert bytes_of(again.params) != bytes_of(state.params)
+
+
+def test_a_skipped_step_leaves_its_norms_by_layer(monkeypatch):
+    monkeypatch.setattr(faults, "_faults", faults.parse("grads:nan@1"))
+    blueprint, optimizer, _ = pieces()
+    step = steps.build(
+        functools.partial(_loss, blueprint),
+        optimizer,
+        schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1),
+        key=jax.random.key(1),
+        precision=Precision.float32(),
+        guard=GUARD,
+        axes=blueprint.axes,
+    )
+    state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    _, metrics = jax.jit(step)(state, jax.tree.map(jnp.asarray, next(batches(1))))
+    norms = metrics["layers"]
+    assert norms.keys() == tree.leaves(state.params).keys()
+    stacked = [path for path in norms if path.startswith("stack/")]
+    assert stacked
+    assert all(norms[path].shape == (2,) for path in stacked)
+    bad = [path for path, norm in norms.items() if not np.isfinite(norm).all()]
+    assert bad == [next(iter(norms))]

@@ -128,4 +128,5 @@ KEYS: dict[str, tuple[str, str]] = {
     "stack/0/mlp/down/bias": ("transformer.h.{i}.mlp.c_proj.bias", "as is"),
     "final_norm/scale": ("transformer.ln_f.weight", "as is"),
     "final_norm/bias": ("transformer.ln_f.bias", "as is"),
+    "unembedding/weight": ("lm_head.weight", "out,in"),
 }

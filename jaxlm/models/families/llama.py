@@ -163,11 +163,14 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 # Our leaf path -> (Hugging Face name, how its array is laid out there). {i} is the layer. "out,in" is a torch Linear.
+# The norms of queries and keys are those of Qwen3, which is a Llama in all other names.
 KEYS: dict[str, tuple[str, str]] = {
     "embedding/table": ("model.embed_tokens.weight", "as is"),
     "stack/0/attention_norm/scale": ("model.layers.{i}.input_layernorm.weight", "as is"),
     "stack/0/attention/query/weight": ("model.layers.{i}.self_attn.q_proj.weight", "out,in"),
     "stack/0/attention/key/weight": ("model.layers.{i}.self_attn.k_proj.weight", "out,in"),
+    "stack/0/attention/query_norm/scale": ("model.layers.{i}.self_attn.q_norm.weight", "as is"),
+    "stack/0/attention/key_norm/scale": ("model.layers.{i}.self_attn.k_norm.weight", "as is"),
     "stack/0/attention/value/weight": ("model.layers.{i}.self_attn.v_proj.weight", "out,in"),
     "stack/0/attention/out/weight": ("model.layers.{i}.self_attn.o_proj.weight", "out,in"),
     "stack/0/mlp_norm/scale": ("model.layers.{i}.post_attention_layernorm.weight", "as is"),

@@ -1,0 +1,109 @@
+"""Faults on request: a test says where a run shall break, and then looks at what is left.
+
+`JAXLM_FAULTS` holds faults such as `save.commit:sigkill@4` or `step.before:sleep=3@10-12#1`, with commas between them: a
+point of the code, an action, optionally the steps (one, or a range with both ends) and the rank of the process. Without
+the variable every point is an empty function.
+
+Actions at a point: raise, sigkill, sigterm, hang, enospc, sleep=SECONDS. Faults of numbers have no point but `grads`
+(nan, inf, neginf, spike=VALUE: what one element of a step's gradient becomes) and `batch` (nan: what a batch of data becomes, by its number in
+the stream).
+"""
+
+import dataclasses
+import errno
+import os
+import re
+import signal
+import time
+
+VARIABLE = "JAXLM_FAULTS"
+POINTS = (
+    "data.next",
+    "step.before",
+    "step.after",
+    "save.begin",
+    "save.files",
+    "save.digest",
+    "save.commit",
+    "save.retire",
+    "restore.read",
+    "rewind",
+    "eval",
+    "exit",
+)
+_FORM = re.compile(
+    r"(?P<point>[\w.]+):(?P<action>\w+)(=(?P<value>[\d.]+))?(@(?P<low>\d+)(-(?P<high>\d+))?)?(#(?P<rank>\d+))?"
+)
+
+rank = 0  # of this process, set where several are started
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What breaks, where, at which steps (both ends included), on which rank; None means on all."""
+
+    point: str
+    action: str
+    value: float
+    low: int
+    high: int | None
+    rank: int | None
+
+    def is_at(self, step: int | None) -> bool:
+        """Whether it strikes at this step, on this rank."""
+        if self.rank is not None and self.rank != rank:
+            return False
+        return step is None or (self.low <= step and (self.high is None or step <= self.high))
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """The faults that the variable asks for.
+
+    Raises:
+      ValueError: where one is not understood; a test that breaks nothing must not pass.
+    """
+    found = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        match = _FORM.fullmatch(part)
+        if match is None or match["point"] not in (*POINTS, "grads", "batch"):
+            raise ValueError(f"{VARIABLE} holds {part!r}, which names no point and action")
+        low = int(match["low"] or 0)
+        high = int(match["high"] or match["low"]) if match["low"] else None
+        on = None if match["rank"] is None else int(match["rank"])
+        value = float(match["value"] or 0)
+        found.append(Fault(match["point"], match["action"], value, low, high, on))
+    return tuple(found)
+
+
+_faults = parse(os.environ.get(VARIABLE, ""))
+
+
+def point(name: str, step: int | None = None) -> None:
+    """Breaks here, if a fault says so."""
+    for fault in _faults:
+        if fault.point == name and fault.is_at(step):
+            _strike(fault)
+
+
+def planned(name: str) -> tuple[Fault, ...]:
+    """The faults of numbers at `grads` or `batch`."""
+    return tuple(fault for fault in _faults if fault.point == name)
+
+
+def _strike(fault: Fault) -> None:
+    match fault.action:
+        case "raise":
+            raise RuntimeError(f"the fault that was asked for at {fault.point}")
+        case "enospc":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        case "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+        case "sleep":
+            time.sleep(fault.value)
+        case "hang":
+            while True:
+                time.sleep(3600)
+        case other:
+            raise ValueError(f"{VARIABLE} asks for {other!r} at {fault.point}")

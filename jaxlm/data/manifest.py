@@ -1,0 +1,150 @@
+"""The manifest of a folder of token shards: what is in it, with a digest of each file and of itself."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.data import cache
+from jaxlm.data.blocks import BLOCK
+
+FORMAT_VERSION = 2
+NAME, TOKENIZER, FILES = "manifest.json", "tokenizer", "files.json"
+DTYPES = "uint16", "uint32"
+DOCUMENT_BYTES = 3 * 8  # end of the document, number of its file, number of its record
+MOST = 2**48  # of anything that is counted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What one shard holds."""
+
+    tokens: int
+    documents: int
+    largest_id: int
+    tokens_sha256: str
+    documents_sha256: str
+    checks_sha256: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a folder of shards holds. It names no file: those are numbered, and lie beside it."""
+
+    tokenizer: str  # sha256 of the tokenizer
+    vocab: int
+    dtype: str
+    documents: int
+    tokens: int  # ids, bos and eos of each document counted
+    bytes: int  # of text
+    left_out: dict[str, int]  # documents by reason
+    unknown: int  # characters that the tokenizer has no id for
+    files_sha256: str
+    shards: tuple[Shard, ...]
+    format_version: int = FORMAT_VERSION
+
+    def files(self, number: int) -> dict[str, tuple[int, str]]:
+        """The files of a shard: name, size in bytes, sha256."""
+        shard = self.shards[number]
+        sizes = (
+            shard.tokens * np.dtype(self.dtype).itemsize,
+            shard.documents * DOCUMENT_BYTES,
+        )
+        blocks = sum(-(-size // BLOCK) for size in sizes)
+        return {
+            tokens_name(number): (sizes[0], shard.tokens_sha256),
+            documents_name(number): (sizes[1], shard.documents_sha256),
+            checks_name(number): (4 * blocks, shard.checks_sha256),
+        }
+
+    def write(self, folder: Path) -> None:
+        """Writes it, with a digest of itself as its last field."""
+        content = dataclasses.asdict(self)
+        content["sha256"] = _digest(content)
+        cache.write_file(folder / NAME, json.dumps(content, indent=1).encode())
+
+
+def tokens_name(number: int) -> str:
+    """Of the file with the ids of a shard."""
+    return f"tokens-{number:05d}.bin"
+
+
+def documents_name(number: int) -> str:
+    """Of the file that says where the documents of a shard end and where they came from."""
+    return f"documents-{number:05d}.bin"
+
+
+def checks_name(number: int) -> str:
+    """Of the file with the checks of both."""
+    return f"checks-{number:05d}.bin"
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest in a folder.
+
+    Raises:
+      InputMissing: where there is none.
+      DataError: where it is damaged, or of another format.
+    """
+    path = folder / NAME
+    if not path.exists():
+        raise InputMissing(
+            "a folder of token shards has no manifest",
+            where=str(path),
+            fix="jaxlm data tokenize --config=... --out=DIR writes one",
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version = content["format_version"]
+        if version == FORMAT_VERSION:
+            return _parsed(content)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(
+            "a shard manifest cannot be read",
+            where=str(path),
+            why=f"{type(error).__name__}: {error}",
+            fix="write the shards again",
+        ) from error
+    raise DataError(
+        f"token shards of format {version}",
+        where=str(path),
+        why=f"this jaxlm reads format {FORMAT_VERSION}",
+        fix="write the shards again with this jaxlm",
+    )
+
+
+def _parsed(content: dict[str, Any]) -> Manifest:
+    if content.pop("sha256") != _digest(content):
+        raise ValueError("it was changed after it was written: its sha256 differs")
+    shards = tuple(Shard(**entry) for entry in content.pop("shards"))
+    manifest = Manifest(shards=shards, **content)
+    sections: tuple[Manifest | Shard, ...] = (manifest, *shards)
+    for section in sections:
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            if field.type is int and not (type(value) is int and 0 <= value < MOST):
+                raise ValueError(f"{field.name} is {value!r}")
+            if field.type is str and not isinstance(value, str):
+                raise TypeError(f"{field.name} is {value!r}")
+    if any(type(count) is not int for count in manifest.left_out.values()):
+        raise ValueError(f"left_out is {manifest.left_out!r}")
+    if manifest.dtype not in DTYPES:
+        raise ValueError(f"dtype {manifest.dtype!r} is none of {', '.join(DTYPES)}")
+    for name in ("documents", "tokens"):
+        if getattr(manifest, name) != sum(getattr(shard, name) for shard in shards):
+            raise ValueError(f"{name} is not the sum over its shards")
+    if not manifest.documents:
+        raise ValueError("it holds no document")
+    if (largest := max(shard.largest_id for shard in shards)) >= manifest.vocab:
+        raise ValueError(
+            f"its largest id is {largest}, past the end of its vocabulary of {manifest.vocab}"
+        )
+    return manifest
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,240 @@
+"""Records of files: text, JSON lines, Parquet, perhaps compressed; and what is wrong with each."""
+
+import contextlib
+import gzip
+import io
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from jaxlm.core.errors import DataError, InputMissing
+
+# Why a record is left out; these are broken, and few of them are tolerated.
+NOT_UTF8, NOT_JSON = "not UTF-8", "not JSON"
+NO_TEXT, OTHER_TYPE = "without the text key", "with a text of another type"
+# These hold nothing to train on, and any number of them may be left out.
+EMPTY, BLANK = "empty", "only white space"
+# What is changed in a document, or strange in one that is kept as it is.
+SURROGATE = "with a lone surrogate, replaced"
+MARK = "with a byte order mark, removed"
+NUL = "with NUL, kept"
+MENDED = (SURROGATE, MARK, NUL)
+
+BYTE_ORDER_MARK = "\ufeff".encode()
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+class Document(NamedTuple):
+    """A text and where it came from."""
+
+    text: str
+    file: str
+    record: int
+    place: int = 0  # bytes of the files, as they lie on disk, that were read up to here
+
+
+class Broken(NamedTuple):
+    """A record that cannot be used: why, and the error that it becomes where too many are."""
+
+    reason: str
+    error: DataError
+
+
+def read(path: Path, name: str, text_key: str, counts: Counter[str]) -> Iterator[Document | Broken]:
+    """Every record of a file, as text or as what is wrong with it. What is odd about the file itself is counted.
+
+    Raises:
+      DataError: where the file cannot be read any further.
+    """
+    kind = Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
+    if kind in (".jsonl", ".json"):
+        records = _json_lines(path, name, counts)
+    elif kind == ".parquet":
+        records = _parquet(path, name, text_key)
+    else:
+        yield _text(path, name, counts)
+        return
+    for number, (record, place) in enumerate(records):
+        if isinstance(record, Broken):
+            yield record
+            continue
+        found = record.get(text_key) if isinstance(record, dict) else None
+        if isinstance(found, str):
+            yield Document(found, name, number, place)
+        else:
+            is_there = isinstance(record, dict) and text_key in record
+            yield Broken(
+                OTHER_TYPE if is_there else NO_TEXT, _no_text(record, name, number, text_key)
+            )
+
+
+def mended(text: str, counts: Counter[str]) -> str:
+    """JSON can spell halves of surrogate pairs, which UTF-8 cannot: they become U+FFFD. NUL is text like any other."""
+    if "\0" in text:
+        counts[NUL] += 1
+    if text.isascii() or not _SURROGATES.search(text):
+        return text
+    counts[SURROGATE] += 1
+    return _SURROGATES.sub("\ufffd", text)
+
+
+def _text(path: Path, name: str, counts: Counter[str]) -> Document | Broken:
+    with _whole(name), _open(path) as file:
+        data = file.read()
+    if data.startswith(BYTE_ORDER_MARK):
+        counts[MARK] += 1
+    try:
+        text = data.removeprefix(BYTE_ORDER_MARK).decode()
+        return Document(text, name, 0, path.stat().st_size)
+    except UnicodeDecodeError as error:
+        return Broken(NOT_UTF8, _not_utf8(name, error, "byte"))
+
+
+def _not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
+    return DataError(
+        "a file is not UTF-8",
+        where=f"{name}, {unit} {error.start}",
+        why=f"0x{error.object[error.start]:02x}: {error.reason}",
+        fix=f"iconv -f latin1 -t utf-8 '{name}' > '{name}.utf8.txt', or leave the file out of the glob",
+    )
+
+
+def _json_lines(path: Path, name: str, counts: Counter[str]) -> Iterator[tuple[Any, int]]:
+    """Each record, and the bytes of the file that were read up to its end."""
+    with _whole(name), _open(path) as file:
+        for number in itertools.count(1):
+            line = file.readline()
+            if not line:
+                break
+            if number == 1 and line.startswith(BYTE_ORDER_MARK):
+                counts[MARK] += 1
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            if not line.strip():
+                continue
+            try:
+                text, line = line.decode(), b""  # a line may be long, and is not kept three times
+                record, text = json.loads(text), ""
+                yield record, _place(file)
+            except UnicodeDecodeError as error:
+                yield (
+                    Broken(NOT_UTF8, _not_utf8(name, error, f"line {number}, byte")),
+                    _place(file),
+                )
+            except (ValueError, RecursionError) as error:
+                damage = DataError(
+                    "a line is not JSON",
+                    where=f"{name}:{number}",
+                    why=str(error),
+                    fix="one JSON object a line, or a name that ends in .txt",
+                )
+                yield Broken(NOT_JSON, damage), _place(file)
+
+
+def _place(file: Any) -> int:
+    """Where a file that `_open` opened stands, in bytes on disk."""
+    inner = file.fileobj if isinstance(file, gzip.GzipFile) else file.raw
+    return inner.tell() if isinstance(inner, _Zstandard | io.BufferedReader) else file.tell()
+
+
+def _parquet(path: Path, name: str, text_key: str) -> Iterator[tuple[dict[str, Any], int]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise InputMissing(
+            "reading Parquet needs pyarrow", where=name, fix="pip install 'jaxlm[parquet]'"
+        ) from error
+    with _whole(name):
+        file = parquet.ParquetFile(path)
+        columns = [text_key] if text_key in file.schema_arrow.names else None
+        size, rows, read = path.stat().st_size, max(file.metadata.num_rows, 1), 0
+        for batch in file.iter_batches(batch_size=1024, columns=columns):
+            read += len(batch)
+            for record in batch.to_pylist():
+                yield record, size * read // rows
+
+
+@contextlib.contextmanager
+def _whole(name: str) -> Iterator[None]:
+    """Says which file it is that a decompressor or pyarrow cannot read."""
+    try:
+        yield
+    except (DataError, GeneratorExit):
+        raise
+    except (
+        Exception
+    ) as error:  # zlib.error, EOFError, ZstdError, ArrowInvalid: they share no parent
+        raise DataError(
+            "a file is damaged or is not what its name says",
+            where=name,
+            why=f"{type(error).__name__}: {str(error)[:200]}",
+            fix="fetch it again, or leave it out of the glob",
+        ) from error
+
+
+def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
+    keys = (
+        [key for key, value in record.items() if isinstance(value, str)]
+        if isinstance(record, dict)
+        else []
+    )
+    return DataError(
+        f"a record has no text under {text_key!r}",
+        where=f"{name}, record {number}",
+        why=f"its fields with text: {', '.join(keys) or 'none'}"
+        if isinstance(record, dict)
+        else f"it is a {type(record).__name__}, not an object",
+        fix=f"--config.data.text_key={keys[0]}"
+        if keys
+        else "one JSON object a line, with its text in one field",
+    )
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if path.suffix == ".zst":
+        return io.BufferedReader(_Zstandard(path), 2**17)
+    return open(path, "rb")
+
+
+class _Zstandard(io.RawIOBase):
+    """Zstandard frames, end to end. The library's own reader takes a file that was cut for one that ended."""
+
+    def __init__(self, path: Path):
+        import zstandard
+
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._file = open(path, "rb")  # noqa: SIM115 - closed with this reader
+        self._frame = self._decompressor.decompressobj()
+        self._ready = memoryview(b"")
+        self._begun = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = (self._frame.unused_data if self._frame.eof else b"") or self._file.read(2**16)
+            if not data:
+                if self._begun and not self._frame.eof:
+                    raise EOFError("the last frame is cut")
+                return 0
+            if self._frame.eof:
+                self._frame = self._decompressor.decompressobj()
+            self._begun = True
+            self._ready = memoryview(self._frame.decompress(data))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()

@@ -1,0 +1,186 @@
+"""The processes of a run: how they start, wait for each other, compare what they were given, and tell bad news.
+
+The only file that touches JAX's coordination service, whose client has no public name yet.
+"""
+
+import ipaddress
+import itertools
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+from jaxlm.core import faults
+from jaxlm.core.errors import ConfigError, PeerLost
+from jaxlm.parallel import rollcall
+
+ROOT = "jaxlm"
+SIGNS = f"{ROOT}/signs/"
+_GONE = re.compile(r"(Gloo|NCCL|coordination).*(connect|reset|closed|timed out|abort)", re.I | re.S)
+
+
+class Peers:
+    """The ranks of a run, this process being one of them. Rank 0 of 1 is a run of one process, which waits for nobody.
+
+    A sign is a short text under a name that every rank can read at any time.
+    """
+
+    def __init__(self, rank: int = 0, count: int = 1):
+        self.rank, self.count = rank, count
+        self._numbers = itertools.count()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what the run writes once."""
+        return self.rank == 0
+
+    def barrier(self, name: str, seconds: float) -> None:
+        """Returns once every rank has called it as many times. Raises PeerLost where one has not come in time."""
+        if self.count == 1:
+            return
+        try:
+            self._client.wait_at_barrier(
+                f"{ROOT}/{name}/{next(self._numbers)}", int(seconds * 1000)
+            )
+        except jax.errors.JaxRuntimeError as error:
+            raise _lost(f"not every rank came to {name!r} within {seconds:g} s", error) from error
+
+    def agree(self, name: str, facts: dict[str, Any], seconds: float) -> None:
+        """Compares what the ranks know, before anything is computed with it.
+
+        Raises:
+          ConfigError: on every rank, where they differ; shows the differences.
+          PeerLost: where one has not said it in time.
+        """
+        if self.count == 1:
+            return
+        place = f"{ROOT}/facts/{name}"
+        self._client.key_value_set(f"{place}/{self.rank}", json.dumps(facts, sort_keys=True))
+        told = []
+        for rank in range(self.count):
+            try:
+                text = self._client.blocking_key_value_get(f"{place}/{rank}", int(seconds * 1000))
+            except jax.errors.JaxRuntimeError as error:
+                raise _lost(
+                    f"rank {rank} did not tell its {name} within {seconds:g} s", error
+                ) from error
+            told.append(json.loads(text))
+        differences = [
+            line for rank, other in enumerate(told) for line in _diff(rank, told[0], other)
+        ]
+        if differences:
+            more = [f"and {len(differences) - 6} more"] if len(differences) > 6 else []
+            raise ConfigError(
+                f"the ranks of this run do not have the same {name}",
+                where=f"{len(differences)} differences from rank 0",
+                why="\n".join([*differences[:6], *more]),
+                fix="start every rank with the same command, code and files",
+            )
+
+    def share(self, name: str, value: Any, seconds: float) -> Any:
+        """The first rank's value, as JSON keeps it. Raises PeerLost where it has not come in time."""
+        if self.count == 1:
+            return value
+        place = f"{ROOT}/shared/{name}"
+        if self.is_first:
+            self._client.key_value_set(place, json.dumps(value))
+        try:
+            return json.loads(self._client.blocking_key_value_get(place, int(seconds * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            raise _lost(
+                f"the first rank did not tell its {name} within {seconds:g} s", error
+            ) from error
+
+    def sign(self, name: str, text: str, *, again: bool = False) -> bool:
+        """Sets a sign, once, or again and again; whether it is set now and was not before."""
+        if self.count == 1:
+            return True
+        try:
+            self._client.key_value_set(SIGNS + name, text, allow_overwrite=again)
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+    def signs(self) -> dict[str, str]:
+        """The signs so far. Raises PeerLost where the process that keeps them does not answer."""
+        if self.count == 1:
+            return {}
+        try:
+            found = self._client.key_value_dir_get(SIGNS)
+        except jax.errors.JaxRuntimeError as error:
+            raise _lost("the coordinator of the run does not answer", error) from error
+        return {key.removeprefix(SIGNS): text for key, text in found}
+
+    def close(self) -> None:
+        """Leaves; every rank must be about to. Without it, JAX waits for the others when the interpreter ends."""
+        if self.count > 1:
+            jax.distributed.shutdown()
+            self.count = 1
+
+    @property
+    def _client(self) -> Any:
+        return distributed.global_state.client
+
+
+def start(
+    address: str,
+    *,
+    rank: int,
+    count: int,
+    join_seconds: float = 300,
+    heartbeat_seconds: float = 100,
+    say: Callable[[str], None] = print,
+) -> Peers:
+    """Meets the other ranks at an address of rank 0, which listens there and nowhere else.
+
+    Raises:
+      PeerLost: where one has not come in time; names those who have, and those who have not.
+      CommandError: where they do not fit together.
+    """
+    faults.rank = rank
+    if rank == 0 and not _is_loopback(rollcall.split(address)[0]):
+        say(
+            f"warning: the coordinator listens on {address} without encryption or a password; whoever reaches it can "
+            "stop this run or change what its processes tell each other"
+        )
+    rollcall.meet(address, rank=rank, count=count, seconds=join_seconds)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Its handler would take the place of the one that saves.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        address,
+        count,
+        rank,
+        coordinator_bind_address=address,
+        initialization_timeout=max(int(join_seconds), 60),
+        heartbeat_timeout_seconds=max(int(heartbeat_seconds), 1),
+        cluster_detection_method="deactivate",
+    )
+    return Peers(rank, count)
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an exception of a computation says that another process is gone; they have no type of their own."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and bool(_GONE.search(str(error)))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _diff(rank: int, first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [
+        f"{name}: {first.get(name, 'nothing')!s:.80} on rank 0, {other.get(name, 'nothing')!s:.80} on rank {rank}"
+        for name in sorted(first | other)
+        if first.get(name) != other.get(name)
+    ]
+
+
+def _lost(what: str, error: Exception) -> PeerLost:
+    return PeerLost(what, where="the coordination service", why=str(error).partition("\n")[0])

@@ -1,0 +1,158 @@
+"""The ranks of a run meet before JAX starts.
+
+JAX ends the process without an exception where a rank does not come in time. Here the wait is ours: who is missing is
+said by name, on every rank that is there.
+"""
+
+import contextlib
+import json
+import socket
+import time
+
+from jaxlm.core.errors import CommandError, PeerLost
+
+LONGEST = 1024  # bytes of what a rank says of itself
+PATIENCE_SECONDS = 2.0  # with a caller that says nothing
+
+
+def meet(address: str, *, rank: int, count: int, seconds: float) -> None:
+    """Returns on every rank once all of them are there.
+
+    Raises:
+      PeerLost: where one has not come in time, on all that have; or where the address cannot be bound.
+      CommandError: where two give the same rank, or they disagree about how many they are.
+    """
+    deadline = time.monotonic() + seconds
+    if rank == 0:
+        present, wrong = _call(address, count, deadline)
+    else:
+        present, wrong = _answer(address, rank, count, deadline)
+    if wrong:
+        raise CommandError(
+            "the processes of this run do not fit together",
+            where=address,
+            why=wrong,
+            fix="start each with the same --num_processes, and its own --process_id",
+        )
+    absent = sorted(set(range(count)) - set(present))
+    if absent:
+        raise PeerLost(
+            f"rank {_listed(absent)} did not come within {seconds:g} s",
+            where=address,
+            why=f"present: {_listed(present)}; absent: {_listed(absent)}",
+            fix="look at what the absent ranks said, and whether they reach this address",
+        )
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port. Raises CommandError where the text is not both."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise CommandError(
+            f"{address!r} is no address",
+            where="--coordinator",
+            why="it needs a host, a colon and a port",
+            fix="--coordinator=127.0.0.1:4321",
+        )
+    return host.strip("[]"), int(port)
+
+
+def _call(address: str, count: int, deadline: float) -> tuple[list[int], str]:
+    """Rank 0: hears who is there, and tells it to all of them."""
+    callers: dict[int, socket.socket] = {}
+    wrong = ""
+    with contextlib.ExitStack() as stack:
+        with _listener(address) as listener:
+            while len(callers) < count - 1 and not wrong and time.monotonic() < deadline:
+                listener.settimeout(max(deadline - time.monotonic(), 0.01))
+                with contextlib.suppress(OSError):  # a timeout too
+                    caller = stack.enter_context(listener.accept()[0])
+                    caller.settimeout(PATIENCE_SECONDS)
+                    name = _line(caller)
+                    rank = name.get("rank")
+                    if not isinstance(rank, int) or not isinstance(name.get("count"), int):
+                        continue  # a stranger
+                    if name["count"] != count or not 0 < rank < count:
+                        wrong = f"rank {rank} was started as one of {name['count']}, rank 0 as one of {count}"
+                    elif rank in callers and not _has_gone(callers[rank]):
+                        wrong = f"two processes say that they are rank {rank}"
+                        stack.enter_context(callers.pop(rank))
+                    callers[rank] = caller
+        # The port is free for JAX before anybody hears that all are there.
+        present = sorted([0, *callers])
+        for caller in callers.values():
+            with contextlib.suppress(OSError):
+                _say(caller, {"present": present, "wrong": wrong})
+    return present, wrong
+
+
+def _answer(address: str, rank: int, count: int, deadline: float) -> tuple[list[int], str]:
+    """Another rank: gives its name, and hears who else is there. Comes again where rank 0 has not begun yet."""
+    while (left := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(OSError):
+            with socket.create_connection(split(address), timeout=left) as caller:
+                _say(caller, {"rank": rank, "count": count})
+                caller.settimeout(left + PATIENCE_SECONDS)  # rank 0 may have begun to wait later
+                heard = _line(caller)
+            if {"present", "wrong"} <= heard.keys():
+                if not heard["wrong"] and len(heard["present"]) == count:
+                    _await_service(address)
+                return heard["present"], heard["wrong"]
+        time.sleep(0.1)
+    return [rank], ""
+
+
+def _await_service(address: str) -> None:
+    """Returns once JAX listens where rank 0 did, so that JAX's first attempt is not refused and put off for a second."""
+    for _ in range(200):
+        with contextlib.suppress(OSError):
+            socket.create_connection(split(address), timeout=1).close()
+            return
+        time.sleep(0.05)
+
+
+def _listener(address: str) -> socket.socket:
+    host, port = split(address)
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise PeerLost(
+            "the address of the coordinator cannot be used",
+            where=address,
+            why=f"{type(error).__name__}: {error.strerror}",
+            fix="--coordinator=HOST:PORT with another port; `jaxlm launch` finds a free one",
+        ) from error
+
+
+def _say(caller: socket.socket, value: dict) -> None:
+    caller.sendall(json.dumps(value).encode() + b"\n")
+
+
+def _line(caller: socket.socket) -> dict:
+    """One line of JSON; nothing where it is none. A list of ranks may be long, what a rank says of itself may not."""
+    heard = b""
+    while not heard.endswith(b"\n") and len(heard) < LONGEST * 100:
+        part = caller.recv(LONGEST)
+        if not part:
+            return {}
+        heard += part
+    with contextlib.suppress(ValueError):
+        value = json.loads(heard)
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def _has_gone(caller: socket.socket) -> bool:
+    """Whether the other end has closed; it says nothing after its name."""
+    caller.setblocking(False)
+    try:
+        return caller.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,206 @@
+"""What the checkpoints of a run hold, how two of them differ, and whether they are whole. Nothing here writes."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.checkpoint import record as records
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.record import Record
+from jaxlm.checkpoint.store import Store
+from jaxlm.core import config
+from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.recipes.config import Run
+
+
+def listing(workdir: Path) -> dict[str, Any]:
+    """Every step with what its record says, and what lies in the quarantine. No array is read."""
+    store = _open(workdir)
+    rows = [_row(store, step) for step in store.steps()]
+    return {
+        "steps": rows,
+        "newest": max((row["step"] for row in rows if not row["problem"]), default=None),
+        "best": store.best(),
+        "quarantine": _quarantine(workdir),
+    }
+
+
+def inspect(workdir: Path, step: int | None = None) -> dict[str, Any]:
+    """What was saved with a step, the newest unless named, and the layout of its state."""
+    store = _open(workdir)
+    step = _named(store, workdir, step)
+    record = _sound(store, step)
+    leaves = [_leaf(path, layout) for path, layout in store.layout(step).items()]
+    groups: dict[str, int] = {}
+    for leaf in leaves:
+        group = leaf["path"].partition("/")[0]
+        groups[group] = groups.get(group, 0) + leaf["bytes"]
+    meta = record.meta
+    canonical = json.dumps(meta["config"], sort_keys=True).encode()
+    return {
+        **_row(store, step),
+        "owner": record.owner,
+        "finished": meta["finished"],
+        "config_sha256": hashlib.sha256(canonical).hexdigest(),
+        **{name: meta[name] for name in ("data", "progress", "evaluation", "rewinds")},
+        "state_bytes": sum(groups.values()),
+        "groups": groups,
+        "leaves": leaves,
+    }
+
+
+def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str, Any]:
+    """How the state and the config of one step differ from those of another, perhaps of another run."""
+    ours, theirs = _open(workdir), _open(other_workdir)
+    a, b = _named(ours, workdir, step), _named(theirs, other_workdir, other)
+    configs = [
+        config.from_json(Run, _sound(store, at).meta["config"], where=f"config of step {at}")
+        for store, at in ((ours, a), (theirs, b))
+    ]
+    left, right = ours.layout(a), theirs.layout(b)
+    shared = [path for path in left if left[path] == right.get(path)]
+    arrays = ours.arrays(a), theirs.arrays(b)
+    different = [
+        {"path": path, **_difference(arrays[0][path], arrays[1][path])}
+        for path in shared
+        if arrays[0][path].tobytes() != arrays[1][path].tobytes()
+    ]
+    layouts = [
+        {"path": path, "old": left.get(path), "new": right.get(path)}
+        for path in left | right
+        if left.get(path) != right.get(path)
+    ]
+    return {
+        "old": {"workdir": str(workdir), "step": a},
+        "new": {"workdir": str(other_workdir), "step": b},
+        "is_identical": not different and not layouts,
+        "identical": len(shared) - len(different),
+        "different": different,
+        "layouts": layouts,
+        "config": [
+            {"path": change.path, "old": _plain(change.old), "new": _plain(change.new)}
+            for change in config.diff(*configs)
+        ],
+    }
+
+
+def verify(
+    workdir: Path, step: int | None = None, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Compares size and sha256 of every file of a step, or of all steps, with what was written."""
+    store = _open(workdir)
+    _named(store, workdir, step)
+    sound, damaged = [], {}
+    for each in store.steps() if step is None else [step]:
+        lines = []
+        with contextlib.suppress(FileNotFoundError):
+            lines = store.problems(each)
+        if each not in store.steps():  # the run goes on, and keeps only so many
+            say(f"step {each}: removed by the run meanwhile")
+        elif lines:
+            say(f"step {each}: damaged")
+            damaged[each] = lines
+        else:
+            say(f"step {each}: sound")
+            sound.append(each)
+    return {"sound": sound, "damaged": damaged}
+
+
+def _open(workdir: Path) -> Store:
+    folder = workdir / "checkpoints"
+    if not folder.is_dir():
+        raise InputMissing(
+            "there are no checkpoints",
+            where=str(folder),
+            fix="name a directory that `jaxlm train` made with --workdir",
+        )
+    return Store(folder, CheckpointConfig(), read_only=True)
+
+
+def _named(store: Store, workdir: Path, step: int | None) -> int:
+    """The step, where there is one; None is the newest whose record can be read."""
+    steps = store.steps()
+    if step is None:
+        readable = [each for each in steps if not _row(store, each)["problem"]]
+        step = next(reversed(readable or steps), None)
+    if step is None or step not in steps:
+        raise InputMissing(
+            "there is no checkpoint yet" if step is None else f"there is no checkpoint {step}",
+            where=str(store.directory),
+            why=f"committed steps: {', '.join(map(str, steps)) or 'none'}",
+            fix=f"--step={steps[-1]}" if steps else f"jaxlm train --config=... --workdir={workdir}",
+        )
+    return step
+
+
+def _sound(store: Store, step: int) -> Record:
+    """The record of a step whose files may be opened: Orbax reads a damaged one as if it were whole, or fails anyhow."""
+    record = store.record(step)
+    if lines := store.problems(step):
+        raise DataError(
+            f"checkpoint {step} is damaged",
+            where=str(store.directory / str(step)),
+            why="\n".join(lines[:4]),
+            fix="name another with --step=; `jaxlm checkpoint list` shows what there is",
+        )
+    return record
+
+
+def _row(store: Store, step: int) -> dict[str, Any]:
+    """One step of the list; `problem` says why its record cannot be trusted."""
+    folder = store.directory / str(step)
+    row: dict[str, Any] = {"step": step, "problem": None}
+    try:
+        record = store.record(step)
+    except DataError as error:
+        unknown = dict.fromkeys(("bytes", "loss_nats", "healthy"))
+        return row | unknown | {"problem": error.why, "time_unix": float(folder.stat().mtime)}
+    return row | {
+        "bytes": sum(size for size, _ in record.files.values()),
+        "loss_nats": record.loss_nats,
+        "healthy": record.healthy,
+        "time_unix": float((folder / records.NAME).stat().mtime),
+    }
+
+
+def _quarantine(workdir: Path) -> list[dict[str, Any]]:
+    """What was moved out of the way, each with the reason that lies beside it."""
+    folder = workdir / "quarantine"
+    found = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    reasons = [path.with_name(f"{path.name}.reason.txt") for path in found]
+    return [
+        {
+            "path": str(path),
+            "reason": reason.read_text(errors="replace").strip() if reason.exists() else None,
+        }
+        for path, reason in zip(found, reasons, strict=True)
+    ]
+
+
+def _leaf(path: str, layout: str) -> dict[str, Any]:
+    name, _, sizes = layout.partition("[")
+    shape = json.loads(f"[{sizes}")
+    size = int(np.prod(shape)) * jnp.dtype(name).itemsize  # JAX knows bfloat16, NumPy does not
+    return {"path": path, "dtype": name, "shape": shape, "bytes": size}
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
+    """Of two arrays of one layout that are not the same in every bit."""
+    size = a.dtype.itemsize
+    words = [np.frombuffer(x.tobytes(), f"V{size}") for x in (a, b)]
+    differs = words[0] != words[1]
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities in a run that went wrong
+        gaps = np.abs(a.reshape(-1)[differs].astype(np.float64) - b.reshape(-1)[differs])
+    return {"max_abs_difference": float(gaps.max()), "elements": len(gaps), "of": a.size}
+
+
+def _plain(value: Any) -> Any:
+    if value is config.ABSENT:
+        return None
+    return value.plain() if isinstance(value, config.Span) else value

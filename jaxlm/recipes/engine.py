@@ -1,0 +1,137 @@
+"""What computes in a run: data, model, optimizer and the compiled step, with nothing that writes."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlm.core import faults, random
+from jaxlm.data import loader as loaders
+from jaxlm.data.batch import Tokens
+from jaxlm.data.prepare import Data
+from jaxlm.evals import loss as evals
+from jaxlm.objectives.token_nll import token_nll
+from jaxlm.optim import build as optimizers
+from jaxlm.optim import schedules
+from jaxlm.parallel import host, rules
+from jaxlm.parallel.replicas import Replicas
+from jaxlm.recipes import assembly
+from jaxlm.recipes.assembly import Assembly
+from jaxlm.recipes.config import Run
+from jaxlm.train import state as states
+from jaxlm.train import step as steps
+from jaxlm.train.state import TrainState
+
+Skips = tuple[tuple[int, int], ...]
+
+
+class Engine:
+    """The state of a run and the functions that move it. Used under its model's mesh."""
+
+    def __init__(self, run: Run, data: Data, model: Assembly):
+        self.run, self.data, self.model = run, data, model
+        blueprint = model.blueprint
+        schedule = schedules.build(
+            run.schedule,
+            lr=run.optim.lr,
+            total=run.train.steps,
+            tokens_per_step=run.tokens_per_step,
+        )
+        self.optimizer = optimizers.build(run.optim, schedule, blueprint.axes)
+        step = steps.build(
+            functools.partial(_loss, blueprint.merge, run.loss),
+            self.optimizer,
+            schedule,
+            key=random.stream(jax.random.key(run.seed), "train"),
+            precision=model.precision,
+            guard=run.guard,
+            axes=blueprint.axes,
+            microbatches=run.train.microbatches,
+            is_measured=_is_logged(run),
+        )
+        self.step = jax.jit(step, donate_argnums=0)
+        self._eval_step = jax.jit(
+            evals.build(
+                blueprint.merge, assembly.token_bytes(model, data.tokenizer), chunk=run.loss.chunk
+            )
+        )
+        self._rows = host.host_rows(model.mesh, run.train.batch)
+        self._put = functools.partial(host.put, model.mesh)
+        self.replicas = Replicas(model.mesh, model.shardings)
+        self.is_finite: Callable[[Any], jax.Array] = jax.jit(_is_finite)
+
+    def traced(self) -> TrainState:
+        """The state before the first update; to be traced, not called."""
+        params = self.model.blueprint.init(random.key(self.run.seed, "init"))
+        return states.fresh(params, self.optimizer, self.run.guard)
+
+    def fresh(self) -> TrainState:
+        """The state before the first update, on the mesh from birth."""
+        return jax.jit(self.traced, out_shardings=self._shardings())()
+
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, for a restore."""
+        return states.abstract(jax.eval_shape(self.traced), self._shardings())
+
+    def batches(self, start: int, skips: Skips = ()) -> Iterator[Tokens]:
+        """The global batches that the steps after `start` read, on the devices; without end."""
+        stream = self.data.train.batches(
+            start, batch=self.run.train.batch, rows=self._rows, skips=skips
+        )
+        for step, batch in enumerate(stream, start):
+            yield self._put(_spoilt(batch, loaders.number(step, skips)))
+
+    def evaluate(self, params: Any, *, limit: int | None) -> dict[str, dict[str, Any]]:
+        """The figures of each validation set, over all of it or the first `limit` batches."""
+        run = self.run
+        size = run.train.batch if run.eval.batch == "auto" else run.eval.batch
+        rows = host.host_rows(self.model.mesh, size)
+        eval_step = functools.partial(self._eval_step, params)
+        return {
+            name: evals.evaluate(
+                eval_step, loader.evaluation(batch=size, rows=rows, limit=limit), self._put
+            ).record()
+            for name, loader in self.data.validation.items()
+        }
+
+    def _shardings(self) -> Any:
+        blueprint, mesh = self.model.blueprint, self.model.mesh
+        shapes = jax.eval_shape(self.traced)
+        axes = optimizers.state_axes(
+            self.run.optim, self.optimizer, blueprint.shapes, blueprint.axes
+        )
+        replicated = states.replicated(mesh)
+        return shapes._replace(
+            step=replicated,
+            params=self.model.shardings,
+            opt_state=rules.shardings(mesh, axes, shapes.opt_state),
+            guard=jax.tree.map(lambda _: replicated, shapes.guard),
+        )
+
+
+def _loss(
+    merge: Callable[[Any], Any], settings: Any, params: Any, batch: Any, key: jax.Array
+) -> Any:
+    return token_nll(merge(params), batch, key, settings)
+
+
+def _is_logged(run: Run) -> Callable[[jax.Array], jax.Array] | None:
+    """Whether the metrics of a step will be logged, by the number of completed steps; None where only a clock knows."""
+    if run.log.every.unit == "second":
+        return None
+    every = max(run.log.every.steps(run.train.steps, run.tokens_per_step), 1)
+    return lambda completed: (completed % every == 0) | (completed == run.train.steps)
+
+
+def _is_finite(tree: Any) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+
+
+def _spoilt(batch: Tokens, number: int) -> Tokens:
+    """The batch with the faults that a test asked for: its loss will not be finite. Untouched without any."""
+    for fault in faults.planned("batch"):
+        if fault.is_at(number):
+            batch = batch._replace(weights=batch.weights * float("nan"))
+    return batch

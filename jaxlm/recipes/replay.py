@@ -1,0 +1,228 @@
+"""One step of a run, done again to see what it saw: its batch, its loss, its gradient, the guard's verdict."""
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.checkpoint.store import Store
+from jaxlm.core import config
+from jaxlm.core.errors import CommandError, ConfigError, DataError
+from jaxlm.data import prepare
+from jaxlm.data.batch import Tokens
+from jaxlm.monitor import sinks
+from jaxlm.objectives.token_nll import score
+from jaxlm.parallel import host
+from jaxlm.recipes import assembly, devices, forensics, resume
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.engine import Engine
+from jaxlm.recipes.resume import Wish
+from jaxlm.recipes.rewinding import Rewinds
+from jaxlm.train.rundir import RunDir, read_json
+from jaxlm.train.state import TrainState
+
+MOST_ROWS = 5  # that are named, the highest loss first
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says."""
+
+    workdir: Path
+    step: int
+    overrides: tuple[tuple[str, str], ...] = ()
+    rewinds: int | None = None  # as the run was after so many of its rewinds; None is all
+    cpu_devices: int | None = None
+
+
+def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
+    """Does a step again from the newest sound checkpoint before it, with the run's own batches; writes nothing there.
+
+    On the mesh of the run every bit is as it was. `is_as_logged` says whether the loss is, and is None where the step
+    was not logged.
+
+    Raises:
+      CommandError: where the run has no such step, or no such rewind.
+      DataError: where the data has changed since, or no checkpoint leads to the step under its config.
+    """
+    workdir, step = options.workdir, options.step
+    file = _config_file(workdir, step)
+    run: Run = config.load(Run, str(file), options.overrides).value
+    _check_step(step, run)
+    directory = RunDir(workdir)  # not entered: who only reads needs no lock
+    rewinds = Rewinds(directory)
+    every = len(rewinds.made)
+    known = every if options.rewinds is None else options.rewinds
+    if not 0 <= known <= every:
+        raise CommandError(
+            f"the run was not rewound {known} times",
+            where=f"--rewinds={known}",
+            why=f"it has rewound {every} times so far",
+            fix=f"--rewinds={every}",
+        )
+    devices.start(options.cpu_devices)
+    store = Store(directory.checkpoints, run.checkpoint, read_only=True)
+    start = _start(store, rewinds, known, step, say)
+    _check_config(workdir, start, step)
+    rewinds.made = rewinds.made[:known]
+
+    mesh = devices.build_mesh(run.mesh)
+    host.check_rows(mesh, run.train.batch, run.train.microbatches)
+    data = prepare.open_data(run.data, seed=run.seed, say=say)
+    _check_data(store, step, data.fingerprint)
+    model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
+    with jax.set_mesh(mesh):
+        engine = Engine(run, data, model)
+        state = store.restore(start, engine.abstract()) if start else engine.fresh()
+        say(f"from {f'checkpoint {start}' if start else 'the beginning'} through step {step}")
+        batches = engine.batches(start, rewinds.skips)
+        for _ in range(start + 1, step):
+            state, _ = engine.step(state, next(batches))
+        batch = next(batches)
+        rows = _rows(engine, state.params, batch)
+        values, layers = _measured(engine, state, batch)
+        found = forensics.evidence(engine, step, values, layers, rewinds.skips)
+    logged = _logged(workdir, found, is_newest=known == every)
+    loss = values["loss_nats"]
+    return found | {
+        "from_step": start,
+        "is_applied": not values["verdict"],
+        "loss_hex": loss.hex(),
+        "logged_loss_nats": logged,
+        "is_as_logged": None if logged is None else _is_same(loss, logged),
+        "rows": rows,
+    }
+
+
+def _config_file(workdir: Path, step: int) -> Path:
+    """The config under which a step was done: where a run went on with another, config.K.json is that of steps up to K."""
+    read_json(workdir, "config.json")  # a run has one
+    names = (re.fullmatch(r"config\.(\d+)\.json", path.name) for path in workdir.iterdir())
+    replaced = [int(name[1]) for name in names if name and int(name[1]) >= step]
+    return workdir / (f"config.{min(replaced)}.json" if replaced else "config.json")
+
+
+def _check_step(step: int, run: Run) -> None:
+    if not 1 <= step <= run.train.steps:
+        nearest = min(max(step, 1), run.train.steps)
+        raise CommandError(
+            f"the run has no step {step}",
+            where=f"--step={step}",
+            why=f"its steps are 1 to {run.train.steps}",
+            fix=f"--step={nearest}",
+        )
+
+
+def _start(store: Store, rewinds: Rewinds, known: int, step: int, say: Say) -> int:
+    """The newest sound checkpoint before a step that lies on its way, after `known` rewinds; 0 is the beginning."""
+    way, later = rewinds.made[:known], rewinds.made[known:]
+    shared = min((rewind.to for rewind in later), default=step)
+    for each in reversed(store.steps()):
+        if each >= step or each > shared:
+            continue
+        if lines := store.problems(each):
+            say(f"checkpoint {each} is damaged ({lines[0]}) and is passed over")
+        elif not way or each <= way[-1].to or len(store.record(each).meta["rewinds"]) == known:
+            return each
+    return 0
+
+
+def _check_config(workdir: Path, start: int, step: int) -> None:
+    """Raises DataError where a setting that matters changed between the checkpoint and the step."""
+    files = _config_file(workdir, start + 1), _config_file(workdir, step)
+    if files[0] == files[1]:
+        return
+    before, after = (config.from_json(Run, read_json(workdir, file.name)) for file in files)
+    try:
+        resume.check(before, after, Wish(), start)
+    except ConfigError as error:
+        raise DataError(
+            f"step {step} cannot be reached from checkpoint {start}",
+            where=str(files[0]),
+            why=f"settings changed in between, and the checkpoint of that step is gone or damaged\n{error.why}",
+            fix=f"--step={files[0].name.split('.')[1]} and below can be",
+        ) from error
+
+
+def _check_data(store: Store, step: int, found: dict[str, Any]) -> None:
+    """Raises DataError where the data is not what the checkpoint about the step says it was."""
+    known = {}
+    for each in store.steps():
+        with contextlib.suppress(DataError):
+            known[each] = store.record(each).meta["data"]
+    if not known:
+        return  # nothing says what was read
+    about = min((each for each in known if each >= step), default=max(known))
+    try:
+        resume.check_data(known[about], found, Wish())
+    except ConfigError as error:
+        raise DataError(
+            error.what,
+            where=error.where,
+            why=error.why,
+            fix="bring the files of data.train and data.validation back as they were",
+        ) from error
+
+
+def _rows(engine: Engine, params: Any, batch: Tokens) -> list[dict[str, Any]]:
+    """The rows whose tokens have the highest mean loss, without dropout; first those where it is not finite."""
+
+    def means(params: Any, batch: Tokens) -> jax.Array:
+        model = engine.model.blueprint.merge(params)
+        nll = score(model, batch, None, engine.run.loss.chunk).nll
+        is_counted = batch.weights != 0  # a weight that is not finite hides no row
+        return jnp.where(is_counted, nll, 0).sum(-1) / jnp.maximum(is_counted.sum(-1), 1)
+
+    losses = np.asarray(jax.jit(means)(params, batch), np.float64)
+    order = np.argsort(-np.where(np.isfinite(losses), losses, np.inf), kind="stable")
+    return [{"row": int(row), "loss_nats": float(losses[row])} for row in order[:MOST_ROWS]]
+
+
+def _measured(
+    engine: Engine, state: TrainState, batch: Tokens
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """The metrics of a step, and the gradient's norm by layer.
+
+    A step takes those only where it is not applied. So it is done twice, at first with a guard that has seen nothing but
+    zeros: that lets no update through and leaves the state as it was, bit for bit.
+    """
+    run, guard = engine.run, state.guard
+    refusing = engine
+    if run.guard.sigmas is None:  # such a guard knows no spikes
+        strict = dataclasses.replace(run.guard, sigmas=1.0)
+        refusing = Engine(dataclasses.replace(run, guard=strict), engine.data, engine.model)
+    zeros = jax.tree.map(lambda x: x * 0, guard)  # new arrays: the state is donated
+    zeros = zeros._replace(filled=zeros.filled + run.guard.window)
+    state, refused = refusing.step(state._replace(guard=zeros), batch)
+    state = state._replace(step=state.step - 1, guard=guard)
+    _, metrics = engine.step(state, batch)
+    metrics.pop("layers")
+    return (
+        {name: float(value) for name, value in metrics.items()},
+        jax.device_get(refused["layers"]),
+    )
+
+
+def _is_same(a: float, b: float) -> bool:
+    return a == b or not (
+        math.isfinite(a) or math.isfinite(b)
+    )  # logs have one word for all that is not finite
+
+
+def _logged(workdir: Path, found: dict[str, Any], *, is_newest: bool) -> float | None:
+    """The loss that the run wrote down for this step: in metrics.jsonl, or in spikes.jsonl for a future that it gave up."""
+    name = "metrics.jsonl" if is_newest else "spikes.jsonl"
+    for record in reversed(sinks.read(workdir / name)):
+        is_ours = record.get("split", "train") == "train" and record["step"] == found["step"]
+        if is_ours and record.get("batch", found["batch"]) == found["batch"]:
+            return math.nan if record["loss_nats"] is None else record["loss_nats"]
+    return None

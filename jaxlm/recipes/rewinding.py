@@ -1,0 +1,91 @@
+"""Going back to a healthy checkpoint and around the batches that spoilt the run."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxlm.checkpoint.store import Store
+from jaxlm.core import faults
+from jaxlm.core.errors import DataError
+from jaxlm.data import loader
+from jaxlm.train.config import GuardConfig
+from jaxlm.train.rundir import RunDir, read_json
+
+FILE = "rewinds.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewind:
+    """One return to an earlier step. `low` to `high` are the batches left out since, by their number in the stream."""
+
+    first_bad: int
+    to: int
+    low: int
+    high: int
+
+
+class Rewinds:
+    """The rewinds of a run, the newest last; on disk before anything follows from them."""
+
+    def __init__(self, directory: RunDir):
+        self._directory = directory
+        found = read_json(directory.path, FILE) if (directory.path / FILE).exists() else []
+        self.made = [Rewind(**values) for values in found]
+
+    @property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of batches that are left out, as disjoint ranges."""
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted((rewind.low, rewind.high) for rewind in self.made):
+            if low == high:
+                continue
+            if merged and low <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+            else:
+                merged.append((low, high))
+        return tuple(merged)
+
+    def take(self, values: dict[str, Any]) -> Rewind:
+        """Notes a rewind that another process of the run has made."""
+        self.made.append(Rewind(**values))
+        return self.made[-1]
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """What is stored, here and in each checkpoint."""
+        return [dataclasses.asdict(rewind) for rewind in self.made]
+
+    def add(self, first_bad: int, store: Store, guard: GuardConfig) -> Rewind:
+        """Chooses where to go back to and what to leave out, and makes it last: later steps go to the quarantine.
+
+        The way back leads to the newest healthy checkpoint at least `guard.reach` steps before the first bad one; where
+        there is none, to the oldest that is healthy, or to the beginning.
+        """
+        healthy = [step for step in store.steps() if step < first_bad and _is_healthy(store, step)]
+        far = [step for step in healthy if step <= first_bad - guard.reach]
+        to = far[-1] if far else min(healthy, default=0)
+        bad = loader.number(first_bad - 1, self.skips)
+        low = max(bad - guard.skip // 2, loader.number(to, self.skips))
+        rewind = Rewind(first_bad, to, low, low + guard.skip)
+        self.made.append(rewind)
+        self._directory.write_json(FILE, self.as_json())
+        faults.point("rewind", first_bad)
+        self.abandon(store, lambda _: None)
+        return rewind
+
+    def abandon(self, store: Store, say: Callable[[str], None]) -> None:
+        """Moves the steps of a future that was given up to the quarantine, also where the process died before it did."""
+        if not self.made:
+            return
+        for step in store.steps():
+            try:
+                known = len(store.record(step).meta["rewinds"])
+            except DataError:
+                continue  # damaged: for the store to deal with
+            if step > self.made[-1].to and known < len(self.made):
+                place = store.quarantine(step, f"given up by the rewind to {self.made[-1].to}")
+                say(f"checkpoint {step} belongs to a future that was given up; it is in {place}")
+
+
+def _is_healthy(store: Store, step: int) -> bool:
+    """Whether a step may be gone back to: nothing was skipped shortly before it, and every byte is as it was written."""
+    return not store.problems(step) and store.record(step).healthy

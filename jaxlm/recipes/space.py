@@ -1,0 +1,36 @@
+"""Whether the checkpoints of a run will fit on the disk."""
+
+import shutil
+
+import jax
+
+from jaxlm.checkpoint.store import Store
+from jaxlm.core import tree
+from jaxlm.core.errors import NotWritable
+from jaxlm.monitor import words
+from jaxlm.recipes.engine import Engine
+from jaxlm.train.rundir import RunDir
+
+
+def check(engine: Engine, store: Store, directory: RunDir) -> None:
+    """Compares what the kept steps, and one more while it is written, will take with what is free.
+
+    The arrays are counted as they are; compression saves a little of it.
+
+    Raises:
+      NotWritable: where they do not fit, with both numbers.
+    """
+    config = engine.run.checkpoint
+    if config.space == "ignore":
+        return
+    one = tree.size_bytes(jax.eval_shape(engine.traced))
+    kept = config.keep_last + config.keep_best + 1  # a healthy step to go back to
+    missing = max(kept + 1 - len(store.steps()), 1)
+    free = shutil.disk_usage(directory.path).free
+    if missing * one > free:
+        raise NotWritable(
+            "the checkpoints of this run will not fit on the disk",
+            where=str(directory.checkpoints),
+            why=f"{missing} more of {words.size(one)} need {words.size(missing * one)}, and {words.size(free)} are free",
+            fix="--workdir on another disk, --config.checkpoint.keep_last=1, or --config.checkpoint.space=ignore",
+        )

@@ -1,0 +1,117 @@
+"""Who may write a run directory."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxlm.core.errors import InUse
+
+NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)  # a filesystem without flock
+PERIODS = 3  # of its heartbeat, after which a lease is stale
+
+
+class Lock:
+    """An exclusive lock on a directory: `flock` where the filesystem has it, else a lease that its owner renews.
+
+    A `flock` goes with its process, so one that is free is free. A lease says nothing of whether its owner lives: it is
+    taken over once its heartbeat, the time of the lock file, is older than three of its periods. Either way the file
+    holds the owner's name and fencing id, and `is_owner` reads them back: a process that was stopped for long, and lost
+    its lease meanwhile, must not commit.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        period_seconds: float = 10.0,
+        flock: Callable[[int, int], None] = fcntl.flock,
+    ):
+        self.path = path
+        self.fence = uuid.uuid4().hex
+        self._period, self._flock = period_seconds, flock
+        self._file: int | None = None
+        self._closing = threading.Event()
+        self._heart: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Takes the lock.
+
+        Raises:
+          InUse: where another process holds it, named with its host and start.
+          OSError: where the file cannot be made.
+        """
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._refused("") from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            self._take_lease()
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        owner = f"pid {os.getpid()} on {socket.gethostname()} since {since}\n{self.fence}\n"
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, owner.encode(), 0)
+
+    def is_owner(self) -> bool:
+        """Whether the lock file still carries our fencing id."""
+        try:
+            return self.fence in self.path.read_text().splitlines()
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Lets go; a second time does nothing."""
+        if self._file is None:
+            return
+        self._closing.set()
+        if self._heart:
+            self._heart.join()
+            if self.is_owner():
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, 0)
+        os.close(self._file)
+        self._file = None
+
+    def _take_lease(self) -> None:
+        """Takes a lease that nobody renews, and renews it from now on."""
+        assert self._file is not None
+        if os.fstat(self._file).st_size:
+            age = self._filesystem_now() - os.fstat(self._file).st_mtime
+            if age < PERIODS * self._period:
+                raise self._refused(f"\nits last heartbeat is {max(age, 0):.0f} s old")
+        self._heart = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._heart.start()
+
+    def _beat(self) -> None:
+        while not self._closing.wait(self._period):
+            if self.is_owner():
+                os.utime(self.path)
+
+    def _filesystem_now(self) -> float:
+        """The clock that dates the lock file, which need not be this machine's."""
+        probe = self.path.with_name(f".{self.path.name}.{self.fence}")
+        probe.touch()
+        now = probe.stat().st_mtime
+        probe.unlink()
+        return now
+
+    def _refused(self, more: str) -> InUse:
+        assert self._file is not None
+        owner = os.pread(self._file, 4096, 0).decode(errors="replace").partition("\n")[0]
+        os.close(self._file)
+        self._file = None
+        return InUse(
+            "another process is using this run directory",
+            where=str(self.path.parent),
+            why=(owner or "its owner has not written its name yet") + more,
+            fix="wait for it, or use another --workdir",
+        )

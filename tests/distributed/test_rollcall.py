@@ -1,0 +1,131 @@
+import socket
+import threading
+import time
+
+import pytest
+
+from jaxlm.core.errors import CommandError, JaxlmError, PeerLost
+from jaxlm.parallel import rollcall
+from jaxlm.recipes.ranks import free_port
+
+
+def meet(*ranks, count, seconds=1.0, counts=None):
+    """What each of these ranks finds out: None, or its error."""
+    address = f"127.0.0.1:{free_port()}"
+    found = {}
+
+    def go(number, rank):
+        try:
+            own = (counts or {}).get(rank, count)
+            rollcall.meet(address, rank=rank, count=own, seconds=seconds)
+            found[number] = None
+        except JaxlmError as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=go, args=pair) for pair in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[number] for number in range(len(ranks))]
+
+
+@pytest.fixture(autouse=True)
+def _no_service(monkeypatch):
+    """No JAX comes to listen after these meetings."""
+    monkeypatch.setattr(rollcall, "_await_service", lambda _: None)
+
+
+def test_ranks_that_are_all_there_go_on():
+    assert meet(0, 1, 2, count=3) == [None, None, None]
+
+
+def test_a_rank_alone_needs_nobody():
+    assert meet(0, count=1) == [None]
+
+
+def test_d6_everybody_who_came_hears_who_did_not():
+    for error in meet(0, 2, count=4):
+        assert isinstance(error, PeerLost)
+        assert error.why == "present: 0, 2; absent: 1, 3"
+
+
+def test_d6_without_the_first_rank_the_others_end_in_time():
+    begun = time.monotonic()
+    (error,) = meet(1, count=2, seconds=0.5)
+    assert isinstance(error, PeerLost)
+    assert error.why == "present: 1; absent: 0"
+    assert time.monotonic() - begun < 3
+
+
+def test_two_processes_of_one_rank_are_refused():
+    errors = meet(0, 1, 1, count=3)
+    assert isinstance(errors[0], CommandError)
+    assert "two processes say that they are rank 1" in errors[0].why
+
+
+def test_ranks_that_disagree_about_their_number_are_refused():
+    errors = meet(0, 1, count=3, counts={1: 2})
+    assert all(isinstance(error, CommandError) for error in errors)
+    assert "rank 1 was started as one of 2" in errors[0].why
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1}\n', b'{"rank": "1", "count": 2}\n', b"\xff\n"],
+)
+def test_a_stranger_at_the_door_is_no_rank(said):
+    address = f"127.0.0.1:{free_port()}"
+    found = []
+
+    def go():
+        try:
+            rollcall.meet(address, rank=0, count=2, seconds=0.8)
+        except PeerLost as error:
+            found.append(error.why)
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    time.sleep(0.2)
+    with socket.create_connection(rollcall.split(address)) as stranger:
+        stranger.sendall(said)
+        stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(10) == b"", "it was told nothing"
+    thread.join()
+    assert found == ["present: 0; absent: 1"]
+
+
+def test_a_rank_that_died_while_it_waited_may_come_again():
+    address = f"127.0.0.1:{free_port()}"
+    found = []
+
+    def go(rank):
+        rollcall.meet(address, rank=rank, count=3, seconds=5)
+        found.append(rank)
+
+    first = threading.Thread(target=go, args=(0,))
+    first.start()
+    time.sleep(0.2)
+    with socket.create_connection(rollcall.split(address)) as dead:
+        dead.sendall(b'{"rank": 1, "count": 3}\n')
+        time.sleep(0.2)
+    threads = [first, *(threading.Thread(target=go, args=(rank,)) for rank in (1, 2))]
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [0, 1, 2]
+
+
+def test_an_address_in_use_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(PeerLost) as caught:
+            rollcall.meet(address, rank=0, count=2, seconds=1)
+    assert "in use" in caught.value.why
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:x", "host:0", "host:70000"])
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(CommandError):
+        rollcall.split(text)

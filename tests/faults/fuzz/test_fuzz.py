@@ -1,0 +1,199 @@
+"""Damaged files of every kind that is read: only the typed error may come out, whatever was changed."""
+
+import copy
+import json
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etils import epath
+
+from jaxlm.checkpoint import record as records
+from jaxlm.core import config
+from jaxlm.core.errors import JaxlmError
+from jaxlm.data import tokenizer as tokenizers
+from jaxlm.data.shards import Shards
+from jaxlm.recipes.config import Run
+from tests.faults.test_tokenizer_files import byte_pairs
+
+MUTATIONS = 2000
+VALUES = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**63, 2**200, -(2**70), 0.5, -0.0, 1e308, 1e-320),
+    *("", "0", "a", "auto", "None", "../../etc/passwd", "\u0000", "\u202e", "x" * 5000, "1e9999"),
+    *([], {}, [[]], {"": {}}, ["a", 1], {"name": "adamw"}, {"a": {"b": []}}),
+)
+RAW = (
+    b"NaN",
+    b"Infinity",
+    b"1e999",
+    b"\xff\xfe",
+    b"\\ud800",
+    b"[" * 3000,
+    b'{"a":' * 3000,
+    b"\x00",
+)
+
+
+def places(value: Any, path: tuple = ()) -> list[tuple]:
+    """The path of every value inside a JSON value."""
+    found = [path]
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()  # fmt: skip
+    for key, each in inner:
+        found += places(each, (*path, key))
+    return found
+
+
+def mutated(value: Any, draw: random.Random) -> bytes:
+    """JSON with one to three values changed, removed, renamed or repeated; or with bytes of its text damaged."""
+    value = json.loads(json.dumps(value))
+    for _ in range(draw.randint(1, 3)):
+        if not (inside := places(value)[1:]):
+            break
+        *parents, last = draw.choice(inside)
+        inner = value
+        for key in parents:
+            inner = inner[key]
+        if not isinstance(inner, dict | list):
+            continue
+        match draw.randrange(5):
+            case 0 | 1:
+                inner[last] = copy.deepcopy(draw.choice(VALUES))
+            case 2:
+                del inner[last]
+            case 3 if isinstance(inner, dict):
+                inner[draw.choice(("x", "name", "", str(last) + "s"))] = inner.pop(last)
+            case _:
+                inner[last] = [inner[last], inner[last]]
+    content = json.dumps(value).encode()
+    return damaged(content, draw) if draw.random() < 0.4 else content
+
+
+def damaged(content: bytes, draw: random.Random) -> bytes:
+    """Bytes with one to four places flipped, cut out, cut off, or with others put in."""
+    data = bytearray(content)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(data) or 1)
+        match draw.randrange(8):
+            case 0 | 1 if data:
+                data[at] ^= 1 << draw.randrange(8)
+            case 2 | 3:
+                del data[at : at + draw.randint(1, 40)]
+            case 4 | 5:
+                data[at:at] = draw.choice(RAW)
+            case 6:
+                data[at:at] = draw.randbytes(draw.randint(1, 20))
+            case _:
+                del data[at:]
+    return bytes(data)
+
+
+def of_config(folder: Path, content: bytes) -> None:
+    """Loads the config, as every verb does."""
+    (folder / "config.json").write_bytes(content)
+    config.load(Run, str(folder / "config.json"), [("train.steps", "7")])
+
+
+def of_manifest(folder: Path, content: bytes) -> None:
+    """Opens the shards, compares their digests, and reads them all."""
+    (folder / "shards/manifest.json").write_bytes(content)
+    opened = Shards.open(folder / "shards")
+    opened.verify()
+    for document in range(min(opened.documents, 3)):
+        opened.read(document, 0, 10)
+        opened.origin(document)
+
+
+def of_files(folder: Path, content: bytes) -> None:
+    """Asks where documents came from."""
+    (folder / "shards/files.json").write_bytes(content)
+    Shards.open(folder / "shards").origin(0)
+
+
+def of_tokenizer(folder: Path, content: bytes) -> None:
+    """Opens a tokenizer file, encodes and decodes."""
+    (folder / "tokenizer.json").write_bytes(content)
+    made = tokenizers.read(folder / "tokenizer.json")
+    ids = made.encode("aab ba\u6f22 <0x0A>" + "a" * 300)
+    assert all(i >= 0 for i in ids)
+    made.decode(i for i in ids if i < made.size)
+    assert len(made.token_bytes) == made.size
+
+
+def of_record(folder: Path, content: bytes) -> None:
+    """Reads the record of a checkpoint and compares the digests in it."""
+    (folder / "checkpoint/digests.json").write_bytes(content)
+    records.problems(epath.Path(folder / "checkpoint"))
+
+
+@pytest.fixture
+def folder(shards: Path, tiny_run: Any, tmp_path: Path) -> Path:
+    """Copies of what is damaged."""
+    shutil.copytree(shards, tmp_path / "shards")
+    shutil.copytree(tiny_run.workdir / "checkpoints/4", tmp_path / "checkpoint")
+    return tmp_path
+
+
+def sound(kind: str, folder: Path) -> Any:
+    """What each kind of file holds while it is whole: JSON, or bytes."""
+    match kind:
+        case "sentencepiece":
+            words = (" ".join(f"w{n * m}" for n in range(200)) for m in range(50))
+            return tokenizers.train("sentencepiece:512", words).serialise()
+        case "config":
+            return config.to_json(Run())
+        case "manifest":
+            return json.loads((folder / "shards/manifest.json").read_text())
+        case "files":
+            return json.loads((folder / "shards/files.json").read_text())
+        case "tokenizer":
+            return byte_pairs(normalizer={"type": "NFC"})
+        case "tokenizer of ours":
+            return {"kind": "characters", "characters": "ab c"}
+        case _:
+            return json.loads((folder / "checkpoint/digests.json").read_text())
+
+
+KINDS: dict[str, Callable[[Path, bytes], None]] = {
+    "config": of_config,
+    "manifest": of_manifest,
+    "files": of_files,
+    "tokenizer": of_tokenizer,
+    "tokenizer of ours": of_tokenizer,
+    "sentencepiece": of_tokenizer,
+    "record": of_record,
+}
+
+
+def outcome_of(read: Callable[[Path, bytes], None], folder: Path, content: bytes) -> int | str:
+    """The exit code that reading the content leads to; the exception, where it is not one of ours."""
+    try:
+        read(folder, content)
+    except JaxlmError as error:
+        return error.code
+    except BaseException as error:  # a panic of Rust is no Exception
+        return f"{type(error).__name__}: {error}"
+    return 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_s13_a_damaged_file_gives_the_typed_error_or_works(kind: str, folder: Path) -> None:
+    """The seed and the bytes that broke it are in the failure."""
+    draw = random.Random(kind)
+    whole = sound(kind, folder)
+    outcomes: Counter[int] = Counter()
+    for number in range(MUTATIONS):
+        content = damaged(whole, draw) if isinstance(whole, bytes) else mutated(whole, draw)
+        begun = time.process_time()
+        outcome = outcome_of(KINDS[kind], folder, content)
+        assert isinstance(outcome, int), f"mutation {number}, {outcome}: {content[:3000]!r}"
+        assert time.process_time() - begun < 5, content[:3000]
+        outcomes[outcome] += 1
+    assert outcomes.total() == MUTATIONS
+    assert set(outcomes) <= {0, 2, 65, 66}
+    assert outcomes[0] < MUTATIONS * 0.8, outcomes

@@ -1,0 +1,121 @@
+"""A tiny real run, as a command and as files, for the tests that break it."""
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.store import Store
+
+CONFIG = """
+from jaxlm.core import config
+from jaxlm.recipes.config import Run
+
+
+def get_config(arg=""):
+    c = config.new(Run)
+    c.data.train = ("{folder}/*.txt",)
+    c.data.validation = ("20%",)
+    c.data.tokenizer = "bytes"
+    c.data.sequence = 32
+    c.data.packing = "first_fit"
+    c.model.width = 32
+    c.model.depth = 2
+    c.model.heads = 4
+    c.model.kv_heads = 2
+    c.model.hidden = 64
+    c.model.dropout = 0.1
+    c.optim.lr = 3e-3
+    c.schedule.name = "constant"
+    c.train.steps = 12
+    c.train.batch = 8
+    c.eval.every = "100%"
+    c.checkpoint.every = 2
+    c.checkpoint.keep_last = 3
+    c.log.every = 1
+    c.log.sinks = ()
+    c.sample.every = "100%"
+    c.sample.prompts = ()
+    return c
+"""
+
+
+def write_config(folder: Path) -> str:
+    """Eighty documents of words, and the path of a config over them."""
+    draw = random.Random(0)
+    words = "one two three four five six seven eight nine ten".split()
+    for number in range(80):
+        text = " ".join(draw.choice(words) for _ in range(draw.randint(3, 60)))
+        (folder / f"{number:03d}.txt").write_text(text)
+    path = folder / "config.py"
+    path.write_text(CONFIG.format(folder=folder))
+    return str(path)
+
+
+def words(config: str, workdir: Path, *flags: str) -> list[str]:
+    """The words of a training command."""
+    return ["train", f"--config={config}", f"--workdir={workdir}", "--quiet", *flags]
+
+
+def start(command: list[str], faults: str = "", **env: str) -> subprocess.Popen:
+    """Starts `jaxlm` with these words, perhaps with faults."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxlm", *command],
+        env=os.environ | {"JAXLM_FAULTS": faults} | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(command: list[str], faults: str = "", **env: str) -> tuple[int, str]:
+    """The exit code, negative for a signal, and all that was printed."""
+    process = start(command, faults, **env)
+    said, _ = process.communicate(timeout=300)
+    return process.returncode, said
+
+
+def records(workdir: Path, name: str = "metrics.jsonl") -> list[dict]:
+    """The whole lines of a file of the run."""
+    path = Path(workdir) / name
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def losses(workdir: Path) -> dict[tuple[str, int], str]:
+    """Each loss with every digit, by split and step."""
+    return {
+        (r["split"], r["step"]): float(r["loss_nats"]).hex()
+        for r in records(workdir)
+        if r["loss_nats"] is not None
+    }
+
+
+def steps(workdir: Path) -> list[int]:
+    """The committed steps."""
+    return store(workdir).steps()
+
+
+def store(workdir: Path) -> Store:
+    """The run's checkpoints, to read."""
+    return Store(Path(workdir) / "checkpoints", CheckpointConfig(), read_only=True)
+
+
+def state_digest(workdir: Path, step: int | None = None) -> str:
+    """sha256 over every leaf of a step, the newest by default: its path, dtype, shape and bytes; and over the cursor."""
+    opened = store(workdir)
+    step = opened.steps()[-1] if step is None else step
+    digest = hashlib.sha256(str(opened.record(step).meta["step"]).encode())
+    for path, leaf in sorted(opened.arrays(step).items()):
+        digest.update(f"{path} {leaf.dtype} {leaf.shape}".encode())
+        digest.update(leaf.tobytes())
+    return digest.hexdigest()
+
+
+def exit_of(workdir: Path) -> dict:
+    """exit.json."""
+    return json.loads((Path(workdir) / "exit.json").read_text())

@@ -1,0 +1,98 @@
+"""Every exit code is documented, and is seen by a test."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core import errors
+
+ROOT = Path(__file__).parents[2]
+CONTRACT = {0, 1, 2, 65, 66, 69, 70, 71, 73, 74, 75, 76, 77, 79, 130}
+LEFT = re.compile(r"returncode|\bcode\b|\b(main|train|run)\(")  # what is compared with an exit code
+
+
+def produced() -> set[int]:
+    """The codes that the sources can end a process with: of errors, of `os._exit`, and of the front door."""
+    found = {0} | {
+        value.code
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, errors.JaxlmError)
+    }
+    for path in (ROOT / "jaxlm").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os._exit", "sys.exit"):
+                found |= constants(node)
+            elif isinstance(node, ast.FunctionDef) and node.name == "main":
+                found |= {code for inner in ast.walk(node) if isinstance(inner, ast.Return) for code in constants(inner)}  # fmt: skip
+    return found
+
+
+def constants(node: ast.AST) -> set[int]:
+    return {
+        each.value
+        for each in ast.walk(node)
+        if isinstance(each, ast.Constant) and type(each.value) is int
+    }
+
+
+def expected(source: str) -> dict[int, set[str]]:
+    """Exit code -> the tests of a file that compare an exit code with it."""
+    found: dict[int, set[str]] = {}
+    for test in ast.walk(ast.parse(source)):
+        if not isinstance(test, ast.FunctionDef) or not test.name.startswith("test_"):
+            continue
+        for node in ast.walk(test):
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq):
+                sides = [node.left, *node.comparators]
+                if any(LEFT.search(ast.unparse(side)) for side in sides):
+                    for side in sides:
+                        if isinstance(side, ast.Constant) and type(side.value) is int:
+                            found.setdefault(side.value, set()).add(test.name)
+    return found
+
+
+def documented() -> set[int]:
+    table = (ROOT / "README.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
+    return {int(code) for code in re.findall(r"\| (\d+) \|", table)}
+
+
+def test_h8_every_exit_code_that_there_is_is_of_the_contract_documented_and_seen_by_a_test():
+    codes = produced()
+    assert codes >= {0, 2, 65, 66, 70, 71, 73, 74, 75, 77, 79, 130}
+    assert codes - CONTRACT == set()
+    assert codes - documented() == set()
+    seen: dict[int, set[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for code, tests in expected(path.read_text()).items():
+            seen.setdefault(code, set()).update(tests)
+    assert codes - set(seen) == set()
+
+
+def test_h8_an_expectation_is_found_and_another_number_is_not():
+    source = "def test_a():\n    assert done.returncode == 79\n    assert len(x) == 76\n    assert main(words) == 2\n"
+    assert expected(source) == {79: {"test_a"}, 2: {"test_a"}}
+
+
+def test_h8_a_model_that_does_not_fit_the_memory_ends_with_71(tiny_run, tmp_path, capsys):
+    """Its weights would fill more than the addresses that a process has."""
+    flags = (
+        "--config.model.width=32768",
+        "--config.model.hidden=2000000000",
+        "--config.checkpoint.space=ignore",
+    )
+    words = ["train", f"--config={tiny_run.config}", f"--workdir={tmp_path}/run", *flags, "--quiet"]
+    assert main(words) == 71
+    said = capsys.readouterr().err
+    assert said.startswith("out of memory: ")
+    assert "Traceback" not in said
+    assert json.loads((tmp_path / "run/exit.json").read_text())["code"] == 71
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: 3 GiB")])
+def test_h8_what_ran_out_of_memory_is_told_from_a_bug(error):
+    assert errors.in_our_words(error).code == 71
+    assert errors.in_our_words(RuntimeError("INTERNAL: x")) is None

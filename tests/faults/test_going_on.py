@@ -1,0 +1,131 @@
+"""Lines E3, F3, F5, F8 and F9: going on with something changed, and only where the user says so."""
+
+import json
+import shutil
+
+import pytest
+
+from jaxlm.cli.main import main
+from tests.faults import harness
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def half(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "half"
+    assert main(harness.words(config, workdir, "--stop_at=6")) == 0
+    return workdir
+
+
+@pytest.fixture
+def run(half, tmp_path):
+    shutil.copytree(half, tmp_path / "run")
+    return tmp_path / "run"
+
+
+SAFE = ("--config.log.every=2", "--config.eval.every=3", "--config.checkpoint.every=3")
+
+
+def test_f3_safe_fields_go_on_and_are_said(config, run):
+    assert main(harness.words(config, run, *SAFE)) == 0
+    log = (run / "log.txt").read_text()
+    assert all(field in log for field in ("log.every", "eval.every", "checkpoint.every"))
+    assert json.loads((run / "config.6.json").read_text())["log"]["every"] == 1
+    assert json.loads((run / "config.json").read_text())["log"]["every"] == 2
+
+
+UNSAFE = {
+    "seed": "1",
+    "data.sequence": "16",
+    "train.batch": "16",
+    "data.tokenizer": "characters",
+    "model.depth": "1",
+    "optim.lr": "1e-4",
+    "schedule.name": "cosine",
+}
+
+
+@pytest.mark.parametrize(("field", "value"), UNSAFE.items(), ids=UNSAFE)
+def test_f3_e3_unsafe_fields_are_refused_with_a_table_and_a_flag(config, run, capsys, field, value):
+    before = (run / "metrics.jsonl").read_bytes()
+    assert main(harness.words(config, run, f"--config.{field}={value}")) == 2
+    said = capsys.readouterr().err
+    assert field in said
+    assert "--allow_change=" in said
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_f3_a_change_that_was_allowed_is_recorded(config, run):
+    words = harness.words(config, run, "--config.optim.lr=1e-4", "--allow_change=optim.lr")
+    assert main(words) == 0
+    assert "optim.lr" in (run / "log.txt").read_text()
+    assert harness.store(run).record(12).meta["config"]["optim"]["lr"] == 1e-4
+
+
+def test_e3_another_text_is_refused_with_a_diff_and_recorded_where_it_is_allowed(
+    config, run, tmp_path, capsys
+):
+    folder = tmp_path / "texts"
+    shutil.copytree(json.loads((run / "config.json").read_text())["data"]["train"][0][:-6], folder)
+    (folder / "000.txt").write_text("something else")
+    changed = f"--config.data.train={folder}/*.txt"
+    assert main(harness.words(config, run, changed)) == 2
+    assert "data.train" in capsys.readouterr().err
+    assert main(harness.words(config, run, changed, "--allow_change=data.train")) == 2
+    said = capsys.readouterr().err
+    assert "the data is not what this run read before" in said
+    assert "--allow_change=data" in said
+    assert main(harness.words(config, run, changed, "--allow_change=data")) == 0
+    assert "data.train" in (run / "log.txt").read_text()
+
+
+def test_f5_a_run_is_repeated_from_its_own_config_bit_for_bit(half, tmp_path):
+    words = ["train", f"--config={half / 'config.json'}", f"--workdir={tmp_path / 'again'}"]
+    assert main([*words, "--quiet", "--stop_at=6"]) == 0
+    assert harness.losses(tmp_path / "again") == harness.losses(half)
+    assert harness.state_digest(tmp_path / "again") == harness.state_digest(half)
+    facts = json.loads((half / "environment.json").read_text())
+    assert {"jax", "flax", "optax", "orbax-checkpoint"} <= set(facts["packages"])
+
+
+def test_f8_another_optimizer_needs_reset_optimizer(config, run, capsys):
+    words = harness.words(config, run, "--config.optim.name=lion")
+    before = harness.store(run).arrays(6)
+    assert main(words) == 2
+    assert "--reset_optimizer" in capsys.readouterr().err
+    assert main([*words, "--reset_optimizer", "--stop_at=7"]) == 0
+    after = harness.store(run).arrays(7)
+    assert before["params/final_norm/scale"].shape == after["params/final_norm/scale"].shape
+    assert any("/nu/" in path for path in before)
+    assert not any("/nu/" in path for path in after)
+    losses = [r["loss_nats"] for r in harness.records(run) if r["split"] == "train"]
+    assert abs(losses[6] - losses[5]) < 0.5, "it went on from the parameters"
+
+
+def test_f8_other_dtypes_need_cast(config, run, capsys):
+    words = harness.words(config, run, "--config.precision.params=bfloat16")
+    assert main(words) == 2
+    assert "--cast" in capsys.readouterr().err
+    assert main([*words, "--cast", "--stop_at=7"]) == 0
+    assert "bfloat16" in harness.store(run).layout(7)["params/final_norm/scale"]
+
+
+def test_f9_an_older_start_needs_force_and_keeps_the_newer_steps(config, run, capsys):
+    assert harness.steps(run) == [2, 4, 6]
+    words = harness.words(config, run, "--start_at=2")
+    assert main(words) == 2
+    assert "--start_at=2 --force" in capsys.readouterr().err
+    assert harness.steps(run) == [2, 4, 6]
+    assert main([*words, "--force", "--stop_at=3"]) == 0
+    assert harness.steps(run) == [2, 3]
+    assert sorted(p.name for p in (run / "quarantine").iterdir() if p.is_dir()) == ["4", "6"]
+    assert [r["step"] for r in harness.records(run)] == [1, 2, 3]
+
+
+def test_f9_a_step_that_is_not_there_is_said_with_those_that_are(config, run, capsys):
+    assert main(harness.words(config, run, "--start_at=3")) == 2
+    assert "committed steps: 2, 4, 6" in capsys.readouterr().err

@@ -1,0 +1,238 @@
+"""Lines C of the reliability bar, through the front door: numbers that go wrong."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core import faults
+from tests.faults import harness
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"))
+
+
+def broken(monkeypatch, plan: str) -> None:
+    monkeypatch.setattr(faults, "_faults", faults.parse(plan))
+
+
+STEPS = ("--config.train.steps=40", "--config.guard.window=16")
+LIMITS = ("--config.guard.budget=3", "--config.guard.reach=6", "--config.guard.skip=8")
+
+
+@pytest.fixture(scope="module")
+def unbroken(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "unbroken"
+    assert main(harness.words(config, workdir, *STEPS)) == 0
+    return workdir
+
+
+def test_an_ordinary_run_skips_nothing(unbroken):
+    assert harness.records(unbroken)[-1]["split"] == "val"
+    assert {r["skipped_total"] for r in harness.records(unbroken) if r["split"] == "train"} == {0}
+    assert harness.records(unbroken, "spikes.jsonl") == []
+
+
+def test_c3_a_bad_gradient_is_skipped_counted_and_explained(
+    config, unbroken, tmp_path, monkeypatch
+):
+    broken(monkeypatch, "grads:nan@7,batch:nan@20")
+    assert main(harness.words(config, tmp_path / "run", *STEPS)) == 0
+    spikes = harness.records(tmp_path / "run", "spikes.jsonl")
+    assert [(s["step"], s["batch"], s["kind"]) for s in spikes] == [
+        (7, 6, "gradient not finite"),
+        (21, 20, "loss not finite, gradient not finite"),
+    ]
+    assert spikes[0]["layers_not_finite"] == [next(iter(spikes[0]["layers"]))]
+    assert len(spikes[0]["layers"]["stack/0/mlp/down/weight"]) == 2
+    documents = spikes[0]["documents"]
+    assert {d["row"] for d in documents} == set(range(8))
+    named = documents[0]
+    text = Path(named["file"]).read_text()
+    assert named["preview"].strip()
+    assert named["preview"] in text or text.startswith(named["preview"].rstrip())
+    last = [r for r in harness.records(tmp_path / "run") if r["split"] == "train"][-1]
+    assert last["skipped_total"] == 2
+    ours, theirs = harness.losses(tmp_path / "run"), harness.losses(unbroken)
+    assert [ours["train", n] for n in range(1, 8)] == [theirs["train", n] for n in range(1, 8)]
+    assert ours["train", 8] != theirs["train", 8], "step 7 was not applied"
+    assert "step 7 was not applied: gradient not finite" in (tmp_path / "run/log.txt").read_text()
+
+
+def test_c2_a_spent_budget_ends_with_79_and_the_next_bad_step_is_not_applied(
+    config, tmp_path, monkeypatch, capsys
+):
+    broken(monkeypatch, "grads:inf@15-99")
+    flags = ("--config.guard.rewinds=0", "--config.checkpoint.keep_last=9")
+    assert main(harness.words(config, tmp_path / "run", *STEPS, *flags)) == 79
+    said = capsys.readouterr().err
+    assert "steps 15 to 24" in said
+    assert harness.exit_of(tmp_path / "run")["code"] == 79
+    spikes = harness.records(tmp_path / "run", "spikes.jsonl")
+    assert [s["step"] for s in spikes] == list(range(15, 25))
+    before, after = (harness.store(tmp_path / "run").arrays(step) for step in (14, 22))
+    moved = [path for path in before if before[path].tobytes() != after[path].tobytes()]
+    assert moved
+    assert all(path == "step" or path.startswith("guard/") for path in moved)
+
+
+def test_c6_a_bad_stretch_of_data_is_rewound_and_gone_around(config, tmp_path, monkeypatch, capsys):
+    broken(monkeypatch, "batch:nan@20-25")
+    assert main(harness.words(config, tmp_path / "run", *STEPS, *LIMITS)) == 0
+    made = json.loads((tmp_path / "run/rewinds.json").read_text())
+    # Batch 20 is read by step 21: back at least six steps to a saved one, around batches 16 to 23.
+    assert made[0] == {"first_bad": 21, "to": 14, "low": 16, "high": 24}
+    assert len(made) == 1
+    bad = [s["batch"] for s in harness.records(tmp_path / "run", "spikes.jsonl")]
+    assert bad == [20, 21, 22, 24, 25], "the last two are within the budget"
+    log = (tmp_path / "run/log.txt").read_text()
+    assert "rewind 1 of 3: steps 21 to 23" in log
+    steps = [r["step"] for r in harness.records(tmp_path / "run") if r["split"] == "train"]
+    assert steps == list(range(1, 41))
+    assert sorted(p.name for p in (tmp_path / "run/quarantine").iterdir() if p.is_dir())[0] == "16"
+    assert harness.steps(tmp_path / "run")[-1] == 40
+
+
+def rewound(config, workdir, monkeypatch):
+    broken(monkeypatch, "batch:nan@20-22")
+    assert main(harness.words(config, workdir, *STEPS, *LIMITS)) == 0
+    broken(monkeypatch, "")
+
+
+def test_c7_a_kill_straight_after_a_rewind_does_not_bring_the_given_up_future_back(
+    config, tmp_path, monkeypatch
+):
+    rewound(config, tmp_path / "whole", monkeypatch)
+    words = harness.words(config, tmp_path / "killed", *STEPS, *LIMITS)
+    code, said = harness.run(words, "batch:nan@20-22,rewind:sigkill")
+    assert code == -9, said
+    assert max(harness.steps(tmp_path / "killed")) > 14, "killed before they were given up"
+    broken(monkeypatch, "batch:nan@20-22")
+    assert main(words) == 0
+    assert len(json.loads((tmp_path / "killed/rewinds.json").read_text())) == 1
+    assert "a future that was given up" in (tmp_path / "killed/log.txt").read_text()
+    assert harness.losses(tmp_path / "killed") == harness.losses(tmp_path / "whole")
+    assert harness.state_digest(tmp_path / "killed") == harness.state_digest(tmp_path / "whole")
+
+
+def test_c6_rewinds_are_counted_over_restarts_and_end_with_79(
+    config, tmp_path, monkeypatch, capsys
+):
+    broken(monkeypatch, "grads:nan@21-99")
+    assert main(harness.words(config, tmp_path / "run", *STEPS, *LIMITS)) == 79
+    assert len(json.loads((tmp_path / "run/rewinds.json").read_text())) == 3
+    assert "3 rewinds are used up" in capsys.readouterr().err
+    spikes = len(harness.records(tmp_path / "run", "spikes.jsonl"))
+    assert spikes == 4 * 3
+    assert main(harness.words(config, tmp_path / "run", *STEPS, *LIMITS)) == 79
+    # It goes on within the same bad stretch: one more and the budget is spent again.
+    assert len(harness.records(tmp_path / "run", "spikes.jsonl")) == spikes + 1
+
+
+def test_c8_a_rewind_that_leaves_nothing_out_replays_bit_for_bit(config, tmp_path, monkeypatch):
+    never = "grads:nan@999"  # the same program, as the compiler fuses it, without the fault
+    broken(monkeypatch, never)
+    assert main(harness.words(config, tmp_path / "unbroken", *STEPS)) == 0
+    broken(monkeypatch, "grads:nan@21-99")
+    words = harness.words(config, tmp_path / "run", *STEPS, *LIMITS, "--config.guard.skip=0")
+    assert main(words) == 79
+    broken(monkeypatch, never)
+    # What was committed after step 20 is skipped steps: go back by hand as the rewinds did.
+    made = json.loads((tmp_path / "run/rewinds.json").read_text())
+    assert [r["low"] == r["high"] for r in made] == [True] * 3
+    made.append(made[-1] | {"to": 14})
+    (tmp_path / "run/rewinds.json").write_text(json.dumps(made))
+    assert main(words) == 0
+    assert harness.losses(tmp_path / "run") == harness.losses(tmp_path / "unbroken")
+    assert harness.state_digest(tmp_path / "run") == harness.state_digest(tmp_path / "unbroken")
+
+
+def test_c11_the_same_seed_is_the_same_run_and_another_is_another(config, unbroken, tmp_path):
+    assert main(harness.words(config, tmp_path / "same", *STEPS)) == 0
+    assert harness.losses(tmp_path / "same") == harness.losses(unbroken)
+    assert harness.state_digest(tmp_path / "same") == harness.state_digest(unbroken)
+    other = harness.words(config, tmp_path / "other", *STEPS, "--config.seed=1", "--stop_at=4")
+    assert main(other) == 0
+    theirs = harness.losses(unbroken)
+    assert all(value != theirs[key] for key, value in harness.losses(tmp_path / "other").items())
+
+
+def test_c9_a_step_that_comes_out_otherwise_when_repeated_is_caught_at_once(
+    config, tmp_path, monkeypatch, capsys
+):
+    """One device miscalculates one number in step 20; every fifth step is computed twice."""
+    from jaxlm.recipes.session import Session
+
+    repeated = Session._repeated
+    seen = []
+
+    def wrong(self, state, batch):
+        step, calls = self._step, []
+
+        def miscalculating(state, batch):
+            calls.append(1)
+            moved, metrics = step(state, batch)
+            if self._completed == 19 and len(calls) == 2:
+                moved.params["final_norm"]["scale"] = (
+                    moved.params["final_norm"]["scale"].at[0].mul(1.0000002)
+                )
+            return moved, metrics
+
+        self._step = miscalculating
+        seen.append(self._completed + 1)
+        try:
+            return repeated(self, state, batch)
+        finally:
+            self._step = step
+
+    monkeypatch.setattr(Session, "_repeated", wrong)
+    words = harness.words(config, tmp_path / "run", *STEPS, "--config.guard.repeat_every=5")
+    assert main(words) == 79
+    said = capsys.readouterr().err
+    assert "step 20 came out otherwise" in said
+    assert "final_norm/scale" in said
+    assert seen == [5, 10, 15, 20]
+    assert harness.steps(tmp_path / "run")[-1] < 20
+
+
+def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
+    config, tmp_path, monkeypatch, capsys
+):
+    """One device's copy of one leaf is changed before step 20; copies are compared every 8 steps."""
+    from jaxlm.recipes.session import Session
+
+    compiled = Session._compiled
+
+    def drifting(self, state, batch):
+        if self._completed == 19:
+            scale = state.params["final_norm"]["scale"]
+            parts = [np.array(shard.data) for shard in scale.addressable_shards]
+            parts[3][0] *= 1.001
+            placed = [
+                jax.device_put(part, shard.device)
+                for part, shard in zip(parts, scale.addressable_shards, strict=True)
+            ]
+            state.params["final_norm"]["scale"] = jax.make_array_from_single_device_arrays(
+                scale.shape, scale.sharding, placed
+            )
+        return compiled(self, state, batch)
+
+    monkeypatch.setattr(Session, "_compiled", drifting)
+    words = harness.words(config, tmp_path / "run", *STEPS, "--config.guard.compare_every=8")
+    assert main(words) == 79
+    said = capsys.readouterr().err
+    assert "before step 24" in said
+    assert f"final_norm/scale on {jax.devices()[3]}" in said
+
+
+def test_a_gradient_spike_of_the_real_run_is_skipped(config, tmp_path, monkeypatch):
+    broken(monkeypatch, "grads:spike=1000@30")
+    assert main(harness.words(config, tmp_path / "run", *STEPS)) == 0
+    (spike,) = harness.records(tmp_path / "run", "spikes.jsonl")
+    assert (spike["step"], spike["kind"]) == (30, "gradient spike")
+    assert spike["grad_norm"] == pytest.approx(1000, rel=0.01)

@@ -1,0 +1,439 @@
+"""Two processes on this machine, and what becomes of one when the other is lost, fails, or stands still.
+
+The ranks are tests/distributed/worker.py, which has the trainer's crew and none of its weight; the last tests train.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxlm.recipes.ranks import Failure, Ranks, free_port
+from tests.distributed.processes import running
+from tests.faults import harness
+
+WORKER = [sys.executable, "-m", "tests.distributed.worker"]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How two ranks ended."""
+
+    failure: Failure | None
+    codes: list[int]
+    lines: list[tuple[float, str]]  # with the time at which each came
+    pids: list[int]
+    ended: float
+
+    def said(self, rank: int) -> str:
+        return "\n".join(line[4:] for _, line in self.lines if line.startswith(f"[{rank}] "))
+
+    def since(self, text: str) -> float:
+        """Seconds from the last line that holds this to the end of all."""
+        return self.ended - max(at for at, line in self.lines if text in line)
+
+    def has_no_orphans(self) -> bool:
+        return not any(running(pid) for pid in self.pids)
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """Runs two workers until both have ended; `during` is called with the ranks and each line."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+    def run(*words, faults="", during=lambda ranks, line: None, **options):
+        monkeypatch.setenv("JAXLM_FAULTS", faults)
+        lines = []
+
+        def say(line):
+            lines.append((time.monotonic(), line))
+            during(ranks, line)
+
+        command = [*WORKER, f"--workdir={tmp_path}", *words]
+        ranks = Ranks(command, 2, say=say, **options)
+        with ranks:
+            failure = ranks.wait()
+            ended = time.monotonic()
+        codes = [process.returncode for process in ranks.processes]
+        pids = [process.pid for process in ranks.processes]
+        return Outcome(failure, codes, lines, pids, ended)
+
+    return run
+
+
+def exit_of(folder):
+    return json.loads((folder / "exit.json").read_text())
+
+
+def test_d1_a_lost_rank_takes_the_other_along(pair):
+    done = pair(
+        "--steps=500", "--watch=heartbeat=4s", faults="step.before:sigkill@8#1", grace_seconds=30
+    )
+    assert done.since("[1] step 8") <= 4 + 2
+    assert (done.failure.rank, done.failure.code) == (1, 69)
+    assert done.codes[1] == -signal.SIGKILL
+    assert done.codes[0] in (69, -signal.SIGABRT)
+    assert done.has_no_orphans()
+
+
+def test_d2_without_its_coordinator_a_rank_ends(pair):
+    done = pair("--steps=500", faults="step.before:sigkill@8#0", grace_seconds=30)
+    assert done.since("[0] step 8") <= 5
+    assert (done.failure.rank, done.failure.code) == (0, 69)
+    assert done.codes[0] == -signal.SIGKILL
+    assert done.codes[1] in (69, -signal.SIGABRT)
+    assert done.has_no_orphans()
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [("data.next", 1), ("step.before", 1), ("step.before", 0), ("eval", 1), ("save.begin", 1)],
+)
+def test_d3_an_error_of_one_rank_ends_both_and_both_tell_it(pair, tmp_path, point, rank):
+    done = pair("--steps=500", faults=f"{point}:raise@8#{rank}", grace_seconds=30)
+    assert done.codes == [70, 70]
+    assert (done.failure.rank, done.failure.code) == (rank, 70)
+    assert done.since(f"[{rank}] step 8") <= 3
+    for each in (0, 1):
+        assert "in _strike" in done.said(each), "the traceback"
+        assert f"RuntimeError: the fault that was asked for at {point}" in done.said(each)
+    assert f"rank {rank} has ended this run with exit code 70" in done.said(1 - rank)
+    assert exit_of(tmp_path)["code"] == 70
+    assert point in exit_of(tmp_path)["cause"]
+
+
+SHORT = "--watch=step=3s,compile=3s,start=20s"
+
+
+@pytest.mark.parametrize("where", ["in Python", "in a callback of the device"])
+def test_d4_a_stuck_rank_ends_both_with_the_stacks_of_both(pair, tmp_path, where):
+    faults = "step.before:hang@8#1" if where == "in Python" else ""
+    words = [] if faults else ["--callback_hang=1:8"]
+    done = pair("--steps=500", SHORT, *words, faults=faults, grace_seconds=30)
+    assert done.codes == [76, 76]
+    assert done.failure.code == 76
+    assert 3 <= done.since("[1] step 8") <= 3 + 3
+    for rank in (0, 1):
+        assert "in work" in (tmp_path / f"stacks.{rank}.txt").read_text()
+        assert "nothing has moved in 'step'" in done.said(rank)
+    stuck = (tmp_path / "stacks.1.txt").read_text()
+    assert ("in _strike" if faults else "in hang") in stuck, "it shows where"
+    assert exit_of(tmp_path)["code"] == 76
+
+
+def test_d4_a_stopped_rank_ends_both(pair, tmp_path):
+    def stop(ranks, line):
+        if line == "[1] step 8":
+            ranks.processes[1].send_signal(signal.SIGSTOP)
+
+    done = pair("--steps=5000", SHORT, during=stop, grace_seconds=30)
+    assert done.codes == [76, 76]
+    assert (done.failure.rank, done.failure.code) == (0, 76), "the one that noticed"
+    assert done.since("[1] step") <= 3 + 3
+    for rank in (0, 1):
+        assert "in work" in (tmp_path / f"stacks.{rank}.txt").read_text()
+
+
+def test_d4_a_rank_whose_python_does_not_run_is_ended_from_outside(pair):
+    done = pair("--steps=500", "--gil_hang=1:8", silence_seconds=3)
+    assert (done.failure.rank, done.failure.code) == (1, 76)
+    assert done.since("[1] step 8") <= 3 + 3 + 5
+    assert "worker.py" in done.said(1), "its stacks"
+    assert done.has_no_orphans()
+
+
+def test_d5_slow_is_not_stuck(pair):
+    slow = "step.before:sleep=0.6@8#1,eval:sleep=1.6@8#0,save.begin:sleep=1.6@8#1,data.next:sleep=1.6@9#1"
+    limits = "--watch=step=1s,factor=2,compile=20s,eval=3s,save=3s,data=3s"
+    done = pair("--steps=12", "--pace=0.2", limits, faults=slow)
+    assert done.failure is None, done.lines
+    assert done.codes == [0, 0]
+    assert done.said(1).count("step ") == 12
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_d6_a_peer_that_never_comes_is_named(tmp_path, rank):
+    begun = time.monotonic()
+    words = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2", f"--process_id={rank}"]
+    done = subprocess.run(
+        [*WORKER, f"--workdir={tmp_path}", "--watch=join=2s", *words],
+        capture_output=True,
+        text=True,
+    )
+    assert time.monotonic() - begun <= 2 + 10
+    assert done.returncode == 69
+    assert f"present: {rank}; absent: {1 - rank}" in done.stderr
+
+
+def test_d7_ranks_that_differ_refuse_before_they_compute(pair):
+    done = pair("--fact=RANK")
+    assert done.codes == [2, 2]
+    assert done.failure.code == 2
+    for rank in (0, 1):
+        assert "fact: 0 on rank 0, 1 on rank 1" in done.said(rank)
+        assert "step 1" not in done.said(rank)
+    assert done.ended - done.lines[0][0] <= 10
+
+
+def test_d8_a_rank_may_finish_before_the_other(pair):
+    done = pair("--late=1:2")
+    assert (done.failure, done.codes) == (None, [0, 0])
+    assert done.since("[0] total 40.0") >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_d8_a_rank_may_finish_ten_seconds_before_the_other(pair, rank):
+    done = pair(f"--late={1 - rank}:10")
+    assert (done.failure, done.codes) == (None, [0, 0])
+    assert done.since(f"[{rank}] total 40.0") >= 10
+
+
+@pytest.mark.slow
+def test_d11_thirty_starts_leave_nothing_behind(pair):
+    shared = set(os.listdir("/dev/shm"))
+    for number in range(30):
+        fault = ("raise", "sigkill", "sigterm")[number % 3]
+        done = pair(faults=f"step.before:{fault}@2#{number % 2}", grace_seconds=2)
+        assert done.failure.code == {"raise": 70, "sigkill": 69, "sigterm": 75}[fault], done.lines
+        assert done.has_no_orphans()
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a8_a_signal_to_one_rank_stops_both_after_the_same_step(pair, rank):
+    sent = []
+
+    def stop(ranks, line):
+        if line == f"[{rank}] step 8":
+            ranks.processes[rank].send_signal(signal.SIGTERM)
+            sent.append(time.monotonic())
+
+    done = pair("--steps=5000", during=stop)
+    assert done.codes == [75, 75]
+    assert done.ended - sent[0] <= 10
+    stops = [re.search(r"stopped after (\d+), total (\S+)", done.said(each)) for each in (0, 1)]
+    assert stops[0].groups() == stops[1].groups()
+    assert int(stops[0][1]) >= 8
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("busy", ["in Python", "in the device"])
+def test_a9_the_second_signal_ends_at_once(tmp_path, number, code, busy):
+    words = ["--callback_hang=0:3"] if busy == "in the device" else ["--pace=3600"]
+    with subprocess.Popen(
+        [*WORKER, f"--workdir={tmp_path}", *words], stdout=subprocess.PIPE, text=True
+    ) as process:
+        while process.stdout.readline().strip() != (
+            "step 3" if "callback" in words[0] else "step 1"
+        ):
+            assert process.poll() is None
+        time.sleep(0.5)
+        process.send_signal(number)
+        time.sleep(0.5)
+        assert process.poll() is None, "the first only asks"
+        begun = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(10) == code
+        assert time.monotonic() - begun <= 2
+    left = exit_of(tmp_path)
+    assert (left["code"], left["cause"]) == (code, f"{number.name} came twice")
+
+
+def test_a9_the_second_signal_to_one_rank_ends_both(pair):
+    def stop(ranks, line):
+        if line == "[1] step 8":
+            ranks.processes[1].send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            ranks.processes[1].send_signal(signal.SIGTERM)
+
+    done = pair("--steps=500", faults="step.before:hang@8#0", during=stop, grace_seconds=30)
+    assert done.codes == [75, 75]
+    assert done.since("[1] step 8") <= 0.5 + 2
+
+
+def listening(pid):
+    """The addresses at which a process listens."""
+    sockets = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1])
+    return found
+
+
+def test_s10_the_coordinator_listens_where_it_was_told(pair):
+    found = []
+
+    def look(ranks, line):
+        if line == "[0] step 3":
+            found.extend(listening(process.pid) for process in ranks.processes)
+
+    done = pair("--steps=30", during=look)
+    assert done.codes == [0, 0]
+    assert found[0], "the coordinator listens"
+    loopback = ("0100007F:", "0000000000000000FFFF00000100007F:")
+    assert all(address.startswith(loopback) for each in found for address in each), found
+    assert "warning" not in done.said(0)
+
+
+def test_s10_another_address_than_loopback_is_warned_of(tmp_path):
+    own = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
+    host = own[0] if own else "0.0.0.0"
+    words = [f"--coordinator={host}:{free_port()}", "--num_processes=1", "--process_id=0"]
+    done = subprocess.run(
+        [*WORKER, f"--workdir={tmp_path}", "--steps=1", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"warning: the coordinator listens on {host}" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def front_door(tmp_path_factory):
+    """A tiny run's config, and `jaxlm launch` of it with two processes of two devices."""
+    config = harness.write_config(tmp_path_factory.mktemp("texts"))
+
+    def launch(workdir, *flags, faults="", during=None, restarts=0):
+        words = [f"--restarts={restarts}", "--pause=0.1", "--cpu_devices=2", "--json"]
+        command = ["launch", "--processes=2", *words, "--", *harness.words(config, workdir, *flags)]
+        process = harness.start(command, faults, XLA_FLAGS="")
+        if during:
+            during(process)
+        said, _ = process.communicate(timeout=300)
+        (answer,) = [json.loads(line) for line in said.splitlines() if line.startswith('{"')]
+        assert process.returncode == answer.get("code", answer.get("error", {}).get("code"))
+        return answer, said
+
+    launch.config = config
+    return launch
+
+
+@pytest.mark.slow
+def test_b15_two_processes_train_as_one_does(front_door, tmp_path):
+    answer, said = front_door(tmp_path / "two")
+    assert answer == {"code": 0, "started": 1}, said
+    one = tmp_path / "one"
+    command = harness.words(front_door.config, one, "--cpu_devices=4")
+    assert harness.run(command, XLA_FLAGS="")[0] == 0
+    ours, theirs = harness.losses(tmp_path / "two"), harness.losses(one)
+    assert ours.keys() == theirs.keys()
+    assert len(ours) == 13
+    for key, loss in ours.items():
+        assert float.fromhex(loss) == pytest.approx(float.fromhex(theirs[key]), rel=1e-6)
+    assert harness.steps(tmp_path / "two") == harness.steps(one)
+
+
+@pytest.mark.slow
+def test_a8_a_preempted_pair_saves_one_step_and_goes_on(front_door, tmp_path):
+    answer, said = front_door(tmp_path, faults="step.before:sigterm@5#1")
+    assert (answer["code"], answer["started"]) == (75, 1), said
+    left = harness.exit_of(tmp_path)
+    assert left["code"] == 75
+    assert left["step"] == harness.steps(tmp_path)[-1] >= 5
+    assert left["step"] < 12
+    assert said.count(f"stopped by SIGTERM after step {left['step']}, which is saved") >= 2
+    assert front_door(tmp_path)[0]["code"] == 0
+    assert harness.steps(tmp_path)[-1] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ("data.next:raise@5#1", 70),
+        ("eval:raise@12#1", 70),
+        ("save.begin:raise@6#1", 70),
+        ("save.digest:raise@6#0", 74),
+    ],
+)
+def test_d3_d9_an_error_of_one_rank_commits_nothing_more(front_door, tmp_path, fault, code):
+    answer, said = front_door(tmp_path, faults=fault)
+    assert answer["code"] == code, said
+    assert answer["rank"] == int(fault[-1])
+    assert harness.exit_of(tmp_path)["code"] == code
+    point, _, step = fault.partition(":raise@")
+    assert all(each < int(step[:-2]) for each in harness.steps(tmp_path))
+    assert said.count(f"the fault that was asked for at {point}") >= 2, "on both ranks"
+
+
+@pytest.mark.slow
+def test_d1_a_killed_rank_is_started_again_and_no_bit_changes(front_door, tmp_path):
+    assert front_door(tmp_path / "unbroken")[0]["code"] == 0
+    killed = tmp_path / "killed"
+    answer, said = front_door(killed, faults="step.before:sigkill@7-7#1", restarts=1)
+    assert (answer["code"], answer["started"], answer["rank"]) == (69, 2, 1), said
+    answer, said = front_door(killed, restarts=1)
+    assert answer["code"] == 0, said
+    assert harness.losses(killed) == harness.losses(tmp_path / "unbroken")
+    assert harness.state_digest(killed) == harness.state_digest(tmp_path / "unbroken")
+
+
+@pytest.mark.slow
+def test_a12_a_run_that_dies_at_one_step_again_and_again_is_given_up(front_door, tmp_path):
+    answer, said = front_door(tmp_path, faults="step.before:sigkill@4#0", restarts=9)
+    assert answer["error"]["code"] == 70
+    assert answer["error"]["what"] == "the run ended 3 times in a row without a step past 2"
+    assert "SIGKILL" in answer["error"]["why"]
+    assert said.count("starting again in") == 2, "no fourth try"
+
+
+def test_d7_ranks_with_different_configs_refuse_and_show_the_difference(front_door, tmp_path):
+    place = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2", "--cpu_devices=2"]
+    words = [*harness.words(front_door.config, tmp_path), *place]
+    pair = [
+        harness.start(
+            [*words, f"--process_id={rank}", f"--config.optim.lr=0.00{rank + 1}"], XLA_FLAGS=""
+        )
+        for rank in (0, 1)
+    ]
+    for process in pair:
+        said, _ = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert "optim.lr: 0.001 on rank 0, 0.002 on rank 1" in said
+    assert not list((tmp_path).glob("*"))
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_is_gone_stop_and_save(front_door, tmp_path):
+    ranks = []
+
+    def kill(process):
+        while not (tmp_path / "metrics.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        ranks.extend(map(int, children.split()))
+        process.kill()
+        process.communicate()
+
+    command = ["launch", "--processes=2", "--cpu_devices=2", "--"]
+    command += harness.words(front_door.config, tmp_path, "--config.train.steps=100000")
+    command += ["--config.log.every=1", "--config.checkpoint.every=50%", "--config.eval.every=100%"]
+    kill(harness.start(command, XLA_FLAGS=""))
+    assert len(ranks) == 2
+    until = time.monotonic() + 20
+    while any(running(pid) for pid in ranks):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    left = harness.exit_of(tmp_path)
+    assert left["code"] == 75
+    assert harness.steps(tmp_path) == [left["step"]]
+
+
+def test_a_cadence_by_the_clock_is_refused_for_several_processes(front_door, tmp_path):
+    answer, said = front_door(tmp_path, "--config.checkpoint.every=10m")
+    assert answer["code"] == 2
+    assert "checkpoint.every = 10m does not fit 2 processes" in said

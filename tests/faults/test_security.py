@@ -1,0 +1,286 @@
+"""Nothing that is read is run, unpacked, or believed where it names another file."""
+
+import ast
+import dataclasses
+import io
+import json
+import marshal
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from etils import epath
+
+from jaxlm.checkpoint import record as records
+from jaxlm.cli.main import main
+from jaxlm.core.errors import DataError, JaxlmError
+from jaxlm.data import tokenizer as tokenizers
+from jaxlm.data.shards import Shards
+from tests.faults.conftest import ROOT
+
+SOURCES = sorted((ROOT / "jaxlm").rglob("*.py"))
+
+BANNED_MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "runpy", "code"}
+BANNED_CALLS = {"eval", "exec", "compile", "__import__", "yaml.load", "torch.load"}
+# A config is a Python program that the user names on the command line: the one place where a file is run.
+CONFIG_LOADER = ("core/config_file.py", "spec.loader.exec_module")
+
+
+def runs_what_it_reads(tree: ast.Module) -> list[str]:
+    """The calls and imports of a module that can run what is in a file."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            found += [name for name in names if name.partition(".")[0] in BANNED_MODULES]
+        elif isinstance(node, ast.ImportFrom):
+            if (node.module or "").partition(".")[0] in BANNED_MODULES:
+                found.append(f"from {node.module}")
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in BANNED_CALLS or called.endswith(".exec_module"):
+                found.append(called)
+            found += [
+                "allow_pickle=True"
+                for keyword in node.keywords
+                if keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False"
+            ]
+    return found
+
+
+def test_s1_no_source_file_can_run_what_it_reads():
+    found = [
+        (path.relative_to(ROOT / "jaxlm").as_posix(), call)
+        for path in SOURCES
+        for call in runs_what_it_reads(ast.parse(path.read_text()))
+    ]
+    assert len(SOURCES) > 90
+    assert found == [CONFIG_LOADER]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            "import pickle",
+            "import torch, pickle as p",
+            "from joblib import load",
+            "import marshal",
+        ),
+        *("eval(text)", "exec(text)", "yaml.load(file)", "torch.load(path)", "import dill.source"),
+        *("numpy.load(path, allow_pickle=True)", "from cloudpickle.x import y", "__import__(name)"),
+    ],
+)
+def test_s1_each_way_to_run_what_is_read_would_be_found(line):
+    assert runs_what_it_reads(ast.parse(line))
+
+
+class Bomb:
+    """Pickled, it leaves a marker where it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+def payloads(marker: Path) -> dict[str, bytes]:
+    """The same bomb in each form that trainers have loaded."""
+    plain = pickle.dumps(Bomb(marker))
+    array = io.BytesIO()
+    np.save(array, np.array([Bomb(marker)], object), allow_pickle=True)
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("archive/data.pkl", plain)
+        file.writestr("archive/version", "3")
+    code = compile(f"open({str(marker)!r}, 'w')", "bomb", "exec")
+    return {
+        "pickle": plain,
+        "ascii pickle": pickle.dumps(Bomb(marker), protocol=0),
+        "object array": array.getvalue(),
+        "torch zip": archive.getvalue(),
+        "marshal": marshal.dumps(code),
+        "python": f"open({str(marker)!r}, 'w')\n".encode(),
+    }
+
+
+def test_s1_the_bombs_are_live(tmp_path):
+    marker = tmp_path / "marker"
+    pickle.loads(payloads(marker)["pickle"])
+    assert marker.exists()
+
+
+FORMS = list(payloads(Path("x")))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_s1_a_pickle_posing_as_a_tokenizer_or_a_shard_file_is_refused_and_not_run(
+    form, shards, tmp_path
+):
+    marker = tmp_path / "marker"
+    content = payloads(marker)[form]
+    refused = 0
+    for name in ("tokenizer", "manifest.json", "files.json", "tokens-00000.bin", "documents-00000.bin"):  # fmt: skip
+        folder = tmp_path / name
+        shutil.copytree(shards, folder)
+        (folder / name).write_bytes(content)
+        with pytest.raises(JaxlmError) as caught:
+            opened = Shards.open(folder)
+            opened.verify()
+            opened.tokenizer.encode("a")
+            opened.origin(0)
+        assert caught.value.code == 65
+        refused += 1
+    for name in ("a.json", "a.model"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError):
+            tokenizers.read(tmp_path / name)
+        refused += 1
+    assert refused == 7
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_s1_a_pickle_posing_as_a_file_of_a_run_or_a_checkpoint_is_refused_and_not_run(
+    form, tiny_run, tmp_path, capsys
+):
+    marker = tmp_path / "marker"
+    content = payloads(marker)[form]
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run.workdir, run)
+    step = Path("checkpoints/4")
+    names = [step / "digests.json", *(step / name for name in records.read(run / step).files)]
+    assert len(names) >= 4
+    for name in (Path("config.json"), Path("tokenizer"), *names):
+        kept = (run / name).read_bytes()
+        (run / name).write_bytes(content)
+        assert main(["generate", f"--workdir={run}", "--max_tokens=1", "--step=4"]) in (2, 65), name
+        (run / name).write_bytes(kept)
+    assert "Traceback" not in capsys.readouterr().err
+    assert not marker.exists()
+
+
+def test_s2_a_program_inside_a_run_a_checkpoint_or_a_data_folder_is_never_run(tiny_run, tmp_path):
+    """Programs under every name that Python or a trainer might look for, in every folder, and each verb from inside the run."""
+    marker = tmp_path / "marker"
+    bomb = f"with open({str(marker)!r}, 'a') as file: file.write(__file__)\ndef get_config(): return 1\n"
+    run, texts = tmp_path / "run", tmp_path / "texts"
+    shutil.copytree(tiny_run.workdir, run)
+    shutil.copytree(tiny_run.config.parent / "texts", texts)
+    names = ("config.py", "__init__.py", "conftest.py", "sitecustomize.py", "usercustomize.py", "jax.py", "json.py", "jaxlm.py", "modeling.py", "tokenizer.py", "setup.py")  # fmt: skip
+    places = [texts, *(path for path in (run, *run.rglob("*")) if path.is_dir())]
+    for place in places:
+        for name in names:
+            (place / name).write_text(bomb)
+    assert len(places) >= 6
+    verbs = (
+        ["train", f"--config={run}/config.json", f"--workdir={run}"],
+        ["train", f"--config={run}", f"--workdir={run}"],
+        ["eval", f"--workdir={run}", f"--text={texts}/*.txt", "--sequence=16"],
+        ["generate", f"--workdir={run}", "--max_tokens=1"],
+        ["report", f"--workdir={run}"],
+        ["config", "show", f"--workdir={run}"],
+        ["data", "peek", f"--workdir={run}", f"--config.data.train={texts}/*.txt"],
+    )
+    program = (
+        "import sys, json; from jaxlm.cli.main import main;"
+        "codes = [main(words) for words in json.loads(sys.argv[1])]; print('codes', codes)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, json.dumps(verbs)],
+        cwd=run,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert f"codes {[0] * len(verbs)}" in done.stdout, done.stdout + done.stderr
+    assert not marker.exists(), marker.read_text()
+    assert main(["config", "show", f"--config={run}/config.py"]) == 2  # named, it would have run
+    assert marker.exists()
+
+
+ARCHIVES = {"tarfile", "zipfile", "py7zr", "rarfile", "patoolib"}
+
+
+def test_s4_no_source_file_unpacks_an_archive():
+    """gzip and zstd hold one stream and name no file; they are read as text, a line or a document at a time."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+            found += [(path.name, name) for name in modules if name.partition(".")[0] in ARCHIVES]
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("unpack_archive"):
+                found.append((path.name, "unpack_archive"))
+    assert found == []
+
+
+@pytest.fixture
+def opened():
+    """The names of all files that are opened while the test runs."""
+    seen: list[str] = []
+    OPENED.append(seen)
+    yield seen
+    OPENED.remove(seen)
+
+
+OPENED: list[list[str]] = []
+
+
+def _hear(event: str, arguments: tuple) -> None:
+    if event == "open" and OPENED:
+        for seen in OPENED:
+            seen.append(str(arguments[0]))
+
+
+sys.addaudithook(_hear)
+
+
+@pytest.mark.parametrize(
+    "kind", ["above", "absolute", "a link", "a link in place of a file", "a link to a folder"]
+)
+def test_s5_a_checkpoint_record_that_names_a_file_outside_is_refused_and_the_file_not_opened(
+    kind, tiny_run, tmp_path, opened, capsys
+):
+    """The forger knows the file outside and its digest, and can hash the record as well as we."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("elsewhere")
+    digest = records.digests(epath.Path(outside))["file"]
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run.workdir, run)
+    step = epath.Path(run / "checkpoints/4")
+    found = records.read(step)
+    first = next(iter(found.files))
+    name = {
+        "above": "../../../outside/file",
+        "absolute": f"{outside}/file",
+        "a link": "beside",
+        "a link in place of a file": first,
+        "a link to a folder": "beside/file",
+    }[kind]
+    if kind == "a link to a folder":
+        (run / "checkpoints/4/beside").symlink_to(outside)
+    elif kind.startswith("a link"):
+        (run / "checkpoints/4" / name).unlink(missing_ok=True)
+        (run / "checkpoints/4" / name).symlink_to(outside / "file")
+    forged = dataclasses.replace(found, files=found.files | {name: digest})
+    records.write(step, forged)
+    assert records.read(step) == forged
+    del opened[:]
+    assert main(["generate", f"--workdir={run}", "--max_tokens=1", "--step=4"]) == 65
+    assert f"{name} is missing" in capsys.readouterr().err
+    assert len(opened) > 10
+    assert not [path for path in opened if os.path.realpath(path).startswith(str(outside))]

@@ -1,0 +1,148 @@
+"""Line H1: a bug that was put in on purpose must be caught by a line of the bar; else the bar has a hole."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxlm.train import rundir
+
+ROOT = Path(rundir.__file__).parents[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """One change of one place, and the test that must fail because of it."""
+
+    file: str
+    right: str
+    wrong: str
+    test: str
+
+
+CHECKPOINT, GUARD, RESUME = (f"tests/faults/test_{n}.py" for n in ("checkpoint", "guard", "resume"))
+
+BUGS = {
+    "the cursor is one batch ahead": Bug(
+        "recipes/session.py",
+        "self.engine.batches(self.start, self.rewinds.skips)",
+        "self.engine.batches(self.start + bool(self.start), self.rewinds.skips)",
+        f"{CHECKPOINT}::test_b1_the_run_falls_back_and_ends_bit_identical",
+    ),
+    "random numbers begin anew in each process": Bug(
+        "recipes/engine.py",
+        'key=random.stream(jax.random.key(run.seed), "train")',
+        'key=random.stream(jax.random.key(__import__("os").getpid()), "train")',
+        f"{RESUME}::test_a4_a_kill_during_a_restore_twice_harms_nothing",
+    ),
+    "moments lose bits on their way back": Bug(
+        "recipes/resume.py",
+        "restored = store.restore(step, stored)",
+        "restored = store.restore(step, stored); restored = restored._replace(opt_state=jax.tree.map("
+        "lambda x: x.astype(jnp.bfloat16).astype(x.dtype), restored.opt_state))",
+        f"{CHECKPOINT}::test_b1_the_run_falls_back_and_ends_bit_identical",
+    ),
+    "digests are not verified": Bug(
+        "checkpoint/record.py",
+        "        elif found[path][1] != digest:",
+        "        elif False:",
+        f"{CHECKPOINT}::test_b1_one_flipped_bit_in_any_file_is_found_before_any_state_is_used",
+    ),
+    "the lock is gone": Bug(
+        "train/lock.py",
+        "self._flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        f"{CHECKPOINT}::test_b9_a_second_run_on_the_same_directory_is_turned_away",
+    ),
+    "a bad update is multiplied with zero": Bug(
+        "train/guard.py",
+        "jnp.where(is_good, a, b)",
+        "(b + (a - b) * is_good).astype(b.dtype)",
+        "tests/train/test_step.py::test_c1_a_bad_row_on_one_of_four_devices_is_skipped_by_all",
+    ),
+    "a rewind leaves the later steps": Bug(
+        "recipes/rewinding.py",
+        "if step > self.made[-1].to and known < len(self.made):",
+        "if False:",
+        f"{GUARD}::test_c7_a_kill_straight_after_a_rewind_does_not_bring_the_given_up_future_back",
+    ),
+    "an error of a save is swallowed": Bug(
+        "checkpoint/store.py",
+        "            raise self._failed(error) from error",
+        "            return",
+        f"{CHECKPOINT}::test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left",
+    ),
+    "hosts take every n-th row": Bug(
+        "data/loader.py",
+        "for row in range(rows.start, rows.stop)",
+        "for row in range(rows.start // max(rows.stop - rows.start, 1), rows.stop * 8, 8)"
+        "[: rows.stop - rows.start]",
+        "tests/faults/test_data.py::test_e1_any_number_of_hosts_reads_the_same_batches_row_by_row",
+    ),
+    "with all steps damaged the run begins again": Bug(
+        "checkpoint/store.py",
+        "        if found:\n            raise DataError(",
+        "        if False:\n            raise DataError(",
+        f"{CHECKPOINT}::test_b3_with_all_steps_damaged_the_run_says_so_and_never_starts_again",
+    ),
+    "nobody watches an evaluation": Bug(
+        "recipes/session.py",
+        'self.watch.phase("eval")',
+        'self.watch.phase("start")',
+        "tests/faults/test_peers.py::test_d4_an_evaluation_that_hangs_is_noticed",
+    ),
+    "the signal's handler is not there": Bug(
+        "train/signals.py",
+        "self._before[number] = signal.signal(number, self._take)",
+        "self._before[number] = signal.getsignal(number)",
+        f"{RESUME}::test_a7_a_sigterm_in_any_phase_saves_and_says_75",
+    ),
+}
+
+
+def copy(folder: Path) -> Path:
+    for name in ("jaxlm", "tests", "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def outcome(folder: Path, test: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", test]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_h1_a_seeded_bug_is_caught(name, tmp_path):
+    bug = BUGS[name]
+    folder = copy(tmp_path)
+    place = folder / "jaxlm" / bug.file
+    text = place.read_text()
+    assert bug.right in text, "the place has changed: seed the bug anew"
+    place.write_text(text.replace(bug.right, bug.wrong))
+    done = outcome(folder, bug.test)
+    assert done.returncode == 1, done.stdout[-3000:]
+    assert " failed" in done.stdout
+
+
+def test_h1_there_are_twelve_bugs_and_each_has_its_place():
+    assert len(BUGS) == 12
+    for bug in BUGS.values():
+        assert bug.right in (ROOT / "jaxlm" / bug.file).read_text(), bug.file
+        file, _, test = bug.test.partition("::")
+        assert f"def {test}(" in (ROOT / file).read_text(), bug.test
+
+
+@pytest.mark.slow
+def test_h1_without_a_bug_these_tests_pass(tmp_path):
+    """Else the bugs above would be caught by whatever breaks them anyway."""
+    folder = copy(tmp_path)
+    for test in dict.fromkeys(bug.test for bug in BUGS.values()):
+        done = outcome(folder, test)
+        assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,72 @@
+"""The parts of a block in float64 numpy, one query at a time: what the tests of this room compare with."""
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxlm.core.precision import Precision
+from jaxlm.nn.init import Initializer
+
+FLOAT32 = Precision.float32()
+
+
+def moved(make, *, std=0.3, seed=0):
+    """`make(key, init)` with every parameter moved, so that no scale is one and no bias zero; and its arrays."""
+    init = Initializer("normal", std, 1, FLOAT32.params)
+    graphdef, state = nnx.split(make(jax.random.key(seed), init))
+    leaves, treedef = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    leaves = [x + 0.2 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    module = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+    return module, arrays(module)
+
+
+def arrays(module):
+    """The parameters of a module as nested dicts of float64 arrays."""
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(module)))
+
+
+def linear(x, params, dims=1):
+    return np.tensordot(x, params["weight"], dims) + params.get("bias", 0.0)
+
+
+def norm(x, params, config):
+    if config.kind == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.eps)
+    return x * params["scale"] + params.get("bias", 0.0)
+
+
+def rotated(x, positions, theta):
+    """Each channel pair (i, i + H/2) as a complex number, turned by position x theta ** (-2i / H)."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-np.arange(half) / half)
+    turns = np.exp(1j * positions[:, :, None, None] * frequencies)
+    pairs = (x[..., :half] + 1j * x[..., half:]) * turns
+    return np.concatenate((pairs.real, pairs.imag), axis=-1)
+
+
+def attention(x, params, config, positions):
+    """Causal attention of every row, query by query over the keys that it may see."""
+    query, key, value = (linear(x, params[name]) for name in ("query", "key", "value"))
+    if config.qk_norm is not None:
+        query = norm(query, params["query_norm"], config.qk_norm)
+        key = norm(key, params["key_norm"], config.qk_norm)
+    if config.rotary is not None:
+        query, key = (rotated(each, positions, config.rotary.theta) for each in (query, key))
+    scale = config.head_dim**-0.5 if config.scale is None else config.scale
+    out = np.zeros(query.shape)
+    for row, t, head in np.ndindex(query.shape[:3]):
+        shared = head * config.kv_heads // config.heads
+        first = 0 if config.window is None else max(0, t + 1 - config.window)
+        scores = scale * key[row, first : t + 1, shared] @ query[row, t, head]
+        if config.cap is not None:
+            scores = config.cap * np.tanh(scores / config.cap)
+        weights = np.exp(scores - scores.max())
+        out[row, t, head] = weights @ value[row, first : t + 1, shared] / weights.sum()
+    return linear(out, params["out"], 2)
+
+
+def gated_silu(x, params):
+    gate, up = linear(x, params["gate"]), linear(x, params["up"])
+    return linear(gate / (1 + np.exp(-gate)) * up, params["down"])

@@ -1,0 +1,198 @@
+"""The loop over layers: one result, however it is run and whatever is computed again."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxlm.core import tree
+from jaxlm.nn.block import Block
+from jaxlm.nn.cache import LayerCache
+from jaxlm.nn.config import AttentionConfig, BlockConfig, MlpConfig, NormConfig, Rope
+from jaxlm.nn.init import Initializer
+from jaxlm.nn.stack import Stack
+from jaxlm.ops import masks
+from tests.nn.reference import FLOAT32
+
+ROWS, LENGTH, WIDTH = 2, 6, 8
+PLAIN = BlockConfig(
+    attention=AttentionConfig(heads=2, kv_heads=1, head_dim=4, rotary=Rope()),
+    mlp=MlpConfig(hidden=12, activation="silu", gated=True),
+    norm=NormConfig(),
+)
+DROPPING = dataclasses.replace(
+    PLAIN, dropout=0.3, attention=dataclasses.replace(PLAIN.attention, dropout=0.3)
+)
+PATTERNS = {
+    "one kind": (2, (DROPPING,)),
+    "two kinds and a layer over": (3, (DROPPING, dataclasses.replace(DROPPING, residual="post"))),
+    "three kinds for two layers": (
+        2,
+        (DROPPING, dataclasses.replace(DROPPING, residual="parallel"), PLAIN),
+    ),
+}
+# Threefry, the default, is most of the time that these programs take to compile.
+KEY = jax.random.key(7, impl="rbg")
+
+
+def made(depth, pattern, *, layers="scan", remat="none"):
+    init = Initializer("normal", 0.3, depth, FLOAT32.params)
+    key = jax.random.key(0)
+    return Stack(
+        WIDTH, depth, pattern, key=key, init=init, precision=FLOAT32, layers=layers, remat=remat
+    )
+
+
+def run(stack, *, key=None, **rest):
+    x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
+    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (ROWS, LENGTH))
+    return stack(x, positions=positions, mask=masks.causal(LENGTH), key=key, **rest)[0]
+
+
+def loss_and_gradients(stack):
+    graphdef, state = nnx.split(stack)
+
+    def loss(state):
+        return jnp.square(run(nnx.merge(graphdef, state), key=KEY)).sum()
+
+    loss, gradients = jax.jit(jax.value_and_grad(loss))(state)
+    return loss, tree.leaves(nnx.to_pure_dict(gradients))
+
+
+def assert_same(one, other):
+    (loss, gradients), (other_loss, other_gradients) = one, other
+    np.testing.assert_allclose(loss, other_loss, rtol=1e-5)
+    assert gradients.keys() == other_gradients.keys()
+    for path, gradient in gradients.items():
+        size = float(jnp.abs(gradient).max())
+        assert size > 0, path
+        np.testing.assert_allclose(
+            gradient, other_gradients[path], rtol=1e-4, atol=1e-5 * size, err_msg=path
+        )
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def pattern(request):
+    return PATTERNS[request.param]
+
+
+@pytest.fixture(scope="module")
+def scanned(pattern):
+    return loss_and_gradients(made(*pattern))
+
+
+def test_scan_and_unroll_drop_the_same_with_the_same_key(pattern, scanned):
+    assert_same(scanned, loss_and_gradients(made(*pattern, layers="unroll")))
+
+
+@pytest.mark.parametrize(
+    ("layers", "remat"),
+    [
+        ("scan", "dots"),
+        ("scan", "full"),
+        ("scan", "save:mlp_out"),
+        ("scan", "save:attention_out,mlp_out"),
+        ("unroll", "dots"),
+        ("unroll", "full"),
+    ],
+)
+def test_what_is_computed_again_drops_the_same(layers, remat):
+    plain, again = (
+        loss_and_gradients(made(2, (DROPPING,), layers=layers, remat=policy))
+        for policy in ("none", remat)
+    )
+    assert_same(plain, again)
+
+
+def test_remat_computes_again_what_its_policy_does_not_keep():
+    def products(remat):
+        """Matrix products of the backward pass of one layer, by its program."""
+        graphdef, state = nnx.split(made(1, (PLAIN,), layers="unroll", remat=remat))
+        program = jax.make_jaxpr(jax.grad(lambda s: run(nnx.merge(graphdef, s)).sum()))(state)
+        return str(program).count("dot_general[")
+
+    counts = {remat: products(remat) for remat in ("none", "dots", "save:mlp_out", "full")}
+    # Projections alone are kept by "dots": the two products of attention have a batch and are made again.
+    assert counts["dots"] == counts["none"] + 2
+    # The last product of a layer is not needed to go back through it, and is dead code to both.
+    assert counts["full"] >= counts["save:mlp_out"] > counts["dots"]
+
+
+def test_without_a_key_nothing_is_dropped(pattern):
+    depth, kinds = pattern
+    still = tuple(
+        dataclasses.replace(
+            kind, dropout=0.0, attention=dataclasses.replace(kind.attention, dropout=0.0)
+        )
+        for kind in kinds
+    )
+    out, without = run(made(depth, kinds)), run(made(depth, still))
+    np.testing.assert_array_equal(out, without)
+    np.testing.assert_array_equal(run(made(depth, still), key=KEY), without)
+    dropped = run(made(depth, kinds), key=KEY)
+    assert float(jnp.abs(dropped - out).max()) > 0.1
+    assert (
+        float(jnp.abs(dropped - run(made(depth, kinds), key=jax.random.split(KEY)[0])).max()) > 0.1
+    )
+
+
+def test_a_layer_draws_by_its_place_and_not_by_the_pattern():
+    """Four layers of one kind are two repeats of two: the same weights, and the same dropout."""
+    one, two = made(4, (DROPPING,)), made(4, (DROPPING, DROPPING))
+    np.testing.assert_allclose(run(one, key=KEY), run(two, key=KEY), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_are_run_in_the_order_of_the_pattern(pattern):
+    depth, kinds = pattern
+    stack = made(depth, kinds)
+    x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
+    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (ROWS, LENGTH))
+    for index in range(depth):
+        kind, repeat = index % len(kinds), index // len(kinds)
+        graphdef, state = nnx.split(getattr(stack, str(kind)))
+        block = nnx.merge(graphdef, jax.tree.map(lambda leaf, r=repeat: leaf[r], state))
+        assert isinstance(block, Block)
+        assert block.config == kinds[kind]
+        x, _ = block(x, positions=positions, mask=masks.causal(LENGTH))
+    np.testing.assert_allclose(run(stack), x, rtol=1e-5, atol=1e-5)
+
+
+def test_a_kind_that_is_never_reached_has_no_parameters():
+    stack = made(*PATTERNS["three kinds for two layers"])
+    leaves = tree.leaves(nnx.to_pure_dict(nnx.state(stack)))
+    assert {path.split("/")[0] for path in leaves} == {"0", "1"}
+    assert {leaf.shape[0] for leaf in leaves.values()} == {1}
+
+
+def test_no_two_layers_start_with_the_same_weights():
+    leaves = tree.leaves(nnx.to_pure_dict(nnx.state(made(4, (PLAIN, PLAIN)))))
+    names = {path.partition("/")[2] for path in leaves if path.endswith("weight")}
+    assert len(names) == 7
+    for name in names:
+        weights = np.concatenate((leaves[f"0/{name}"], leaves[f"1/{name}"]))
+        assert len(np.unique(weights)) == weights.size, name
+
+
+@pytest.mark.parametrize("layers", ["scan", "unroll"])
+def test_a_cache_comes_back_in_its_own_shape_with_every_layer_written(pattern, layers):
+    depth, kinds = pattern
+    stack = made(depth, kinds, layers=layers)
+    caches = {
+        str(kind): LayerCache(*(jnp.zeros((len(range(kind, depth, len(kinds))), ROWS, LENGTH, 1, 4)),) * 2)
+        for kind in range(min(depth, len(kinds)))
+    }  # fmt: skip
+    x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
+    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (ROWS, LENGTH))
+    out, written = stack(
+        x,
+        positions=positions,
+        mask=masks.causal(LENGTH),
+        caches=caches,
+        start=jnp.zeros((ROWS,), jnp.int32),
+    )
+    np.testing.assert_allclose(out, run(stack), rtol=1e-5, atol=1e-5)
+    assert jax.tree.map(jnp.shape, written) == jax.tree.map(jnp.shape, caches)
+    assert all(bool((leaf != 0).all()) for leaf in jax.tree.leaves(written))

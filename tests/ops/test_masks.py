@@ -1,0 +1,86 @@
+"""Masks against a loop over every query and key."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.precision import Precision
+from jaxlm.ops import masks
+from jaxlm.ops.attention import attention
+from jaxlm.ops.masks import Mask
+
+ROWS, LENGTH = 3, 10
+SEGMENTS = np.array([[1] * 4 + [2] * 6, [1, 2, 2, 3, 3, 3, 0, 0, 0, 0], [0] * LENGTH], np.int32)
+INDEX = np.arange(LENGTH, dtype=np.int32)[None]
+
+
+def by_loop(query_index, key_index, *, causal=True, window=None, query=None, key=None):
+    rows = max(len(each) for each in (query_index, key_index, query, key) if each is not None)
+    seen = np.zeros((rows, query_index.shape[1], key_index.shape[1]), bool)
+    for row, t, s in np.ndindex(seen.shape):
+        i, j = query_index[row % len(query_index), t], key_index[row % len(key_index), s]
+        seen[row, t, s] = (
+            (not causal or j <= i)
+            and (window is None or i - j < window)
+            and (query is None or query[row, t] == key[row, s] != 0)
+        )
+    return seen
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS])
+@pytest.mark.parametrize("window", [None, 1, 3, LENGTH, LENGTH + 5])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_query_sees_the_keys_that_the_description_says(causal, window, segments):
+    mask = Mask(
+        query_index=INDEX,
+        key_index=INDEX,
+        query_segments=segments,
+        key_segments=segments,
+        causal=causal,
+        window=window,
+    )
+    expected = by_loop(INDEX, INDEX, causal=causal, window=window, query=segments, key=segments)
+    np.testing.assert_array_equal(mask.materialise(), expected)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_rows_of_a_cache_see_up_to_their_own_slot(window):
+    query = np.array([[3, 4], [7, 8], [0, 1]], np.int32)
+    mask = Mask(query_index=query, key_index=INDEX, window=window)
+    np.testing.assert_array_equal(mask.materialise(), by_loop(query, INDEX, window=window))
+
+
+def test_the_mask_of_a_row_is_causal_within_its_segments():
+    np.testing.assert_array_equal(masks.causal(LENGTH).materialise(), by_loop(INDEX, INDEX))
+    np.testing.assert_array_equal(
+        masks.causal(LENGTH, SEGMENTS).materialise(),
+        by_loop(INDEX, INDEX, query=SEGMENTS, key=SEGMENTS),
+    )
+
+
+def test_segments_of_one_side_alone_are_refused():
+    for side in ("query_segments", "key_segments"):
+        with pytest.raises(ValueError, match="segments of queries without those of keys"):
+            Mask(query_index=INDEX, key_index=INDEX, **{side: SEGMENTS})
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_queries_that_see_nothing_leave_every_gradient_finite_and_unmoved(cap):
+    """Padding sees no key; what it gives is weighed with zero, and reaches no real token."""
+    mask = masks.causal(LENGTH, SEGMENTS)
+    blind = ~np.asarray(mask.materialise()).any(-1)
+    assert blind.sum() == 4 + LENGTH
+    operands = tuple(jax.random.normal(key, (ROWS, LENGTH, 2, 4)) for key in jax.random.split(jax.random.key(0), 3))  # fmt: skip
+
+    def loss(operands, weights):
+        out = attention(*operands, mask, Precision.float32(), scale=0.5, cap=cap)
+        return (jnp.square(out) * weights[..., None, None]).sum()
+
+    everywhere = jax.grad(loss)(operands, jnp.ones((ROWS, LENGTH)))
+    real = jax.grad(loss)(operands, jnp.asarray(~blind, jnp.float32))
+    for gradients in (everywhere, real):
+        assert all(bool(jnp.isfinite(leaf).all()) for leaf in gradients)
+    for gradient in real:
+        assert not np.asarray(gradient)[SEGMENTS == 0].any()
+        assert np.abs(np.asarray(gradient)[SEGMENTS > 0]).max() > 0
