@@ -81,9 +81,10 @@ class Ending:
             self._listener.join()
 
     def failed(self, error: BaseException) -> NoReturn:
-        """Ends with an exception, in its own code. That a peer is gone is news only if it has not said why."""
-        if is_loss(error):
+        """Ends with an exception, in its own code, unless a peer has ended the run before and this only follows from it."""
+        if self.peers.count > 1 and not isinstance(error, PeerLost):
             _within(self._read_signs)
+        if is_loss(error):
             why = str(error).partition("\n")[0]
             error = PeerLost("another process was lost during a computation", why=why)
         if isinstance(error, JaxlmError):

