@@ -159,9 +159,9 @@ class Store:
         )
         try:
             self._orbax.save(self._path(step), args=ocp.args.StandardSave(state))
+            faults.point("save.files", step)
         except Exception as error:  # Orbax and its array store raise what they like
             raise self._failed(error) from error
-        faults.point("save.files", step)
 
     def check(self) -> None:
         """Raises SaveFailed where a save in the background has failed."""

@@ -25,6 +25,7 @@ from jaxlm.recipes.resume import Wish
 from jaxlm.recipes.rewinding import Rewinds
 from jaxlm.recipes.session import Session
 from jaxlm.train.rundir import RunDir, read_json
+from jaxlm.train.signals import Interrupted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,8 +102,16 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
         console = stack.enter_context(Console(screen, log=log, total=run.train.steps))
         for line in noticed:
             console.say(line)
-        with crew.in_turn("prepare"):  # the first fills the caches
-            data = prepare.open_data(run.data, seed=run.seed, say=console.say)
+        stop = stack.enter_context(crew.stop)
+        try:
+            with stop.waiting(), crew.in_turn("prepare"):  # the first fills the caches
+                data = prepare.open_data(run.data, seed=run.seed, say=console.say)
+        except Interrupted as told:
+            raise Preempted(
+                f"stopped by {told} while the data was prepared",
+                why="nothing was trained since the last save",
+                fix="run the same command again",
+            ) from None
         crew.agree("data", data.fingerprint)
         if meta:
             resume.check_data(meta["data"], data.fingerprint, options.wish)
@@ -110,7 +119,6 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
         _check_vocabulary(run, data)
         if is_first:
             _describe(directory, loaded, options, data)
-        stop = stack.enter_context(crew.stop)
         with jax.set_mesh(mesh):
             engine = Engine(run, data, model)
             space.check(engine, store, directory)

@@ -1,17 +1,15 @@
 """A run while it is trained: what the loop's hooks do, and what they share."""
 
 import contextlib
-import dataclasses
 import functools
 import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxlm.checkpoint.store import Store
-from jaxlm.core import config
-from jaxlm.core.errors import Diverged, Preempted, SaveFailed
+from jaxlm.core import config, faults
+from jaxlm.core.errors import Diverged, Preempted
 from jaxlm.models import cost
 from jaxlm.monitor import memory, peaks, sinks
 from jaxlm.monitor.clock import Clock
@@ -23,13 +21,14 @@ from jaxlm.recipes.engine import Engine
 from jaxlm.recipes.resume import Wish
 from jaxlm.recipes.rewinding import Rewinds
 from jaxlm.recipes.sample import Sampler
+from jaxlm.recipes.saving import Moment, Saves
+from jaxlm.recipes.stepping import Stepper
 from jaxlm.train import guard, loop
 from jaxlm.train.cadence import Cadence
 from jaxlm.train.loop import BudgetSpent, Hooks, Progress
 from jaxlm.train.rundir import RunDir
 from jaxlm.train.signals import StopRequest
 from jaxlm.train.state import TrainState
-from jaxlm.train.step import Metrics, Step
 
 
 class Session:
@@ -55,10 +54,8 @@ class Session:
         self.sampler = Sampler(run.sample, blueprint, engine.data.tokenizer, run.seed)
         self.trace = Trace(run.profile, directory.path / "profile")  # one for each process
         self._open = contextlib.ExitStack()
-        self._step: Step | None = None
-        self._failed_saves = 0
-        self._is_retry_due = False
-        self._saved: tuple[TrainState, int, float | None] | None = None
+        self._step = Stepper(engine, crew, console, self._start_clock)
+        self._saves = Saves(engine, crew, directory, console, store, rewinds)
         flops = functools.partial(cost.flops_per_token, blueprint.config, run.data.sequence)
         kinds = [device.device_kind for device in engine.model.mesh.devices.flat]
         self._clock_of = functools.partial(
@@ -125,22 +122,22 @@ class Session:
         self._is_sample_due = cadence(run.sample.every).is_due
         is_save_due = cadence(run.checkpoint.every).is_due
         has_validation = bool(self.engine.data.validation)
-        self.clock = self._clock_of(start=self.start)
+        self._start_clock()
         hooks = Hooks(
             is_log_due=cadence(run.log.every).is_due,
             is_eval_due=cadence(run.eval.every).is_due if has_validation else lambda _: False,
-            is_save_due=lambda step: is_save_due(step) or self._is_retry_due,
+            is_save_due=lambda step: is_save_due(step) or self._saves.is_retry_due,
             before=self._before,
             count=lambda tokens, waited: self.clock.add(tokens=tokens, data_wait_seconds=waited),
             log=self._log,
             skipped=self._note_skipped,
             evaluate=self._evaluate,
             save=self._save,
-            check_saves=self._check_saves,
+            check_saves=self._saves.check,
             enter=self.crew.watch.enter,
         )
         loop.run(
-            self._compiled,
+            self._step,
             state,
             self.engine.batches(self.start, self.rewinds.skips),
             start=self.start,
@@ -154,52 +151,12 @@ class Session:
             budget=run.guard.budget,
         )
 
-    def _compiled(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """The step, compiled at its first call, where a person can see how long that takes.
-
-        Compiled by itself, so that the clock begins before the first step and not in the middle of it.
-        """
-        if self._step is None:
-            with self.crew.watch.phase("compile"), self.console.timer("compiling the step"):
-                self._step = self.engine.step.lower(state, batch).compile()
-            self.clock = self._clock_of(start=self.start)
-        limits, step = self.run.guard, self._completed + 1
-        if limits.compare_every and step % limits.compare_every == 0:
-            self._compare_replicas(state)
-        if limits.repeat_every and step % limits.repeat_every == 0:
-            return self._repeated(state, batch)
-        return self._step(state, batch)
-
-    def _repeated(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        """One step computed twice from the same state. Raises Diverged where the results are not the same bits.
-
-        A processor that miscalculates now and then leaves no other trace.
-        """
-        assert self._step is not None
-        again, _ = self._step(jax.tree.map(jnp.copy, state), batch)
-        moved, metrics = self._step(state, batch)
-        if differences := self.engine.replicas.changes(again.params, moved.params):
-            raise Diverged(
-                f"step {self._completed + 1} came out otherwise when it was computed again, in {len(differences)} leaves",
-                where=f"step {self._completed + 1}",
-                why="\n".join(differences[:4]),
-                fix="the same command again goes on from the last committed step; a device that does this twice is broken",
-            )
-        return moved, metrics
+    def _start_clock(self) -> None:
+        self.clock = self._clock_of(start=self.start)
 
     def _before(self, completed: int) -> None:
-        self._completed = completed
+        self._step.completed = completed
         self.trace.before(completed)
-
-    def _compare_replicas(self, state: TrainState) -> None:
-        """Raises Diverged where devices that should hold the same parameters do not."""
-        if differences := self.engine.replicas.differences(state.params):
-            raise Diverged(
-                f"copies of the parameters differ between devices, in {len(differences)} leaves",
-                where=f"before step {self._completed + 1}",
-                why="\n".join(differences[:4]),
-                fix="the same command again goes on from the last committed step; a device that does this twice is broken",
-            )
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         inner = ("verdict", "skipped_in_a_row")
@@ -260,6 +217,7 @@ class Session:
         """Every validation set; the loss of the first ranks checkpoints. Samples too, where they are due."""
         run = self.run
         with self.clock.pause(), self.crew.watch.phase("eval"):
+            faults.point("eval", step)
             every = None if run.eval.batches == "all" else run.eval.batches
             limit = None if step == run.train.steps else every
             results = self.engine.evaluate(state.params, limit=limit)
@@ -272,73 +230,12 @@ class Session:
             return self.evaluation["loss_nats"]
 
     def _save(self, state: TrainState, step: int, loss_nats: float | None) -> None:
-        """Hands the state to the store, once what happened before it is on disk.
-
-        Raises:
-          BudgetSpent: where a parameter is not finite: such a state is never committed.
-          SaveFailed: where the save before this one failed, and the one before that.
-        """
+        """Saves, once what happened before is on disk."""
         with self.clock.pause(), self.crew.watch.phase("save"):
-            if not self.engine.is_finite((state.params, state.opt_state)):
-                values = {
-                    "verdict": float(guard.STATE_NOT_FINITE),
-                    "learning_rate": self.run.optim.lr,
-                }
-                raise BudgetSpent(
-                    step, step, values | dict.fromkeys(("loss_nats", "grad_norm"), float("nan"))
-                )
             for sink in (self.metrics, self.samples, self.spikes):
                 sink.flush()
-            try:
-                self.store.wait()
-                self._failed_saves = 0
-            except SaveFailed as error:
-                self._count_failure(error)
-            stopped_early = self.run.train.patience is not None and (
-                self.progress.evaluations_without_gain >= self.run.train.patience
-            )
-            last = self.progress.last_skipped
-            meta = {
-                "step": step,
-                "finished": step == self.run.train.steps or stopped_early,
-                "config": config.to_json(self.run),
-                "data": self.engine.data.fingerprint,
-                "progress": dataclasses.asdict(self.progress),
-                "evaluation": self.evaluation,
-                "rewinds": self.rewinds.as_json(),
-            }
-            is_healthy = last is None or step - last > self.run.guard.budget
-            self._is_retry_due = False
-            self._saved = (state, step, loss_nats)
-            self.store.save(step, state, meta, loss_nats=loss_nats, healthy=is_healthy)
-            self.directory.step = step
-
-    def _check_saves(self) -> None:
-        """Once a step: a save that failed is tried once more, with the state of this step."""
-        try:
-            self.store.check()
-        except SaveFailed as error:
-            self._count_failure(error)
-            self._is_retry_due = True
-
-    def _count_failure(self, error: SaveFailed) -> None:
-        """Frees what a failed save took up; a second one in a row ends the run. So does the first where there are peers:
-        one process alone cannot save again, and all can start again.
-        """
-        self._failed_saves += 1
-        if self.directory.is_writer:
-            self.store.remove_torn()
-        if self._failed_saves > 1 or self.crew.peers.count > 1:
-            raise error
-        self.console.say(f"{error}\ntrying once more")
+            self._saves.save(Moment(step, state, self.progress, self.evaluation, loss_nats))
 
     def _finish_saves(self) -> None:
-        """Returns when the newest save is committed, tried once more if need be."""
         with self.crew.watch.phase("save"):
-            try:
-                self.store.wait()
-            except SaveFailed as error:
-                self._count_failure(error)
-                assert self._saved is not None
-                self._save(*self._saved)  # no step came after it, so its buffers are still there
-                self.store.wait()
+            self._saves.finish()

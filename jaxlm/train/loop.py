@@ -140,7 +140,6 @@ def run(
         best = False
         if hooks.is_eval_due(completed):
             settle()
-            faults.point("eval", completed)
             loss = hooks.evaluate(state, completed)
             best = loss is not None and progress.note(loss, completed)
         given_up = patience is not None and progress.evaluations_without_gain >= patience

@@ -166,9 +166,9 @@ def test_c9_a_step_that_comes_out_otherwise_when_repeated_is_caught_at_once(
     config, tmp_path, monkeypatch, capsys
 ):
     """One device miscalculates one number in step 20; every fifth step is computed twice."""
-    from jaxlm.recipes.session import Session
+    from jaxlm.recipes.stepping import Stepper
 
-    repeated = Session._repeated
+    repeated = Stepper._repeated
     seen = []
 
     def wrong(self, state, batch):
@@ -177,20 +177,20 @@ def test_c9_a_step_that_comes_out_otherwise_when_repeated_is_caught_at_once(
         def miscalculating(state, batch):
             calls.append(1)
             moved, metrics = step(state, batch)
-            if self._completed == 19 and len(calls) == 2:
+            if self.completed == 19 and len(calls) == 2:
                 moved.params["final_norm"]["scale"] = (
                     moved.params["final_norm"]["scale"].at[0].mul(1.0000002)
                 )
             return moved, metrics
 
         self._step = miscalculating
-        seen.append(self._completed + 1)
+        seen.append(self.completed + 1)
         try:
             return repeated(self, state, batch)
         finally:
             self._step = step
 
-    monkeypatch.setattr(Session, "_repeated", wrong)
+    monkeypatch.setattr(Stepper, "_repeated", wrong)
     words = harness.words(config, tmp_path / "run", *STEPS, "--config.guard.repeat_every=5")
     assert main(words) == 79
     said = capsys.readouterr().err
@@ -204,12 +204,12 @@ def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
     config, tmp_path, monkeypatch, capsys
 ):
     """One device's copy of one leaf is changed before step 20; copies are compared every 8 steps."""
-    from jaxlm.recipes.session import Session
+    from jaxlm.recipes.stepping import Stepper
 
-    compiled = Session._compiled
+    step = Stepper.__call__
 
     def drifting(self, state, batch):
-        if self._completed == 19:
+        if self.completed == 19:
             scale = state.params["final_norm"]["scale"]
             parts = [np.array(shard.data) for shard in scale.addressable_shards]
             parts[3][0] *= 1.001
@@ -220,9 +220,9 @@ def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
             state.params["final_norm"]["scale"] = jax.make_array_from_single_device_arrays(
                 scale.shape, scale.sharding, placed
             )
-        return compiled(self, state, batch)
+        return step(self, state, batch)
 
-    monkeypatch.setattr(Session, "_compiled", drifting)
+    monkeypatch.setattr(Stepper, "__call__", drifting)
     words = harness.words(config, tmp_path / "run", *STEPS, "--config.guard.compare_every=8")
     assert main(words) == 79
     said = capsys.readouterr().err

@@ -91,9 +91,9 @@ BUGS = {
     ),
     "nobody watches an evaluation": Bug(
         "recipes/session.py",
-        'self.watch.phase("eval")',
-        'self.watch.phase("start")',
-        "tests/faults/test_peers.py::test_d4_an_evaluation_that_hangs_is_noticed",
+        'self.crew.watch.phase("eval")',
+        'self.crew.watch.phase("start")',
+        "tests/faults/test_stalls.py::test_e9_d4_what_hangs_is_named_and_ends_with_76",
     ),
     "the signal's handler is not there": Bug(
         "train/signals.py",

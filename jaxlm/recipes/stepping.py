@@ -1,0 +1,70 @@
+"""The compiled step, and now and then a doubt whether the devices still compute."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxlm.core.errors import Diverged
+from jaxlm.monitor.console import Console
+from jaxlm.recipes.crew import Crew
+from jaxlm.recipes.engine import Engine
+from jaxlm.train.state import TrainState
+from jaxlm.train.step import Metrics, Step
+
+AGAIN = "the same command again goes on from the last committed step; a device that does this twice is broken"
+
+
+class Stepper:
+    """The step of a run. It is compiled at its first call, where a person can see how long that takes.
+
+    Before it is due by `guard.compare_every` the copies of the parameters on several devices are compared; a step that is
+    due by `guard.repeat_every` is computed twice.
+
+    Args:
+      compiled: called once the step is compiled, before it first runs.
+    """
+
+    def __init__(
+        self, engine: Engine, crew: Crew, console: Console, compiled: Callable[[], object]
+    ):
+        self._engine, self._crew, self._console, self._then = engine, crew, console, compiled
+        self._step: Step | None = None
+        self.completed = 0  # steps before the one that comes next
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step. Raises Diverged where devices disagree."""
+        if self._step is None:
+            with self._crew.watch.phase("compile"), self._console.timer("compiling the step"):
+                self._step = self._engine.step.lower(state, batch).compile()
+            self._then()
+        limits, number = self._engine.run.guard, self.completed + 1
+        if limits.compare_every and number % limits.compare_every == 0:
+            self._compare(state)
+        if limits.repeat_every and number % limits.repeat_every == 0:
+            return self._repeated(state, batch)
+        return self._step(state, batch)
+
+    def _compare(self, state: TrainState) -> None:
+        if differences := self._engine.replicas.differences(state.params):
+            raise Diverged(
+                f"copies of the parameters differ between devices, in {len(differences)} leaves",
+                where=f"before step {self.completed + 1}",
+                why="\n".join(differences[:4]),
+                fix=AGAIN,
+            )
+
+    def _repeated(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """One step computed twice from the same state: a processor that miscalculates now and then leaves no other trace."""
+        assert self._step is not None
+        again, _ = self._step(jax.tree.map(jnp.copy, state), batch)
+        moved, metrics = self._step(state, batch)
+        if differences := self._engine.replicas.changes(again.params, moved.params):
+            raise Diverged(
+                f"step {self.completed + 1} came out otherwise when it was computed again, in {len(differences)} leaves",
+                where=f"step {self.completed + 1}",
+                why="\n".join(differences[:4]),
+                fix=AGAIN,
+            )
+        return moved, metrics

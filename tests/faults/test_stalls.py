@@ -1,0 +1,83 @@
+"""Lines D4, D5 and E9 for one process, through the trainer: what hangs is noticed, named, and ended; what is slow is not."""
+
+import signal
+import time
+
+import pytest
+
+from jaxlm.cli.main import main
+from tests.faults import harness
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.mark.parametrize(
+    ("phase", "fault", "last"),
+    [
+        ("data", "data.next:hang@6", 4),
+        ("eval", "eval:hang@6", 4),
+        ("save", "save.begin:hang@6", 4),
+        # In the background: noticed when the next save waits for it.
+        ("save", "save.digest:hang@6", 4),
+    ],
+    ids=["data", "evaluation", "save", "writing"],
+)
+def test_e9_d4_what_hangs_is_named_and_ends_with_76(config, tmp_path, phase, fault, last):
+    limit = 3
+    flags = (f"--config.watch.{phase}={limit}s", "--config.eval.every=6")
+    process = harness.start(harness.words(config, tmp_path / "run", *flags), fault)
+    try:
+        while not (tmp_path / f"run/checkpoints/{last}").exists():
+            time.sleep(0.02)
+            assert process.poll() is None
+        begun = time.monotonic()
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 76, said
+    assert time.monotonic() - begun <= limit + 3 + 3  # and the steps between, on shared cores
+    assert f"nothing has moved in '{phase}'" in said
+    exited = harness.exit_of(tmp_path / "run")
+    assert exited["code"] == 76
+    assert phase in exited["cause"]
+    assert "File " in (tmp_path / "run/stacks.0.txt").read_text()
+    assert main(harness.words(config, tmp_path / "run")) == 0
+
+
+def test_d5_what_is_slow_within_its_limit_goes_on(config, tmp_path):
+    """A step three times longer than the limit of the others' median allows nothing wrong; a save and an evaluation too."""
+    flags = ("--config.watch.step=1s", "--config.watch.eval=20s", "--config.watch.save=20s")
+    slow = "step.before:sleep=0.3@5-8,eval:sleep=2@6,save.begin:sleep=2@8"
+    words = harness.words(config, tmp_path / "run", *flags, "--config.eval.every=6")
+    code, said = harness.run(words, slow)
+    assert code == 0, said
+
+
+def test_a7_a_sigterm_while_data_is_prepared_says_75(tmp_path):
+    """Enough text that preparing it takes seconds."""
+    text = "the quick brown fox jumps over the lazy dog " * 20_000
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"{number} {text}")
+    path = tmp_path / "config.py"
+    path.write_text(harness.CONFIG.format(folder=tmp_path))
+    words = harness.words(str(path), tmp_path / "run")
+    process = harness.start(words, JAXLM_CACHE=str(tmp_path / "cache"))
+    try:
+        while not (tmp_path / "run/log.txt").exists():
+            time.sleep(0.02)
+            assert process.poll() is None
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        begun = time.monotonic()
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 75, said
+    assert time.monotonic() - begun < 20
+    assert "while the data was prepared" in said
+    assert harness.exit_of(tmp_path / "run")["code"] == 75
