@@ -57,6 +57,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         step=args.step,
         best=args.best,
         cpu_devices=args.cpu_devices,
+        say=out.say,
     )
     out.result(
         answer, "\n---\n".join(sample["prompt"] + sample["text"] for sample in answer["samples"])

@@ -33,7 +33,11 @@ class Options:
 def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
     """Figures by set under `sets`, those of the first also at the top; exact totals over every token, once each."""
     opened = trained.open_run(
-        options.workdir, step=options.step, best=options.best, cpu_devices=options.cpu_devices
+        options.workdir,
+        step=options.step,
+        best=options.best,
+        cpu_devices=options.cpu_devices,
+        say=say,
     )
     run = opened.run
     sequence = options.sequence or run.data.sequence

@@ -1,5 +1,6 @@
 """Text from a trained run."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ def generate(
     step: int | None = None,
     best: bool = False,
     cpu_devices: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """`samples`: for each prompt of `settings` its `prompt`, new `ids`, and their `text`.
 
     Raises:
       ConfigError: where a prompt and what follows it do not fit the model's position table.
     """
-    opened = trained.open_run(workdir, step=step, best=best, cpu_devices=cpu_devices)
+    opened = trained.open_run(workdir, step=step, best=best, cpu_devices=cpu_devices, say=say)
     with jax.set_mesh(opened.model.mesh):
         sampler = Sampler(settings, opened.model.blueprint, opened.tokenizer, seed, flag="--")
         ids = sampler.ids(opened.params, settings.prompts)

@@ -51,32 +51,37 @@ def open_run(
     encoder = tokenizers.read(workdir / "tokenizer")
     devices.start(cpu_devices)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
-    committed = store.steps()
-    chosen = (
-        step if step is not None else (store.best() if best else None) or store.newest_sound(say)
-    )
-    if chosen is None or chosen not in committed:
-        raise InputMissing(
-            f"there is no checkpoint of step {chosen}"
-            if chosen is not None
-            else "there is no checkpoint yet",
-            where=str(workdir / "checkpoints"),
-            why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
-            fix=f"--step={committed[-1]}"
-            if committed
-            else f"jaxlm train --config=... --workdir={workdir}",
-        )
-    if step is not None and (wrong := store.problems(step)):
-        raise DataError(
-            f"checkpoint {step} is damaged",
-            where=str(store.directory / str(step)),
-            why="\n".join(wrong[:4]),
-            fix="name another with --step=, or none for the newest that is sound",
-        )
+    chosen = _choose(store, step, best, say)
     mesh = devices.build_mesh(run.mesh if _fits(run.mesh) else MeshConfig())
     model = assembly.assemble(run, assembly.vocabulary(run, encoder.size), mesh)
     params = store.restore_part(chosen, "params", assembly.placed(model))
     return Trained(run, chosen, model, params, encoder)
+
+
+def _choose(store: Store, step: int | None, best: bool, say: Callable[[str], None]) -> int:
+    """The step that was asked for, whole; without a number or `best`, the newest that is."""
+    named = step if step is not None else store.best() if best else None
+    chosen = store.newest_sound(say) if named is None else named
+    committed = store.steps()
+    if chosen is None or chosen not in committed:
+        raise InputMissing(
+            "there is no checkpoint yet"
+            if chosen is None
+            else f"there is no checkpoint of step {chosen}",
+            where=str(store.directory),
+            why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
+            fix=f"--step={committed[-1]}"
+            if committed
+            else f"jaxlm train --config=... --workdir={store.directory.parent}",
+        )
+    if named is not None and (wrong := store.problems(named)):
+        raise DataError(
+            f"checkpoint {named} is damaged",
+            where=str(store.directory / str(named)),
+            why="\n".join(wrong[:4]),
+            fix="name another with --step=, or none for the newest that is sound",
+        )
+    return chosen
 
 
 def _fits(mesh: MeshConfig) -> bool:

@@ -134,6 +134,7 @@ def test_c6_rewinds_are_counted_over_restarts_and_end_with_79(
     assert len(harness.records(tmp_path / "run", "spikes.jsonl")) == spikes + 1
 
 
+@pytest.mark.slow
 def test_c8_a_rewind_that_leaves_nothing_out_replays_bit_for_bit(config, tmp_path, monkeypatch):
     never = "grads:nan@999"  # the same program, as the compiler fuses it, without the fault
     broken(monkeypatch, never)
@@ -162,6 +163,7 @@ def test_c11_the_same_seed_is_the_same_run_and_another_is_another(config, unbrok
     assert all(value != theirs[key] for key, value in harness.losses(tmp_path / "other").items())
 
 
+@pytest.mark.slow
 def test_c9_a_step_that_comes_out_otherwise_when_repeated_is_caught_at_once(
     config, tmp_path, monkeypatch, capsys
 ):
@@ -200,6 +202,7 @@ def test_c9_a_step_that_comes_out_otherwise_when_repeated_is_caught_at_once(
     assert harness.steps(tmp_path / "run")[-1] < 20
 
 
+@pytest.mark.slow
 def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
     config, tmp_path, monkeypatch, capsys
 ):

@@ -18,7 +18,7 @@ from jaxlm.checkpoint.store import TORN, Store
 from jaxlm.cli.main import main
 from tests.faults import harness
 
-LONG = ("--config.train.steps=150", "--config.eval.every=100%")
+LONG = ("--config.train.steps=250", "--config.eval.every=100%")
 TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
@@ -100,20 +100,26 @@ def test_a2_six_kills_change_no_bit(config, long, tmp_path):
     kills = kill_again_and_again(command, tmp_path / "run", long, 6)
     assert (kills.landed, kills.conflicts) == (6, 0)
     assert kills.in_a_save >= 2
-    assert kills.losses > 150
+    assert kills.losses > 250
     assert is_same(tmp_path / "run", long)
 
 
 @pytest.mark.slow
-def test_a1_fifty_kills_change_no_bit(config, tmp_path, capsys):
+def test_a1_h5_fifty_kills_change_no_bit(config, tmp_path, capsys):
+    """Says its goodput too: each life trains for a moment and starts for seconds, so that is small, and no figure to reach."""
     steps = ("--config.train.steps=3000", "--config.eval.every=100%")
     code, said = harness.run(harness.words(config, tmp_path / "unbroken", *steps), **TWO)
     assert code == 0, said
     begun = time.monotonic()
     command = harness.words(config, tmp_path / "run", *steps)
     kills = kill_again_and_again(command, tmp_path / "run", tmp_path / "unbroken", 50)
+    wall = time.monotonic() - begun
+    useful = sum(
+        r["step_seconds"] or 0 for r in harness.records(tmp_path / "run") if r["split"] == "train"
+    )
     with capsys.disabled():
-        print(f"\nA1: {kills}, {time.monotonic() - begun:.0f} s")
+        print(f"\nA1: {kills}, {wall:.0f} s, goodput {useful / wall:.2f}")
+    assert useful > 0
     assert (kills.landed, kills.conflicts) == (50, 0)
     assert kills.in_a_save >= 20
     assert is_same(tmp_path / "run", tmp_path / "unbroken")
@@ -147,8 +153,7 @@ def test_a3_a_kill_at_a_point_of_saving_costs_at_most_one_interval(
     assert committed
     # One interval; and while a save was written, at most one more: the next save waits for it.
     assert newest - committed[-1] <= 2 * 2
-    code, said = harness.run(words)
-    assert code == 0, said
+    assert main(words) == 0
     assert is_same(tmp_path / "run", unbroken)
     assert not [p for p in (tmp_path / "run/checkpoints").iterdir() if not p.name.isdigit()]
 
@@ -161,6 +166,7 @@ def checkpoint_digest(workdir: Path) -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 def test_a4_a_kill_during_a_restore_twice_harms_nothing(config, unbroken, tmp_path):
     words = harness.words(config, tmp_path / "run")
     assert main([*words, "--stop_at=6"]) == 0
@@ -231,6 +237,7 @@ def test_a9_a_second_signal_ends_the_process_within_two_seconds(config, tmp_path
     assert harness.store(tmp_path / "run").newest_sound() == 4
 
 
+@pytest.mark.slow
 def test_a10_a_grace_shorter_than_the_save_costs_one_interval(config, unbroken, tmp_path):
     words = harness.words(config, tmp_path / "run")
     process = harness.start(words, "step.after:sigterm@7,save.digest:hang@7")
@@ -260,6 +267,7 @@ def test_a11_a_finished_run_started_again_says_so_and_writes_nothing(config, unb
     assert everything() == before
 
 
+@pytest.mark.slow
 def test_a13_what_an_async_save_stores_is_the_state_at_its_step(config, tmp_path):
     """The state is donated to the next step while its copy is written: each saved step is that of a run which ends there."""
     keep = "--config.checkpoint.keep_last=99"

@@ -17,13 +17,13 @@ def config(tmp_path_factory):
 @pytest.mark.parametrize(
     ("phase", "fault", "last"),
     [
-        ("data", "data.next:hang@6", 4),
         ("eval", "eval:hang@6", 4),
-        ("save", "save.begin:hang@6", 4),
+        pytest.param("data", "data.next:hang@6", 4, marks=pytest.mark.slow),
+        pytest.param("save", "save.begin:hang@6", 4, marks=pytest.mark.slow),
         # In the background: noticed when the next save waits for it.
-        ("save", "save.digest:hang@6", 4),
+        pytest.param("save", "save.digest:hang@6", 4, marks=pytest.mark.slow),
     ],
-    ids=["data", "evaluation", "save", "writing"],
+    ids=["evaluation", "data", "save", "writing"],
 )
 def test_e9_d4_what_hangs_is_named_and_ends_with_76(config, tmp_path, phase, fault, last):
     limit = 3
@@ -48,6 +48,7 @@ def test_e9_d4_what_hangs_is_named_and_ends_with_76(config, tmp_path, phase, fau
     assert main(harness.words(config, tmp_path / "run")) == 0
 
 
+@pytest.mark.slow
 def test_d5_what_is_slow_within_its_limit_goes_on(config, tmp_path):
     """A step three times longer than the limit of the others' median allows nothing wrong; a save and an evaluation too."""
     flags = ("--config.watch.step=1s", "--config.watch.eval=20s", "--config.watch.save=20s")
