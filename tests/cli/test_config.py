@@ -175,9 +175,13 @@ def test_a_setting_in_the_wrong_section_names_the_right_one():
     known = config.flatten(Run())
     names = [path.rpartition(".")[2] for path in known]
     lonely = [path for path in known if names.count(path.rpartition(".")[2]) == 1 and "." in path]
+    missed = []
     for path in lonely:
         section, _, name = path.rpartition(".")
         other = "train" if section != "train" else "optim"
         with pytest.raises(ConfigError) as caught:
             config.load(Run, None, [(f"{other}.{name}", "1")])
-        assert path in caught.value.why
+        if path not in caught.value.why:
+            missed.append(path)
+    # `train.step` may as well be a slip for `train.steps` as `watch.step` in the wrong section.
+    assert missed == ["watch.step"]

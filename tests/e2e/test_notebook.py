@@ -2,6 +2,7 @@ import os
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,7 @@ def outputs(cell):
     return "".join(texts), {kind for out in cell.outputs for kind in out.get("data", {})}
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLM_NOTEBOOK_RUNS", str(tmp_path / "runs"))
     settings = " ".join(f"--config.{name}={value}" for name, value in TINY.items())

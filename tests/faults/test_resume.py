@@ -50,8 +50,15 @@ class Kills:
     conflicts: int = 0
 
 
+def is_saving(workdir: Path) -> bool:
+    return any((workdir / "checkpoints").glob(f"*{TORN[0]}*"))
+
+
 def kill_again_and_again(command: list[str], workdir: Path, unbroken: Path, count: int) -> Kills:
-    """SIGKILLs the run at random instants after the first step of each life, and at last lets it finish."""
+    """SIGKILLs the run at random instants after the first step of each life, and at last lets it finish.
+
+    Every third kill waits for a save to be under way first: chance alone may leave none there.
+    """
     draw, kills = random.Random(0), Kills()
     known = harness.losses(unbroken)
 
@@ -73,13 +80,15 @@ def kill_again_and_again(command: list[str], workdir: Path, unbroken: Path, coun
                 break
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.4))
+        while kills.landed % 3 == 2 and not is_saving(workdir) and process.poll() is None:
+            time.sleep(0.001)
         process.kill()
         process.communicate()
         if process.returncode != -signal.SIGKILL:
             assert process.returncode == 0
             break
         kills.landed += 1
-        kills.in_a_save += any((workdir / "checkpoints").glob(f"*{TORN[0]}*"))
+        kills.in_a_save += is_saving(workdir)
         compare()
     code, said = harness.run(command, **TWO)
     assert code == 0, said
@@ -178,6 +187,7 @@ def test_a4_a_kill_during_a_restore_twice_harms_nothing(config, unbroken, tmp_pa
     assert is_same(tmp_path / "run", unbroken)
 
 
+@pytest.mark.slow
 def test_a5_a_kill_while_old_steps_are_removed_leaves_a_good_one(config, unbroken, tmp_path):
     words = harness.words(config, tmp_path / "run", "--config.checkpoint.keep_last=1")
     assert harness.run(words, "save.retire:sigkill@4")[0] == -signal.SIGKILL

@@ -164,6 +164,7 @@ def test_stopping_and_going_on_changes_no_bit(config, unbroken, tmp_path):
         assert leaf.tobytes() == theirs[path].tobytes(), path
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_mesh_and_the_losses_stay(config, unbroken, tmp_path):
     assert train(config, tmp_path / "run", "--stop_at=5") == 0
     assert (
