@@ -47,6 +47,11 @@ class Manifest:
     shards: tuple[Shard, ...]
     format_version: int = FORMAT_VERSION
 
+    @property
+    def digests(self) -> list[str]:
+        """What tells these shards from others: sha256 of the ids and of the documents of each."""
+        return [d for shard in self.shards for d in (shard.tokens_sha256, shard.documents_sha256)]
+
     def files(self, number: int) -> dict[str, tuple[int, str]]:
         """The files of a shard: name, size in bytes, sha256."""
         shard = self.shards[number]

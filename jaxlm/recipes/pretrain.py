@@ -12,7 +12,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
 from jaxlm.core.config import Loaded
 from jaxlm.core.errors import ConfigError, Preempted
-from jaxlm.data import prepare
+from jaxlm.data import parts, prepare
 from jaxlm.data.prepare import Data
 from jaxlm.monitor import environment
 from jaxlm.monitor.console import Console
@@ -49,7 +49,7 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
     """
     run: Run = loaded.value
     # What costs nothing to find out comes first: a wrong setting must not cost a minute.
-    prepare.find(run.data)
+    parts.find(run.data)
     devices.start(options.cpu_devices)
     with contextlib.ExitStack() as stack:
         crew = stack.enter_context(Crew(run.watch, options.place, workdir=options.workdir))

@@ -7,7 +7,7 @@ import pytest
 import tokenizers as hf
 
 from jaxlm.core.errors import ConfigError, DataError, InputMissing
-from jaxlm.data import tokenizer
+from jaxlm.data import tokenizer, train_tokenizer
 
 NASTY = [
     "",
@@ -56,7 +56,7 @@ def byte_level() -> tokenizer.Tokenizer:
 
 @pytest.fixture(scope="module")
 def trained() -> tokenizer.Tokenizer:
-    return tokenizer.train("sentencepiece:600", iter(CORPUS))
+    return train_tokenizer.train("sentencepiece:600", iter(CORPUS))
 
 
 @pytest.fixture(params=["bytes", "characters", "sentencepiece", "hugging face"])
@@ -64,7 +64,7 @@ def any_tokenizer(
     request: pytest.FixtureRequest, trained: tokenizer.Tokenizer, byte_level: tokenizer.Tokenizer
 ) -> tokenizer.Tokenizer:
     if request.param == "characters":
-        return tokenizer.train("characters", iter([*NASTY, *_random_texts()]))
+        return train_tokenizer.train("characters", iter([*NASTY, *_random_texts()]))
     return {"bytes": tokenizer.Bytes(), "sentencepiece": trained, "hugging face": byte_level}[
         request.param
     ]
@@ -111,15 +111,17 @@ def test_the_size_that_is_asked_for_counts_special_tokens_and_bytes(
 def test_training_twice_on_the_same_text_gives_the_same_tokenizer(
     trained: tokenizer.Tokenizer,
 ) -> None:
-    assert tokenizer.train("sentencepiece:600", iter(CORPUS)).digest == trained.digest
+    assert train_tokenizer.train("sentencepiece:600", iter(CORPUS)).digest == trained.digest
     assert (
-        tokenizer.train("sentencepiece:600", iter([*CORPUS, "while other: words()\n" * 50])).digest
+        train_tokenizer.train(
+            "sentencepiece:600", iter([*CORPUS, "while other: words()\n" * 50])
+        ).digest
         != trained.digest
     )
 
 
 def test_a_character_that_training_did_not_see_is_unknown() -> None:
-    made = tokenizer.train("characters", iter(["abc"]))
+    made = train_tokenizer.train("characters", iter(["abc"]))
     assert made.encode("abz") == [len(tokenizer.SPECIALS), len(tokenizer.SPECIALS) + 1, made.unk]
 
 
@@ -132,7 +134,7 @@ def test_a_character_cut_in_the_middle_decodes_to_a_replacement(
 
 def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_setting() -> None:
     with pytest.raises(ConfigError, match="vocabulary of 9000") as caught:
-        tokenizer.train("sentencepiece:9000", iter(["too little text"]))
+        train_tokenizer.train("sentencepiece:9000", iter(["too little text"]))
     assert caught.value.where == "data.tokenizer"
     assert caught.value.fix == "--config.data.tokenizer=bytes"
 
@@ -146,10 +148,12 @@ def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_setting() -> No
 )
 def test_the_size_that_the_error_proposes_can_be_trained(size: int, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        tokenizer.train(f"sentencepiece:{size}", iter([text]))
+        train_tokenizer.train(f"sentencepiece:{size}", iter([text]))
     proposed = caught.value.fix.removeprefix("--config.data.tokenizer=")
     if proposed != "bytes":
-        assert tokenizer.train(proposed, iter([text * 2])).size == int(proposed.partition(":")[2])
+        assert train_tokenizer.train(proposed, iter([text * 2])).size == int(
+            proposed.partition(":")[2]
+        )
 
 
 @pytest.mark.parametrize(

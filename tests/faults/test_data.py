@@ -21,7 +21,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data import documents, packing, prepare, records, tokenizer, writer
+from jaxlm.data import documents, packing, prepare, records, tokenizer, train_tokenizer, writer
 from jaxlm.data.batch import Tokens
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import Loader
@@ -269,7 +269,7 @@ def trained_tokenizer(folder: Path) -> str:
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(1, 9))) for _ in range(500)]
     prose = " ".join(draw.choices(words, k=4000))
-    path.write_bytes(tokenizer.train("sentencepiece:600", iter([prose])).serialise())
+    path.write_bytes(train_tokenizer.train("sentencepiece:600", iter([prose])).serialise())
     return str(path)
 
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxlm.cli.main import main
 from jaxlm.data import tokenizer as tokenizers
+from jaxlm.data import train_tokenizer
 from tests.faults.conftest import ROOT
 
 
@@ -90,7 +91,7 @@ def sentences():
     """A small SentencePiece model of jaxlm's own."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(1, 6))) for _ in range(400)]
-    return tokenizers.train("sentencepiece:512", (" ".join(draw.choices(words, k=200)) for _ in range(50)))  # fmt: skip
+    return train_tokenizer.train("sentencepiece:512", (" ".join(draw.choices(words, k=200)) for _ in range(50)))  # fmt: skip
 
 
 def test_s7_a_million_unbroken_characters_take_at_most_ten_seconds(sentences):

@@ -17,6 +17,7 @@ from jaxlm.checkpoint import record as records
 from jaxlm.core import config
 from jaxlm.core.errors import JaxlmError
 from jaxlm.data import tokenizer as tokenizers
+from jaxlm.data import train_tokenizer
 from jaxlm.data.shards import Shards
 from jaxlm.recipes.config import Run
 from tests.faults.test_tokenizer_files import byte_pairs
@@ -143,7 +144,7 @@ def sound(kind: str, folder: Path) -> Any:
     match kind:
         case "sentencepiece":
             words = (" ".join(f"w{n * m}" for n in range(200)) for m in range(50))
-            return tokenizers.train("sentencepiece:512", words).serialise()
+            return train_tokenizer.train("sentencepiece:512", words).serialise()
         case "config":
             return config.to_json(Run())
         case "manifest":

@@ -1,0 +1,145 @@
+"""What the data section of a config names: files, checked, and which side of the split they are on."""
+
+import dataclasses
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.data.config import DataConfig
+from jaxlm.data.documents import PROBED_RECORDS, Corpus
+from jaxlm.data.records import Document
+from jaxlm.data.selection import Selection, held_out
+from jaxlm.data.shards import Shards
+
+NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One side of a corpus that becomes a shard set; or a folder that is one already."""
+
+    name: str
+    corpus: Corpus | None
+    selection: Selection
+    folder: Path | None = None
+
+    @property
+    def setting(self) -> str:
+        """Where an error sends the reader."""
+        return "data.train" if self.name == "train" else f"data.validation ({self.name})"
+
+    def documents(self, counts: Counter[str]) -> Iterator[Document]:
+        """The documents on this side; those that are all on the other are counted."""
+        assert self.corpus is not None
+        for document in self.corpus.documents(counts):
+            if text := self.selection.take(document.text):
+                yield document._replace(text=text)
+            else:
+                counts["held out" if not self.selection.held_out else "for training"] += 1
+
+
+def find(config: DataConfig) -> tuple[Part, list[Part]]:
+    """What to read, checked: the files are there, their first records have text, and no file is on both sides.
+
+    Raises:
+      InputMissing, DataError: as the checks find.
+    """
+    train = _part("train", config.train, config, "data.train")
+    entries: dict[str, list[str]] = {}
+    for entry in config.validation:
+        match = NAMED.fullmatch(entry)
+        entries.setdefault((match and match[1]) or "val", []).append(match[2] if match else entry)
+    validation = []
+    for name, patterns in entries.items():
+        sides = held_out(patterns[0]) if len(patterns) == 1 else None
+        if sides is None:
+            validation.append(_part(name, tuple(patterns), config, "data.validation"))
+        elif train.corpus is None:
+            raise ConfigError(
+                "a share cannot be held out of token shards",
+                where=f"data.validation = {patterns[0]}",
+                why=f"{train.folder} was tokenised as a whole",
+                fix=f"jaxlm data tokenize --config.data.validation={patterns[0]} --out=DIR writes both sides",
+            )
+        else:
+            train = dataclasses.replace(train, selection=sides[0])
+            validation.append(Part(name, train.corpus, sides[1]))
+    _refuse_overlap(train, validation)
+    for part in (train, *validation):
+        if part.corpus is not None and not part.selection.held_out:
+            _probe(part.corpus, part.setting)
+    return train, validation
+
+
+def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str) -> Part:
+    if len(patterns) == 1 and (Path(patterns[0]) / "manifest.json").is_file():
+        return Part(name, None, Selection(), Path(patterns[0]))
+    return Part(
+        name, Corpus.find(patterns, config.text_key, setting, config.max_dropped), Selection()
+    )
+
+
+def _refuse_overlap(train: Part, validation: list[Part]) -> None:
+    """Raises DataError where a file is both trained on and validated on: itself, through a link, or a copy of it."""
+    for part in validation:
+        if part.selection.held_out:
+            continue
+        both = sorted(_overlap(train, part))
+        if both:
+            raise DataError(
+                f"{len(both)} file{'s are' if len(both) > 1 else ' is'} both trained on and validated on",
+                where=f"data.train and {part.setting}",
+                why=", ".join(both[:3]),
+                fix="--config.data.validation=5% holds documents out instead",
+            )
+
+
+def _overlap(train: Part, part: Part) -> Iterator[str]:
+    folders = [side.folder for side in (train, part) if side.folder is not None]
+    if len(folders) == 2 and set.intersection(
+        *(set(Shards.open(f).manifest.digests) for f in folders)
+    ):
+        yield " and ".join(map(str, folders))
+    corpora = [side.corpus for side in (train, part) if side.corpus is not None]
+    if len(corpora) < 2 or not any(any(corpus.named()) for corpus in corpora):
+        return
+    trained, others = (
+        {path.resolve(): name for path, name in zip(corpus.files, corpus.names, strict=True)}
+        for corpus in corpora
+    )
+    yield from (str(path) for path in others if path in trained)
+    # Only files of equal sizes can be copies, so almost nothing is hashed.
+    left = {path: name for path, name in others.items() if path not in trained}
+    sizes = {path.stat().st_size for path in trained} - {0}
+    found = {size for path in left if (size := path.stat().st_size) in sizes}
+    digests = {
+        _sha256(path): name for path, name in trained.items() if path.stat().st_size in found
+    }
+    for path, name in left.items():
+        if path.stat().st_size in found and (copy := digests.get(_sha256(path))):
+            yield f"{name}, a copy of {copy}"
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _probe(corpus: Corpus, setting: str) -> None:
+    """Reads the start of each of the user's files, so that a broken one is named before anything is made."""
+    own = list(corpus.named())
+    probed = dataclasses.replace(
+        corpus, files=tuple(path for path, _ in own), names=tuple(name for _, name in own)
+    )
+    found = len(corpus.files) - len(own)  # files of Python's library, read already
+    found += sum(1 for _ in probed.documents(Counter(), PROBED_RECORDS))
+    if not found:
+        raise DataError(
+            "there is no text in the data",
+            where=setting,
+            why=f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, all empty: {', '.join(corpus.names[:3])}",
+            fix=f"--config.{setting.split()[0]}='texts/*.txt'",
+        )
