@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -366,3 +367,29 @@ def test_a_step_of_the_wrong_layout_is_refused(tmp_path):
     with pytest.raises(DataError, match="does not match"):
         store.restore(1, {"params": jax.ShapeDtypeStruct((3,), jnp.float32)})
     store.close()
+
+
+@pytest.mark.slow
+def test_b5_digests_are_a_small_part_of_a_save_and_off_the_steps_thread(tmp_path, monkeypatch):
+    seen = []
+    digests = records.digests
+
+    def timed(directory):
+        begun = time.monotonic()
+        found = digests(directory)
+        seen.append((time.monotonic() - begun, threading.current_thread() is main_thread))
+        return found
+
+    main_thread = threading.current_thread()
+    monkeypatch.setattr(records, "digests", timed)
+    draw = jax.random.normal(jax.random.key(0), (64, 1 << 20))  # 256 MiB that does not compress
+    store = Store(tmp_path, CheckpointConfig())
+    shares = []
+    for step in (1, 2, 3):
+        begun = time.monotonic()
+        store.save(step, {"params": {"w": draw}}, {})
+        store.wait()
+        shares.append(seen[-1][0] / (time.monotonic() - begun))
+    store.close()
+    assert not any(on_main for _, on_main in seen)
+    assert min(shares) <= 0.10, shares  # the faster the disk, the larger the share
