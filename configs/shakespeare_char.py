@@ -50,5 +50,5 @@ def get_config(path: str = "") -> ml_collections.ConfigDict:
     c.eval.every = "12.5%"
     c.eval.batch = 128
     c.sample.prompts = ("ROMEO:", "\n")
-    c.sample.max_tokens = 200
+    c.sample.max_tokens = 48  # prompt and sample share 64 positions
     return c

@@ -57,7 +57,7 @@ def is_saving(workdir: Path) -> bool:
 def kill_again_and_again(command: list[str], workdir: Path, unbroken: Path, count: int) -> Kills:
     """SIGKILLs the run at random instants after the first step of each life, and at last lets it finish.
 
-    Every third kill waits for a save to be under way first: chance alone may leave none there.
+    Every second kill waits for a save to be under way first: chance alone may leave none there.
     """
     draw, kills = random.Random(0), Kills()
     known = harness.losses(unbroken)
@@ -80,7 +80,7 @@ def kill_again_and_again(command: list[str], workdir: Path, unbroken: Path, coun
                 break
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.4))
-        while kills.landed % 3 == 2 and not is_saving(workdir) and process.poll() is None:
+        while kills.landed % 2 == 1 and not is_saving(workdir) and process.poll() is None:
             time.sleep(0.001)
         process.kill()
         process.communicate()
