@@ -75,7 +75,11 @@ def start(command: list[str], faults: str = "", **env: str) -> subprocess.Popen:
 def run(command: list[str], faults: str = "", **env: str) -> tuple[int, str]:
     """The exit code, negative for a signal, and all that was printed."""
     process = start(command, faults, **env)
-    said, _ = process.communicate(timeout=300)
+    try:
+        said, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        process.communicate()
     return process.returncode, said
 
 
