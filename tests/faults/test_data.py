@@ -602,8 +602,9 @@ begun = time.monotonic()
 assert finish(build(root / "whole")) == 0
 length = time.monotonic() - begun
 draw = random.Random(int(sys.argv[4]))
-for number in range(kills):
-    folder, pause = root / f"killed{number}", length * (number + draw.random()) / kills
+number = caught = 0
+while number < kills or (caught < 3 and number < 5 * kills):  # chance may leave nothing half-made
+    folder, pause = root / f"killed{number}", length * (number % kills + draw.random()) / kills
     while True:
         child = build(folder)
         time.sleep(pause)
@@ -612,8 +613,11 @@ for number in range(kills):
             break
         shutil.rmtree(folder)  # it was done before the kill
         pause *= 0.8
-    print(number, sorted(p.name for p in folder.glob("*/.*")), flush=True)
+    left = sorted(p.name for p in folder.glob("*/.*"))
+    print(number, left, flush=True)
+    caught += any("partial" in name for name in left)
     assert finish(build(folder)) == 0
+    number += 1
 """
 
 
@@ -653,8 +657,10 @@ def test_e10_a_cache_whose_making_was_killed_becomes_what_an_unbroken_one_is(
     assert sum("partial" in line for line in done.stdout.splitlines()) >= 3, done.stdout
     whole = contents(tmp_path / "whole")
     assert {name.partition("/")[0] for name in whole} == {"tokenizers", "shards", "plans"}
-    for number in range(10):
-        assert contents(tmp_path / f"killed{number}") == whole, (seed, number)
+    killed = sorted(tmp_path.glob("killed*"))
+    assert len(killed) >= 10
+    for folder in killed:
+        assert contents(folder) == whole, (seed, folder)
 
 
 def test_e10_a_plan_that_was_harmed_is_made_again(stored: Shards, tmp_path: Path) -> None:
