@@ -622,11 +622,11 @@ while number < kills or (caught < 3 and number < 5 * kills):  # chance may leave
 
 
 def contents(root: Path) -> dict[str, str]:
-    """sha256 of every file under a folder, by its path in it."""
+    """sha256 of every file under a folder, by its path in it; but for the empty lock that a kill right after the rename leaves."""
     return {
         str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(root.rglob("*"))
-        if path.is_file()
+        if path.is_file() and (path.suffix != ".lock" or path.stat().st_size)
     }
 
 
