@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.errors import DataError
 from jaxlm.monitor import sinks, words
 from jaxlm.monitor.plots import PLOTS
 
@@ -221,14 +220,4 @@ def _figure(value: float | None) -> str:
 
 
 def _json(path: Path) -> Any:
-    if not path.exists():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path.name} of the run is not JSON",
-            where=str(path),
-            why=f"{type(error).__name__}: {error}",
-            fix="bring it back from a copy of the run",
-        ) from error
+    return sinks.read_json(path) if path.exists() else None

@@ -98,6 +98,23 @@ class Nowhere:
         """There is nothing to close."""
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file of a run holds.
+
+    Raises:
+      DataError: where it is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path.name} of the run is not JSON",
+            where=str(path),
+            why=f"{type(error).__name__}: {error}",
+            fix="bring it back from a copy of the run",
+        ) from error
+
+
 def replace(target: Path, content: bytes) -> None:
     """Replaces a file as a whole: readers see the old one or the new, and the new one is on the disk when this returns.
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from jaxlm.core.errors import DataError, InputMissing, NotWritable, in_our_words
+from jaxlm.core.errors import InputMissing, NotWritable, in_our_words
 from jaxlm.core.quoting import safe
 from jaxlm.monitor import sinks
 from jaxlm.train.lock import Lock
@@ -118,12 +118,4 @@ def read_json(run: str | os.PathLike[str], name: str) -> Any:
             where=str(path),
             fix="name a directory that `jaxlm train` made with --workdir",
         )
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{name} of the run is not JSON",
-            where=str(path),
-            why=f"{type(error).__name__}: {error}",
-            fix="bring it back from a copy of the run",
-        ) from error
+    return sinks.read_json(path)
