@@ -183,7 +183,7 @@ class Store:
         Raises:
           DataError: where a leaf is missing, left over, or of another shape or dtype. Orbax would cast a dtype silently.
         """
-        self._compare(step, _layout(abstract), self._saved(step))
+        self._compare(step, _layout(abstract), self.layout(step))
         faults.point("restore.read", step)
         return self._orbax.restore(self._path(step), args=ocp.args.StandardRestore(abstract))
 
@@ -191,7 +191,7 @@ class Store:
         """One part of the state, such as `params`, without reading the others. Raises DataError as `restore` does."""
         saved = {
             path: layout
-            for path, layout in self._saved(step).items()
+            for path, layout in self.layout(step).items()
             if path.startswith(f"{name}/")
         }
         self._compare(
@@ -208,7 +208,7 @@ class Store:
 
     def layout(self, step: int) -> dict[str, str]:
         """Each leaf of a step's state by its path, as "float32[8, 4]"; no array is read."""
-        return self._saved(step)
+        return _layout(ocp.StandardCheckpointHandler().metadata(self._path(step)).tree)
 
     def arrays(self, step: int) -> dict[str, np.ndarray]:
         """Each leaf of a step's state by its path, whole, in host memory."""
@@ -287,9 +287,6 @@ class Store:
             self._path(step).rename(retired)
             faults.point("save.retire", step)
             retired.rmtree()
-
-    def _saved(self, step: int) -> dict[str, str]:
-        return _layout(ocp.StandardCheckpointHandler().metadata(self._path(step)).tree)
 
     def _compare(self, step: int, wanted: dict[str, str], found: dict[str, str]) -> None:
         differences = [
