@@ -109,7 +109,7 @@ def ours(run: Run, data: prepare.Data, folder: Path) -> tuple[Any, Timed]:
             random.key(run.seed, "init")
         )
         start = jax.tree.map(jnp.copy, params)
-        state = states.fresh(params, optimizer, run.guard)
+        state = jax.jit(lambda params: states.fresh(params, optimizer, run.guard))(params)
     rows = host.host_rows(mesh, run.train.batch)
     batches = map(
         functools.partial(host.put, mesh), data.train.batches(0, batch=run.train.batch, rows=rows)
@@ -139,6 +139,7 @@ def ours(run: Run, data: prepare.Data, folder: Path) -> tuple[Any, Timed]:
         log=log,
         evaluate=lambda state, number: None,
         save=lambda state, number, loss: None,
+        skipped=lambda number, values, layers: None,
         check_saves=lambda: None,
     )
 
@@ -158,6 +159,7 @@ def ours(run: Run, data: prepare.Data, folder: Path) -> tuple[Any, Timed]:
                 stop=StopRequest(),
                 patience=None,
                 keep_best=False,
+                budget=run.guard.budget,
             )
         jax.block_until_ready(state)
         done += count

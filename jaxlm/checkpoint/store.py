@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -226,15 +227,31 @@ class Store:
         self._orbax.close()
 
     def release(self) -> None:
-        """Lets go after an error: waits for what is being written, and says nothing of how it went."""
+        """Lets go after an error: waits for what is being written, says nothing of how it went, removes what it left."""
         with contextlib.suppress(Exception):
             self._orbax.close()
+        if self._is_first and not self._read_only and self._is_owner():
+            with contextlib.suppress(OSError):
+                self.remove_torn()
 
     def remove_torn(self) -> None:
-        """Removes what a failed save, or a killed process, left half-done. Who may write holds the run directory's lock, so nobody else is writing."""
-        for path in self.directory.iterdir():
-            if any(suffix in path.name for suffix in TORN):
-                path.rmtree()
+        """Removes what a failed save, or a killed process, left half-done; what cannot be removed stays until the next time.
+
+        Whoever may write holds the run directory's lock, so nobody else is writing. But the writers of a save that
+        failed may still be at it for a moment, and make their folders again.
+        """
+        for _ in range(10):
+            torn = [
+                path
+                for path in self.directory.iterdir()
+                if any(suffix in path.name for suffix in TORN)
+            ]
+            if not torn:
+                return
+            for path in torn:
+                with contextlib.suppress(OSError):
+                    path.rmtree()
+            time.sleep(0.05)
 
     def _path(self, step: int) -> epath.Path:
         return self.directory / str(step)

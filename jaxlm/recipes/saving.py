@@ -42,6 +42,7 @@ class Saves:
         self._engine, self._crew, self._directory = engine, crew, directory
         self._console, self._store, self._rewinds = console, store, rewinds
         self._failed = 0  # in a row
+        self._is_in_flight = False
         self._newest: Moment | None = None
         self.is_retry_due = False
 
@@ -60,21 +61,20 @@ class Saves:
             }
             unknown = dict.fromkeys(("loss_nats", "grad_norm"), float("nan"))
             raise BudgetSpent(step, step, values | unknown)
-        try:
-            self._store.wait()
-            self._failed = 0
-        except SaveFailed as error:
-            self._count(error)
-        self.is_retry_due = False
-        self._newest = moment
+        self._wait()
+        self._newest, self.is_retry_due = moment, False
         last, budget = moment.progress.last_skipped, self._engine.run.guard.budget
-        self._store.save(
-            step,
-            state,
-            self._meta(moment),
-            loss_nats=moment.loss_nats,
-            healthy=last is None or step - last > budget,
-        )
+        try:
+            self._is_in_flight = True
+            self._store.save(
+                step,
+                state,
+                self._meta(moment),
+                loss_nats=moment.loss_nats,
+                healthy=last is None or step - last > budget,
+            )
+        except SaveFailed as error:  # it could not even begin
+            self._count(error)
         self._directory.step = step
 
     def check(self) -> None:
@@ -83,17 +83,24 @@ class Saves:
             self._store.check()
         except SaveFailed as error:
             self._count(error)
-            self.is_retry_due = True
 
     def finish(self) -> None:
         """Returns when the newest save is committed, tried once more if need be."""
+        self._wait()
+        if self.is_retry_due:
+            assert self._newest is not None
+            self.save(self._newest)  # no step came after it, so its buffers are still there
+            self._store.wait()
+
+    def _wait(self) -> None:
+        """Waits for the save in flight, and notes how it went."""
         try:
             self._store.wait()
         except SaveFailed as error:
             self._count(error)
-            assert self._newest is not None
-            self.save(self._newest)  # no step came after it, so its buffers are still there
-            self._store.wait()
+            return
+        if self._is_in_flight:
+            self._is_in_flight, self._failed = False, 0
 
     def _meta(self, moment: Moment) -> dict[str, Any]:
         run, progress = self._engine.run, moment.progress
@@ -113,7 +120,7 @@ class Saves:
         """Frees what a failed save took up; a second one in a row ends the run. So does the first where there are peers:
         one process alone cannot save again, and all can start again.
         """
-        self._failed += 1
+        self._failed, self._is_in_flight, self.is_retry_due = self._failed + 1, False, True
         if self._directory.is_writer:
             self._store.remove_torn()
         if self._failed > 1 or self._crew.peers.count > 1:
