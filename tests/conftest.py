@@ -1,6 +1,7 @@
 """What every test stands on: eight fake devices, strict ranks, a compile cache, caches outside of the home folder."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,27 @@ if "xla_force_host_platform_device_count" not in flags:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "xla"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+# A run compiles some forty small programs besides its step: from the cache they take half the time.
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAXLM_CACHE", str(CACHE / "jaxlm"))
 os.environ.setdefault("MPLCONFIGDIR", str(CACHE / "matplotlib"))
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Runs of this module, in this process and in those that it starts, are on one device.
+
+    The two are then the same in every bit, and a process with one device starts and steps at two thirds of the cost.
+    """
+    import jax
+
+    first = jax.devices()[:1]
+    flags = re.sub(r"(force_host_platform_device_count)=\d+", r"\1=1", os.environ["XLA_FLAGS"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: first)
+        patch.setattr(jax, "device_count", lambda *_: 1)
+        patch.setenv("XLA_FLAGS", flags)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -231,8 +231,7 @@ class Store:
         with contextlib.suppress(Exception):
             self._orbax.close()
         if self._is_first and not self._read_only and self._is_owner():
-            with contextlib.suppress(OSError):
-                self.remove_torn()
+            self.remove_torn()
 
     def remove_torn(self) -> None:
         """Removes what a failed save, or a killed process, left half-done; what cannot be removed stays until the next time.
@@ -241,16 +240,14 @@ class Store:
         failed may still be at it for a moment, and make their folders again.
         """
         for _ in range(10):
-            torn = [
-                path
-                for path in self.directory.iterdir()
-                if any(suffix in path.name for suffix in TORN)
-            ]
-            if not torn:
-                return
-            for path in torn:
-                with contextlib.suppress(OSError):
-                    path.rmtree()
+            with contextlib.suppress(OSError):
+                every = self.directory.iterdir()
+                torn = [path for path in every if any(suffix in path.name for suffix in TORN)]
+                if not torn:
+                    return
+                for path in torn:
+                    with contextlib.suppress(OSError):
+                        path.rmtree()
             time.sleep(0.05)
 
     def _path(self, step: int) -> epath.Path:

@@ -18,6 +18,7 @@ import time
 
 VARIABLE = "JAXLM_FAULTS"
 POINTS = (
+    "compile",
     "data.next",
     "step.before",
     "step.after",

@@ -96,16 +96,20 @@ def _mend(
     return shlex.join(f"--config.{path}={text}" for path, text in flags.items())
 
 
-def from_json(schema: type, data: Any, where: str = "config.json") -> Any:
-    """A section from what `to_json` gave. Nothing is converted but lists to tuples and text to spans.
+def from_json(
+    schema: type,
+    data: Any,
+    where: str = "config.json",
+    overrides: Sequence[tuple[str, str]] = (),
+) -> Any:
+    """A section from what `to_json` gave, with overrides as on the command line. Nothing is converted but lists to tuples and text to spans.
 
     A setting that is absent, being newer than the file, takes its default.
 
     Raises:
       ConfigError: where a setting is unknown, of another type or out of range.
     """
-    resolver = Resolver(schema, data, {"": Origin("file", where)})
-    resolver.resolve()
+    resolver = _apply(schema, data, {"": Origin("file", where)}, overrides)
     if resolver.problems:
         raise problem.error(resolver.problems)
     return resolver.value

@@ -1,16 +1,20 @@
 """The report of a run: one HTML file that needs no other."""
 
 import base64
+import contextlib
 import html
 import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from jaxlm.core.errors import DataError
 from jaxlm.monitor import sinks, words
 from jaxlm.monitor.plots import PLOTS
+from jaxlm.monitor.sinks import FIGURES, Shape
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; --good: #1a7f37; }
@@ -24,7 +28,9 @@ pre { background: var(--soft); padding: .7rem; overflow-x: auto; white-space: pr
 .plots img { width: 100%; border-radius: 4px; } .scroll { overflow-x: auto; margin: 1rem 0; } .soft { opacity: .7; }
 """
 
-FIGURES = ("loss_nats", "perplexity", "bits_per_byte", "token_accuracy", "calibration_error")
+DEEPEST = 20  # levels of a JSON file that are rows of their own
+SAMPLES: Shape = {"step": sinks.is_step, "prompt": sinks.is_text, "text": sinks.is_text}
+EXIT: Shape = {"code": sinks.is_number, "cause": sinks.is_text, "time_unix": sinks.is_number}
 
 
 def write(run: str | os.PathLike[str]) -> Path:
@@ -49,8 +55,8 @@ def render(run: Path) -> str:
     sections = (
         ("Result", _result(run, records)),
         ("Curves", _curves(run)),
-        ("Samples", _samples(sinks.read(run / "samples.jsonl"))),
-        ("Warnings", _warnings(sinks.read(run / "warnings.jsonl"))),
+        ("Samples", _samples(sinks.read(run / "samples.jsonl", SAMPLES))),
+        ("Warnings", _warnings(sinks.read(run / "warnings.jsonl", {}))),
         ("Configuration", _configuration(run)),
         ("Environment", _environment(run)),
     )
@@ -77,10 +83,12 @@ def _summary(run: Path, records: Sequence[Mapping[str, Any]]) -> str:
         )
         if tokens:
             parts.append(f"{words.count(tokens)} tokens")
-        parts.append(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(last["time_unix"])))
-    end = _json(run / "exit.json")
+        with contextlib.suppress(ValueError, OverflowError, OSError):  # no time of this world
+            stamp = time.gmtime(last.get("time_unix") or 0)
+            parts.append(time.strftime("%Y-%m-%d %H:%M UTC", stamp))
+    end = _json(run / "exit.json", EXIT)
     # While a run goes on, the file still tells of the time before.
-    if end and (not records or end["time_unix"] >= records[-1]["time_unix"]):
+    if end and end["time_unix"] >= (records[-1].get("time_unix") or 0 if records else 0):
         parts.append(f"ended with code {end['code']}: {end['cause']}")
     return f'<p class="soft">{html.escape(" · ".join(parts))}</p>'
 
@@ -96,7 +104,9 @@ def _result(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             for split, record in last.items()
         ]
         yield _table(["split", "step", *FIGURES], rows, numbers=True)
-    baselines = _json(run / "baselines.json") or {}
+    baselines = _json(run / "baselines.json")
+    if wrong := [name for name, bits in baselines.items() if not sinks.is_number(bits)]:
+        raise _misshapen(run / "baselines.json", f"has no number for {wrong[0]!r}")
     ours = {
         split: r["bits_per_byte"] for split, r in last.items() if r.get("bits_per_byte") is not None
     }
@@ -162,8 +172,8 @@ def _warnings(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _configuration(run: Path) -> Iterator[str]:
-    config, provenance = _json(run / "config.json"), _json(run / "provenance.json") or {}
-    if config is None:
+    config, provenance = _json(run / "config.json"), _json(run / "provenance.json")
+    if not config:
         return
     rows = [[path, json.dumps(value), provenance.get(path, "")] for path, value in _leaves(config)]
     chosen = [row for row in rows if row[2] not in ("", "default")]
@@ -173,12 +183,12 @@ def _configuration(run: Path) -> Iterator[str]:
     yield f"<details><summary>all {len(rows)} settings</summary>{table}</details>"
     command = run / "command.sh"
     if command.exists():
-        yield f"<pre>{html.escape(command.read_text(encoding='utf-8').splitlines()[-1])}</pre>"
+        lines = command.read_text(encoding="utf-8", errors="replace").splitlines()
+        yield f"<pre>{html.escape(chr(10).join(lines[-1:]))}</pre>"
 
 
 def _environment(run: Path) -> Iterator[str]:
-    environment = _json(run / "environment.json")
-    if environment:
+    if environment := _json(run / "environment.json"):
         rows = [[path, json.dumps(value)] for path, value in _leaves(environment)]
         yield f"<details><summary>versions, devices, flags</summary>{_table(['fact', 'value'], rows)}</details>"
 
@@ -208,7 +218,7 @@ def _table(
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and value and path.count(".") < DEEPEST:
         for key, child in value.items():
             yield from _leaves(child, f"{path}.{key}" if path else key)
     else:
@@ -219,5 +229,20 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _json(path: Path) -> Any:
-    return sinks.read_json(path) if path.exists() else None
+def _json(path: Path, shape: Shape = MappingProxyType({})) -> dict[str, Any]:
+    """The object in a JSON file of the run, empty where there is no such file. Raises DataError where it is none, or of another shape."""
+    if not path.exists():
+        return {}
+    value = sinks.read_json(path)
+    if wrong := sinks.misshapen(value, shape):
+        raise _misshapen(path, wrong)
+    return value
+
+
+def _misshapen(path: Path, wrong: str) -> DataError:
+    return DataError(
+        f"{path.name} of the run is damaged",
+        where=str(path),
+        why=f"it {wrong}",
+        fix=f"mv {path} {path}.damaged    # the report leaves its part out",
+    )

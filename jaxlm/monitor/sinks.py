@@ -5,7 +5,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -183,11 +183,42 @@ def plain(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () else value
 
 
-def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a number to calculate with; some of those that JSON can hold are not."""
+    return isinstance(value, int | float) and abs(value) < 1e300
+
+
+def is_figure(value: Any) -> bool:
+    """Whether it is a number, or null for one that is not known."""
+    return value is None or is_number(value)
+
+
+def is_step(value: Any) -> bool:
+    """Whether it counts completed updates."""
+    return isinstance(value, int) and 0 <= value < 2**63
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is a string."""
+    return isinstance(value, str)
+
+
+Shape = Mapping[str, Callable[[Any], bool]]  # what the values under some names must be
+
+FIGURES = ("loss_nats", "perplexity", "bits_per_byte", "token_accuracy", "calibration_error")
+METRICS: Shape = (
+    {"step": is_step, "split": lambda value: isinstance(value, str | None)}
+    | dict.fromkeys(FIGURES, is_figure)
+    | dict.fromkeys(("time_unix", "learning_rate", "grad_norm", "tokens"), is_figure)
+    | dict.fromkeys(("tokens_per_second", "mfu", "peak_bytes"), is_figure)
+)
+
+
+def read(path: str | os.PathLike[str], shape: Shape = METRICS) -> list[dict[str, Any]]:
     """The records of a .jsonl file; a torn last line is left out, and a missing file has none.
 
     Raises:
-      DataError: where another line is not a JSON object.
+      DataError: where another line is not a JSON object, or not one of this shape.
     """
     path = Path(path)
     records: list[dict[str, Any]] = []
@@ -200,15 +231,23 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             record = json.loads(text)
         except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict):
+        if wrong := misshapen(record, shape):
             raise DataError(
                 f"{path.name} is damaged",
                 where=f"{path}:{number}",
-                why="this line is not a JSON object",
+                why=f"this line {wrong}",
                 fix=f"sed -i {number}d {path}",
             )
         records.append(record)
     return records
+
+
+def misshapen(value: Any, shape: Shape) -> str:
+    """What keeps a value from being a JSON object of this shape, in words; empty where nothing does."""
+    if not isinstance(value, dict):
+        return "is not a JSON object"
+    bad = [name for name, is_right in shape.items() if not is_right(value.get(name))]
+    return f"has {value.get(bad[0])!r} for {bad[0]!r}" if bad else ""
 
 
 def _kept(path: Path, keep_through: int | None) -> tuple[int, int]:

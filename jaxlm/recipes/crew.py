@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from jaxlm.core import faults
 from jaxlm.core.errors import CommandError
 from jaxlm.monitor.config import WatchConfig
 from jaxlm.monitor.watch import Watch
@@ -135,6 +136,7 @@ class Crew:
 
     def depart(self) -> None:
         """The orderly end; afterwards an exception is this process's own."""
+        faults.point("exit")
         self.watch.enter("finish")
         if self.peers.count > 1:
             self.ending.depart(self._config.limits()["finish"])

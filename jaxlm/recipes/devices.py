@@ -5,15 +5,19 @@ import importlib.metadata
 import os
 import platform
 import stat
+import threading
 from pathlib import Path
 
 import jax
+from jax._src import lru_cache
 from jax.sharding import Mesh
 
 from jaxlm.core.errors import CommandError, NotWritable
 from jaxlm.data import cache
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
+
+_put_in_place = lru_cache.LRUCache.put
 
 
 def start(cpu_devices: int | None = None) -> None:
@@ -38,6 +42,22 @@ def start(cpu_devices: int | None = None) -> None:
             ) from error
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(_compile_cache()))
+    lru_cache.LRUCache.put = _put  # type: ignore[assignment]
+
+
+def _put(store: lru_cache.LRUCache, key: str, value: bytes) -> None:
+    """Keeps a compiled program, which appears whole or not at all.
+
+    JAX writes it in place and never again: who is killed meanwhile leaves one that every later start fails to read, and
+    who reads meanwhile gets half of it.
+    """
+    if store.eviction_enabled:  # under a lock of its own
+        return _put_in_place(store, key, value)
+    target = store.path / f"{key}{lru_cache._CACHE_SUFFIX}"
+    if not target.exists():
+        partial = store.path / f".{key}.{os.getpid()}.{threading.get_ident()}.tmp"
+        partial.write_bytes(value)
+        partial.replace(target)
 
 
 def _compile_cache() -> Path:

@@ -17,14 +17,15 @@ from jaxlm.data.prepare import Data
 from jaxlm.monitor import environment
 from jaxlm.monitor.console import Console
 from jaxlm.parallel import host
-from jaxlm.recipes import assembly, devices, resume, space, telling
+from jaxlm.recipes import assembly, devices, resume, space, starts, telling
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.crew import Crew, Place
 from jaxlm.recipes.engine import Engine
 from jaxlm.recipes.resume import Wish
 from jaxlm.recipes.rewinding import Rewinds
 from jaxlm.recipes.session import Session
-from jaxlm.train.rundir import RunDir, read_json
+from jaxlm.recipes.starts import Start
+from jaxlm.train.rundir import RunDir
 from jaxlm.train.signals import Interrupted
 
 
@@ -118,7 +119,7 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
         model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
         _check_vocabulary(run, data)
         if is_first:
-            _describe(directory, loaded, options, data)
+            _describe(directory, loaded, options, data, len(rewinds.made))
         with jax.set_mesh(mesh):
             engine = Engine(run, data, model)
             space.check(engine, store, directory)
@@ -170,12 +171,20 @@ def _check_vocabulary(run: Run, data: Data) -> None:
         )
 
 
-def _describe(directory: RunDir, loaded: Loaded, options: Options, data: Data) -> None:
-    """Writes what the run was started with. A config that replaces another leaves the old one beside it, by its step."""
-    path = directory.path / "config.json"
-    wanted = config.to_json(loaded.value)
-    if path.exists() and (before := read_json(directory.path, "config.json")) != wanted:
-        directory.write_json(f"config.{directory.step}.json", before)
+def _describe(
+    directory: RunDir, loaded: Loaded, options: Options, data: Data, rewinds: int
+) -> None:
+    """Writes what the run was started with. Where it replaces what was there, starts.jsonl keeps that."""
+    wanted, wish = config.to_json(loaded.value), options.wish
+    start = Start(
+        step=directory.step,
+        rewinds=rewinds,
+        reset_optimizer=wish.reset_optimizer,
+        cast=wish.cast,
+        config=wanted,
+        data=data.fingerprint,
+    )
+    starts.note(directory, start)
     directory.write_json("config.json", wanted)
     directory.write_json(
         "provenance.json", {name: str(origin) for name, origin in loaded.provenance.items()}

@@ -1,9 +1,8 @@
 """One step of a run, done again to see what it saw: its batch, its loss, its gradient, the guard's verdict."""
 
-import contextlib
 import dataclasses
+import itertools
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,12 @@ from jaxlm.data.batch import Tokens
 from jaxlm.monitor import sinks
 from jaxlm.objectives.token_nll import score
 from jaxlm.parallel import host
-from jaxlm.recipes import assembly, devices, forensics, resume
+from jaxlm.recipes import assembly, devices, forensics, resume, starts
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 from jaxlm.recipes.resume import Wish
 from jaxlm.recipes.rewinding import Rewinds
+from jaxlm.recipes.starts import Start
 from jaxlm.train.rundir import RunDir, read_json
 from jaxlm.train.state import TrainState
 
@@ -55,9 +55,7 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
       DataError: where the data has changed since, or no checkpoint leads to the step under its config.
     """
     workdir, step = options.workdir, options.step
-    file = _config_file(workdir, step)
-    run: Run = config.load(Run, str(file), options.overrides).value
-    _check_step(step, run)
+    newest = read_json(workdir, "config.json")  # a run has one
     directory = RunDir(workdir)  # not entered: who only reads needs no lock
     rewinds = Rewinds(directory)
     every = len(rewinds.made)
@@ -69,20 +67,33 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
             why=f"it has rewound {every} times so far",
             fix=f"--rewinds={every}",
         )
+    _check_step(step, config.from_json(Run, newest).train.steps)
+    begun = starts.read(workdir)
+    way = [each for each in starts.way(begun, rewinds.made[:known]) if each.step < step]
+    if not way or way[0].step:
+        raise DataError(
+            f"nothing says under which config step {step} was done",
+            where=str(workdir / starts.FILE),
+            fix="bring the file back from a copy of the run",
+        )
+    run: Run = config.from_json(Run, way[-1].config, str(workdir / starts.FILE), options.overrides)
     devices.start(options.cpu_devices)
     store = Store(directory.checkpoints, run.checkpoint, read_only=True)
-    start = _start(store, rewinds, known, step, say)
-    _check_config(workdir, start, step)
+    later = [each for each in begun if each.rewinds > known]
+    start = _start(
+        store, rewinds, known, min((each.step for each in later), default=step), step, say
+    )
+    wish = _wish(way, start, step)
     rewinds.made = rewinds.made[:known]
 
     mesh = devices.build_mesh(run.mesh)
     host.check_rows(mesh, run.train.batch, run.train.microbatches)
     data = prepare.open_data(run.data, seed=run.seed, say=say)
-    _check_data(store, step, data.fingerprint)
+    _check_data(way[-1].data, data.fingerprint)
     model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
     with jax.set_mesh(mesh):
         engine = Engine(run, data, model)
-        state = store.restore(start, engine.abstract()) if start else engine.fresh()
+        state = resume.state(engine, store, start, wish) if start else engine.fresh()
         say(f"from {f'checkpoint {start}' if start else 'the beginning'} through step {step}")
         batches = engine.batches(start, rewinds.skips)
         for _ in range(start + 1, step):
@@ -103,29 +114,24 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     }
 
 
-def _config_file(workdir: Path, step: int) -> Path:
-    """The config under which a step was done: where a run went on with another, config.K.json is that of steps up to K."""
-    read_json(workdir, "config.json")  # a run has one
-    names = (re.fullmatch(r"config\.(\d+)\.json", path.name) for path in workdir.iterdir())
-    replaced = [int(name[1]) for name in names if name and int(name[1]) >= step]
-    return workdir / (f"config.{min(replaced)}.json" if replaced else "config.json")
-
-
-def _check_step(step: int, run: Run) -> None:
-    if not 1 <= step <= run.train.steps:
-        nearest = min(max(step, 1), run.train.steps)
+def _check_step(step: int, steps: int) -> None:
+    if not 1 <= step <= steps:
+        nearest = min(max(step, 1), steps)
         raise CommandError(
             f"the run has no step {step}",
             where=f"--step={step}",
-            why=f"its steps are 1 to {run.train.steps}",
+            why=f"its steps are 1 to {steps}",
             fix=f"--step={nearest}",
         )
 
 
-def _start(store: Store, rewinds: Rewinds, known: int, step: int, say: Say) -> int:
-    """The newest sound checkpoint before a step that lies on its way, after `known` rewinds; 0 is the beginning."""
+def _start(store: Store, rewinds: Rewinds, known: int, shared: int, step: int, say: Say) -> int:
+    """The newest sound checkpoint before a step that lies on its way, after `known` rewinds; 0 is the beginning.
+
+    Of a future that was given up, no step after `shared` is left: later starts began there.
+    """
     way, later = rewinds.made[:known], rewinds.made[known:]
-    shared = min((rewind.to for rewind in later), default=step)
+    shared = min([shared, *(rewind.to for rewind in later)])
     for each in reversed(store.steps()):
         if each >= step or each > shared:
             continue
@@ -136,34 +142,38 @@ def _start(store: Store, rewinds: Rewinds, known: int, step: int, say: Say) -> i
     return 0
 
 
-def _check_config(workdir: Path, start: int, step: int) -> None:
-    """Raises DataError where a setting that matters changed between the checkpoint and the step."""
-    files = _config_file(workdir, start + 1), _config_file(workdir, step)
-    if files[0] == files[1]:
-        return
-    before, after = (config.from_json(Run, read_json(workdir, file.name)) for file in files)
-    try:
-        resume.check(before, after, Wish(), start)
-    except ConfigError as error:
-        raise DataError(
-            f"step {step} cannot be reached from checkpoint {start}",
-            where=str(files[0]),
-            why=f"settings changed in between, and the checkpoint of that step is gone or damaged\n{error.why}",
-            fix=f"--step={files[0].name.split('.')[1]} and below can be",
-        ) from error
+def _wish(way: list[Start], start: int, step: int) -> Wish:
+    """How the run took up the state of a checkpoint, on its way to a step.
+
+    Raises:
+      DataError: where it took up another one in between, and changed it or a setting that matters.
+    """
+    at = [each for each in way if each.step <= start]
+    for before, after in itertools.pairwise([*at[-1:], *way[len(at) :]]):
+        try:
+            resume.check(
+                config.from_json(Run, before.config), config.from_json(Run, after.config), Wish(), 0
+            )
+            resume.check_data(before.data, after.data, Wish())
+            why = ""
+        except ConfigError as error:
+            why = error.why
+        changed = [name for name in ("reset_optimizer", "cast") if getattr(after, name)]
+        if why or changed:
+            raise DataError(
+                f"step {step} cannot be reached from checkpoint {start}",
+                where=f"step {after.step}, where the run went on",
+                why="its checkpoint is gone or damaged, and the run took it up with other settings\n"
+                + "\n".join([*(f"--{name}" for name in changed), *why.splitlines()]),
+                fix=f"--step={after.step}, or one before it",
+            )
+    return at[-1].wish if at and at[-1].step == start else Wish()
 
 
-def _check_data(store: Store, step: int, found: dict[str, Any]) -> None:
-    """Raises DataError where the data is not what the checkpoint about the step says it was."""
-    known = {}
-    for each in store.steps():
-        with contextlib.suppress(DataError):
-            known[each] = store.record(each).meta["data"]
-    if not known:
-        return  # nothing says what was read
-    about = min((each for each in known if each >= step), default=max(known))
+def _check_data(known: dict[str, Any], found: dict[str, Any]) -> None:
+    """Raises DataError where the data is not what the step had read."""
     try:
-        resume.check_data(known[about], found, Wish())
+        resume.check_data(known, found, Wish())
     except ConfigError as error:
         raise DataError(
             error.what,

@@ -92,6 +92,11 @@ class Saves:
             self.save(self._newest)  # no step came after it, so its buffers are still there
             self._store.wait()
 
+    def give_up(self) -> None:
+        """Before a rewind: waits for the save in flight, and asks for no other. The state that it was of is given up."""
+        self._wait()
+        self._newest, self.is_retry_due = None, False
+
     def _wait(self) -> None:
         """Waits for the save in flight, and notes how it went."""
         try:

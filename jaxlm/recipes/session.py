@@ -50,6 +50,7 @@ class Session:
         self.directory, self.console, self.store = directory, console, store
         self.rewinds, self.wish, self.changes = rewinds, wish, changes
         self._take_up(meta)
+        self._begun_at = self.start
         run, blueprint = self.run, engine.model.blueprint
         self.sampler = Sampler(run.sample, blueprint, engine.data.tokenizer, run.seed)
         self.trace = Trace(run.profile, directory.path / "profile")  # one for each process
@@ -111,8 +112,10 @@ class Session:
         """The state before the first step from here on."""
         if not self.start:
             return self.engine.fresh()
+        # After a rewind: a checkpoint of this very start is taken up as it is.
+        wish = self.wish if self.start <= self._begun_at else Wish()
         with self.crew.watch.phase("save"), self.console.timer(f"restoring step {self.start}"):
-            return resume.state(self.engine, self.store, self.start, self.wish)
+            return resume.state(self.engine, self.store, self.start, wish)
 
     def _loop(self, state: TrainState, stop: StopRequest, stop_at: int | None) -> None:
         run = self.run
@@ -190,9 +193,9 @@ class Session:
           Diverged: where no rewind is left.
         """
         limits, made = self.run.guard, len(self.rewinds.made)
+        self._saves.give_up()
         if made >= limits.rewinds:
             rate = spent.values["learning_rate"]
-            self.store.wait()
             raise Diverged(
                 f"training cannot go on after step {spent.first - 1}, and {made} rewinds are used up",
                 where=f"steps {spent.first} to {spent.step}; spikes.jsonl names their documents",
@@ -200,7 +203,6 @@ class Session:
                 f"gradient norm {spent.values['grad_norm']:.4g}, learning rate {rate:.3g}",
                 fix=f"--config.optim.lr={rate / 3:.1e} --workdir=runs/another",
             )
-        self.store.wait()
         if self.directory.is_writer:
             self.rewinds.add(spent.first, self.store, limits)
         told = self.crew.share(f"rewind/{made}", self.rewinds.as_json()[made:])

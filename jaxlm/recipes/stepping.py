@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlm.core import faults
 from jaxlm.core.errors import Diverged
 from jaxlm.monitor.console import Console
 from jaxlm.recipes.crew import Crew
@@ -37,6 +38,7 @@ class Stepper:
         """One step. Raises Diverged where devices disagree."""
         if self._step is None:
             with self._crew.watch.phase("compile"), self._console.timer("compiling the step"):
+                faults.point("compile")
                 self._step = self._engine.step.lower(state, batch).compile()
             self._then()
         limits, number = self._engine.run.guard, self.completed + 1

@@ -82,6 +82,8 @@ def build(
             state.guard, part.metrics["loss_nats"].value, grad_norm, guard
         )
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        # Computed in the gradients' dtype, kept in that of the parameters, which may be lower.
+        opt_state = jax.tree.map(lambda x, old: x.astype(old.dtype), opt_state, state.opt_state)
         params = optax.apply_updates(state.params, updates)
         params, opt_state = guards.select(
             is_good, (params, opt_state), (state.params, state.opt_state)

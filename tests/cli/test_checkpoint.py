@@ -11,6 +11,8 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
 from tests.faults import harness
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -122,7 +121,7 @@ def test_a_misspelt_setting_is_refused_in_two_seconds_without_jax():
         "sys.exit('imported JAX' if {'jax', 'flax'} & sys.modules.keys() else code)"
     )
     words = ["config", "validate", "--config=x.py", "--config.optim.learning_rate=1e-3"]
-    start = time.monotonic()
+    before = os.times()  # the processor's time: other tests may use it too
     root = Path(jaxlm.__path__[0]).parent
     done = subprocess.run(
         [sys.executable, "-c", program, *words],
@@ -130,7 +129,8 @@ def test_a_misspelt_setting_is_refused_in_two_seconds_without_jax():
         text=True,
         env={**os.environ, "PYTHONPATH": str(root)},
     )
-    assert time.monotonic() - start < 2
+    after = os.times()
+    assert sum(after[2:4]) - sum(before[2:4]) < 2
     assert done.returncode == 2, done.stderr
     assert "fix    --config.optim.lr=0.001" in done.stderr
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,31 +9,21 @@ from pathlib import Path
 import pytest
 
 from jaxlm.cli.main import main
+from tests.faults import harness
 
 ROOT = Path(__file__).parents[2]
+ONE_DEVICE = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
 CANARY = "c4nary-5ecret"  # followed by a number, so that a leak says where it came from
 
-CONFIG = """
-from jaxlm.core import config
-from jaxlm.recipes.config import Run
-
-
-def get_config(arg=""):
-    c = config.new(Run)
-    c.data.train = ("{folder}/*.txt",)
-    c.data.validation = ("20%",)
-    c.data.tokenizer = "bytes"
-    c.data.sequence = 32
-    c.model.width, c.model.depth, c.model.heads, c.model.kv_heads = 32, 1, 4, 2
-    c.train.steps = 4
-    c.train.batch = 8
-    c.eval.every = 2
-    c.checkpoint.every = 2
-    c.log.every = 1
-    c.sample.prompts = ("one two",)
-    c.sample.max_tokens = 4
-    return c
-"""
+# Its step is that of the harness, and compiled once for both.
+SETTINGS = {
+    "train.steps": 4,
+    "eval.every": 2,
+    "log.sinks": ("console", "tensorboard"),
+    "sample.every": 2,
+    "sample.prompts": ("one two",),
+    "sample.max_tokens": 4,
+}
 
 SECRETS = {
     name: f"{CANARY}-{number}"
@@ -61,12 +50,12 @@ class TinyRun:
 
 
 def jaxlm(*words, env=None, umask=-1, cwd=None):
-    """`jaxlm WORDS` as a process of its own, with 8 CPU devices."""
+    """`jaxlm WORDS` as a process of its own, with one device."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "jaxlm", *map(str, words)],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | (env or {}),
+        env=os.environ | ONE_DEVICE | {"PYTHONPATH": str(ROOT)} | (env or {}),
         umask=umask,
         cwd=cwd,
     )
@@ -77,13 +66,8 @@ def tiny_run(tmp_path_factory):
     """A finished run of four steps, started under umask 027 by somebody with secrets in the environment."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "texts").mkdir()
-    draw = random.Random(0)
-    words = "one two three four five six seven eight nine ten".split()
-    for number in range(40):
-        text = " ".join(draw.choice(words) for _ in range(draw.randint(3, 60)))
-        (folder / f"texts/{number:02d}.txt").write_text(text)
     config = folder / "tiny.py"
-    config.write_text(CONFIG.format(folder=folder / "texts"))
+    Path(harness.write_config(folder / "texts", SETTINGS)).rename(config)
     workdir, cache = folder / "run", folder / "cache"
     done = jaxlm(
         *("train", f"--config={config}", f"--workdir={workdir}"),

@@ -44,15 +44,16 @@ def get_config(arg=""):
 """
 
 
-def write_config(folder: Path) -> str:
-    """Eighty documents of words, and the path of a config over them."""
+def write_config(folder: Path, settings: dict[str, object] | None = None) -> str:
+    """Eighty documents of words, and the path of a config over them; its settings, and these."""
     draw = random.Random(0)
     words = "one two three four five six seven eight nine ten".split()
     for number in range(80):
         text = " ".join(draw.choice(words) for _ in range(draw.randint(3, 60)))
         (folder / f"{number:03d}.txt").write_text(text)
     path = folder / "config.py"
-    path.write_text(CONFIG.format(folder=folder))
+    own = "".join(f"    c.{name} = {value!r}\n" for name, value in (settings or {}).items())
+    path.write_text(CONFIG.format(folder=folder).replace("    return c\n", f"{own}    return c\n"))
     return str(path)
 
 

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import pytest
@@ -20,8 +19,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.schema import by_name, join, settings, tag
 from jaxlm.core.values import show
 from jaxlm.recipes.config import Run
-
-ROOT = Path(__file__).parents[2]
+from tests.faults.conftest import ONE_DEVICE, ROOT
 
 
 def every_setting():
@@ -273,7 +271,7 @@ def test_f5_a_run_is_repeated_from_its_directory_alone_bit_for_bit(tiny_run, tmp
     words = ["train", f"--config={tmp_path}/copy/config.json", f"--workdir={tmp_path}/again"]
     done, _ = timed(
         [sys.executable, "-m", "jaxlm", *words, "--quiet"],
-        env=os.environ | {"JAXLM_CACHE": str(tmp_path / "cache")},
+        env=os.environ | ONE_DEVICE | {"JAXLM_CACHE": str(tmp_path / "cache")},
     )
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "again") == losses(tiny_run.workdir)
@@ -288,7 +286,7 @@ def test_f5_the_run_directory_holds_the_versions_the_flags_and_the_state_of_git(
     assert {name: facts["packages"][name] for name in packages} == {
         name: importlib.metadata.version(name) for name in packages
     }
-    assert facts["variables"]["XLA_FLAGS"] == os.environ["XLA_FLAGS"]
+    assert facts["variables"]["XLA_FLAGS"] == ONE_DEVICE["XLA_FLAGS"]
     resolved = json.loads((tiny_run.workdir / "config.json").read_text())
     assert config.flatten(config.from_json(Run, resolved)).keys() == json.loads(
         (tiny_run.workdir / "provenance.json").read_text()

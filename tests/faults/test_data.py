@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -278,31 +279,45 @@ LONG = {
     "lines.txt": lambda: ("a line of words and 12345 numbers\n" * (SIZE // 33))[:SIZE],
     "emoji.txt": lambda: "\U0001f600" * (SIZE // 4),
     "lines.jsonl": lambda: json.dumps({"text": "words and\nnumbers " * (SIZE // 18)}),
+    # The worst: Python widens such a text twice while it reads it, and it takes four bytes a character in the end.
+    "escapes.jsonl": lambda: json.dumps(
+        {"text": ("words and numbers " * 6 + "\u6f22") * (SIZE // 112) + "\U0001f600"}
+    ),
 }
 
 
+@pytest.fixture(scope="module")
+def idle(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """The memory of a process that opens next to nothing: that is not a document's."""
+    folder = tmp_path_factory.mktemp("idle")
+    (folder / "a.txt").write_text("a few words")
+    return open_apart(folder / "a.txt", "bytes", folder / "cache")[1]
+
+
 @pytest.mark.parametrize("name", ["lines.jsonl"])
-def test_e4_a_document_of_50_mb_takes_seconds_and_ten_times_its_memory(
-    tmp_path: Path, name: str
+def test_e4_a_document_of_50_mb_takes_seconds_and_seven_times_its_memory(
+    tmp_path: Path, name: str, idle: int
 ) -> None:
     path = tmp_path / name
     path.write_text(LONG[name](), encoding="utf-8")
     seconds, highest, count, size = open_apart(path, "bytes", tmp_path / "cache")
     assert (count, size > 0.97 * SIZE) == (1, True)
     assert seconds <= 30
-    assert highest <= 10 * SIZE
+    assert highest - idle <= 7 * SIZE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
-def test_e4_a_document_of_50_mb_goes_through_a_trained_tokenizer(tmp_path: Path, name: str) -> None:
+def test_e4_a_document_of_50_mb_goes_through_a_trained_tokenizer(
+    tmp_path: Path, name: str, idle: int
+) -> None:
     path = tmp_path / name
     path.write_text(LONG[name](), encoding="utf-8")
     kind = trained_tokenizer(tmp_path)
     seconds, highest, count, size = open_apart(path, kind, tmp_path / "cache")
     assert (count, size > 0.97 * SIZE) == (1, True)
     assert seconds <= 60  # 30 s on an idle machine; the tests share their two cores
-    assert highest <= 10 * SIZE
+    assert highest - idle <= 7 * SIZE
 
 
 @pytest.mark.parametrize("character", ["a", "\u6f22", "\0", "\u2581"])
@@ -693,17 +708,19 @@ def test_e11_too_little_data_is_an_error_in_ten_seconds(tmp_path: Path, kind: st
     (other / "a.txt").write_text(" \n\t" * 100 if kind == "blank" else "only a few words")
     flags = [f"--config.data.train={other}/*.txt"]
     flags.append(f"--config.data.validation={'99.9%' if kind == 'held out' else ()}")
-    begun = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code, said = harness.run(
         harness.words(config, tmp_path / "run", *flags), JAXLM_CACHE=str(tmp_path / "cache")
     )
-    seconds = time.monotonic() - begun
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # The processor's, as the tests share theirs with others: no clock can be behind them but by waiting.
+    seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     assert code == 65, said
     assert {"too short": "a batch takes 8", "blank": "no text", "held out": "no document"}[
         kind
     ] in said
     assert "Traceback" not in said
-    assert seconds < 20  # ten on an idle machine; the tests share their two cores
+    assert seconds < 10
 
 
 def put_twice(folder: Path, way: str) -> tuple[str, str, list[str]]:

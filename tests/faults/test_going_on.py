@@ -6,7 +6,10 @@ import shutil
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.recipes import starts
 from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def test_f3_safe_fields_go_on_and_are_said(config, run):
     assert main(harness.words(config, run, *SAFE)) == 0
     log = (run / "log.txt").read_text()
     assert all(field in log for field in ("log.every", "eval.every", "checkpoint.every"))
-    assert json.loads((run / "config.6.json").read_text())["log"]["every"] == 1
+    assert [start.config["log"]["every"] for start in starts.read(run)] == [1, 2]
     assert json.loads((run / "config.json").read_text())["log"]["every"] == 2
 
 

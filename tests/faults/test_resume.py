@@ -18,7 +18,9 @@ from jaxlm.checkpoint.store import TORN, Store
 from jaxlm.cli.main import main
 from tests.faults import harness
 
-LONG = ("--config.train.steps=250", "--config.eval.every=100%")
+pytestmark = pytest.mark.usefixtures("one_device")
+
+SLOW = pytest.mark.slow
 TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 
 
@@ -54,7 +56,9 @@ def is_saving(workdir: Path) -> bool:
     return any((workdir / "checkpoints").glob(f"*{TORN[0]}*"))
 
 
-def kill_again_and_again(command: list[str], workdir: Path, unbroken: Path, count: int) -> Kills:
+def kill_again_and_again(
+    command: list[str], workdir: Path, unbroken: Path, count: int, **env: str
+) -> Kills:
     """SIGKILLs the run at random instants after the first step of each life, and at last lets it finish.
 
     Every second kill waits for a save to be under way first: chance alone may leave none there.
@@ -69,7 +73,7 @@ def kill_again_and_again(command: list[str], workdir: Path, unbroken: Path, coun
 
     while kills.landed < count:
         metrics = workdir / "metrics.jsonl"
-        process = harness.start(command, **TWO)
+        process = harness.start(command, **env)
         before = metrics.stat().st_size if metrics.exists() else 0
         cut = False
         while process.poll() is None:
@@ -90,30 +94,37 @@ def kill_again_and_again(command: list[str], workdir: Path, unbroken: Path, coun
         kills.landed += 1
         kills.in_a_save += is_saving(workdir)
         compare()
-    code, said = harness.run(command, **TWO)
+    code, said = harness.run(command, **env)
     assert code == 0, said
     compare()
     return kills
 
 
-@pytest.fixture(scope="module")
-def long(config, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("runs") / "long"
-    code, said = harness.run(harness.words(config, workdir, *LONG), **TWO)
+def test_a2_two_kills_change_no_bit(config, tmp_path):
+    flags = ("--config.train.steps=80", "--config.eval.every=100%")
+    assert main(harness.words(config, tmp_path / "whole", *flags)) == 0
+    command = harness.words(config, tmp_path / "run", *flags)
+    kills = kill_again_and_again(command, tmp_path / "run", tmp_path / "whole", 2)
+    assert (kills.landed, kills.conflicts) == (2, 0)
+    assert kills.in_a_save >= 1
+    assert kills.losses > 80
+    assert is_same(tmp_path / "run", tmp_path / "whole")
+
+
+@SLOW
+def test_a2_six_kills_on_two_devices_change_no_bit(config, tmp_path):
+    flags = ("--config.train.steps=250", "--config.eval.every=100%")
+    code, said = harness.run(harness.words(config, tmp_path / "whole", *flags), **TWO)
     assert code == 0, said
-    return workdir
-
-
-def test_a2_six_kills_change_no_bit(config, long, tmp_path):
-    command = harness.words(config, tmp_path / "run", *LONG)
-    kills = kill_again_and_again(command, tmp_path / "run", long, 6)
+    command = harness.words(config, tmp_path / "run", *flags)
+    kills = kill_again_and_again(command, tmp_path / "run", tmp_path / "whole", 6, **TWO)
     assert (kills.landed, kills.conflicts) == (6, 0)
     assert kills.in_a_save >= 2
     assert kills.losses > 250
-    assert is_same(tmp_path / "run", long)
+    assert is_same(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.timeout(1800)
 def test_a1_h5_fifty_kills_change_no_bit(config, tmp_path, capsys):
     """Says its goodput too: each life trains for a moment and starts for seconds, so that is small, and no figure to reach."""
@@ -122,7 +133,7 @@ def test_a1_h5_fifty_kills_change_no_bit(config, tmp_path, capsys):
     assert code == 0, said
     begun = time.monotonic()
     command = harness.words(config, tmp_path / "run", *steps)
-    kills = kill_again_and_again(command, tmp_path / "run", tmp_path / "unbroken", 50)
+    kills = kill_again_and_again(command, tmp_path / "run", tmp_path / "unbroken", 50, **TWO)
     wall = time.monotonic() - begun
     useful = sum(
         r["step_seconds"] or 0 for r in harness.records(tmp_path / "run") if r["split"] == "train"
@@ -136,12 +147,12 @@ def test_a1_h5_fifty_kills_change_no_bit(config, tmp_path, capsys):
 
 
 SAVE_POINTS = (
-    "save.begin",
+    pytest.param("save.begin", marks=SLOW),
     "save.files",
-    "save.digest",
+    pytest.param("save.digest", marks=SLOW),
     "save.commit",
     "save.retire",
-    "step.after",
+    pytest.param("step.after", marks=SLOW),
 )
 
 
@@ -176,7 +187,7 @@ def checkpoint_digest(workdir: Path) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.slow
+@SLOW
 def test_a4_a_kill_during_a_restore_twice_harms_nothing(config, unbroken, tmp_path):
     words = harness.words(config, tmp_path / "run")
     assert main([*words, "--stop_at=6"]) == 0
@@ -188,7 +199,7 @@ def test_a4_a_kill_during_a_restore_twice_harms_nothing(config, unbroken, tmp_pa
     assert is_same(tmp_path / "run", unbroken)
 
 
-@pytest.mark.slow
+@SLOW
 def test_a5_a_kill_while_old_steps_are_removed_leaves_a_good_one(config, unbroken, tmp_path):
     words = harness.words(config, tmp_path / "run", "--config.checkpoint.keep_last=1")
     assert harness.run(words, "save.retire:sigkill@4")[0] == -signal.SIGKILL
@@ -204,9 +215,9 @@ def test_a5_a_kill_while_old_steps_are_removed_leaves_a_good_one(config, unbroke
     ("phase", "fault"),
     [
         ("the wait for data", "data.next:sigterm@6,data.next:hang@6"),
-        ("compiling", "step.before:sigterm@1"),
-        ("a step", "step.after:sigterm@7"),
-        ("an evaluation", "eval:sigterm@6"),
+        pytest.param("compiling", "step.before:sigterm@1", marks=SLOW),
+        pytest.param("a step", "step.after:sigterm@7", marks=SLOW),
+        pytest.param("an evaluation", "eval:sigterm@6", marks=SLOW),
         ("a save", "save.files:sigterm@6"),
     ],
 )
@@ -225,7 +236,9 @@ def test_a7_a_sigterm_in_any_phase_saves_and_says_75(config, unbroken, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+    ("number", "code"),
+    [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=SLOW)],
+    ids=["SIGTERM", "SIGINT"],
 )
 def test_a9_a_second_signal_ends_the_process_within_two_seconds(config, tmp_path, number, code):
     process = harness.start(harness.words(config, tmp_path / "run"), "step.after:hang@5")
@@ -248,7 +261,7 @@ def test_a9_a_second_signal_ends_the_process_within_two_seconds(config, tmp_path
     assert harness.store(tmp_path / "run").newest_sound() == 4
 
 
-@pytest.mark.slow
+@SLOW
 def test_a10_a_grace_shorter_than_the_save_costs_one_interval(config, unbroken, tmp_path):
     words = harness.words(config, tmp_path / "run")
     process = harness.start(words, "step.after:sigterm@7,save.digest:hang@7")
@@ -278,7 +291,7 @@ def test_a11_a_finished_run_started_again_says_so_and_writes_nothing(config, unb
     assert everything() == before
 
 
-@pytest.mark.slow
+@SLOW
 def test_a13_what_an_async_save_stores_is_the_state_at_its_step(config, tmp_path):
     """The state is donated to the next step while its copy is written: each saved step is that of a run which ends there."""
     keep = "--config.checkpoint.keep_last=99"
@@ -316,7 +329,7 @@ print(*first, *last)
 """
 
 
-@pytest.mark.slow
+@SLOW
 def test_a14_two_hundred_saves_leak_nothing(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", LEAKS, str(tmp_path)], capture_output=True, text=True, check=True

@@ -10,6 +10,8 @@ import pytest
 
 from tests.faults import harness
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 LEFT = """
 import subprocess, sys, time
 from multiprocessing import shared_memory

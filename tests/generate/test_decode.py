@@ -45,13 +45,19 @@ def generate(
 
 
 def greedy(blueprint, params, prompt, count):
-    """The full forward, a token at a time."""
+    """The full forward, a token at a time; what follows is unseen padding, so that one program does for all lengths."""
+
+    @jax.jit
+    def forward(params, tokens):
+        model = blueprint.merge(params)
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        return model.logits(model(tokens, positions=positions).values)[0]
+
+    length = max(map(len, PROMPTS)) + count
     ids = list(prompt)
     for _ in range(count):
-        tokens = jnp.asarray([ids], jnp.int32)
-        model = blueprint.merge(params)
-        hidden = model(tokens, positions=jnp.arange(len(ids), dtype=jnp.int32)[None])
-        ids.append(int(model.logits(hidden.values)[0, -1].argmax()))
+        tokens = jnp.asarray([ids + [PAD] * (length - len(ids))], jnp.int32)
+        ids.append(int(forward(params, tokens)[len(ids) - 1].argmax()))
         if ids[-1] == END:
             break
     return ids[len(prompt) :]

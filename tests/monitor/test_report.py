@@ -1,10 +1,12 @@
 import base64
 import json
 import re
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
 
+from jaxlm.cli.main import main
 from jaxlm.monitor import plots, report
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
@@ -15,7 +17,8 @@ def jsonl(path, records):
 
 
 @pytest.fixture
-def run(tmp_path):
+def files(tmp_path):
+    """A run directory without pictures."""
     train = [
         {
             "step": s,
@@ -54,8 +57,13 @@ def run(tmp_path):
         "baselines.json": {"gzip -9": 1.86, "xz -9e": 1.52},
     }.items():
         (tmp_path / name).write_text(json.dumps(value))
-    plots.draw(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def run(files):
+    plots.draw(files)
+    return files
 
 
 class Page(HTMLParser):
@@ -135,3 +143,55 @@ def test_it_is_a_pure_function_of_the_files(run):
 
 def test_a_run_that_has_hardly_begun_has_a_report(tmp_path):
     Page(report.write(tmp_path).read_text())
+
+
+DEEP = '{"a": ' * 900 + "1" + "}" * 900
+MISSHAPEN = {
+    "environment.json": ("[]", "7", '"text"', "null"),
+    "config.json": ("[1]", "true"),
+    "provenance.json": ("[]", "1"),
+    "exit.json": ('"text"', "{}", '{"code": 0, "cause": 7, "time_unix": 1}', "[0]"),
+    "baselines.json": ("[1.5]", '{"gzip": "small"}', '{"gzip": Infinity}'),
+    "metrics.jsonl": (
+        *("7", "null", "{}", '{"step": "one"}', '{"step": -1}', '{"step": 1, "split": {}}'),
+        *('{"step": 1, "loss_nats": "low"}', '{"step": 1, "tokens": [1]}'),
+        *('{"step": 1, "mfu": NaN}', f'{{"step": 1, "peak_bytes": 1{"0" * 400}}}'),
+    ),
+    "samples.jsonl": ("[]", '{"step": 1}', '{"step": 1, "prompt": 1, "text": "a"}'),
+    "warnings.jsonl": ("1",),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [(name, text) for name, texts in MISSHAPEN.items() for text in texts]
+)
+def test_json_of_another_shape_is_said_in_four_parts(tmp_path, capsys, name, content):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with open(tmp_path / name, "a") as file:
+        file.write(content + "\n")
+    assert main(["report", f"--workdir={tmp_path}"]) == 65
+    said = capsys.readouterr().err
+    line = ":2" if name == "metrics.jsonl" else ":1" if name.endswith("jsonl") else ""
+    assert f"  where  {tmp_path / name}{line}\n" in said
+    assert "  why    " in said
+    fix = re.search("  fix    (.*)", said)[1]
+    assert len(said) < 2000
+    subprocess.run(["bash", "-c", fix], check=True)
+    assert main(["report", f"--workdir={tmp_path}"]) == 0, "the fix works"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", '{"step": 1, "time_unix": 1e200, "split": null, "loss_nats": 1}'),
+        ("metrics.jsonl", '{"step": 1, "split": "train", "tokens_per_second": true}'),
+        ("warnings.jsonl", "{}"),
+        ("environment.json", DEEP),
+        ("config.json", "{}"),
+        ("provenance.json", '{"seed": [1]}'),
+        ("command.sh", ""),
+    ],
+)
+def test_odd_values_of_the_right_shape_are_shown(files, name, content):
+    (files / name).write_text(content + "\n")
+    Page(report.write(files).read_text())

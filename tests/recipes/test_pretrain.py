@@ -1,7 +1,6 @@
 """Training through the front door: the command line, real text on disk, and the files that it writes."""
 
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -14,50 +13,26 @@ import pytest
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
+from jaxlm.recipes import starts
+from tests.faults import harness
 
-CONFIG = """
-from jaxlm.core import config
-from jaxlm.recipes.config import Run
+pytestmark = pytest.mark.usefixtures("one_device")
 
-
-def get_config(arg=""):
-    c = config.new(Run)
-    c.data.train = ("{folder}/*.txt",)
-    c.data.validation = ("20%",)
-    c.data.tokenizer = "bytes"
-    c.data.sequence = 32
-    c.data.packing = "first_fit"
-    c.model.width = 32
-    c.model.depth = 2
-    c.model.heads = 4
-    c.model.kv_heads = 2
-    c.model.hidden = 64
-    c.model.dropout = 0.1
-    c.optim.lr = 1e-2
-    c.train.steps = 12
-    c.train.batch = 8
-    c.eval.every = 6
-    c.checkpoint.every = 4
-    c.log.every = 1
-    c.sample.every = "50%"
-    c.sample.prompts = ("one", "two three")
-    c.sample.max_tokens = 8
-    return c
-"""
+# What is tested here beyond the harness: a schedule that is a share of the end, evaluations on the way, samples.
+SETTINGS = {
+    "optim.lr": 1e-2,
+    "schedule.name": "cosine",
+    "eval.every": 6,
+    "checkpoint.every": 4,
+    "sample.every": "50%",
+    "sample.prompts": ("one", "two three"),
+    "sample.max_tokens": 8,
+}
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """Sixty documents of words, and a config over them."""
-    folder = tmp_path_factory.mktemp("texts")
-    draw = random.Random(0)
-    words = "one two three four five six seven eight nine ten".split()
-    for number in range(60):
-        text = " ".join(draw.choice(words) for _ in range(draw.randint(3, 60)))
-        (folder / f"{number:03d}.txt").write_text(text)
-    path = folder / "config.py"
-    path.write_text(CONFIG.format(folder=folder))
-    return str(path)
+    return harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
 
 
 def train(config, workdir, *flags):
@@ -67,7 +42,6 @@ def train(config, workdir, *flags):
             f"--config={config}",
             f"--workdir={workdir}",
             "--quiet",
-            "--config.log.sinks=",
             *flags,
         ]
     )
@@ -151,7 +125,6 @@ def test_stopping_and_going_on_changes_no_bit(config, unbroken, tmp_path):
         f"--config={config}",
         f"--workdir={tmp_path / 'run'}",
         "--quiet",
-        "--config.log.sinks=",
     ]
     done = subprocess.run([sys.executable, "-m", "jaxlm", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -167,28 +140,23 @@ def test_stopping_and_going_on_changes_no_bit(config, unbroken, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_mesh_and_the_losses_stay(config, unbroken, tmp_path):
     assert train(config, tmp_path / "run", "--stop_at=5") == 0
-    assert (
-        train(
-            config,
-            tmp_path / "run",
-            "--config.mesh.data=2",
-            "--config.mesh.fsdp=2",
-            "--config.mesh.tensor=2",
-        )
-        == 0
-    )
+    mesh = [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "tensor")]
+    words = harness.words(config, tmp_path / "run", *mesh)
+    eight = "--xla_force_host_platform_device_count=8"
+    code, said = harness.run(words, XLA_FLAGS=eight)
+    assert code == 0, said
     mine, theirs = losses(tmp_path / "run"), losses(unbroken)
     for key, loss in theirs.items():
         np.testing.assert_allclose(
             float.fromhex(mine[key]), float.fromhex(loss), rtol=1e-5, err_msg=str(key)
         )
-    assert json.loads((tmp_path / "run/config.5.json").read_text())["mesh"]["tensor"] == 1
+    assert [s.config["mesh"]["tensor"] for s in starts.read(tmp_path / "run")] == [1, 2]
 
 
 def test_a_terminated_run_saves_says_75_and_goes_on(config, tmp_path):
     run = tmp_path / "run"
     words = [
-        *("train", f"--config={config}", f"--workdir={run}", "--quiet", "--config.log.sinks="),
+        *("train", f"--config={config}", f"--workdir={run}", "--quiet"),
         *("--config.train.steps=100000", "--config.checkpoint.every=50000", "--config.log.every=1"),
     ]
     process = subprocess.Popen(

@@ -154,6 +154,47 @@ def test_a_step_behind_a_change_that_no_checkpoint_leads_to_is_refused(run, tmp_
     assert "optim.lr: 0.003 -> 0.01" in error["why"]
 
 
+def test_a_step_behind_a_new_optimizer_state_is_done_with_that(config, tmp_path, capsys):
+    workdir, words = tmp_path / "run", harness.words(config, tmp_path / "run")
+    keep = "--config.checkpoint.keep_last=9"
+    assert main([*words, keep, "--stop_at=4"]) == 0
+    assert main([*words, keep, "--reset_optimizer", "--stop_at=6"]) == 0
+    found = replay(capsys, workdir, 6)
+    assert (found["is_as_logged"], found["from_step"]) == (True, 4)
+    (workdir / "checkpoints/4/digests.json").unlink()
+    error = replay(capsys, workdir, 5, code=65)["error"]
+    assert error["where"] == "step 4, where the run went on"
+    assert "--reset_optimizer" in error["why"]
+
+
+@pytest.mark.slow
+def test_a_step_behind_a_cast_is_done_in_the_new_dtypes(config, tmp_path, capsys):
+    words = harness.words(config, tmp_path / "run", "--stop_at=4")
+    assert main(words) == 0
+    cast = ("--config.precision.params=bfloat16", "--cast")
+    assert main([*words, *cast, "--stop_at=6", "--config.checkpoint.every=6"]) == 0
+    found = replay(capsys, tmp_path / "run", 6)
+    assert (found["is_as_logged"], found["from_step"]) == (True, 4)
+
+
+@pytest.mark.slow
+def test_steps_that_were_done_again_from_an_older_one_are_replayed_as_they_are_now(
+    config, tmp_path, capsys
+):
+    """Steps 5 to 8 had another learning rate; then the run went on from step 2 with a third."""
+    workdir, words = tmp_path / "run", harness.words(config, tmp_path / "run")
+    keep = "--config.checkpoint.keep_last=9"
+    assert main([*words, keep, "--stop_at=4"]) == 0
+    change = "--allow_change=optim.lr"
+    assert main([*words, keep, "--config.optim.lr=1e-2", change, "--stop_at=8"]) == 0
+    back = ("--start_at=2", "--force", "--config.optim.lr=1e-3", change)
+    assert main([*words, keep, *back, "--stop_at=6"]) == 0
+    for step, rate in ((2, 3e-3), (4, 1e-3), (6, 1e-3)):
+        found = replay(capsys, workdir, step)
+        assert found["is_as_logged"], step
+        assert found["learning_rate"] == pytest.approx(rate)
+
+
 @pytest.mark.slow
 def test_a_process_of_its_own_with_the_fault_sees_the_step_that_was_not_applied(run):
     words = ["replay", f"--workdir={run}", f"--step={BAD_BATCH + 1}", "--quiet"]

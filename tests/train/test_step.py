@@ -1,6 +1,7 @@
 """The laws of one update: micro-batches, meshes, precision and dropout change nothing that they must not."""
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.token_nll import token_nll
 from jaxlm.optim import build as optimizers
 from jaxlm.optim import schedules
-from jaxlm.optim.config import AdamW, Constant
+from jaxlm.optim.config import AdamW, Constant, Optimizer
 from jaxlm.parallel import host, mesh, rules
 from jaxlm.parallel.config import MeshConfig, factorisations
 from jaxlm.train import state as states
@@ -46,10 +47,10 @@ def batches(count):
         yield Tokens(ids[:, :-1], ids[:, 1:], weights, segments, positions)
 
 
-def pieces(*, family=FAMILY, precision=None, microbatches=1, **optim):
+def pieces(*, family=FAMILY, precision=None, microbatches=1, arm=AdamW, **optim):
     blueprint = Blueprint(family.build(), precision or Precision.float32())
     schedule = schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1)
-    optimizer = optimizers.build(AdamW(lr=1e-2, **optim), schedule, blueprint.axes)
+    optimizer = optimizers.build(arm(lr=1e-2, **optim), schedule, blueprint.axes)
     loss = functools.partial(_loss, blueprint)
     step = steps.build(
         loss,
@@ -305,3 +306,16 @@ def test_a_skipped_step_leaves_its_norms_by_layer(monkeypatch):
     assert all(norms[path].shape == (2,) for path in stacked)
     bad = [path for path, norm in norms.items() if not np.isfinite(norm).all()]
     assert bad == [next(iter(norms))]
+
+
+@pytest.mark.parametrize("arm", typing.get_args(Optimizer))
+def test_a_step_leaves_every_dtype_of_the_state_as_it_is(arm):
+    """Gradients are float32 where parameters and moments are not."""
+    low = Precision.of(PrecisionConfig(params="bfloat16"))
+    blueprint, optimizer, step = pieces(arm=arm, precision=low)
+    state = jax.eval_shape(
+        lambda: states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
+    )
+    assert any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(state.opt_state))
+    after, _ = jax.eval_shape(step, state, next(batches(1)))
+    assert tree.leaves(after) == tree.leaves(state)

@@ -1,0 +1,158 @@
+"""Line B6: a save that fails is tried once more, wherever in a run that happens; twice in a row ends it."""
+
+import time
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from jaxlm.checkpoint import store
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.store import TORN, Store
+from jaxlm.core.errors import SaveFailed
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.saving import Moment, Saves
+from jaxlm.train.loop import Progress
+from jaxlm.train.state import TrainState
+
+
+class Failing(Store):
+    """Saves of these numbers, counted from 1, cannot begin, or fail in the background."""
+
+    def __init__(self, folder, *, begin=(), background=()):
+        super().__init__(folder, CheckpointConfig(keep_last=99))
+        self._begin, self._background, self.number = begin, background, 0
+
+    def save(self, *args, **kwargs):
+        self.number += 1
+        if self.number in self._begin:
+            raise SaveFailed("a checkpoint could not be written", why="no space")
+        super().save(*args, **kwargs)
+
+    def _complete(self):
+        if self.number in self._background:
+            raise OSError("no space")
+        super()._complete()
+
+
+def saves(kept, processes=1):
+    engine = SimpleNamespace(
+        run=Run(), data=SimpleNamespace(fingerprint={}), is_finite=lambda _: True
+    )
+    made = Saves(
+        engine,
+        SimpleNamespace(peers=SimpleNamespace(count=processes)),
+        SimpleNamespace(is_writer=True, step=0),
+        SimpleNamespace(say=lambda text: None),
+        kept,
+        SimpleNamespace(as_json=list),
+    )
+
+    def save(step):
+        state = TrainState(jnp.int32(step), {"w": jnp.ones(8)}, {}, {})
+        made.save(Moment(step, state, Progress(), None, None))
+
+    return made, save
+
+
+def noticed(made):
+    """A step later, or a few: when the check of each step knows of the failure."""
+    for _ in range(200):
+        made.check()
+        if made.is_retry_due:
+            return
+        time.sleep(0.01)
+    raise AssertionError("nobody noticed")
+
+
+@pytest.mark.parametrize("how", ["begin", "background"])
+def test_a_save_that_fails_once_is_made_up_for_in_the_next_step(tmp_path, how):
+    kept = Failing(tmp_path, **{how: (1, 3)})
+    made, save = saves(kept)
+    for failing, retried in (
+        (4, 5),
+        (8, 9),
+    ):  # one that succeeds between makes them two single ones
+        save(failing)
+        noticed(made)
+        save(retried)
+        assert not made.is_retry_due
+    made.finish()
+    assert kept.steps() == [5, 9]
+    kept.close()
+
+
+@pytest.mark.parametrize("how", ["begin", "background"])
+@pytest.mark.parametrize("second", [5, 6], ids=["the next step", "a later one"])
+def test_two_failures_in_a_row_end_the_run(tmp_path, how, second):
+    kept = Failing(tmp_path, **{how: (1, 2)})
+    made, save = saves(kept)
+    save(4)
+    noticed(made)
+    with pytest.raises(SaveFailed):
+        save(second)
+        noticed(made)
+    kept.release()
+    assert kept.steps() == []
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("how", ["begin", "background"])
+def test_the_last_save_of_a_run_is_tried_once_more_as_well(tmp_path, how):
+    kept = Failing(tmp_path, **{how: (1,)})
+    made, save = saves(kept)
+    save(12)
+    made.finish()
+    assert kept.steps() == [12]
+    kept.close()
+
+
+@pytest.mark.parametrize("how", ["begin", "background"])
+def test_the_last_save_failing_twice_is_an_error(tmp_path, how):
+    kept = Failing(tmp_path, **{how: (2, 3)})
+    made, save = saves(kept)
+    save(8)
+    save(12)
+    with pytest.raises(SaveFailed):
+        made.finish()
+    kept.release()
+    assert kept.steps() == [8]
+
+
+def test_where_there_are_peers_the_first_failure_ends_the_run(tmp_path):
+    kept = Failing(tmp_path, begin=(1,))
+    _, save = saves(kept, processes=2)
+    with pytest.raises(SaveFailed):
+        save(4)
+    kept.close()
+
+
+def test_what_a_rewind_gives_up_is_not_saved_again(tmp_path):
+    kept = Failing(tmp_path, background=(1,))
+    made, save = saves(kept)
+    save(4)
+    made.give_up()
+    assert not made.is_retry_due
+    made.finish()
+    assert (kept.number, kept.steps()) == (1, [])
+    save(3)
+    made.finish()
+    assert kept.steps() == [3]
+    kept.close()
+
+
+def test_what_a_failed_save_left_goes_though_its_writers_are_still_at_it(tmp_path, monkeypatch):
+    opened = Store(tmp_path, CheckpointConfig())
+    torn = tmp_path / f"4{TORN[0]}"
+    torn.mkdir()
+    late = iter(range(3))
+
+    def sleep(_):
+        if next(late, None) is not None:
+            (torn / "d").mkdir(parents=True)
+
+    monkeypatch.setattr(store, "time", SimpleNamespace(sleep=sleep))
+    opened.remove_torn()
+    assert next(late, None) is None
+    assert not torn.exists()
+    opened.close()
