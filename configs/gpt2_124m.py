@@ -1,12 +1,20 @@
 """GPT-2's smallest size on ten billion tokens of web text.
 
     jaxlm train --config=configs/gpt2_124m.py --workdir=runs/gpt2_124m
+    jaxlm train --config=configs/gpt2_124m.py:v5e-16 --workdir=runs/gpt2_124m
 
 Put the text under data/web/ first, such as the parquet files of the FineWeb-Edu sample-10BT; a tokenizer of the published
 size is trained on it. Batch, learning rate and length are those with which llm.c trains this size.
 
-Hardware: 8 GPUs of the H100's class. Hours: about 1 at 40% of their peak, not measured. Expected: a validation loss near
-3.3 nats a token, which llm.c reports on FineWeb with GPT-2's own tokenizer; not measured here.
+Hardware: any number of GPUs, timed for 8 GPUs of the H100's class, or one of the arguments. Hours at 40% of the peak, which a
+model this small does not reach on a whole pod; not measured:
+
+    1gpu      6     one H100                      v5p-128   0.2   64 chips, rows split over all
+    8gpu      0.7   rows split over all           v6e-256   0.05  256 chips, rows split over all
+    v5e-16    2     16 chips, rows split over all
+
+Expected: a validation loss near 3.3 nats a token, which llm.c reports on FineWeb with GPT-2's own tokenizer; not measured
+here.
 """
 
 import ml_collections
@@ -15,8 +23,16 @@ from jaxlm.core import config
 from jaxlm.models.families.gpt2 import SIZES
 from jaxlm.recipes.config import Run
 
+HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and so is the loss
+    "1gpu": (dict(data=1), 32),
+    "8gpu": (dict(data=8), 4),
+    "v5e-16": (dict(data=16), 8),
+    "v5p-128": (dict(data=64), 1),
+    "v6e-256": (dict(data=256), 1),
+}
 
-def get_config() -> ml_collections.ConfigDict:
+
+def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     c = config.new(Run)
     c.model.family = "gpt2"
     c.model.update(SIZES["gpt2"])
@@ -34,8 +50,15 @@ def get_config() -> ml_collections.ConfigDict:
     c.schedule.warmup = "4%"
     c.schedule.floor = 0.0
     c.precision.compute = "bfloat16"
-    c.checkpoint.every = "30m"
+    c.checkpoint.every = "1%"  # not a time: several hosts have several clocks
     c.eval.every = "1%"
     c.log.every = 10
     c.sample.prompts = ("The", "In 2016, ")
+    if hardware:
+        if hardware not in HARDWARE:
+            raise ValueError(
+                f"gpt2_124m.py takes {', '.join(HARDWARE)} or nothing, not {hardware!r}"
+            )
+        mesh, c.train.microbatches = HARDWARE[hardware]
+        c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
     return c

@@ -1,11 +1,18 @@
 """Llama 3.2's 1B shape on 26 billion tokens, 20 for each parameter.
 
     jaxlm train --config=configs/llama_1b.py --workdir=runs/llama_1b
+    jaxlm train --config=configs/llama_1b.py:v5e-16 --workdir=runs/llama_1b
 
 Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it.
 
-Hardware: 8 GPUs of the H100's class, parameters split over all of them. Hours: about 19 at 40% of their peak, not
-measured. Expected loss: not measured; it depends on the text.
+Hardware: any number of GPUs, timed for 8 GPUs of the H100's class, or one of the arguments. Weights, gradients and moments take
+20 GB over all devices. Hours at 40% of the peak, not measured:
+
+    1gpu      144   one H100                               v5p-128   5     64 chips, parameters split over all
+    8gpu      18    parameters split over all              v6e-256   0.6   256 chips, parameters split over 64
+    v5e-16    45    16 chips, parameters split over all
+
+Expected loss: not measured; it depends on the text.
 """
 
 import ml_collections
@@ -14,8 +21,16 @@ from jaxlm.core import config
 from jaxlm.models.families.llama import SIZES
 from jaxlm.recipes.config import Run
 
+HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and so is the loss
+    "1gpu": (dict(data=1), 64),
+    "8gpu": (dict(fsdp=8), 8),
+    "v5e-16": (dict(fsdp=16), 16),
+    "v5p-128": (dict(fsdp=64), 2),
+    "v6e-256": (dict(data=4, fsdp=64), 1),
+}
 
-def get_config() -> ml_collections.ConfigDict:
+
+def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     c = config.new(Run)
     c.model.family = "llama"
     c.model.update(SIZES["llama3.2-1b"])
@@ -35,8 +50,15 @@ def get_config() -> ml_collections.ConfigDict:
     c.mesh.data = 1
     c.mesh.fsdp = "auto"
     c.precision.compute = "bfloat16"
-    c.checkpoint.every = "30m"
+    c.checkpoint.every = "1%"  # not a time: several hosts have several clocks
     c.eval.every = "1%"
     c.log.every = 10
     c.sample.prompts = ("The", "In 2016, ")
+    if hardware:
+        if hardware not in HARDWARE:
+            raise ValueError(
+                f"llama_1b.py takes {', '.join(HARDWARE)} or nothing, not {hardware!r}"
+            )
+        mesh, c.train.microbatches = HARDWARE[hardware]
+        c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
     return c

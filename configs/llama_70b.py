@@ -1,12 +1,19 @@
 """Llama 3's 70B shape on 1.4 trillion tokens, 20 for each parameter.
 
     jaxlm train --config=configs/llama_70b.py --workdir=runs/llama_70b
+    jaxlm train --config=configs/llama_70b.py:v5p-128 --workdir=runs/llama_70b
 
 Put the text under data/web/ first, as parquet; a tokenizer of the published size is trained on it. The peak learning
-rate is that of Llama 3 (arXiv:2407.21783, table 3). Weights and AdamW's moments take 847 GB over all devices.
+rate is that of Llama 3 (arXiv:2407.21783, table 3).
 
-Hardware: 512 GPUs of the H100's class; heads, hidden units and vocabulary split over the 8 of a machine, parameters over
-all. Days: about 35 at 40% of their peak, not measured. Expected loss: not measured; it depends on the text.
+Hardware: a multiple of 8 GPUs, timed for 512 GPUs of the H100's class; heads, hidden units and vocabulary split over the 8 of a
+machine, parameters over all. Or one of the arguments. Weights, gradients and moments take 1,129 GB over all devices: more
+than 8 GPUs or a v5e-16 have. Days at 40% of the peak, not measured:
+
+    512gpu    35    tensors over 8, parameters over all    v6e-256   75    256 chips, tensors over 4, parameters over all
+    v5p-128   600   64 chips, tensors over 4, parameters over all: for shorter runs
+
+Expected loss: not measured; it depends on the text.
 """
 
 import ml_collections
@@ -15,8 +22,14 @@ from jaxlm.core import config
 from jaxlm.models.families.llama import SIZES
 from jaxlm.recipes.config import Run
 
+HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and so is the loss
+    "512gpu": (dict(fsdp=64, tensor=8), 32),
+    "v5p-128": (dict(fsdp=16, tensor=4), 128),
+    "v6e-256": (dict(fsdp=64, tensor=4), 32),
+}
 
-def get_config() -> ml_collections.ConfigDict:
+
+def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     c = config.new(Run)
     c.model.family = "llama"
     c.model.update(SIZES["llama3-70b"])
@@ -37,8 +50,15 @@ def get_config() -> ml_collections.ConfigDict:
     c.mesh.fsdp = "auto"
     c.mesh.tensor = 8
     c.precision.compute = "bfloat16"
-    c.checkpoint.every = "30m"
+    c.checkpoint.every = 100  # not a time: several hosts have several clocks
     c.eval.every = "1%"
     c.log.every = 10
     c.sample.prompts = ("The", "In 2016, ")
+    if hardware:
+        if hardware not in HARDWARE:
+            raise ValueError(
+                f"llama_70b.py takes {', '.join(HARDWARE)} or nothing, not {hardware!r}"
+            )
+        mesh, c.train.microbatches = HARDWARE[hardware]
+        c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
     return c

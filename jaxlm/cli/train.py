@@ -1,6 +1,7 @@
 """Trains a model. The same run directory goes on where it stopped."""
 
 import argparse
+import os
 from pathlib import Path
 
 from jaxlm.cli.arguments import needed
@@ -8,6 +9,7 @@ from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
 from jaxlm.core.quoting import redacted
+from jaxlm.parallel import cluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpu_devices", type=int, metavar="N", help="split the CPU into N devices, to try a mesh"
     )
-    several = parser.add_argument_group("one process of several; `jaxlm launch` gives these")
+    several = parser.add_argument_group(
+        "one process of several; `jaxlm launch` gives these, and Slurm, Open MPI, JobSet and TPU pods are detected"
+    )
     several.add_argument("--coordinator", metavar="HOST:PORT", help="where they meet: at rank 0")
-    several.add_argument("--num_processes", type=int, metavar="N", help="how many they are")
+    several.add_argument(
+        "--num_processes", type=int, metavar="N", help="how many they are; 1 asks no cluster"
+    )
     several.add_argument("--process_id", type=int, metavar="RANK", help="which this is, from 0")
 
 
@@ -53,7 +59,6 @@ def run(args: argparse.Namespace, out: Output) -> int:
     loaded = config.load(Run, file, args.overrides)
     _refuse_secrets(args.words)
 
-    from jaxlm.recipes.crew import Place
     from jaxlm.recipes.pretrain import Options, pretrain
     from jaxlm.recipes.resume import Wish
 
@@ -69,7 +74,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
             allow_change=tuple(name for name in args.allow_change.split(",") if name),
         ),
         cpu_devices=args.cpu_devices,
-        place=Place(coordinator=args.coordinator, count=args.num_processes, rank=args.process_id),
+        place=cluster.place(
+            os.environ,
+            coordinator=args.coordinator,
+            count=args.num_processes,
+            rank=args.process_id,
+        ),
         quiet=args.quiet,
     )
     answer = pretrain(loaded, options)

@@ -27,6 +27,14 @@ class Mean(NamedTuple):
     def __add__(self, other: Self) -> Self:  # type: ignore[override]
         return type(self)(self.total + other.total, self.weight + other.weight)
 
+    @staticmethod
+    def merged(*parts: "dict[str, Mean]") -> "dict[str, Mean]":
+        """Named means, those of one name added."""
+        out: dict[str, Mean] = {}
+        for part in parts:
+            out |= {name: out[name] + mean if name in out else mean for name, mean in part.items()}
+        return out
+
     @property
     def value(self) -> Float[Array, ""]:
         """total / weight, and 0 where nothing was weighed."""

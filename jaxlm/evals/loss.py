@@ -34,7 +34,7 @@ def build(
     table = np.asarray(token_bytes, np.int32)
 
     def step(params: Any, batch: Tokens) -> Sums:
-        scores = score(merge(params), batch, None, chunk)
+        scores, _ = score(merge(params), batch, None, chunk)
         counted = batch.weights > 0
         weights = jnp.where(counted, batch.weights, 0.0)
         return Sums(

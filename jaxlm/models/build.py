@@ -10,6 +10,7 @@ from jaxlm.models import config as configs
 from jaxlm.models.decoder import Decoder
 from jaxlm.nn.parameter import LOGICAL_AXES
 from jaxlm.nn.stack import Layers, Stack
+from jaxlm.parallel.pipeline import Schedule
 from jaxlm.parallel.rules import LogicalAxes
 
 Params = dict[str, Any]
@@ -29,10 +30,11 @@ class Blueprint:
         *,
         layers: Layers = "scan",
         remat: str = "none",
+        schedule: Schedule | None = None,
     ):
-        self.config = config
+        self.config, self.schedule = config, schedule
         self._make = lambda key: Decoder(
-            config, key=key, precision=precision, layers=layers, remat=remat
+            config, key=key, precision=precision, layers=layers, remat=remat, schedule=schedule
         )
         module = nnx.eval_shape(self._make, jax.random.key(0))
         self._graphdef, state = nnx.split(module)
@@ -54,12 +56,13 @@ def _plain(state: nnx.State) -> Params:
 
 
 def _axes(module: nnx.Module) -> Params:
-    """Logical axis names of every parameter; those in a stack have `layers` in front."""
-    stacks = [path for path, node in nnx.iter_graph(module) if isinstance(node, Stack)]
+    """Logical axis names of every parameter; those in a stack have that of its layers in front."""
+    stacks = {path: node.axis for path, node in nnx.iter_graph(module) if isinstance(node, Stack)}
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> LogicalAxes:
         axes = variable.get_metadata()[LOGICAL_AXES]
-        return ("layers", *axes) if any(path[: len(stack)] == stack for stack in stacks) else axes
+        stacked = [axis for stack, axis in stacks.items() if path[: len(stack)] == stack]
+        return (*stacked, *axes)
 
     flat = {path: names(path, variable) for path, variable in nnx.to_flat_state(nnx.state(module))}
     return _nest(flat)

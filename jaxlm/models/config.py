@@ -36,3 +36,8 @@ class Decoder:
         """Every layer's config, first to last."""
         repeated = self.depth - len(self.prefix)
         return self.prefix + tuple(self.pattern[i % len(self.pattern)] for i in range(repeated))
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether keys go round the devices that share a row, in any layer."""
+        return any(layer.attention.context_keys == "ring" for layer in self.layers)

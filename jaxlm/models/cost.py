@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxlm.models.config import Decoder
-from jaxlm.nn.config import AttentionConfig, BlockConfig, NormConfig
+from jaxlm.nn.config import AttentionConfig, BlockConfig, MoeConfig, NormConfig
 
 
 def parameters(config: Decoder) -> int:
@@ -15,10 +15,19 @@ def parameters(config: Decoder) -> int:
     return tables + blocks + _norm(config.final_norm, config.width) + head
 
 
+def active_parameters(config: Decoder) -> int:
+    """Those that one token meets: all but the experts that it is not sent to."""
+    return parameters(config) - sum(
+        _matrices(block, config.width) - _matrices(block, config.width, is_active=True)
+        for block in config.layers
+    )
+
+
 def multiplying_parameters(config: Decoder) -> int:
-    """Those that every token is multiplied with: all matrices and the unembedding, no look-up table, norm or bias."""
+    """Those that a token is multiplied with: matrices (of its own experts) and the unembedding, no look-up table, norm or bias."""
     return (
-        sum(_matrices(block, config.width) for block in config.layers) + config.vocab * config.width
+        sum(_matrices(block, config.width, is_active=True) for block in config.layers)
+        + config.vocab * config.width
     )
 
 
@@ -73,23 +82,33 @@ def _block(block: BlockConfig, width: int) -> int:
         block.norm, width
     )
     attention = block.attention
+    if isinstance(block.mlp, MoeConfig) and block.mlp.bias_rate:
+        biases += block.mlp.experts
     return (
         _matrices(block, width) + biases + norms + 2 * _norm(attention.qk_norm, attention.head_dim)
     )
 
 
-def _matrices(block: BlockConfig, width: int) -> int:
-    return sum(ins * outs for ins, outs, _ in _products(block, width))
+def _matrices(block: BlockConfig, width: int, *, is_active: bool = False) -> int:
+    return sum(ins * outs for ins, outs, _ in _products(block, width, is_active))
 
 
-def _products(block: BlockConfig, width: int) -> Iterator[tuple[int, int, bool]]:
-    """(inputs, outputs, has a bias) of each matrix of a block."""
+def _products(
+    block: BlockConfig, width: int, is_active: bool = False
+) -> Iterator[tuple[int, int, bool]]:
+    """(inputs, outputs, has a bias) of each matrix of a block; of those that one token meets, where `is_active`."""
     attention: AttentionConfig = block.attention
     queries, shared = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
     yield width, queries, attention.bias
     yield width, shared, attention.bias
     yield width, shared, attention.bias
     yield queries, width, attention.bias
+    if isinstance(block.mlp, MoeConfig):
+        yield width, block.mlp.experts, False
+        experts = block.mlp.top_k if is_active else block.mlp.experts
+        for _ in range(3):  # gate, up, and down with its sides turned
+            yield width, experts * block.mlp.hidden + block.mlp.shared, False
+        return
     for _ in range(2 if block.mlp.gated else 1):
         yield width, block.mlp.hidden, block.mlp.bias
     yield block.mlp.hidden, width, block.mlp.bias

@@ -21,6 +21,7 @@ from jaxlm.nn.norm import Norm
 from jaxlm.nn.stack import Layers, Stack
 from jaxlm.ops import masks
 from jaxlm.ops.masks import Mask
+from jaxlm.parallel.pipeline import Schedule
 from jaxlm.parallel.rules import constrain
 
 
@@ -43,6 +44,7 @@ class Decoder(nnx.Module):
         precision: Precision,
         layers: Layers = "scan",
         remat: str = "none",
+        schedule: Schedule | None = None,
     ):
         self.config, self.precision = config, precision
         init = Initializer(config.init, config.init_std, config.depth, precision.params)
@@ -55,7 +57,14 @@ class Decoder(nnx.Module):
                 rows, config.width, axis=axis, key=at(name), init=init, precision=precision
             )
 
-        def stack(name: str, depth: int, pattern: tuple[BlockConfig, ...], layers: Layers) -> Stack:
+        def stack(
+            name: str,
+            depth: int,
+            pattern: tuple[BlockConfig, ...],
+            layers: Layers,
+            schedule: Schedule | None = None,
+            axis: str = "layers",
+        ) -> Stack:
             return Stack(
                 config.width,
                 depth,
@@ -65,6 +74,8 @@ class Decoder(nnx.Module):
                 precision=precision,
                 layers=layers,
                 remat=remat,
+                schedule=schedule,
+                axis=axis,
             )
 
         self.embedding = table("embedding", config.vocab, "vocab")
@@ -72,9 +83,13 @@ class Decoder(nnx.Module):
             None if config.positions is None else table("positions", config.positions, "positions")
         )
         self.prefix = (
-            stack("prefix", len(config.prefix), config.prefix, "unroll") if config.prefix else None
+            stack("prefix", len(config.prefix), config.prefix, "unroll", axis="prefix")
+            if config.prefix
+            else None
         )
-        self.stack = stack("stack", config.depth - len(config.prefix), config.pattern, layers)
+        self.stack = stack(
+            "stack", config.depth - len(config.prefix), config.pattern, layers, schedule
+        )
         self.final_norm = (
             None
             if config.final_norm is None
@@ -102,9 +117,11 @@ class Decoder(nnx.Module):
         segments: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         key: Array | None = None,
+        dealt: int = 1,
     ) -> Hidden:
         """Reads `tokens` from left to right, each segment for itself; after those in `cache`, where there is one.
 
+        `dealt` is the number of devices to which `parallel.context.deal` dealt the tokens of each row, if it did.
         `key` turns dropout on. The cache comes back with these tokens in it; its `length` is the caller's to advance,
         who knows how many of a padded row are real.
 
@@ -123,12 +140,13 @@ class Decoder(nnx.Module):
             keys[0],
         )
         mask = (
-            masks.causal(tokens.shape[1], segments)
+            masks.causal(tokens.shape[1], segments, parts=dealt)
             if cache is None
             else _cache_mask(cache, tokens.shape[1])
         )
         layers, start = (None, None) if cache is None else (cache.layers, cache.length)
         written: dict[str, LayerCache] = {}
+        losses: dict[str, Mean] = {}
         for prefix, stack, stack_key in (
             ("prefix/", self.prefix, keys[1]),
             ("stack/", self.stack, keys[2]),
@@ -140,13 +158,14 @@ class Decoder(nnx.Module):
                 for name, layer in layers.items()
                 if name.startswith(prefix)
             }
-            x, out = stack(
+            x, out, added = stack(
                 x, positions=positions, mask=mask, caches=own, start=start, key=stack_key
             )
             written |= {prefix + name: layer for name, layer in (out or {}).items()}
+            losses = Mean.merged(losses, added)
         if self.final_norm is not None:
             x = self.final_norm(x)
-        return Hidden(x, None if cache is None else KVCache(written, cache.length), {})
+        return Hidden(x, None if cache is None else KVCache(written, cache.length), losses)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Scores of every id, float32; apart from the call so that a loss may take the rows in chunks."""

@@ -95,5 +95,6 @@ class Attention(nnx.Module):
             cap=config.cap,
             dropout=config.dropout,
             dropout_key=key,
+            keys="gather" if cache is not None else config.context_keys,
         )
         return self.out(constrain(out, "batch", "length", "heads", "head_dim")), cache

@@ -1,17 +1,20 @@
 """One layer: how attention and MLP are wired to the residual stream."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.nn.attention import Attention
 from jaxlm.nn.cache import LayerCache
-from jaxlm.nn.config import BlockConfig
+from jaxlm.nn.config import BlockConfig, MoeConfig
 from jaxlm.nn.dropout import dropout
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.mlp import Mlp
+from jaxlm.nn.moe import Moe
 from jaxlm.nn.norm import Norm
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.rules import constrain
@@ -38,7 +41,11 @@ class Block(nnx.Module):
         self.attention = Attention(
             width, config.attention, key=attention_key, init=init, precision=precision
         )
-        self.mlp = Mlp(width, config.mlp, key=mlp_key, init=init, precision=precision)
+        self.mlp = (
+            Moe(width, config.mlp, key=mlp_key, init=init, precision=precision)
+            if isinstance(config.mlp, MoeConfig)
+            else Mlp(width, config.mlp, key=mlp_key, init=init, precision=precision)
+        )
 
         def norm() -> Norm:
             return Norm(width, config.norm, axis="embed", dtype=init.dtype)
@@ -57,10 +64,11 @@ class Block(nnx.Module):
         cache: LayerCache | None = None,
         start: Int[Array, "B"] | None = None,
         key: Array | None = None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """The stream after this layer, and the layer's cache with these tokens in it."""
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None, dict[str, Mean]]:
+        """The stream after this layer, the layer's cache with these tokens in it, and what it adds to the objective."""
         keys = (None, None, None) if key is None else jax.random.split(key, 3)
         residual, rate = self.config.residual, self.config.dropout
+        is_whole = cache is None
         read = x if residual == "post" else self.attention_norm(x)
         added, cache = self.attention(
             read, positions=positions, mask=mask, cache=cache, start=start, key=keys[0]
@@ -69,17 +77,30 @@ class Block(nnx.Module):
             added = self.attention_out_norm(added)
         added = dropout(checkpoint_name(added, "attention_out"), rate, keys[1])
         if residual == "parallel":
-            beside = checkpoint_name(self.mlp(read), "mlp_out")
-            return self._stream(x + added + dropout(beside, rate, keys[2])), cache
+            beside, losses = self._feed_forward(read, mask, is_whole)
+            return self._stream(x + added + dropout(beside, rate, keys[2])), cache, losses
         x = self._stream(x + added)
         assert self.mlp_norm is not None
         if residual == "post":
             x = self.attention_norm(x)
-        added = self.mlp(x if residual == "post" else self.mlp_norm(x))
+        read = x if residual == "post" else self.mlp_norm(x)
+        added, losses = self._feed_forward(read, mask, is_whole)
         if self.mlp_out_norm is not None:
             added = self.mlp_out_norm(added)
-        x = self._stream(x + dropout(checkpoint_name(added, "mlp_out"), rate, keys[2]))
-        return (self.mlp_norm(x) if residual == "post" else x), cache
+        x = self._stream(x + dropout(added, rate, keys[2]))
+        return (self.mlp_norm(x) if residual == "post" else x), cache, losses
+
+    def _feed_forward(self, x: Array, mask: Mask, is_whole: bool) -> tuple[Array, dict[str, Mean]]:
+        losses: dict[str, Mean] = {}
+        if isinstance(self.mlp, Moe):
+            segments = mask.query_segments
+            counted = jnp.ones(x.shape[:2]) if segments is None else segments > 0
+            x, losses = self.mlp(
+                x, counted.astype(jnp.float32), is_whole=is_whole, is_dealt=mask.is_dealt
+            )
+        else:
+            x = self.mlp(x)
+        return checkpoint_name(x, "mlp_out"), losses
 
     def _stream(self, x: Array) -> Array:
         return constrain(x, "batch", "length", None)

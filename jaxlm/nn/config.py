@@ -38,6 +38,7 @@ class AttentionConfig:
     cap: float | None = None  # scores become cap * tanh(scores / cap)
     bias: bool = False
     dropout: float = 0.0  # of the attention weights
+    context_keys: Literal["gather", "ring"] = "gather"  # how queries reach keys of other devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,11 +52,34 @@ class MlpConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """A router and its experts, each a gated MLP; `top_k` of them see a token, and the shared ones see all tokens."""
+
+    experts: int
+    top_k: int
+    hidden: int  # of each expert
+    shared: int = 0  # hidden units of the shared experts, all together
+    activation: Activation = "silu"
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True  # the shares of a token's experts sum to `scale`
+    scale: float = 1.0
+    balance: float = 0.0  # weight of the balance loss
+    router_z: float = 0.0  # weight of the squared log normalizer of the router
+    bias_rate: float = 0.0  # by how much a bias moves that takes part in the choice; 0 has none
+    capacity: float | None = None  # places in each row, over top_k T / experts; None drops no token
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where a token is to see more experts than there are."""
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k = {self.top_k} of experts = {self.experts}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
     """One layer. `residual` says where the norms sit: before each part, after the sum, on both sides, or one for two parallel parts."""
 
     attention: AttentionConfig
-    mlp: MlpConfig
+    mlp: MlpConfig | MoeConfig
     norm: NormConfig
     residual: Literal["pre", "post", "sandwich", "parallel"] = "pre"
     dropout: float = 0.0  # of what each part adds to the residual stream

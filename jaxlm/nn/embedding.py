@@ -8,6 +8,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.parameter import parameter
 from jaxlm.ops.matmul import matmul
+from jaxlm.parallel.rules import constrain
 
 
 class Embedding(nnx.Module):
@@ -23,12 +24,17 @@ class Embedding(nnx.Module):
         init: Initializer,
         precision: Precision,
     ):
-        self.precision = precision
+        self.precision, self.axis = precision, axis
         self.table = parameter(init.table(key, (rows, width)), axis, "embed")
 
     def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The rows of `ids`."""
-        return self.table[...].at[ids].get(mode="promise_in_bounds")
+        """The rows of `ids`.
+
+        Each device looks its own ids up in its part of the vocabulary, and the parts are summed. The width is made whole
+        before: the compiler would rather look up a part of it for the ids of all fsdp devices, and send activations.
+        """
+        table = constrain(self.table[...], self.axis, None)
+        return table.at[ids].get(mode="promise_in_bounds")
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The dot product of `x` with every row, in float32: the tied output layer."""

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxlm.core.precision import Precision
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.parameter import parameter
-from jaxlm.ops.matmul import matmul
+from jaxlm.ops.matmul import grouped_matmul, matmul
 
 
 class Linear(nnx.Module):
@@ -50,3 +51,33 @@ class Linear(nnx.Module):
         if self.bias is None:
             return y
         return y + self.bias[...].astype(y.dtype).reshape((1,) * len(leading) + self.outs)
+
+
+class GroupedLinear(nnx.Module):
+    """Several linear maps without biases, one for each expert; row i of the input meets the weight of its group."""
+
+    def __init__(
+        self,
+        experts: int,
+        ins: dict[str, int],
+        outs: dict[str, int],
+        *,
+        key: Array,
+        init: Initializer,
+        precision: Precision,
+        ends_on_residual: bool = False,
+    ):
+        self.precision = precision
+        self.axes = ("experts", *ins, *outs)
+        shape = (math.prod(ins.values()), math.prod(outs.values()))
+
+        def weight(key: Array) -> Array:
+            return init.weight(key, shape, ends_on_residual=ends_on_residual)
+
+        self.weight = parameter(jax.vmap(weight)(jax.random.split(key, experts)), *self.axes)
+
+    def __call__(
+        self, x: Float[Array, "..."], weight: Float[Array, "E I O"], sizes: Array | None
+    ) -> Float[Array, "..."]:
+        """2 x ins x outs FLOPs a row. `weight` is what this device holds of ours; rows and sizes as in `grouped_matmul`."""
+        return grouped_matmul(x, weight, sizes, self.precision)

@@ -1,5 +1,6 @@
 """The only loop over layers."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -9,25 +10,33 @@ from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.nn.block import Block
 from jaxlm.nn.cache import LayerCache
-from jaxlm.nn.config import REMAT_NAMES, BlockConfig
+from jaxlm.nn.config import BlockConfig
 from jaxlm.nn.init import Initializer
+from jaxlm.nn.remat import rematerialised
 from jaxlm.ops.masks import Mask
+from jaxlm.parallel import pipeline
+from jaxlm.parallel.pipeline import Schedule
 
 Layers = Literal["scan", "unroll"]
+Parts = dict[str, tuple[Any, LayerCache | None, Array | None]]  # by kind: state, cache, key
 
 
 class Stack(nnx.Module):
     """`depth` blocks; layer i is of kind `pattern[i % len(pattern)]`.
 
-    The blocks of one kind keep their parameters stacked along a first axis, `layers`, whether they are run as a scan
-    or unrolled: the tree is the same, and so are checkpoints. A pattern repeats under one scan; layers left over at the
-    end are unrolled.
+    The blocks of one kind keep their parameters stacked along a first axis, whether they are run as a scan,
+    unrolled, or as a pipeline: the tree is the same, and so are checkpoints. A pattern repeats under one scan; layers left
+    over at the end are unrolled.
 
-    `remat` says what the backward pass computes again: `none`; `dots` keeps the results of matrix products; `full`
-    keeps only the stream between repeats; `save:attention_out,mlp_out` keeps what it names.
+    With a `schedule`, the layers are run as a pipeline, each stage looping over its own; but not with caches, nor for a
+    batch too small for it: there the loop is the plain one, and reads each layer's parameters from the stage that has
+    them. A layer's dropout then draws by micro-batch, and so other numbers than without the pipeline.
+
+    `remat` says what the backward pass computes again, see `nn.remat`.
     """
 
     def __init__(
@@ -41,10 +50,13 @@ class Stack(nnx.Module):
         precision: Precision,
         layers: Layers,
         remat: str,
+        schedule: Schedule | None = None,
+        axis: str = "layers",
     ):
         # Kinds that a shallow stack never reaches would be parameters without a layer.
         pattern = pattern[:depth]
         self.depth, self.kinds, self.layers, self.remat = depth, len(pattern), layers, remat
+        self.schedule, self.axis = schedule, axis
         keys = jax.random.split(key, depth)
         for kind, config in enumerate(pattern):
 
@@ -73,83 +85,126 @@ class Stack(nnx.Module):
         caches: dict[str, LayerCache] | None = None,
         start: Int[Array, "B"] | None = None,
         key: Array | None = None,
-    ) -> tuple[Float[Array, "B T D"], dict[str, LayerCache] | None]:
-        """The stream after all layers, and every layer's cache."""
+    ) -> tuple[Float[Array, "B T D"], dict[str, LayerCache] | None, dict[str, Mean]]:
+        """The stream after all layers, every layer's cache, and what layers add to the objective, summed over them."""
         names = [str(kind) for kind in range(self.kinds)]
         split = {name: nnx.split(getattr(self, name)) for name in names}
         blocks = {name: graphdef for name, (graphdef, _) in split.items()}
-        states = {name: state for name, (_, state) in split.items()}
-        keys = {
-            name: None if key is None else _kind_keys(key, self.depth, self.kinds, int(name))
-            for name in names
+        layers: Parts = {
+            name: (
+                state,
+                caches[name] if caches else None,
+                None if key is None else _kind_keys(key, self.depth, self.kinds, int(name)),
+            )
+            for name, (_, state) in split.items()
         }
+        schedule = self.schedule and caches is None and self.schedule.fitted(x.shape[0])
+        if not schedule:
+            run = functools.partial(_layer, blocks, positions, mask, start)
+            x, written, losses = self._loop(run, x, layers, self.depth)
+            return x, written if caches else None, losses
+        dealt = jax.tree.map(
+            lambda rows: pipeline.deal(rows, schedule.microbatches),
+            {"positions": positions} | _rows(mask, x.shape[0]),
+        )
 
-        def layer(
-            x: Array, name: str, state: Any, cache: LayerCache | None, key: Array | None
-        ) -> tuple[Array, Any]:
-            block = nnx.merge(blocks[name], state)
-            return block(x, positions=positions, mask=mask, cache=cache, start=start, key=key)
+        def stage(layers: Parts, x: Array, microbatch: Array) -> tuple[Array, dict[str, Mean]]:
+            rows = jax.tree.map(
+                lambda parts: lax.dynamic_index_in_dim(parts, microbatch, keepdims=False), dealt
+            )
+            positions = rows.pop("positions")
+            own = {
+                name: (state, None, keys if keys is None else _folded(keys, microbatch))
+                for name, (state, _, keys) in layers.items()
+            }
+            run = functools.partial(
+                _layer, blocks, positions, dataclasses.replace(mask, **rows), None
+            )
+            depth = self.depth // (schedule.stages * schedule.repeats)
+            x, _, losses = self._loop(run, x, own, depth, mapped=True)
+            return x, losses
 
-        def repeat(x: Array, part: dict[str, Any]) -> tuple[Array, Any]:
-            out = {}
-            for name, (state, cache, layer_key) in part.items():
-                x, out[name] = layer(x, name, state, cache, layer_key)
-            return x, out
+        x, losses = pipeline.run(stage, layers, pipeline.deal(x, schedule.microbatches), schedule)
+        return pipeline.collect(x), None, losses
 
-        unrolled = rematerialised(repeat, self.remat, looped=False)
-        stacked = {
-            name: (states[name], caches[name] if caches else None, keys[name]) for name in names
-        }
-        whole = self.depth // self.kinds
+    def _loop(
+        self,
+        run: Callable[..., tuple[Array, LayerCache | None, dict[str, Mean]]],
+        x: Array,
+        layers: Parts,
+        depth: int,
+        *,
+        mapped: bool = False,
+    ) -> tuple[Array, dict[str, LayerCache], dict[str, Mean]]:
+        """Runs the pattern until `depth` layers are done. `mapped` says that this is done for several stages at once."""
+
+        def repeat(x: Array, part: Parts) -> tuple[Array, Any]:
+            caches, losses = {}, []
+            for name, own in part.items():
+                x, caches[name], added = run(x, name, *own)
+                losses.append(added)
+            return x, (caches, Mean.merged(*losses))
+
+        whole, left = depth // self.kinds, list(layers)[: depth % self.kinds]
+        unrolled = rematerialised(repeat, self.remat, looped=False, mapped=mapped)
         parts = (
-            {name: _unstack(stacked[name]) for name in names}
-            if self.layers == "unroll" or self.depth % self.kinds
+            {name: _unstack(own) for name, own in layers.items()}
+            if self.layers == "unroll" or left
             else {}
         )
         outs: list[dict[str, Any]] = []
+        losses: list[dict[str, Mean]] = []
+        scanned = None
         if self.layers == "unroll":
-            scanned = None
             for index in range(whole):
-                x, out = unrolled(x, {name: parts[name][index] for name in names})
+                x, (out, added) = unrolled(x, {name: parts[name][index] for name in layers})
                 outs.append(out)
+                losses.append(added)
         else:
-            looped = rematerialised(repeat, self.remat, looped=True)
-            x, scanned = lax.scan(looped, x, jax.tree.map(lambda leaf: leaf[:whole], stacked))
-        if left := names[: self.depth % self.kinds]:
-            x, out = unrolled(x, {name: parts[name][whole] for name in left})
+            looped = rematerialised(repeat, self.remat, looped=True, mapped=mapped)
+            x, (scanned, added) = lax.scan(
+                looped, x, jax.tree.map(lambda leaf: leaf[:whole], layers)
+            )
+            losses.append(jax.tree.map(lambda layers: layers.sum(0), added))
+        if left:
+            x, (out, added) = unrolled(x, {name: parts[name][whole] for name in left})
             outs.append(out)
-        if caches is None:
-            return x, None
-        return x, {
+            losses.append(added)
+        written = {
             name: _restack(scanned and scanned[name], [out[name] for out in outs if name in out])
-            for name in names
+            for name in layers
         }
+        return x, written, Mean.merged(*losses)
 
 
-def rematerialised(function: Callable[..., Any], remat: str, *, looped: bool) -> Callable[..., Any]:
-    """`function` with what its backward pass needs computed again, by the policy's name.
+def _layer(
+    blocks: dict[str, Any],
+    positions: Array,
+    mask: Mask,
+    start: Array | None,
+    x: Array,
+    name: str,
+    state: Any,
+    cache: LayerCache | None,
+    key: Array | None,
+) -> tuple[Array, LayerCache | None, dict[str, Mean]]:
+    block = nnx.merge(blocks[name], state)
+    return block(x, positions=positions, mask=mask, cache=cache, start=start, key=key)
 
-    Outside of a loop XLA would find the two computations equal and keep the first, so it is told not to look; the
-    body of a loop has its own backward loop, where that would only be in the way.
 
-    Raises:
-      ValueError: where there is no such policy.
-    """
-    again = functools.partial(jax.checkpoint, function, prevent_cse=not looped)
-    policies = jax.checkpoint_policies
-    if remat == "none":
-        return function
-    if remat == "dots":
-        return again(policy=policies.dots_with_no_batch_dims_saveable)
-    if remat == "full":
-        return again()
-    kind, _, names = remat.partition(":")
-    saved = names.split(",")
-    if kind != "save" or not set(saved) <= set(REMAT_NAMES):
-        raise ValueError(
-            f"{remat!r} is no remat policy: none, dots, full, or save: with some of {','.join(REMAT_NAMES)}"
-        )
-    return again(policy=policies.save_only_these_names(*saved))
+def _rows(mask: Mask, rows: int) -> dict[str, Array]:
+    """The parts of a mask that differ from row to row."""
+    parts = {field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)}
+    return {
+        name: part
+        for name, part in parts.items()
+        if isinstance(part, Array) and part.shape[0] == rows > 1
+    }
+
+
+def _folded(keys: Array, microbatch: Array) -> Array:
+    """The keys of some layers for one micro-batch."""
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, microbatch)
 
 
 def _kind_keys(key: Array, depth: int, kinds: int, kind: int) -> Array:

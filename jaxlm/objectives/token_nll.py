@@ -7,33 +7,50 @@ from jax import Array
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.models.decoder import Decoder
+from jaxlm.nn.moe import ADDED
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import Loss
 from jaxlm.ops.cross_entropy import TokenScores, in_chunks, token_scores
+from jaxlm.parallel import context
 
 
 def token_nll(model: Decoder, batch: Tokens, key: Array | None, config: LossConfig) -> Loss:
-    """sum_t w_t (nll_t + z log_normalizer_t^2), and its weight.
+    """sum_t w_t (nll_t + z log_normalizer_t^2) + what the layers add, and the weight sum_t w_t.
 
-    The metric `loss_nats` is the likelihood alone. `key` turns dropout on.
+    The metric `loss_nats` is the likelihood alone. `key` turns dropout on. What layers add is `nn.moe`'s sum over all
+    tokens that are not padding, trained on or not.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, section 5 (z-loss, there with 1e-4).
     """
-    scores = score(model, batch, key, config.chunk)
+    scores, losses = score(model, batch, key, config.chunk)
     loss = Mean.of(scores.nll, batch.weights)
     metrics = {"loss_nats": loss, "token_accuracy": Mean.of(scores.correct, batch.weights)}
-    if not config.z_loss:
-        return Loss(loss, metrics)
-    z = Mean.of(jnp.square(scores.log_normalizer), batch.weights)
-    return Loss(Mean(loss.total + config.z_loss * z.total, loss.weight), metrics | {"z": z})
+    total = loss.total
+    if config.z_loss:
+        metrics["z"] = Mean.of(jnp.square(scores.log_normalizer), batch.weights)
+        total = total + config.z_loss * metrics["z"].total
+    if ADDED in losses:
+        total = total + losses[ADDED].total
+    return Loss(Mean(total, loss.weight), metrics | losses)
 
 
-def score(model: Decoder, batch: Tokens, key: Array | None, chunk: int | None) -> TokenScores:
-    """The scores of each target, its logits `chunk` tokens at a time."""
-    hidden = model(batch.tokens, positions=batch.positions, segments=batch.segments, key=key)
+def score(
+    model: Decoder, batch: Tokens, key: Array | None, chunk: int | None
+) -> tuple[TokenScores, dict[str, Mean]]:
+    """The scores of each target, its logits `chunk` tokens at a time; and the means that layers give.
+
+    Where keys go round a ring, the slots of each row are dealt out to its devices in here, and the scores put back: so
+    every token has its own score, and only dropout draws differ from those without a ring.
+    """
+    parts = context.ways() if model.config.has_ring else 1
+    dealt = context.deal(batch, parts)
+    hidden = model(
+        dealt.tokens, positions=dealt.positions, segments=dealt.segments, key=key, dealt=parts
+    )
 
     def of(values: Array, targets: Array) -> TokenScores:
         with jax.named_scope("unembed"):
             return token_scores(model.logits(values), targets)
 
-    return in_chunks(of, hidden.values, batch.targets, tokens=chunk)
+    scores = in_chunks(of, hidden.values, dealt.targets, tokens=chunk)
+    return context.undeal(scores, parts), hidden.losses

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxlm.parallel import context
+from jaxlm.parallel.rules import constrain
+
 Scores = TypeVar("Scores")
 
 
@@ -70,20 +73,35 @@ def in_chunks(
     """`function(hidden, targets)`, a tree of [B, T], over about `tokens` tokens at a time; None takes all at once.
 
     The logits of one chunk are live at a time: the backward pass makes them again, at the cost of one more unembedding.
-    Rows stay whole and time is cut, so each row stays on its device.
+    Rows stay whole and time is cut, so each row stays on its device; where rows are split over devices, a chunk takes
+    the same number of tokens from each.
     """
     rows, length = targets.shape
     chunks = 1 if tokens is None else min(length, math.ceil(rows * length / tokens))
     if chunks == 1:
         return function(hidden, targets)
-    size = math.ceil(length / chunks)
-    chunks = math.ceil(length / size)
+    parts = context.ways()
+    own = length // parts
+    size = math.ceil(own / chunks)
+    chunks = math.ceil(own / size)
 
     def cut(x: Array) -> Array:
-        rest = [(0, 0)] * (x.ndim - 2)
-        padded = jnp.pad(x, [(0, 0), (0, chunks * size - length), *rest])
-        return jnp.moveaxis(padded.reshape(rows, chunks, size, *x.shape[2:]), 1, 0)
+        rest = x.shape[2:]
+        x = x.reshape(rows, parts, own, *rest)
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * size - own), *[(0, 0) for _ in rest]])
+        x = jnp.moveaxis(x.reshape(rows, parts, chunks, size, *rest), 2, 0)
+        return constrain(
+            x.reshape(chunks, rows, parts * size, *rest),
+            None,
+            "batch",
+            "length",
+            *[None for _ in rest],
+        )
+
+    def joined(x: Array) -> Array:
+        x = jnp.moveaxis(x.reshape(chunks, rows, parts, size), 0, 2)
+        return x.reshape(rows, parts, -1)[:, :, :own].reshape(rows, length)
 
     again = jax.checkpoint(function, prevent_cse=False)
     scores = jax.lax.map(lambda part: again(*part), (cut(hidden), cut(targets)))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length], scores)
+    return jax.tree.map(joined, scores)

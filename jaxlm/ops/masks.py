@@ -5,6 +5,10 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jaxlm.parallel import context
+
+HIDDEN = -1e30  # the score of a key that is not seen; finite, as infinities subtract to NaN
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mask:
@@ -12,7 +16,9 @@ class Mask:
 
     Indices count slots in the row (or in the key cache); a causal query sees keys whose index is not above its own,
     and within a window only the last `window` of those. With segments, it sees its own segment only; segment 0 is
-    padding, which nothing sees.
+    padding, which only padding sees. So every query of a row sees itself, and no result depends on how nothing is averaged.
+
+    `is_dealt` says that the slots lie in the order of `context.order` over the ambient mesh.
     """
 
     query_index: Int[Array, "B T"] | Int[Array, "1 T"]
@@ -21,6 +27,7 @@ class Mask:
     key_segments: Int[Array, "B S"] | None = None
     causal: bool = True
     window: int | None = None
+    is_dealt: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError where only one side has segments."""
@@ -36,15 +43,17 @@ class Mask:
         if self.window is not None:
             seen &= query - key < self.window
         if self.query_segments is not None and self.key_segments is not None:
-            seen = (
-                seen
-                & (self.query_segments[:, :, None] == self.key_segments[:, None, :])
-                & (self.key_segments[:, None, :] > 0)
-            )
+            seen = seen & (self.query_segments[:, :, None] == self.key_segments[:, None, :])
         return seen
 
 
-def causal(length: int, segments: Int[Array, "B T"] | None = None) -> Mask:
-    """A row that reads itself from left to right, each segment for itself."""
-    index = jnp.arange(length, dtype=jnp.int32)[None]
-    return Mask(query_index=index, key_index=index, query_segments=segments, key_segments=segments)
+def causal(length: int, segments: Int[Array, "B T"] | None = None, *, parts: int = 1) -> Mask:
+    """A row that reads itself from left to right, each segment for itself; its slots dealt out to `parts` devices."""
+    index = jnp.asarray(context.order(length, parts))[None]
+    return Mask(
+        query_index=index,
+        key_index=index,
+        query_segments=segments,
+        key_segments=segments,
+        is_dealt=parts > 1,
+    )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxlm.core.precision import Precision
+from jaxlm.parallel import context
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -68,4 +69,51 @@ def _dot(x: Array, weight: Array, side: int, result: jnp.dtype) -> Array:
 
 
 def _is_flat() -> bool:
-    return jax.default_backend() == "cpu"
+    # A merged axis cannot be split as rows and context split its two parts: tokens would be gathered.
+    return jax.default_backend() == "cpu" and context.ways() == 1
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def grouped_matmul(x: Array, weights: Array, sizes: Array | None, precision: Precision) -> Array:
+    """Each group of rows times its own weight, with the dtypes of `matmul`.
+
+    With `sizes`, the first sizes[0] rows of x[M, I] meet weights[0, I, O], the next sizes[1] weights[1], and so on; rows
+    after the last group come out undefined. Without, x is [E, C, I]: groups of one size. 2 M I O FLOPs where the
+    backend has a ragged product, as TPUs have; on a CPU `jax.lax.ragged_dot` multiplies every row with every weight.
+    """
+    return _grouped_forward(x, weights, sizes, precision)[0]
+
+
+def _grouped_forward(
+    x: Array, weights: Array, sizes: Array | None, precision: Precision
+) -> tuple[Array, tuple[Array, Array, Array | None]]:
+    x_low, low = x.astype(precision.compute), weights.astype(precision.compute)
+    return _grouped(x_low, low, sizes, precision.activations), (x_low, weights, sizes)
+
+
+def _grouped_backward(
+    precision: Precision, kept: tuple[Array, Array, Array | None], out_grad: Array
+) -> tuple[Array, Array, None]:
+    x_low, weights, sizes = kept
+    grad_low = out_grad.astype(precision.compute)
+    turned = jnp.swapaxes(weights.astype(precision.compute), 1, 2)
+    x_grad = _grouped(grad_low, turned, sizes, precision.activations)
+    if sizes is None:
+        weights_grad = lax.dot_general(
+            x_low, grad_low, (((1,), (1,)), ((0,), (0,))), preferred_element_type=precision.reduce
+        )
+    else:
+        rows = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+        weights_grad = lax.ragged_dot_general(
+            x_low, grad_low, sizes, rows, preferred_element_type=precision.reduce
+        )
+    return x_grad, weights_grad.astype(weights.dtype), None
+
+
+grouped_matmul.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _grouped(x: Array, weights: Array, sizes: Array | None, result: jnp.dtype) -> Array:
+    if sizes is not None:
+        return lax.ragged_dot(x, weights, sizes, preferred_element_type=result)
+    return lax.dot_general(x, weights, (((2,), (1,)), ((0,), (0,))), preferred_element_type=result)

@@ -9,6 +9,7 @@ from jax import Array
 
 from jaxlm.core import tree
 from jaxlm.optim.config import Adafactor
+from jaxlm.parallel.rules import STACKED
 
 
 class Factored(NamedTuple):
@@ -28,9 +29,9 @@ class Moments(NamedTuple):
 def factored_dims(
     shape: tuple[int, ...], axes: tuple[str | None, ...], factor_from: int
 ) -> tuple[int, int] | None:
-    """The two largest dimensions, the stack of layers apart, in order; None where they are too small to pay."""
+    """The two largest dimensions, the stack of layers and experts apart, in order; None where they are too small to pay."""
     dims = sorted(
-        (d for d, axis in enumerate(axes) if axis != "layers"), key=lambda d: (shape[d], d)
+        (d for d, axis in enumerate(axes) if axis not in STACKED), key=lambda d: (shape[d], d)
     )[-2:]
     if len(dims) < 2 or shape[dims[0]] < factor_from:
         return None
@@ -84,7 +85,7 @@ def scale_by_adafactor(config: Adafactor, axes: Any) -> optax.GradientTransforma
             return Factored(row, col)
 
         def direction(path: str, grad: Array, param: Array, second: Factored | Array) -> Array:
-            own = tuple(d for d, axis in enumerate(names[path]) if axis != "layers")
+            own = tuple(d for d, axis in enumerate(names[path]) if axis not in STACKED)
             pair = dims(path, grad.shape)
             if pair is None or not isinstance(second, Factored):
                 assert not isinstance(second, Factored)

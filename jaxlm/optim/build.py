@@ -47,7 +47,33 @@ def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.Gradien
         case Muon():
             parts.append(scale_by_muon(config, axes))
     parts.append(_descend(schedule, config.weight_decay, groups.assign(config, axes)))
-    return optax.chain(*parts)
+    return _balanced(optax.chain(*parts), axes)
+
+
+def _balanced(inner: optax.GradientTransformation, axes: Any) -> optax.GradientTransformation:
+    """`inner`, but for routers' biases (axis `balance`), which move by -sign(g), unseen by clipping, rate and decay.
+
+    Their gradient says by how much each expert is chosen too often (`nn.moe`); a bias counts its own steps, and the
+    layer multiplies by their size.
+
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2; Wang et al. 2024, arXiv:2408.15664, algorithm 1.
+    """
+    names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
+    biases = {path for path, leaf in names.items() if "balance" in leaf}
+    if not biases:
+        return inner
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        def rest(path: str, grad: Array) -> Array:
+            return jnp.zeros_like(grad) if path in biases else grad
+
+        def signed(path: str, update: Array, grad: Array) -> Array:
+            return -jnp.sign(grad).astype(update.dtype) if path in biases else update
+
+        updates, state = inner.update(tree.map_with_path(rest, grads), state, params)
+        return tree.map_with_path(signed, updates, grads), state
+
+    return optax.GradientTransformation(inner.init, update)
 
 
 def _clip_norm(largest: float) -> optax.GradientTransformation:

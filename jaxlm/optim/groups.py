@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.optim.config import Groups
+from jaxlm.parallel.rules import STACKED
 
 
 class Group(NamedTuple):
@@ -45,7 +46,7 @@ def assign(config: Groups, axes: Any) -> dict[str, Group]:
 
 
 def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:
-    return path.rpartition("/")[2] != "bias" and len(axes) - ("layers" in axes) >= 2
+    return path.rpartition("/")[2] != "bias" and sum(axis not in STACKED for axis in axes) >= 2
 
 
 def _matches(field: str, pattern: str, paths: dict[str, Any]) -> list[str]:

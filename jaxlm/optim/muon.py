@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from jaxlm.core import tree
 from jaxlm.optim.config import Muon
+from jaxlm.parallel.rules import STACKED
 
 QUINTIC = (
     3.4445,
@@ -85,7 +86,7 @@ def inputs(axes: tuple[str | None, ...]) -> tuple[int, ...]:
 
     A block's matrices lead from the residual stream, `embed`, or to it.
     """
-    own = [dim for dim, axis in enumerate(axes) if axis != "layers"]
+    own = [dim for dim, axis in enumerate(axes) if axis not in STACKED]
     if "embed" not in axes or len(own) < 2 or {"vocab", "positions"} & set(axes):
         return ()
     stream = axes.index("embed")
@@ -94,7 +95,7 @@ def inputs(axes: tuple[str | None, ...]) -> tuple[int, ...]:
 
 def orthogonal(x: Array, axes: tuple[str | None, ...], steps: int, dtype: str) -> Array:
     """NS of each layer's matrix, scaled by sqrt(max(1, outs / ins))."""
-    layers = x.shape[: len(axes) - sum(axis != "layers" for axis in axes)]
+    layers = x.shape[: len(axes) - sum(axis not in STACKED for axis in axes)]
     ins = math.prod(x.shape[dim] for dim in inputs(axes))
     matrix = x.reshape(math.prod(layers), ins, -1)
     outs = matrix.shape[2]

@@ -2,27 +2,43 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from jaxlm.core.config import setting
 from jaxlm.core.errors import ConfigError
 
-AXES = ("data", "fsdp", "tensor")  # outermost first: the slowest wire carries the least
+# Outermost first: the slowest wire carries the least.
+AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
 AxisSize = int | Literal["auto"]
+ContextKeys = Literal["auto", "gather", "ring"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
     """How many devices lie along each axis. The product is the number of devices; one axis may be `auto`."""
 
+    pipe: AxisSize = setting(1, "stages, each with its own layers", low=1)
     data: AxisSize = setting(
         "auto", "replicas of the model, each with its own rows of the batch", low=1
     )
     fsdp: AxisSize = setting(1, "devices over which rows and parameters are both split", low=1)
+    expert: AxisSize = setting(1, "devices over which rows and experts are both split", low=1)
+    context: AxisSize = setting(1, "devices over which the tokens of a row are split", low=1)
     tensor: AxisSize = setting(
         1, "devices over which heads, hidden units and the vocabulary are split", low=1
+    )
+    zero: int = setting(
+        3,
+        "what fsdp splits beside rows: 1 the state of the optimizer, 2 gradients too, 3 parameters too (ZeRO, arXiv:1910.02054)",
+        low=1,
+        high=3,
+    )
+
+    context_keys: ContextKeys = setting(
+        "auto",
+        "how queries reach keys on other devices of context: gather them, pass them round in a ring, or auto, by bytes",
     )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
@@ -49,37 +65,55 @@ class MeshConfig:
             }
         if fixed == devices:
             return named
-        shape = " x ".join(f"{axis}={size}" for axis, size in named.items())
+        shape = " x ".join(f"{axis}={size}" for axis, size in named.items() if size != 1)
         raise ConfigError(
             f"the mesh does not fit {devices} device{'s' if devices != 1 else ''}",
             where="mesh",
             why=f"{shape} needs {'a multiple of ' if 'auto' in named.values() else ''}{fixed}",
-            fix="\n".join(flags(fit) for fit in nearest(named, devices)[:2]),
+            fix="\n".join(flags(fit, named) for fit in nearest(named, devices)[:2]),
         )
 
 
-def factorisations(devices: int) -> list[dict[str, int]]:
-    """Every way to lay `devices` out over the axes."""
-    sizes = [size for size in range(1, devices + 1) if devices % size == 0]
+def factorisations(devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
+    """Every way to lay `devices` out over some axes; the others have size 1."""
+    first, *rest = axes
+    if not rest:
+        return [dict.fromkeys(AXES, 1) | {first: devices}]
     return [
-        {"data": devices // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
-        for fsdp in sizes
-        for tensor in sizes
-        if devices % (fsdp * tensor) == 0
+        fit | {first: size}
+        for size in range(1, devices + 1)
+        if devices % size == 0
+        for fit in factorisations(devices // size, rest)
     ]
 
 
 def nearest(wanted: Mapping[str, AxisSize], devices: int) -> list[dict[str, int]]:
-    """The layouts of `devices`, those first that differ least from `wanted`, by the sum of |log2| of the ratios."""
+    """The layouts of `devices`, those first that differ least from `wanted`, by the sum of |log2| of the ratios,
+    and among equals by the largest.
 
-    def distance(fit: dict[str, int]) -> float:
-        return sum(
+    They use the axes that `wanted` uses, and those that suit every model.
+    """
+    used = [axis for axis in AXES if wanted.get(axis, 1) != 1 or axis in ("data", "fsdp", "tensor")]
+
+    def distance(fit: dict[str, int]) -> tuple[float, float]:
+        changes = [
             abs(math.log2(fit[axis] / size)) for axis, size in wanted.items() if size != "auto"
-        )
+        ]
+        return round(sum(changes), 9), max(changes, default=0)
 
-    return sorted(factorisations(devices), key=distance)
+    return sorted(factorisations(devices, used), key=distance)
 
 
-def flags(sizes: Mapping[str, int]) -> str:
-    """What to paste for a layout."""
-    return " ".join(f"--config.mesh.{axis}={size}" for axis, size in sizes.items())
+def flags(sizes: Mapping[str, int], instead_of: Mapping[str, AxisSize]) -> str:
+    """What to paste for a layout instead of another."""
+    return " ".join(
+        f"--config.mesh.{axis}={size}"
+        for axis, size in sizes.items()
+        if instead_of.get(axis, 1) not in (size, "auto")
+    )
+
+
+def shown(sizes: Mapping[str, int]) -> str:
+    """A layout in words: the axes that split anything."""
+    split = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    return " x ".join(split) or "of one device"

@@ -1,5 +1,6 @@
 """Global arrays from the rows that each host reads."""
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.parallel import rules
+from jaxlm.parallel.config import shown
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -16,7 +18,9 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, rules.spec(("batch", "length")))
 
 
-def check_rows(mesh: Mesh, batch: int, microbatches: int) -> None:
+def check_rows(
+    mesh: Mesh, batch: int, microbatches: int = 1, *, setting: str = "train.batch"
+) -> None:
     """Raises ConfigError where the rows of a micro-batch cannot be dealt out evenly."""
     ways = rules.split(mesh, "batch")
     if batch % (ways * microbatches) == 0:
@@ -26,20 +30,23 @@ def check_rows(mesh: Mesh, batch: int, microbatches: int) -> None:
     parts = f" x {microbatches} micro-batches" if microbatches > 1 else ""
     raise ConfigError(
         f"a batch of {batch} rows does not divide over {ways} devices{parts}",
-        where="train.batch",
-        why=f"mesh data={mesh.shape['data']} x fsdp={mesh.shape['fsdp']}{parts} needs a multiple of {unit}",
+        where=setting,
+        why=f"mesh {shown(mesh.shape)}{parts} needs a multiple of {unit}",
         fix="\n".join(
-            f"--config.train.batch={size}" for size in dict.fromkeys((below, above)) if size
+            f"--config.{setting}={size}" for size in dict.fromkeys((below, above)) if size
         ),
     )
 
 
-def host_rows(mesh: Mesh, batch: int) -> slice:
-    """The rows of the global batch that this process's devices hold; one contiguous run, as `data` is outermost."""
-    held = batch_sharding(mesh).addressable_devices_indices_map((batch, 1)).values()
-    starts, stops = zip(
-        *(index[0].indices(batch)[:2] for index in held if index is not None), strict=True
-    )
+def host_rows(mesh: Mesh, batch: int, devices: Collection[jax.Device] | None = None) -> slice:
+    """The rows of the global batch of which `devices`, by default this process's, hold something: one contiguous run.
+
+    Processes that share a row, as `context` splits it, or hold copies of it, read the same rows.
+    """
+    sharding = batch_sharding(mesh)
+    devices = sharding.addressable_devices if devices is None else devices
+    held = sharding.devices_indices_map((batch, rules.split(mesh, "length")))
+    starts, stops = zip(*(held[device][0].indices(batch)[:2] for device in devices), strict=True)
     return slice(min(starts), max(stops))
 
 
@@ -49,8 +56,28 @@ def fetch(tree: Any) -> Any:
 
 
 def put(mesh: Mesh, rows: Any) -> Any:
-    """A tree of this host's [rows, length] arrays as global arrays on the mesh."""
+    """A tree of this host's [rows, length] arrays as global arrays on the mesh.
+
+    The rows are those of `host_rows`, whole; of each a device takes its own part of the length.
+    """
     sharding = batch_sharding(mesh)
-    return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), rows
-    )
+    ways = rules.split(mesh, "batch")
+    own = host_rows(mesh, ways)
+
+    def place(x: Any) -> jax.Array:
+        x = np.asarray(x)
+        size = len(x) // (own.stop - own.start)
+        shape = (ways * size, *x.shape[1:])
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: part(x, index, own.start * size)
+        )
+
+    return jax.tree.map(place, rows)
+
+
+def part(rows: np.ndarray, index: tuple[slice, ...] | None, first: int) -> np.ndarray:
+    """What lies at `index` of the global array, out of `rows` that begin with its row `first`."""
+    assert index is not None
+    here, *rest = index
+    start, stop = here.start or 0, first + len(rows) if here.stop is None else here.stop
+    return rows[start - first : stop - first, *rest]

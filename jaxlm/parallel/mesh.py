@@ -1,9 +1,15 @@
 """The device mesh."""
 
+import collections
+import math
+from collections.abc import Mapping, Sequence
+
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxlm.parallel.config import AXES, MeshConfig
+from jaxlm.core.errors import ConfigError
+from jaxlm.parallel.config import AXES, MeshConfig, flags, nearest, shown
 
 
 def build(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
@@ -13,10 +19,69 @@ def build(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     With Explicit axes (`jax.make_mesh`'s default) a batch split over ("data", "fsdp") that meets an embedding
     split over "fsdp" is refused at trace time.
 
+    Where devices lie in several slices, with slow wires between them, the outermost axes cross from one to another.
+
     Raises:
-      ConfigError: where the sizes do not multiply to the number of devices.
+      ConfigError: where the sizes do not multiply to the number of devices, or cannot be cut into its slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = config.sizes(len(devices))
+    types = (AxisType.Auto,) * len(AXES)
+    if (count := slices(devices)) > 1:
+        outer = across(sizes, count)
+        grid = mesh_utils.create_hybrid_device_mesh(
+            [sizes[axis] // outer[axis] for axis in AXES],
+            [outer[axis] for axis in AXES],
+            devices,
+        )
+        return Mesh(grid, AXES, axis_types=types)
     shape = tuple(sizes[axis] for axis in AXES)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+
+
+def slices(devices: Sequence[jax.Device]) -> int:
+    """How many groups of devices there are with slow wires between them: TPU slices, hosts of GPUs.
+
+    Raises:
+      ConfigError: where one has more devices than another.
+    """
+    held = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
+    if len(set(held.values())) > 1:
+        raise ConfigError(
+            "the slices of this run do not have the same number of devices",
+            where="mesh",
+            why=", ".join(f"slice {name}: {count}" for name, count in sorted(held.items())),
+            fix="start it on slices of one size",
+        )
+    return len(held)
+
+
+def across(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """How often each axis is cut by the borders of `count` slices: the outermost ones, each wholly before the next.
+
+    Only so do the rows of a slice lie beside each other in the batch.
+
+    Raises:
+      ConfigError: where the axes cannot be cut so; names the nearest layouts that can.
+    """
+    if (outer := _cut(sizes, count)) is not None:
+        return outer
+    fits = [
+        fit for fit in nearest(sizes, math.prod(sizes.values())) if _cut(fit, count) is not None
+    ]
+    raise ConfigError(
+        f"the mesh does not fit {count} slices",
+        where=f"mesh {shown(sizes)}",
+        why="the outermost axes cross from slice to slice, and their sizes must divide by the number of slices",
+        fix="\n".join(flags(fit, sizes) for fit in fits[:2]),
+    )
+
+
+def _cut(sizes: Mapping[str, int], count: int) -> dict[str, int] | None:
+    outer = {}
+    for axis in AXES:
+        outer[axis] = math.gcd(count, sizes[axis])
+        count //= outer[axis]
+        if count > 1 and outer[axis] < sizes[axis]:
+            return None
+    return outer

@@ -7,7 +7,7 @@ import ipaddress
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -130,11 +130,14 @@ def start(
     *,
     rank: int,
     count: int,
+    devices: Sequence[int] | None = None,
     join_seconds: float = 300,
     heartbeat_seconds: float = 100,
     say: Callable[[str], None] = print,
 ) -> Peers:
     """Meets the other ranks at an address of rank 0, which listens there and nowhere else.
+
+    `devices` are the GPUs of this host that are this process's; None is all of them.
 
     Raises:
       PeerLost: where one has not come in time; names those who have, and those who have not.
@@ -154,6 +157,7 @@ def start(
         address,
         count,
         rank,
+        local_device_ids=devices,
         coordinator_bind_address=address,
         initialization_timeout=max(int(join_seconds), 60),
         heartbeat_timeout_seconds=max(int(heartbeat_seconds), 1),

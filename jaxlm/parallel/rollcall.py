@@ -62,7 +62,7 @@ def _call(address: str, count: int, deadline: float) -> tuple[list[int], str]:
     callers: dict[int, socket.socket] = {}
     wrong = ""
     with contextlib.ExitStack() as stack:
-        with _listener(address) as listener:
+        with _listener(address, deadline) as listener:
             while len(callers) < count - 1 and not wrong and time.monotonic() < deadline:
                 listener.settimeout(max(deadline - time.monotonic(), 0.01))
                 with contextlib.suppress(OSError):  # a timeout too
@@ -111,18 +111,23 @@ def _await_service(address: str) -> None:
         time.sleep(0.05)
 
 
-def _listener(address: str) -> socket.socket:
+def _listener(address: str, deadline: float) -> socket.socket:
+    """Listens there. A name may be so new that it is known only in a while, as a pod's is."""
     host, port = split(address)
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise PeerLost(
-            "the address of the coordinator cannot be used",
-            where=address,
-            why=f"{type(error).__name__}: {error.strerror}",
-            fix="--coordinator=HOST:PORT with another port; `jaxlm launch` finds a free one",
-        ) from error
+    while True:
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((host, port), family=family)
+        except OSError as error:
+            if isinstance(error, socket.gaierror) and time.monotonic() < deadline:
+                time.sleep(0.5)
+                continue
+            raise PeerLost(
+                "the address of the coordinator cannot be used",
+                where=address,
+                why=f"{type(error).__name__}: {error.strerror}",
+                fix="--coordinator=HOST:PORT with another port; `jaxlm launch` finds a free one",
+            ) from error
 
 
 def _say(caller: socket.socket, value: dict) -> None:

@@ -1,6 +1,7 @@
 """Logical axes to mesh axes: the one table that says what is split over what."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,23 +10,34 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.parallel.config import flags, nearest
+from jaxlm.parallel.config import flags, nearest, shown
 
 LogicalAxes = tuple[str | None, ...]
 
 # Every logical axis is here; there is no catch-all, so that a new axis has to be thought about.
 RULES: dict[str, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp"),
-    "length": None,
-    "layers": None,
+    "batch": ("data", "fsdp", "expert"),
+    "length": "context",
+    "layers": "pipe",
+    "prefix": None,  # layers before those that repeat, outside of the pipeline
+    "stages": "pipe",  # the parts of a micro-batched activation, one for each stage
+    "experts": "expert",
+    "routes": None,  # a router's scores, one for each expert
+    "balance": None,  # what is added to them so that experts are chosen evenly
     "embed": "fsdp",
-    "vocab": "tensor",
+    "vocab": (
+        "pipe",
+        "tensor",
+    ),  # stages hold other layers, but unembed the same rows: each a part of it
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "head_dim": None,
     "positions": None,
 }
+
+LAYERS = ("layers", "prefix")  # axes along which layers are stacked
+STACKED = (*LAYERS, "experts")  # and all axes along which matrices are
 
 
 def spec(axes: LogicalAxes) -> PartitionSpec:
@@ -39,11 +51,19 @@ def constrain(x: Array, *axes: str | None) -> Array:
         raise ValueError(f"{len(axes)} axis names for shape {x.shape}")
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    return jax.lax.with_sharding_constraint(x, spec(axes))
+    return jax.lax.with_sharding_constraint(x, spec(tuple(map(_placed, axes, x.shape))))
 
 
-def shardings(mesh: Mesh, axes: Any, abstract: Any) -> Any:
+def _placed(axis: str | None, size: int) -> str | None:
+    """The axis, or None for a length that `context` cannot split: the one token of a decode step, a prompt."""
+    grid = jax.sharding.get_abstract_mesh()
+    return None if axis == "length" and size % split(grid, axis) else axis
+
+
+def shardings(mesh: Mesh, axes: Any, abstract: Any, *, is_split: bool = True) -> Any:
     """The sharding of each leaf of a tree, given its tree of logical axes (tuples as leaves) and of shapes.
+
+    Without `is_split`, the fsdp axis holds copies instead of parts, as ZeRO 1 and 2 keep parameters.
 
     Raises:
       ConfigError: where a dimension does not divide by its mesh axes; lists every such leaf.
@@ -54,9 +74,9 @@ def shardings(mesh: Mesh, axes: Any, abstract: Any) -> Any:
         if len(names) != len(leaf.shape):
             raise ValueError(f"{path}: axes {names} for shape {leaf.shape}")
         for name, size in zip(names, leaf.shape, strict=True):
-            if name is not None and size % (ways := split(mesh, name)):
-                misfits.append((path, name, size, ways))
-        return NamedSharding(mesh, spec(names))
+            if name is not None and size % (parts := split(mesh, name)):
+                misfits.append((path, name, size, parts))
+        return NamedSharding(mesh, spec(names) if is_split else _copied(spec(names)))
 
     placed = tree.map_with_path(place, abstract, axes)
     if misfits:
@@ -66,10 +86,15 @@ def shardings(mesh: Mesh, axes: Any, abstract: Any) -> Any:
 
 def split(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
     """Into how many parts a logical axis is split."""
-    return _ways(dict(mesh.shape), axis)
+    return ways(dict(mesh.shape), axis)
 
 
-def _ways(sizes: dict[str, int], axis: str | None) -> int:
+def _copied(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*(None if entry == "fsdp" else entry for entry in spec))
+
+
+def ways(sizes: Mapping[str, int], axis: str | None) -> int:
+    """Into how many parts a logical axis is split on a mesh of these sizes."""
     names = None if axis is None else RULES[axis]
     return math.prod(
         sizes.get(name, 1) for name in ((names,) if isinstance(names, str) else names or ())
@@ -81,9 +106,9 @@ def _misfit(
 ) -> ConfigError:
     """One line for each logical axis that does not divide, with one leaf as the example; and the nearest meshes that fit."""
     lines: dict[tuple[str, int, int], str] = {}
-    for path, name, size, ways in misfits:
+    for path, name, size, parts in misfits:
         lines.setdefault(
-            (name, size, ways), f"{name} = {size} does not divide by {ways} (for example {path})"
+            (name, size, parts), f"{name} = {size} does not divide by {parts} (for example {path})"
         )
     sizes = {
         (name, size)
@@ -93,13 +118,13 @@ def _misfit(
     fits = [
         fit
         for fit in nearest(dict(mesh.shape), mesh.size)
-        if all(size % _ways(fit, name) == 0 for name, size in sizes)
+        if all(size % ways(fit, name) == 0 for name, size in sizes)
     ]
     return ConfigError(
         f"{len(misfits)} parameter{'s' if len(misfits) > 1 else ''} cannot be split evenly",
-        where="mesh " + " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
+        where=f"mesh {shown(mesh.shape)}",
         why="\n".join(list(lines.values())[:3]),
-        fix="\n".join(flags(fit) for fit in fits[:2]),
+        fix="\n".join(flags(fit, mesh.shape) for fit in fits[:2]),
     )
 
 

@@ -1,6 +1,7 @@
 """The model of a run and where its arrays lie: what training, evaluation and generation build alike."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from jaxlm.core.precision import Precision
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.models.build import Blueprint
 from jaxlm.parallel import rules
+from jaxlm.parallel.pipeline import Schedule
+from jaxlm.recipes import context
 from jaxlm.recipes.config import Run
 
 VOCAB_MULTIPLE = 64  # what `model.vocab=auto` is rounded up to, so that it splits over devices
@@ -19,12 +22,13 @@ VOCAB_MULTIPLE = 64  # what `model.vocab=auto` is rounded up to, so that it spli
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """A model's blueprint, and the sharding of each of its parameters."""
+    """A model's blueprint, and the sharding of each of its parameters and of their gradients."""
 
     mesh: Mesh
     precision: Precision
     blueprint: Blueprint
     shardings: Any
+    gradients: Any
 
 
 def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
@@ -34,11 +38,28 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
       ConfigError: where a dimension does not divide by its mesh axes.
     """
     precision = Precision.of(run.precision)
-    decoder = dataclasses.replace(run.model, vocab=vocab).build()
-    blueprint = Blueprint(decoder, precision, layers=run.train.stack, remat=run.train.remat)
-    return Assembly(
-        mesh, precision, blueprint, rules.shardings(mesh, blueprint.axes, blueprint.shapes)
+    decoder = context.fitted(run, dataclasses.replace(run.model, vocab=vocab).build(), mesh)
+    blueprint = Blueprint(
+        decoder,
+        precision,
+        layers=run.train.stack,
+        remat=run.train.remat,
+        schedule=schedule(run, mesh),
     )
+    layout = functools.partial(rules.shardings, mesh, blueprint.axes, blueprint.shapes)
+    zero = run.mesh.zero
+    return Assembly(
+        mesh, precision, blueprint, layout(is_split=zero == 3), layout(is_split=zero >= 2)
+    )
+
+
+def schedule(run: Run, mesh: Mesh) -> Schedule | None:
+    """How micro-batches go through the stages; None where the mesh has one stage."""
+    stages = rules.split(mesh, "stages")
+    if stages == 1:
+        return None
+    repeats = run.train.pipeline_repeats if run.train.pipeline == "circular" else 1
+    return Schedule(stages, run.train.microbatches, repeats)
 
 
 def vocabulary(run: Run, tokens: int) -> int:
@@ -62,7 +83,10 @@ def check_fit(run: Run, mesh: Mesh) -> None:
     Where the vocabulary is the tokenizer's, one that does divide stands in for it.
     """
     ways = rules.split(mesh, "vocab")
-    assemble(run, VOCAB_MULTIPLE * ways if run.model.vocab == "auto" else run.model.vocab, mesh)
+    vocab = VOCAB_MULTIPLE * ways if run.model.vocab == "auto" else run.model.vocab
+    decoder = dataclasses.replace(run.model, vocab=vocab).build()
+    context.check(run, decoder, mesh)
+    assemble(run, vocab, mesh)
 
 
 def placed(assembly: Assembly) -> Any:

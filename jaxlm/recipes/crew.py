@@ -1,7 +1,6 @@
 """What keeps a run from hanging: its peers, a watch, the way to stop and the way to end."""
 
 import contextlib
-import dataclasses
 import faulthandler
 import json
 import os
@@ -13,41 +12,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxlm.core import faults
-from jaxlm.core.errors import CommandError
 from jaxlm.monitor.config import WatchConfig
 from jaxlm.monitor.watch import Watch
 from jaxlm.parallel import peers
+from jaxlm.parallel.cluster import Place
 from jaxlm.parallel.peers import Peers
 from jaxlm.recipes.ranks import FOLDER
 from jaxlm.train.ending import Ending
 from jaxlm.train.signals import StopRequest
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """Which process of a run this is, and where they meet. None for all three is a run of one process."""
-
-    coordinator: str | None = None
-    count: int | None = None
-    rank: int | None = None
-
-    def __post_init__(self) -> None:
-        told = (self.coordinator, self.count, self.rank)
-        flags = ("--coordinator", "--num_processes", "--process_id")
-        missing = [flag for flag, value in zip(flags, told, strict=True) if value is None]
-        if 0 < len(missing) < 3:
-            raise CommandError(
-                f"{' and '.join(missing)} must be given too",
-                where="jaxlm train",
-                why="a process of several needs to know where they meet, how many they are and which it is",
-                fix="jaxlm launch --processes=2 -- train ... gives all three",
-            )
-        if self.count is not None and self.rank is not None and not 0 <= self.rank < self.count:
-            raise CommandError(
-                f"there is no process {self.rank} of {self.count}",
-                where="--process_id",
-                why=f"they are numbered from 0 to {self.count - 1}",
-            )
 
 
 class Crew:
@@ -57,13 +29,13 @@ class Crew:
     """
 
     def __init__(self, config: WatchConfig, place: Place, *, workdir: Path):
-        self._config, self._place, self._workdir = config, place, workdir
+        self._config, self.place, self._workdir = config, place, workdir
         self._open = contextlib.ExitStack()
         self._told = ""  # what this rank has said to be busy with
         self._busy: dict[str, tuple[str, float]] = {}  # what each peer has, and since when we know
 
     def __enter__(self) -> Self:
-        config, place = self._config, self._place
+        config, place = self._config, self.place
         limits = config.limits()
         folder = os.environ.get(FOLDER)
         if place.coordinator is None or place.rank is None or place.count is None:
@@ -73,6 +45,7 @@ class Crew:
                 place.coordinator,
                 rank=place.rank,
                 count=place.count,
+                devices=place.devices,
                 join_seconds=limits["join"],
                 heartbeat_seconds=limits["heartbeat"],
                 say=lambda text: print(text, file=sys.stderr, flush=True),

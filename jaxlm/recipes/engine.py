@@ -1,6 +1,7 @@
 """What computes in a run: data, model, optimizer and the compiled step, with nothing that writes."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.train import state as states
 from jaxlm.train import step as steps
 from jaxlm.train.state import TrainState
+from jaxlm.train.step import Step
 
 Skips = tuple[tuple[int, int], ...]
 
@@ -48,10 +50,14 @@ class Engine:
             precision=model.precision,
             guard=run.guard,
             axes=blueprint.axes,
-            microbatches=run.train.microbatches,
+            layout=model.gradients,
+            # A pipeline deals the batch out itself.
+            microbatches=run.train.microbatches if blueprint.schedule is None else 1,
             is_measured=_is_logged(run),
         )
-        self.step = jax.jit(step, donate_argnums=0)
+        if run.train.offload:
+            step = functools.partial(_fetching, step, self._shardings(is_fetched=True))
+        self.step = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings(), None))
         self._eval_step = jax.jit(
             evals.build(
                 blueprint.merge, assembly.token_bytes(model, data.tokenizer), chunk=run.loss.chunk
@@ -96,19 +102,53 @@ class Engine:
             for name, loader in self.data.validation.items()
         }
 
-    def _shardings(self) -> Any:
+    def held(self) -> dict[str, int]:
+        """Bytes on each device by what they are: parameters, gradients (while a step is computed), optimizer's state."""
+        model, state = self.model, self.abstract()
+
+        def size(leaves: Any, layout: Any) -> int:
+            parts = jax.tree.map(
+                lambda x, where: math.prod(where.shard_shape(x.shape)) * x.dtype.itemsize,
+                leaves,
+                layout,
+            )
+            return sum(jax.tree.leaves(parts))
+
+        sharding = jax.tree.map(lambda leaf: leaf.sharding, state)
+        return {
+            "parameters": size(state.params, sharding.params),
+            "gradients": size(
+                jax.eval_shape(model.precision.reduced, state.params), model.gradients
+            ),
+            "optimizer": size(state.opt_state, sharding.opt_state),
+        }
+
+    def _shardings(self, *, is_fetched: bool = False) -> Any:
+        """Where each leaf of the state lies, between steps or while one `is_fetched` to the devices."""
         blueprint, mesh = self.model.blueprint, self.model.mesh
         shapes = jax.eval_shape(self.traced)
         axes = optimizers.state_axes(
             self.run.optim, self.optimizer, blueprint.shapes, blueprint.axes
         )
         replicated = states.replicated(mesh)
+        opt_state = rules.shardings(mesh, axes, shapes.opt_state)
+        if "optimizer" in self.run.train.offload and not is_fetched:
+            opt_state = jax.tree.map(
+                lambda leaf, where: where.with_memory_kind("pinned_host") if leaf.ndim else where,
+                shapes.opt_state,
+                opt_state,
+            )
         return shapes._replace(
             step=replicated,
             params=self.model.shardings,
-            opt_state=rules.shardings(mesh, axes, shapes.opt_state),
+            opt_state=opt_state,
             guard=jax.tree.map(lambda _: replicated, shapes.guard),
         )
+
+
+def _fetching(step: Step, layout: TrainState, state: TrainState, batch: Tokens) -> Any:
+    """A step of a state that may lie elsewhere. Where it comes out again is for `jax.jit` to say."""
+    return step(jax.device_put(state, layout), batch)
 
 
 def _loss(

@@ -17,9 +17,11 @@ from jaxlm.data.prepare import Data
 from jaxlm.monitor import environment
 from jaxlm.monitor.console import Console
 from jaxlm.parallel import host
-from jaxlm.recipes import assembly, devices, resume, space, starts, telling
+from jaxlm.parallel.cluster import Place
+from jaxlm.recipes import assembly, context, devices, fit, resume, space, starts, telling
+from jaxlm.recipes.assembly import Assembly
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.crew import Crew, Place
+from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
 from jaxlm.recipes.resume import Wish
 from jaxlm.recipes.rewinding import Rewinds
@@ -90,9 +92,11 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
                     "workdir": str(options.workdir),
                     **(meta["evaluation"] or {}),
                 }
-        mesh = devices.build_mesh(run.mesh)
-        host.check_rows(mesh, run.train.batch, run.train.microbatches)
+        mesh = fit.build_mesh(run)
         assembly.check_fit(run, mesh)
+        host.check_rows(mesh, run.train.batch, run.train.microbatches)
+        if run.eval.batch != "auto":
+            host.check_rows(mesh, run.eval.batch, setting="eval.batch")
         directory.begin()
         crew.ending.leave = directory.leave
 
@@ -119,7 +123,7 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
         model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
         _check_vocabulary(run, data)
         if is_first:
-            _describe(directory, loaded, options, data, len(rewinds.made))
+            _describe(directory, loaded, options, data, model, len(rewinds.made))
         with jax.set_mesh(mesh):
             engine = Engine(run, data, model)
             space.check(engine, store, directory)
@@ -172,7 +176,12 @@ def _check_vocabulary(run: Run, data: Data) -> None:
 
 
 def _describe(
-    directory: RunDir, loaded: Loaded, options: Options, data: Data, rewinds: int
+    directory: RunDir,
+    loaded: Loaded,
+    options: Options,
+    data: Data,
+    model: Assembly,
+    rewinds: int,
 ) -> None:
     """Writes what the run was started with. Where it replaces what was there, starts.jsonl keeps that."""
     wanted, wish = config.to_json(loaded.value), options.wish
@@ -189,6 +198,9 @@ def _describe(
     directory.write_json(
         "provenance.json", {name: str(origin) for name, origin in loaded.provenance.items()}
     )
-    directory.write_json("environment.json", environment.facts())
+    reached = context.told(loaded.value, model.blueprint.config, model.mesh)
+    facts = environment.facts() | {"cluster": options.place.as_json()}
+    facts |= {"context": reached} if reached else {}
+    directory.write_json("environment.json", facts)
     directory.write_command(options.arguments)
     directory.write_bytes("tokenizer", data.tokenizer.serialise())

@@ -188,7 +188,7 @@ def _rows(engine: Engine, params: Any, batch: Tokens) -> list[dict[str, Any]]:
 
     def means(params: Any, batch: Tokens) -> jax.Array:
         model = engine.model.blueprint.merge(params)
-        nll = score(model, batch, None, engine.run.loss.chunk).nll
+        nll = score(model, batch, None, engine.run.loss.chunk)[0].nll
         is_counted = batch.weights != 0  # a weight that is not finite hides no row
         return jnp.where(is_counted, nll, 0).sum(-1) / jnp.maximum(is_counted.sum(-1), 1)
 

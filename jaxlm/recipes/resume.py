@@ -28,7 +28,15 @@ FREE = (
     "data.prefetch",
 )
 FREE_GUARD = ("guard.budget", "guard.rewinds", "guard.reach", "guard.skip", "guard.compare_every")
-FREE_TRAIN = ("train.stack", "train.remat", "train.patience", "loss.chunk")
+FREE_TRAIN = (
+    "train.stack",
+    "train.remat",
+    "train.pipeline",
+    "train.pipeline_repeats",
+    "train.offload",
+    "train.patience",
+    "loss.chunk",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

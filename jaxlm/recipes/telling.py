@@ -9,6 +9,9 @@ from jaxlm.core import tree
 from jaxlm.data import baselines, peek
 from jaxlm.models import cost
 from jaxlm.monitor import plots, report, words
+from jaxlm.parallel import mesh as meshes
+from jaxlm.parallel.config import shown
+from jaxlm.recipes import context
 from jaxlm.recipes.session import Session
 
 
@@ -18,10 +21,9 @@ def header(session: Session) -> None:
     mesh, decoder = model.mesh, model.blueprint.config
     train = data.train.shards.manifest
     kind = mesh.devices.flat[0].device_kind
-    shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    state_bytes = tree.size_bytes(jax.eval_shape(session.engine.traced))
     facts = [
-        ("devices", f"{mesh.devices.size} x {kind}, mesh {shape}"),
+        ("processes", _processes(session)),
+        ("devices", f"{mesh.devices.size} x {kind}, mesh {shown(mesh.shape)}"),
         (
             "model",
             f"{run.model.family}, {words.count(cost.parameters(decoder))} parameters: {decoder.depth} layers, "
@@ -33,17 +35,43 @@ def header(session: Session) -> None:
             f"{data.train.epochs(run.train.steps, run.train.batch):.2f} epochs",
         ),
         ("", _example(session)),
-        ("memory", f"{words.size(state_bytes)} of weights and optimizer state over all devices"),
+        ("memory", _memory(session)),
         (
             "run",
             f"{run.train.steps} steps of {run.train.batch} rows x {run.data.sequence} tokens, "
             f"{run.optim.name} at {run.optim.lr:g}, {run.schedule.name}, {run.precision.compute}",
         ),
     ]
+    if reached := context.told(run, decoder, mesh):
+        facts.append(("context", reached))
+    if plan := model.blueprint.schedule:
+        facts.append(("pipeline", f"{plan}: each stage idles {plan.bubble:.0%} of the ticks"))
     if session.start:
         facts.append(("resumed", f"after step {session.start}"))
     facts += [("changed", str(change)) for change in session.changes]
     session.console.block(f"jaxlm train, {session.directory.path}", facts)
+
+
+def _processes(session: Session) -> str:
+    """How many there are and who told so; where devices lie in several slices, what crosses between them."""
+    place, mesh = session.crew.place, session.engine.model.mesh
+    found = meshes.slices(list(mesh.devices.flat))
+    crossing = shown(meshes.across(dict(mesh.shape), found)) if found > 1 else ""
+    return f"{place.count or 1}: {place.told}" + (
+        f"; {found} groups of devices, between them {crossing}" if crossing else ""
+    )
+
+
+def _memory(session: Session) -> str:
+    """What a device holds of the state, by its layout; activations come on top."""
+    engine, run = session.engine, session.run
+    whole = tree.size_bytes(jax.eval_shape(engine.traced))
+    held = " + ".join(f"{words.size(size)} of {name}" for name, size in engine.held().items())
+    is_away = ", the last on the host between steps" if run.train.offload else ""
+    return (
+        f"{words.size(whole)} of weights and optimizer state; each device has {held} "
+        f"(zero={run.mesh.zero}){is_away}"
+    )
 
 
 def _example(session: Session) -> str:

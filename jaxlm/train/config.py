@@ -18,8 +18,17 @@ class TrainConfig:
     )
     microbatches: int = setting(
         1,
-        "parts that a batch is cut into; gradients are summed over them, then applied once",
+        "parts that a batch is cut into; gradients are summed over them, then applied once; with mesh.pipe the parts follow each other through the stages",
         low=1,
+    )
+    pipeline: Literal["gpipe", "circular"] = setting(
+        "gpipe",
+        "how micro-batches go through the stages of mesh.pipe: once, or around several times, which idles less and moves more",
+    )
+    pipeline_repeats: int = setting(
+        2,
+        "times a micro-batch goes around the stages of a circular pipeline, each time through other layers",
+        low=2,
     )
     stack: Literal["scan", "unroll"] = setting(
         "scan",
@@ -27,7 +36,11 @@ class TrainConfig:
     )
     remat: str = setting(
         "none",
-        "what the backward pass computes again: none, dots (keep matrix products), full, or save:NAME,NAME",
+        "what the backward pass computes again: none, dots (keep matrix products), full, save:NAME,NAME, or offload:NAME,NAME (keep in the memory of the host)",
+    )
+    offload: tuple[Literal["optimizer"], ...] = setting(
+        (),
+        "what waits in the memory of the host from step to step: optimizer, its state, which then travels there and back each step",
     )
     patience: int | None = setting(
         None,
@@ -47,11 +60,12 @@ class TrainConfig:
             )
         kind, _, names = self.remat.partition(":")
         if self.remat not in ("none", "dots", "full") and (
-            kind != "save" or not set(names.split(",")) <= set(REMAT_NAMES)
+            kind not in ("save", "offload") or not set(names.split(",")) <= set(REMAT_NAMES)
         ):
+            known = ",".join(REMAT_NAMES)
             yield (
                 "remat",
-                f"{self.remat!r} is none of: none, dots, full, save:{','.join(REMAT_NAMES)}",
+                f"{self.remat!r} is none of: none, dots, full, save:{known}, offload:{known}",
                 "--config.train.remat=dots",
             )
 

@@ -12,7 +12,7 @@ from jaxlm.core import faults, tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.objectives.loss import Loss
-from jaxlm.parallel import rules
+from jaxlm.parallel import pipeline, rules
 from jaxlm.train import guard as guards
 from jaxlm.train.config import GuardConfig
 from jaxlm.train.state import TrainState
@@ -31,6 +31,7 @@ def build(
     precision: Precision,
     guard: GuardConfig,
     axes: Any = None,
+    layout: Any = None,
     microbatches: int = 1,
     is_measured: Callable[[Array], Array] | None = None,
 ) -> Step:
@@ -38,7 +39,8 @@ def build(
 
     `loss(params, batch, key)` is a sum and a weight. Sums and their gradients are added over the micro-batches and
     divided once by the weight of the whole batch, so k micro-batches give the gradient of one batch however
-    unevenly their tokens weigh. `key` is the root of the step's random numbers.
+    unevenly their tokens weigh. `key` is the root of the step's random numbers. `layout` is the sharding of each gradient,
+    which the sums over micro-batches have too; None leaves it to the compiler.
 
     The guard decides whether the update is applied; where not, parameters and optimizer stay as they are, bit for bit,
     and only the step's number and the guard's counters move. The learning rate follows the applied updates.
@@ -46,7 +48,7 @@ def build(
     Metrics are scalars on the device: those of the objective, `learning_rate`, `grad_norm` (before clipping),
     `param_norm`, `update_ratio` (norm of the update over norm of the parameters), `tokens` (weight of the batch, 0 where
     it was skipped), `verdict` (bits of the guard), `skipped_total` and `skipped_in_a_row`; and `layers`, the gradient's
-    norm by parameter, and by layer where `axes` says that the first axis is "layers": all 0 in a good step.
+    norm by parameter, and by layer where `axes` says that the first axis is one of layers: all 0 in a good step.
     `is_measured(completed)` says in which steps the norms of parameters and update are taken, each a pass over all
     parameters; in others they are NaN. None takes them in all.
     """
@@ -57,20 +59,23 @@ def build(
             return part.objective.total, part
 
         (_, part), grads = jax.value_and_grad(total, has_aux=True)(params)
-        return precision.reduced(grads), part
+        return laid_out(precision.reduced(grads)), part
+
+    def laid_out(grads: Any) -> Any:
+        return grads if layout is None else jax.lax.with_sharding_constraint(grads, layout)
 
     def summed(params: Any, batch: Tokens, key: Array) -> tuple[Any, Loss]:
         if microbatches == 1:
             return gradient(params, batch, key)
-        parts = jax.tree.map(lambda x: _deal(x, microbatches), batch)
+        parts = jax.tree.map(lambda x: pipeline.deal(x, microbatches), batch)
         keys = jax.random.split(key, microbatches)
 
         def add(carry: Any, part: tuple[Tokens, Array]) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, carry, gradient(params, *part)), None
 
         shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts), key)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return jax.lax.scan(add, zeros, (parts, keys))[0]
+        grads, part = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return jax.lax.scan(add, (laid_out(grads), part), (parts, keys))[0]
 
     def step(state: TrainState, batch: Tokens) -> tuple[TrainState, Metrics]:
         grads, part = summed(state.params, batch, jax.random.fold_in(key, state.step))
@@ -127,7 +132,7 @@ def _layer_norms(is_wanted: Array, grads: Any, axes: Any) -> Any:
     """The norm of each gradient, [L] where it has an axis of layers; zeros, at no cost, where they are not wanted."""
 
     def rest(g: Array, names: Any) -> tuple[int, ...]:
-        return tuple(range(1 if names and names[0] == "layers" else 0, g.ndim))
+        return tuple(range(1 if names and names[0] in rules.LAYERS else 0, g.ndim))
 
     if axes is None:
         axes = jax.tree.map(lambda _: (), grads)
@@ -157,9 +162,3 @@ def _broken(grads: Any, step: Array) -> Any:
         )
         grads = jax.tree.unflatten(structure, [first.reshape(leaves[0].shape), *leaves[1:]])
     return grads
-
-
-def _deal(x: Array, parts: int) -> Array:
-    """[B, ...] as [parts, B / parts, ...], part i being rows i, i + parts, ...: each row stays on its device."""
-    dealt = jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
-    return rules.constrain(dealt, None, "batch", *("length",) * (x.ndim - 1))

@@ -20,15 +20,21 @@ SHIPPED = {
     "quickstart_long": "quickstart.py:long",
     "shakespeare_char": "shakespeare_char.py:input.txt",
     "gpt2_124m": "gpt2_124m.py",
+    "gpt2_1p5b": "gpt2_1p5b.py",
     "llama_1b": "llama_1b.py",
     "llama_8b": "llama_8b.py",
     "llama_70b": "llama_70b.py",
+    "mixtral_8x7b": "mixtral_8x7b.py",
+    "moe_fine": "moe_fine.py",
 }
 PUBLISHED = {  # parameters, and the devices that the docstring names
     "gpt2_124m": (124_439_808, 8),
+    "gpt2_1p5b": (1_557_611_200, 8),
     "llama_1b": (1_235_814_400, 8),
     "llama_8b": (8_030_261_248, 64),
     "llama_70b": (70_553_706_496, 512),
+    "mixtral_8x7b": (46_702_792_704, 64),
+    "moe_fine": (16_375_728_128, 8),
 }
 
 

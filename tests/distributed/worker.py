@@ -1,9 +1,12 @@
 """A rank that does what training does, and little else: a step is a sum over all devices, with the faults of the trainer.
 
 python -m tests.distributed.worker --workdir=DIR [--steps=N] ... --coordinator=HOST:PORT --num_processes=N --process_id=I
+
+Without the last three, the environment of a cluster says them.
 """
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -18,7 +21,8 @@ from jaxlm.core import faults
 from jaxlm.core.errors import JaxlmError, Preempted
 from jaxlm.core.span import Span
 from jaxlm.monitor.config import WatchConfig
-from jaxlm.recipes.crew import Crew, Place
+from jaxlm.parallel import cluster
+from jaxlm.recipes.crew import Crew
 from jaxlm.train.rundir import RunDir
 
 parser = argparse.ArgumentParser()
@@ -105,9 +109,12 @@ def main() -> int:
             for name, text in (part.split("=") for part in args.watch.split(",") if part)
         }
     )
-    place = Place(coordinator=args.coordinator, count=args.num_processes, rank=args.process_id)
+    place = cluster.place(
+        os.environ, coordinator=args.coordinator, count=args.num_processes, rank=args.process_id
+    )
     args.workdir.mkdir(parents=True, exist_ok=True)
     try:
+        print(f"process {place.rank}, {place.told}", flush=True)
         with Crew(watch, place, workdir=args.workdir) as crew, crew.stop:
             directory = RunDir(args.workdir)
             if crew.peers.is_first:

@@ -214,10 +214,10 @@ def test_f2_the_fix_mends_all_of_it(tmp_path):
 
 
 UNFIT = {
-    "batch": (["--config.train.batch=9"], "a batch of 9 rows does not divide over 8 devices"),
+    "batch": (["--config.train.batch=9"], "batch = 9 does not divide by 8"),
     "mesh": (
         ["--config.mesh.tensor=3", "--config.model.kv_heads=4"],
-        "the mesh does not fit 8 devices",
+        "the run does not fit 8 devices",
     ),
     "heads": (["--config.mesh.data=1", "--config.mesh.tensor=8"], "does not divide by 8"),
 }

@@ -146,9 +146,9 @@ def test_d4_a_stopped_rank_ends_both(pair, tmp_path):
 
 
 def test_d4_a_rank_whose_python_does_not_run_is_ended_from_outside(pair):
-    done = pair("--steps=500", "--gil_hang=1:8", silence_seconds=3)
+    done = pair("--steps=500", "--gil_hang=1:8", silence_seconds=8)
     assert (done.failure.rank, done.failure.code) == (1, 76)
-    assert done.since("[1] step 8") <= 3 + 3 + 5
+    assert done.since("[1] step 8") <= 8 + 3 + 5
     assert "worker.py" in done.said(1), "its stacks"
     assert done.has_no_orphans()
 

@@ -12,9 +12,10 @@ from jaxlm.core import tree
 from jaxlm.core.precision import Precision
 from jaxlm.models import cost
 from jaxlm.models.build import Blueprint
-from jaxlm.models.families import gpt2, llama
+from jaxlm.models.families import gpt2, llama, mixtral
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.mixtral import Mixtral
 from jaxlm.models.families.union import Family
 from jaxlm.nn.config import NormConfig
 
@@ -28,7 +29,11 @@ FAMILIES = {
     "gpt2, no biases": GPT2(
         vocab=VOCAB, width=32, depth=2, heads=4, context=16, bias=False, tied=False
     ),
-}
+    "mixtral": Mixtral(
+        vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, experts=4, hidden=24, balance_bias=0.1,
+        dense_depth=1, dense_hidden=48, shared=16, tied=True,
+    ),
+}  # fmt: skip
 
 
 def patterned():
@@ -230,7 +235,8 @@ def test_every_parameter_has_axes_of_its_rank(built):
     assert names.keys() == tree.leaves(params).keys()
     for path, leaf in tree.leaves(params).items():
         assert len(names[path]) == leaf.ndim, path
-        assert (names[path][0] == "layers") == ("stack/" in path or "prefix/" in path), path
+        assert (names[path][0] == "layers") == ("stack/" in path), path
+        assert (names[path][0] == "prefix") == ("prefix/" in path), path
 
 
 PUBLISHED = {
@@ -245,19 +251,37 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3.2-1b": 1_235_814_400,
+    "mixtral-8x7b": 46_702_792_704,
+    "deepseek-moe-16b": 16_375_728_128,
 }
+FAMILY_OF = {
+    name: family
+    for family, sizes in ((GPT2, gpt2.SIZES), (Llama, llama.SIZES), (Mixtral, mixtral.SIZES))
+    for name in sizes
+}
+SIZES = {**gpt2.SIZES, **llama.SIZES, **mixtral.SIZES}
 
 
-@pytest.mark.parametrize("name", [*gpt2.SIZES, *llama.SIZES])
+@pytest.mark.parametrize("name", SIZES)
 def test_published_sizes_have_their_published_parameters(name):
-    family = GPT2(**gpt2.SIZES[name]) if name in gpt2.SIZES else Llama(**llama.SIZES[name])
+    family = FAMILY_OF[name](**SIZES[name])
     assert not list(family.problems())
     assert cost.parameters(family.build()) == PUBLISHED[name]
 
 
-def test_flops_are_those_of_the_products_in_the_program():
+@pytest.mark.parametrize(
+    ("name", "active"), [("mixtral-8x7b", 12.9e9), ("deepseek-moe-16b", 2.8e9)]
+)
+def test_a_token_meets_the_published_share_of_the_parameters(name, active):
+    decoder = Mixtral(**mixtral.SIZES[name]).build()
+    assert cost.active_parameters(decoder) == pytest.approx(active, rel=0.02)
+    assert cost.active_parameters(CONFIGS["llama"]) == cost.parameters(CONFIGS["llama"])
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_flops_are_those_of_the_products_in_the_program(name):
     """The forward pass of the full map, counted product by product in its jaxpr, times three for training."""
-    config = CONFIGS["llama"]
+    config = CONFIGS[name]
     blueprint = Blueprint(config, Precision.float32())
     tokens, positions = inputs(rows=1)
     program = jax.make_jaxpr(lambda p: logits(blueprint, p, tokens, positions))(blueprint.shapes)
@@ -276,6 +300,10 @@ def dot_flops(jaxpr):
             left = equation.invars[0].aval.shape
             inner = int(np.prod([left[dim] for dim in contracted]))
             total += 2 * inner * int(np.prod(equation.outvars[0].aval.shape))
+        if (
+            equation.primitive.name == "ragged_dot_general"
+        ):  # each row meets the weight of its expert
+            total += 2 * equation.invars[0].aval.size * equation.outvars[0].aval.shape[1]
         for value in equation.params.values():
             for inner_jaxpr in value if isinstance(value, (tuple, list)) else (value,):
                 if hasattr(inner_jaxpr, "jaxpr"):

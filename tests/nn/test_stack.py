@@ -156,7 +156,7 @@ def test_layers_are_run_in_the_order_of_the_pattern(pattern):
         block = nnx.merge(graphdef, jax.tree.map(lambda leaf, r=repeat: leaf[r], state))
         assert isinstance(block, Block)
         assert block.config == kinds[kind]
-        x, _ = block(x, positions=positions, mask=masks.causal(LENGTH))
+        x, _, _ = block(x, positions=positions, mask=masks.causal(LENGTH))
     np.testing.assert_allclose(run(stack), x, rtol=1e-5, atol=1e-5)
 
 
@@ -186,7 +186,7 @@ def test_a_cache_comes_back_in_its_own_shape_with_every_layer_written(pattern, l
     }  # fmt: skip
     x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (ROWS, LENGTH))
-    out, written = stack(
+    out, written, _ = stack(
         x,
         positions=positions,
         mask=masks.causal(LENGTH),

@@ -3,28 +3,37 @@ import math
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.parallel.config import MeshConfig, factorisations, flags, nearest
+from jaxlm.parallel.config import AXES, MeshConfig, factorisations, flags, nearest, shown
 
 
 def test_auto_takes_the_devices_that_are_left():
-    assert MeshConfig(data="auto", fsdp=2, tensor=2).sizes(8) == {"data": 2, "fsdp": 2, "tensor": 2}
+    sizes = MeshConfig(data="auto", fsdp=2, tensor=2).sizes(8)
+    assert sizes == dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 def test_fixed_sizes_must_multiply_to_the_devices():
     with pytest.raises(ConfigError) as caught:
         MeshConfig(data=3, fsdp=1, tensor=2).sizes(8)
     assert "needs 6" in caught.value.why
-    words = dict(
-        word.removeprefix("--config.mesh.").split("=")
+    changed = {
+        word.removeprefix("--config.mesh.").partition("=")[0]: int(word.partition("=")[2])
         for word in caught.value.fix.splitlines()[0].split()
-    )
-    assert math.prod(map(int, words.values())) == 8
+    }
+    assert math.prod(({"data": 3, "fsdp": 1, "tensor": 2} | changed).values()) == 8
 
 
 def test_the_layouts_offered_are_the_nearest_first():
     fits = nearest({"data": 1, "fsdp": 1, "tensor": 3}, 8)
     assert fits[0]["tensor"] in (2, 4)
-    assert len(fits) == len(factorisations(8)) == 10
+    assert len(fits) == len(factorisations(8, ("data", "fsdp", "tensor"))) == 10
+    assert len(factorisations(8)) == 56
+    assert all(math.prod(fit.values()) == 8 and list(fit) == list(AXES) for fit in fits)
+
+
+def test_an_axis_that_the_config_uses_stays_in_what_is_offered():
+    fits = nearest({"pipe": 3, "data": "auto"}, 8)
+    assert fits[0]["pipe"] in (2, 4)
+    assert all(fit["expert"] == fit["context"] == 1 for fit in fits)
 
 
 def test_two_automatic_axes_are_a_problem():
@@ -32,8 +41,12 @@ def test_two_automatic_axes_are_a_problem():
     assert not list(MeshConfig().problems())
 
 
-def test_flags_can_be_pasted():
-    assert (
-        flags({"data": 2, "fsdp": 1, "tensor": 4})
-        == "--config.mesh.data=2 --config.mesh.fsdp=1 --config.mesh.tensor=4"
-    )
+def test_flags_name_what_changes():
+    fit = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 4}
+    assert flags(fit, {"data": 3, "tensor": 3}) == "--config.mesh.data=2 --config.mesh.tensor=4"
+    assert flags(fit, {"data": "auto", "tensor": 3}) == "--config.mesh.tensor=4"
+
+
+def test_a_layout_in_words_leaves_out_what_splits_nothing():
+    assert shown({"data": 2, "fsdp": 1, "tensor": 4}) == "data=2 x tensor=4"
+    assert shown({"data": 1}) == "of one device"

@@ -24,6 +24,9 @@ def test_rows_that_do_not_divide_are_refused_with_the_nearest_that_do(grid):
     with pytest.raises(ConfigError) as caught:
         host.check_rows(grid, 4, 2)
     assert caught.value.fix.splitlines() == ["--config.train.batch=8"]
+    with pytest.raises(ConfigError) as caught:
+        host.check_rows(grid, 3, setting="eval.batch")
+    assert caught.value.fix == "--config.eval.batch=4"
 
 
 def test_a_batch_is_placed_row_by_row(grid):
@@ -32,3 +35,39 @@ def test_a_batch_is_placed_row_by_row(grid):
     assert np.array_equal(placed.tokens, batch.tokens)
     assert placed.tokens.sharding == host.batch_sharding(grid)
     assert {shard.data.shape for shard in placed.tokens.addressable_shards} == {(2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "processes", "shares"),
+    [
+        ({"data": 2, "context": 4}, 2, [slice(0, 4), slice(4, 8)]),  # a row within a process
+        ({"context": 8}, 2, [slice(0, 8)] * 2),  # each has half of every row
+        ({"data": 2, "context": 2, "tensor": 2}, 4, [slice(0, 4)] * 2 + [slice(4, 8)] * 2),
+        ({"pipe": 2, "data": 2, "context": 2}, 2, [slice(0, 8)] * 2),  # copies
+    ],
+    ids=str,
+)
+def test_processes_read_the_rows_and_hand_over_the_tokens_that_their_devices_hold(
+    sizes, processes, shares
+):
+    """Eight devices in equal runs, as processes have them; what each hands over makes the whole batch."""
+    grid = mesh.build(MeshConfig(**({"data": 1} | sizes)))
+    batch = np.arange(8 * 16).reshape(8, 16)
+    devices = np.array(grid.devices.flat).reshape(processes, -1)
+    index_of = host.batch_sharding(grid).devices_indices_map(batch.shape)
+    for own, share in zip(devices, shares, strict=True):
+        rows = host.host_rows(grid, 8, list(own))
+        assert rows == share
+        for device in own:
+            given = host.part(batch[rows], index_of[device], rows.start)
+            assert given.shape == (8 // sizes.get("data", 1), 16 // sizes["context"])
+            np.testing.assert_array_equal(given, batch[index_of[device]])
+
+
+def test_a_row_is_placed_part_by_part():
+    grid = mesh.build(MeshConfig(data=2, context=4))
+    batch = np.arange(8 * 16, dtype=np.int32).reshape(8, 16)
+    placed = host.put(grid, batch)
+    np.testing.assert_array_equal(placed, batch)
+    assert placed.sharding == host.batch_sharding(grid)
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(4, 4)}

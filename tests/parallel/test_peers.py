@@ -2,8 +2,8 @@ import pytest
 
 from jaxlm.core.errors import CommandError
 from jaxlm.parallel import peers
+from jaxlm.parallel.cluster import Place
 from jaxlm.parallel.peers import Peers
-from jaxlm.recipes.crew import Place
 
 
 def test_a_process_alone_waits_for_nobody():

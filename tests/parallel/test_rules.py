@@ -10,7 +10,7 @@ from jaxlm.parallel.config import MeshConfig
 
 def test_every_parameter_axis_has_a_rule_and_an_unknown_one_is_refused():
     assert rules.spec(("layers", "embed", "heads", "head_dim")) == PartitionSpec(
-        None, "fsdp", "tensor", None
+        "pipe", "fsdp", "tensor", None
     )
     with pytest.raises(KeyError):
         rules.spec(("embed", "wings"))

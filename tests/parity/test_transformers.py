@@ -39,6 +39,12 @@ def oracle(family):
         )  # fmt: skip
         if family == "llama":
             model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shared))
+        elif family == "mixtral":
+            config = transformers.MixtralConfig(
+                num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager",
+                output_router_logits=False, **shared,
+            )  # fmt: skip
+            model = transformers.MixtralForCausalLM(config)
         else:
             config = transformers.Qwen3Config(head_dim=12, **shared)
             model = transformers.Qwen3ForCausalLM(config)

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.models.families import gpt2, llama
+from jaxlm.models.families import gpt2, llama, mixtral
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.mixtral import Mixtral
 
 VOCAB, WIDTH, DEPTH, HEADS, LENGTH = 61, 32, 3, 4, 17
 
@@ -18,8 +19,11 @@ FAMILIES = {
     "qwen3": Llama(
         vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS, kv_heads=2, head_dim=12, hidden=48, qk_norm=True
     ),
+    "mixtral": Mixtral(
+        vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS, kv_heads=2, experts=4, top_k=2, hidden=48
+    ),
 }  # fmt: skip
-KEYS = {"gpt2": gpt2.KEYS, "llama": llama.KEYS, "qwen3": llama.KEYS}
+KEYS = {"gpt2": gpt2.KEYS, "llama": llama.KEYS, "qwen3": llama.KEYS, "mixtral": mixtral.KEYS}
 
 
 def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -61,18 +65,25 @@ def theirs(family: str, gradients) -> dict[str, np.ndarray]:
                 part = part.reshape(ins, -1) if ins else part.reshape(-1, part.shape[-1])
             elif kind == "out":
                 part = part.reshape(-1)
-            if kind == "out,in":
-                part = part.T
+            if layout.endswith(",in"):
+                part = part.swapaxes(-1, -2)
             key = name.format(i=i)
-            # The thirds of GPT-2's query, key and value come in that order.
+            # The thirds of GPT-2's query, key and value come in that order, as do the halves of an expert's gate and up.
             order = int(layout[layout.index("[") + 1]) if "[" in layout else 0
             pieces = out.setdefault(key, {})  # type: ignore[arg-type]
             pieces[order] = part
-    return {key: np.concatenate([p[k] for k in sorted(p)], axis=-1) for key, p in out.items()}
+    return {
+        key: np.concatenate([p[k] for k in sorted(p)], axis=_cut(p[0])) for key, p in out.items()
+    }
 
 
 def _taken(array: np.ndarray, layout: str) -> np.ndarray:
     if "[" in layout:
-        third = int(layout[layout.index("[") + 1])
-        array = np.split(array, 3, axis=-1)[third]
-    return array.T if layout.startswith("out,in") else array
+        piece, count = layout[layout.index("[") + 1 : layout.index("]")].split("/")
+        array = np.split(array, int(count), axis=_cut(array))[int(piece)]
+    return array.swapaxes(-1, -2) if layout.endswith(",in") else array
+
+
+def _cut(array: np.ndarray) -> int:
+    """The axis of the outputs in all that lies side by side: GPT-2's "out" and "in,out", and "expert,out,in"."""
+    return min(1, array.ndim - 1)

@@ -54,12 +54,22 @@ CASES = {
     "misspelt setting": (["--config.optim.lrr=1e-3"], 2, ["--config.optim.lr=0.001"]),
     "wrong type": (["--config.train.batch=many"], 2, ["train.batch", "many"]),
     "batch": (["--config.train.batch=9", "--cpu_devices=4"], 2, ["--config.train.batch=8"]),
+    "batch of evaluations": (
+        ["--config.eval.batch=6", "--config.train.batch=8", "--cpu_devices=4"],
+        2,
+        ["--config.eval.batch=4", "--config.eval.batch=8"],
+    ),
+    "half a cluster": (
+        ["--cpu_devices=1"],
+        2,
+        ["SLURM_STEP_NODELIST", "--num_processes=1"],
+    ),
     "heads": (
         ["--config.train.batch=8", "--cpu_devices=8", "--config.mesh.tensor=8"],
         2,
         [
             "kv_heads = 2 does not divide by 8",
-            "--config.mesh.data=4 --config.mesh.fsdp=1 --config.mesh.tensor=2",
+            "--config.mesh.tensor=2",
         ],
     ),
     "mesh": (
@@ -70,6 +80,7 @@ CASES = {
     "workdir": (["--workdir={p}/file/run"], 73, ["cannot be written"]),
     "no config file": (["--config={p}/none.py"], 66, ["none.py"]),
 }
+ENVIRONMENTS = {"half a cluster": {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2"}}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,6 +91,7 @@ def test_bad_input_is_refused_in_seconds_and_harms_nothing(case, place, tmp_path
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
         "JAXLM_CACHE": str(tmp_path / "cache")
     }
+    environment |= ENVIRONMENTS.get(case, {})
     begun = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "jaxlm", *words], capture_output=True, text=True, env=environment

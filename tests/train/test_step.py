@@ -47,19 +47,32 @@ def batches(count):
         yield Tokens(ids[:, :-1], ids[:, 1:], weights, segments, positions)
 
 
-def pieces(*, family=FAMILY, precision=None, microbatches=1, arm=AdamW, **optim):
-    blueprint = Blueprint(family.build(), precision or Precision.float32())
-    schedule = schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1)
-    optimizer = optimizers.build(arm(lr=1e-2, **optim), schedule, blueprint.axes)
+def pieces(
+    *,
+    family=FAMILY,
+    precision=None,
+    microbatches=1,
+    schedule=None,
+    remat="none",
+    layout=lambda blueprint: None,
+    arm=AdamW,
+    **optim,
+):
+    blueprint = Blueprint(
+        family.build(), precision or Precision.float32(), schedule=schedule, remat=remat
+    )
+    rate = schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1)
+    optimizer = optimizers.build(arm(lr=1e-2, **optim), rate, blueprint.axes)
     loss = functools.partial(_loss, blueprint)
     step = steps.build(
         loss,
         optimizer,
-        schedule,
+        rate,
         key=jax.random.key(1),
         precision=precision or Precision.float32(),
         guard=GUARD,
-        microbatches=microbatches,
+        layout=layout(blueprint),
+        microbatches=microbatches if schedule is None else 1,
     )
     return blueprint, optimizer, step
 
@@ -68,9 +81,13 @@ def _loss(blueprint, params, batch, key):
     return token_nll(blueprint.merge(params), batch, key, LossConfig())
 
 
-def trajectory(grid, count, **options):
+def trajectory(grid, count, *, zero=3, **options):
     """Losses and gradient norms of `count` steps on a mesh, and the last state."""
-    blueprint, optimizer, step = pieces(**options)
+
+    def layout(blueprint, least=2):
+        return rules.shardings(grid, blueprint.axes, blueprint.shapes, is_split=zero >= least)
+
+    blueprint, optimizer, step = pieces(layout=layout, **options)
 
     def fresh():
         return states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
@@ -79,14 +96,14 @@ def trajectory(grid, count, **options):
     opt_axes = optimizers.state_axes(AdamW(), optimizer, blueprint.shapes, blueprint.axes)
     shardings = TrainState(
         states.replicated(grid),
-        rules.shardings(grid, blueprint.axes, blueprint.shapes),
+        layout(blueprint, 3),
         rules.shardings(grid, opt_axes, shapes.opt_state),
         jax.tree.map(lambda _: states.replicated(grid), shapes.guard),
     )
     seen = []
     with jax.set_mesh(grid):
         state = jax.jit(fresh, out_shardings=shardings)()
-        compiled = jax.jit(step, donate_argnums=0)
+        compiled = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
         for batch in batches(count):
             state, metrics = compiled(state, host.put(grid, batch))
             seen.append((float(metrics["loss_nats"]), float(metrics["grad_norm"])))
@@ -107,7 +124,11 @@ def check_mesh(alone, sizes, devices):
     # AdamW divides near-zero gradients by their own size, so later gradients drift with the sign of a rounding error.
     np.testing.assert_allclose(seen[0, 1], alone[0, 1], rtol=1e-6)
     np.testing.assert_allclose(seen[:, 1], alone[:, 1], rtol=1e-4)
-    # The state is born where it belongs, and stays there.
+    check_placed(state, shardings)
+
+
+def check_placed(state, shardings):
+    """The state is born where it belongs, and stays there."""
     for path, leaf in tree.leaves(state).items():
         assert leaf.sharding.is_equivalent_to(tree.leaves(shardings)[path], leaf.ndim), path
 
@@ -127,7 +148,7 @@ def test_four_devices_give_the_losses_of_one(alone, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", factorisations(8), ids=str)
+@pytest.mark.parametrize("sizes", factorisations(8, ("data", "fsdp", "tensor")), ids=str)
 def test_every_factorisation_of_eight_devices_gives_the_losses_of_one(alone, sizes):
     check_mesh(alone, sizes, 8)
 

@@ -2,5 +2,6 @@
 
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.mixtral import Mixtral
 
-Family = Llama | GPT2
+Family = Llama | GPT2 | Mixtral

@@ -1,0 +1,62 @@
+"""What the backward pass computes again."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxlm.nn.config import REMAT_NAMES
+
+
+def rematerialised(
+    function: Callable[..., Any], remat: str, *, looped: bool, mapped: bool = False
+) -> Callable[..., Any]:
+    """`function` with what its backward pass needs computed again, by the policy's name.
+
+    - none: nothing is; all that the backward pass reads is kept.
+    - dots: keeps the results of matrix products of activations and weights.
+    - full: keeps the arguments alone.
+    - save:attention_out,mlp_out: keeps what it names.
+    - offload:attention_out,mlp_out: the same, in the memory of the host, from which the backward pass fetches it.
+
+    Outside of a loop XLA would find the two computations equal and keep the first, so it is told not to look; the
+    body of a loop has its own backward loop, where that would only be in the way. `mapped` says that the function is
+    run for all stages of a pipeline at once, which gives every product one batch dimension more.
+
+    Raises:
+      ValueError: where there is no such policy.
+    """
+    again = functools.partial(jax.checkpoint, function, prevent_cse=not looped)
+    policies = jax.checkpoint_policies
+    if remat == "none":
+        return function
+    if remat == "dots":
+        return again(policy=_is_product if mapped else policies.dots_with_no_batch_dims_saveable)
+    if remat == "full":
+        return again()
+    kind, _, names = remat.partition(":")
+    saved = names.split(",")
+    if kind not in ("save", "offload") or not set(saved) <= set(REMAT_NAMES):
+        raise ValueError(
+            f"{remat!r} is no remat policy: none, dots, full, or save: or offload: with some of {','.join(REMAT_NAMES)}"
+        )
+    if kind == "save":
+        return again(policy=policies.save_only_these_names(*saved))
+    return again(
+        policy=policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=saved,
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    )
+
+
+def _is_product(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """Whether this is a product whose only batch dimension is that of the stages."""
+    if primitive is not lax.dot_general_p:
+        return False
+    _, (batched, _) = parameters["dimension_numbers"]
+    return len(batched) <= 1

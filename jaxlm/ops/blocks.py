@@ -1,0 +1,105 @@
+"""Attention over one block of keys after another: a running softmax, and its gradients block by block."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxlm.ops.masks import HIDDEN, Mask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What is fixed when the program is compiled."""
+
+    scale: float
+    cap: float | None
+    compute: jnp.dtype
+    causal: bool
+    window: int | None
+    is_dealt: bool
+
+
+class Queries(NamedTuple):
+    """A device's queries, scaled, in the compute dtype; each of K key heads serves G."""
+
+    q: Float[Array, "B K G T H"]
+    slots: Int[Array, "B 1 1 T"]
+    segments: Int[Array, "B 1 1 T"] | None
+
+
+class Keys(NamedTuple):
+    """The keys that are with a device, and go on to the next."""
+
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K H"]
+    slots: Int[Array, "B S"]
+    segments: Int[Array, "B S"] | None
+
+
+class Softmax(NamedTuple):
+    """The softmax over the keys so far, in float32."""
+
+    out: Float[Array, "B K G T H"]  # sum of exp(score - peak) x value
+    peak: Float[Array, "B K G T"]
+    total: Float[Array, "B K G T"]  # sum of exp(score - peak)
+
+
+class Kept(NamedTuple):
+    """What the backward pass knows of each query beside its own vector."""
+
+    grad: Float[Array, "B K G T H"]
+    log_normalizer: Float[Array, "B K G T"]
+    mean: Float[Array, "B K G T"]  # of the gradients of its weights, weighed: sum_h grad x out
+
+
+def met(terms: Terms, queries: Queries, keys: Keys, before: Softmax) -> Softmax:
+    """The softmax with some more keys in it."""
+    scores, _ = _scores(terms, queries, keys)
+    peak = jnp.maximum(before.peak, scores.max(-1))
+    weights = jnp.exp(scores - peak[..., None])
+    kept = jnp.exp(before.peak - peak)
+    added = _product("bkgts,bskh->bkgth", weights.astype(terms.compute), keys.v)
+    return Softmax(
+        before.out * kept[..., None] + added, peak, before.total * kept + weights.sum(-1)
+    )
+
+
+def gradients(
+    terms: Terms, queries: Queries, keys: Keys, known: Kept
+) -> tuple[Array, Array, Array]:
+    """What these queries and keys add to the gradients of q, k and v."""
+    scores, slope = _scores(terms, queries, keys)
+    weights = jnp.exp(scores - known.log_normalizer[..., None])
+    v_grad = _product("bkgts,bkgth->bskh", weights.astype(terms.compute), known.grad)
+    weights_grad = _product("bkgth,bskh->bkgts", known.grad, keys.v)
+    scores_grad = weights * (weights_grad - known.mean[..., None]) * slope
+    low = scores_grad.astype(terms.compute)
+    return (
+        _product("bkgts,bskh->bkgth", low, keys.k),
+        _product("bkgts,bkgth->bskh", low, queries.q),
+        v_grad,
+    )
+
+
+def _scores(terms: Terms, queries: Queries, keys: Keys) -> tuple[Array, Array | float]:
+    """Capped and masked, and the slope of the cap."""
+    scores = _product("bkgth,bskh->bkgts", queries.q, keys.k)
+    slope: Array | float = 1.0
+    if terms.cap is not None:
+        bent = jnp.tanh(scores / terms.cap)
+        scores, slope = terms.cap * bent, 1.0 - jnp.square(bent)
+    mask = Mask(
+        query_index=queries.slots[:, 0, 0],
+        key_index=keys.slots,
+        query_segments=None if queries.segments is None else queries.segments[:, 0, 0],
+        key_segments=keys.segments,
+        causal=terms.causal,
+        window=terms.window,
+    )
+    return jnp.where(mask.materialise()[:, None, None], scores, HIDDEN), slope
+
+
+def _product(terms: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(terms, x, y, preferred_element_type=jnp.float32)

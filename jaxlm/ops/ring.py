@@ -1,0 +1,206 @@
+"""Attention over keys that go round the devices of the `context` axis."""
+
+import functools
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxlm.ops.blocks import Kept, Keys, Queries, Softmax, Terms, gradients, met
+from jaxlm.ops.masks import HIDDEN, Mask
+from jaxlm.parallel import context
+
+Tree = TypeVar("Tree")
+T_AXIS, S_AXIS = 3, 1  # of every array of queries, and of keys
+
+
+def ring(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    mask: Mask,
+    compute: jnp.dtype,
+    *,
+    scale: float,
+    cap: float | None = None,
+) -> Float[Array, "B T N H"]:
+    """softmax(cap(scale x Q K^T) + mask) V, each of C devices meeting the keys of one device at a time.
+
+    The keys move C - 1 times forward, and again backward, where their float32 gradients go round with them and the
+    scores are made again from the saved normalizers. So a device holds the keys of T / C slots and (T / C)^2 scores,
+    whatever C is. Where `context.deal` dealt the slots and the mask is causal, each hop computes the half of its
+    products that is not hidden: the same amount on every device.
+
+    Raises:
+      ValueError: where the slots cannot be split evenly.
+
+    Source: Liu et al. 2023, arXiv:2310.01889; balance by dealing Brandon et al. 2023, arXiv:2311.09431, there token by
+    token; running softmax and backward pass Dao et al. 2022, arXiv:2205.14135, section 3.1 and appendix B.2.
+    """
+    terms = Terms(
+        scale=scale,
+        cap=cap,
+        compute=compute,
+        causal=mask.causal,
+        window=mask.window,
+        is_dealt=mask.is_dealt,
+    )
+    if query.shape[1] % (parts := context.ways()):
+        raise ValueError(f"{query.shape[1]} slots do not divide over {parts} devices")
+    asking = (mask.query_index, mask.query_segments)
+    held = (mask.key_index, mask.key_segments)
+    return _ring(terms, query, key, value, asking, held)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(terms: Terms, query: Array, key: Array, value: Array, asking: Any, held: Any) -> Array:
+    return _forward(terms, query, key, value, asking, held)[0]
+
+
+def _forward(
+    terms: Terms, query: Array, key: Array, value: Array, asking: Any, held: Any
+) -> tuple[Array, Any]:
+    parts = context.ways()
+
+    def local(query: Array, key: Array, value: Array, asking: Any, held: Any) -> Any:
+        queries, keys = _operands(terms, query, key, value, asking, held)
+        shape = queries.q.shape
+        nothing = Softmax(
+            jnp.zeros(shape, jnp.float32),
+            jnp.full(shape[:-1], HIDDEN, jnp.float32),
+            jnp.zeros(shape[:-1], jnp.float32),
+        )
+
+        def over(keys: Keys, seen: Softmax, number: Array | int) -> Softmax:
+            for q_cut, k_cut in _cuts(terms, queries, keys, number):
+                more = met(terms, q_cut.of(queries), k_cut.of(keys), q_cut.of(seen))
+                seen = q_cut.into(seen, more)
+            return seen
+
+        def hop(carry: tuple[Softmax, Keys], number: Array) -> tuple[Any, None]:
+            seen, here = carry
+            return (over(here, seen, number), context.passed(here, parts)), None
+
+        # Keys are sent on while the device computes with them.
+        begun = met(terms, queries, keys, nothing), context.passed(keys, parts)
+        (seen, last), _ = lax.scan(hop, begun, jnp.arange(1, parts - 1))
+        seen = over(last, seen, parts - 1)
+        out = _rows(seen.out / seen.total[..., None], query)
+        return out, seen.peak + jnp.log(seen.total)
+
+    given = (query, key, value, asking, held)
+    specs, stats = _specs(*given)
+    out, log_normalizer = context.on_each(local, specs, (specs[0], stats))(*given)
+    return out, (*given, out, log_normalizer)
+
+
+def _backward(terms: Terms, kept: Any, out_grad: Array) -> tuple[Any, ...]:
+    parts = context.ways()
+
+    def local(
+        query: Array, key: Array, value: Array, asking: Any, held: Any, *rest: Array
+    ) -> tuple[Array, ...]:
+        queries, keys = _operands(terms, query, key, value, asking, held)
+        out, log_normalizer, grad = rest
+        wide = _heads(grad.astype(jnp.float32), key)
+        mean = (wide * _heads(out.astype(jnp.float32), key)).sum(-1)
+        known = Kept(wide.astype(terms.compute), log_normalizer, mean)
+
+        def hop(carry: tuple[Array, Any], number: Array) -> tuple[Any, None]:
+            q_grad, (keys, grads) = carry[0], context.passed(carry[1], parts)
+            for q_cut, k_cut in _cuts(terms, queries, keys, number):
+                one, *two = gradients(terms, q_cut.of(queries), k_cut.of(keys), q_cut.of(known))
+                q_grad = q_cut.into(q_grad, q_cut.of(q_grad) + one)
+                grads = k_cut.into(grads, jax.tree.map(jnp.add, k_cut.of(grads), tuple(two)))
+            return (q_grad, (keys, grads)), None
+
+        q_grad, *own = gradients(terms, queries, keys, known)
+        carry, _ = lax.scan(hop, (q_grad, (keys, tuple(own))), jnp.arange(1, parts))
+        q_grad, (_, grads) = carry
+        k_grad, v_grad = context.passed(grads, parts)  # home again
+        return (
+            _rows(q_grad * terms.scale, query),
+            k_grad.astype(key.dtype),
+            v_grad.astype(value.dtype),
+        )
+
+    *given, out, log_normalizer = kept
+    specs, stats = _specs(*given)
+    run = context.on_each(local, (*specs, specs[0], stats, specs[0]), specs[:3])
+    return (*run(*given, out, log_normalizer, out_grad), None, None)
+
+
+_ring.defvjp(_forward, _backward)
+
+
+class _Cut(NamedTuple):
+    """A run of slots: `size` from `start` on, along one axis of every array."""
+
+    axis: int
+    start: Any
+    size: int
+
+    def of(self, tree: Tree) -> Tree:
+        return jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, self.start, self.size, self.axis), tree
+        )
+
+    def into(self, tree: Tree, part: Tree) -> Tree:
+        return jax.tree.map(
+            lambda x, y: lax.dynamic_update_slice_in_dim(x, y, self.start, self.axis), tree, part
+        )
+
+
+def _cuts(
+    terms: Terms, queries: Queries, keys: Keys, number: Array | int
+) -> list[tuple[_Cut, _Cut]]:
+    """The runs of queries and of keys that meet in a hop.
+
+    Dealt, a device holds an early and a late chunk. Its late queries see the early keys of every other device. From a
+    device before it, the early queries see the early keys; from one after it, the late queries see the late keys.
+    """
+    t, s = queries.q.shape[T_AXIS], keys.k.shape[S_AXIS]
+    if not (terms.causal and terms.is_dealt):
+        return [(_Cut(T_AXIS, 0, t), _Cut(S_AXIS, 0, s))]
+    is_after = jnp.asarray(number > context.place(), jnp.int32)
+    t, s = t // 2, s // 2
+    return [
+        (_Cut(T_AXIS, t, t), _Cut(S_AXIS, 0, s)),
+        (_Cut(T_AXIS, is_after * t, t), _Cut(S_AXIS, is_after * s, s)),
+    ]
+
+
+def _operands(
+    terms: Terms, query: Array, key: Array, value: Array, asking: Any, held: Any
+) -> tuple[Queries, Keys]:
+    scaled = _heads((query * terms.scale).astype(terms.compute), key)
+    slots, segments = jax.tree.map(lambda x: x[:, None, None], asking)
+    return Queries(scaled, slots, segments), Keys(
+        key.astype(terms.compute), value.astype(terms.compute), *held
+    )
+
+
+def _heads(x: Array, key: Array) -> Array:
+    """[B, T, N, H] as [B, K, G, T, H]."""
+    grouped = x.reshape(*x.shape[:2], key.shape[2], -1, x.shape[3])
+    return grouped.transpose(0, 2, 3, 1, 4)
+
+
+def _rows(x: Array, like: Array) -> Array:
+    """[B, K, G, T, H] as [B, T, N, H]."""
+    return x.transpose(0, 3, 1, 2, 4).reshape(like.shape).astype(like.dtype)
+
+
+def _specs(_query: Array, key: Array, _value: Array, asking: Any, held: Any) -> tuple[Any, Any]:
+    """The layouts of the arguments, and of what is known of each query and head."""
+
+    def slots(x: Array) -> Any:
+        return context.spec(x.shape, "batch", "length")
+
+    vectors = context.spec(key.shape, "batch", "length", "kv_heads", "head_dim")
+    batch, length, heads, _ = vectors
+    stats = PartitionSpec(batch, heads, None, length)
+    return (*(vectors,) * 3, jax.tree.map(slots, asking), jax.tree.map(slots, held)), stats

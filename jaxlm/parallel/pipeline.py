@@ -1,0 +1,158 @@
+"""The pipeline over `pipe`: which micro-batch is where at which tick, and the loop that moves them on."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Float
+
+from jaxlm.parallel import rules
+
+Stage = Callable[[Any, Array, Array], tuple[Array, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """M micro-batches through P stages, each of which holds R groups of consecutive layers.
+
+    Group g lies on stage g mod P, so that a micro-batch goes around R times. At tick t, stage s is at item i = t - s:
+    micro-batch i mod M in the stage's group i // M, for 0 <= i < M R; before and after that its work is thrown away.
+    With R = 1 this is GPipe, else the circular (interleaved) schedule: what a stage does in a tick is R times less, and so
+    is the bubble. A micro-batch must not come back to the first stage before all have left it: M >= P where R > 1.
+
+    Source: Huang et al. 2019, arXiv:1811.06965 (GPipe); Narayanan et al. 2021, arXiv:2104.04473, section 2.2
+    (interleaved stages), there with one backward tick after each forward tick; here the backward pass is the transpose of
+    the whole forward pass.
+    """
+
+    stages: int
+    microbatches: int
+    repeats: int = 1
+
+    @property
+    def ticks(self) -> int:
+        """M R + P - 1, forward; as many backward."""
+        return self.microbatches * self.repeats + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ticks in which a stage has nothing to do: (P - 1) / (M R + P - 1)."""
+        return (self.stages - 1) / self.ticks
+
+    def item(self, stage: Any, tick: Any) -> tuple[Any, Any, Any]:
+        """Whether a stage's work at a tick counts, on which micro-batch, in which of its groups; for numbers or arrays."""
+        item = tick - stage
+        counts = (item >= 0) & (item < self.microbatches * self.repeats)
+        return counts, item % self.microbatches, item // self.microbatches % self.repeats
+
+    def fitted(self, rows: int) -> "Schedule | None":
+        """The schedule for a batch of another size than the one it was made for, such as an evaluation's.
+
+        It has the most micro-batches that divide both its own number and the rows of each device; None where those are
+        too few to go around.
+        """
+        ways = rules.split(jax.sharding.get_abstract_mesh(), "batch")
+        if rows % ways:
+            return None
+        fitted = dataclasses.replace(self, microbatches=math.gcd(self.microbatches, rows // ways))
+        return None if self.repeats > 1 and fitted.microbatches < self.stages else fitted
+
+    def __str__(self) -> str:
+        groups = f" x {self.repeats} groups of layers" if self.repeats > 1 else ""
+        return f"{self.stages} stages{groups}, {self.microbatches} micro-batches"
+
+
+def deal(x: Array, parts: int) -> Array:
+    """[B, ...] as [parts, B / parts, ...], part i being rows i, i + parts, ...: each row stays on its device."""
+    dealt = jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
+    return _constrained(dealt, None)
+
+
+def collect(x: Array) -> Array:
+    """The rows of `deal` in their order again."""
+    rows = jnp.swapaxes(x, 0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+    return _constrained(rows)
+
+
+def run(
+    stage: Stage, layers: Any, x: Float[Array, "M B T D"], schedule: Schedule
+) -> tuple[Float[Array, "M B T D"], Any]:
+    """Every micro-batch through all layers, and the sums that stages give, over stages and useful ticks.
+
+    `stage(layers, x, microbatch)` is a group of layers, on one micro-batch, which it knows by number: it returns the
+    stream and a tree of sums. `layers` is a tree whose leaves have the layers as their first axis, P R groups of them.
+
+    All stages are one program, mapped over the axis "stages"; the stream moves to the next stage by a permutation of
+    neighbours, (M R + P - 1) B T D elements in all, as many backward. Each stage has room for all micro-batches, of which only
+    the first stage's is used: the batch waits there for its turn, comes back there from the last stage, and goes to all
+    at the end in one reduction over `pipe`, M B T D elements.
+
+    With R > 1 the layers of a stage, consecutive in the parameters, are dealt out by group: an all-to-all over `pipe` of
+    all the parameters once a step, and of their gradients once. Each tick then reads one group by its number: what the
+    backward pass keeps of a tick has these weights in it unless remat makes it read them again.
+    """
+    stages, count = schedule.stages, schedule.microbatches
+    groups = jax.tree.map(functools.partial(_by_stage, schedule), layers)
+    numbers = jnp.arange(stages)
+    is_first = (numbers == 0)[:, None, None, None]
+
+    def one(groups: Any, x: Array, microbatch: Array, repeat: Array) -> tuple[Array, Any]:
+        return stage(
+            jax.tree.map(
+                lambda leaf: _at(leaf, repeat) if schedule.repeats > 1 else leaf[0], groups
+            ),
+            x,
+            microbatch,
+        )
+
+    every = jax.vmap(one, spmd_axis_name=rules.RULES["stages"])
+
+    def tick(carry: tuple[Array, Array], tick: Array) -> tuple[tuple[Array, Array], Any]:
+        moving, waiting = carry
+        counts, microbatch, repeat = schedule.item(numbers, tick)
+        moving = jnp.where(is_first, _at(waiting, tick % count, axis=1), moving)
+        moving, sums = every(groups, _constrained(moving, "stages"), microbatch, repeat)
+        moving = _constrained(jnp.roll(moving, 1, axis=0), "stages")
+        # What has left the last stage is at the first one now.
+        left = tick - (stages - 1)
+        back = jnp.where(left >= 0, moving, _at(waiting, left % count, axis=1))
+        waiting = lax.dynamic_update_index_in_dim(waiting, back, left % count, axis=1)
+        sums = jax.tree.map(lambda s: jnp.where(_like(counts, s), s, 0).sum(0), sums)
+        return (moving, _constrained(waiting, "stages", None)), sums
+
+    waiting = _constrained(jnp.broadcast_to(x[None], (stages, *x.shape)), "stages", None)
+    moving = _constrained(jnp.zeros((stages, *x.shape[1:]), x.dtype), "stages")
+    (_, waiting), sums = lax.scan(tick, (moving, waiting), jnp.arange(schedule.ticks))
+    out = jnp.where(is_first[..., None], waiting, 0).sum(0, dtype=x.dtype)
+    return _constrained(out, None), jax.tree.map(lambda s: s.sum(0), sums)
+
+
+def _by_stage(schedule: Schedule, leaf: Array) -> Array:
+    """[L, ...] as [P, R, L / (P R), ...]."""
+    size = leaf.shape[0] // (schedule.stages * schedule.repeats)
+    groups = leaf.reshape(schedule.repeats, schedule.stages, size, *leaf.shape[1:])
+    groups = jnp.swapaxes(groups, 0, 1)
+    if jax.sharding.get_abstract_mesh().empty:
+        return groups
+    free = (PartitionSpec.UNCONSTRAINED,) * (groups.ndim - 1)
+    return lax.with_sharding_constraint(groups, PartitionSpec(rules.RULES["stages"], *free))
+
+
+def _at(x: Array, index: Array, axis: int = 0) -> Array:
+    return lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
+
+
+def _like(stages: Array, x: Array) -> Array:
+    return stages.reshape(-1, *(1,) * (x.ndim - 1))
+
+
+def _constrained(x: Array, *leading: str | None) -> Array:
+    """Pins [..., B, T, D] or [..., B, T] to the mesh."""
+    rest = ("batch", "length", None)[: x.ndim - len(leading)]
+    return rules.constrain(x, *leading, *rest)

@@ -1,0 +1,206 @@
+"""A run tried on fake devices: does it compute what one device would, and does it send only what it must."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxlm.core import tree
+from jaxlm.core.errors import CommandError
+from jaxlm.core.precision import Precision
+from jaxlm.data.batch import Tokens
+from jaxlm.data.prepare import Data
+from jaxlm.data.tokenizer import Bytes
+from jaxlm.models.build import Blueprint
+from jaxlm.parallel import collectives, host, mesh, rules
+from jaxlm.parallel.config import AXES, MeshConfig, shown
+from jaxlm.recipes import assembly, devices, fit, topology, traffic
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.engine import Engine
+from jaxlm.recipes.shrink import Small, shrink
+
+TOLERANCE = 1e-5  # relative, of losses and gradient norms in float32
+ACCIDENT = (
+    0.02  # the share of the model's parameters from which one that is nowhere split is an accident
+)
+ALONE = MeshConfig(pipe=1, data=1, fsdp=1, expert=1, context=1, tensor=1)
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the command line says beside the config."""
+
+    steps: int = 3
+    devices: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """What a small run did on a mesh."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    whole: dict[
+        str, list[str]
+    ]  # matrices that are not split over an axis that splits parameters, and the axes
+    program: str
+
+
+def check(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, Any]:
+    """Runs a config, made small, on fake devices and on one, and reads what its compiled step sends.
+
+    `ok` is whether the losses and gradient norms agree, nothing large ended up on every device, and no activation is sent
+    that should stay where it is.
+
+    Raises:
+      ConfigError: where the config's own sizes do not fit its own mesh.
+      CommandError: where JAX has started with too few devices.
+    """
+    check_real(run)
+    small = shrink(run, options.steps, options.devices)
+    _start(math.prod(small.mesh.values()))
+    say(
+        f"{shown(small.mesh)}, on fake devices; a step is compiled for them, and one for a single device"
+    )
+    trial = _try(small, mesh.build(small.run.mesh, _devices(small.mesh)))
+    alone = _try(
+        dataclasses.replace(small, run=dataclasses.replace(small.run, mesh=ALONE)),
+        mesh.build(ALONE, jax.devices()[:1]),
+    )
+    lines = traffic.table(
+        collectives.read(trial.program),
+        small.mesh,
+        tokens=small.tokens,
+        vocab=topology.vocabulary(small.run),
+        mark=small.mark,
+    )
+    deviation = max(
+        _deviation(trial.losses, alone.losses), _deviation(trial.grad_norms, alone.grad_norms)
+    )
+    replicated = _accidents(run, trial.whole)
+    is_equal = deviation <= TOLERANCE
+    unwanted = [line for line in lines if line.why_unexpected]
+    return {
+        "ok": is_equal and not replicated and not unwanted,
+        "is_equal": is_equal,
+        "deviation": deviation,
+        "tolerance": TOLERANCE,
+        "losses": trial.losses,
+        "losses_alone": alone.losses,
+        "grad_norms": trial.grad_norms,
+        "grad_norms_alone": alone.grad_norms,
+        "mesh": small.mesh,
+        "changes": {change.path: [change.old, change.new] for change in small.changes},
+        "replicated": replicated,
+        "unexpected": [line.record() for line in unwanted],
+        "collectives": [line.record() for line in lines],
+    }
+
+
+def check_real(run: Run) -> None:
+    """Raises ConfigError where the sizes of the config do not fit its mesh, whatever `auto` will be."""
+    sizes = {axis: 1 if (size := getattr(run.mesh, axis)) == "auto" else size for axis in AXES}
+    fit.check(run, math.prod(sizes.values()))
+
+
+def _start(count: int) -> None:
+    """Fake devices, and source lines in what is compiled that are those of this code."""
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    try:
+        devices.start(count)
+    except CommandError:  # JAX has started; it may have enough
+        if len(jax.devices()) < count:
+            raise
+
+
+def _devices(sizes: dict[str, int]) -> list[jax.Device]:
+    return jax.devices()[: math.prod(sizes.values())]
+
+
+def _try(small: Small, grid: Mesh) -> Trial:
+    """A few steps from fresh parameters on rows of noise."""
+    run, tokenizer = small.run, Bytes()
+    model = assembly.assemble(run, topology.vocabulary(run), grid)
+    losses, grad_norms = [], []
+    with jax.set_mesh(grid):
+        engine = Engine(run, Data(tokenizer, None, {}, {}), model)  # type: ignore[arg-type]
+        state = engine.fresh()
+        batches = [host.put(grid, batch) for batch in _batches(run, tokenizer.size)]
+        step = engine.step.lower(state, batches[0]).compile()
+        for batch in batches:
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss_nats"]))
+            grad_norms.append(float(metrics["grad_norm"]))
+    axes = tree.leaves(model.blueprint.axes, is_leaf=lambda node: isinstance(node, tuple))
+    splitting = [axis for axis in _splitting(run.mesh) if grid.shape[axis] > 1]
+    whole = {
+        path: [axis for axis in splitting if axis not in _axes(leaf.sharding.spec)]
+        for path, leaf in tree.leaves(state.params).items()
+        if _is_matrix(path, axes[path])
+    }
+    return Trial(losses, grad_norms, whole, step.as_text() or "")
+
+
+def _batches(run: Run, ids: int) -> Iterator[Any]:
+    """Rows of two documents each and some padding, of uneven weights."""
+    noise = np.random.default_rng(run.seed)
+    shape = run.train.batch, run.data.sequence
+    slots = np.arange(shape[1], dtype=np.int32)
+    for _ in range(run.train.steps):
+        ends = noise.integers(1, shape[1], (shape[0], 2), dtype=np.int32)
+        middle, end = ends.min(1)[:, None], ends.max(1)[:, None]
+        is_second, is_padding = slots >= middle, slots >= end
+        fields: dict[str, Any] = dict(
+            tokens=noise.integers(0, ids, shape, dtype=np.int32),
+            targets=noise.integers(0, ids, shape, dtype=np.int32),
+            weights=np.where(is_padding, 0, noise.random(shape)).astype(np.float32),
+            segments=np.where(is_padding, 0, 1 + is_second).astype(np.int32),
+            positions=np.where(is_second, slots - middle, slots).astype(np.int32),
+        )
+        yield Tokens(**fields)
+
+
+def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:
+    is_bias = path.rpartition("/")[2] == "bias"
+    return not is_bias and sum(axis not in rules.LAYERS for axis in axes) >= 2
+
+
+def _splitting(config: MeshConfig) -> list[str]:
+    """The axes over which every large matrix is to be split; stages and experts split theirs alone."""
+    return ["fsdp", "tensor"] if config.zero == 3 else ["tensor"]
+
+
+def _axes(spec: PartitionSpec) -> set[str]:
+    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    return {axis for entry in entries for axis in entry}
+
+
+def _accidents(run: Run, whole: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Those parameters that are whole over some axes and large in the config's own model."""
+    decoder = dataclasses.replace(run.model, vocab=topology.vocabulary(run)).build()
+    shapes = Blueprint(decoder, Precision.of(run.precision)).shapes
+    sizes = {path: math.prod(leaf.shape) for path, leaf in tree.leaves(shapes).items()}
+    total = sum(sizes.values())
+    return [
+        {
+            "path": path,
+            "axes": axes,
+            "parameters": sizes[path],
+            "share": sizes[path] / total,
+        }
+        for path, axes in whole.items()
+        if axes and sizes[path] >= ACCIDENT * total
+    ]
+
+
+def _deviation(values: list[float], expected: list[float]) -> float:
+    """The largest relative difference; infinite where one is not a number."""
+    pairs = zip(values, expected, strict=True)
+    found = max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
+    return found if math.isfinite(found) else math.inf

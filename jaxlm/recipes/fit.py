@@ -1,0 +1,176 @@
+"""Whether a run fits its devices and its mesh: all that does not come out even, at once, with what would."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxlm.core import config
+from jaxlm.core.errors import ConfigError
+from jaxlm.models.config import Decoder
+from jaxlm.parallel import rules
+from jaxlm.parallel.config import AXES, flags, nearest, shown
+from jaxlm.recipes import context, devices
+from jaxlm.recipes.config import Run
+
+MOST_TRIED = 200  # combinations of settings; the nearest come first
+
+Sizes = Mapping[str, int]
+
+
+class Misfit(NamedTuple):
+    """A number that does not divide: why, and the setting with the nearest values that would, if there is one."""
+
+    why: str
+    path: str
+    values: tuple[int, ...]
+
+
+def build_mesh(run: Run) -> Mesh:
+    """The mesh over all devices. Raises ConfigError where the run does not fit it, or it the devices."""
+    check(run, len(jax.devices()))
+    return devices.build_mesh(run.mesh)
+
+
+def check(run: Run, count: int) -> None:
+    """Raises ConfigError, with everything that is wrong, where a run does not fit a mesh of `count` devices.
+
+    Each line of the fix, pasted alone, makes it fit: first the nearest meshes, then other settings for this one.
+    """
+    wanted = {axis: getattr(run.mesh, axis) for axis in AXES}
+    why = []
+    try:
+        sizes = run.mesh.sizes(count)
+        misfits = list(find(run, sizes))
+    except ConfigError as error:
+        why.append(f"{error.why} devices, and there are {count}")
+        fixed = {axis: 1 if size == "auto" else size for axis, size in wanted.items()}
+        sizes, misfits = None, list(find(run, fixed))
+    why += [misfit.why for misfit in misfits]
+    if not why:
+        return
+    meshes = (fit for fit in nearest(sizes or wanted, count) if not any(find(run, fit)))
+    fixes = [flags(fit, wanted) for fit in itertools.islice(meshes, 2)]
+    if sizes and (changes := _changes(run, sizes, misfits)):
+        fixes.append(" ".join(f"--config.{path}={value}" for path, value in changes.items()))
+    if len(why) > 3:
+        why[2:] = [f"{why[2]}; and {len(why) - 3} more"]
+    raise ConfigError(
+        f"the run does not fit {count} device{'s' if count > 1 else ''}",
+        where="mesh " + (shown(sizes) if sizes else _asked(wanted)),
+        why="\n".join(why),
+        fix="\n".join(fixes) or "a mesh of fewer axes",
+    )
+
+
+def find(run: Run, sizes: Sizes) -> Iterator[Misfit]:
+    """What does not come out even on a mesh of these sizes."""
+    decoder = dataclasses.replace(
+        run.model,
+        vocab=rules.ways(sizes, "vocab") if run.model.vocab == "auto" else run.model.vocab,
+    ).build()
+    yield from _model(run, decoder, sizes)
+    yield from _rows(run, decoder, sizes)
+
+
+def _model(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
+    blocks = dict.fromkeys((*decoder.prefix, *decoder.pattern))
+    dims = [("vocab", "vocab", decoder.vocab), ("embed", "width", decoder.width)]
+    for block in blocks:
+        dims += [(name, name, getattr(block.attention, name)) for name in ("heads", "kv_heads")]
+        dims += [
+            (name, field, value)
+            for name, field in (("mlp", "hidden"), ("mlp", "shared"), ("experts", "experts"))
+            if (value := getattr(block.mlp, field, 0))
+        ]
+    for name, field, size in dict.fromkeys(dims):
+        ways = rules.ways(sizes, name)
+        if size % ways:
+            # The dense layers of a model of experts have a setting of their own.
+            field = next(
+                (each for each in (field, "dense_hidden") if getattr(run.model, each, 0) == size),
+                field,
+            )
+            yield _misfit(f"{field} = {size}", f"model.{field}", size, ways, rules.RULES[name])
+    repeats = run.train.pipeline_repeats if run.train.pipeline == "circular" else 1
+    stages = rules.ways(sizes, "stages")
+    unit = len(decoder.pattern) * stages * repeats
+    layers, first = decoder.depth - len(decoder.prefix), len(decoder.prefix)
+    if stages > 1 and layers % unit:
+        misfit = _misfit(f"depth = {layers}", "model.depth", layers, unit, "pipe")
+        yield misfit._replace(values=tuple(value + first for value in misfit.values))
+
+
+def _rows(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
+    length, batch, parts = run.data.sequence, run.train.batch, run.train.microbatches
+    ways = rules.ways(sizes, "length")
+    if ways > 1:
+        grid = AbstractMesh(
+            tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+        )
+        unit = ways * (2 if context.fitted(run, decoder, grid).has_ring else 1)
+        if length % unit:
+            yield _misfit(f"sequence = {length}", "data.sequence", length, unit, "context")
+    rows, stages = rules.ways(sizes, "batch"), rules.ways(sizes, "stages")
+    if run.train.pipeline == "circular" and parts < stages:
+        fits = [n for n in range(stages, batch + 1) if batch % (n * rows) == 0]
+        yield Misfit(
+            f"microbatches = {parts} cannot go around {stages} stages (pipe)",
+            "train.microbatches",
+            tuple(fits[:2]),
+        )
+    elif batch % (rows * parts):
+        misfit = _misfit(
+            f"batch = {batch}", "train.batch", batch, rows * parts, rules.RULES["batch"]
+        )
+        said = f"{rows} devices x {parts} micro-batches" if parts > 1 else f"{rows} devices"
+        yield misfit._replace(why=f"{misfit.why}: {said}")
+
+
+def _misfit(named: str, path: str, size: int, unit: int, axes: Any) -> Misfit:
+    values = tuple(value for value in (size // unit * unit, -(-size // unit) * unit) if value)
+    values = tuple(sorted(values, key=lambda value: abs(value - size)))
+    over = " x ".join((axes,) if isinstance(axes, str) else axes)
+    wanted = " or ".join(map(str, values))
+    return Misfit(f"{named} does not divide by {unit} ({over}), {wanted} would", path, values)
+
+
+def _changes(run: Run, sizes: Sizes, misfits: list[Misfit]) -> dict[str, int]:
+    """Settings that make the run fit this mesh, those nearest to what they are; empty where none is found."""
+    known = config.flatten(run)
+    paths = {misfit.path: misfit.values for misfit in misfits if known.get(misfit.path)}
+    # Heads go together: one cannot grow without the other, nor beyond the width.
+    if {"model.heads", "model.kv_heads"} & set(paths):
+        most = known["model.heads"]
+        unit = rules.ways(sizes, "heads")
+        for path in ("model.heads", "model.kv_heads"):
+            multiples = list(range(unit, 4 * max(most, unit) + 1, unit))
+            now = most if known[path] == "auto" else known[path]
+            multiples.sort(key=functools.partial(_distance, now))
+            paths[path] = tuple(multiples[:8])
+    combinations = itertools.islice(itertools.product(*paths.values()), MOST_TRIED)
+    for values in combinations:
+        changes = dict(zip(paths, values, strict=True))
+        raw = config.to_json(run)
+        for path, value in changes.items():
+            section, _, name = path.partition(".")
+            raw[section][name] = value
+        try:
+            changed = config.from_json(Run, raw)
+        except ConfigError:
+            continue
+        if not any(find(changed, sizes)):
+            return {path: value for path, value in changes.items() if known[path] != value}
+    return {}
+
+
+def _distance(a: int, b: int) -> int:
+    return abs(a - b)
+
+
+def _asked(wanted: Mapping[str, Any]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in wanted.items() if size != 1) or "of one"

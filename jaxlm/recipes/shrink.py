@@ -1,0 +1,108 @@
+"""A run made small enough to try on fake devices: the same parts, the same pattern, the same axes, and sizes that still divide."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxlm.core import config
+from jaxlm.core.config import Change
+from jaxlm.parallel.config import AXES, MeshConfig
+from jaxlm.recipes.config import Run
+
+HEAD_DIM = 8
+VOCAB = 512  # more than the bytes' ids, and more than any width here
+# Nothing has these as sizes, and parts of them are marks too, however an array is reshaped.
+MARKS = (5, 7, 11, 13, 17)
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """A small run, the mesh it fits, and what became what on the way."""
+
+    run: Run
+    mesh: dict[str, int]
+    mark: int  # divides the number of elements of an array just where the array has tokens
+    changes: tuple[Change, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch, over all devices."""
+        return self.run.tokens_per_step // self.run.train.microbatches
+
+
+def mesh_sizes(wanted: MeshConfig, limit: int) -> dict[str, int]:
+    """The axes of a mesh at 2 where they split anything, then doubled while `limit` devices suffice, the longest first.
+
+    `auto` may take any size.
+    """
+    sizes = {axis: 1 if getattr(wanted, axis) == 1 else 2 for axis in AXES}
+    most = {
+        axis: math.inf if getattr(wanted, axis) == "auto" else getattr(wanted, axis)
+        for axis in AXES
+    }
+    while math.prod(sizes.values()) * 2 <= limit:
+        free = [axis for axis in AXES if sizes[axis] > 1 and sizes[axis] * 2 <= most[axis]]
+        if not free:
+            break
+        # An axis of which the config says nothing grows last.
+        longest = max(free, key=lambda axis: (most[axis] < math.inf, most[axis] / sizes[axis]))
+        sizes[longest] *= 2
+    return sizes
+
+
+def shrink(run: Run, steps: int, limit: int) -> Small:
+    """The run on at most `limit` devices (more where 2 an axis needs more), `steps` long, in float32.
+
+    The number of tokens has a prime factor that no size of the model has. So an array on a device holds tokens just
+    where its number of elements has this factor, whatever the compiler made of its shape.
+    """
+    mesh = mesh_sizes(run.mesh, limit)
+    model = _model(run.model, mesh, run.train.pipeline_repeats)
+    mark = next(mark for mark in MARKS if all(size % mark for size in model.values() if size))
+    sequence = 2 * mark * mesh["context"]  # ring attention deals out two parts a device
+    microbatches = max(min(run.train.microbatches, 2), mesh["pipe"])
+    rows = math.prod(mesh[axis] for axis in ("data", "fsdp", "expert")) * microbatches
+    if hasattr(run.model, "context"):
+        model["context"] = sequence
+    raw = config.to_json(run)
+    raw["model"] |= model
+    raw["mesh"] |= mesh
+    raw["data"]["sequence"] = sequence
+    raw["train"] |= {"steps": steps, "batch": rows, "microbatches": microbatches, "patience": None}
+    if run.loss.chunk is not None:
+        raw["loss"]["chunk"] = rows * sequence // microbatches // 2
+    raw["schedule"] = {"name": "constant", "warmup": "0"}
+    raw["precision"] = {"params": "float32", "compute": "float32"}
+    small = config.from_json(Run, raw)
+    changes = [change for change in config.diff(run, small) if change.path.partition(".")[0] in raw]
+    return Small(small, mesh, mark, tuple(changes))
+
+
+def _model(model: Any, mesh: dict[str, int], repeats: int) -> dict[str, int]:
+    """The model's sizes: as few heads as `tensor` and the grouping allow, as few layers as stages and the pattern do."""
+    tensor = mesh["tensor"]
+    first = min(getattr(model, "dense_depth", 0), 1)
+    less = {"dense_depth": first} if hasattr(model, "dense_depth") else {}
+    decoder = dataclasses.replace(model, vocab=VOCAB, **less).build()
+    attention = decoder.pattern[0].attention
+    kv_heads = math.lcm(tensor, min(attention.kv_heads, 2))
+    grouped = min(attention.heads // attention.kv_heads, 2)
+    heads = kv_heads * grouped
+    width = math.lcm(heads * HEAD_DIM, mesh["fsdp"])
+    turns = -(-(decoder.depth - len(decoder.prefix)) // len(decoder.pattern))
+    turns = min(turns, 2) if mesh["pipe"] == 1 else repeats * mesh["pipe"]
+    sizes = {
+        "vocab": math.lcm(VOCAB, tensor),
+        "width": width,
+        "depth": len(decoder.prefix) + turns * len(decoder.pattern),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+        "hidden": 2 * width,
+        "experts": math.lcm(mesh["expert"], min(getattr(model, "experts", 1), 4)),
+        "top_k": min(getattr(model, "top_k", 1), 2),
+        "shared": 2 * width if getattr(model, "shared", 0) else 0,
+        "dense_depth": first,
+        "dense_hidden": 2 * width,
+    }
+    return {name: size for name, size in sizes.items() if hasattr(model, name)}

@@ -1,0 +1,134 @@
+"""A training step compiled for devices that are not there: TPU slices by name, from a host without any."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from jaxlm.core.errors import CommandError
+from jaxlm.data.batch import Tokens
+from jaxlm.parallel import collectives, host, mesh
+from jaxlm.parallel.config import shown
+from jaxlm.recipes import assembly, fit, traffic
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.engine import Engine
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A TPU slice: its shape as the compiler names it, and the bytes that a chip has for a program."""
+
+    topology: str
+    chips: int
+    hbm_bytes: float
+
+
+# cloud.google.com/tpu/docs: v5p counts cores, two a chip; the others count chips.
+SLICES = {
+    **{
+        f"v5e-{x * y}": Slice(f"v5e:{x}x{y}", x * y, 16 * 2**30)
+        for x, y in ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+    },
+    **{
+        f"v6e-{x * y}": Slice(f"v6e:{x}x{y}", x * y, 32 * 2**30)
+        for x, y in ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+    },
+    **{
+        f"v5p-{2 * x * y * z}": Slice(f"v5p:{x}x{y}x{z}", x * y * z, 95 * 2**30)
+        for x, y, z in ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8))
+    },
+}
+
+
+def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
+    """The update of a run, compiled for the devices of a mesh from shapes alone."""
+    model = assembly.assemble(run, vocabulary(run), grid)
+    tokenizer = SimpleNamespace(token_bytes=np.zeros(vocabulary(run), np.int32))
+    place = host.batch_sharding(grid)
+    shape = (run.train.batch, run.data.sequence)
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
+    weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+    fields: Any = (weights if field == "weights" else ids for field in Tokens._fields)
+    batch = Tokens(*fields)
+    # Its random key is a number, and no chip of the mesh may be there to hold it.
+    engine = Engine(run, SimpleNamespace(tokenizer=tokenizer), model)  # type: ignore[arg-type]
+    with jax.set_mesh(grid):
+        return engine.step.lower(engine.abstract(), batch).compile()
+
+
+def vocabulary(run: Run) -> int:
+    """Rows of the embedding, for a size that a tokenizer has yet to settle those of a small one."""
+    return 4096 if run.model.vocab == "auto" else run.model.vocab
+
+
+def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any]:
+    """Compiles a run's step for a TPU slice such as v5e-16: bytes on a chip, and what the chips send each other.
+
+    Raises:
+      CommandError: where there is no such slice, or no compiler for it on this machine.
+      ConfigError: where the run does not fit it.
+    """
+    known = SLICES.get(name)
+    if known is None:
+        raise CommandError(
+            f"there is no slice {name!r}",
+            where=f"--topology={name}",
+            why=f"the slices are {', '.join(SLICES)}",
+            fix="--topology=v5e-16",
+        )
+    fit.check(run, known.chips)
+    grid = mesh.build(run.mesh, devices_of(known))
+    say(f"{shown(grid.shape)} on {name}, {known.chips} chips; compiling for them takes minutes")
+    compiled = compile_step(run, grid)
+    memory: Any = compiled.memory_analysis()
+    held = {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "program": memory.generated_code_size_in_bytes,
+    }
+    total = sum(held.values())
+    # A real run's sizes have no mark to tell activations by: nothing is judged here.
+    lines = traffic.table(
+        collectives.read(compiled.as_text() or ""), dict(grid.shape), tokens=0, vocab=0, mark=0
+    )
+    return {
+        "topology": known.topology,
+        "devices": known.chips,
+        "mesh": dict(grid.shape),
+        "bytes_per_device": held | {"total": total},
+        "hbm_bytes": known.hbm_bytes,
+        "fits": total <= known.hbm_bytes,
+        "collectives": [line.record() for line in lines],
+    }
+
+
+def devices_of(known: Slice) -> list[jax.Device]:
+    """The chips of a slice, to compile for and not to compute with.
+
+    Raises:
+      CommandError: where the TPU compiler is not installed.
+    """
+    # The library would ask the cloud's metadata server who it is, and write logs.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_LOG_DIR", "disabled")
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=known.topology)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise CommandError(
+            "there is no compiler for TPUs here",
+            where=f"--topology, {known.topology}",
+            why=str(error).partition("\n")[0][:200],
+            fix="pip install 'jaxlm[tpu]' in an environment of its own",
+        ) from error
+    return list(found.devices)

@@ -1,0 +1,314 @@
+"""Weak scaling on paper: Llama 8B and 70B on TPU v5p, from 8 to 4,096 chips, and where each strategy stops paying.
+
+    python scripts/scaling_model.py
+    python scripts/scaling_model.py --tokens_per_chip=2048 --plot=scaling.png
+
+Compute is counted FLOPs over the chip's peak; communication is bytes in closed form over the links' stated speed. Both are
+lower bounds: no kernel reaches the peak, and no message is free of latency. A strategy pays as long as its communication can
+hide behind its compute. tests/scripts/test_scaling_model.py compares the bytes with those of compiled steps.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxlm.core import config
+from jaxlm.models import cost
+from jaxlm.models.config import Decoder
+from jaxlm.parallel.config import AXES
+from jaxlm.recipes.config import Run
+
+# cloud.google.com/tpu/docs/v5p, "System architecture": 459 TFLOP/s in bf16, 95 GiB, 1,200 GB/s between chips counting
+# both directions of six links, so 100 GB/s each way on a link; 50 Gbit/s a chip in the data-centre network.
+PEAK_FLOPS = 459e12
+HBM_BYTES = 95 * 2**30
+LINK_BYTES = 1200e9 / 12
+NETWORK_BYTES = 50e9 / 8
+# The same page: a torus has its wrap-around links from a cube of 4 x 4 x 4 on; below, a ring's ends meet through the middle.
+CUBE = 64
+CHIPS = tuple(8 * 2**power for power in range(10))
+SLICE = (
+    1024  # chips that a job is assumed to get in one piece; more are several, joined by the network
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a chip is given in one step, and the bytes of a number in a gathered weight, a summed gradient, an activation."""
+
+    model: Decoder
+    sequence: int
+    rows: int  # rows of this chip's part of the batch: tokens / sequence, where context and tensor share them
+    microbatches: int = 1
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    activation_bytes: int = 2
+
+    @property
+    def stream_bytes(self) -> int:
+        """The residual stream of all rows, whole."""
+        return self.rows * self.sequence * self.model.width * self.activation_bytes
+
+
+def matrices(model: Decoder) -> tuple[int, int]:
+    """Numbers in the matrices of all blocks, and in the embedding and the unembedding together."""
+    tables = model.vocab * model.width * (1 if model.tied else 2)
+    blocks = cost.multiplying_parameters(model) - model.vocab * model.width
+    return blocks, tables
+
+
+def fsdp_bytes(work: Work, sizes: dict[str, int]) -> float:
+    """Sent by a chip over fsdp in one step under ZeRO 3.
+
+    For each micro-batch blocks and the unembedding are gathered forward and again backward, the embedding once, and
+    gradients scattered as they are summed.
+    """
+    blocks, tables = matrices(work.model)
+    parts = sizes["tensor"] * sizes["pipe"]
+    lookup = work.model.vocab * work.model.width
+    gathered = 2 * blocks / parts + 3 * lookup / sizes["tensor"]
+    gathered *= work.weight_bytes
+    scattered = (blocks / parts + tables / sizes["tensor"]) * work.gradient_bytes
+    # A pipeline's micro-batches pass weights that were gathered once.
+    times = 1 if sizes["pipe"] > 1 else work.microbatches
+    return _ring(sizes["fsdp"]) * (gathered + scattered) * times
+
+
+def data_bytes(work: Work, sizes: dict[str, int]) -> float:
+    """Over data: all gradients that a chip holds, summed and handed out, once a step."""
+    blocks, tables = matrices(work.model)
+    held = blocks / sizes["pipe"] + tables
+    held /= sizes["tensor"] * sizes["fsdp"]
+    return 2 * _ring(sizes["data"]) * held * work.gradient_bytes
+
+
+def tensor_bytes(work: Work, sizes: dict[str, int], *, is_remat: bool = True) -> float:
+    """Over tensor: sums of the stream.
+
+    In each layer 2 forward, 5 backward (each product that reads the stream is summed by itself: queries, keys, values,
+    gate, up), and 1 of those forward again under full remat; beside the layers, the embedding forward and the unembedding
+    backward.
+    """
+    backward = 3 + (2 if work.model.pattern[0].mlp.gated else 1)
+    layers = (2 + backward + is_remat) * work.model.depth / sizes["pipe"]
+    return 2 * _ring(sizes["tensor"]) * (layers + 2) * work.stream_bytes
+
+
+def context_bytes(work: Work, sizes: dict[str, int]) -> float:
+    """Over context: keys and values of whole rows, gathered forward and again under remat, their gradients scattered."""
+    attention = work.model.pattern[0].attention
+    kv = 2 * attention.kv_heads * attention.head_dim / sizes["tensor"]
+    one = work.rows * work.sequence * sizes["context"] * kv * work.activation_bytes
+    return _ring(sizes["context"]) * 3 * one * work.model.depth / sizes["pipe"]
+
+
+def pipe_bytes(work: Work, sizes: dict[str, int]) -> float:
+    """Over pipe: the stream of a micro-batch to the next stage each tick, and the last stage's result to all; twice, as
+    the backward pass sends as much.
+    """
+    ticks = work.microbatches + sizes["pipe"] - 1
+    moved = 2 * ticks * work.stream_bytes / work.microbatches if sizes["pipe"] > 1 else 0
+    return moved + 2 * _ring(sizes["pipe"]) * 2 * work.stream_bytes
+
+
+def _ring(devices: int) -> float:
+    return (devices - 1) / devices
+
+
+BYTES = {
+    "fsdp": fsdp_bytes,
+    "data": data_bytes,
+    "tensor": tensor_bytes,
+    "context": context_bytes,
+    "pipe": pipe_bytes,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A way to lay chips out: fixed sizes, and which axis takes the rest."""
+
+    name: str
+    fixed: dict[str, int]
+    rest: str
+
+    def sizes(self, chips: int) -> dict[str, int] | None:
+        """The mesh; None where there are too few chips."""
+        taken = math.prod(self.fixed.values())
+        if chips % taken or chips // taken < 1:
+            return None
+        return dict.fromkeys(AXES, 1) | self.fixed | {self.rest: chips // taken}
+
+
+STRATEGIES = (
+    Strategy("data", {}, "data"),
+    Strategy("fsdp", {}, "fsdp"),
+    Strategy("data x fsdp 64", {"fsdp": 64}, "data"),
+    Strategy("fsdp x tensor 4", {"tensor": 4}, "fsdp"),
+    Strategy("fsdp x tensor 8", {"tensor": 8}, "fsdp"),
+    Strategy("fsdp x context 4", {"context": 4}, "fsdp"),
+    Strategy("fsdp x pipe 4", {"pipe": 4}, "fsdp"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A strategy on so many chips: seconds of a step, by what is done in them, and the bytes of state on a chip."""
+
+    strategy: str
+    chips: int
+    compute_seconds: float
+    sent_seconds: dict[str, float]
+    state_bytes: float
+
+    @property
+    def sent_total(self) -> float:
+        """Seconds of communication: axes do not share links, but wait for each other."""
+        return sum(self.sent_seconds.values())
+
+    @property
+    def pays(self) -> bool:
+        """Whether it fits, and its communication could hide behind its compute."""
+        return self.state_bytes < HBM_BYTES and self.sent_total <= self.compute_seconds
+
+
+def speeds(sizes: dict[str, int]) -> dict[str, float]:
+    """Bytes a second that a chip can send along each axis.
+
+    Six links are dealt out in pairs to the axes in use, the longest first; an axis that crosses slices has the network.
+    """
+    chips = math.prod(sizes.values())
+    used = sorted((axis for axis in AXES if sizes[axis] > 1), key=lambda axis: -sizes[axis])
+    pairs = dict.fromkeys(used, 0)
+    for number in range(3):
+        if used:
+            pairs[used[number % len(used)]] += 1
+    directions = 2 if chips >= CUBE else 1
+    found = {axis: max(pairs[axis], 1) * directions * LINK_BYTES for axis in used}
+    if chips > SLICE and used:
+        outermost = min(used, key=AXES.index)
+        found[outermost] = min(found[outermost], NETWORK_BYTES * chips_in_step(sizes, outermost))
+    return found
+
+
+def chips_in_step(sizes: dict[str, int], axis: str) -> int:
+    """How many chips share the network's work along an axis: within a slice the sum is made before it goes out."""
+    slices = math.prod(sizes.values()) // SLICE
+    return max(sizes[axis] // slices, 1)
+
+
+def outcome(
+    strategy: Strategy, model: Decoder, chips: int, *, tokens: int, sequence: int
+) -> Outcome | None:
+    """What a strategy costs on so many chips with `tokens` a chip; None where it cannot be laid out."""
+    sizes = strategy.sizes(chips)
+    # Chips that share rows work on all their tokens together; rows of a context axis are as much longer.
+    rows = tokens * sizes["tensor"] * sizes["pipe"] // sequence if sizes else 0
+    if sizes is None or rows == 0:
+        return None
+    microbatches = min(4 * sizes["pipe"], rows) if sizes["pipe"] > 1 else 1
+    work = Work(model=model, sequence=sequence, rows=rows, microbatches=microbatches)
+    flops = cost.flops_per_token(model, sequence * sizes["context"], causal=True) * tokens * 4 / 3
+    compute = flops / PEAK_FLOPS
+    if sizes["pipe"] > 1:  # the share of ticks in which a stage waits
+        compute *= (microbatches + sizes["pipe"] - 1) / microbatches
+    wires = speeds(sizes)
+    sent = {axis: BYTES[axis](work, sizes) / wires[axis] for axis in wires}
+    split = sizes["fsdp"] * sizes["tensor"] * sizes["pipe"]
+    return Outcome(strategy.name, chips, compute, sent, cost.state_bytes(model).total / split)
+
+
+def outcomes(model: Decoder, *, tokens: int, sequence: int) -> Iterator[Outcome]:
+    """Every strategy on every number of chips."""
+    for strategy in STRATEGIES:
+        for chips in CHIPS:
+            if found := outcome(strategy, model, chips, tokens=tokens, sequence=sequence):
+                yield found
+
+
+def least_tokens(strategy: Strategy, model: Decoder, chips: int, *, sequence: int) -> int | None:
+    """The fewest tokens a chip, in powers of two up to 2^20, with which a strategy can be laid out and pays, or None."""
+    for power in range(21):
+        tokens = 2**power
+        found = outcome(strategy, model, chips, tokens=tokens, sequence=sequence)
+        if found and found.pays:
+            return tokens
+    return None
+
+
+def table(name: str, model: Decoder, *, tokens: int, sequence: int) -> str:
+    """Milliseconds of compute and communication for each strategy, and where it stops paying."""
+    lines = [
+        f"{name}: {tokens:,} tokens a chip, rows of {sequence:,}; ms of compute / of communication a step; - does not fit,"
+        " * communication is longer",
+        f"  {'strategy':<18}" + "".join(f"{chips:>14,}" for chips in CHIPS),
+    ]
+    for strategy in STRATEGIES:
+        cells = []
+        for chips in CHIPS:
+            found = outcome(strategy, model, chips, tokens=tokens, sequence=sequence)
+            if found is None or found.state_bytes >= HBM_BYTES:
+                cells.append("-")
+                continue
+            mark = "" if found.pays else "*"
+            cells.append(f"{1e3 * found.compute_seconds:.0f}/{1e3 * found.sent_total:.0f}{mark}")
+        lines.append(f"  {strategy.name:<18}" + "".join(f"{cell:>14}" for cell in cells))
+    lines.append("  fewest tokens a chip with which it pays")
+    for strategy in STRATEGIES:
+        least = [least_tokens(strategy, model, chips, sequence=sequence) for chips in CHIPS]
+        cells = ["-" if tokens is None else f"{tokens:,}" for tokens in least]
+        lines.append(f"  {strategy.name:<18}" + "".join(f"{cell:>14}" for cell in cells))
+    return "\n".join(lines)
+
+
+def draw(models: dict[str, Decoder], path: Path, *, tokens: int, sequence: int) -> None:
+    """Communication over compute, by chips, for each strategy; above 1 it cannot be hidden."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6 * len(models), 4), dpi=120, layout="constrained")
+    for number, (name, model) in enumerate(models.items(), 1):
+        axes = figure.add_subplot(1, len(models), number)
+        for strategy in STRATEGIES:
+            points = [
+                (each.chips, each.sent_total / each.compute_seconds)
+                for each in outcomes(model, tokens=tokens, sequence=sequence)
+                if each.strategy == strategy.name and each.state_bytes < HBM_BYTES
+            ]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=strategy.name)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set(
+            title=f"{name}, {tokens:,} tokens a chip",
+            xlabel="v5p chips",
+            ylabel="communication / compute",
+        )
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=7)
+    figure.savefig(path, metadata={"Software": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens_per_chip", type=int, default=8192, metavar="N")
+    parser.add_argument("--sequence", type=int, default=4096, metavar="N")
+    parser.add_argument("--plot", type=Path, default=Path("scaling_model.png"), metavar="FILE")
+    args = parser.parse_args()
+    root = Path(__file__).parents[1] / "configs"
+    models = {
+        title: config.load(Run, str(root / file)).value.model.build()
+        for title, file in (("Llama 8B", "llama_8b.py"), ("Llama 70B", "llama_70b.py"))
+    }
+    for name, model in models.items():
+        print(table(name, model, tokens=args.tokens_per_chip, sequence=args.sequence), end="\n\n")
+    draw(models, args.plot, tokens=args.tokens_per_chip, sequence=args.sequence)
+    print(args.plot)
+
+
+if __name__ == "__main__":
+    main()

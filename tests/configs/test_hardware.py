@@ -1,0 +1,121 @@
+"""Each shipped config on each hardware that it names: it fits, every dimension divides, and its step can be traced."""
+
+import importlib.util
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxlm.core import config, tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.batch import Tokens
+from jaxlm.models import cost
+from jaxlm.parallel import host, rules
+from jaxlm.parallel.config import AXES
+from jaxlm.recipes import assembly, engine, pretrain
+from jaxlm.recipes.config import Run
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+DEVICES = {  # how many JAX sees, and bytes of each; v5p is named by its cores, two of which are one device
+    "1gpu": (1, 80e9),
+    "8gpu": (8, 80e9),
+    "64gpu": (64, 80e9),
+    "512gpu": (512, 80e9),
+    "v5e-16": (16, 16e9),
+    "v5p-128": (64, 95e9),
+    "v6e-256": (256, 32e9),
+}
+
+
+def module(path):
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    loaded = importlib.util.module_from_spec(found)
+    found.loader.exec_module(loaded)
+    return loaded
+
+
+NAMED = {path.stem: tuple(getattr(module(path), "HARDWARE", ())) for path in CONFIGS.glob("*.py")}
+PAIRS = [(name, hardware) for name in sorted(NAMED) for hardware in NAMED[name]]
+
+
+def load(name, hardware):
+    return config.load(Run, f"{CONFIGS / name}.py:{hardware}").value
+
+
+def assembled(run, hardware):
+    """The model on a mesh of the hardware's size, without a device."""
+    sizes = run.mesh.sizes(DEVICES[hardware][0])
+    types = (AxisType.Auto,) * len(AXES)
+    mesh = AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=types)
+    return assembly.assemble(run, run.model.vocab, mesh)
+
+
+def test_the_large_configs_name_their_hardware():
+    assert {name for name, named in NAMED.items() if named} >= {
+        *("gpt2_124m", "gpt2_1p5b", "llama_1b", "llama_8b", "llama_70b")
+    }
+
+
+@pytest.mark.parametrize(("name", "hardware"), PAIRS)
+def test_every_dimension_divides_and_the_state_fits(name, hardware):
+    run = load(name, hardware)
+    devices, limit = DEVICES[hardware]
+    model = assembled(run, hardware)
+    host.check_rows(model.mesh, run.train.batch, run.train.microbatches)
+    pretrain._check_cadences(run, 2)
+    held = sum(
+        math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, place in zip(
+            jax.tree.leaves(model.blueprint.shapes), jax.tree.leaves(model.shardings), strict=True
+        )
+    )
+    # Weights, gradients and two moments; gathered layers, activations and logits need the rest.
+    assert 4 * held < 0.7 * limit
+    assert f"    {hardware} " in (CONFIGS / f"{name}.py").read_text().split('"""')[1]
+    rows = run.train.batch // run.train.microbatches // rules.split(model.mesh, "batch")
+    assert 1 <= rows <= 16
+    assert 4 * tree.size_bytes(model.blueprint.shapes) == cost.state_bytes(run.model.build()).total
+    assert held * devices >= tree.size_bytes(model.blueprint.shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware"),
+    [
+        pytest.param(*pair, marks=() if pair == ("llama_8b", "v5e-16") else pytest.mark.slow)
+        for pair in PAIRS
+    ],
+)
+def test_the_step_and_its_layout_can_be_traced(name, hardware):
+    run = load(name, hardware)
+    model = assembled(run, hardware)
+    vocab = np.ones(run.model.vocab, np.int32)
+    data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=vocab))
+    with (
+        jax.sharding.use_abstract_mesh(model.mesh),
+        mock.patch.object(engine.host, "host_rows"),
+        mock.patch.object(engine, "Replicas"),
+    ):
+        built = engine.Engine(run, data, model)
+        state = built.abstract()
+        shape = (run.train.batch, run.data.sequence)
+        place = host.batch_sharding(model.mesh)
+        ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
+        weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+        batch = Tokens(*(weights if field == "weights" else ids for field in Tokens._fields))
+        after, metrics = jax.eval_shape(built.step, state, batch)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), state
+    )
+    assert all(leaf.dtype for leaf in jax.tree.leaves(metrics))
+
+
+def test_hardware_that_a_config_does_not_fit_is_refused_with_those_that_it_does():
+    with pytest.raises(ConfigError) as caught:
+        load("llama_8b", "1gpu")
+    assert "8gpu, 64gpu, v5e-16, v5p-128, v6e-256" in str(caught.value)

@@ -1,0 +1,123 @@
+"""The law of the mesh: any combination of axes gives the losses, gradients and parameters of one device."""
+
+import contextlib
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.store import Store
+from jaxlm.core import tree
+from jaxlm.data import prepare
+from jaxlm.parallel.config import AXES
+from tests.distributed import laws
+
+PAIRS = [
+    {"pipe": 2, "fsdp": 2},
+    {"data": 2, "expert": 2},
+    {"fsdp": 2, "context": 2},
+    {"context": 2, "tensor": 2},
+]
+TRIPLES = [
+    {"pipe": 2, "data": 2, "fsdp": 2},
+    {"pipe": 2, "fsdp": 2, "tensor": 2},
+    {"pipe": 2, "fsdp": 2, "context": 2},
+    {"pipe": 2, "expert": 2, "tensor": 2},
+    {"pipe": 2, "context": 2, "tensor": 2},
+    {"data": 2, "fsdp": 2, "expert": 2},
+    {"data": 2, "fsdp": 2, "context": 2},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": 2, "context": 2, "tensor": 2},
+    {"fsdp": 2, "expert": 2, "tensor": 2},
+    {"fsdp": 2, "expert": 2, "context": 2},
+    {"expert": 2, "context": 2, "tensor": 2},
+]
+# AdamW divides gradients near zero by their own size, so parameters drift with the sign of a rounding error.
+LIMITS = {"loss": 1e-5, "first grad_norm": 1e-5, "gradients": 1e-5, "grad_norm": 1e-4}
+
+
+def named(sizes):
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def row(name, deviation):
+    return f"{name:<28}" + "".join(f"{value:>17.1e}" for value in deviation.values())
+
+
+def outside(deviation):
+    return {name: deviation[name] for name, most in LIMITS.items() if not deviation[name] <= most}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return laws.corpus(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def alone(data):
+    return laws.follow(laws.run_on(data, {}, rows=16, microbatches=4), 5)
+
+
+def test_the_course_of_one_device_is_one_to_compare_with(alone):
+    assert alone.losses[-1] < alone.losses[0]
+    assert len(set(alone.losses)) == 5
+    assert all(np.abs(gradient).max() > 0 for gradient in alone.gradients.values())
+
+
+@pytest.mark.parametrize("sizes", [*({axis: 4} for axis in AXES), *PAIRS], ids=named)
+def test_an_axis_and_a_pair_on_four_devices_give_the_course_of_one(alone, data, sizes):
+    run = laws.run_on(data, sizes, rows=16, microbatches=4)
+    assert not outside(laws.follow(run, 5, begun=alone.start).deviation(alone))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_through_every_mesh_bit_for_bit(data, tmp_path):
+    """Saved on one device, restored and saved on a mesh of each axis and with each ZeRO stage, and on one again."""
+    meshes = [{axis: 8} for axis in AXES] + [{"fsdp": 8, "zero": zero} for zero in (1, 2)]
+    read = prepare.open_data(data, seed=0)
+    draw = np.random.default_rng(0)
+    value: dict[str, np.ndarray] = {}
+    for step, sizes in enumerate([{}, *meshes, *PAIRS, {}], 1):
+        engine = laws.engine_of(laws.run_on(data, sizes, rows=64, microbatches=8), read)
+        with contextlib.closing(Store(tmp_path, CheckpointConfig(keep_last=2))) as store:
+            if step == 1:
+                shapes = tree.leaves(engine.abstract())
+                value = {path: noise(draw, leaf) for path, leaf in shapes.items()}
+                state = laws.placed(engine, value)
+            else:
+                state = store.restore(step - 1, engine.abstract())
+            for path, leaf in tree.leaves(state).items():
+                assert np.asarray(leaf).tobytes() == value[path].tobytes(), (sizes, path)
+            store.save(step, state, {})
+
+
+def noise(draw, leaf):
+    """Numbers of a leaf's shape and dtype, no two arrays alike."""
+    return draw.integers(0, 2**20, leaf.shape).astype(leaf.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("family", laws.FAMILIES)
+def test_every_pair_of_axes(data, capsys, family):
+    """Each axis alone, every pair, and a dozen of triples on eight devices, 20 steps; prints the table of deviations."""
+    combinations = [{axis: 8} for axis in AXES]
+    combinations += [{one: 2, two: 4} for one, two in itertools.combinations(AXES, 2)]
+    combinations += TRIPLES
+    assert all(math.prod(sizes.values()) == 8 for sizes in combinations)
+    on = functools.partial(laws.run_on, data, rows=64, microbatches=8, family=family)
+    alone = laws.follow(on({}), 20)
+    beyond, largest = {}, {}
+    with capsys.disabled():
+        print(f"\n{family:<28}" + "".join(f"{name:>17}" for name in alone.deviation(alone)))
+        for sizes in combinations:
+            deviation = laws.follow(on(sizes), 20, begun=alone.start).deviation(alone)
+            print(row(named(sizes), deviation), flush=True)
+            largest = {name: max(value, largest.get(name, 0)) for name, value in deviation.items()}
+            if wrong := outside(deviation):
+                beyond[named(sizes)] = wrong
+        print(row("largest", largest))
+    assert not beyond

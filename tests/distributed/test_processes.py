@@ -1,0 +1,300 @@
+"""Real processes of one run on this machine, each with several fake devices, against one process."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.data.loader import Loader
+from jaxlm.monitor import plots
+from jaxlm.parallel import cluster
+from jaxlm.recipes.ranks import free_port
+from tests.distributed import trainer
+from tests.faults import harness
+
+RANK = [sys.executable, "-m", "tests.distributed.trainer"]
+STEPS = 4
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"))
+
+
+def words(config, workdir, mesh, *flags):
+    axes = (f"--config.mesh.{axis}={size}" for axis, size in ({"data": 1} | mesh).items())
+    return [
+        *harness.words(config, workdir),
+        *("--config.precision.compute=float32", f"--config.train.steps={STEPS}"),
+        *("--config.model.kv_heads=4", "--config.model.dropout=0", *axes, *flags),
+    ]
+
+
+def start(processes, devices, command, *, environments=None, log=None):
+    """The processes of a run; each writes down the rows that it read beside `log`."""
+    address = f"127.0.0.1:{free_port()}"
+    started = []
+    for rank in range(processes):
+        told = [
+            f"--coordinator={address}",
+            f"--num_processes={processes}",
+            f"--process_id={rank}",
+        ]
+        own = {"XLA_FLAGS": "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        own |= {"TRAINER_LOG": f"{log}.{rank}.jsonl" if log else ""}
+        own |= environments[rank] if environments else {}
+        started.append(
+            subprocess.Popen(
+                [
+                    *RANK,
+                    *command,
+                    f"--cpu_devices={devices}",
+                    *(told if processes > 1 and not environments else []),
+                ],
+                env=os.environ | own,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return started
+
+
+def end(started, seconds=300):
+    """The exit codes and all that was printed."""
+    try:
+        said = [process.communicate(timeout=seconds)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    return [process.returncode for process in started], "\n".join(said)
+
+
+def train(processes, devices, command, **more):
+    """A run that finishes. Gloo gives up after 30 s of waiting for a rank that a busy machine keeps compiling: then again."""
+    for _ in range(3):
+        codes, said = end(start(processes, devices, command, **more))
+        if "Gloo context initialization failed: DEADLINE_EXCEEDED" not in said:
+            break
+    assert codes == [0] * processes, said
+    return said
+
+
+def read(log):
+    """The digest of each row of each batch of a run, by step and row, from all of its processes."""
+    found = {}
+    for path in Path(log).parent.glob(f"{Path(log).name}.*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            for row, digest in enumerate(line["rows"], line["first"]):
+                assert found.setdefault((line["step"], row), digest) == digest
+    return found
+
+
+def deviation(ours, theirs):
+    """The largest relative difference of two runs' losses."""
+    ours, theirs = harness.losses(ours), harness.losses(theirs)
+    assert ours.keys() == theirs.keys()
+    pairs = [(float.fromhex(ours[key]), float.fromhex(theirs[key])) for key in theirs]
+    return max(abs(a / b - 1) for a, b in pairs)
+
+
+def until(rows, step):
+    """The rows of the steps before `step`; the loader reads ahead."""
+    found = {key: value for key, value in rows.items() if key[0] < step}
+    assert {number for number, _ in found} == set(range(step))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(config, tmp_path_factory):
+    """One process with one device, and the rows that it read."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(1, 1, words(config, folder / "run", {}), log=folder / "log")
+    return folder / "run", read(folder / "log")
+
+
+def check(alone, config, folder, processes, devices, mesh, *flags):
+    """Trains with several processes as one did: the same losses, and the same rows at the same steps."""
+    said = train(
+        processes,
+        devices,
+        words(config, folder / "run", mesh, *flags),
+        log=folder / "log",
+    )
+    far = deviation(folder / "run", alone[0])
+    print(f"{processes} x {devices} {mesh}: {far:.1e}")
+    assert far < 1e-5
+    assert until(read(folder / "log"), STEPS) == until(alone[1], STEPS)
+    return said
+
+
+def slurm(job):
+    """What two tasks of a step on this machine are told."""
+    step = {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0",
+    }
+    return [step | {"SLURM_PROCID": str(rank)} for rank in range(2)]
+
+
+def test_two_tasks_of_a_slurm_step_compute_together(tmp_path):
+    """Two devices each: a step adds up four ones."""
+    job = str(free_port())  # so that the port is another's next time
+    command = [sys.executable, "-m", "tests.distributed.worker", f"--workdir={tmp_path}"]
+    started = [
+        subprocess.Popen(
+            [*command, "--steps=3"],
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for environment in slurm(job)
+    ]
+    codes, said = end(started)
+    assert codes == [0, 0], said
+    assert said.count("total 12.0") == 2
+    assert {f"process {rank}, Slurm job {job}, step 0" for rank in range(2)} <= set(
+        said.splitlines()
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_of_a_slurm_step_train_as_one_does(config, tmp_path, monkeypatch):
+    """Found through the environment alone, with fsdp across the processes; against one with other axes."""
+    single, double = tmp_path / "one", tmp_path / "two"
+    flags = (
+        *("--config.train.steps=2", "--config.checkpoint.every=100", "--config.model.depth=1"),
+        "--config.data.validation=",
+    )
+    job = str(free_port())
+    train(
+        *(2, 2, words(config, double, {"fsdp": 4}, *flags)),
+        environments=slurm(job),
+        log=tmp_path / "b",
+    )
+    monkeypatch.setattr(Loader, "batches", trainer.recorded)
+    monkeypatch.setattr(plots, "draw", lambda path: None)
+    monkeypatch.setenv("TRAINER_LOG", f"{tmp_path}/a.0.jsonl")
+    assert main(words(config, single, {"data": 8}, *flags)) == 0
+    assert deviation(double, single) < 1e-5
+    assert until(read(tmp_path / "b"), 2) == until(read(tmp_path / "a"), 2)
+    found = json.loads((double / "environment.json").read_text())["cluster"]
+    assert found == {
+        "told": f"Slurm job {job}, step 0",
+        "coordinator": f"127.0.0.1:{cluster.port(f'{job}.0')}",
+        "processes": 2,
+        "slices": 1,
+    }
+    assert f"2: Slurm job {job}, step 0" in (double / "log.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "mesh"),
+    [
+        (2, {"fsdp": 4}),
+        (2, {"data": 2, "tensor": 2}),
+        (2, {"tensor": 4}),
+        (2, {"pipe": 2, "fsdp": 2}),
+        (2, {"context": 4}),
+        (2, {"fsdp": 2, "context": 2}),
+        (4, {"data": 4, "fsdp": 2}),
+        (4, {"fsdp": 2, "tensor": 4}),
+        (4, {"pipe": 2, "context": 2, "tensor": 2}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else "x".join(value),
+)
+def test_processes_train_as_one_does(alone, config, tmp_path, processes, mesh):
+    check(alone, config, tmp_path, processes, 2, mesh)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_four_processes_goes_on_with_two_and_then_with_one(alone, config, tmp_path):
+    """Nothing is lost or changed on the way: a restore that saves again at once saves the same bits."""
+    run = tmp_path / "run"
+    train(4, 2, words(config, run, {"fsdp": 4, "tensor": 2}, "--stop_at=2"))
+    digests = {
+        path: hashlib.sha256(leaf.tobytes()).hexdigest()
+        for path, leaf in harness.store(run).arrays(2).items()
+    }
+    for processes, mesh in ((2, {"data": 2, "fsdp": 2}), (1, {"tensor": 2})):
+        log = tmp_path / f"restored{processes}"
+        copy = tmp_path / f"copy{processes}"
+        shutil.copytree(run, copy)
+        train(processes, 2, words(config, copy, mesh, "--stop_at=3"), log=log)
+        held = [json.loads(path.read_text()) for path in tmp_path.glob(f"{log.name}.*.state")]
+        assert len(held) == processes
+        assert all(state == digests for state in held)
+    train(2, 2, words(config, run, {"data": 2, "fsdp": 2}, "--stop_at=3"))
+    train(1, 2, words(config, run, {"tensor": 2}))
+    assert deviation(run, alone[0]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("difference", ["config", "code"])
+def test_ranks_that_differ_refuse_each_other_within_ten_seconds(config, tmp_path, difference):
+    """Counted from their start; a machine with more to do than it has cores may take longer."""
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "jaxlm", other / "jaxlm", ignore=shutil.ignore_patterns("__pycache__"))
+    if difference == "code":
+        with open(other / "jaxlm/core/tree.py", "a") as file:
+            file.write("# another\n")
+    rates = ("0.1", "0.2" if difference == "config" else "0.1")
+    address = f"127.0.0.1:{free_port()}"
+    begun = time.monotonic()
+    started = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "jaxlm"),
+                *words(config, tmp_path / "run", {"data": 2}, f"--config.optim.lr={rates[rank]}"),
+                *("--cpu_devices=1", f"--coordinator={address}"),
+                *("--num_processes=2", f"--process_id={rank}"),
+            ],
+            cwd=(ROOT, other)[rank],
+            env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str((ROOT, other)[rank])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    codes, said = end(started)
+    took = time.monotonic() - begun
+    print(f"refused {took:.1f} s after the start")
+    assert codes == [2, 2], said
+    line = "optim.lr: 0.1 on rank 0, 0.2 on rank 1" if difference == "config" else "code of jaxlm: "
+    assert said.count(line) == 2
+    assert took < 10 * max(1, os.getloadavg()[0] / os.cpu_count())
+    assert not (tmp_path / "run/config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_batch_that_processes_cannot_share_is_refused_with_the_nearest(
+    config, tmp_path, processes
+):
+    devices = 2 * processes
+    codes, said = end(
+        start(
+            *(processes, 2),
+            words(config, tmp_path / "run", {"data": devices}, "--config.train.batch=10"),
+        )
+    )
+    assert codes == [2] * processes
+    assert f"batch = 10 does not divide by {devices}" in said
+    assert re.search(f"--config.train.batch=({'8|12' if processes == 2 else '6|12'})\\b", said)
+    assert not (tmp_path / "run/config.json").exists()

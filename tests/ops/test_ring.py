@@ -1,0 +1,165 @@
+"""Keys that go round are keys that were there all along: a ring, and gathered keys, against one device."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.precision import Precision
+from jaxlm.core.precision_config import PrecisionConfig
+from jaxlm.ops import masks
+from jaxlm.ops.attention import attention
+from jaxlm.parallel import collectives, context, mesh, rules
+from jaxlm.parallel.config import MeshConfig
+
+ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 16, 4, 2, 4
+SEGMENTS = np.array([[1] * 5 + [2] * 8 + [0] * 3, [1] * 16], np.int32)
+OPERANDS = tuple(
+    jax.random.normal(key, (ROWS, LENGTH, heads, SIZE))
+    for key, heads in zip(
+        jax.random.split(jax.random.key(0), 4), (HEADS, KV_HEADS, KV_HEADS, HEADS), strict=True
+    )
+)
+
+
+def grid_of(**sizes):
+    count = int(np.prod(list(sizes.values())))
+    return mesh.build(MeshConfig(**{"data": 1} | sizes), jax.devices()[:count])
+
+
+def weighed(parts, keys, window, cap, segments, precision, operands):
+    """sum of out x weights, with its slots dealt out and put back; and what it is a sum of."""
+    query, key, value, weights = context.deal(operands, parts) if parts > 1 else operands
+    dealt = segments if segments is None else context.deal(jnp.asarray(segments), parts)
+    mask = dataclasses.replace(masks.causal(LENGTH, dealt, parts=parts), window=window)
+    out = attention(query, key, value, mask, precision, scale=0.7, cap=cap, keys=keys)
+    return (out * weights).sum(), context.undeal(out, parts)
+
+
+def computed(parts, keys, window=None, cap=None, segments=SEGMENTS, precision=None):
+    function = functools.partial(
+        weighed, parts, keys, window, cap, segments, precision or Precision.float32()
+    )
+    (_, out), gradients = jax.jit(jax.value_and_grad(function, has_aux=True))(OPERANDS)
+    return [np.asarray(leaf) for leaf in (out, *gradients)]
+
+
+# dealt, way, mesh, window, cap, segments
+CASES = {
+    "gathered": (False, "gather", {"context": 4}, 5, 2.0, SEGMENTS),
+    "ring": (False, "ring", {"context": 4}, None, None, None),
+    "dealt ring of two": (True, "ring", {"context": 2, "data": 2}, None, 2.0, SEGMENTS),
+    "dealt ring of four": (True, "ring", {"context": 4}, 5, None, SEGMENTS),
+    "dealt ring, split heads": (True, "ring", {"context": 2, "tensor": 2}, 5, 2.0, SEGMENTS),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_split_rows_give_what_whole_rows_give(case):
+    is_dealt, keys, sizes, window, cap, segments = CASES[case]
+    alone = computed(1, "gather", window, cap, segments)
+    with jax.set_mesh(grid_of(**sizes)):
+        split = computed(sizes["context"] if is_dealt else 1, keys, window, cap, segments)
+    for one, other in zip(alone, split, strict=True):
+        np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "packed"])
+@pytest.mark.parametrize("window", [None, 1, 5, 16])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize(
+    "sizes", [{"context": 2}, {"context": 4, "fsdp": 2}, {"context": 8}, {"data": 2, "context": 2, "tensor": 2}], ids=str
+)  # fmt: skip
+def test_every_mask_in_every_ring(sizes, cap, window, segments):
+    alone = computed(1, "gather", window, cap, segments)
+    with jax.set_mesh(grid_of(**sizes)):
+        for parts in (1, sizes["context"]):
+            for one, other in zip(
+                alone, computed(parts, "ring", window, cap, segments), strict=True
+            ):
+                np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
+
+
+def test_a_ring_in_low_precision_is_as_near_to_float32_as_gathered_keys():
+    low = Precision.of(PrecisionConfig(compute="bfloat16"))
+    exact = computed(1, "gather")
+    with jax.set_mesh(grid_of(context=2)):
+        near, gathered = computed(2, "ring", precision=low), computed(1, "gather", precision=low)
+    for one, ring, whole in zip(exact, near, gathered, strict=True):
+        error, known = np.abs(ring - one).max(), np.abs(whole - one).max()
+        assert 0 < error <= 2 * known
+
+
+def test_a_ring_runs_under_scan_remat_and_the_map_over_stages():
+    """As in the pipeline: two stages at a time, each a scan over layers that are computed again for the gradient."""
+
+    def layer(x, scale):
+        mask = masks.causal(LENGTH, jnp.asarray(SEGMENTS))
+        shape = (*x.shape[:2], HEADS, SIZE)
+        query, key = (x * scale).reshape(shape), x.reshape(shape)[:, :, ::2]
+        out = attention(query, key, key, mask, Precision.float32(), scale=0.5, keys="ring")
+        return rules.constrain(x + out.reshape(x.shape), "batch", "length", None), None
+
+    def loss(x, scales):
+        stage = lambda x, scales: jax.lax.scan(jax.checkpoint(layer), x, scales)[0]  # noqa: E731
+        return jnp.square(jax.vmap(stage, spmd_axis_name="pipe")(x, scales)).mean()
+
+    x = jax.random.normal(jax.random.key(1), (2, ROWS, LENGTH, HEADS * SIZE))
+    scales = jnp.array([[1.0, 0.5], [0.3, 2.0]])
+    gradient = jax.value_and_grad(loss, argnums=(0, 1))
+    alone = jax.tree.leaves(jax.jit(gradient)(x, scales))
+    with jax.set_mesh(grid_of(pipe=2, context=2)):
+        compiled = jax.jit(gradient).lower(x, scales).compile()
+        split = jax.tree.leaves(compiled(x, scales))
+    for one, other in zip(alone, split, strict=True):
+        np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
+    sent = [each for each in collectives.read(compiled.as_text()) if each.bytes > 256]
+    assert {each.kind for each in sent} == {"collective-permute"}
+
+
+def test_a_ring_holds_a_part_of_the_scores_and_never_all_keys():
+    length, heads = 512, 2
+    shape = jax.ShapeDtypeStruct((1, length, heads, 8), jnp.float32)
+    held = {}
+    for keys in ("gather", "ring"):
+        parts = 4 if keys == "ring" else 1
+
+        def loss(query, key, value, parts=parts, keys=keys):
+            mask = masks.causal(length, parts=parts)
+            return attention(query, key, value, mask, Precision.float32(), scale=1.0, keys=keys).sum()  # fmt: skip
+
+        with jax.set_mesh(grid_of(context=4)):
+            grad = jax.grad(loss, argnums=(0, 1, 2))
+            constrained = lambda *xs, grad=grad: grad(*(rules.constrain(x, "batch", "length", None, None) for x in xs))  # noqa: E731 # fmt: skip
+            compiled = jax.jit(constrained).lower(shape, shape, shape).compile()
+        held[keys] = compiled.memory_analysis().temp_size_in_bytes
+        kinds = {each.kind for each in collectives.read(compiled.as_text()) if each.bytes > 4096}
+        assert ("all-gather" in kinds) == (keys == "gather")
+        assert ("collective-permute" in kinds) == (keys == "ring")
+    scores = 4 * heads * (length // 4) * length
+    assert held["gather"] > scores
+    assert held["ring"] < held["gather"] / 2
+
+
+def test_what_a_ring_cannot_do_is_refused():
+    query, key, value, _ = OPERANDS
+    with jax.set_mesh(grid_of(context=4)):
+        with pytest.raises(ValueError, match="attention dropout in a ring"):
+            attention(
+                query,
+                key,
+                value,
+                masks.causal(LENGTH),
+                Precision.float32(),
+                scale=1.0,
+                dropout=0.5,
+                dropout_key=jax.random.key(0),
+                keys="ring",
+            )
+        short = (x[:, :14] for x in (query, key, value))
+        with pytest.raises(ValueError, match="14 slots do not divide over 4 devices"):
+            attention(*short, masks.causal(14), Precision.float32(), scale=1.0, keys="ring")

@@ -1,0 +1,73 @@
+"""What a run's settings make of its mesh: the schedule of its stages, and errors where they do not come out even."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.models.families.llama import Llama
+from jaxlm.parallel import mesh
+from jaxlm.parallel.config import MeshConfig
+from jaxlm.parallel.pipeline import Schedule
+from jaxlm.recipes import assembly, fit
+from jaxlm.recipes.config import Run
+from jaxlm.train.config import TrainConfig
+
+
+def run(*, depth=8, pipe=4, **train):
+    return Run(
+        model=Llama(vocab=64, width=16, depth=depth, heads=4, kv_heads=4, hidden=32),
+        train=TrainConfig(**{"batch": 8, "microbatches": 4} | train),
+        mesh=MeshConfig(pipe=pipe),
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (run(), Schedule(4, 4)),
+        (run(pipeline="circular"), Schedule(4, 4, 2)),
+        (run(pipe=1, pipeline="circular", batch=16), None),
+    ],
+)
+def test_the_mesh_and_the_loop_give_the_schedule(wanted, expected):
+    grid = mesh.build(wanted.mesh, jax.devices()[:4])
+    fit.check(wanted, 4)
+    assert assembly.schedule(wanted, grid) == expected
+    assert assembly.assemble(wanted, 64, grid).blueprint.schedule == expected
+
+
+def changed(config, flags):
+    """A config with the flags that an error says to paste."""
+    for flag in flags.split():
+        path, _, value = flag.removeprefix("--config.").partition("=")
+        section, name = path.split(".")
+        part = dataclasses.replace(
+            getattr(config, section), **{name: int(value) if value.isdigit() else value}
+        )
+        config = dataclasses.replace(config, **{section: part})
+    return config
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"depth": 6}, "depth = 6 does not divide by 4"),
+        ({"depth": 12, "pipeline": "circular"}, "depth = 12 does not divide by 8"),
+        ({"pipeline": "circular", "microbatches": 2}, "microbatches = 2 cannot go around 4"),
+        ({"batch": 6}, "batch = 6 does not divide by 4"),
+        ({"batch": 6, "depth": 6}, "depth = 6"),
+    ],
+    ids=str,
+)
+def test_what_does_not_come_out_even_is_refused_with_values_that_do(options, why):
+    wrong = run(**options)
+    with pytest.raises(ConfigError) as caught:
+        fit.check(wrong, 4)
+    assert why in caught.value.why
+    assert caught.value.code == 2
+    for flags in caught.value.fix.splitlines():
+        wanted = changed(wrong, flags)
+        fit.check(wanted, 4)
+        assembly.check_fit(wanted, mesh.build(wanted.mesh, jax.devices()[:4]))

@@ -1,0 +1,217 @@
+"""`jaxlm check`: a sound config passes, and bugs that were put in are found with their line."""
+
+import json
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core import config
+from jaxlm.models import decoder
+from jaxlm.nn import mlp
+from jaxlm.parallel import rules
+from jaxlm.parallel.config import AXES, MeshConfig
+from jaxlm.recipes import check as checks
+from jaxlm.recipes import traffic
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.shrink import mesh_sizes, shrink
+
+CONFIG = """
+from jaxlm.core import config
+from jaxlm.recipes.config import Run
+
+
+def get_config(arg=""):
+    c = config.new(Run)
+    c.model.vocab, c.model.depth, c.model.heads, c.model.kv_heads = 32000, 12, 8, 4
+    c.mesh.data, c.mesh.fsdp, c.mesh.tensor = 1, 2, 2
+    c.train.batch = 16
+    c.optim.name = "lion"
+    return c
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("check") / "c.py"
+    path.write_text(CONFIG)
+    return path
+
+
+def check(capsys, file, *flags, code):
+    capsys.readouterr()
+    words = ["check", f"--config={file}", "--devices=4", "--json", *flags]
+    assert main(words) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def sharded_only(monkeypatch):
+    """Without the steps on one device: what is sent does not depend on them."""
+    real = checks._try
+
+    def tried(small, grid):
+        if grid.size > 1:
+            return real(small, grid)
+        nothing = [0.0] * small.run.train.steps
+        return checks.Trial(nothing, nothing, {}, "")
+
+    monkeypatch.setattr(checks, "_try", tried)
+
+
+def test_a_sound_config_passes_and_shows_what_it_sends(file, capsys):
+    found = check(capsys, file, "--steps=2", code=0)
+    assert found["ok"]
+    assert found["deviation"] < 1e-5
+    assert found["replicated"] == found["unexpected"] == []
+    assert found["mesh"] == dict.fromkeys(AXES, 1) | {"fsdp": 2, "tensor": 2}
+    assert found["changes"]["model.depth"] == [12, 2]
+    sent = {}
+    for each in found["collectives"]:
+        key = (each["kind"], *each["axes"], each["content"])
+        sent.setdefault(key, []).append(each)
+    assert any("jaxlm/nn/" in c["source"] for c in sent["all-gather", "fsdp", "parameters"])
+    assert sum(c["count"] for c in sent["all-reduce", "tensor", "activations"]) >= 2 * 4
+    assert ("all-reduce", "fsdp", "parameters") in sent
+    assert not any(kind == "all-gather" and c == "activations" for kind, *_, c in sent)
+
+
+def test_hidden_units_that_are_gathered_and_a_rule_that_replicates_are_found(
+    file, capsys, monkeypatch, sharded_only
+):
+    def wrong(x, *axes):
+        return rules.constrain(x, *(None if axis == "mlp" else axis for axis in axes))
+
+    monkeypatch.setattr(mlp, "constrain", wrong)
+    monkeypatch.setitem(rules.RULES, "vocab", None)
+    found = check(capsys, file, "--steps=1", code=1)
+    gathers = [c for c in found["unexpected"] if c["kind"] == "all-gather"]
+    assert any(c["axes"] == ["tensor"] and "jaxlm/nn/" in c["source"] for c in gathers)
+    assert {each["path"]: each["axes"] for each in found["replicated"]} == {
+        "embedding/table": ["tensor"],
+        "unembedding/weight": ["tensor"],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", ["logits", "stream", "heads", "embed"])
+def test_each_bug_that_was_put_in_is_found(file, capsys, monkeypatch, sharded_only, bug):
+    real = rules.constrain
+
+    def logits(x, *axes):
+        return real(x, *(None if axis == "vocab" else axis for axis in axes))
+
+    def stream(x, *axes):
+        return (
+            real(x, None, "length", None) if axes == ("batch", "length", None) else real(x, *axes)
+        )
+
+    if bug == "logits":
+        monkeypatch.setattr(decoder, "constrain", logits)
+    elif bug == "stream":
+        monkeypatch.setattr(decoder, "constrain", stream)
+    else:
+        monkeypatch.setitem(rules.RULES, bug, None)
+    found = check(capsys, file, "--steps=1", code=1)
+    if bug == "logits":
+        assert {c["content"] for c in found["unexpected"]} >= {"logits"}
+    elif bug == "embed":
+        assert all(each["axes"] == ["fsdp"] for each in found["replicated"])
+        assert len(found["replicated"]) >= 6
+    else:
+        assert found["unexpected"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--config.mesh.pipe=2", "--config.mesh.fsdp=1"),
+        ("--config.mesh.context=2", "--config.mesh.fsdp=1"),
+        ("--config.mesh.context=2", "--config.mesh.fsdp=1", "--config.mesh.context_keys=ring"),
+        ("--config.model.family=mixtral", "--config.mesh.expert=2", "--config.mesh.tensor=1"),
+        ("--config.mesh.data=2", "--config.mesh.zero=1"),
+        ("--config.model.family=gpt2", "--config.model.vocab=50304"),
+        ("--config.optim.name=muon",),
+    ],
+    ids=lambda flags: " ".join(flag.removeprefix("--config.") for flag in flags),
+)
+def test_sound_configs_of_every_axis_pass(file, capsys, flags):
+    found = check(capsys, file, *flags, code=0)
+    assert found["ok"]
+
+
+def test_the_words_for_people_name_what_is_wrong(capsys, monkeypatch):
+    line = traffic.Line(
+        kind="all-gather",
+        axes=("tensor",),
+        content="logits",
+        count=None,
+        sent_bytes=10.0,
+        largest="f32[5,512]",
+        source="jaxlm/nn/linear.py:48",
+        why_unexpected="logits are sent whole",
+    )
+    answer = {
+        "ok": False,
+        "is_equal": False,
+        "deviation": 1.0,
+        "tolerance": 1e-5,
+        "losses": [1.0],
+        "losses_alone": [2.0],
+        "grad_norms": [1.0],
+        "grad_norms_alone": [1.0],
+        "changes": {"model.depth": [12, 2]},
+        "replicated": [{"path": "w", "axes": ["fsdp"], "parameters": 10, "share": 0.5}],
+        "collectives": [line.record()],
+        "unexpected": [line.record()],
+    }
+    from jaxlm.cli.check import _text
+
+    text = _text(answer)
+    assert "model.depth 12 -> 2" in text
+    assert "NOT EQUAL" in text
+    assert "WHOLE ON EVERY DEVICE along fsdp: w" in text
+    assert "UNEXPECTED: jaxlm/nn/linear.py:48: all-gather over tensor of f32[5,512]" in text
+    assert text.endswith("the answer is no")
+
+
+def test_a_misfit_of_the_config_itself_is_an_error_and_no_answer(file, capsys):
+    found = check(capsys, file, "--config.mesh.tensor=8", code=2)
+    assert "kv_heads = 4" in found["error"]["why"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limit", "sizes"),
+    [
+        ({"fsdp": "auto", "data": 1}, 8, {"fsdp": 8}),
+        ({"data": "auto", "fsdp": 16, "tensor": 2}, 8, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ({"data": "auto", "fsdp": 16}, 8, {"data": 2, "fsdp": 4}),
+        ({"pipe": 2, "data": 2, "fsdp": 2, "tensor": 2}, 8, {"pipe": 2, "data": 2, "fsdp": 2, "tensor": 2}),
+    ],
+)  # fmt: skip
+def test_every_axis_that_splits_stays_split(wanted, limit, sizes):
+    assert mesh_sizes(MeshConfig(**wanted), limit) == dict.fromkeys(AXES, 1) | sizes
+
+
+def test_a_shrunk_run_has_a_mark_in_its_tokens_that_no_parameter_has():
+    run = config.load(Run, None, [("mesh.context", "4"), ("model.heads", "20"), ("model.kv_heads", "4"), ("model.width", "640")]).value  # fmt: skip
+    small = shrink(run, 3, 8)
+    model = small.run.model
+    assert small.run.data.sequence % (2 * 4 * small.mark) == 0
+    sizes = (model.vocab, model.width, model.heads, model.kv_heads, model.hidden, model.depth)
+    assert all(size % small.mark for size in sizes)
+    assert small.run.precision.compute == "float32"
+
+
+def test_what_is_expected_is_decided_by_what_it_is():
+    expected = traffic.unexpected
+    assert not expected("all-gather", ("fsdp",), "parameters", "jaxlm/nn/linear.py:1")
+    assert expected("all-gather", ("fsdp",), "activations", "jaxlm/nn/linear.py:1")
+    assert expected("all-reduce", ("data", "fsdp"), "activations", "jaxlm/nn/linear.py:1")
+    assert not expected("all-reduce", ("tensor",), "activations", "jaxlm/nn/linear.py:1")
+    assert expected("all-reduce", ("tensor",), "logits", "jaxlm/nn/linear.py:1")
+    assert not expected("all-gather", ("context",), "activations", "jaxlm/ops/attention.py:1")
+    assert expected("all-gather", ("context",), "activations", "jaxlm/nn/mlp.py:1")
+    assert not expected("all-gather", ("expert",), "activations", "jaxlm/parallel/expert.py:1")
+    assert not expected("all-to-all", ("fsdp",), "activations", "jaxlm/nn/embedding.py:1")
+    assert not expected("collective-permute", ("pipe",), "activations", "")

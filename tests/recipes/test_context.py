@@ -1,0 +1,148 @@
+"""A run whose rows are split: what it chooses, says and refuses, and that it is the run of whole rows."""
+
+import dataclasses
+import json
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.config import DataConfig
+from jaxlm.models.families.gpt2 import GPT2
+from jaxlm.models.families.llama import Llama
+from jaxlm.parallel import mesh
+from jaxlm.parallel.config import MeshConfig
+from jaxlm.recipes import context
+from jaxlm.recipes.config import Run
+from jaxlm.train.config import TrainConfig
+
+SIZES = dict(vocab=64, width=32, depth=2, heads=4)
+
+
+def run_of(model, sequence=64, **settings):
+    return Run(
+        model=model,
+        data=DataConfig(sequence=sequence),
+        train=TrainConfig(batch=8),
+        mesh=MeshConfig(data=1, context=4, **settings),
+    )
+
+
+@pytest.fixture(scope="module")
+def grid():
+    return mesh.build(MeshConfig(data=1, context=4), jax.devices()[:4])
+
+
+def test_the_way_to_keys_is_chosen_set_and_said(grid):
+    model = Llama(**SIZES, kv_heads=4)
+    small = run_of(model)
+    assert not context.fitted(small, model.build(), grid).has_ring
+    assert context.told(small, model.build(), grid).startswith("keys gathered from 4 devices: ")
+    large = run_of(model, sequence=8192)
+    assert context.fitted(large, model.build(), grid).has_ring
+    said = context.told(large, model.build(), grid)
+    assert said.startswith("keys in a ring of 4 devices, tokens dealt out in 8 chunks: ")
+    assert said.endswith("MiB a device, above 256")
+    forced = run_of(model, context_keys="ring")
+    assert context.fitted(forced, model.build(), grid).has_ring
+    whole = mesh.build(MeshConfig(data=4), jax.devices()[:4])
+    assert context.told(forced, model.build(), whole) is None
+    assert context.fitted(forced, model.build(), whole) == model.build()
+
+
+def test_a_ring_with_attention_dropout_is_refused_and_auto_gathers(grid):
+    model = GPT2(**SIZES, dropout=0.1)
+    assert not context.fitted(run_of(model, sequence=8192), model.build(), grid).has_ring
+    run = run_of(model, context_keys="ring")
+    with pytest.raises(ConfigError, match="no room for attention dropout") as caught:
+        context.check(run, model.build(), grid)
+    for line in caught.value.fix.splitlines():
+        path, _, value = line.removeprefix("--config.").partition("=")
+        fixed = (
+            run_of(model, context_keys=value)
+            if path == "mesh.context_keys"
+            else dataclasses.replace(run, model=dataclasses.replace(model, dropout=float(value)))
+        )
+        context.check(fixed, fixed.model.build(), grid)
+
+
+def test_rows_of_another_length_are_refused_with_the_nearest_that_divide(grid):
+    model = Llama(**SIZES, kv_heads=4)
+    ring = context.fitted(run_of(model, context_keys="ring"), model.build(), grid)
+    context.check_length(grid, model.build(), 36, flag="--sequence")
+    for length, fixes in ((36, [32, 40]), (5, [8])):
+        with pytest.raises(ConfigError, match=f"rows of {length} tokens") as caught:
+            context.check_length(grid, ring, length, flag="--sequence")
+        assert caught.value.fix.splitlines() == [f"--sequence={fix}" for fix in fixes]
+    learned = GPT2(**SIZES, context=38).build()
+    with pytest.raises(ConfigError) as caught:
+        context.check_length(grid, learned, 38, flag="--sequence")
+    assert caught.value.fix == "--sequence=36"
+
+
+CONFIG = """
+from jaxlm.core import config
+from jaxlm.recipes.config import Run
+
+
+def get_config(arg=""):
+    c = config.new(Run)
+    c.data.train = ("{folder}/*.txt",)
+    c.data.validation = ("20%",)
+    c.data.tokenizer = "bytes"
+    c.data.sequence = 32
+    c.data.packing = "first_fit"
+    c.model.width = 16
+    c.model.depth = 2
+    c.model.heads = 4
+    c.model.kv_heads = 2
+    c.model.hidden = 32
+    c.optim.lr = 1e-2
+    c.loss.chunk = 64
+    c.train.steps = 4
+    c.train.batch = 8
+    c.eval.every = 2
+    c.checkpoint.every = 2
+    c.log.every = 1
+    c.sample.every = "50%"
+    c.sample.prompts = ("one", "two three")
+    c.sample.max_tokens = 8
+    c.mesh.data = 8
+    return c
+"""
+
+
+@pytest.mark.slow
+def test_a_run_in_a_ring_learns_samples_and_is_evaluated_as_one_of_whole_rows(tmp_path, capsys):
+    draw = random.Random(0)
+    words = "one two three four five six seven eight nine ten".split()
+    for number in range(60):
+        text = " ".join(draw.choice(words) for _ in range(draw.randint(3, 60)))
+        (tmp_path / f"{number:03d}.txt").write_text(text)
+    (tmp_path / "config.py").write_text(CONFIG.format(folder=tmp_path))
+    found = {}
+    split = ["--config.mesh.data=2", "--config.mesh.context=4", "--config.mesh.context_keys=ring"]
+    for name, flags in {"whole": [], "split": split}.items():
+        workdir = tmp_path / name
+        run = ["train", f"--config={tmp_path}/config.py", f"--workdir={workdir}", *flags]
+        assert main([*run, "--quiet", "--config.log.sinks="]) == 0
+        capsys.readouterr()
+        assert main(["eval", f"--workdir={workdir}", "--json"]) == 0
+        lines = (workdir / "metrics.jsonl").read_text().splitlines()
+        losses = [json.loads(line)["loss_nats"] for line in lines]
+        losses.append(json.loads(capsys.readouterr().out)["loss_nats"])
+        samples = (workdir / "samples.jsonl").read_text().splitlines()
+        found[name] = losses, [json.loads(line)["text"] for line in samples]
+    np.testing.assert_allclose(found["split"][0], found["whole"][0], rtol=1e-5)
+    assert len(found["whole"][0]) == 4 + 2 + 1
+    assert found["split"][1] == found["whole"][1]
+    assert len(found["whole"][1]) == 4
+    environment = json.loads((tmp_path / "split/environment.json").read_text())
+    assert environment["context"].startswith("keys in a ring of 4 devices")
+    assert "context" not in json.loads((tmp_path / "whole/environment.json").read_text())
+    capsys.readouterr()
+    assert main(["eval", f"--workdir={tmp_path}/split", "--sequence=20"]) == 2
+    assert "--sequence=24" in capsys.readouterr().err

@@ -1,0 +1,243 @@
+"""Training with experts: the losses of one device on every mesh, micro-batched or not, and what is refused."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.batch import Tokens
+from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.objectives.config import LossConfig
+from jaxlm.objectives.token_nll import token_nll
+from jaxlm.optim import build as optimizers
+from jaxlm.optim.config import AdamW, Lion, Muon
+from jaxlm.parallel import host, mesh
+from jaxlm.parallel.config import MeshConfig
+from jaxlm.recipes import assembly
+from jaxlm.recipes.config import Run
+from jaxlm.train import state as states
+from jaxlm.train import step as steps
+from jaxlm.train.config import GuardConfig, TrainConfig
+
+ROWS, LENGTH, VOCAB = 8, 16, 64
+DROPLESS = Mixtral(
+    vocab=VOCAB, width=16, depth=2, heads=2, kv_heads=2, experts=4, hidden=16, router_z=1e-3
+)
+CAPACITY = dataclasses.replace(
+    DROPLESS, capacity=0.8, router="sigmoid", shared=8, balance_bias=0.01, scale=2.0
+)
+COUNT = 5
+
+
+def batches():
+    """Rows of one or two documents, with padding at the ends of some and prompts that weigh nothing."""
+    draw = np.random.default_rng(0)
+    for _ in range(COUNT):
+        tokens = draw.integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
+        index = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
+        cut = draw.integers(4, 12, (ROWS, 1))
+        segments = np.where(index < cut, 1, 2).astype(np.int32)
+        segments[::2, 12:] = 0
+        weights = (segments > 0) * (draw.random((ROWS, LENGTH)) < 0.8)
+        yield Tokens(
+            tokens[:, :-1],
+            tokens[:, 1:],
+            weights.astype(np.float32),
+            segments,
+            np.where(index < cut, index, index - cut).astype(np.int32),
+        )
+
+
+def trained(model, sizes, *, microbatches=1, optim=None, differentiated=False):
+    """The metrics of each step on a mesh, the first gradient if asked for, and the parameters at the end."""
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    run = Run(
+        model=model,
+        mesh=MeshConfig(**{"data": 1} | sizes),
+        train=TrainConfig(batch=ROWS, microbatches=microbatches),
+    )
+    grid = mesh.build(run.mesh, devices)
+    with jax.set_mesh(grid):
+        built = assembly.assemble(run, VOCAB, grid)
+        blueprint, loss = built.blueprint, LossConfig()
+        optimizer = optimizers.build(optim or AdamW(), lambda _: jnp.float32(1e-2), blueprint.axes)
+
+        def objective(params, batch, key):
+            return token_nll(blueprint.merge(params), batch, key, loss)
+
+        step = steps.build(
+            objective,
+            optimizer,
+            lambda _: jnp.float32(1e-2),
+            key=jax.random.key(1),
+            precision=built.precision,
+            guard=GuardConfig(),
+            axes=blueprint.axes,
+            layout=built.gradients,
+            microbatches=microbatches,
+        )
+        params = jax.jit(blueprint.init, out_shardings=built.shardings)(jax.random.key(0))
+        put = functools.partial(host.put, grid)
+        first, *_ = data = [put(batch) for batch in batches()]
+        gradient = {}
+        if differentiated:
+            gradient = jax.jit(jax.grad(lambda p: objective(p, first, None).objective.total))(
+                params
+            )
+        state, metrics = states.fresh(params, optimizer, GuardConfig()), []
+        step = jax.jit(step)
+        for batch in data:
+            state, out = step(state, batch)
+            metrics.append({k: float(v) for k, v in out.items() if k != "layers"})
+    return metrics, tree.leaves(gradient), tree.leaves(state.params)
+
+
+@functools.cache
+def on_one_device(model, **rest):
+    return trained(model, {"data": 1}, **rest)
+
+
+def assert_same(expected, got):
+    names = ("loss_nats", "grad_norm", "moe_loss", "moe_balance", "moe_z", "moe_dropped")
+    for there, here in zip(expected[0], got[0], strict=True):
+        for name in (*names, "moe_load_max"):
+            assert here[name] == pytest.approx(there[name], rel=1e-5, abs=1e-7), name
+    for path, leaf in expected[1].items():
+        size = float(jnp.abs(leaf).max())
+        np.testing.assert_allclose(got[1][path], leaf, atol=1e-5 * size, rtol=1e-5, err_msg=path)
+    for path, leaf in expected[2].items():
+        if path.endswith("mlp/bias"):
+            np.testing.assert_array_equal(got[2][path], leaf)
+
+
+SLOW = [
+    {"expert": 2},
+    {"expert": 4},
+    {"expert": 4, "tensor": 2},
+    {"expert": 2, "fsdp": 2},
+    {"expert": 2, "data": 2},
+    {"expert": 2, "tensor": 2},
+    {"expert": 2, "context": 2},
+    {"expert": 2, "fsdp": 2, "tensor": 2},
+    {"expert": 2, "context": 2, "tensor": 2},
+    {"data": 8},
+]
+
+
+def test_an_expert_axis_changes_no_loss():
+    assert_same(on_one_device(DROPLESS), trained(DROPLESS, {"expert": 4}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SLOW, ids=str)
+@pytest.mark.parametrize("model", [DROPLESS, CAPACITY], ids=["dropless", "capacity"])
+def test_a_mesh_with_an_expert_axis_changes_no_loss_and_no_gradient(model, sizes):
+    expected = on_one_device(model, differentiated=True)
+    assert_same(expected, trained(model, sizes, differentiated=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (CAPACITY, {"pipe": 2, "expert": 2}),
+        pytest.param(DROPLESS, {"pipe": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(CAPACITY, {"pipe": 2, "fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
+        pytest.param(CAPACITY, {"data": 1}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: "" if isinstance(value, Mixtral) else str(value),
+)
+def test_nor_do_micro_batches_in_a_pipeline_or_one_after_another(model, sizes):
+    assert_same(on_one_device(model), trained(model, sizes, microbatches=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", [Muon(), Lion()], ids=["muon", "lion"])
+def test_each_expert_is_a_matrix_of_its_own_to_the_optimizer(optim):
+    assert_same(
+        trained(CAPACITY, {"data": 1}, optim=optim), trained(CAPACITY, {"expert": 4}, optim=optim)
+    )
+
+
+def test_a_bias_moves_by_one_step_against_the_load():
+    _, _, params = on_one_device(CAPACITY)
+    bias = params["stack/0/mlp/bias"]
+    assert set(np.unique(bias)) <= set(range(-COUNT, COUNT + 1))
+    assert np.abs(bias).max() >= 1
+
+
+def refused(model, **sizes):
+    run = Run(model=model, mesh=MeshConfig(**{"data": 1} | sizes), train=TrainConfig(batch=8))
+    with pytest.raises(ConfigError) as caught:
+        assembly.check_fit(run, mesh.build(run.mesh, jax.devices()[:4]))
+    assert caught.value.code == 2
+    return caught.value
+
+
+def test_experts_that_do_not_divide_are_refused_with_meshes_that_fit():
+    error = refused(dataclasses.replace(DROPLESS, experts=6), expert=4)
+    assert "experts = 6 does not divide by 4" in error.why
+    assert "--config.mesh.expert=2" in error.fix
+
+
+def test_more_experts_a_token_than_there_are_is_refused_with_as_many_as_there_are():
+    ((path, why, fix),) = dataclasses.replace(DROPLESS, top_k=5).problems()
+    assert (path, fix) == ("top_k", "--config.model.top_k=4")
+    assert "top_k = 5 of experts = 4" in why
+
+
+CONFIG = """
+from jaxlm.core import config
+from jaxlm.recipes.config import Run
+
+
+def get_config():
+    c = config.new(Run)
+    c.data.train = ("{folder}/*.txt",)
+    c.data.validation = ("20%",)
+    c.data.tokenizer = "bytes"
+    c.data.sequence = 32
+    c.model.family = "mixtral"
+    c.model.width = 32
+    c.model.depth = 2
+    c.model.heads = 2
+    c.model.kv_heads = 2
+    c.model.experts = 4
+    c.model.hidden = 32
+    c.model.router_z = 1e-3
+    c.model.balance_bias = 1e-3
+    c.optim.lr = 1e-2
+    c.train.steps = 8
+    c.train.batch = 8
+    c.eval.every = 8
+    c.checkpoint.every = 8
+    c.log.every = 1
+    c.sample.prompts = ("one",)
+    c.sample.max_tokens = 4
+    return c
+"""
+
+
+@pytest.mark.slow
+def test_a_run_with_experts_writes_their_loads(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"{number} one two three four five six seven " * 8)
+    (texts / "config.py").write_text(CONFIG.format(folder=texts))
+    sizes = ["--config.mesh.data=1", "--config.mesh.expert=4", "--config.mesh.fsdp=2"]
+    out = tmp_path / "out"
+    assert main(["train", f"--config={texts}/config.py", f"--workdir={out}", *sizes]) == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["split"] == "train"]
+    assert lines[-1]["loss_nats"] < lines[0]["loss_nats"] - 0.5
+    for line in lines:
+        assert 1 <= line["moe_load_max"] <= 4
+        assert line["moe_balance"] >= 0.9
+        assert line["moe_z"] > 0 == line["moe_dropped"]

@@ -1,0 +1,54 @@
+"""Steps compiled for TPU slices that are not there."""
+
+import importlib.util
+import json
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.recipes.topology import SLICES
+
+HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
+WHY = "libtpu (586 MB) is not installed: pip install 'jaxlm[tpu]' in an environment of its own"
+
+
+def test_slices_have_the_chips_that_their_shape_says():
+    assert SLICES["v5e-16"].topology == "v5e:4x4"
+    assert (SLICES["v5p-128"].topology, SLICES["v5p-128"].chips) == ("v5p:4x4x4", 64)
+    assert SLICES["v6e-256"].chips == 256
+
+
+def test_an_unknown_slice_is_refused_with_those_there_are(capsys):
+    assert main(["check", "--config=configs/llama_8b.py:v5e-16", "--topology=v9", "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "v5e-16" in error["why"]
+
+
+def test_a_config_that_does_not_fit_the_slice_is_refused(capsys):
+    words = ["check", "--config=configs/llama_8b.py:v5e-16", "--topology=v5p-128", "--json"]
+    assert main(words) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "there are 64" in error["why"]
+
+
+@pytest.mark.skipif(HAS_COMPILER, reason="the compiler is installed")
+def test_a_missing_compiler_is_said(capsys):
+    words = ["check", "--config=configs/llama_8b.py:v5e-16", "--topology=v5e-16", "--json"]
+    assert main(words) == 2
+    assert "no compiler for TPUs" in json.loads(capsys.readouterr().out)["error"]["what"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not HAS_COMPILER, reason=WHY)
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [("llama_1b", "v5e-16"), ("llama_8b", "v5p-128"), ("llama_1b", "v6e-256")],
+)
+def test_a_shipped_config_compiles_for_its_slice_and_fits(capsys, config, name):
+    words = ["check", f"--config=configs/{config}.py:{name}", f"--topology={name}", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"] == SLICES[name].chips
+    assert 0 < found["bytes_per_device"]["total"] < found["hbm_bytes"]
+    assert {tuple(each["axes"]) for each in found["collectives"]} >= {("fsdp",)}
