@@ -131,6 +131,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow
 def test_an_expert_axis_changes_no_loss():
     assert_same(on_one_device(DROPLESS), trained(DROPLESS, {"expert": 4}))
 
@@ -143,13 +144,14 @@ def test_a_mesh_with_an_expert_axis_changes_no_loss_and_no_gradient(model, sizes
     assert_same(expected, trained(model, sizes, differentiated=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
         (CAPACITY, {"pipe": 2, "expert": 2}),
-        pytest.param(DROPLESS, {"pipe": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param(CAPACITY, {"pipe": 2, "fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
-        pytest.param(CAPACITY, {"data": 1}, marks=pytest.mark.slow),
+        (DROPLESS, {"pipe": 2, "expert": 2, "tensor": 2}),
+        (CAPACITY, {"pipe": 2, "fsdp": 2, "expert": 2}),
+        (CAPACITY, {"data": 1}),
     ],
     ids=lambda value: "" if isinstance(value, Mixtral) else str(value),
 )

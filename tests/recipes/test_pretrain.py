@@ -153,6 +153,7 @@ def test_a_run_goes_on_with_another_mesh_and_the_losses_stay(config, unbroken, t
     assert [s.config["mesh"]["tensor"] for s in starts.read(tmp_path / "run")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_terminated_run_saves_says_75_and_goes_on(config, tmp_path):
     run = tmp_path / "run"
     words = [
@@ -208,6 +209,7 @@ def test_another_config_in_the_same_directory_is_refused_with_the_difference(
     assert "--allow_change=optim.lr" in said
 
 
+@pytest.mark.slow
 def test_more_steps_need_a_word_where_the_schedule_is_a_share_of_the_end(
     config, unbroken, capsys, tmp_path
 ):
@@ -231,16 +233,6 @@ def test_early_stopping_ends_the_run_for_good(config, tmp_path, capsys):
     capsys.readouterr()
     assert train(config, tmp_path / "run", *flags) == 0
     assert max(r["step"] for r in records(tmp_path / "run")) == last
-
-
-def test_the_run_is_repeated_from_its_own_config_json(unbroken, tmp_path):
-    assert train(str(unbroken / "config.json"), tmp_path / "again") == 0
-    assert losses(tmp_path / "again") == losses(unbroken)
-
-
-def test_another_seed_is_another_run(config, unbroken, tmp_path):
-    assert train(config, tmp_path / "run", "--config.seed=1", "--stop_at=1") == 0
-    assert losses(tmp_path / "run")["train", 1] != losses(unbroken)["train", 1]
 
 
 def test_a_loss_that_is_not_a_number_ends_with_79_and_commits_nothing(config, tmp_path, capsys):

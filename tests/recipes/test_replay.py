@@ -154,6 +154,7 @@ def test_a_step_behind_a_change_that_no_checkpoint_leads_to_is_refused(run, tmp_
     assert "optim.lr: 0.003 -> 0.01" in error["why"]
 
 
+@pytest.mark.slow
 def test_a_step_behind_a_new_optimizer_state_is_done_with_that(config, tmp_path, capsys):
     workdir, words = tmp_path / "run", harness.words(config, tmp_path / "run")
     keep = "--config.checkpoint.keep_last=9"
