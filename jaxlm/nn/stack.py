@@ -113,7 +113,7 @@ class Stack(nnx.Module):
                 lambda parts: lax.dynamic_index_in_dim(parts, microbatch, keepdims=False), dealt
             )
             positions = rows.pop("positions")
-            own = {
+            own: Parts = {
                 name: (state, None, keys if keys is None else _folded(keys, microbatch))
                 for name, (state, _, keys) in layers.items()
             }
@@ -154,7 +154,7 @@ class Stack(nnx.Module):
         )
         outs: list[dict[str, Any]] = []
         losses: list[dict[str, Mean]] = []
-        scanned = None
+        scanned: Any = None
         if self.layers == "unroll":
             for index in range(whole):
                 x, (out, added) = unrolled(x, {name: parts[name][index] for name in layers})
@@ -171,7 +171,10 @@ class Stack(nnx.Module):
             outs.append(out)
             losses.append(added)
         written = {
-            name: _restack(scanned and scanned[name], [out[name] for out in outs if name in out])
+            name: _restack(
+                None if scanned is None else scanned[name],
+                [out[name] for out in outs if name in out],
+            )
             for name in layers
         }
         return x, written, Mean.merged(*losses)
