@@ -94,7 +94,6 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
                 }
         mesh = fit.build_mesh(run)
         assembly.check_fit(run, mesh)
-        host.check_rows(mesh, run.train.batch, run.train.microbatches)
         if run.eval.batch != "auto":
             host.check_rows(mesh, run.eval.batch, setting="eval.batch")
         directory.begin()

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
-from jaxlm.models.families.sizes import gated_hidden, nearest_divisors
+from jaxlm.models.families.sizes import gated_hidden, head_problems
 from jaxlm.nn.config import (
     Activation,
     AttentionConfig,
@@ -57,26 +57,7 @@ class Llama:
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Heads share the width and the keys evenly, and rotate in pairs."""
-        if self.head_dim == "auto" and self.width % self.heads:
-            fits = nearest_divisors(self.width, self.heads)
-            yield (
-                "heads",
-                f"width = {self.width} does not divide by heads = {self.heads}",
-                f"--config.model.heads={fits[0]}",
-            )
-        elif self.size_of_head % 2:
-            yield (
-                "head_dim",
-                f"a head of {self.size_of_head} cannot be rotated in pairs",
-                f"--config.model.head_dim={self.size_of_head + 1}",
-            )
-        if self.heads % self.kv_heads:
-            fits = nearest_divisors(self.heads, self.kv_heads)
-            yield (
-                "kv_heads",
-                f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}",
-                f"--config.model.kv_heads={fits[0]}",
-            )
+        yield from head_problems(self)
 
     @property
     def size_of_head(self) -> int:

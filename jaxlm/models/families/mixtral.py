@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
-from jaxlm.models.families.sizes import nearest_divisors
+from jaxlm.models.families import llama
+from jaxlm.models.families.sizes import head_problems
 from jaxlm.nn.config import (
     Activation,
     AttentionConfig,
@@ -86,26 +87,7 @@ class Mixtral:
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Heads share the width and the keys evenly, and rotate in pairs; a token's experts exist; some layer has them."""
-        if self.head_dim == "auto" and self.width % self.heads:
-            fits = nearest_divisors(self.width, self.heads)
-            yield (
-                "heads",
-                f"width = {self.width} does not divide by heads = {self.heads}",
-                f"--config.model.heads={fits[0]}",
-            )
-        elif self.size_of_head % 2:
-            yield (
-                "head_dim",
-                f"a head of {self.size_of_head} cannot be rotated in pairs",
-                f"--config.model.head_dim={self.size_of_head + 1}",
-            )
-        if self.heads % self.kv_heads:
-            fits = nearest_divisors(self.heads, self.kv_heads)
-            yield (
-                "kv_heads",
-                f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}",
-                f"--config.model.kv_heads={fits[0]}",
-            )
+        yield from head_problems(self)
         if self.top_k > self.experts:
             yield (
                 "top_k",
@@ -213,15 +195,8 @@ SIZES: dict[str, dict[str, Any]] = {
 # the stack's would be counted from dense_depth; and the balance bias, which is DeepSeek-V3's
 # mlp.gate.e_score_correction_bias over balance_bias.
 KEYS: dict[str, tuple[str, str]] = {
-    "embedding/table": ("model.embed_tokens.weight", "as is"),
-    "stack/0/attention_norm/scale": ("model.layers.{i}.input_layernorm.weight", "as is"),
-    "stack/0/attention/query/weight": ("model.layers.{i}.self_attn.q_proj.weight", "out,in"),
-    "stack/0/attention/key/weight": ("model.layers.{i}.self_attn.k_proj.weight", "out,in"),
-    "stack/0/attention/query_norm/scale": ("model.layers.{i}.self_attn.q_norm.weight", "as is"),
-    "stack/0/attention/key_norm/scale": ("model.layers.{i}.self_attn.k_norm.weight", "as is"),
-    "stack/0/attention/value/weight": ("model.layers.{i}.self_attn.v_proj.weight", "out,in"),
-    "stack/0/attention/out/weight": ("model.layers.{i}.self_attn.o_proj.weight", "out,in"),
-    "stack/0/mlp_norm/scale": ("model.layers.{i}.post_attention_layernorm.weight", "as is"),
+    path: name for path, name in llama.KEYS.items() if "/mlp/" not in path
+} | {
     "stack/0/mlp/router/weight": ("model.layers.{i}.mlp.gate.weight", "out,in"),
     "stack/0/mlp/gate/weight": ("model.layers.{i}.mlp.experts.gate_up_proj", "expert,out[0/2],in"),
     "stack/0/mlp/up/weight": ("model.layers.{i}.mlp.experts.gate_up_proj", "expert,out[1/2],in"),
@@ -238,6 +213,4 @@ KEYS: dict[str, tuple[str, str]] = {
         "model.layers.{i}.mlp.shared_experts.down_proj.weight",
         "out,in",
     ),
-    "final_norm/scale": ("model.norm.weight", "as is"),
-    "unembedding/weight": ("lm_head.weight", "out,in"),
 }

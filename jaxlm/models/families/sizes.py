@@ -1,4 +1,7 @@
-"""Arithmetic of sizes that families share."""
+"""Sizes that families share: their arithmetic, and what must hold between them."""
+
+from collections.abc import Iterator
+from typing import Literal, Protocol
 
 
 def gated_hidden(width: int) -> int:
@@ -10,3 +13,42 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
     """The divisors of `number`, nearest to `wanted` first; of two as near, the larger."""
     divisors = [size for size in range(1, number + 1) if number % size == 0]
     return sorted(divisors, key=lambda size: (abs(size - wanted), -size))
+
+
+class Heads(Protocol):
+    """What the settings of a family with grouped, rotated heads have in common."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int | Literal["auto"]: ...
+    @property
+    def size_of_head(self) -> int: ...
+
+
+def head_problems(config: Heads) -> Iterator[tuple[str, str, str]]:
+    """Heads share the width and the keys evenly, and rotate in pairs: where not, the setting, why, and a flag to paste."""
+    if config.head_dim == "auto" and config.width % config.heads:
+        fits = nearest_divisors(config.width, config.heads)
+        yield (
+            "heads",
+            f"width = {config.width} does not divide by heads = {config.heads}",
+            f"--config.model.heads={fits[0]}",
+        )
+    elif config.size_of_head % 2:
+        yield (
+            "head_dim",
+            f"a head of {config.size_of_head} cannot be rotated in pairs",
+            f"--config.model.head_dim={config.size_of_head + 1}",
+        )
+    if config.heads % config.kv_heads:
+        fits = nearest_divisors(config.heads, config.kv_heads)
+        yield (
+            "kv_heads",
+            f"heads = {config.heads} does not divide by kv_heads = {config.kv_heads}",
+            f"--config.model.kv_heads={fits[0]}",
+        )
