@@ -19,15 +19,29 @@ class Heads(Protocol):
     """What the settings of a family with grouped, rotated heads have in common."""
 
     @property
-    def width(self) -> int: ...
+    def width(self) -> int:
+        """Features of the residual stream."""
+        ...
+
     @property
-    def heads(self) -> int: ...
+    def heads(self) -> int:
+        """Query heads."""
+        ...
+
     @property
-    def kv_heads(self) -> int: ...
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        ...
+
     @property
-    def head_dim(self) -> int | Literal["auto"]: ...
+    def head_dim(self) -> int | Literal["auto"]:
+        """Features of a head as set: `auto` is width / heads."""
+        ...
+
     @property
-    def size_of_head(self) -> int: ...
+    def size_of_head(self) -> int:
+        """Features of a head."""
+        ...
 
 
 def head_problems(config: Heads) -> Iterator[tuple[str, str, str]]:
