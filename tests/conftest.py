@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 CACHE = Path(__file__).parent.parent / ".cache"
+SHARED_MEMORY = pytest.StashKey[set[str]]()
 
 # Before the first import of jax, and for the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -39,13 +40,23 @@ def one_device():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_is_left_behind():
-    """Processes and shared memory that the tests started are gone at the end."""
-    before = _shared_memory()
+def no_process_is_left_behind():
+    """Processes that the tests of this worker started are gone at the end."""
     yield
     left = [f"process {pid}" for pid in _children() if not _is_resource_tracker(pid)]
-    left += [f"/dev/shm/{name}" for name in _shared_memory() - before]
     assert not left, f"left behind: {', '.join(left)}"
+
+
+def pytest_sessionstart(session):
+    session.config.stash[SHARED_MEMORY] = _shared_memory()
+
+
+def pytest_sessionfinish(session):
+    """Shared memory belongs to no process: once all workers are done, none is left that was not there before."""
+    if hasattr(session.config, "workerinput"):
+        return
+    if left := _shared_memory() - session.config.stash[SHARED_MEMORY]:
+        pytest.exit(f"left behind: {', '.join(f'/dev/shm/{name}' for name in left)}", returncode=1)
 
 
 def _shared_memory() -> set[str]:

@@ -51,7 +51,7 @@ def test_h4_what_a_test_leaves_behind_fails_the_run(tmp_path, name):
     for block in set(os.listdir("/dev/shm")) - before:
         Path("/dev/shm", block).unlink()
     assert done.returncode == 1, done.stdout
-    assert "left behind" in done.stdout
+    assert "left behind" in done.stdout + done.stderr
 
 
 def test_h6_starting_takes_seconds_and_resuming_hardly_more(tmp_path):
