@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -36,7 +37,8 @@ class Stack(nnx.Module):
     batch too small for it: there the loop is the plain one, and reads each layer's parameters from the stage that has
     them. A layer's dropout then draws by micro-batch, and so other numbers than without the pipeline.
 
-    `remat` says what the backward pass computes again, see `nn.remat`.
+    `remat` says what the backward pass computes again, layer by layer: see `nn.remat` for the policies. Of several with a
+    slash between them, as in `full/none`, layer i of the loop has the (i % their number)-th; a pipeline's stage counts its own.
     """
 
     def __init__(
@@ -136,48 +138,54 @@ class Stack(nnx.Module):
         *,
         mapped: bool = False,
     ) -> tuple[Array, dict[str, LayerCache], dict[str, Mean]]:
-        """Runs the pattern until `depth` layers are done. `mapped` says that this is done for several stages at once."""
+        """Runs `depth` layers. `mapped` says that this is done for several stages at once."""
+        policies = self.remat.split("/")
+        # One turn of the scan is the shortest run of layers after which kinds and policies begin again.
+        turn = math.lcm(self.kinds, len(policies))
+        turns = 0 if self.layers == "unroll" else depth // turn
+        inside = turns * turn // self.kinds  # layers of each kind that are in the scan
 
-        def repeat(x: Array, part: Parts) -> tuple[Array, Any]:
-            caches, losses = {}, []
-            for name, own in part.items():
-                x, caches[name], added = run(x, name, *own)
+        def together(
+            x: Array, layers: dict[str, list[Any]], numbers: range, *, looped: bool
+        ) -> tuple[Array, dict[str, list[Any]], dict[str, Mean]]:
+            """Runs the layers of these numbers, the first of which begins a pattern; `layers` has them by kind."""
+            written: dict[str, list[Any]] = {name: [] for name in layers}
+            losses = []
+            for place, number in enumerate(numbers):
+                name, policy = str(number % self.kinds), policies[number % len(policies)]
+                layer = rematerialised(
+                    functools.partial(run, name), policy, looped=looped, mapped=mapped
+                )
+                x, cache, added = layer(x, *layers[name][place // self.kinds])
+                written[name].append(cache)
                 losses.append(added)
-            return x, (caches, Mean.merged(*losses))
+            return x, written, Mean.merged(*losses)
 
-        whole, left = depth // self.kinds, list(layers)[: depth % self.kinds]
-        unrolled = rematerialised(repeat, self.remat, looped=False, mapped=mapped)
-        parts = (
-            {name: _unstack(own) for name, own in layers.items()}
-            if self.layers == "unroll" or left
-            else {}
-        )
-        outs: list[dict[str, Any]] = []
+        def body(x: Array, part: Parts) -> tuple[Array, Any]:
+            own = {name: _unstack(each) for name, each in part.items()}
+            x, written, added = together(x, own, range(turn), looped=True)
+            return x, ({name: _stack(each) for name, each in written.items()}, added)
+
+        written: dict[str, list[Any]] = {name: [] for name in layers}
         losses: list[dict[str, Mean]] = []
-        scanned: Any = None
-        if self.layers == "unroll":
-            for index in range(whole):
-                x, (out, added) = unrolled(x, {name: parts[name][index] for name in layers})
-                outs.append(out)
-                losses.append(added)
-        else:
-            looped = rematerialised(repeat, self.remat, looped=True, mapped=mapped)
-            x, (scanned, added) = lax.scan(
-                looped, x, jax.tree.map(lambda leaf: leaf[:whole], layers)
+        if turns:
+            dealt = jax.tree.map(
+                lambda leaf: leaf[:inside].reshape(turns, -1, *leaf.shape[1:]), layers
             )
+            x, (caches, added) = lax.scan(body, x, dealt)
+            for name, cache in caches.items():
+                written[name].append(jax.tree.map(_joined, cache))
             losses.append(jax.tree.map(lambda layers: layers.sum(0), added))
-        if left:
-            x, (out, added) = unrolled(x, {name: parts[name][whole] for name in left})
-            outs.append(out)
+        if turns * turn < depth:
+            left = jax.tree.map(lambda leaf: leaf[inside:], layers)
+            own = {name: _unstack(each) for name, each in left.items()}
+            x, caches, added = together(x, own, range(turns * turn, depth), looped=False)
+            for name, cache in caches.items():
+                if cache:
+                    written[name].append(_stack(cache))
             losses.append(added)
-        written = {
-            name: _restack(
-                None if scanned is None else scanned[name],
-                [out[name] for out in outs if name in out],
-            )
-            for name in layers
-        }
-        return x, written, Mean.merged(*losses)
+        stacked = {name: _concatenated(each) for name, each in written.items()}
+        return x, stacked, Mean.merged(*losses)
 
 
 def _layer(
@@ -185,8 +193,8 @@ def _layer(
     positions: Array,
     mask: Mask,
     start: Array | None,
-    x: Array,
     name: str,
+    x: Array,
     state: Any,
     cache: LayerCache | None,
     key: Array | None,
@@ -231,13 +239,14 @@ def _is_key(leaf: Array) -> bool:
     return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _restack(scanned: Any, rest: list[Any]) -> Any:
-    """The caches of one kind as they were: those from the scan, then those of unrolled layers."""
-    if not rest:
-        return scanned
-    stacked = jax.tree.map(lambda *xs: jax.numpy.stack(xs), *rest)
-    return (
-        stacked
-        if scanned is None
-        else jax.tree.map(lambda a, b: jax.numpy.concatenate((a, b)), scanned, stacked)
-    )
+def _stack(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *trees)
+
+
+def _joined(leaf: Array) -> Array:
+    """The first two dimensions as one."""
+    return leaf.reshape(-1, *leaf.shape[2:])
+
+
+def _concatenated(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jax.numpy.concatenate(leaves), *trees)

@@ -7,6 +7,7 @@ import ipaddress
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxlm.parallel import rollcall
 
 ROOT = "jaxlm"
 SIGNS = f"{ROOT}/signs/"
+SHARED_KEPT = 8
 _GONE = re.compile(r"(Gloo|NCCL|coordination).*(connect|reset|closed|timed out|abort)", re.I | re.S)
 
 
@@ -31,6 +33,7 @@ class Peers:
     def __init__(self, rank: int = 0, count: int = 1):
         self.rank, self.count = rank, count
         self._numbers = itertools.count()
+        self._shared: Counter[str] = Counter()
 
     @property
     def is_first(self) -> bool:
@@ -81,18 +84,28 @@ class Peers:
             )
 
     def share(self, name: str, value: Any, seconds: float) -> Any:
-        """The first rank's value, as JSON keeps it. Raises PeerLost where it has not come in time."""
+        """The first rank's value, as JSON keeps it; every rank must call it as many times with each name.
+
+        Raises:
+          PeerLost: where the value has not come in time.
+        """
         if self.count == 1:
             return value
+        number = self._shared[name]
+        self._shared[name] += 1
         place = f"{ROOT}/shared/{name}"
         if self.is_first:
-            self._client.key_value_set(place, json.dumps(value))
+            self._client.key_value_set(f"{place}/{number}", json.dumps(value))
+            # Ranks are a step apart at most, so nobody reads the old ones any more.
+            if number >= SHARED_KEPT:
+                self._client.key_value_delete(f"{place}/{number - SHARED_KEPT}")
         try:
-            return json.loads(self._client.blocking_key_value_get(place, int(seconds * 1000)))
+            text = self._client.blocking_key_value_get(f"{place}/{number}", int(seconds * 1000))
         except jax.errors.JaxRuntimeError as error:
             raise _lost(
                 f"the first rank did not tell its {name} within {seconds:g} s", error
             ) from error
+        return json.loads(text)
 
     def sign(self, name: str, text: str, *, again: bool = False) -> bool:
         """Sets a sign, once, or again and again; whether it is set now and was not before."""

@@ -2,12 +2,13 @@
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -91,6 +92,10 @@ class Crew:
     def share(self, name: str, value: Any) -> Any:
         """The first rank's value, on every rank."""
         return self.peers.share(name, value, self._config.limits()["start"])
+
+    def sharer(self, name: str) -> Callable[[Any], Any] | None:
+        """`share` under a name; None where there is nobody to share with."""
+        return functools.partial(self.share, name) if self.peers.count > 1 else None
 
     @contextlib.contextmanager
     def in_turn(self, phase: str) -> Iterator[None]:

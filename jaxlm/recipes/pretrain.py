@@ -58,7 +58,6 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
         crew = stack.enter_context(Crew(run.watch, options.place, workdir=options.workdir))
         is_first = crew.peers.is_first
         crew.agree("code and config", _identity(loaded))
-        _check_cadences(run, crew.peers.count)
         directory = stack.enter_context(RunDir(options.workdir, is_writer=is_first))
         crew.barrier("run directory")
         store = Store(
@@ -144,24 +143,6 @@ def _identity(loaded: Loaded) -> dict[str, Any]:
     return environment.versions() | {
         path: str(value) for path, value in config.flatten(loaded.value).items()
     }
-
-
-def _check_cadences(run: Run, processes: int) -> None:
-    """Raises ConfigError where the processes would not agree that something is due, as each has its own clock."""
-    if processes == 1:
-        return
-    for path, span in (
-        ("eval.every", run.eval.every),
-        ("sample.every", run.sample.every),
-        ("checkpoint.every", run.checkpoint.every),
-    ):
-        if span.unit == "second":
-            raise ConfigError(
-                f"{path} = {span} does not fit {processes} processes",
-                where=path,
-                why="their clocks differ, and what is due must be due on all of them",
-                fix=f"--config.{path}=5%",
-            )
 
 
 def _check_vocabulary(run: Run, data: Data) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -119,16 +120,23 @@ class Session:
 
     def _loop(self, state: TrainState, stop: StopRequest, stop_at: int | None) -> None:
         run = self.run
-        cadence = functools.partial(
-            Cadence, total=run.train.steps, tokens_per_step=run.tokens_per_step
-        )
-        self._is_sample_due = cadence(run.sample.every).is_due
-        is_save_due = cadence(run.checkpoint.every).is_due
+
+        def cadence(section: str) -> Callable[[int], bool]:
+            """What must be due on all processes or on none."""
+            return Cadence(
+                getattr(run, section).every,
+                total=run.train.steps,
+                tokens_per_step=run.tokens_per_step,
+                share=self.crew.sharer(f"cadence/{section}"),
+            ).is_due
+
+        self._is_sample_due = cadence("sample")
+        is_save_due = cadence("checkpoint")
         has_validation = bool(self.engine.data.validation)
         self._start_clock()
         hooks = Hooks(
-            is_log_due=cadence(run.log.every).is_due,
-            is_eval_due=cadence(run.eval.every).is_due if has_validation else lambda _: False,
+            is_log_due=cadence("log"),
+            is_eval_due=cadence("eval") if has_validation else lambda _: False,
             is_save_due=lambda step: is_save_due(step) or self._saves.is_retry_due,
             before=self._before,
             count=lambda tokens, waited: self.clock.add(tokens=tokens, data_wait_seconds=waited),
@@ -205,7 +213,7 @@ class Session:
             )
         if self.directory.is_writer:
             self.rewinds.add(spent.first, self.store, limits)
-        told = self.crew.share(f"rewind/{made}", self.rewinds.as_json()[made:])
+        told = self.crew.share("rewind", self.rewinds.as_json()[made:])
         rewind = self.rewinds.made[made] if self.directory.is_writer else self.rewinds.take(told[0])
         self.console.say(
             f"rewind {made + 1} of {limits.rewinds}: steps {spent.first} to {spent.step} could not be applied; going back to "

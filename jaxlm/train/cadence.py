@@ -9,8 +9,12 @@ from jaxlm.core.config import Span
 class Cadence:
     """Due every so many steps, or every so many seconds, of a run; and always at its end.
 
-    A cadence in steps, shares or tokens is a function of the step alone. One in time is decided by the clock of this
-    process, so it does not repeat from run to run.
+    A cadence in steps, shares or tokens is a function of the step alone. One in time is read off a clock, so it does not
+    repeat from run to run.
+
+    Args:
+      share: takes this process's view and returns the first one's, where several must find the same steps due. They do
+        not ask at each step: each answer says how many steps may go by before the next, half of what is left.
     """
 
     def __init__(
@@ -20,11 +24,14 @@ class Cadence:
         total: int,
         tokens_per_step: int,
         clock: Callable[[], float] = time.monotonic,
+        share: Callable[[tuple[bool, int]], tuple[bool, int]] | None = None,
     ):
-        self._total, self._clock = total, clock
+        self._total, self._clock, self._share = total, clock, share
         self._seconds = span.amount if span.unit == "second" else None
         self._steps = 0 if self._seconds is not None else span.steps(total, tokens_per_step)
         self._last = clock()
+        self._asked: tuple[int, float] | None = None  # when the share was last asked: step and time
+        self._ask_at = 0
 
     def is_due(self, step: int) -> bool:
         """Whether the span is over once `step` updates are complete. Asked once a step."""
@@ -32,7 +39,21 @@ class Cadence:
             return True
         if self._seconds is None:
             return self._steps > 0 and step % self._steps == 0
-        if self._clock() - self._last < self._seconds:
-            return False
-        self._last = self._clock()
-        return True
+        now = self._clock()
+        is_over = now - self._last >= self._seconds
+        if self._share is not None:
+            if step < self._ask_at:
+                return False
+            left = self._seconds - (0.0 if is_over else now - self._last)
+            is_over, ahead = self._share((is_over, self._half(left, step, now)))
+            self._asked, self._ask_at = (step, now), step + ahead
+        if is_over:
+            self._last = now
+        return is_over
+
+    def _half(self, left: float, step: int, now: float) -> int:
+        """The steps that half of the seconds left will take, at the pace since the last question."""
+        if self._asked is None:
+            return 1
+        pace = (now - self._asked[1]) / (step - self._asked[0])
+        return max(1, int(min(left / 2 / max(pace, 1e-6), 1e6)))

@@ -36,7 +36,7 @@ class TrainConfig:
     )
     remat: str = setting(
         "none",
-        "what the backward pass computes again: none, dots (keep matrix products), full, save:NAME,NAME, or offload:NAME,NAME (keep in the memory of the host)",
+        "what the backward pass computes again: none, dots (keep matrix products), full, save:NAME,NAME, or offload:NAME,NAME (keep in the memory of the host); full/none: the layers take turns",
     )
     offload: tuple[Literal["optimizer"], ...] = setting(
         (),
@@ -58,16 +58,17 @@ class TrainConfig:
                 f"batch = {self.batch} rows does not divide by {self.microbatches}",
                 f"--config.train.microbatches={fit}",
             )
-        kind, _, names = self.remat.partition(":")
-        if self.remat not in ("none", "dots", "full") and (
-            kind not in ("save", "offload") or not set(names.split(",")) <= set(REMAT_NAMES)
-        ):
-            known = ",".join(REMAT_NAMES)
-            yield (
-                "remat",
-                f"{self.remat!r} is none of: none, dots, full, save:{known}, offload:{known}",
-                "--config.train.remat=dots",
-            )
+        for policy in self.remat.split("/"):
+            kind, _, names = policy.partition(":")
+            if policy not in ("none", "dots", "full") and (
+                kind not in ("save", "offload") or not set(names.split(",")) <= set(REMAT_NAMES)
+            ):
+                known = ",".join(REMAT_NAMES)
+                yield (
+                    "remat",
+                    f"{policy!r} is none of: none, dots, full, save:{known}, offload:{known}",
+                    "--config.train.remat=dots",
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.models import cost
 from jaxlm.parallel import host, rules
 from jaxlm.parallel.config import AXES
-from jaxlm.recipes import assembly, engine, pretrain
+from jaxlm.recipes import assembly, engine
 from jaxlm.recipes.config import Run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -68,7 +68,6 @@ def test_every_dimension_divides_and_the_state_fits(name, hardware):
     devices, limit = DEVICES[hardware]
     model = assembled(run, hardware)
     host.check_rows(model.mesh, run.train.batch, run.train.microbatches)
-    pretrain._check_cadences(run, 2)
     held = sum(
         math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf, place in zip(

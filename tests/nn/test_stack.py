@@ -97,6 +97,8 @@ def test_scan_and_unroll_drop_the_same_with_the_same_key(pattern, scanned):
         ("scan", "save:attention_out,mlp_out"),
         ("unroll", "dots"),
         ("unroll", "full"),
+        ("scan", "full/none"),
+        ("unroll", "full/dots"),
     ],
 )
 def test_what_is_computed_again_drops_the_same(layers, remat):
@@ -119,6 +121,27 @@ def test_remat_computes_again_what_its_policy_does_not_keep():
     assert counts["dots"] == counts["none"] + 2
     # The last product of a layer is not needed to go back through it, and is dead code to both.
     assert counts["full"] >= counts["save:mlp_out"] > counts["dots"]
+
+
+@pytest.mark.parametrize("layers", ["scan", "unroll"])
+def test_of_several_policies_layers_take_turns(layers):
+    def products(remat):
+        graphdef, state = nnx.split(made(4, (PLAIN,), layers=layers, remat=remat))
+        program = jax.make_jaxpr(jax.grad(lambda s: run(nnx.merge(graphdef, s)).sum()))(state)
+        return str(program).count("dot_general[")
+
+    none, half, full = (products(remat) for remat in ("none/none", "full/none", "full/full"))
+    # In an unrolled stack the last product of the last layer is dead code, whichever its policy.
+    assert none < half < full
+    assert abs((full - half) - (half - none)) <= 1
+
+
+def test_turns_of_kinds_and_policies_that_do_not_divide_the_depth_change_nothing():
+    _, kinds = PATTERNS["two kinds and a layer over"]
+    plain, turns = (
+        loss_and_gradients(made(7, kinds, remat=policy)) for policy in ("none", "full/none/dots")
+    )
+    assert_same(plain, turns)
 
 
 def test_without_a_key_nothing_is_dropped(pattern):

@@ -4,18 +4,24 @@ from jaxlm.train.config import TrainConfig
 
 
 @pytest.mark.parametrize(
-    "remat", ["none", "dots", "full", "save:mlp_out", "save:attention_out,mlp_out"]
+    "remat",
+    ["none", "dots", "full", "save:mlp_out", "save:attention_out,mlp_out", "full/none/none"],
 )
 def test_the_remat_policies_there_are_pass(remat):
     assert not list(TrainConfig(remat=remat).problems())
 
 
-@pytest.mark.parametrize("remat", ["some", "save", "save:", "save:everything", "dots:x"])
+@pytest.mark.parametrize("remat", ["some", "save", "save:", "save:everything", "dots:x", ""])
 def test_another_is_a_problem_with_a_fix(remat):
     ((field, why, fix),) = TrainConfig(remat=remat).problems()
     assert field == "remat"
     assert repr(remat) in why
     assert fix == "--config.train.remat=dots"
+
+
+def test_of_several_policies_the_one_that_does_not_exist_is_named():
+    ((_, why, _),) = TrainConfig(remat="full/some/none").problems()
+    assert "'some'" in why
 
 
 def test_micro_batches_that_do_not_divide_are_a_problem_with_the_nearest_that_do():
