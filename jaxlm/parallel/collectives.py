@@ -175,7 +175,7 @@ def _turns(line: str, computations: Mapping[str, list[str]]) -> int | None:
         return int(known[1])
     condition = re.search(r"condition=%?([\w.-]+)", line)
     tests = "\n".join(computations.get(condition[1], ())) if condition else ""
-    limits = re.findall(r"= s32\[\]\S* constant\((\d+)\)", tests)
+    limits = re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", tests)
     return int(limits[0]) if len(limits) == 1 else None
 
 

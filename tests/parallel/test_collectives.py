@@ -162,3 +162,21 @@ def test_starts_fusions_and_loops_that_do_not_say_are_read():
     assert scatter.shapes == (Shape("bf16", (8, 4)),)
     assert (scatter.bytes, scatter.sent, scatter.times) == (64, 48, 1)
     assert (summed.times, summed.axes({"a": 2, "b": 2})) == (None, ("b",))
+
+
+@pytest.mark.parametrize("counter", ["s32[]", "u32[]{:T(128)}"])
+def test_the_turns_of_a_loop_are_the_number_in_its_condition(counter):
+    """A scan counts in s32; the TPU compiler's own loops, around a product in parts, in u32."""
+    condition = f"""%c (t: (s32[])) -> pred[] {{
+  %n = {counter} constant(6)
+  %i = {counter} get-tuple-element(%t), index=0
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}}
+
+ENTRY"""
+    (summed,) = (
+        each
+        for each in collectives.read(ASYNC.replace("ENTRY", condition))
+        if each.kind == "all-reduce"
+    )
+    assert summed.times == 6
