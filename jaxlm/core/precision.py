@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxlm.core import backend
 from jaxlm.core.precision_config import PrecisionConfig
 
 
@@ -35,7 +36,7 @@ class Precision:
     @property
     def activations(self) -> jnp.dtype:
         """The dtype in which activations flow between products: `compute`, but float32 on CPU, where low precision only pays inside a product."""
-        return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else self.compute
+        return jnp.dtype(jnp.float32) if backend.name() == "cpu" else self.compute
 
     def reduced(self, gradients: Any) -> Any:
         """A gradient tree in the dtype in which it is summed."""

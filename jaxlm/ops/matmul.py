@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jaxlm.core import backend
 from jaxlm.core.precision import Precision
 from jaxlm.parallel import context
 
@@ -70,7 +71,7 @@ def _dot(x: Array, weight: Array, side: int, result: jnp.dtype) -> Array:
 
 def _is_flat() -> bool:
     # A merged axis cannot be split as rows and context split its two parts: tokens would be gathered.
-    return jax.default_backend() == "cpu" and context.ways() == 1
+    return backend.name() == "cpu" and context.ways() == 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from jaxlm.core import backend
 from jaxlm.core.errors import CommandError
 from jaxlm.data.batch import Tokens
 from jaxlm.parallel import collectives, host, mesh
@@ -61,7 +62,8 @@ def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
     batch = Tokens(*fields)
     # Its random key is a number, and no chip of the mesh may be there to hold it.
     engine = Engine(run, SimpleNamespace(tokenizer=tokenizer), model)  # type: ignore[arg-type]
-    with jax.set_mesh(grid):
+    (platform,) = {device.platform for device in grid.devices.flat}
+    with backend.of(platform), jax.set_mesh(grid):
         return engine.step.lower(engine.abstract(), batch).compile()
 
 
