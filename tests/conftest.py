@@ -64,12 +64,22 @@ def _shared_memory() -> set[str]:
 
 
 def _children() -> list[int]:
-    tasks = Path("/proc/self/task")
-    if not tasks.exists():
-        return []
-    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    """Of every thread. One that ends meanwhile takes its list along, and its children go to another."""
+    return [
+        int(pid)
+        for task in Path("/proc/self/task").glob("*")
+        for pid in _read(task / "children").split()
+    ]
 
 
 def _is_resource_tracker(pid: int) -> bool:
     """Python's own, which ends with us."""
-    return "resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text()
+    return "resource_tracker" in _read(Path(f"/proc/{pid}/cmdline"))
+
+
+def _read(path: Path) -> str:
+    """What a file of /proc says; nothing once its process or thread is gone."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -40,4 +40,4 @@ class Decoder:
     @property
     def has_ring(self) -> bool:
         """Whether keys go round the devices that share a row, in any layer."""
-        return any(layer.attention.context_keys == "ring" for layer in self.layers)
+        return any(layer.attention.kernel == "ring" for layer in self.layers)

@@ -95,6 +95,6 @@ class Attention(nnx.Module):
             cap=config.cap,
             dropout=config.dropout,
             dropout_key=key,
-            keys="gather" if cache is not None else config.context_keys,
+            kernel=config.kernel if cache is None else "reference",
         )
         return self.out(constrain(out, "batch", "length", "heads", "head_dim")), cache

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Literal
 
+from jaxlm.ops.kernels import Kernel
+
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 Init = Literal["gpt2", "normal", "xavier", "he"]
 REMAT_NAMES = ("attention_out", "mlp_out")  # what a remat policy "save:..." can name
@@ -38,7 +40,7 @@ class AttentionConfig:
     cap: float | None = None  # scores become cap * tanh(scores / cap)
     bias: bool = False
     dropout: float = 0.0  # of the attention weights
-    context_keys: Literal["gather", "ring"] = "gather"  # how queries reach keys of other devices
+    kernel: Kernel = "reference"  # what computes it; the same function
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,12 @@
 """Dot-product attention."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxlm.core.precision import Precision
+from jaxlm.ops.blockwise import blockwise
+from jaxlm.ops.kernels import Kernel
 from jaxlm.ops.masks import HIDDEN, Mask
 from jaxlm.ops.ring import ring
 from jaxlm.parallel import context
@@ -24,26 +24,32 @@ def attention(
     cap: float | None = None,
     dropout: float = 0.0,
     dropout_key: Array | None = None,
-    keys: Literal["gather", "ring"] = "gather",
+    kernel: Kernel = "reference",
 ) -> Float[Array, "B T N H"]:
     """softmax(cap(scale x Q K^T) + mask) V, each key head serving N / K query heads.
 
-    Scores and softmax are float32; both products take operands in `precision.compute`. Builds the [B, N, T, S] scores:
-    4 B N T S bytes, and 4 B T S N H FLOPs.
+    Scores and softmax are float32; both products take operands in `precision.compute`. By `kernel`:
 
-    Where the ambient mesh splits rows over `context`, each device has its own queries, and `keys` says how they reach
-    all keys: gathered before, or going round as in `ring.ring`, which knows no dropout.
+    - reference builds the [B, N, T, S] scores: 4 B N T S bytes, and 4 B T S N H FLOPs.
+    - blockwise meets one block of keys after another, see `blockwise.blockwise`; for whole rows only.
+    - ring lets keys go round the devices among which the ambient mesh splits rows, see `ring.ring`. The others gather
+      keys before.
+
+    Raises:
+      ValueError: where the kernel cannot compute this; only the reference drops weights.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1; grouped heads arXiv:2305.13245; cap
     arXiv:2408.00118, section 2.
     """
     is_split = context.ways() > 1 and query.shape[1] == key.shape[1]  # a cache is whole everywhere
-    if is_split and keys == "ring":
-        if dropout and dropout_key is not None:
-            raise ValueError("attention dropout in a ring")
+    if kernel != "reference" and dropout and dropout_key is not None:
+        raise ValueError(f"attention dropout in {kernel}")
+    if is_split and kernel == "ring":
         return ring(query, key, value, mask, precision.compute, scale=scale, cap=cap)
     if is_split:
         key, value = (constrain(x, "batch", None, "kv_heads", "head_dim") for x in (key, value))
+    elif kernel == "blockwise":
+        return blockwise(query, key, value, mask, precision.compute, scale=scale, cap=cap)
     batch, length, heads, size = query.shape
     kv_heads = key.shape[2]
     q_btkgh = (

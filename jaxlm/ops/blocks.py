@@ -1,12 +1,17 @@
 """Attention over one block of keys after another: a running softmax, and its gradients block by block."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxlm.ops.masks import HIDDEN, Mask
+
+Tree = TypeVar("Tree")
+T_AXIS, S_AXIS = 3, 1  # of every array of queries, and of keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,16 @@ class Softmax(NamedTuple):
     peak: Float[Array, "B K G T"]
     total: Float[Array, "B K G T"]  # sum of exp(score - peak)
 
+    @classmethod
+    def of_none(cls, queries: Queries) -> "Softmax":
+        """That of these queries before they have met a key."""
+        shape = queries.q.shape
+        return cls(
+            jnp.zeros(shape, jnp.float32),
+            jnp.full(shape[:-1], HIDDEN, jnp.float32),
+            jnp.zeros(shape[:-1], jnp.float32),
+        )
+
 
 class Kept(NamedTuple):
     """What the backward pass knows of each query beside its own vector."""
@@ -52,6 +67,48 @@ class Kept(NamedTuple):
     grad: Float[Array, "B K G T H"]
     log_normalizer: Float[Array, "B K G T"]
     mean: Float[Array, "B K G T"]  # of the gradients of its weights, weighed: sum_h grad x out
+
+
+class Cut(NamedTuple):
+    """A run of slots: `size` from `start` on, along one axis of every array."""
+
+    axis: int
+    start: Any
+    size: int
+
+    def of(self, tree: Tree) -> Tree:
+        """The run of every array."""
+        return jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, self.start, self.size, self.axis), tree
+        )
+
+    def into(self, tree: Tree, part: Tree) -> Tree:
+        """The arrays with this run of them replaced."""
+        return jax.tree.map(
+            lambda x, y: lax.dynamic_update_slice_in_dim(x, y, self.start, self.axis), tree, part
+        )
+
+
+def operands(
+    terms: Terms, query: Array, key: Array, value: Array, asking: Any, held: Any
+) -> tuple[Queries, Keys]:
+    """Queries by key head and keys by slot, in the compute dtype; `asking` and `held` are (slots, segments) of each."""
+    scaled = by_head((query * terms.scale).astype(terms.compute), key)
+    slots, segments = jax.tree.map(lambda x: x[:, None, None], asking)
+    return Queries(scaled, slots, segments), Keys(
+        key.astype(terms.compute), value.astype(terms.compute), *held
+    )
+
+
+def by_head(x: Array, key: Array) -> Array:
+    """[B, T, N, H] as [B, K, G, T, H]."""
+    grouped = x.reshape(*x.shape[:2], key.shape[2], -1, x.shape[3])
+    return grouped.transpose(0, 2, 3, 1, 4)
+
+
+def by_token(x: Array, like: Array) -> Array:
+    """[B, K, G, T, H] as [B, T, N, H]."""
+    return x.transpose(0, 3, 1, 2, 4).reshape(like.shape).astype(like.dtype)
 
 
 def met(terms: Terms, queries: Queries, keys: Keys, before: Softmax) -> Softmax:

@@ -18,7 +18,8 @@ class Mask:
     and within a window only the last `window` of those. With segments, it sees its own segment only; segment 0 is
     padding, which only padding sees. So every query of a row sees itself, and no result depends on how nothing is averaged.
 
-    `is_dealt` says that the slots lie in the order of `context.order` over the ambient mesh.
+    `is_dealt` says that the slots lie in the order of `context.order` over the ambient mesh, `is_whole` that queries and
+    keys are those of one row, slot by slot.
     """
 
     query_index: Int[Array, "B T"] | Int[Array, "1 T"]
@@ -28,6 +29,7 @@ class Mask:
     causal: bool = True
     window: int | None = None
     is_dealt: bool = False
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError where only one side has segments."""
@@ -56,4 +58,5 @@ def causal(length: int, segments: Int[Array, "B T"] | None = None, *, parts: int
         query_segments=segments,
         key_segments=segments,
         is_dealt=parts > 1,
+        is_whole=parts == 1,
     )

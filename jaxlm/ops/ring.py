@@ -1,7 +1,7 @@
 """Attention over keys that go round the devices of the `context` axis."""
 
 import functools
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,23 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxlm.ops.blocks import Kept, Keys, Queries, Softmax, Terms, gradients, met
-from jaxlm.ops.masks import HIDDEN, Mask
+from jaxlm.ops.blocks import (
+    S_AXIS,
+    T_AXIS,
+    Cut,
+    Kept,
+    Keys,
+    Queries,
+    Softmax,
+    Terms,
+    by_head,
+    by_token,
+    gradients,
+    met,
+    operands,
+)
+from jaxlm.ops.masks import Mask
 from jaxlm.parallel import context
-
-Tree = TypeVar("Tree")
-T_AXIS, S_AXIS = 3, 1  # of every array of queries, and of keys
 
 
 def ring(
@@ -66,13 +77,8 @@ def _forward(
     parts = context.ways()
 
     def local(query: Array, key: Array, value: Array, asking: Any, held: Any) -> Any:
-        queries, keys = _operands(terms, query, key, value, asking, held)
-        shape = queries.q.shape
-        nothing = Softmax(
-            jnp.zeros(shape, jnp.float32),
-            jnp.full(shape[:-1], HIDDEN, jnp.float32),
-            jnp.zeros(shape[:-1], jnp.float32),
-        )
+        queries, keys = operands(terms, query, key, value, asking, held)
+        nothing = Softmax.of_none(queries)
 
         def over(keys: Keys, seen: Softmax, number: Array | int) -> Softmax:
             for q_cut, k_cut in _cuts(terms, queries, keys, number):
@@ -88,7 +94,7 @@ def _forward(
         begun = met(terms, queries, keys, nothing), context.passed(keys, parts)
         (seen, last), _ = lax.scan(hop, begun, jnp.arange(1, parts - 1))
         seen = over(last, seen, parts - 1)
-        out = _rows(seen.out / seen.total[..., None], query)
+        out = by_token(seen.out / seen.total[..., None], query)
         return out, seen.peak + jnp.log(seen.total)
 
     given = (query, key, value, asking, held)
@@ -103,10 +109,10 @@ def _backward(terms: Terms, kept: Any, out_grad: Array) -> tuple[Any, ...]:
     def local(
         query: Array, key: Array, value: Array, asking: Any, held: Any, *rest: Array
     ) -> tuple[Array, ...]:
-        queries, keys = _operands(terms, query, key, value, asking, held)
+        queries, keys = operands(terms, query, key, value, asking, held)
         out, log_normalizer, grad = rest
-        wide = _heads(grad.astype(jnp.float32), key)
-        mean = (wide * _heads(out.astype(jnp.float32), key)).sum(-1)
+        wide = by_head(grad.astype(jnp.float32), key)
+        mean = (wide * by_head(out.astype(jnp.float32), key)).sum(-1)
         known = Kept(wide.astype(terms.compute), log_normalizer, mean)
 
         def hop(carry: tuple[Array, Any], number: Array) -> tuple[Any, None]:
@@ -122,7 +128,7 @@ def _backward(terms: Terms, kept: Any, out_grad: Array) -> tuple[Any, ...]:
         q_grad, (_, grads) = carry
         k_grad, v_grad = context.passed(grads, parts)  # home again
         return (
-            _rows(q_grad * terms.scale, query),
+            by_token(q_grad * terms.scale, query),
             k_grad.astype(key.dtype),
             v_grad.astype(value.dtype),
         )
@@ -136,27 +142,7 @@ def _backward(terms: Terms, kept: Any, out_grad: Array) -> tuple[Any, ...]:
 _ring.defvjp(_forward, _backward)
 
 
-class _Cut(NamedTuple):
-    """A run of slots: `size` from `start` on, along one axis of every array."""
-
-    axis: int
-    start: Any
-    size: int
-
-    def of(self, tree: Tree) -> Tree:
-        return jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, self.start, self.size, self.axis), tree
-        )
-
-    def into(self, tree: Tree, part: Tree) -> Tree:
-        return jax.tree.map(
-            lambda x, y: lax.dynamic_update_slice_in_dim(x, y, self.start, self.axis), tree, part
-        )
-
-
-def _cuts(
-    terms: Terms, queries: Queries, keys: Keys, number: Array | int
-) -> list[tuple[_Cut, _Cut]]:
+def _cuts(terms: Terms, queries: Queries, keys: Keys, number: Array | int) -> list[tuple[Cut, Cut]]:
     """The runs of queries and of keys that meet in a hop.
 
     Dealt, a device holds an early and a late chunk. Its late queries see the early keys of every other device. From a
@@ -164,34 +150,13 @@ def _cuts(
     """
     t, s = queries.q.shape[T_AXIS], keys.k.shape[S_AXIS]
     if not (terms.causal and terms.is_dealt):
-        return [(_Cut(T_AXIS, 0, t), _Cut(S_AXIS, 0, s))]
+        return [(Cut(T_AXIS, 0, t), Cut(S_AXIS, 0, s))]
     is_after = jnp.asarray(number > context.place(), jnp.int32)
     t, s = t // 2, s // 2
     return [
-        (_Cut(T_AXIS, t, t), _Cut(S_AXIS, 0, s)),
-        (_Cut(T_AXIS, is_after * t, t), _Cut(S_AXIS, is_after * s, s)),
+        (Cut(T_AXIS, t, t), Cut(S_AXIS, 0, s)),
+        (Cut(T_AXIS, is_after * t, t), Cut(S_AXIS, is_after * s, s)),
     ]
-
-
-def _operands(
-    terms: Terms, query: Array, key: Array, value: Array, asking: Any, held: Any
-) -> tuple[Queries, Keys]:
-    scaled = _heads((query * terms.scale).astype(terms.compute), key)
-    slots, segments = jax.tree.map(lambda x: x[:, None, None], asking)
-    return Queries(scaled, slots, segments), Keys(
-        key.astype(terms.compute), value.astype(terms.compute), *held
-    )
-
-
-def _heads(x: Array, key: Array) -> Array:
-    """[B, T, N, H] as [B, K, G, T, H]."""
-    grouped = x.reshape(*x.shape[:2], key.shape[2], -1, x.shape[3])
-    return grouped.transpose(0, 2, 3, 1, 4)
-
-
-def _rows(x: Array, like: Array) -> Array:
-    """[B, K, G, T, H] as [B, T, N, H]."""
-    return x.transpose(0, 3, 1, 2, 4).reshape(like.shape).astype(like.dtype)
 
 
 def _specs(_query: Array, key: Array, _value: Array, asking: Any, held: Any) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.models.build import Blueprint
 from jaxlm.parallel import rules
 from jaxlm.parallel.pipeline import Schedule
-from jaxlm.recipes import context
+from jaxlm.recipes import attention
 from jaxlm.recipes.config import Run
 
 VOCAB_MULTIPLE = 64  # what `model.vocab=auto` is rounded up to, so that it splits over devices
@@ -38,7 +38,7 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
       ConfigError: where a dimension does not divide by its mesh axes.
     """
     precision = Precision.of(run.precision)
-    decoder = context.fitted(run, dataclasses.replace(run.model, vocab=vocab).build(), mesh)
+    decoder = attention.fitted(run, dataclasses.replace(run.model, vocab=vocab).build(), mesh)
     blueprint = Blueprint(
         decoder,
         precision,
@@ -85,7 +85,7 @@ def check_fit(run: Run, mesh: Mesh) -> None:
     ways = rules.split(mesh, "vocab")
     vocab = VOCAB_MULTIPLE * ways if run.model.vocab == "auto" else run.model.vocab
     decoder = dataclasses.replace(run.model, vocab=vocab).build()
-    context.check(run, decoder, mesh)
+    attention.check(run, decoder, mesh)
     assemble(run, vocab, mesh)
 
 

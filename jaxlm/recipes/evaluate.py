@@ -13,7 +13,7 @@ from jaxlm.data.documents import Corpus
 from jaxlm.data.loader import Loader
 from jaxlm.evals import loss as evals
 from jaxlm.parallel import host, rules
-from jaxlm.recipes import assembly, context, trained
+from jaxlm.recipes import assembly, attention, trained
 from jaxlm.recipes.trained import Trained
 
 
@@ -49,7 +49,7 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
             why=f"the model has {limit} positions",
             fix=f"--sequence={limit}",
         )
-    context.check_length(
+    attention.check_length(
         opened.model.mesh, opened.model.blueprint.config, sequence, flag="--sequence"
     )
     batch = options.batch or run.train.batch

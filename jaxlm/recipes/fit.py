@@ -14,7 +14,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models.config import Decoder
 from jaxlm.parallel import rules
 from jaxlm.parallel.config import AXES, flags, nearest, shown
-from jaxlm.recipes import context, devices
+from jaxlm.recipes import attention, devices
 from jaxlm.recipes.config import Run
 
 MOST_TRIED = 200  # combinations of settings; the nearest come first
@@ -112,7 +112,7 @@ def _rows(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
         grid = AbstractMesh(
             tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
         )
-        unit = ways * (2 if context.fitted(run, decoder, grid).has_ring else 1)
+        unit = ways * (2 if attention.fitted(run, decoder, grid).has_ring else 1)
         if length % unit:
             yield _misfit(f"sequence = {length}", "data.sequence", length, unit, "context")
     rows, stages = rules.ways(sizes, "batch"), rules.ways(sizes, "stages")

@@ -18,7 +18,7 @@ from jaxlm.monitor import environment
 from jaxlm.monitor.console import Console
 from jaxlm.parallel import host
 from jaxlm.parallel.cluster import Place
-from jaxlm.recipes import assembly, context, devices, fit, resume, space, starts, telling
+from jaxlm.recipes import assembly, attention, devices, fit, resume, space, starts, telling
 from jaxlm.recipes.assembly import Assembly
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.crew import Crew
@@ -178,9 +178,8 @@ def _describe(
     directory.write_json(
         "provenance.json", {name: str(origin) for name, origin in loaded.provenance.items()}
     )
-    reached = context.told(loaded.value, model.blueprint.config, model.mesh)
-    facts = environment.facts() | {"cluster": options.place.as_json()}
-    facts |= {"context": reached} if reached else {}
+    told = attention.told(loaded.value, model.blueprint.config, model.mesh)
+    facts = environment.facts() | {"cluster": options.place.as_json(), "attention": told}
     directory.write_json("environment.json", facts)
     directory.write_command(options.arguments)
     directory.write_bytes("tokenizer", data.tokenizer.serialise())

@@ -30,6 +30,7 @@ FREE = (
 FREE_GUARD = ("guard.budget", "guard.rewinds", "guard.reach", "guard.skip", "guard.compare_every")
 FREE_TRAIN = (
     "train.stack",
+    "train.attention",
     "train.remat",
     "train.pipeline",
     "train.pipeline_repeats",

@@ -11,7 +11,7 @@ from jaxlm.models import cost
 from jaxlm.monitor import plots, report, words
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import shown
-from jaxlm.recipes import context
+from jaxlm.recipes import attention
 from jaxlm.recipes.session import Session
 
 
@@ -42,8 +42,7 @@ def header(session: Session) -> None:
             f"{run.optim.name} at {run.optim.lr:g}, {run.schedule.name}, {run.precision.compute}",
         ),
     ]
-    if reached := context.told(run, decoder, mesh):
-        facts.append(("context", reached))
+    facts.append(("attention", attention.told(run, decoder, mesh)))
     if plan := model.blueprint.schedule:
         facts.append(("pipeline", f"{plan}: each stage idles {plan.bubble:.0%} of the ticks"))
     if session.start:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from jaxlm.core.config import setting
 from jaxlm.nn.config import REMAT_NAMES
+from jaxlm.ops.kernels import Wanted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,10 @@ class TrainConfig:
     stack: Literal["scan", "unroll"] = setting(
         "scan",
         "run the layers as one compiled loop, or one after the other: same parameters, same result",
+    )
+    attention: Wanted = setting(
+        "auto",
+        "what computes attention: reference (all scores at once), blockwise (memory grows with the row, not its square), or auto; the same function",
     )
     remat: str = setting(
         "none",

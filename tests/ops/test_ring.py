@@ -35,7 +35,7 @@ def weighed(parts, keys, window, cap, segments, precision, operands):
     query, key, value, weights = context.deal(operands, parts) if parts > 1 else operands
     dealt = segments if segments is None else context.deal(jnp.asarray(segments), parts)
     mask = dataclasses.replace(masks.causal(LENGTH, dealt, parts=parts), window=window)
-    out = attention(query, key, value, mask, precision, scale=0.7, cap=cap, keys=keys)
+    out = attention(query, key, value, mask, precision, scale=0.7, cap=cap, kernel=keys)
     return (out * weights).sum(), context.undeal(out, parts)
 
 
@@ -49,7 +49,7 @@ def computed(parts, keys, window=None, cap=None, segments=SEGMENTS, precision=No
 
 # dealt, way, mesh, window, cap, segments
 CASES = {
-    "gathered": (False, "gather", {"context": 4}, 5, 2.0, SEGMENTS),
+    "gathered": (False, "reference", {"context": 4}, 5, 2.0, SEGMENTS),
     "ring": (False, "ring", {"context": 4}, None, None, None),
     "dealt ring of two": (True, "ring", {"context": 2, "data": 2}, None, 2.0, SEGMENTS),
     "dealt ring of four": (True, "ring", {"context": 4}, 5, None, SEGMENTS),
@@ -60,7 +60,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_split_rows_give_what_whole_rows_give(case):
     is_dealt, keys, sizes, window, cap, segments = CASES[case]
-    alone = computed(1, "gather", window, cap, segments)
+    alone = computed(1, "reference", window, cap, segments)
     with jax.set_mesh(grid_of(**sizes)):
         split = computed(sizes["context"] if is_dealt else 1, keys, window, cap, segments)
     for one, other in zip(alone, split, strict=True):
@@ -75,7 +75,7 @@ def test_split_rows_give_what_whole_rows_give(case):
     "sizes", [{"context": 2}, {"context": 4, "fsdp": 2}, {"context": 8}, {"data": 2, "context": 2, "tensor": 2}], ids=str
 )  # fmt: skip
 def test_every_mask_in_every_ring(sizes, cap, window, segments):
-    alone = computed(1, "gather", window, cap, segments)
+    alone = computed(1, "reference", window, cap, segments)
     with jax.set_mesh(grid_of(**sizes)):
         for parts in (1, sizes["context"]):
             for one, other in zip(
@@ -86,9 +86,9 @@ def test_every_mask_in_every_ring(sizes, cap, window, segments):
 
 def test_a_ring_in_low_precision_is_as_near_to_float32_as_gathered_keys():
     low = Precision.of(PrecisionConfig(compute="bfloat16"))
-    exact = computed(1, "gather")
+    exact = computed(1, "reference")
     with jax.set_mesh(grid_of(context=2)):
-        near, gathered = computed(2, "ring", precision=low), computed(1, "gather", precision=low)
+        near, gathered = computed(2, "ring", precision=low), computed(1, "reference", precision=low)
     for one, ring, whole in zip(exact, near, gathered, strict=True):
         error, known = np.abs(ring - one).max(), np.abs(whole - one).max()
         assert 0 < error <= 2 * known
@@ -101,7 +101,7 @@ def test_a_ring_runs_under_scan_remat_and_the_map_over_stages():
         mask = masks.causal(LENGTH, jnp.asarray(SEGMENTS))
         shape = (*x.shape[:2], HEADS, SIZE)
         query, key = (x * scale).reshape(shape), x.reshape(shape)[:, :, ::2]
-        out = attention(query, key, key, mask, Precision.float32(), scale=0.5, keys="ring")
+        out = attention(query, key, key, mask, Precision.float32(), scale=0.5, kernel="ring")
         return rules.constrain(x + out.reshape(x.shape), "batch", "length", None), None
 
     def loss(x, scales):
@@ -125,12 +125,12 @@ def test_a_ring_holds_a_part_of_the_scores_and_never_all_keys():
     length, heads = 512, 2
     shape = jax.ShapeDtypeStruct((1, length, heads, 8), jnp.float32)
     held = {}
-    for keys in ("gather", "ring"):
+    for keys in ("reference", "ring"):
         parts = 4 if keys == "ring" else 1
 
-        def loss(query, key, value, parts=parts, keys=keys):
+        def loss(query, key, value, parts=parts, kernel=keys):
             mask = masks.causal(length, parts=parts)
-            return attention(query, key, value, mask, Precision.float32(), scale=1.0, keys=keys).sum()  # fmt: skip
+            return attention(query, key, value, mask, Precision.float32(), scale=1.0, kernel=kernel).sum()  # fmt: skip
 
         with jax.set_mesh(grid_of(context=4)):
             grad = jax.grad(loss, argnums=(0, 1, 2))
@@ -138,17 +138,17 @@ def test_a_ring_holds_a_part_of_the_scores_and_never_all_keys():
             compiled = jax.jit(constrained).lower(shape, shape, shape).compile()
         held[keys] = compiled.memory_analysis().temp_size_in_bytes
         kinds = {each.kind for each in collectives.read(compiled.as_text()) if each.bytes > 4096}
-        assert ("all-gather" in kinds) == (keys == "gather")
+        assert ("all-gather" in kinds) == (keys == "reference")
         assert ("collective-permute" in kinds) == (keys == "ring")
     scores = 4 * heads * (length // 4) * length
-    assert held["gather"] > scores
-    assert held["ring"] < held["gather"] / 2
+    assert held["reference"] > scores
+    assert held["ring"] < held["reference"] / 2
 
 
 def test_what_a_ring_cannot_do_is_refused():
     query, key, value, _ = OPERANDS
     with jax.set_mesh(grid_of(context=4)):
-        with pytest.raises(ValueError, match="attention dropout in a ring"):
+        with pytest.raises(ValueError, match="attention dropout in ring"):
             attention(
                 query,
                 key,
@@ -158,8 +158,8 @@ def test_what_a_ring_cannot_do_is_refused():
                 scale=1.0,
                 dropout=0.5,
                 dropout_key=jax.random.key(0),
-                keys="ring",
+                kernel="ring",
             )
         short = (x[:, :14] for x in (query, key, value))
         with pytest.raises(ValueError, match="14 slots do not divide over 4 devices"):
-            attention(*short, masks.causal(14), Precision.float32(), scale=1.0, keys="ring")
+            attention(*short, masks.causal(14), Precision.float32(), scale=1.0, kernel="ring")

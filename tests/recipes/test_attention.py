@@ -15,7 +15,7 @@ from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import context
+from jaxlm.recipes import attention
 from jaxlm.recipes.config import Run
 from jaxlm.train.config import TrainConfig
 
@@ -39,26 +39,26 @@ def grid():
 def test_the_way_to_keys_is_chosen_set_and_said(grid):
     model = Llama(**SIZES, kv_heads=4)
     small = run_of(model)
-    assert not context.fitted(small, model.build(), grid).has_ring
-    assert context.told(small, model.build(), grid).startswith("keys gathered from 4 devices: ")
+    assert not attention.fitted(small, model.build(), grid).has_ring
+    assert attention.told(small, model.build(), grid).startswith("keys gathered from 4 devices: ")
     large = run_of(model, sequence=8192)
-    assert context.fitted(large, model.build(), grid).has_ring
-    said = context.told(large, model.build(), grid)
+    assert attention.fitted(large, model.build(), grid).has_ring
+    said = attention.told(large, model.build(), grid)
     assert said.startswith("keys in a ring of 4 devices, tokens dealt out in 8 chunks: ")
     assert said.endswith("MiB a device, above 256")
     forced = run_of(model, context_keys="ring")
-    assert context.fitted(forced, model.build(), grid).has_ring
+    assert attention.fitted(forced, model.build(), grid).has_ring
     whole = mesh.build(MeshConfig(data=4), jax.devices()[:4])
-    assert context.told(forced, model.build(), whole) is None
-    assert context.fitted(forced, model.build(), whole) == model.build()
+    assert attention.told(forced, model.build(), whole).startswith("reference: rows of 64 tokens")
+    assert attention.fitted(forced, model.build(), whole) == model.build()
 
 
 def test_a_ring_with_attention_dropout_is_refused_and_auto_gathers(grid):
     model = GPT2(**SIZES, dropout=0.1)
-    assert not context.fitted(run_of(model, sequence=8192), model.build(), grid).has_ring
+    assert not attention.fitted(run_of(model, sequence=8192), model.build(), grid).has_ring
     run = run_of(model, context_keys="ring")
     with pytest.raises(ConfigError, match="no room for attention dropout") as caught:
-        context.check(run, model.build(), grid)
+        attention.check(run, model.build(), grid)
     for line in caught.value.fix.splitlines():
         path, _, value = line.removeprefix("--config.").partition("=")
         fixed = (
@@ -66,20 +66,38 @@ def test_a_ring_with_attention_dropout_is_refused_and_auto_gathers(grid):
             if path == "mesh.context_keys"
             else dataclasses.replace(run, model=dataclasses.replace(model, dropout=float(value)))
         )
-        context.check(fixed, fixed.model.build(), grid)
+        attention.check(fixed, fixed.model.build(), grid)
+
+
+def test_blocks_are_chosen_for_long_rows_and_refused_where_they_cannot_be(grid):
+    whole = mesh.build(MeshConfig(data=4), jax.devices()[:4])
+    model = Llama(**SIZES, kv_heads=4)
+    run = run_of(model, sequence=1024)
+    for sizes, kernel in ((whole, "blockwise"), (grid, "reference")):
+        layers = attention.fitted(run, model.build(), sizes).layers
+        assert {layer.attention.kernel for layer in layers} == {kernel}
+    assert attention.told(run, model.build(), whole).startswith("blockwise: rows of 1024 tokens")
+    named = dataclasses.replace(run, train=TrainConfig(batch=8, attention="blockwise"))
+    attention.check(named, model.build(), whole)
+    with pytest.raises(ConfigError, match="for whole rows"):
+        attention.check(named, model.build(), grid)
+    dropping = GPT2(**SIZES, context=1024, dropout=0.1)
+    assert attention.told(run, dropping.build(), whole).startswith("reference: the others have no")
+    with pytest.raises(ConfigError, match="blockwise attention knows no dropout"):
+        attention.check(named, dropping.build(), whole)
 
 
 def test_rows_of_another_length_are_refused_with_the_nearest_that_divide(grid):
     model = Llama(**SIZES, kv_heads=4)
-    ring = context.fitted(run_of(model, context_keys="ring"), model.build(), grid)
-    context.check_length(grid, model.build(), 36, flag="--sequence")
+    ring = attention.fitted(run_of(model, context_keys="ring"), model.build(), grid)
+    attention.check_length(grid, model.build(), 36, flag="--sequence")
     for length, fixes in ((36, [32, 40]), (5, [8])):
         with pytest.raises(ConfigError, match=f"rows of {length} tokens") as caught:
-            context.check_length(grid, ring, length, flag="--sequence")
+            attention.check_length(grid, ring, length, flag="--sequence")
         assert caught.value.fix.splitlines() == [f"--sequence={fix}" for fix in fixes]
     learned = GPT2(**SIZES, context=38).build()
     with pytest.raises(ConfigError) as caught:
-        context.check_length(grid, learned, 38, flag="--sequence")
+        attention.check_length(grid, learned, 38, flag="--sequence")
     assert caught.value.fix == "--sequence=36"
 
 
@@ -116,7 +134,9 @@ def get_config(arg=""):
 
 
 @pytest.mark.slow
-def test_a_run_in_a_ring_learns_samples_and_is_evaluated_as_one_of_whole_rows(tmp_path, capsys):
+def test_runs_by_blocks_and_in_a_ring_learn_sample_and_are_evaluated_as_one_of_all_scores(
+    tmp_path, capsys
+):
     draw = random.Random(0)
     words = "one two three four five six seven eight nine ten".split()
     for number in range(60):
@@ -125,7 +145,8 @@ def test_a_run_in_a_ring_learns_samples_and_is_evaluated_as_one_of_whole_rows(tm
     (tmp_path / "config.py").write_text(CONFIG.format(folder=tmp_path))
     found = {}
     split = ["--config.mesh.data=2", "--config.mesh.context=4", "--config.mesh.context_keys=ring"]
-    for name, flags in {"whole": [], "split": split}.items():
+    blocks = ["--config.train.attention=blockwise"]
+    for name, flags in {"whole": [], "blocks": blocks, "split": split}.items():
         workdir = tmp_path / name
         run = ["train", f"--config={tmp_path}/config.py", f"--workdir={workdir}", *flags]
         assert main([*run, "--quiet", "--config.log.sinks="]) == 0
@@ -136,13 +157,17 @@ def test_a_run_in_a_ring_learns_samples_and_is_evaluated_as_one_of_whole_rows(tm
         losses.append(json.loads(capsys.readouterr().out)["loss_nats"])
         samples = (workdir / "samples.jsonl").read_text().splitlines()
         found[name] = losses, [json.loads(line)["text"] for line in samples]
-    np.testing.assert_allclose(found["split"][0], found["whole"][0], rtol=1e-5)
     assert len(found["whole"][0]) == 4 + 2 + 1
-    assert found["split"][1] == found["whole"][1]
     assert len(found["whole"][1]) == 4
-    environment = json.loads((tmp_path / "split/environment.json").read_text())
-    assert environment["context"].startswith("keys in a ring of 4 devices")
-    assert "context" not in json.loads((tmp_path / "whole/environment.json").read_text())
+    for name, words in {
+        "whole": "reference: rows of 32 tokens",
+        "blocks": "blockwise: as train.attention says",
+        "split": "keys in a ring of 4 devices",
+    }.items():
+        np.testing.assert_allclose(found[name][0], found["whole"][0], rtol=1e-5)
+        assert found[name][1] == found["whole"][1]
+        environment = json.loads((tmp_path / name / "environment.json").read_text())
+        assert environment["attention"].startswith(words)
     capsys.readouterr()
     assert main(["eval", f"--workdir={tmp_path}/split", "--sequence=20"]) == 2
     assert "--sequence=24" in capsys.readouterr().err

@@ -1,6 +1,7 @@
-"""Rows whose tokens lie on several devices: whether that is possible, and how queries reach the keys of other devices."""
+"""How each layer computes attention on this mesh: which kernel, how queries reach the keys of other devices, and why."""
 
 import dataclasses
+from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -8,21 +9,27 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision
 from jaxlm.models.config import Decoder
 from jaxlm.nn.config import AttentionConfig, BlockConfig
+from jaxlm.ops import kernels
+from jaxlm.ops.kernels import Kernel
 from jaxlm.parallel import context, rules
 from jaxlm.parallel.config import shown
-from jaxlm.parallel.context import Keys
 from jaxlm.recipes.config import Run
 
 
+class Way(NamedTuple):
+    """How a layer computes attention, in words too."""
+
+    kernel: Kernel
+    told: str
+
+
 def fitted(run: Run, decoder: Decoder, mesh: Mesh | AbstractMesh) -> Decoder:
-    """The model with the way to other devices' keys in each of its layers."""
-    if rules.split(mesh, "length") == 1:
-        return decoder
+    """The model with the kernel of each of its layers."""
 
     def of(block: BlockConfig) -> BlockConfig:
-        keys = _chosen(run, block.attention, mesh).keys
+        kernel = _way(run, block.attention, mesh).kernel
         return dataclasses.replace(
-            block, attention=dataclasses.replace(block.attention, context_keys=keys)
+            block, attention=dataclasses.replace(block.attention, kernel=kernel)
         )
 
     return dataclasses.replace(
@@ -30,30 +37,37 @@ def fitted(run: Run, decoder: Decoder, mesh: Mesh | AbstractMesh) -> Decoder:
     )
 
 
-def told(run: Run, decoder: Decoder, mesh: Mesh | AbstractMesh) -> str | None:
-    """What was chosen and why, a line for each kind of layer that differs in it; None where rows are whole."""
-    parts = rules.split(mesh, "length")
-    if parts == 1:
-        return None
-    chosen = dict.fromkeys(_chosen(run, layer.attention, mesh) for layer in decoder.layers)
-    ways = {
-        "gather": "keys gathered from {parts} devices",
-        "ring": "keys in a ring of {parts} devices, tokens dealt out in {chunks} chunks",
-    }
+def told(run: Run, decoder: Decoder, mesh: Mesh | AbstractMesh) -> str:
+    """What was chosen and why, a line for each kind of layer that differs in it."""
     return "\n".join(
-        f"{ways[each.keys].format(parts=parts, chunks=2 * parts)}: {each.reason}" for each in chosen
+        dict.fromkeys(_way(run, layer.attention, mesh).told for layer in decoder.layers)
     )
 
 
 def check(run: Run, decoder: Decoder, mesh: Mesh | AbstractMesh) -> None:
-    """Raises ConfigError where a ring meets attention dropout."""
-    split = fitted(run, decoder, mesh)
-    if split.has_ring and any(layer.attention.dropout for layer in split.layers):
+    """Raises ConfigError where a kernel was asked for that cannot compute this model."""
+    layers = fitted(run, decoder, mesh).layers
+    dropping = [layer.attention.kernel for layer in layers if layer.attention.dropout]
+    if "ring" in dropping:
         raise ConfigError(
             "keys in a ring leave no room for attention dropout",
             where="mesh.context_keys",
             why=f"model.dropout = {run.model.dropout:g} drops attention weights too",
             fix="--config.mesh.context_keys=gather\n--config.model.dropout=0",
+        )
+    if "blockwise" in dropping:
+        raise ConfigError(
+            "blockwise attention knows no dropout",
+            where="train.attention",
+            why=f"model.dropout = {run.model.dropout:g} drops attention weights too",
+            fix="--config.train.attention=reference\n--config.model.dropout=0",
+        )
+    if run.train.attention == "blockwise" and rules.split(mesh, "length") > 1:
+        raise ConfigError(
+            "blockwise attention is for whole rows",
+            where="train.attention",
+            why=f"mesh {shown(mesh.shape)} splits them",
+            fix="--config.train.attention=auto\n--config.mesh.context=1",
         )
 
 
@@ -75,7 +89,23 @@ def check_length(mesh: Mesh | AbstractMesh, decoder: Decoder, length: int, *, fl
     )
 
 
-def _chosen(run: Run, attention: AttentionConfig, mesh: Mesh | AbstractMesh) -> Keys:
+def _way(run: Run, attention: AttentionConfig, mesh: Mesh | AbstractMesh) -> Way:
+    parts = rules.split(mesh, "length")
+    if parts == 1:
+        kernel, reason = kernels.choose(
+            run.train.attention, length=run.data.sequence, dropout=attention.dropout
+        )
+        return Way(kernel, f"{kernel}: {reason}")
+    keys, reason = _keys(run, attention, mesh)
+    if keys == "gather":
+        return Way("reference", f"keys gathered from {parts} devices: {reason}")
+    return Way(
+        "ring",
+        f"keys in a ring of {parts} devices, tokens dealt out in {2 * parts} chunks: {reason}",
+    )
+
+
+def _keys(run: Run, attention: AttentionConfig, mesh: Mesh | AbstractMesh) -> context.Keys:
     tensor = rules.split(mesh, "heads")
     rows = run.train.batch // (run.train.microbatches * rules.split(mesh, "batch"))
     return context.choose(

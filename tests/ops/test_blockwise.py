@@ -1,0 +1,204 @@
+"""Attention by blocks is attention: outputs and gradients against float64, over masks, groups, lengths and dtypes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from jaxlm.core.precision import Precision
+from jaxlm.core.precision_config import PrecisionConfig
+from jaxlm.ops import blockwise, kernels, masks
+from jaxlm.ops.attention import attention
+from jaxlm.parallel import collectives, mesh, rules
+from jaxlm.parallel.config import MeshConfig
+
+ROWS, SIZE, BLOCK = 2, 4, 8
+FULL = Precision.float32()
+
+
+def operands(length, heads, kv_heads, seed=0):
+    draw = np.random.default_rng(seed)
+    return [
+        draw.standard_normal((ROWS, length, n, SIZE)) for n in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def segments_of(length):
+    """Two documents and padding; and one document."""
+    cuts = np.array([[length // 3, length - length // 4], [length, length]])
+    at = np.arange(length)[None]
+    return np.where(at < cuts[:, :1], 1, np.where(at < cuts[:, 1:], 2, 0)).astype(np.int32)
+
+
+def exact(query, key, value, weights, *, causal, window, cap, segments):
+    """sum(out x weights) and its gradients by q, k and v, in float64, from the formulas, row by row and head by head."""
+    out = np.zeros(query.shape)
+    grads = [np.zeros(x.shape) for x in (query, key, value)]
+    groups = query.shape[2] // key.shape[2]
+    t, s = np.mgrid[: query.shape[1], : key.shape[1]]
+    for row, head in np.ndindex(ROWS, query.shape[2]):
+        seen = (s <= t) | (not causal)
+        if window is not None:
+            seen = seen & (t - s < window)
+        if segments is not None:
+            seen = seen & (segments[row][:, None] == segments[row][None])
+        q, k, v = query[row, :, head], key[row, :, head // groups], value[row, :, head // groups]
+        scores, slope = 0.7 * q @ k.T, 1.0
+        if cap is not None:
+            scores, slope = cap * np.tanh(scores / cap), 1 - np.tanh(scores / cap) ** 2
+        scores = np.where(seen, scores, -np.inf)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        out[row, :, head] = shares @ v
+        by_share = weights[row, :, head] @ v.T
+        by_score = shares * (by_share - (shares * by_share).sum(-1, keepdims=True)) * slope
+        grads[0][row, :, head] += 0.7 * by_score @ k
+        grads[1][row, :, head // groups] += 0.7 * by_score.T @ q
+        grads[2][row, :, head // groups] += shares.T @ weights[row, :, head]
+    return out, *grads
+
+
+def by_blocks(length, heads, kv_heads, *, causal, window, cap, segments, precision=FULL):
+    query, key, value, weights = operands(length, heads, kv_heads)
+    mask = dataclasses.replace(masks.causal(length, segments), causal=causal, window=window)
+
+    def weighed(query, key, value):
+        out = blockwise.blockwise(
+            query, key, value, mask, precision.compute, scale=0.7, cap=cap, block=BLOCK
+        )
+        return (out * weights).sum(), out
+
+    run = jax.jit(jax.value_and_grad(weighed, argnums=(0, 1, 2), has_aux=True))
+    (_, out), grads = run(*(jnp.asarray(x, jnp.float32) for x in (query, key, value)))
+    return out, *grads
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "causal", "window", "cap", "is_packed"),
+    [
+        (8, 1, 1, True, None, None, False),  # one block
+        (24, 4, 2, True, None, None, True),
+        (29, 4, 1, True, None, 2.0, True),  # a block that is not full
+        (40, 2, 2, True, 5, None, False),  # a window within a block
+        (40, 4, 2, True, 17, 2.0, True),  # and over three
+        (27, 2, 1, False, None, None, False),  # both ways, with slots that nobody may see
+        (27, 4, 2, False, 6, None, True),
+        (5, 2, 2, True, None, None, False),  # a row shorter than a block
+    ],
+)
+def test_outputs_and_gradients_are_those_of_float64(
+    length, heads, kv_heads, causal, window, cap, is_packed
+):
+    segments = segments_of(length) if is_packed else None
+    terms = dict(causal=causal, window=window, cap=cap, segments=segments)
+    expected = exact(*operands(length, heads, kv_heads), **terms)
+    got = by_blocks(length, heads, kv_heads, **terms)
+    for one, other in zip(expected, got, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * np.abs(one).max())
+
+
+def test_in_low_precision_it_is_as_near_to_float64_as_the_reference():
+    precision = Precision.of(PrecisionConfig(compute="bfloat16"))
+    terms = dict(causal=True, window=None, cap=None, segments=None)
+    expected = exact(*operands(40, 4, 2), **terms)
+    near = by_blocks(40, 4, 2, precision=precision, **terms)
+    query, key, value, weights = (jnp.asarray(x, jnp.float32) for x in operands(40, 4, 2))
+
+    def weighed(query, key, value):
+        out = attention(query, key, value, masks.causal(40), precision, scale=0.7)
+        return (out * weights).sum(), out
+
+    (_, out), grads = jax.value_and_grad(weighed, argnums=(0, 1, 2), has_aux=True)(
+        query, key, value
+    )
+    for exactly, blocks, whole in zip(expected, near, (out, *grads), strict=True):
+        error, known = (np.abs(np.asarray(x) - exactly).max() for x in (blocks, whole))
+        assert 0 < error <= 2 * known
+
+
+def test_memory_grows_with_the_row_and_not_with_its_square():
+    def held(length, kernel):
+        shape = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+
+        def loss(query, key, value):
+            mask = masks.causal(length)
+            return attention(query, key, value, mask, FULL, scale=1.0, kernel=kernel).sum()
+
+        program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape)
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    assert held(4096, "reference") > 3 * held(2048, "reference")
+    assert held(4096, "blockwise") < 2.2 * held(2048, "blockwise")
+    assert held(2048, "blockwise") < held(2048, "reference") / 10
+
+
+def test_blocks_that_nothing_is_seen_of_are_not_computed():
+    """Half of a causal row, and little of one with a window: the time says so in long rows, the bounds in short ones."""
+
+    def seen(window, count=6):
+        terms = blockwise.Terms(
+            scale=1.0, cap=None, compute=jnp.float32, causal=True, window=window, is_dealt=False
+        )
+        bounds = [blockwise._seen(terms, BLOCK, count, jnp.asarray(i)) for i in range(count)]
+        return sum(int(stop) - int(start) for start, stop in bounds)
+
+    assert seen(None) == 6 * 7 // 2
+    assert seen(1) == 6
+    assert seen(BLOCK) == 6 + 5
+    assert seen(BLOCK + 2) == 6 + 5 + 4
+
+
+def test_what_the_kernels_cannot_do_is_refused():
+    query, key, value, _ = (jnp.asarray(x, jnp.float32) for x in operands(16, 2, 2))
+    cache = masks.Mask(query_index=jnp.arange(16)[None], key_index=jnp.arange(16)[None])
+    with pytest.raises(ValueError, match="other than whole rows"):
+        attention(query, key, value, cache, FULL, scale=1.0, kernel="blockwise")
+    with pytest.raises(ValueError, match="attention dropout in blockwise"):
+        attention(
+            query, key, value, masks.causal(16), FULL, scale=1.0, kernel="blockwise",
+            dropout=0.1, dropout_key=jax.random.key(0),
+        )  # fmt: skip
+
+
+def test_the_kernel_is_chosen_by_length_and_dropout_unless_named():
+    assert kernels.choose("auto", length=512, dropout=0.0).kernel == "blockwise"
+    assert kernels.choose("auto", length=511, dropout=0.0).kernel == "reference"
+    kernel, reason = kernels.choose("auto", length=4096, dropout=0.1)
+    assert (kernel, reason) == ("reference", "the others have no attention dropout")
+    for name in ("reference", "blockwise"):
+        assert kernels.choose(name, length=4096, dropout=0.0) == (name, "as train.attention says")
+
+
+def test_on_a_mesh_rows_and_heads_stay_where_they_are():
+    shapes = [(8, 40, heads, SIZE) for heads in (4, 2, 2)]
+    query, key, value = (
+        jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(shapes)
+    )
+    segments = jnp.asarray(np.repeat(segments_of(40), 4, axis=0))
+
+    def loss(query, key, value):
+        query, key, value = (
+            rules.constrain(x, "batch", "length", "heads", "head_dim") for x in (query, key, value)
+        )
+        mask = masks.causal(40, segments)
+        out = blockwise.blockwise(query, key, value, mask, jnp.float32, scale=0.7, block=BLOCK)
+        return jnp.square(rules.constrain(out, "batch", "length", "heads", "head_dim")).sum()
+
+    alone = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(query, key, value)
+    grid = mesh.build(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
+    with jax.set_mesh(grid):
+        place = NamedSharding(grid, rules.spec(("batch", "length", "heads", "head_dim")))
+        given = [jax.device_put(x, place) for x in (query, key, value)]
+        program = (
+            jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)), out_shardings=(None, (place,) * 3))
+            .lower(*given)
+            .compile()
+        )
+        split = program(*given)
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(split), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+    sent = [each for each in collectives.read(program.as_text()) if each.shapes[0].elements > 1]
+    assert not sent, "only the loss is summed over devices"
