@@ -40,6 +40,9 @@ VERBS = {
     "check": Verb(
         "jaxlm.cli.check", "try a config on fake devices: same loss, and what is sent", "Understand"
     ),
+    "doctor": Verb(
+        "jaxlm.cli.doctor", "what is wrong with this machine, and its fix", "Understand"
+    ),
     "config": Verb("jaxlm.cli.config", "show, explain, compare or check a config", "Understand"),
 }
 

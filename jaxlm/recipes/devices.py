@@ -41,7 +41,7 @@ def start(cpu_devices: int | None = None) -> None:
                 fix="name it in the first command of the process",
             ) from error
     if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(_compile_cache()))
+        jax.config.update("jax_compilation_cache_dir", str(compile_cache()))
     lru_cache.LRUCache.put = _put  # type: ignore[assignment]
 
 
@@ -60,7 +60,7 @@ def _put(store: lru_cache.LRUCache, key: str, value: bytes) -> None:
         partial.replace(target)
 
 
-def _compile_cache() -> Path:
+def compile_cache() -> Path:
     """A folder for compiled programs that only this user can write, since what is in it is run.
 
     It is named by the user, the compiler, and what the processor can do: a program for another one may crash.

@@ -170,15 +170,15 @@ def test_s15_another_user_compiler_or_processor_has_another_folder(tmp_path, mon
     from jaxlm.recipes import devices
 
     monkeypatch.setenv("JAXLM_CACHE", str(tmp_path))
-    folders = {devices._compile_cache()}
+    folders = {devices.compile_cache()}
     monkeypatch.setattr(devices, "_processor", lambda: "x86_64\nflags: avx512f")
-    folders.add(devices._compile_cache())
+    folders.add(devices.compile_cache())
     monkeypatch.setattr(devices.importlib.metadata, "version", lambda name: "0.0.1")
-    folders.add(devices._compile_cache())
+    folders.add(devices.compile_cache())
     mine = os.getuid()
     monkeypatch.setattr(devices.os, "getuid", lambda: mine + 1)
     with pytest.raises(JaxlmError) as caught:  # the folder of that user, made by this one
-        devices._compile_cache()
+        devices.compile_cache()
     assert caught.value.code == 73
     assert len(folders) == 3
     assert len(list((tmp_path / "compiled").iterdir())) == 4
@@ -188,10 +188,10 @@ def test_s15_a_link_in_place_of_the_folder_is_refused(tmp_path, monkeypatch):
     from jaxlm.recipes import devices
 
     monkeypatch.setenv("JAXLM_CACHE", str(tmp_path / "cache"))
-    folder = devices._compile_cache()
+    folder = devices.compile_cache()
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(JaxlmError) as caught:
-        devices._compile_cache()
+        devices.compile_cache()
     assert caught.value.code == 73
