@@ -103,8 +103,10 @@ def accelerators(
         return
     wanted = "gpu" if hardware.gpus and backend != "gpu" else "tpu"
     if platforms and wanted not in platforms and not (wanted == "gpu" and "cuda" in platforms):
-        why, fix = f"JAX_PLATFORMS={platforms} keeps JAX from it", "unset JAX_PLATFORMS"
-    elif wanted == "gpu" and not _cuda(packages):
+        said = f"{unused} is not used: JAX_PLATFORMS={platforms} keeps JAX from it"
+        yield Finding("accelerator", "warning", said, "unset JAX_PLATFORMS")
+        return
+    if wanted == "gpu" and not _cuda(packages):
         newest = max((m for m, least in OLDEST_DRIVER.items() if _major(hardware.driver) >= least), default=13)  # fmt: skip
         extra = "cuda12" if newest == 12 and hardware.driver else "cuda"
         why, fix = "no plugin for CUDA is installed", f"{sys.executable} -m pip install 'jaxlm[{extra}]'"  # fmt: skip

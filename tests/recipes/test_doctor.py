@@ -64,9 +64,9 @@ def test_a_gpu_that_jax_does_not_use_is_told_with_the_reason(monkeypatch, tmp_pa
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert main(["doctor", f"--workdir={tmp_path}"]) == 1
+    assert main(["doctor", f"--workdir={tmp_path}"]) == 0
     said = capsys.readouterr().out
-    assert "PROBLEM: NVIDIA H200 is not used: JAX_PLATFORMS=cpu keeps JAX from it" in said
+    assert "WARNING: NVIDIA H200 is not used: JAX_PLATFORMS=cpu keeps JAX from it" in said
     assert "fix: unset JAX_PLATFORMS" in said
 
 
