@@ -27,16 +27,20 @@ def build(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     sizes = config.sizes(len(devices))
     types = (AxisType.Auto,) * len(AXES)
+    # An axis of 64 on a torus of 16 x 16 takes parts of both of its dimensions; where none need be cut, none is.
     if (count := slices(devices)) > 1:
         outer = across(sizes, count)
         grid = mesh_utils.create_hybrid_device_mesh(
             [sizes[axis] // outer[axis] for axis in AXES],
             [outer[axis] for axis in AXES],
             devices,
+            allow_split_physical_axes=True,
         )
-        return Mesh(grid, AXES, axis_types=types)
-    shape = tuple(sizes[axis] for axis in AXES)
-    return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+    else:
+        grid = mesh_utils.create_device_mesh(
+            [sizes[axis] for axis in AXES], devices, allow_split_physical_axes=True
+        )
+    return Mesh(grid, AXES, axis_types=types)
 
 
 def slices(devices: Sequence[jax.Device]) -> int:

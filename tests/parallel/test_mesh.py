@@ -1,11 +1,13 @@
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.parallel import mesh
-from jaxlm.parallel.config import AXES, MeshConfig
+from jaxlm.parallel.config import AXES, MeshConfig, factorisations
+from jaxlm.recipes.topology import SLICES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,3 +59,37 @@ def test_slices_of_different_sizes_are_refused():
     devices = [Device(i, int(i > 2)) for i in range(8)]
     with pytest.raises(ConfigError, match="same number"):
         mesh.build(MeshConfig(data=8), devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """The same of a chip of a TPU slice."""
+
+    id: int
+    coords: tuple[int, ...]
+    device_kind: str
+    platform: str = "tpu"
+    process_index: int = 0
+    slice_index: int = 0
+    core_on_chip: int = 0
+
+
+def chips(topology):
+    """Those of a slice such as v6e:16x16."""
+    name, _, shape = topology.partition(":")
+    kind = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}[name]
+    sizes = [*map(int, shape.split("x")), 1][:3]
+    return [
+        Chip(number, tuple(map(int, coords)), kind)
+        for number, coords in enumerate(itertools.product(*map(range, sizes)))
+    ]
+
+
+@pytest.mark.parametrize("name", ["v5e-16", "v5e-256", "v5p-128", "v6e-256"])
+def test_any_axis_finds_a_place_on_any_slice(name):
+    """Also one that no dimension of the torus has the size of: JAX's own default is to give up."""
+    devices = chips(SLICES[name].topology)
+    for sizes in factorisations(len(devices), ("data", "fsdp", "tensor")):
+        built = mesh.build(MeshConfig(**sizes), devices)
+        assert dict(built.shape) == sizes
+        assert sorted(chip.id for chip in built.devices.flat) == list(range(len(devices)))
