@@ -77,11 +77,15 @@ def fsdp_bytes(work: Work, sizes: dict[str, int]) -> float:
 
 
 def data_bytes(work: Work, sizes: dict[str, int]) -> float:
-    """Over data: all gradients that a chip holds, summed and handed out, once a step."""
+    """Over data: all gradients that a chip holds, summed and handed out.
+
+    Once for each micro-batch, as the step is written and XLA for CPU compiles it: a compiler may move the sum out of the loop.
+    """
     blocks, tables = matrices(work.model)
     held = blocks / sizes["pipe"] + tables
     held /= sizes["tensor"] * sizes["fsdp"]
-    return 2 * _ring(sizes["data"]) * held * work.gradient_bytes
+    times = 1 if sizes["pipe"] > 1 else work.microbatches
+    return 2 * _ring(sizes["data"]) * held * work.gradient_bytes * times
 
 
 def tensor_bytes(work: Work, sizes: dict[str, int], *, is_remat: bool = True) -> float:

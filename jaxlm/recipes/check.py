@@ -21,7 +21,7 @@ from jaxlm.parallel.config import AXES, MeshConfig, shown
 from jaxlm.recipes import assembly, devices, fit, topology, traffic
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
-from jaxlm.recipes.shrink import Small, shrink
+from jaxlm.recipes.shrink import HEAD_DIM, Small, shrink
 
 TOLERANCE = 1e-5  # relative, of losses and gradient norms in float32
 ACCIDENT = (
@@ -79,6 +79,7 @@ def check(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, An
         tokens=small.tokens,
         vocab=topology.vocabulary(small.run),
         mark=small.mark,
+        head_dim=HEAD_DIM,
     )
     deviation = max(
         _deviation(trial.losses, alone.losses), _deviation(trial.grad_norms, alone.grad_norms)

@@ -63,7 +63,7 @@ def shrink(run: Run, steps: int, limit: int) -> Small:
     microbatches = max(min(run.train.microbatches, 2), mesh["pipe"])
     rows = math.prod(mesh[axis] for axis in ("data", "fsdp", "expert")) * microbatches
     if hasattr(run.model, "context"):
-        model["context"] = sequence
+        model["context"] = 2 ** math.ceil(math.log2(sequence))  # a table of positions has no tokens
     raw = config.to_json(run)
     raw["model"] |= model
     raw["mesh"] |= mesh
@@ -73,6 +73,8 @@ def shrink(run: Run, steps: int, limit: int) -> Small:
         raw["loss"]["chunk"] = rows * sequence // microbatches // 2
     raw["schedule"] = {"name": "constant", "warmup": "0"}
     raw["precision"] = {"params": "float32", "compute": "float32"}
+    if hasattr(run.optim, "newton_schulz_dtype"):
+        raw["optim"]["newton_schulz_dtype"] = "float32"
     small = config.from_json(Run, raw)
     changes = [change for change in config.diff(run, small) if change.path.partition(".")[0] in raw]
     return Small(small, mesh, mark, tuple(changes))

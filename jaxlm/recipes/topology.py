@@ -101,7 +101,12 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
     total = sum(held.values())
     # A real run's sizes have no mark to tell activations by: nothing is judged here.
     lines = traffic.table(
-        collectives.read(compiled.as_text() or ""), dict(grid.shape), tokens=0, vocab=0, mark=0
+        collectives.read(compiled.as_text() or ""),
+        dict(grid.shape),
+        tokens=0,
+        vocab=0,
+        mark=0,
+        head_dim=0,
     )
     return {
         "topology": known.topology,

@@ -35,11 +35,12 @@ def table(
     tokens: int,
     vocab: int,
     mark: int,
+    head_dim: int,
 ) -> list[Line]:
     """The lines of a step's collectives, what nobody wanted first, then by bytes.
 
     `tokens` are those of a micro-batch over all devices, of which `mark` is a prime factor that no size of the model has,
-    and nothing but the vocabulary has the size `vocab`.
+    nothing but the vocabulary has the size `vocab`, and nothing but heads `head_dim`.
     """
     found: dict[tuple[Any, ...], list[Collective]] = {}
     for each in collectives:
@@ -49,7 +50,8 @@ def table(
         contents = {content_of(shape, tokens, vocab, mark) for shape in each.shapes}
         content = next(known for known in get_args(Content) if known in contents)
         source = each.source or each.op
-        why = unexpected(each.kind, axes, content, source)
+        is_of_heads = all(shape.sizes[-1:] == (head_dim,) for shape in each.shapes)
+        why = unexpected(each.kind, axes, content, source, is_of_heads=is_of_heads)
         found.setdefault((each.kind, axes, content, source, why), []).append(each)
     lines = []
     for (kind, axes, content, source, why), group in found.items():
@@ -79,7 +81,9 @@ def content_of(shape: Shape, tokens: int, vocab: int, mark: int) -> Content:
     return "parameters" if shape.sizes else "scalars"
 
 
-def unexpected(kind: str, axes: Sequence[str], content: Content, source: str) -> str:
+def unexpected(
+    kind: str, axes: Sequence[str], content: Content, source: str, *, is_of_heads: bool
+) -> str:
     """Why a collective should not be there; empty where it should.
 
     Parameters and their gradients may go wherever the layout of parameters sends them. What has more than one number for
@@ -94,7 +98,8 @@ def unexpected(kind: str, axes: Sequence[str], content: Content, source: str) ->
     if set(axes) == {"expert"} and file in ("expert.py", "moe.py"):
         return ""
     if kind == "all-gather":
-        is_keys = set(axes) == {"context"} and file in ("attention.py", "context.py", "ring.py")
+        # From whichever line: the compiler moves a gather past what was done to the keys.
+        is_keys = set(axes) == {"context"} and is_of_heads
         return "" if is_keys else "activations are gathered, and nothing needs them whole"
     if kind in ("all-reduce", "reduce-scatter") and ROW_AXES & set(axes):
         return "activations are summed over devices that hold other rows"

@@ -431,7 +431,7 @@ def test_ranks_whose_launcher_is_gone_stop_and_save(front_door, tmp_path):
     command += ["--config.log.every=1", "--config.checkpoint.every=50%", "--config.eval.every=100%"]
     kill(harness.start(command, XLA_FLAGS=""))
     assert len(ranks) == 2
-    until = time.monotonic() + 20
+    until = time.monotonic() + 40
     while any(running(pid) for pid in ranks):
         assert time.monotonic() < until
         time.sleep(0.1)

@@ -83,7 +83,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def marked(command: str):
     """The command as a test; those that compile for several devices are slow."""
-    many = "--cpu_devices" in command or command.startswith("jaxlm check")
+    many = "--cpu_devices" in command or command.startswith("jaxlm check ")
     slow = (pytest.mark.slow,) if many else ()
     return pytest.param(command, marks=slow, id=command)
 

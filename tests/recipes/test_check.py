@@ -1,5 +1,6 @@
 """`jaxlm check`: a sound config passes, and bugs that were put in are found with their line."""
 
+import functools
 import json
 
 import pytest
@@ -201,17 +202,24 @@ def test_a_shrunk_run_has_a_mark_in_its_tokens_that_no_parameter_has():
     sizes = (model.vocab, model.width, model.heads, model.kv_heads, model.hidden, model.depth)
     assert all(size % small.mark for size in sizes)
     assert small.run.precision.compute == "float32"
+    table = config.load(Run, None, [("model.family", "gpt2"), ("optim.name", "muon")]).value
+    small = shrink(table, 3, 8)
+    assert small.run.model.context >= small.run.data.sequence
+    assert small.run.model.context % small.mark, "a table of positions is no activation"
+    assert small.run.optim.newton_schulz_dtype == "float32"
 
 
 def test_what_is_expected_is_decided_by_what_it_is():
-    expected = traffic.unexpected
+    expected = functools.partial(traffic.unexpected, is_of_heads=False)
     assert not expected("all-gather", ("fsdp",), "parameters", "jaxlm/nn/linear.py:1")
     assert expected("all-gather", ("fsdp",), "activations", "jaxlm/nn/linear.py:1")
     assert expected("all-reduce", ("data", "fsdp"), "activations", "jaxlm/nn/linear.py:1")
     assert not expected("all-reduce", ("tensor",), "activations", "jaxlm/nn/linear.py:1")
     assert expected("all-reduce", ("tensor",), "logits", "jaxlm/nn/linear.py:1")
-    assert not expected("all-gather", ("context",), "activations", "jaxlm/ops/attention.py:1")
-    assert expected("all-gather", ("context",), "activations", "jaxlm/nn/mlp.py:1")
+    gathered = ("all-gather", ("context",), "activations", "jaxlm/ops/rope.py:1")
+    assert expected(*gathered)
+    assert not expected(*gathered, is_of_heads=True), "keys and values"
+    assert expected("all-gather", ("fsdp",), "activations", "jaxlm/ops/rope.py:1", is_of_heads=True)
     assert not expected("all-gather", ("expert",), "activations", "jaxlm/parallel/expert.py:1")
     assert not expected("all-to-all", ("fsdp",), "activations", "jaxlm/nn/embedding.py:1")
     assert not expected("collective-permute", ("pipe",), "activations", "")

@@ -1,7 +1,10 @@
 """Sizes that families share: their arithmetic, and what must hold between them."""
 
+import math
 from collections.abc import Iterator
 from typing import Literal, Protocol
+
+TRIED = 100_000
 
 
 def gated_hidden(width: int) -> int:
@@ -10,8 +13,12 @@ def gated_hidden(width: int) -> int:
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of `number`, nearest to `wanted` first; of two as near, the larger."""
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    """The divisors of `number`, nearest to `wanted` first; of two as near, the larger.
+
+    Of a number above TRIED squared, those up to TRIED and their counterparts.
+    """
+    small = [size for size in range(1, min(math.isqrt(number), TRIED) + 1) if number % size == 0]
+    divisors = {*small, *(number // size for size in small)}
     return sorted(divisors, key=lambda size: (abs(size - wanted), -size))
 
 
