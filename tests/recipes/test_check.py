@@ -3,6 +3,7 @@
 import functools
 import json
 
+import jax
 import pytest
 
 from jaxlm.cli.main import main
@@ -33,6 +34,7 @@ def get_config(arg=""):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
+    jax.devices()  # all eight: a check that comes first would start JAX with those that it needs
     path = tmp_path_factory.mktemp("check") / "c.py"
     path.write_text(CONFIG)
     return path
