@@ -416,6 +416,7 @@ def test_a_step_of_the_wrong_layout_is_refused(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_b5_digests_are_a_small_part_of_a_save_and_off_the_steps_thread(tmp_path, monkeypatch):
     seen = []
     digests = records.digests

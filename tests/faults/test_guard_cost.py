@@ -49,6 +49,7 @@ def compiled(batch):
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_h7_the_guard_costs_at_most_three_percent_of_a_step(monkeypatch, capsys):
     draw = np.random.default_rng(0)
     ids = draw.integers(0, 4096, (8, 257)).astype(np.int32)
