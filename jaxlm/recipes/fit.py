@@ -117,7 +117,8 @@ def _rows(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
             yield _misfit(f"sequence = {length}", "data.sequence", length, unit, "context")
     rows, stages = rules.ways(sizes, "batch"), rules.ways(sizes, "stages")
     if run.train.pipeline == "circular" and parts < stages:
-        fits = [n for n in range(stages, batch + 1) if batch % (n * rows) == 0]
+        most = min(batch, stages + MOST_TRIED)
+        fits = [n for n in range(stages, most + 1) if batch % (n * rows) == 0]
         yield Misfit(
             f"microbatches = {parts} cannot go around {stages} stages (pipe)",
             "train.microbatches",
@@ -148,9 +149,9 @@ def _changes(run: Run, sizes: Sizes, misfits: list[Misfit]) -> dict[str, int]:
         most = known["model.heads"]
         unit = rules.ways(sizes, "heads")
         for path in ("model.heads", "model.kv_heads"):
-            multiples = list(range(unit, 4 * max(most, unit) + 1, unit))
             now = most if known[path] == "auto" else known[path]
-            multiples.sort(key=functools.partial(_distance, now))
+            near = range(max(1, now // unit - 8), now // unit + 9)
+            multiples = sorted((k * unit for k in near), key=functools.partial(_distance, now))
             paths[path] = tuple(multiples[:8])
     combinations = itertools.islice(itertools.product(*paths.values()), MOST_TRIED)
     for values in combinations:

@@ -8,6 +8,8 @@ from jaxlm.core.config import setting
 from jaxlm.nn.config import REMAT_NAMES
 from jaxlm.ops.kernels import Wanted
 
+MOST_TRIED = 10_000  # numbers, in the search for one that divides
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -57,7 +59,8 @@ class TrainConfig:
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Micro-batches are equal parts of a batch, and the remat policy is one of those there are."""
         if self.batch % self.microbatches:
-            fit = next(n for n in range(self.microbatches, 0, -1) if self.batch % n == 0)
+            most = min(self.microbatches, self.batch, MOST_TRIED)
+            fit = next(n for n in range(most, 0, -1) if self.batch % n == 0)
             yield (
                 "microbatches",
                 f"batch = {self.batch} rows does not divide by {self.microbatches}",
