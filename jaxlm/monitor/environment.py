@@ -1,5 +1,6 @@
 """What a run ran on."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -7,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ def facts() -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": installed(PACKAGES),
         "backend": jax.default_backend(),
         "devices": {
             kind: sum(d.device_kind == kind for d in devices)
@@ -51,13 +53,22 @@ def facts() -> dict[str, Any]:
     }
 
 
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def versions() -> dict[str, str]:
     """What decides how a program computes: the packages, and the text of this one."""
     digest = hashlib.sha256()
     folder = Path(jaxlm.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
-    found = {f"package {name}": found for name in PACKAGES if (found := _version(name))}
+    found = {f"package {name}": version for name, version in installed(PACKAGES).items()}
     return found | {"code of jaxlm": digest.hexdigest()[:12]}
 
 
@@ -79,10 +90,3 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -10,6 +10,14 @@ Init = Literal["gpt2", "normal", "xavier", "he"]
 REMAT_NAMES = ("attention_out", "mlp_out")  # what a remat policy "save:..." can name
 
 
+def is_remat(policy: str) -> bool:
+    """Whether there is such a policy of what the backward pass computes again; `nn.remat` says what each does."""
+    kind, _, names = policy.partition(":")
+    return policy in ("none", "dots", "full") or (
+        kind in ("save", "offload") and set(names.split(",")) <= set(REMAT_NAMES)
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864)."""

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxlm.nn.config import REMAT_NAMES
+from jaxlm.nn.config import REMAT_NAMES, is_remat
 
 
 def rematerialised(
@@ -28,6 +28,10 @@ def rematerialised(
     Raises:
       ValueError: where there is no such policy.
     """
+    if not is_remat(remat):
+        raise ValueError(
+            f"{remat!r} is no remat policy: none, dots, full, or save: or offload: with some of {','.join(REMAT_NAMES)}"
+        )
     again = functools.partial(jax.checkpoint, function, prevent_cse=not looped)
     policies = jax.checkpoint_policies
     if remat == "none":
@@ -38,10 +42,6 @@ def rematerialised(
         return again()
     kind, _, names = remat.partition(":")
     saved = names.split(",")
-    if kind not in ("save", "offload") or not set(saved) <= set(REMAT_NAMES):
-        raise ValueError(
-            f"{remat!r} is no remat policy: none, dots, full, or save: or offload: with some of {','.join(REMAT_NAMES)}"
-        )
     if kind == "save":
         return again(policy=policies.save_only_these_names(*saved))
     return again(

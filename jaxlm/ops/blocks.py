@@ -25,6 +25,18 @@ class Terms:
     window: int | None
     is_dealt: bool
 
+    @classmethod
+    def of(cls, mask: Mask, compute: jnp.dtype, *, scale: float, cap: float | None) -> "Terms":
+        """Those of attention under a mask."""
+        return cls(
+            scale=scale,
+            cap=cap,
+            compute=compute,
+            causal=mask.causal,
+            window=mask.window,
+            is_dealt=mask.is_dealt,
+        )
+
 
 class Queries(NamedTuple):
     """A device's queries, scaled, in the compute dtype; each of K key heads serves G."""

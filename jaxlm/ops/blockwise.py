@@ -50,14 +50,7 @@ def blockwise(
     """
     if not mask.is_whole:
         raise ValueError("blockwise attention of other than whole rows")
-    terms = Terms(
-        scale=scale,
-        cap=cap,
-        compute=compute,
-        causal=mask.causal,
-        window=mask.window,
-        is_dealt=False,
-    )
+    terms = Terms.of(mask, compute, scale=scale, cap=cap)
     length = query.shape[1]
     block = min(block, length)
     count = -(-length // block)

@@ -51,14 +51,7 @@ def ring(
     Source: Liu et al. 2023, arXiv:2310.01889; balance by dealing Brandon et al. 2023, arXiv:2311.09431, there token by
     token; running softmax and backward pass Dao et al. 2022, arXiv:2205.14135, section 3.1 and appendix B.2.
     """
-    terms = Terms(
-        scale=scale,
-        cap=cap,
-        compute=compute,
-        causal=mask.causal,
-        window=mask.window,
-        is_dealt=mask.is_dealt,
-    )
+    terms = Terms.of(mask, compute, scale=scale, cap=cap)
     if query.shape[1] % (parts := context.ways()):
         raise ValueError(f"{query.shape[1]} slots do not divide over {parts} devices")
     asking = (mask.query_index, mask.query_segments)

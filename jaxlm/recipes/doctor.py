@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ Say = Callable[[str], None]
 
 # docs.nvidia.com/deploy/cuda-compatibility: the oldest driver of each major version on Linux.
 OLDEST_DRIVER = {12: 525, 13: 580}
+RUNTIMES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")  # beside the plugins, of the same release
 LITTLE_MEMORY = 2 * 2**30
 LITTLE_DISK = 5 * 10**9
 SLOW_DISK = 50e6  # bytes a second: a checkpoint of GPT-2 124M would take half a minute
@@ -58,7 +58,7 @@ class Hardware:
 
 def examine(folder: Path, say: Say = lambda _: None) -> Iterator[Finding]:
     """Looks at this machine, with `folder` as the place where runs will be written. Starts JAX."""
-    packages = _packages()
+    packages = environment.installed((*environment.PACKAGES, *RUNTIMES))
     hardware = Hardware.found()
     yield from versions(packages, sys.version_info[:2])
     yield from _started(hardware, packages)
@@ -193,17 +193,6 @@ def _driver(driver: str, major: int) -> Finding:
     older = max((m for m, l in OLDEST_DRIVER.items() if _major(driver) >= l), default=None)  # noqa: E741
     fix = f"{sys.executable} -m pip install 'jaxlm[cuda{older}]'" if older else "a newer driver"
     return Finding("driver", "problem", said, fix)
-
-
-def _packages() -> dict[str, str]:
-    """The version of each installed package that computing depends on."""
-    found = {}
-    for name in (*environment.PACKAGES, "jax-cuda12-pjrt", "jax-cuda13-pjrt"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _cuda(packages: Mapping[str, str]) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxlm.core import config
+from jaxlm.core import config, divisors
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.config import Decoder
 from jaxlm.parallel import rules
@@ -117,8 +117,8 @@ def _rows(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
             yield _misfit(f"sequence = {length}", "data.sequence", length, unit, "context")
     rows, stages = rules.ways(sizes, "batch"), rules.ways(sizes, "stages")
     if run.train.pipeline == "circular" and parts < stages:
-        most = min(batch, stages + MOST_TRIED)
-        fits = [n for n in range(stages, most + 1) if batch % (n * rows) == 0]
+        own, left = divmod(batch, rows)
+        fits = [] if left else [n for n in divisors.divisors(own) if n >= stages]
         yield Misfit(
             f"microbatches = {parts} cannot go around {stages} stages (pipe)",
             "train.microbatches",

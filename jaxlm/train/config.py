@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
+from jaxlm.core import divisors
 from jaxlm.core.config import setting
-from jaxlm.nn.config import REMAT_NAMES
+from jaxlm.nn.config import REMAT_NAMES, is_remat
 from jaxlm.ops.kernels import Wanted
-
-MOST_TRIED = 10_000  # numbers, in the search for one that divides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,18 +58,14 @@ class TrainConfig:
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Micro-batches are equal parts of a batch, and the remat policy is one of those there are."""
         if self.batch % self.microbatches:
-            most = min(self.microbatches, self.batch, MOST_TRIED)
-            fit = next(n for n in range(most, 0, -1) if self.batch % n == 0)
+            fit = max(n for n in divisors.divisors(self.batch) if n <= self.microbatches)
             yield (
                 "microbatches",
                 f"batch = {self.batch} rows does not divide by {self.microbatches}",
                 f"--config.train.microbatches={fit}",
             )
         for policy in self.remat.split("/"):
-            kind, _, names = policy.partition(":")
-            if policy not in ("none", "dots", "full") and (
-                kind not in ("save", "offload") or not set(names.split(",")) <= set(REMAT_NAMES)
-            ):
+            if not is_remat(policy):
                 known = ",".join(REMAT_NAMES)
                 yield (
                     "remat",

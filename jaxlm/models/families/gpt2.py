@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
-from jaxlm.models.families.sizes import nearest_divisors
+from jaxlm.models.families.sizes import uneven
 from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MlpConfig, NormConfig
 
 
@@ -48,20 +48,9 @@ class GPT2:
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Heads share the width and the keys evenly."""
-        if self.width % self.heads:
-            fits = nearest_divisors(self.width, self.heads)
-            yield (
-                "heads",
-                f"width = {self.width} does not divide by heads = {self.heads}",
-                f"--config.model.heads={fits[0]}",
-            )
-        if self.kv_heads != "auto" and self.heads % self.kv_heads:
-            fits = nearest_divisors(self.heads, self.kv_heads)
-            yield (
-                "kv_heads",
-                f"heads = {self.heads} does not divide by kv_heads = {self.kv_heads}",
-                f"--config.model.kv_heads={fits[0]}",
-            )
+        yield from uneven("width", self.width, "heads", self.heads)
+        if self.kv_heads != "auto":
+            yield from uneven("heads", self.heads, "kv_heads", self.kv_heads)
 
     def build(self) -> Decoder:
         """The blocks. `vocab` must be a number by now."""

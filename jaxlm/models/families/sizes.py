@@ -1,10 +1,9 @@
 """Sizes that families share: their arithmetic, and what must hold between them."""
 
-import math
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
-TRIED = 100_000
+from jaxlm.core import divisors
 
 
 def gated_hidden(width: int) -> int:
@@ -12,14 +11,14 @@ def gated_hidden(width: int) -> int:
     return -(-8 * width // 3 // 64) * 64
 
 
-def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of `number`, nearest to `wanted` first; of two as near, the larger.
-
-    Of a number above TRIED squared, those up to TRIED and their counterparts.
-    """
-    small = [size for size in range(1, min(math.isqrt(number), TRIED) + 1) if number % size == 0]
-    divisors = {*small, *(number // size for size in small)}
-    return sorted(divisors, key=lambda size: (abs(size - wanted), -size))
+def uneven(whole: str, size: int, part: str, parts: int) -> Iterator[tuple[str, str, str]]:
+    """Where a size does not come apart evenly: the setting `part`, why, and a flag with the nearest that would do."""
+    if size % parts:
+        yield (
+            part,
+            f"{whole} = {size} does not divide by {part} = {parts}",
+            f"--config.model.{part}={divisors.nearest(size, parts)[0]}",
+        )
 
 
 class Heads(Protocol):
@@ -53,23 +52,13 @@ class Heads(Protocol):
 
 def head_problems(config: Heads) -> Iterator[tuple[str, str, str]]:
     """Heads share the width and the keys evenly, and rotate in pairs: where not, the setting, why, and a flag to paste."""
-    if config.head_dim == "auto" and config.width % config.heads:
-        fits = nearest_divisors(config.width, config.heads)
-        yield (
-            "heads",
-            f"width = {config.width} does not divide by heads = {config.heads}",
-            f"--config.model.heads={fits[0]}",
-        )
-    elif config.size_of_head % 2:
+    is_cut = config.head_dim == "auto"
+    found = list(uneven("width", config.width, "heads", config.heads)) if is_cut else []
+    yield from found
+    if not found and config.size_of_head % 2:
         yield (
             "head_dim",
             f"a head of {config.size_of_head} cannot be rotated in pairs",
             f"--config.model.head_dim={config.size_of_head + 1}",
         )
-    if config.heads % config.kv_heads:
-        fits = nearest_divisors(config.heads, config.kv_heads)
-        yield (
-            "kv_heads",
-            f"heads = {config.heads} does not divide by kv_heads = {config.kv_heads}",
-            f"--config.model.kv_heads={fits[0]}",
-        )
+    yield from uneven("heads", config.heads, "kv_heads", config.kv_heads)
