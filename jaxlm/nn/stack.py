@@ -161,17 +161,22 @@ class Stack(nnx.Module):
                 losses.append(added)
             return x, written, Mean.merged(*losses)
 
-        def body(x: Array, part: Parts) -> tuple[Array, Any]:
-            own = {name: _unstack(each) for name, each in part.items()}
+        def body(x: Array, own: dict[str, list[Any]]) -> tuple[Array, Any]:
             x, written, added = together(x, own, range(turn), looped=True)
             return x, ({name: _stack(each) for name, each in written.items()}, added)
 
         written: dict[str, list[Any]] = {name: [] for name in layers}
         losses: list[dict[str, Mean]] = []
         if turns:
-            dealt = jax.tree.map(
-                lambda leaf: leaf[:inside].reshape(turns, -1, *leaf.shape[1:]), layers
-            )
+            # Each layer of a turn is an argument of its own: of what is cut out of one inside the loop, as weights are
+            # read again going back, the scan would keep a copy for every turn.
+            each = inside // turns
+            dealt = {
+                name: [
+                    jax.tree.map(lambda leaf, j=j: leaf[j:inside:each], own) for j in range(each)
+                ]
+                for name, own in layers.items()
+            }
             x, (caches, added) = lax.scan(body, x, dealt)
             for name, cache in caches.items():
                 written[name].append(jax.tree.map(_joined, cache))

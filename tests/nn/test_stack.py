@@ -219,3 +219,13 @@ def test_a_cache_comes_back_in_its_own_shape_with_every_layer_written(pattern, l
     np.testing.assert_allclose(out, run(stack), rtol=1e-5, atol=1e-5)
     assert jax.tree.map(jnp.shape, written) == jax.tree.map(jnp.shape, caches)
     assert all(bool((leaf != 0).all()) for leaf in jax.tree.leaves(written))
+
+
+def test_going_back_keeps_no_copy_of_the_weights():
+    """They are arguments already. Few tokens, so that nothing else of the size is kept."""
+    graphdef, state = nnx.split(made(16, (PLAIN,)))
+    program = jax.make_jaxpr(jax.grad(lambda s: run(nnx.merge(graphdef, s)).sum()))(state)
+    (forward, _) = (each for each in program.eqns if each.primitive.name == "scan")
+    weights = {leaf.shape for leaf in jax.tree.leaves(state) if leaf.ndim > 2}
+    assert weights
+    assert not weights & {out.aval.shape for out in forward.outvars}
