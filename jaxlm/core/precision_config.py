@@ -6,6 +6,7 @@ from typing import Literal
 from jaxlm.core.config import setting
 
 Float = Literal["float32", "bfloat16", "float16"]
+ITEM_BYTES: dict[Float, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

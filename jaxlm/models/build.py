@@ -10,8 +10,8 @@ from jaxlm.models import config as configs
 from jaxlm.models.decoder import Decoder
 from jaxlm.nn.parameter import LOGICAL_AXES
 from jaxlm.nn.stack import Layers, Stack
+from jaxlm.parallel.logical import LogicalAxes
 from jaxlm.parallel.pipeline import Schedule
-from jaxlm.parallel.rules import LogicalAxes
 
 Params = dict[str, Any]
 

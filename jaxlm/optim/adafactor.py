@@ -9,7 +9,7 @@ from jax import Array
 
 from jaxlm.core import tree
 from jaxlm.optim.config import Adafactor
-from jaxlm.parallel.rules import STACKED
+from jaxlm.parallel.logical import STACKED
 
 
 class Factored(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.optim.config import Groups
-from jaxlm.parallel.rules import STACKED
+from jaxlm.parallel.logical import STACKED
 
 
 class Group(NamedTuple):

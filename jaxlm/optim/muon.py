@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from jaxlm.core import tree
 from jaxlm.optim.config import Muon
-from jaxlm.parallel.rules import STACKED
+from jaxlm.parallel.logical import STACKED
 
 QUINTIC = (
     3.4445,

@@ -1,7 +1,7 @@
 """Rows whose tokens lie on several devices: which token lies where, and how keys come round to every query."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,49 +10,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
 from jaxlm.parallel import rules
-from jaxlm.parallel.config import AXES, ContextKeys
+from jaxlm.parallel.config import AXES
 
 AXIS = "context"
-GATHERED_BYTES = (
-    256 * 2**20
-)  # a layer's keys, values and scores on one device, beyond which `auto` takes the ring
-
-
-class Keys(NamedTuple):
-    """How queries reach the keys of other devices, and why so."""
-
-    keys: Literal["gather", "ring"]
-    reason: str
-
-
-def choose(
-    wanted: ContextKeys,
-    *,
-    ways: int,
-    rows: int,
-    length: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-    dropout: float,
-) -> Keys:
-    """How a layer's queries reach keys, by what one device would hold of them: `rows`, `heads` and `kv_heads` are its own.
-
-    Gathered keys cost 2 rows T K H itemsize bytes for all keys and values, and 4 rows N (T / ways) T for the scores.
-    Both ways move the same keys; the ring keeps 1 / ways of keys and scores, leaves out the half of the products that
-    causality hides, and moves keys while it computes, but as ways - 1 messages one after the other.
-    """
-    held = 2 * rows * length * kv_heads * head_dim * itemsize
-    held += 4 * rows * heads * (length // ways) * length
-    says = f"gathered keys, values and scores of a layer are {held / 2**20:.3g} MiB a device"
-    if wanted != "auto":
-        return Keys(wanted, f"as mesh.context_keys says; {says}")
-    if dropout:
-        return Keys("gather", f"a ring has no attention dropout; {says}")
-    if held <= GATHERED_BYTES:
-        return Keys("gather", f"{says}, within {GATHERED_BYTES / 2**20:.0f}")
-    return Keys("ring", f"{says}, above {GATHERED_BYTES / 2**20:.0f}")
 
 
 def order(length: int, parts: int) -> Int[np.ndarray, "T"]:

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from jaxlm.parallel import rules
-from jaxlm.parallel.rules import LogicalAxes
+from jaxlm.parallel.logical import LogicalAxes
 
 # What experts compute: (rows, sizes of the groups of rows or None for [E, C, D], weights) -> rows. Under a mesh it sees
 # a device's own experts, and gives a part of a sum over the tensor axis.

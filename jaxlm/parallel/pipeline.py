@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from jaxlm.parallel import rules
+from jaxlm.parallel import logical, rules
 
 Stage = Callable[[Any, Array, Array], tuple[Array, Any]]
 
@@ -111,7 +111,7 @@ def run(
             microbatch,
         )
 
-    every = jax.vmap(one, spmd_axis_name=rules.RULES["stages"])
+    every = jax.vmap(one, spmd_axis_name=logical.RULES["stages"])
 
     def tick(carry: tuple[Array, Array], tick: Array) -> tuple[tuple[Array, Array], Any]:
         moving, waiting = carry
@@ -141,7 +141,7 @@ def _by_stage(schedule: Schedule, leaf: Array) -> Array:
     if jax.sharding.get_abstract_mesh().empty:
         return groups
     free = (PartitionSpec.UNCONSTRAINED,) * (groups.ndim - 1)
-    return lax.with_sharding_constraint(groups, PartitionSpec(rules.RULES["stages"], *free))
+    return lax.with_sharding_constraint(groups, PartitionSpec(logical.RULES["stages"], *free))
 
 
 def _at(x: Array, index: Array, axis: int = 0) -> Array:

@@ -1,7 +1,5 @@
-"""Logical axes to mesh axes: the one table that says what is split over what."""
+"""Where arrays lie on a mesh, by the names of their dimensions."""
 
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,33 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.parallel.config import flags, nearest, shown
-
-LogicalAxes = tuple[str | None, ...]
-
-# Every logical axis is here; there is no catch-all, so that a new axis has to be thought about.
-RULES: dict[str, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp", "expert"),
-    "length": "context",
-    "layers": "pipe",
-    "prefix": None,  # layers before those that repeat, outside of the pipeline
-    "stages": "pipe",  # the parts of a micro-batched activation, one for each stage
-    "experts": "expert",
-    "routes": None,  # a router's scores, one for each expert
-    "balance": None,  # what is added to them so that experts are chosen evenly
-    "embed": "fsdp",
-    "vocab": (
-        "pipe",
-        "tensor",
-    ),  # stages hold other layers, but unembed the same rows: each a part of it
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "head_dim": None,
-    "positions": None,
-}
-
-LAYERS = ("layers", "prefix")  # axes along which layers are stacked
-STACKED = (*LAYERS, "experts")  # and all axes along which matrices are
+from jaxlm.parallel.logical import RULES, LogicalAxes, ways
 
 
 def spec(axes: LogicalAxes) -> PartitionSpec:
@@ -91,14 +63,6 @@ def split(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
 
 def _copied(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(None if entry == "fsdp" else entry for entry in spec))
-
-
-def ways(sizes: Mapping[str, int], axis: str | None) -> int:
-    """Into how many parts a logical axis is split on a mesh of these sizes."""
-    names = None if axis is None else RULES[axis]
-    return math.prod(
-        sizes.get(name, 1) for name in ((names,) if isinstance(names, str) else names or ())
-    )
 
 
 def _misfit(

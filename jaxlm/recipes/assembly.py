@@ -38,7 +38,7 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
       ConfigError: where a dimension does not divide by its mesh axes.
     """
     precision = Precision.of(run.precision)
-    decoder = attention.fitted(run, dataclasses.replace(run.model, vocab=vocab).build(), mesh)
+    decoder = attention.fitted(run, dataclasses.replace(run.model, vocab=vocab).build(), mesh.shape)
     blueprint = Blueprint(
         decoder,
         precision,
@@ -85,7 +85,7 @@ def check_fit(run: Run, mesh: Mesh) -> None:
     ways = rules.split(mesh, "vocab")
     vocab = VOCAB_MULTIPLE * ways if run.model.vocab == "auto" else run.model.vocab
     decoder = dataclasses.replace(run.model, vocab=vocab).build()
-    attention.check(run, decoder, mesh)
+    attention.check(run, decoder, mesh.shape)
     assemble(run, vocab, mesh)
 
 

@@ -1,19 +1,20 @@
 """How each layer computes attention on this mesh: which kernel, how queries reach the keys of other devices, and why."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from jax.sharding import AbstractMesh, Mesh
-
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.precision import Precision
+from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.models.config import Decoder
 from jaxlm.nn.config import AttentionConfig, BlockConfig
 from jaxlm.ops import kernels
 from jaxlm.ops.kernels import Kernel
-from jaxlm.parallel import context, rules
+from jaxlm.parallel import context_keys, logical
 from jaxlm.parallel.config import shown
 from jaxlm.recipes.config import Run
+
+Sizes = Mapping[str, int]  # of each mesh axis
 
 
 class Way(NamedTuple):
@@ -23,11 +24,11 @@ class Way(NamedTuple):
     told: str
 
 
-def fitted(run: Run, decoder: Decoder, mesh: Mesh | AbstractMesh) -> Decoder:
+def fitted(run: Run, decoder: Decoder, sizes: Sizes) -> Decoder:
     """The model with the kernel of each of its layers."""
 
     def of(block: BlockConfig) -> BlockConfig:
-        kernel = _way(run, block.attention, mesh).kernel
+        kernel = _way(run, block.attention, sizes).kernel
         return dataclasses.replace(
             block, attention=dataclasses.replace(block.attention, kernel=kernel)
         )
@@ -37,16 +38,16 @@ def fitted(run: Run, decoder: Decoder, mesh: Mesh | AbstractMesh) -> Decoder:
     )
 
 
-def told(run: Run, decoder: Decoder, mesh: Mesh | AbstractMesh) -> str:
+def told(run: Run, decoder: Decoder, sizes: Sizes) -> str:
     """What was chosen and why, a line for each kind of layer that differs in it."""
     return "\n".join(
-        dict.fromkeys(_way(run, layer.attention, mesh).told for layer in decoder.layers)
+        dict.fromkeys(_way(run, layer.attention, sizes).told for layer in decoder.layers)
     )
 
 
-def check(run: Run, decoder: Decoder, mesh: Mesh | AbstractMesh) -> None:
+def check(run: Run, decoder: Decoder, sizes: Sizes) -> None:
     """Raises ConfigError where a kernel was asked for that cannot compute this model."""
-    layers = fitted(run, decoder, mesh).layers
+    layers = fitted(run, decoder, sizes).layers
     dropping = [layer.attention.kernel for layer in layers if layer.attention.dropout]
     if "ring" in dropping:
         raise ConfigError(
@@ -62,18 +63,18 @@ def check(run: Run, decoder: Decoder, mesh: Mesh | AbstractMesh) -> None:
             why=f"model.dropout = {run.model.dropout:g} drops attention weights too",
             fix="--config.train.attention=reference\n--config.model.dropout=0",
         )
-    if run.train.attention == "blockwise" and rules.split(mesh, "length") > 1:
+    if run.train.attention == "blockwise" and logical.ways(sizes, "length") > 1:
         raise ConfigError(
             "blockwise attention is for whole rows",
             where="train.attention",
-            why=f"mesh {shown(mesh.shape)} splits them",
+            why=f"mesh {shown(sizes)} splits them",
             fix="--config.train.attention=auto\n--config.mesh.context=1",
         )
 
 
-def check_length(mesh: Mesh | AbstractMesh, decoder: Decoder, length: int, *, flag: str) -> None:
+def check_length(sizes: Sizes, decoder: Decoder, length: int, *, flag: str) -> None:
     """Raises ConfigError where rows of another length than the run's do not divide over their devices; `flag` sets it."""
-    parts = rules.split(mesh, "length")
+    parts = logical.ways(sizes, "length")
     unit = 2 * parts if decoder.has_ring else parts
     if parts == 1 or length % unit == 0:
         return
@@ -82,21 +83,21 @@ def check_length(mesh: Mesh | AbstractMesh, decoder: Decoder, length: int, *, fl
     raise ConfigError(
         f"rows of {length} tokens do not divide over {parts} devices",
         where=flag,
-        why=f"mesh {shown(mesh.shape)} needs a multiple of {unit}"
+        why=f"mesh {shown(sizes)} needs a multiple of {unit}"
         + (", two chunks for each device of the ring" if decoder.has_ring else ""),
         fix="\n".join(f"{flag}={size}" for size in around if 0 < size <= most)
         or "--config.mesh.context=1",
     )
 
 
-def _way(run: Run, attention: AttentionConfig, mesh: Mesh | AbstractMesh) -> Way:
-    parts = rules.split(mesh, "length")
+def _way(run: Run, attention: AttentionConfig, sizes: Sizes) -> Way:
+    parts = logical.ways(sizes, "length")
     if parts == 1:
         kernel, reason = kernels.choose(
             run.train.attention, length=run.data.sequence, dropout=attention.dropout
         )
         return Way(kernel, f"{kernel}: {reason}")
-    keys, reason = _keys(run, attention, mesh)
+    keys, reason = _keys(run, attention, sizes)
     if keys == "gather":
         return Way("reference", f"keys gathered from {parts} devices: {reason}")
     return Way(
@@ -105,17 +106,17 @@ def _way(run: Run, attention: AttentionConfig, mesh: Mesh | AbstractMesh) -> Way
     )
 
 
-def _keys(run: Run, attention: AttentionConfig, mesh: Mesh | AbstractMesh) -> context.Keys:
-    tensor = rules.split(mesh, "heads")
-    rows = run.train.batch // (run.train.microbatches * rules.split(mesh, "batch"))
-    return context.choose(
+def _keys(run: Run, attention: AttentionConfig, sizes: Sizes) -> context_keys.Keys:
+    tensor = logical.ways(sizes, "heads")
+    rows = run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch"))
+    return context_keys.choose(
         run.mesh.context_keys,
-        ways=rules.split(mesh, "length"),
+        ways=logical.ways(sizes, "length"),
         rows=max(rows, 1),
         length=run.data.sequence,
         heads=max(attention.heads // tensor, 1),
         kv_heads=max(attention.kv_heads // tensor, 1),
         head_dim=attention.head_dim,
-        itemsize=Precision.of(run.precision).compute.itemsize,
+        itemsize=ITEM_BYTES[run.precision.compute],
         dropout=attention.dropout,
     )

@@ -16,7 +16,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.data.prepare import Data
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.build import Blueprint
-from jaxlm.parallel import collectives, host, mesh, rules
+from jaxlm.parallel import collectives, host, logical, mesh
 from jaxlm.parallel.config import AXES, MeshConfig, shown
 from jaxlm.recipes import assembly, devices, fit, topology, traffic
 from jaxlm.recipes.config import Run
@@ -169,7 +169,7 @@ def _batches(run: Run, ids: int) -> Iterator[Any]:
 
 def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:
     is_bias = path.rpartition("/")[2] == "bias"
-    return not is_bias and sum(axis not in rules.LAYERS for axis in axes) >= 2
+    return not is_bias and sum(axis not in logical.LAYERS for axis in axes) >= 2
 
 
 def _splitting(config: MeshConfig) -> list[str]:

@@ -50,7 +50,7 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
             fix=f"--sequence={limit}",
         )
     attention.check_length(
-        opened.model.mesh, opened.model.blueprint.config, sequence, flag="--sequence"
+        opened.model.mesh.shape, opened.model.blueprint.config, sequence, flag="--sequence"
     )
     batch = options.batch or run.train.batch
     ways = rules.split(opened.model.mesh, "batch")

@@ -6,15 +6,12 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
-
 from jaxlm.core import config, divisors
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.config import Decoder
-from jaxlm.parallel import rules
+from jaxlm.parallel import logical
 from jaxlm.parallel.config import AXES, flags, nearest, shown
-from jaxlm.recipes import attention, devices
+from jaxlm.recipes import attention
 from jaxlm.recipes.config import Run
 
 MOST_TRIED = 200  # combinations of settings; the nearest come first
@@ -28,12 +25,6 @@ class Misfit(NamedTuple):
     why: str
     path: str
     values: tuple[int, ...]
-
-
-def build_mesh(run: Run) -> Mesh:
-    """The mesh over all devices. Raises ConfigError where the run does not fit it, or it the devices."""
-    check(run, len(jax.devices()))
-    return devices.build_mesh(run.mesh)
 
 
 def check(run: Run, count: int) -> None:
@@ -71,7 +62,7 @@ def find(run: Run, sizes: Sizes) -> Iterator[Misfit]:
     """What does not come out even on a mesh of these sizes."""
     decoder = dataclasses.replace(
         run.model,
-        vocab=rules.ways(sizes, "vocab") if run.model.vocab == "auto" else run.model.vocab,
+        vocab=logical.ways(sizes, "vocab") if run.model.vocab == "auto" else run.model.vocab,
     ).build()
     yield from _model(run, decoder, sizes)
     yield from _rows(run, decoder, sizes)
@@ -88,16 +79,16 @@ def _model(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
             if (value := getattr(block.mlp, field, 0))
         ]
     for name, field, size in dict.fromkeys(dims):
-        ways = rules.ways(sizes, name)
+        ways = logical.ways(sizes, name)
         if size % ways:
             # The dense layers of a model of experts have a setting of their own.
             field = next(
                 (each for each in (field, "dense_hidden") if getattr(run.model, each, 0) == size),
                 field,
             )
-            yield _misfit(f"{field} = {size}", f"model.{field}", size, ways, rules.RULES[name])
+            yield _misfit(f"{field} = {size}", f"model.{field}", size, ways, logical.RULES[name])
     repeats = run.train.pipeline_repeats if run.train.pipeline == "circular" else 1
-    stages = rules.ways(sizes, "stages")
+    stages = logical.ways(sizes, "stages")
     unit = len(decoder.pattern) * stages * repeats
     layers, first = decoder.depth - len(decoder.prefix), len(decoder.prefix)
     if stages > 1 and layers % unit:
@@ -107,15 +98,12 @@ def _model(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
 
 def _rows(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
     length, batch, parts = run.data.sequence, run.train.batch, run.train.microbatches
-    ways = rules.ways(sizes, "length")
+    ways = logical.ways(sizes, "length")
     if ways > 1:
-        grid = AbstractMesh(
-            tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-        )
-        unit = ways * (2 if attention.fitted(run, decoder, grid).has_ring else 1)
+        unit = ways * (2 if attention.fitted(run, decoder, sizes).has_ring else 1)
         if length % unit:
             yield _misfit(f"sequence = {length}", "data.sequence", length, unit, "context")
-    rows, stages = rules.ways(sizes, "batch"), rules.ways(sizes, "stages")
+    rows, stages = logical.ways(sizes, "batch"), logical.ways(sizes, "stages")
     if run.train.pipeline == "circular" and parts < stages:
         own, left = divmod(batch, rows)
         fits = [] if left else [n for n in divisors.divisors(own) if n >= stages]
@@ -126,7 +114,7 @@ def _rows(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
         )
     elif batch % (rows * parts):
         misfit = _misfit(
-            f"batch = {batch}", "train.batch", batch, rows * parts, rules.RULES["batch"]
+            f"batch = {batch}", "train.batch", batch, rows * parts, logical.RULES["batch"]
         )
         said = f"{rows} devices x {parts} micro-batches" if parts > 1 else f"{rows} devices"
         yield misfit._replace(why=f"{misfit.why}: {said}")
@@ -147,7 +135,7 @@ def _changes(run: Run, sizes: Sizes, misfits: list[Misfit]) -> dict[str, int]:
     # Heads go together: one cannot grow without the other, nor beyond the width.
     if {"model.heads", "model.kv_heads"} & set(paths):
         most = known["model.heads"]
-        unit = rules.ways(sizes, "heads")
+        unit = logical.ways(sizes, "heads")
         for path in ("model.heads", "model.kv_heads"):
             now = most if known[path] == "auto" else known[path]
             near = range(max(1, now // unit - 8), now // unit + 9)

@@ -91,7 +91,8 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
                     "workdir": str(options.workdir),
                     **(meta["evaluation"] or {}),
                 }
-        mesh = fit.build_mesh(run)
+        fit.check(run, len(jax.devices()))
+        mesh = devices.build_mesh(run.mesh)
         assembly.check_fit(run, mesh)
         if run.eval.batch != "auto":
             host.check_rows(mesh, run.eval.batch, setting="eval.batch")
@@ -178,7 +179,7 @@ def _describe(
     directory.write_json(
         "provenance.json", {name: str(origin) for name, origin in loaded.provenance.items()}
     )
-    told = attention.told(loaded.value, model.blueprint.config, model.mesh)
+    told = attention.told(loaded.value, model.blueprint.config, model.mesh.shape)
     facts = environment.facts() | {"cluster": options.place.as_json(), "attention": told}
     directory.write_json("environment.json", facts)
     directory.write_command(options.arguments)

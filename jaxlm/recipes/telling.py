@@ -42,7 +42,7 @@ def header(session: Session) -> None:
             f"{run.optim.name} at {run.optim.lr:g}, {run.schedule.name}, {run.precision.compute}",
         ),
     ]
-    facts.append(("attention", attention.told(run, decoder, mesh)))
+    facts.append(("attention", attention.told(run, decoder, mesh.shape)))
     if plan := model.blueprint.schedule:
         facts.append(("pipeline", f"{plan}: each stage idles {plan.bubble:.0%} of the ticks"))
     if session.start:

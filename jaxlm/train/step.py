@@ -12,7 +12,7 @@ from jaxlm.core import faults, tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.objectives.loss import Loss
-from jaxlm.parallel import pipeline, rules
+from jaxlm.parallel import logical, pipeline
 from jaxlm.train import guard as guards
 from jaxlm.train.config import GuardConfig
 from jaxlm.train.state import TrainState
@@ -132,7 +132,7 @@ def _layer_norms(is_wanted: Array, grads: Any, axes: Any) -> Any:
     """The norm of each gradient, [L] where it has an axis of layers; zeros, at no cost, where they are not wanted."""
 
     def rest(g: Array, names: Any) -> tuple[int, ...]:
-        return tuple(range(1 if names and names[0] in rules.LAYERS else 0, g.ndim))
+        return tuple(range(1 if names and names[0] in logical.LAYERS else 0, g.ndim))
 
     if axes is None:
         axes = jax.tree.map(lambda _: (), grads)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.parallel import context, mesh
+from jaxlm.parallel import context, context_keys, mesh
 from jaxlm.parallel.config import MeshConfig
 
 LAYER = dict(ways=4, rows=2, heads=4, kv_heads=2, head_dim=8, itemsize=2, dropout=0.0)
@@ -44,12 +44,12 @@ def test_dealing_is_undone():
 
 
 def test_keys_are_gathered_while_a_layer_is_small_and_go_round_beyond():
-    small = context.choose("auto", length=1024, **LAYER)
+    small = context_keys.choose("auto", length=1024, **LAYER)
     # 2 x 2 x 1024 x 2 x 8 x 2 bytes of keys and values, 4 x 2 x 4 x 256 x 1024 of scores
     assert small == ("gather", "gathered keys, values and scores of a layer are 8.12 MiB a device, within 256")  # fmt: skip
-    large = context.choose("auto", length=8192, **LAYER)
+    large = context_keys.choose("auto", length=8192, **LAYER)
     assert large.keys == "ring"
     assert large.reason.endswith("513 MiB a device, above 256")
-    assert context.choose("auto", length=8192, **LAYER | {"dropout": 0.1}).keys == "gather"
-    assert context.choose("ring", length=64, **LAYER).keys == "ring"
-    assert context.choose("gather", length=8192, **LAYER).keys == "gather"
+    assert context_keys.choose("auto", length=8192, **LAYER | {"dropout": 0.1}).keys == "gather"
+    assert context_keys.choose("ring", length=64, **LAYER).keys == "ring"
+    assert context_keys.choose("gather", length=8192, **LAYER).keys == "gather"

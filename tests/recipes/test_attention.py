@@ -4,7 +4,6 @@ import dataclasses
 import json
 import random
 
-import jax
 import numpy as np
 import pytest
 
@@ -13,12 +12,13 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data.config import DataConfig
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
-from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import attention
 from jaxlm.recipes.config import Run
 from jaxlm.train.config import TrainConfig
 
+GRID = MeshConfig(data=1, context=4).sizes(4)
+WHOLE = MeshConfig(data=4).sizes(4)
 SIZES = dict(vocab=64, width=32, depth=2, heads=4)
 
 
@@ -31,34 +31,28 @@ def run_of(model, sequence=64, **settings):
     )
 
 
-@pytest.fixture(scope="module")
-def grid():
-    return mesh.build(MeshConfig(data=1, context=4), jax.devices()[:4])
-
-
-def test_the_way_to_keys_is_chosen_set_and_said(grid):
+def test_the_way_to_keys_is_chosen_set_and_said():
     model = Llama(**SIZES, kv_heads=4)
     small = run_of(model)
-    assert not attention.fitted(small, model.build(), grid).has_ring
-    assert attention.told(small, model.build(), grid).startswith("keys gathered from 4 devices: ")
+    assert not attention.fitted(small, model.build(), GRID).has_ring
+    assert attention.told(small, model.build(), GRID).startswith("keys gathered from 4 devices: ")
     large = run_of(model, sequence=8192)
-    assert attention.fitted(large, model.build(), grid).has_ring
-    said = attention.told(large, model.build(), grid)
+    assert attention.fitted(large, model.build(), GRID).has_ring
+    said = attention.told(large, model.build(), GRID)
     assert said.startswith("keys in a ring of 4 devices, tokens dealt out in 8 chunks: ")
     assert said.endswith("MiB a device, above 256")
     forced = run_of(model, context_keys="ring")
-    assert attention.fitted(forced, model.build(), grid).has_ring
-    whole = mesh.build(MeshConfig(data=4), jax.devices()[:4])
-    assert attention.told(forced, model.build(), whole).startswith("reference: rows of 64 tokens")
-    assert attention.fitted(forced, model.build(), whole) == model.build()
+    assert attention.fitted(forced, model.build(), GRID).has_ring
+    assert attention.told(forced, model.build(), WHOLE).startswith("reference: rows of 64 tokens")
+    assert attention.fitted(forced, model.build(), WHOLE) == model.build()
 
 
-def test_a_ring_with_attention_dropout_is_refused_and_auto_gathers(grid):
+def test_a_ring_with_attention_dropout_is_refused_and_auto_gathers():
     model = GPT2(**SIZES, dropout=0.1)
-    assert not attention.fitted(run_of(model, sequence=8192), model.build(), grid).has_ring
+    assert not attention.fitted(run_of(model, sequence=8192), model.build(), GRID).has_ring
     run = run_of(model, context_keys="ring")
     with pytest.raises(ConfigError, match="no room for attention dropout") as caught:
-        attention.check(run, model.build(), grid)
+        attention.check(run, model.build(), GRID)
     for line in caught.value.fix.splitlines():
         path, _, value = line.removeprefix("--config.").partition("=")
         fixed = (
@@ -66,38 +60,37 @@ def test_a_ring_with_attention_dropout_is_refused_and_auto_gathers(grid):
             if path == "mesh.context_keys"
             else dataclasses.replace(run, model=dataclasses.replace(model, dropout=float(value)))
         )
-        attention.check(fixed, fixed.model.build(), grid)
+        attention.check(fixed, fixed.model.build(), GRID)
 
 
-def test_blocks_are_chosen_for_long_rows_and_refused_where_they_cannot_be(grid):
-    whole = mesh.build(MeshConfig(data=4), jax.devices()[:4])
+def test_blocks_are_chosen_for_long_rows_and_refused_where_they_cannot_be():
     model = Llama(**SIZES, kv_heads=4)
     run = run_of(model, sequence=1024)
-    for sizes, kernel in ((whole, "blockwise"), (grid, "reference")):
+    for sizes, kernel in ((WHOLE, "blockwise"), (GRID, "reference")):
         layers = attention.fitted(run, model.build(), sizes).layers
         assert {layer.attention.kernel for layer in layers} == {kernel}
-    assert attention.told(run, model.build(), whole).startswith("blockwise: rows of 1024 tokens")
+    assert attention.told(run, model.build(), WHOLE).startswith("blockwise: rows of 1024 tokens")
     named = dataclasses.replace(run, train=TrainConfig(batch=8, attention="blockwise"))
-    attention.check(named, model.build(), whole)
+    attention.check(named, model.build(), WHOLE)
     with pytest.raises(ConfigError, match="for whole rows"):
-        attention.check(named, model.build(), grid)
+        attention.check(named, model.build(), GRID)
     dropping = GPT2(**SIZES, context=1024, dropout=0.1)
-    assert attention.told(run, dropping.build(), whole).startswith("reference: the others have no")
+    assert attention.told(run, dropping.build(), WHOLE).startswith("reference: the others have no")
     with pytest.raises(ConfigError, match="blockwise attention knows no dropout"):
-        attention.check(named, dropping.build(), whole)
+        attention.check(named, dropping.build(), WHOLE)
 
 
-def test_rows_of_another_length_are_refused_with_the_nearest_that_divide(grid):
+def test_rows_of_another_length_are_refused_with_the_nearest_that_divide():
     model = Llama(**SIZES, kv_heads=4)
-    ring = attention.fitted(run_of(model, context_keys="ring"), model.build(), grid)
-    attention.check_length(grid, model.build(), 36, flag="--sequence")
+    ring = attention.fitted(run_of(model, context_keys="ring"), model.build(), GRID)
+    attention.check_length(GRID, model.build(), 36, flag="--sequence")
     for length, fixes in ((36, [32, 40]), (5, [8])):
         with pytest.raises(ConfigError, match=f"rows of {length} tokens") as caught:
-            attention.check_length(grid, ring, length, flag="--sequence")
+            attention.check_length(GRID, ring, length, flag="--sequence")
         assert caught.value.fix.splitlines() == [f"--sequence={fix}" for fix in fixes]
     learned = GPT2(**SIZES, context=38).build()
     with pytest.raises(ConfigError) as caught:
-        attention.check_length(grid, learned, 38, flag="--sequence")
+        attention.check_length(GRID, learned, 38, flag="--sequence")
     assert caught.value.fix == "--sequence=36"
 
 

@@ -10,7 +10,7 @@ from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.models import decoder
 from jaxlm.nn import mlp
-from jaxlm.parallel import rules
+from jaxlm.parallel import logical, rules
 from jaxlm.parallel.config import AXES, MeshConfig
 from jaxlm.recipes import check as checks
 from jaxlm.recipes import traffic
@@ -85,7 +85,7 @@ def test_hidden_units_that_are_gathered_and_a_rule_that_replicates_are_found(
         return rules.constrain(x, *(None if axis == "mlp" else axis for axis in axes))
 
     monkeypatch.setattr(mlp, "constrain", wrong)
-    monkeypatch.setitem(rules.RULES, "vocab", None)
+    monkeypatch.setitem(logical.RULES, "vocab", None)
     found = check(capsys, file, "--steps=1", code=1)
     gathers = [c for c in found["unexpected"] if c["kind"] == "all-gather"]
     assert any(c["axes"] == ["tensor"] and "jaxlm/nn/" in c["source"] for c in gathers)
@@ -113,7 +113,7 @@ def test_each_bug_that_was_put_in_is_found(file, capsys, monkeypatch, sharded_on
     elif bug == "stream":
         monkeypatch.setattr(decoder, "constrain", stream)
     else:
-        monkeypatch.setitem(rules.RULES, bug, None)
+        monkeypatch.setitem(logical.RULES, bug, None)
     found = check(capsys, file, "--steps=1", code=1)
     if bug == "logits":
         assert {c["content"] for c in found["unexpected"]} >= {"logits"}

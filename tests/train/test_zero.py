@@ -18,7 +18,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.objectives.loss import Loss
 from jaxlm.optim import build as optimizers
 from jaxlm.optim.config import AdamW
-from jaxlm.parallel import host, mesh, rules
+from jaxlm.parallel import host, logical, mesh
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.train import state as states
 from jaxlm.train import step as steps
@@ -65,7 +65,7 @@ def predicted(values, axes, sizes, *, is_split):
     """Every leaf's bytes, over the product of the mesh axes that split it."""
 
     def ways(name):
-        axes = () if name is None else rules.RULES[name] or ()
+        axes = () if name is None else logical.RULES[name] or ()
         axes = (axes,) if isinstance(axes, str) else axes
         return math.prod(sizes.get(axis, 1) for axis in axes if is_split or axis != "fsdp")
 

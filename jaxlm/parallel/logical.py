@@ -1,0 +1,39 @@
+"""Logical axes to mesh axes: the one table that says what is split over what. Free of JAX."""
+
+import math
+from collections.abc import Mapping
+
+LogicalAxes = tuple[str | None, ...]
+
+# Every logical axis is here; there is no catch-all, so that a new axis has to be thought about.
+RULES: dict[str, str | tuple[str, ...] | None] = {
+    "batch": ("data", "fsdp", "expert"),
+    "length": "context",
+    "layers": "pipe",
+    "prefix": None,  # layers before those that repeat, outside of the pipeline
+    "stages": "pipe",  # the parts of a micro-batched activation, one for each stage
+    "experts": "expert",
+    "routes": None,  # a router's scores, one for each expert
+    "balance": None,  # what is added to them so that experts are chosen evenly
+    "embed": "fsdp",
+    "vocab": (
+        "pipe",
+        "tensor",
+    ),  # stages hold other layers, but unembed the same rows: each a part of it
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "head_dim": None,
+    "positions": None,
+}
+
+LAYERS = ("layers", "prefix")  # axes along which layers are stacked
+STACKED = (*LAYERS, "experts")  # and all axes along which matrices are
+
+
+def ways(sizes: Mapping[str, int], axis: str | None) -> int:
+    """Into how many parts a logical axis is split on a mesh of these sizes."""
+    names = None if axis is None else RULES[axis]
+    return math.prod(
+        sizes.get(name, 1) for name in ((names,) if isinstance(names, str) else names or ())
+    )
