@@ -1,18 +1,15 @@
 """What a decoder costs, in closed form: parameters, FLOPs, bytes. Free of JAX."""
 
 import dataclasses
-from collections.abc import Iterator
 
 from jaxlm.models.config import Decoder
-from jaxlm.nn.config import AttentionConfig, BlockConfig, MoeConfig, NormConfig
+from jaxlm.models.tensors import block_tensors, tensors
+from jaxlm.nn.config import BlockConfig, MoeConfig
 
 
 def parameters(config: Decoder) -> int:
     """Every number that the model holds."""
-    tables = config.vocab * config.width + (config.positions or 0) * config.width
-    head = 0 if config.tied else config.vocab * config.width
-    blocks = sum(_block(block, config.width) for block in config.layers)
-    return tables + blocks + _norm(config.final_norm, config.width) + head
+    return sum(tensor.size for tensor in tensors(config))
 
 
 def active_parameters(config: Decoder) -> int:
@@ -76,46 +73,16 @@ def cache_bytes(config: Decoder, slots: int, *, element_bytes: int) -> int:
     return 2 * heads * slots * element_bytes
 
 
-def _block(block: BlockConfig, width: int) -> int:
-    biases = sum(outs for _, outs, has_bias in _products(block, width) if has_bias)
-    norms = {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1}[block.residual] * _norm(
-        block.norm, width
-    )
-    attention = block.attention
-    if isinstance(block.mlp, MoeConfig) and block.mlp.bias_rate:
-        biases += block.mlp.experts
-    return (
-        _matrices(block, width) + biases + norms + 2 * _norm(attention.qk_norm, attention.head_dim)
-    )
-
-
 def _matrices(block: BlockConfig, width: int, *, is_active: bool = False) -> int:
-    return sum(ins * outs for ins, outs, _ in _products(block, width, is_active))
-
-
-def _products(
-    block: BlockConfig, width: int, is_active: bool = False
-) -> Iterator[tuple[int, int, bool]]:
-    """(inputs, outputs, has a bias) of each matrix of a block; of those that one token meets, where `is_active`."""
-    attention: AttentionConfig = block.attention
-    queries, shared = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-    yield width, queries, attention.bias
-    yield width, shared, attention.bias
-    yield width, shared, attention.bias
-    yield queries, width, attention.bias
-    if isinstance(block.mlp, MoeConfig):
-        yield width, block.mlp.experts, False
-        experts = block.mlp.top_k if is_active else block.mlp.experts
-        for _ in range(3):  # gate, up, and down with its sides turned
-            yield width, experts * block.mlp.hidden + block.mlp.shared, False
-        return
-    for _ in range(2 if block.mlp.gated else 1):
-        yield width, block.mlp.hidden, block.mlp.bias
-    yield block.mlp.hidden, width, block.mlp.bias
-
-
-def _norm(norm: NormConfig | None, size: int) -> int:
-    return 0 if norm is None else size * (2 if norm.bias else 1)
+    """Numbers in the matrices of a block; of its experts those that one token meets, where `is_active`."""
+    total = 0
+    for tensor in block_tensors(block, width):
+        if tensor.is_matrix:
+            size = tensor.size
+            if is_active and isinstance(block.mlp, MoeConfig) and "experts" in tensor.axes:
+                size = size * block.mlp.top_k // block.mlp.experts
+            total += size
+    return total
 
 
 def _keys(window: int | None, sequence: int, causal: bool) -> float:

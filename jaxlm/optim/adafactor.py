@@ -9,6 +9,7 @@ from jax import Array
 
 from jaxlm.core import tree
 from jaxlm.optim.config import Adafactor
+from jaxlm.optim.moments import factored_dims
 from jaxlm.parallel.logical import STACKED
 
 
@@ -24,19 +25,6 @@ class Moments(NamedTuple):
 
     updates: Array
     second: Any
-
-
-def factored_dims(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], factor_from: int
-) -> tuple[int, int] | None:
-    """The two largest dimensions, the stack of layers and experts apart, in order; None where they are too small to pay."""
-    dims = sorted(
-        (d for d, axis in enumerate(axes) if axis not in STACKED), key=lambda d: (shape[d], d)
-    )[-2:]
-    if len(dims) < 2 or shape[dims[0]] < factor_from:
-        return None
-    first, last = sorted(dims)
-    return first, last
 
 
 def scale_by_adafactor(config: Adafactor, axes: Any) -> optax.GradientTransformation:

@@ -9,8 +9,9 @@ from jax import Array
 
 from jaxlm.core import tree
 from jaxlm.optim import groups
-from jaxlm.optim.adafactor import factored_dims, scale_by_adafactor
+from jaxlm.optim.adafactor import scale_by_adafactor
 from jaxlm.optim.config import Adafactor, AdamW, Lion, Muon, Optimizer
+from jaxlm.optim.moments import factored_dims
 from jaxlm.optim.muon import scale_by_muon
 from jaxlm.optim.schedules import LearningRate
 

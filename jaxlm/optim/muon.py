@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from jaxlm.core import tree
 from jaxlm.optim.config import Muon
+from jaxlm.optim.moments import inputs
 from jaxlm.parallel.logical import STACKED
 
 QUINTIC = (
@@ -79,18 +80,6 @@ def scale_by_muon(config: Muon, axes: Any) -> optax.GradientTransformation:
         return tree.map_with_path(direction, grads, first, second), Moments(count, first, second)
 
     return optax.GradientTransformation(init, update)
-
-
-def inputs(axes: tuple[str | None, ...]) -> tuple[int, ...]:
-    """The input dimensions of a leaf that is a matrix of a block; none for other leaves.
-
-    A block's matrices lead from the residual stream, `embed`, or to it.
-    """
-    own = [dim for dim, axis in enumerate(axes) if axis not in STACKED]
-    if "embed" not in axes or len(own) < 2 or {"vocab", "positions"} & set(axes):
-        return ()
-    stream = axes.index("embed")
-    return (stream,) if stream == own[0] else tuple(dim for dim in own if dim != stream)
 
 
 def orthogonal(x: Array, axes: tuple[str | None, ...], steps: int, dtype: str) -> Array:

@@ -13,6 +13,7 @@ LIGHT = sorted(
     for pattern in (
         "*/config.py",
         "models/cost.py",
+        "recipes/fit.py",
         "models/families/*.py",
         "cli/*.py",
         "monitor/*.py",

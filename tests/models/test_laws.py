@@ -17,6 +17,7 @@ from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mixtral import Mixtral
 from jaxlm.models.families.union import Family
+from jaxlm.models.tensors import tensors
 from jaxlm.nn.config import NormConfig
 
 LENGTH, VOCAB = 12, 50
@@ -233,6 +234,10 @@ def test_a_depth_that_leaves_nothing_to_the_pattern_is_refused(depth):
 def test_the_closed_form_counts_every_parameter(built):
     blueprint, params = built
     assert cost.parameters(blueprint.config) == tree.count(params)
+    axes = tree.leaves(blueprint.axes, is_leaf=lambda node: isinstance(node, tuple))
+    assert {each.path: (each.shape, each.axes) for each in tensors(blueprint.config)} == {
+        path: (leaf.shape, axes[path]) for path, leaf in tree.leaves(params).items()
+    }
     assert all(leaf.size for leaf in jax.tree.leaves(params)), "a parameter without a number"
 
 

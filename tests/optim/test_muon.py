@@ -6,7 +6,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.optim import build as optim
-from jaxlm.optim import muon
+from jaxlm.optim import moments, muon
 from jaxlm.optim.config import Muon
 
 AXES = {
@@ -96,8 +96,8 @@ def test_singular_values_end_near_one(dtype, shape):
 
 
 def test_only_matrices_of_blocks_are_orthogonalised_and_they_need_no_second_moment():
-    assert muon.inputs(("layers", "embed", "heads", "head_dim")) == (1,)
-    assert muon.inputs(("layers", "heads", "head_dim", "embed")) == (1, 2)
+    assert moments.inputs(("layers", "embed", "heads", "head_dim")) == (1,)
+    assert moments.inputs(("layers", "heads", "head_dim", "embed")) == (1, 2)
     for axes in (
         ("vocab", "embed"),
         ("positions", "embed"),
@@ -105,7 +105,7 @@ def test_only_matrices_of_blocks_are_orthogonalised_and_they_need_no_second_mome
         ("layers", "embed"),
         ("embed",),
     ):
-        assert muon.inputs(axes) == ()
+        assert moments.inputs(axes) == ()
     state = optim.build(Muon(), lambda step: 0.02, AXES).init(draw(np.random.default_rng(0)))
     second = tree.leaves(state)
     assert {

@@ -1,0 +1,56 @@
+"""The closed form of what an optimizer keeps is what it keeps."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxlm.core.precision import Precision
+from jaxlm.models.build import Blueprint
+from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.tensors import tensors
+from jaxlm.optim import build
+from jaxlm.optim.config import Adafactor, AdamW, Lion, Muon
+from jaxlm.optim.moments import moments
+
+MODEL = Mixtral(
+    vocab=256,
+    width=64,
+    depth=3,
+    heads=4,
+    kv_heads=2,
+    experts=4,
+    hidden=96,
+    shared=32,
+    dense_depth=1,
+    dense_hidden=128,
+    balance_bias=1e-3,
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [AdamW(), Lion(), Muon(), Adafactor(), Adafactor(factor_from=32)],
+    ids=lambda c: c.name,
+)
+def test_moments_have_these_shapes_and_axes(config):
+    decoder = MODEL.build()
+    blueprint = Blueprint(decoder, Precision.float32())
+    optimizer = build.build(config, lambda step: jnp.float32(1.0), blueprint.axes)
+    state = jax.eval_shape(optimizer.init, blueprint.shapes)
+    axes = build.state_axes(config, optimizer, blueprint.shapes, blueprint.axes)
+    names = jax.tree.leaves(axes, is_leaf=_is_axes)
+    kept = collections.Counter(
+        (leaf.shape, name)
+        for leaf, name in zip(jax.tree.leaves(state), names, strict=True)
+        if leaf.shape
+    )
+    said = collections.Counter(
+        placed for each in tensors(decoder) for placed in moments(config, each.shape, each.axes)
+    )
+    assert said == kept
+
+
+def _is_axes(node):
+    return type(node) is tuple and all(each is None or isinstance(each, str) for each in node)
