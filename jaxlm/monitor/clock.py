@@ -17,7 +17,7 @@ class Clock:
       start: completed steps when the clock begins.
       steps: completed steps at the end of the run.
       flops_per_step: model FLOPs of the global batch.
-      peak_flops: of all devices together, from `peaks.peak_flops`; None where unknown.
+      peak_flops: of all devices together, from `chips.peak_flops`; None where unknown.
       now: a monotonic clock.
     """
 

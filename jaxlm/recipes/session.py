@@ -12,7 +12,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, faults
 from jaxlm.core.errors import Diverged, Preempted
 from jaxlm.models import cost
-from jaxlm.monitor import memory, peaks, sinks
+from jaxlm.monitor import chips, memory, sinks
 from jaxlm.monitor.clock import Clock
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.profile import Trace
@@ -65,7 +65,7 @@ class Session:
             steps=run.train.steps,
             flops_per_step=flops(causal=True) * run.tokens_per_step,
             flops_per_step_full=flops(causal=False) * run.tokens_per_step,
-            peak_flops=peaks.peak_flops(kinds[0], len(kinds)),
+            peak_flops=chips.peak_flops(kinds[0], len(kinds)),
         )
 
     def train(self, stop: StopRequest, stop_at: int | None) -> None:

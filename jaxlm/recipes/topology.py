@@ -1,6 +1,5 @@
 """A training step compiled for devices that are not there: TPU slices by name, from a host without any."""
 
-import dataclasses
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from jax.sharding import Mesh
 from jaxlm.core import backend
 from jaxlm.core.errors import CommandError
 from jaxlm.data.batch import Tokens
+from jaxlm.monitor.chips import SLICES, Machine
 from jaxlm.parallel import collectives, host, mesh
 from jaxlm.parallel.config import shown
 from jaxlm.recipes import assembly, fit, traffic
@@ -22,32 +22,6 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 
 Say = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Slice:
-    """A TPU slice: its shape as the compiler names it, and the bytes that a chip has for a program."""
-
-    topology: str
-    chips: int
-    hbm_bytes: float
-
-
-# cloud.google.com/tpu/docs: v5p counts cores, two a chip; the others count chips.
-SLICES = {
-    **{
-        f"v5e-{x * y}": Slice(f"v5e:{x}x{y}", x * y, 16 * 2**30)
-        for x, y in ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-    },
-    **{
-        f"v6e-{x * y}": Slice(f"v6e:{x}x{y}", x * y, 32 * 2**30)
-        for x, y in ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-    },
-    **{
-        f"v5p-{2 * x * y * z}": Slice(f"v5p:{x}x{y}x{z}", x * y * z, 95 * 2**30)
-        for x, y, z in ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8))
-    },
-}
 
 
 def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
@@ -87,9 +61,9 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
             why=f"the slices are {', '.join(SLICES)}",
             fix="--topology=v5e-16",
         )
-    fit.check(run, known.chips)
+    fit.check(run, known.devices)
     grid = mesh.build(run.mesh, devices_of(known))
-    say(f"{shown(grid.shape)} on {name}, {known.chips} chips; compiling for them takes minutes")
+    say(f"{shown(grid.shape)} on {name}, {known.devices} chips; compiling for them takes minutes")
     compiled = compile_step(run, grid)
     memory: Any = compiled.memory_analysis()
     held = {
@@ -110,16 +84,16 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
     )
     return {
         "topology": known.topology,
-        "devices": known.chips,
+        "devices": known.devices,
         "mesh": dict(grid.shape),
         "bytes_per_device": held | {"total": total},
-        "hbm_bytes": known.hbm_bytes,
-        "fits": total <= known.hbm_bytes,
+        "hbm_bytes": known.chip.memory_bytes,
+        "fits": total <= known.chip.memory_bytes,
         "collectives": [line.record() for line in lines],
     }
 
 
-def devices_of(known: Slice) -> list[jax.Device]:
+def devices_of(known: Machine) -> list[jax.Device]:
     """The chips of a slice, to compile for and not to compute with.
 
     Raises:

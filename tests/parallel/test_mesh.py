@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.monitor.chips import SLICES
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import AXES, MeshConfig, factorisations
-from jaxlm.recipes.topology import SLICES
 
 
 @dataclasses.dataclass(frozen=True)

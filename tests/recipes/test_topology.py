@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.recipes.topology import SLICES
+from jaxlm.monitor.chips import SLICES
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 WHY = "libtpu (586 MB) is not installed: pip install 'jaxlm[tpu]' in an environment of its own"
@@ -14,8 +14,8 @@ WHY = "libtpu (586 MB) is not installed: pip install 'jaxlm[tpu]' in an environm
 
 def test_slices_have_the_chips_that_their_shape_says():
     assert SLICES["v5e-16"].topology == "v5e:4x4"
-    assert (SLICES["v5p-128"].topology, SLICES["v5p-128"].chips) == ("v5p:4x4x4", 64)
-    assert SLICES["v6e-256"].chips == 256
+    assert (SLICES["v5p-128"].topology, SLICES["v5p-128"].devices) == ("v5p:4x4x4", 64)
+    assert SLICES["v6e-256"].devices == 256
 
 
 def test_an_unknown_slice_is_refused_with_those_there_are(capsys):
@@ -49,6 +49,6 @@ def test_a_shipped_config_compiles_for_its_slice_and_fits(capsys, config, name):
     words = ["check", f"--config=configs/{config}.py:{name}", f"--topology={name}", "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["devices"] == SLICES[name].chips
+    assert found["devices"] == SLICES[name].devices
     assert 0 < found["bytes_per_device"]["total"] < found["hbm_bytes"]
     assert {tuple(each["axes"]) for each in found["collectives"]} >= {("fsdp",)}
