@@ -11,6 +11,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.nn.config import Activation, MlpConfig
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
+from jaxlm.nn.remat import recomputed
 from jaxlm.parallel.rules import constrain
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
@@ -20,6 +21,11 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),  # arXiv:2109.08668
 }
+
+
+def gated(activation: Callable[[Array], Array], gate: Array, up: Array) -> Array:
+    """act(gate) x up, of which the backward pass keeps the two alone."""
+    return recomputed(lambda gate, up: activation(gate) * up)(gate, up)
 
 
 class Mlp(nnx.Module):
@@ -51,5 +57,8 @@ class Mlp(nnx.Module):
         """Two or three products of 2 D F FLOPs a token."""
         activation = ACTIVATIONS[self.config.activation]
         hidden = self.up(x)
-        hidden = activation(hidden) if self.gate is None else activation(self.gate(x)) * hidden
+        if self.gate is None:
+            hidden = recomputed(activation)(hidden)
+        else:
+            hidden = gated(activation, self.gate(x), hidden)
         return self.down(constrain(hidden, "batch", "length", "mlp"))

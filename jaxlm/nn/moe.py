@@ -13,7 +13,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.nn.config import MlpConfig, MoeConfig
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import GroupedLinear, Linear
-from jaxlm.nn.mlp import ACTIVATIONS, Mlp
+from jaxlm.nn.mlp import ACTIVATIONS, Mlp, gated
 from jaxlm.nn.parameter import parameter
 from jaxlm.ops import routing
 from jaxlm.ops.routing import Routes
@@ -131,8 +131,9 @@ class Moe(nnx.Module):
 
     def _rows(self, x: Array, sizes: Array | None, weights: tuple[Array, ...]) -> Array:
         gate, up, down = weights
-        hidden = ACTIVATIONS[self.config.activation](self.gate(x, gate, sizes))
-        return self.down(hidden * self.up(x, up, sizes), down, sizes)
+        activation = ACTIVATIONS[self.config.activation]
+        hidden = gated(activation, self.gate(x, gate, sizes), self.up(x, up, sizes))
+        return self.down(hidden, down, sizes)
 
     def _means(
         self, logits: Array, routes: Routes, counted: Array, kept: Array | None

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxlm.nn.config import NormConfig
 from jaxlm.nn.parameter import parameter
+from jaxlm.nn.remat import recomputed
 
 
 class Norm(nnx.Module):
@@ -18,7 +19,10 @@ class Norm(nnx.Module):
         self.bias = parameter(jnp.zeros((size,), dtype), axis) if config.bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Normalised over the last axis; the dtype of `x` comes back."""
+        """Normalised over the last axis; the dtype of `x` comes back. The backward pass keeps `x` alone."""
+        return recomputed(self._normed)(x)
+
+    def _normed(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         y = x.astype(jnp.float32)
         if self.config.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)

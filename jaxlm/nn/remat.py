@@ -54,6 +54,15 @@ def rematerialised(
     )
 
 
+def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, of which the backward pass keeps the arguments alone: for a few operations, element by element.
+
+    JAX keeps what each of them needs, and a scan over layers stores all that for every layer: three arrays of the
+    stream's size for a norm. To compute them again costs less than to write and read them.
+    """
+    return jax.checkpoint(function, prevent_cse=False)
+
+
 def _is_product(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """Whether this is a product whose only batch dimension is that of the stages."""
     if primitive is not lax.dot_general_p:

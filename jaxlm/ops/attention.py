@@ -66,7 +66,7 @@ def attention(
     if cap is not None:
         scores_bkgts = cap * jnp.tanh(scores_bkgts / cap)
     seen = mask.materialise()[:, None, None]
-    weights_bkgts = jax.nn.softmax(jnp.where(seen, scores_bkgts, HIDDEN), axis=-1)
+    weights_bkgts = _softmax(jnp.where(seen, scores_bkgts, HIDDEN))
     if dropout and dropout_key is not None:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights_bkgts.shape)
         weights_bkgts = jnp.where(kept, weights_bkgts / (1.0 - dropout), 0.0)
@@ -77,3 +77,22 @@ def attention(
         preferred_element_type=jnp.float32,
     )
     return out_btkgh.reshape(batch, length, heads, size).astype(query.dtype)
+
+
+@jax.custom_vjp
+def _softmax(x: Float[Array, "*N S"]) -> Float[Array, "*N S"]:
+    """Of which the backward pass keeps the result alone: dx = y (g - sum y g). JAX would keep x and its exponentials too."""
+    return jax.nn.softmax(x, axis=-1)
+
+
+def _softmax_forward(x: Array) -> tuple[Array, Array]:
+    y = _softmax(x)
+    return y, y
+
+
+def _softmax_backward(y: Array, grad: Array) -> tuple[Array]:
+    weighed = y * grad
+    return (weighed - y * weighed.sum(-1, keepdims=True),)
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
