@@ -5,7 +5,7 @@
 
 Compute is counted FLOPs over the chip's peak; communication is bytes in closed form over the links' stated speed. Both are
 lower bounds: no kernel reaches the peak, and no message is free of latency. A strategy pays as long as its communication can
-hide behind its compute. tests/scripts/test_scaling_model.py compares the bytes with those of compiled steps.
+hide behind its compute. tests/scripts/test_scaling_model.py compares the bytes of every axis with those of compiled steps.
 """
 
 import argparse
@@ -51,6 +51,15 @@ class Work:
         """The residual stream of all rows, whole."""
         return self.rows * self.sequence * self.model.width * self.activation_bytes
 
+    def passes(self, sizes: dict[str, int]) -> tuple[int, int]:
+        """How often in one step a chip goes through its blocks, and through the embedding and the unembedding.
+
+        Once for each micro-batch; in a pipeline blocks once for each tick, and the tables once, for all micro-batches.
+        """
+        if sizes["pipe"] > 1:
+            return self.microbatches + sizes["pipe"] - 1, 1
+        return self.microbatches, self.microbatches
+
 
 def matrices(model: Decoder) -> tuple[int, int]:
     """Numbers in the matrices of all blocks, and in the embedding and the unembedding together."""
@@ -62,30 +71,28 @@ def matrices(model: Decoder) -> tuple[int, int]:
 def fsdp_bytes(work: Work, sizes: dict[str, int]) -> float:
     """Sent by a chip over fsdp in one step under ZeRO 3.
 
-    For each micro-batch blocks and the unembedding are gathered forward and again backward, the embedding once, and
-    gradients scattered as they are summed.
+    In each pass blocks and the unembedding are gathered forward and again backward, the embedding once, and gradients
+    scattered as they are summed. A pipeline does so with its blocks in each tick.
     """
     blocks, tables = matrices(work.model)
-    parts = sizes["tensor"] * sizes["pipe"]
     lookup = work.model.vocab * work.model.width
-    gathered = 2 * blocks / parts + 3 * lookup / sizes["tensor"]
-    gathered *= work.weight_bytes
-    scattered = (blocks / parts + tables / sizes["tensor"]) * work.gradient_bytes
-    # A pipeline's micro-batches pass weights that were gathered once.
-    times = 1 if sizes["pipe"] > 1 else work.microbatches
-    return _ring(sizes["fsdp"]) * (gathered + scattered) * times
+    through_blocks, through_tables = work.passes(sizes)
+    gathered = 2 * blocks * through_blocks + 3 * lookup * through_tables
+    scattered = blocks * through_blocks + tables * through_tables
+    sent = gathered * work.weight_bytes + scattered * work.gradient_bytes
+    return _ring(sizes["fsdp"]) * sent / (sizes["pipe"] * sizes["tensor"])
 
 
 def data_bytes(work: Work, sizes: dict[str, int]) -> float:
     """Over data: all gradients that a chip holds, summed and handed out.
 
-    Once for each micro-batch, as the step is written and XLA for CPU compiles it: a compiler may move the sum out of the loop.
+    In each pass, as the step is written and XLA for CPU compiles it: a compiler may move the sum out of the loop.
     """
     blocks, tables = matrices(work.model)
-    held = blocks / sizes["pipe"] + tables
-    held /= sizes["tensor"] * sizes["fsdp"]
-    times = 1 if sizes["pipe"] > 1 else work.microbatches
-    return 2 * _ring(sizes["data"]) * held * work.gradient_bytes * times
+    through_blocks, through_tables = work.passes(sizes)
+    held = blocks * through_blocks + tables * through_tables
+    held /= sizes["pipe"] * sizes["tensor"] * sizes["fsdp"]
+    return 2 * _ring(sizes["data"]) * held * work.gradient_bytes
 
 
 def tensor_bytes(work: Work, sizes: dict[str, int], *, is_remat: bool = True) -> float:
@@ -101,20 +108,29 @@ def tensor_bytes(work: Work, sizes: dict[str, int], *, is_remat: bool = True) ->
 
 
 def context_bytes(work: Work, sizes: dict[str, int]) -> float:
-    """Over context: keys and values of whole rows, gathered forward and again under remat, their gradients scattered."""
+    """Over context: keys and values of whole rows, gathered forward and again under remat, their gradients scattered; and
+    the gradients of all parameters, summed in each pass as over data, but that of the embedding before fsdp splits it.
+    """
     attention = work.model.pattern[0].attention
     kv = 2 * attention.kv_heads * attention.head_dim / sizes["tensor"]
     one = work.rows * work.sequence * sizes["context"] * kv * work.activation_bytes
-    return _ring(sizes["context"]) * 3 * one * work.model.depth / sizes["pipe"]
+    keys = 3 * one * work.model.depth / sizes["pipe"]
+    blocks, tables = matrices(work.model)
+    lookup = work.model.vocab * work.model.width
+    through_blocks, through_tables = work.passes(sizes)
+    split = blocks * through_blocks + (tables - lookup) * through_tables
+    summed = (split / sizes["fsdp"] + lookup * through_tables) / (sizes["pipe"] * sizes["tensor"])
+    return _ring(sizes["context"]) * (keys + 2 * summed * work.gradient_bytes)
 
 
 def pipe_bytes(work: Work, sizes: dict[str, int]) -> float:
-    """Over pipe: the stream of a micro-batch to the next stage each tick, and the last stage's result to all; twice, as
-    the backward pass sends as much.
+    """Over pipe: the stream of a micro-batch to the next stage each tick, and its gradient back; and four sums of the
+    stream: of the embedding, as stages hold parts of the vocabulary, and of the last stage's result forward, of the
+    gradients of the unembedding and of the first stage's batch backward.
     """
-    ticks = work.microbatches + sizes["pipe"] - 1
+    ticks, _ = work.passes(sizes)
     moved = 2 * ticks * work.stream_bytes / work.microbatches if sizes["pipe"] > 1 else 0
-    return moved + 2 * _ring(sizes["pipe"]) * 2 * work.stream_bytes
+    return moved + 2 * _ring(sizes["pipe"]) * 4 * work.stream_bytes
 
 
 def _ring(devices: int) -> float:
