@@ -15,6 +15,7 @@ from jaxlm.recipes import attention
 from jaxlm.recipes.config import Run
 
 MOST_TRIED = 200  # combinations of settings; the nearest come first
+MESHES_TRIED = 8  # with other settings, where no mesh fits by itself
 
 Sizes = Mapping[str, int]
 
@@ -30,7 +31,8 @@ class Misfit(NamedTuple):
 def check(run: Run, count: int) -> None:
     """Raises ConfigError, with everything that is wrong, where a run does not fit a mesh of `count` devices.
 
-    Each line of the fix, pasted alone, makes it fit: first the nearest meshes, then other settings for this one.
+    Each line of the fix, pasted alone, makes it fit: first the nearest meshes, then other settings for this one; where
+    neither is enough, meshes with the settings that they need.
     """
     wanted = {axis: getattr(run.mesh, axis) for axis in AXES}
     why = []
@@ -47,14 +49,15 @@ def check(run: Run, count: int) -> None:
     meshes = (fit for fit in nearest(sizes or wanted, count) if not any(find(run, fit)))
     fixes = [flags(fit, wanted) for fit in itertools.islice(meshes, 2)]
     if sizes and (changes := _changes(run, sizes, misfits)):
-        fixes.append(" ".join(f"--config.{path}={value}" for path, value in changes.items()))
+        fixes.append(_pasted(changes))
+    fixes = fixes or list(itertools.islice(_both(run, sizes or wanted, wanted, count), 2))
     if len(why) > 3:
-        why[2:] = [f"{why[2]}; and {len(why) - 3} more"]
+        why[2:] = ["; ".join(why[2:])]
     raise ConfigError(
         f"the run does not fit {count} device{'s' if count > 1 else ''}",
         where="mesh " + (shown(sizes) if sizes else _asked(wanted)),
         why="\n".join(why),
-        fix="\n".join(fixes) or "a mesh of fewer axes",
+        fix="\n".join(fixes),
     )
 
 
@@ -126,6 +129,21 @@ def _misfit(named: str, path: str, size: int, unit: int, axes: Any) -> Misfit:
     over = " x ".join((axes,) if isinstance(axes, str) else axes)
     wanted = " or ".join(map(str, values))
     return Misfit(f"{named} does not divide by {unit} ({over}), {wanted} would", path, values)
+
+
+def _both(
+    run: Run, near: Mapping[str, Any], wanted: Mapping[str, Any], count: int
+) -> Iterator[str]:
+    """The meshes nearest to one, each with the settings that make the run fit it; replicas alone suit every model."""
+    replicas = dict.fromkeys(AXES, 1) | {"data": count}
+    meshes = nearest(near, count)[:MESHES_TRIED]
+    for fit in meshes if replicas in meshes else (*meshes, replicas):
+        if changes := _changes(run, fit, list(find(run, fit))):
+            yield f"{flags(fit, wanted)} {_pasted(changes)}".strip()
+
+
+def _pasted(changes: Mapping[str, int]) -> str:
+    return " ".join(f"--config.{path}={value}" for path, value in changes.items())
 
 
 def _changes(run: Run, sizes: Sizes, misfits: list[Misfit]) -> dict[str, int]:

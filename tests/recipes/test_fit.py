@@ -70,7 +70,17 @@ CASES = {
             "train.batch": "15",
             "model.kv_heads": "1",
         },
-        ["kv_heads = 1", "depth = 6", "sequence = 63", "and 1 more"],
+        ["kv_heads = 1", "depth = 6", "sequence = 63", "batch = 15 does not divide by 2 (data x fsdp x expert), 14 or 16 would"],
+    ),
+    "a prime number of devices": (
+        7,
+        {"mesh.tensor": "3"},
+        ["a multiple of 3 devices, and there are 7", "vocab = 64", "heads = 8", "kv_heads = 4", "hidden = 128"],
+    ),
+    "no mesh for these rows": (
+        8,
+        {"mesh.tensor": "3", "mesh.data": "1", "train.batch": "15"},
+        ["tensor=3 needs 3 devices, and there are 8"],
     ),
 }  # fmt: skip
 
