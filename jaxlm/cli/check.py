@@ -1,6 +1,6 @@
 """Tries a config, made small, on fake devices: does its mesh compute what one device would, and send only what it must.
 
-The answer is no, with exit code 1, where a loss or a gradient's norm differs by more than 1e-5, where a large parameter is
+The answer is no, with exit code 1, where a loss or a gradient's norm differs by more than 1e-5, where a matrix of parameters is
 whole on every device along an axis that should split it, or where activations or logits are sent that should stay where they
 are; each with its source line.
 """
@@ -64,10 +64,10 @@ def _text(answer: dict[str, Any]) -> str:
     for each in answer["replicated"]:
         lines.append(
             f"WHOLE ON EVERY DEVICE along {' and '.join(each['axes'])}: {each['path']}, "
-            f"{words.number(each['parameters'])} parameters, {each['share']:.0%} of the model"
+            f"{words.number(each['parameters'])} parameters, {each['share']:.2%} of the model"
         )
     if not answer["replicated"]:
-        lines.append("no large parameter is whole on every device by accident")
+        lines.append("no matrix of parameters is whole on every device by accident")
     lines.append("collectives of one step (XLA for CPU writes a reduce-scatter as an all-reduce)")
     lines.extend(_collectives(answer))
     for each in answer["unexpected"]:

@@ -24,9 +24,10 @@ from jaxlm.recipes.engine import Engine
 from jaxlm.recipes.shrink import HEAD_DIM, Small, shrink
 
 TOLERANCE = 1e-5  # relative, of losses and gradient norms in float32
-ACCIDENT = (
-    0.02  # the share of the model's parameters from which one that is nowhere split is an accident
-)
+# By what a matrix has, the axes that are to split it beside fsdp and tensor; and what tensor has no part of. Said apart from
+# logical.RULES, which are judged by it.
+ALSO_SPLIT = {"layers": "pipe", "vocab": "pipe", "experts": "expert"}
+NOT_OVER_TENSOR = {"routes", "positions"}
 ALONE = MeshConfig(pipe=1, data=1, fsdp=1, expert=1, context=1, tensor=1)
 
 Say = Callable[[str], None]
@@ -46,17 +47,15 @@ class Trial:
 
     losses: list[float]
     grad_norms: list[float]
-    whole: dict[
-        str, list[str]
-    ]  # matrices that are not split over an axis that splits parameters, and the axes
+    whole: dict[str, list[str]]  # the axes over which each matrix is not split, and should be
     program: str
 
 
 def check(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     """Runs a config, made small, on fake devices and on one, and reads what its compiled step sends.
 
-    `ok` is whether the losses and gradient norms agree, nothing large ended up on every device, and no activation is sent
-    that should stay where it is.
+    `ok` is whether the losses and gradient norms agree, no matrix ended up whole along an axis that should split it, and no
+    activation is sent that should stay where it is.
 
     Raises:
       ConfigError: where the config's own sizes do not fit its own mesh.
@@ -139,9 +138,12 @@ def _try(small: Small, grid: Mesh) -> Trial:
             losses.append(float(metrics["loss_nats"]))
             grad_norms.append(float(metrics["grad_norm"]))
     axes = tree.leaves(model.blueprint.axes, is_leaf=lambda node: isinstance(node, tuple))
-    splitting = [axis for axis in _splitting(run.mesh) if grid.shape[axis] > 1]
     whole = {
-        path: [axis for axis in splitting if axis not in _axes(leaf.sharding.spec)]
+        path: [
+            axis
+            for axis in _splitting(run.mesh, axes[path])
+            if grid.shape[axis] > 1 and axis not in _axes(leaf.sharding.spec)
+        ]
         for path, leaf in tree.leaves(state.params).items()
         if _is_matrix(path, axes[path])
     }
@@ -172,9 +174,12 @@ def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:
     return not is_bias and sum(axis not in logical.LAYERS for axis in axes) >= 2
 
 
-def _splitting(config: MeshConfig) -> list[str]:
-    """The axes over which every large matrix is to be split; stages and experts split theirs alone."""
-    return ["fsdp", "tensor"] if config.zero == 3 else ["tensor"]
+def _splitting(config: MeshConfig, names: tuple[str | None, ...]) -> list[str]:
+    """The mesh axes over which a matrix with these logical axes is to be split."""
+    wanted = {ALSO_SPLIT[name] for name in names if name in ALSO_SPLIT}
+    wanted |= {"fsdp"} if config.zero == 3 else set()
+    wanted |= set() if NOT_OVER_TENSOR & set(names) else {"tensor"}
+    return [axis for axis in AXES if axis in wanted]
 
 
 def _axes(spec: PartitionSpec) -> set[str]:
@@ -183,7 +188,7 @@ def _axes(spec: PartitionSpec) -> set[str]:
 
 
 def _accidents(run: Run, whole: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """Those parameters that are whole over some axes and large in the config's own model."""
+    """Those matrices that are whole over some axes, and what they are in the config's own model."""
     decoder = dataclasses.replace(run.model, vocab=topology.vocabulary(run)).build()
     shapes = Blueprint(decoder, Precision.of(run.precision)).shapes
     sizes = {path: math.prod(leaf.shape) for path, leaf in tree.leaves(shapes).items()}
@@ -196,7 +201,7 @@ def _accidents(run: Run, whole: dict[str, list[str]]) -> list[dict[str, Any]]:
             "share": sizes[path] / total,
         }
         for path, axes in whole.items()
-        if axes and sizes[path] >= ACCIDENT * total
+        if axes
     ]
 
 

@@ -124,6 +124,38 @@ def test_each_bug_that_was_put_in_is_found(file, capsys, monkeypatch, sharded_on
         assert found["unexpected"]
 
 
+WHOLE = {
+    "experts": ("expert", "model.family=mixtral", "mesh.expert=2", "mesh.tensor=1"),
+    "layers": ("pipe", "mesh.pipe=2", "mesh.tensor=1"),
+    # Of a Llama 8B each is less than 2% of all parameters.
+    "kv_heads": ("tensor", "model.width=4096", "model.heads=32", "model.kv_heads=8", "model.hidden=14336"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", WHOLE)
+def test_matrices_that_their_own_axis_does_not_split_are_found(
+    file, capsys, monkeypatch, sharded_only, axis
+):
+    monkeypatch.setitem(logical.RULES, axis, None)
+    over, *settings = WHOLE[axis]
+    flags = [f"--config.{setting}" for setting in settings]
+    found = check(capsys, file, *flags, "--steps=1", code=1)
+    assert not found["ok"]
+    assert all(each["axes"] == [over] for each in found["replicated"])
+    paths = {each["path"].removeprefix("stack/0/") for each in found["replicated"]}
+    attention = {f"attention/{name}/weight" for name in ("query", "key", "value", "out")}
+    mlp = {f"mlp/{name}/weight" for name in ("gate", "up", "down")}
+    assert (
+        paths
+        == {
+            "experts": mlp,
+            "layers": attention | mlp,
+            "kv_heads": {"attention/key/weight", "attention/value/weight"},
+        }[axis]
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
@@ -133,6 +165,7 @@ def test_each_bug_that_was_put_in_is_found(file, capsys, monkeypatch, sharded_on
         ("--config.mesh.context=2", "--config.mesh.fsdp=1", "--config.mesh.context_keys=ring"),
         ("--config.model.family=mixtral", "--config.mesh.expert=2", "--config.mesh.tensor=1"),
         ("--config.mesh.data=2", "--config.mesh.zero=1"),
+        ("--config.model.family=mixtral", "--config.mesh.expert=2", "--config.mesh.fsdp=1"),
         ("--config.model.family=gpt2", "--config.model.vocab=50304"),
         ("--config.optim.name=muon",),
     ],
