@@ -47,6 +47,22 @@ def no_process_is_left_behind():
     assert not left, f"left behind: {', '.join(left)}"
 
 
+def pytest_terminal_summary(terminalreporter):
+    """The tables that tests recorded, whichever worker they ran in."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    tables = [
+        text
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for name, text in report.user_properties
+        if name == "table"
+    ]
+    if tables:
+        terminalreporter.section("tables")
+    for text in tables:
+        terminalreporter.write_line(text)
+
+
 def pytest_sessionstart(session):
     session.config.stash[SHARED_MEMORY] = _shared_memory()
 

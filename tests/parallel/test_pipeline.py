@@ -80,7 +80,7 @@ def test_a_batch_of_another_size_has_as_many_micro_batches_as_fit(plan, rows, co
 
 
 @pytest.mark.parametrize("plan", [Schedule(4, 6), Schedule(4, 5, 2)], ids=str)
-def test_stages_are_run_as_often_as_predicted_and_in_the_order_of_the_layers(plan):
+def test_stages_are_run_as_often_as_predicted_and_in_the_order_of_the_layers(plan, record_property):
     """On four devices, each a stage: every execution is counted where it happens."""
     layers = 2 * plan.stages * plan.repeats
     weights = jnp.arange(1.0, layers + 1) / layers
@@ -106,4 +106,6 @@ def test_stages_are_run_as_often_as_predicted_and_in_the_order_of_the_layers(pla
     assert float(sums["layers"]) == 2 * useful
     assert int(sums["microbatch"]) == sum(range(plan.microbatches)) * useful // plan.microbatches
     assert len(runs) == plan.ticks * plan.stages
-    assert 1 - useful / len(runs) == pytest.approx(plan.bubble)
+    counted = 1 - useful / len(runs)
+    record_property("table", f"{plan}: bubble {plan.bubble:.1%} predicted, {counted:.1%} counted")
+    assert counted == pytest.approx(plan.bubble)
