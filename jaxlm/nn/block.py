@@ -69,6 +69,7 @@ class Block(nnx.Module):
         keys = (None, None, None) if key is None else jax.random.split(key, 3)
         residual, rate = self.config.residual, self.config.dropout
         is_whole = cache is None
+        x = checkpoint_name(x, "layer_in")
         read = x if residual == "post" else self.attention_norm(x)
         added, cache = self.attention(
             read, positions=positions, mask=mask, cache=cache, start=start, key=keys[0]

@@ -7,7 +7,7 @@ from jaxlm.ops.kernels import Kernel
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 Init = Literal["gpt2", "normal", "xavier", "he"]
-REMAT_NAMES = ("attention_out", "mlp_out")  # what a remat policy "save:..." can name
+REMAT_NAMES = ("layer_in", "attention_out", "mlp_out")  # what a remat policy "save:..." can name
 
 
 def is_remat(policy: str) -> bool:

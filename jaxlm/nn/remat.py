@@ -19,7 +19,10 @@ def rematerialised(
     - dots: keeps the results of matrix products of activations and weights.
     - full: keeps the arguments alone.
     - save:attention_out,mlp_out: keeps what it names.
-    - offload:attention_out,mlp_out: the same, in the memory of the host, from which the backward pass fetches it.
+    - offload:layer_in,attention_out: the same, in the memory of the host, from which the backward pass fetches it.
+
+    layer_in is the stream that comes into a layer, which each policy but the last keeps on the device; attention_out and
+    mlp_out are what the two parts add to it. Only where a norm follows mlp_out does the backward pass read it.
 
     Outside of a loop XLA would find the two computations equal and keep the first, so it is told not to look; the
     body of a loop has its own backward loop, where that would only be in the way. `mapped` says that the function is

@@ -24,7 +24,7 @@ MORE = {
     "circular, optimizer state split alone": ("--config.train.pipeline=circular",),
     "optimizer state on the host": (
         "--config.train.offload=optimizer",
-        "--config.train.remat=offload:mlp_out",
+        "--config.train.remat=offload:layer_in,attention_out",
     ),
 }
 
