@@ -7,6 +7,7 @@ from typing import Any
 from jaxlm.core import config
 from jaxlm.core.config import Change
 from jaxlm.parallel.config import AXES, MeshConfig
+from jaxlm.recipes import attention
 from jaxlm.recipes.config import Run
 
 HEAD_DIM = 8
@@ -54,7 +55,8 @@ def shrink(run: Run, steps: int, limit: int) -> Small:
     """The run on at most `limit` devices (more where 2 an axis needs more), `steps` long, in float32.
 
     The number of tokens has a prime factor that no size of the model has. So an array on a device holds tokens just
-    where its number of elements has this factor, whatever the compiler made of its shape.
+    where its number of elements has this factor, whatever the compiler made of its shape. What `auto` would choose for
+    attention by the sizes of the run itself is asked for by name.
     """
     mesh = mesh_sizes(run.mesh, limit)
     model = _model(run.model, mesh, run.train.pipeline_repeats)
@@ -67,6 +69,11 @@ def shrink(run: Run, steps: int, limit: int) -> Small:
     raw = config.to_json(run)
     raw["model"] |= model
     raw["mesh"] |= mesh
+    kernels = _kernels(run, mesh)
+    if mesh["context"] > 1:
+        raw["mesh"]["context_keys"] = "ring" if "ring" in kernels else "gather"
+    else:
+        raw["train"]["attention"] = "blockwise" if "blockwise" in kernels else "reference"
     raw["data"]["sequence"] = sequence
     raw["train"] |= {"steps": steps, "batch": rows, "microbatches": microbatches, "patience": None}
     if run.loss.chunk is not None:
@@ -80,15 +87,23 @@ def shrink(run: Run, steps: int, limit: int) -> Small:
     return Small(small, mesh, mark, tuple(changes))
 
 
+def _kernels(run: Run, small: dict[str, int]) -> set[str]:
+    """Those with which the run itself computes attention, on its own mesh; an axis that is `auto` has the small one's size."""
+    asked = {axis: getattr(run.mesh, axis) for axis in AXES}
+    sizes = {axis: small[axis] if size == "auto" else size for axis, size in asked.items()}
+    decoder = attention.fitted(run, dataclasses.replace(run.model, vocab=VOCAB).build(), sizes)
+    return {layer.attention.kernel for layer in decoder.layers}
+
+
 def _model(model: Any, mesh: dict[str, int], repeats: int) -> dict[str, int]:
     """The model's sizes: as few heads as `tensor` and the grouping allow, as few layers as stages and the pattern do."""
     tensor = mesh["tensor"]
     first = min(getattr(model, "dense_depth", 0), 1)
     less = {"dense_depth": first} if hasattr(model, "dense_depth") else {}
     decoder = dataclasses.replace(model, vocab=VOCAB, **less).build()
-    attention = decoder.pattern[0].attention
-    kv_heads = math.lcm(tensor, min(attention.kv_heads, 2))
-    grouped = min(attention.heads // attention.kv_heads, 2)
+    heads_of = decoder.pattern[0].attention
+    kv_heads = math.lcm(tensor, min(heads_of.kv_heads, 2))
+    grouped = min(heads_of.heads // heads_of.kv_heads, 2)
     heads = kv_heads * grouped
     width = math.lcm(heads * HEAD_DIM, mesh["fsdp"])
     turns = -(-(decoder.depth - len(decoder.prefix)) // len(decoder.pattern))

@@ -56,9 +56,15 @@ def assembled(run, hardware):
     return assembly.assemble(run, run.model.vocab, mesh)
 
 
-def test_the_large_configs_name_their_hardware():
-    assert {name for name, named in NAMED.items() if named} >= {
-        *("gpt2_124m", "gpt2_1p5b", "llama_1b", "llama_8b", "llama_70b")
+def test_each_config_names_the_hardware_that_it_is_for():
+    assert {name: set(named) for name, named in NAMED.items() if named} == {
+        "gpt2_124m": {"1gpu", "8gpu", "v5e-16", "v5p-128", "v6e-256"},
+        "gpt2_1p5b": {"1gpu", "8gpu", "v5e-16", "v5p-128", "v6e-256"},
+        "llama_1b": {"1gpu", "8gpu", "v5e-16", "v5p-128", "v6e-256"},
+        "llama_8b": {"8gpu", "64gpu", "v5e-16", "v5p-128", "v6e-256"},
+        "llama_70b": {"512gpu", "v5p-128", "v6e-256"},
+        "mixtral_8x7b": {"64gpu", "v5p-128", "v6e-256"},
+        "moe_fine": {"8gpu", "v5p-128", "v6e-256"},
     }
 
 

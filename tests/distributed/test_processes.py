@@ -223,10 +223,22 @@ def test_processes_train_as_one_does(alone, config, tmp_path, processes, mesh):
 
 
 @pytest.mark.slow
+def test_experts_over_processes_train_as_on_one_device(config, tmp_path):
+    """One expert on each of two devices of two processes."""
+    family = ("--config.model.family=mixtral", "--config.model.experts=4")
+    single, double = tmp_path / "one", tmp_path / "two"
+    train(1, 1, words(config, single / "run", {}, *family), log=single / "log")
+    alone = single / "run", read(single / "log")
+    check(alone, config, double, 2, 2, {"expert": 4}, *family)
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_four_processes_goes_on_with_two_and_then_with_one(alone, config, tmp_path):
     """Nothing is lost or changed on the way: a restore that saves again at once saves the same bits."""
     run = tmp_path / "run"
     train(4, 2, words(config, run, {"fsdp": 4, "tensor": 2}, "--stop_at=2"))
+    written = {path.name for path in (run / "checkpoints/2").rglob("ocdbt.process_*")}
+    assert written == {f"ocdbt.process_{process}" for process in range(4)}
     digests = {
         path: hashlib.sha256(leaf.tobytes()).hexdigest()
         for path, leaf in harness.store(run).arrays(2).items()

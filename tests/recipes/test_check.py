@@ -163,6 +163,7 @@ def test_matrices_that_their_own_axis_does_not_split_are_found(
         ("--config.mesh.pipe=2", "--config.mesh.fsdp=1"),
         ("--config.mesh.context=2", "--config.mesh.fsdp=1"),
         ("--config.mesh.context=2", "--config.mesh.fsdp=1", "--config.mesh.context_keys=ring"),
+        ("--config.data.sequence=4096",),
         ("--config.model.family=mixtral", "--config.mesh.expert=2", "--config.mesh.tensor=1"),
         ("--config.mesh.data=2", "--config.mesh.zero=1"),
         ("--config.model.family=mixtral", "--config.mesh.expert=2", "--config.mesh.fsdp=1"),
@@ -242,6 +243,31 @@ def test_a_shrunk_run_has_a_mark_in_its_tokens_that_no_parameter_has():
     assert small.run.model.context >= small.run.data.sequence
     assert small.run.model.context % small.mark, "a table of positions is no activation"
     assert small.run.optim.newton_schulz_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        ({"data.sequence": "4096"}, ("train.attention", "auto", "blockwise")),
+        ({"data.sequence": "256"}, ("train.attention", "auto", "reference")),
+        (
+            {"data.sequence": "32768", "mesh.context": "4"},
+            ("mesh.context_keys", "auto", "ring"),
+        ),
+        (
+            {
+                "data.sequence": "256",
+                "mesh.context": "4",
+                "model.heads": "4",
+                "model.kv_heads": "4",
+            },
+            ("mesh.context_keys", "auto", "gather"),
+        ),
+    ],
+)
+def test_a_shrunk_run_computes_attention_as_the_run_itself_would(settings, change):
+    small = shrink(config.load(Run, None, list(settings.items())).value, 3, 8)
+    assert change in {(each.path, each.old, each.new) for each in small.changes}
 
 
 def test_what_is_expected_is_decided_by_what_it_is():

@@ -19,6 +19,11 @@ LAYOUTS = {
     "circular, optimizer state split alone": ("pipe=2", "fsdp=2", "zero=1"),
     "optimizer state on the host": ("fsdp=4", "zero=2"),
 }
+SAID = {
+    "stages beside fsdp": "2 stages, 2 micro-batches: each stage idles 33% of the ticks",
+    "circular, optimizer state split alone": "2 stages x 2 groups of layers, 2 micro-batches: each stage idles 20% of the ticks",
+    "optimizer state on the host": "of optimizer (zero=2), the last on the host between steps",
+}
 MORE = {
     "stages beside fsdp": (),
     "circular, optimizer state split alone": ("--config.train.pipeline=circular",),
@@ -76,4 +81,5 @@ def test_a_run_is_the_same_on_another_layout_and_goes_on_from_another(
     assert [row[:2] for row in one] == [row[:2] for row in other]
     np.testing.assert_allclose([row[2] for row in other], [row[2] for row in one], rtol=1e-5)
     assert samples(tmp_path / "run") == samples(plain)
+    assert SAID[name] in " ".join((tmp_path / "run/log.txt").read_text().split())
     assert jax.device_count() == 8
