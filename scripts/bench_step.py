@@ -133,11 +133,13 @@ def ours(run: Run, data: prepare.Data, folder: Path) -> tuple[Any, Timed]:
     hooks = Hooks(
         is_log_due=lambda number: True,
         is_eval_due=lambda number: False,
+        is_sample_due=lambda number: False,
         is_save_due=lambda number: False,
         before=lambda number: None,
         count=lambda tokens, waited: clock.add(tokens=tokens, data_wait_seconds=waited),
         log=log,
         evaluate=lambda state, number: None,
+        sample=lambda state, number: None,
         save=lambda state, number, loss: None,
         skipped=lambda number, values, layers: None,
         check_saves=lambda: None,

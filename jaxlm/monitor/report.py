@@ -151,7 +151,7 @@ def _curves(run: Path) -> Iterator[str]:
 
 
 def _samples(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The texts of the last evaluation that sampled, and of the first, folded."""
+    """The texts of the last step that sampled, and of the first, folded."""
     steps = sorted({record["step"] for record in records})
     for step in dict.fromkeys([*steps[-1:], *steps[:1]]):
         texts = [

@@ -67,8 +67,6 @@ class Sampler:
 
     def draw(self, params: Any) -> list[tuple[str, str]]:
         """(prompt, text) for each prompt of the config."""
-        if not self.config.prompts:
-            return []
         ids = self.ids(params, self.config.prompts)
         return [
             (prompt, self.tokenizer.decode(row))

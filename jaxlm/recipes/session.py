@@ -130,19 +130,20 @@ class Session:
                 share=self.crew.sharer(f"cadence/{section}"),
             ).is_due
 
-        self._is_sample_due = cadence("sample")
         is_save_due = cadence("checkpoint")
         has_validation = bool(self.engine.data.validation)
         self._start_clock()
         hooks = Hooks(
             is_log_due=cadence("log"),
             is_eval_due=cadence("eval") if has_validation else lambda _: False,
+            is_sample_due=cadence("sample") if run.sample.prompts else lambda _: False,
             is_save_due=lambda step: is_save_due(step) or self._saves.is_retry_due,
             before=self._before,
             count=lambda tokens, waited: self.clock.add(tokens=tokens, data_wait_seconds=waited),
             log=self._log,
             skipped=self._note_skipped,
             evaluate=self._evaluate,
+            sample=self._sample,
             save=self._save,
             check_saves=self._saves.check,
             enter=self.crew.watch.enter,
@@ -233,11 +234,13 @@ class Session:
             results = self.engine.evaluate(state.params, limit=limit)
             for name, record in results.items():
                 self._write(step, name, record)
-            if self._is_sample_due(step):
-                for prompt, text in self.sampler.draw(state.params):
-                    self.samples.write({"step": step, "prompt": prompt, "text": text})
             self.evaluation = next(iter(results.values()))
             return self.evaluation["loss_nats"]
+
+    def _sample(self, state: TrainState, step: int) -> None:
+        with self.clock.pause(), self.crew.watch.phase("eval"):
+            for prompt, text in self.sampler.draw(state.params):
+                self.samples.write({"step": step, "prompt": prompt, "text": text})
 
     def _save(self, state: TrainState, step: int, loss_nats: float | None) -> None:
         """Saves, once what happened before is on disk."""

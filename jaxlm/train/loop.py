@@ -1,4 +1,4 @@
-"""The loop over steps: evaluate, save, then take the batch."""
+"""The loop over steps: evaluate, sample, save, then take the batch."""
 
 import dataclasses
 import time
@@ -41,6 +41,7 @@ class Hooks:
 
     is_log_due: Callable[[int], bool]
     is_eval_due: Callable[[int], bool]
+    is_sample_due: Callable[[int], bool]
     is_save_due: Callable[[int], bool]
     before: Callable[[int], None]  # each step, with the number of completed ones
     count: Callable[[float, float], None]  # each step's tokens, and its seconds of waiting for data
@@ -48,6 +49,7 @@ class Hooks:
     evaluate: Callable[
         [TrainState, int], float | None
     ]  # the loss that ranks checkpoints; None for no validation set
+    sample: Callable[[TrainState, int], None]
     save: Callable[
         [TrainState, int, float | None], None
     ]  # with that loss, where this very step was evaluated
@@ -85,7 +87,7 @@ def run(
     """Runs from `start` completed steps to `steps`, or to `stop_at`; the state it returns is saved.
 
     The metrics of a step are fetched after the next one has been dispatched, so the device does not wait for Python.
-    Before an evaluation or a save they are fetched first.
+    Before an evaluation, samples or a save they are fetched first.
 
     Raises:
       BudgetSpent: where `budget` steps in a row were not applied.
@@ -142,6 +144,9 @@ def run(
             settle()
             loss = hooks.evaluate(state, completed)
             best = loss is not None and progress.note(loss, completed)
+        if hooks.is_sample_due(completed):
+            settle()
+            hooks.sample(state, completed)
         given_up = patience is not None and progress.evaluations_without_gain >= patience
         is_stopped = stop.is_due
         last = completed == stop_at or is_stopped or given_up

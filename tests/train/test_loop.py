@@ -48,11 +48,13 @@ class Story:
         return Hooks(
             is_log_due=due.get("log", lambda step: True),
             is_eval_due=due.get("eval", lambda step: False),
+            is_sample_due=due.get("sample", lambda step: False),
             is_save_due=due.get("save", lambda step: False),
             before=lambda step: None,
             count=lambda tokens, waited: None,
             log=lambda step, values: self.events.append(("log", step)),
             evaluate=evaluate,
+            sample=note("sample"),
             save=note("save"),
             skipped=lambda step, values, layers: self.events.append(("skipped", step)),
             check_saves=lambda: None,
@@ -107,6 +109,21 @@ def test_a_step_is_evaluated_before_it_is_saved_and_its_metrics_are_out():
         "save",
     ]
     assert story.named("save") == [(2, 2, 0.5)]
+
+
+def test_samples_have_a_cadence_of_their_own():
+    story = Story(losses={4: 0.5, 8: 0.4})
+    story.run(
+        steps=9,
+        eval=lambda step: step % 4 == 0,
+        sample=lambda step: step % 3 == 0,
+        save=lambda step: step == 6,
+    )
+    assert story.named("sample") == [(3, 3), (6, 6), (9, 9)]
+    assert [step for _, step in story.named("evaluate")] == [4, 8]
+    names = [event[0] for event in story.events]
+    sampled = story.events.index(("sample", 6, 6))
+    assert names[sampled - 1 : sampled + 2] == ["log", "sample", "save"], "on disk before the save"
 
 
 def test_the_best_evaluation_is_saved_though_no_save_is_due():
