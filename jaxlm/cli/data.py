@@ -156,7 +156,7 @@ def _open(args: Any, out: Output) -> tuple[Run, Any]:
     chosen = config.load(Run, args.config or args.workdir, args.overrides).value
     with _progress(out) as progress:
         return chosen, prepare.open_data(
-            chosen.data, seed=chosen.seed, say=out.say, progress=progress
+            chosen.data, seed=chosen.seed, say=out.say, warn=out.say, progress=progress
         )
 
 

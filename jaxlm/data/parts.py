@@ -14,6 +14,8 @@ from jaxlm.data.records import Document
 from jaxlm.data.selection import Selection, held_out
 from jaxlm.data.shards import Shards
 
+# Not a loss: such a document is in the other part.
+ELSEWHERE = ("held out", "for training")
 NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")
 
 
@@ -38,7 +40,7 @@ class Part:
             if text := self.selection.take(document.text):
                 yield document._replace(text=text)
             else:
-                counts["held out" if not self.selection.held_out else "for training"] += 1
+                counts[ELSEWHERE[self.selection.held_out]] += 1
 
 
 def find(config: DataConfig) -> tuple[Part, list[Part]]:

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError, DataError, JaxlmError
@@ -12,6 +12,7 @@ from jaxlm.data import cache, manifest, packing, parts, tokenizer, train_tokeniz
 from jaxlm.data.config import DataConfig
 from jaxlm.data.documents import Corpus
 from jaxlm.data.loader import Loader
+from jaxlm.data.manifest import Manifest
 from jaxlm.data.parts import Part
 from jaxlm.data.records import MENDED
 from jaxlm.data.selection import Selection
@@ -40,9 +41,12 @@ def open_data(
     seed: int,
     root: Path | None = None,
     say: Say = lambda _: None,
+    warn: Say = lambda _: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Data:
     """Finds, tokenises and plans what the config names; what was made before comes from the cache under `root`.
+
+    `warn` hears what of the data is not read as it was written, at every opening.
 
     Raises:
       JaxlmError: where the data is missing, broken, empty, or does not fit the tokenizer.
@@ -52,7 +56,7 @@ def open_data(
     encoder = _tokenizer(config, train_part, root, say)
 
     def loader(part: Part, seed: int) -> Loader:
-        opened = _shards(part, encoder, root, say, progress)
+        opened = _shards(part, encoder, root, say, warn, progress)
         key = {
             "shards": opened.manifest.digests,
             "sequence": config.sequence,
@@ -124,13 +128,15 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
             _told(progress, part),
             name=part.setting,
         )
+        for line in _losses(part.name, written[part.name].manifest):
+            say(line)
     return written
 
 
 def text_loader(corpus: Corpus, encoder: Tokenizer, sequence: int, root: Path, say: Say) -> Loader:
     """The rows of any text under a given tokenizer, for an evaluation."""
     opened = _shards(
-        Part("text", corpus, Selection()), encoder, root, say, lambda what, done, total: None
+        Part("text", corpus, Selection()), encoder, root, say, say, lambda what, done, total: None
     )
     key = {"shards": opened.manifest.digests, "sequence": sequence, "packing": "concat", "seed": 0}
     plan = packing.plan(
@@ -190,7 +196,33 @@ def _told(progress: Progress, part: Part) -> Callable[[int], None]:
     return lambda done: progress(part.name, done, total)
 
 
-def _shards(part: Part, encoder: Tokenizer, root: Path, say: Say, progress: Progress) -> Shards:
+def _losses(name: str, manifest: Manifest) -> Iterator[str]:
+    """What of a part is not as it was written: documents left out, changed or odd, characters without an id."""
+    lost = {what: n for what, n in manifest.left_out.items() if what not in parts.ELSEWHERE}
+    for words, reasons in (
+        ("left out of", sorted(lost.keys() - set(MENDED))),
+        ("in", sorted(lost.keys() & set(MENDED))),
+    ):
+        if reasons:
+            yield f"{words} {name}: {', '.join(f'{lost[reason]} {reason}' for reason in reasons)}"
+    if manifest.unknown:
+        yield (
+            f"{manifest.unknown} characters of {name} are not in the tokenizer and became <|unk|>"
+        )
+
+
+def _shards(
+    part: Part, encoder: Tokenizer, root: Path, say: Say, warn: Say, progress: Progress
+) -> Shards:
+    opened = _opened(part, encoder, root, say, warn, progress)
+    for line in _losses(part.name, opened.manifest):
+        warn(line)
+    return opened
+
+
+def _opened(
+    part: Part, encoder: Tokenizer, root: Path, say: Say, warn: Say, progress: Progress
+) -> Shards:
     if part.folder is not None:
         opened = Shards.open(part.folder)
         if opened.manifest.tokenizer != encoder.digest:
@@ -214,13 +246,13 @@ def _shards(part: Part, encoder: Tokenizer, root: Path, say: Say, progress: Prog
         try:
             return Shards.open(folder)
         except JaxlmError as error:
-            say(f"the cached tokens of {part.name} are made again: {error.what}, {error.why}")
+            warn(f"the cached tokens of {part.name} are made again: {error.what}, {error.why}")
             shutil.rmtree(folder)
     say(
         f"tokenising {part.name}: {len(part.corpus.files)} file{'s' if len(part.corpus.files) != 1 else ''}"
     )
     counts: Counter[str] = Counter()
-    opened = writer.write(
+    return writer.write(
         folder,
         part.documents(counts),
         encoder,
@@ -228,14 +260,3 @@ def _shards(part: Part, encoder: Tokenizer, root: Path, say: Say, progress: Prog
         _told(progress, part),
         name=part.setting,
     )
-    for what, names in (
-        ("left out of", sorted(counts.keys() - set(MENDED))),
-        ("in", sorted(counts.keys() & set(MENDED))),
-    ):
-        if names:
-            say(f"{what} {part.name}: {', '.join(f'{counts[name]} {name}' for name in names)}")
-    if opened.manifest.unknown:
-        say(
-            f"{opened.manifest.unknown} characters of {part.name} are not in the tokenizer and became <|unk|>"
-        )
-    return opened

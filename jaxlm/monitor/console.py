@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from jaxlm.core.quoting import printable
 from jaxlm.monitor import words
-from jaxlm.monitor.sinks import Record
+from jaxlm.monitor.sinks import Nowhere, Record, Sink
 
 HEAD_EVERY = 30  # rows, so that the column names are always on a screen
 
@@ -50,10 +50,18 @@ class Console:
     Args:
       screen: where to show it; None shows nothing.
       log: a file that gets the same lines, plain.
+      warnings: a sink that also gets what is said as a warning, for the report.
       total: steps of the whole run, for the bar.
     """
 
-    def __init__(self, screen: TextIO | None, *, log: TextIO | None = None, total: int):
+    def __init__(
+        self,
+        screen: TextIO | None,
+        *,
+        log: TextIO | None = None,
+        warnings: Sink | None = None,
+        total: int,
+    ):
         # A notebook asks for colour in its environment, but is no terminal: a bar there would leave a line a frame.
         self._screen = (
             Screen(
@@ -71,6 +79,7 @@ class Console:
             self._screen and self._screen.is_terminal and not self._screen.is_dumb_terminal
         )
         self._log, self._total, self._rows = log, total, 0
+        self._warnings = warnings or Nowhere()
         self._bar: Progress | None = None
 
     def __enter__(self) -> Self:
@@ -86,6 +95,11 @@ class Console:
             self._screen.print(text, style=style, markup=False)
         if self._log:
             print(text, file=self._log, flush=True)
+
+    def warn(self, text: str, *, step: int) -> None:
+        """Says what went otherwise than asked for, so that the report of the run has it too."""
+        self.say(text)
+        self._warnings.write({"step": step, "time_unix": time.time(), "text": text})
 
     def block(self, title: str, facts: Iterable[tuple[str, str]]) -> None:
         """Prints labelled lines under a title: the header of a run, or its end."""

@@ -164,9 +164,14 @@ def _samples(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _warnings(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    if records:
+    """Each text once: what the data lacks is said at every start of the run."""
+    steps: dict[str, list[Any]] = {}
+    for record in records:
+        steps.setdefault(str(record.get("text", record)), []).append(record.get("step", "-"))
+    if steps:
         lines = [
-            f"step {record.get('step', '-')}: {record.get('text', record)}" for record in records
+            f"step {at[0]}{f', {len(at)} times' if len(at) > 1 else ''}: {text}"
+            for text, at in steps.items()
         ]
         yield f"<pre>{html.escape(chr(10).join(lines))}</pre>"
 

@@ -76,7 +76,7 @@ def _loaders(opened: Trained, options: Options, sequence: int, say: Any) -> dict
             "text": prepare.text_loader(corpus, opened.tokenizer, sequence, cache.default(), say)
         }
     data = dataclasses.replace(run.data, sequence=sequence)
-    found = prepare.open_data(data, seed=run.seed, say=say)
+    found = prepare.open_data(data, seed=run.seed, say=say, warn=say)
     if found.tokenizer.digest != opened.tokenizer.digest:
         raise ConfigError(
             "the run's data now gives another tokenizer than the one it was trained with",

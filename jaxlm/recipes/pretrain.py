@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from jaxlm.core.config import Loaded
 from jaxlm.core.errors import ConfigError, Preempted
 from jaxlm.data import parts, prepare
 from jaxlm.data.prepare import Data
-from jaxlm.monitor import environment
+from jaxlm.monitor import environment, sinks
 from jaxlm.monitor.console import Console
 from jaxlm.parallel import host
 from jaxlm.parallel.cluster import Place
@@ -99,17 +100,23 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
         directory.begin()
         crew.ending.leave = directory.leave
 
-        log = screen = None
+        log = screen = warnings = None
         if is_first:
+            warnings = stack.enter_context(
+                contextlib.closing(sinks.Jsonl(directory.path / "warnings.jsonl"))
+            )
             log = stack.enter_context(open(directory.path / "log.txt", "a", encoding="utf-8"))
             screen = None if options.quiet or "console" not in run.log.sinks else sys.stderr
-        console = stack.enter_context(Console(screen, log=log, total=run.train.steps))
+        console = stack.enter_context(
+            Console(screen, log=log, warnings=warnings, total=run.train.steps)
+        )
+        warn = functools.partial(console.warn, step=start)
         for line in noticed:
-            console.say(line)
+            warn(line)
         stop = stack.enter_context(crew.stop)
         try:
             with stop.waiting(), crew.in_turn("prepare"):  # the first fills the caches
-                data = prepare.open_data(run.data, seed=run.seed, say=console.say)
+                data = prepare.open_data(run.data, seed=run.seed, say=console.say, warn=warn)
         except Interrupted as told:
             raise Preempted(
                 f"stopped by {told} while the data was prepared",

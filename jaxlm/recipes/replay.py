@@ -88,7 +88,7 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
 
     mesh = devices.build_mesh(run.mesh)
     host.check_rows(mesh, run.train.batch, run.train.microbatches)
-    data = prepare.open_data(run.data, seed=run.seed, say=say)
+    data = prepare.open_data(run.data, seed=run.seed, say=say, warn=say)
     _check_data(way[-1].data, data.fingerprint)
     model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
     with jax.set_mesh(mesh):

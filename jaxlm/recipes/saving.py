@@ -130,4 +130,4 @@ class Saves:
             self._store.remove_torn()
         if self._failed > 1 or self._crew.peers.count > 1:
             raise error
-        self._console.say(f"{error}\ntrying once more")
+        self._console.warn(f"{error}\ntrying once more", step=self._directory.step)

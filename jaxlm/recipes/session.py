@@ -190,9 +190,10 @@ class Session:
         """Writes down a step that was not applied, with what it had read, and says so."""
         found = forensics.evidence(self.engine, step, values, layers, self.rewinds.skips)
         self.spikes.write({"time_unix": time.time()} | found)
-        self.console.say(
+        self.console.warn(
             f"step {step} was not applied: {found['kind']} (loss {values['loss_nats']:.4g}, gradient "
-            f"{values['grad_norm']:.4g}); {int(values['skipped_total'])} skipped so far, see spikes.jsonl"
+            f"{values['grad_norm']:.4g}); {int(values['skipped_total'])} skipped so far, see spikes.jsonl",
+            step=step,
         )
 
     def _rewind(self, spent: BudgetSpent) -> None:
@@ -216,16 +217,17 @@ class Session:
             self.rewinds.add(spent.first, self.store, limits)
         told = self.crew.share("rewind", self.rewinds.as_json()[made:])
         rewind = self.rewinds.made[made] if self.directory.is_writer else self.rewinds.take(told[0])
-        self.console.say(
+        self.console.warn(
             f"rewind {made + 1} of {limits.rewinds}: steps {spent.first} to {spent.step} could not be applied; going back to "
-            f"step {rewind.to}, leaving out batches {rewind.low} to {rewind.high - 1}"
+            f"step {rewind.to}, leaving out batches {rewind.low} to {rewind.high - 1}",
+            step=spent.step,
         )
         self._open.close()
         self._take_up(self.store.record(rewind.to).meta if rewind.to else None)
         self._open_sinks()
 
     def _evaluate(self, state: TrainState, step: int) -> float | None:
-        """Every validation set; the loss of the first ranks checkpoints. Samples too, where they are due."""
+        """Every validation set; the loss of the first ranks checkpoints."""
         run = self.run
         with self.clock.pause(), self.crew.watch.phase("eval"):
             faults.point("eval", step)

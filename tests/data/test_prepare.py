@@ -36,9 +36,8 @@ def _config(
 def _open(
     config: DataConfig, root: Path, seed: int = 0, said: list[str] | None = None
 ) -> prepare.Data:
-    return prepare.open_data(
-        config, seed=seed, root=root / "cache", say=[].append if said is None else said.append
-    )
+    say = [].append if said is None else said.append
+    return prepare.open_data(config, seed=seed, root=root / "cache", say=say, warn=say)
 
 
 def _stored(data: prepare.Data) -> tuple[bytes, bytes]:

@@ -72,7 +72,7 @@ def test_a_run_leaves_everything_that_the_contract_names(unbroken):
     names = {path.name for path in unbroken.iterdir()}
     assert names >= {
         "config.json", "provenance.json", "environment.json", "command.sh", "metrics.jsonl", "samples.jsonl",
-        "log.txt", "checkpoints", "exit.json", "plots", "report.html", "baselines.json", "tokenizer",
+        "log.txt", "warnings.jsonl", "checkpoints", "exit.json", "plots", "report.html", "baselines.json", "tokenizer",
     }  # fmt: skip
     assert json.loads((unbroken / "exit.json").read_text())["code"] == 0
     assert {path.name for path in (unbroken / "plots").iterdir()} >= {"loss.png"}
@@ -137,6 +137,21 @@ def test_stopping_and_going_on_changes_no_bit(config, unbroken, tmp_path):
     assert mine.keys() == theirs.keys()
     for path, leaf in mine.items():
         assert leaf.tobytes() == theirs[path].tobytes(), path
+
+
+def test_what_is_left_out_is_said_at_every_start_and_samples_need_no_validation(config, tmp_path):
+    texts = ["one two three " * 9, ""] * 20
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    flags = [f"--config.data.train={tmp_path}/a.jsonl", "--config.data.validation=()"]
+    flags += ["--config.train.steps=4", "--config.sample.every=3"]
+    run, said = tmp_path / "run", "left out of train: 20 empty"
+    assert train(config, run, *flags, "--stop_at=2") == 0
+    assert train(config, run, *flags) == 0
+    assert (run / "log.txt").read_text().splitlines().count(said) == 2
+    found = harness.records(run, "warnings.jsonl")
+    assert [(warning["step"], warning["text"]) for warning in found] == [(0, said), (2, said)]
+    assert f"step 0, 2 times: {said}" in (run / "report.html").read_text()
+    assert {s["step"] for s in harness.records(run, "samples.jsonl")} == {3, 4}
 
 
 @pytest.mark.slow
