@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data.records import BLANK, EMPTY, Broken, Document, mended, read
+from jaxlm.data.records import BLANK, EMPTY, NO_TEXT, Broken, Document, mended, read
 
 PROBED_RECORDS = 1000  # of each file are read before anything is made of the data
 MAX_DROPPED = 0.001  # of the records
@@ -33,7 +33,8 @@ class Corpus:
     """The files behind some patterns, in order of their paths. `names` are what reports call them.
 
     A broken record is left out and counted, up to a share `max_dropped` of all: a crawl of a billion pages has some, a
-    wrong text key or a file of another kind has many.
+    wrong text key or a file of another kind has many. Among the first records one without the text key is refused: there it
+    is likely to be one of many, and nothing has been made of the data yet.
     """
 
     files: tuple[Path, ...]
@@ -113,7 +114,9 @@ class Corpus:
                     first = first or record
                     counts[record.reason] += 1
                     # Of the first few even one would be more than its share.
-                    if dropped > self.max_dropped * max(seen, PROBED_RECORDS):
+                    most_dropped = self.max_dropped * max(seen, PROBED_RECORDS)
+                    is_early = record.reason == NO_TEXT and seen <= PROBED_RECORDS
+                    if dropped > most_dropped or (is_early and dropped >= most_dropped):
                         raise self._too_many(first, dropped, seen)
                     continue
                 text = mended(record.text, counts)

@@ -224,6 +224,24 @@ def test_e4_too_many_of_one_kind_end_with_the_file_and_the_record(
     assert (code, said["parts"]["train"]["left_out"]) == (0, {reason: 1})
 
 
+def test_e4_a_record_without_the_text_key_is_refused_early_and_counted_later(
+    tmp_path: Path,
+) -> None:
+    for place, is_refused in ((0, True), (999, True), (1000, False), (1499, False)):
+        lines = ['{"text": "good"}\n'] * 1500
+        lines[place] = '{"body": "good"}\n'
+        (tmp_path / "b.jsonl").write_text("".join(lines[200:]))
+        (tmp_path / "a.jsonl").write_text("".join(lines[:200]))
+        corpus = documents.Corpus.find((f"{tmp_path}/*.jsonl",), "text", "data.train")
+        counts: Counter[str] = Counter()
+        if is_refused:
+            with pytest.raises(DataError, match="no text under 'text'"):
+                list(corpus.documents(counts, documents.PROBED_RECORDS))
+        else:
+            assert sum(1 for _ in corpus.documents(counts)) == 1499
+            assert counts == {records.NO_TEXT: 1}
+
+
 def test_e4_files_that_are_not_utf8_are_counted_like_records(tmp_path: Path) -> None:
     for number in range(1100):
         (tmp_path / f"{number:04d}.txt").write_text("good")

@@ -32,7 +32,9 @@ def place(tmp_path_factory):
         (folder / f"texts/{number}.txt").write_text(f"document {number} " * 20)
     (folder / "latin/a.txt").write_bytes("caf\u00e9".encode("latin1"))
     (folder / "empty/a.txt").write_text("")
-    (folder / "records/a.jsonl").write_text('{"text": "fine"}\n{"body": "not under text"}\n')
+    records = ['{"text": "fine"}\n'] * 1500
+    records[5] = '{"body": "not under text"}\n'
+    (folder / "records/a.jsonl").write_text("".join(records))
     (folder / "file").write_text("")
     (folder / "c.py").write_text(CONFIG.format(folder=folder))
     return folder
@@ -49,7 +51,7 @@ CASES = {
     "no text key": (
         ["--config.data.train={p}/records/*.jsonl"],
         65,
-        ["record 1", "--config.data.text_key=body"],
+        ["record 5", "--config.data.text_key=body"],
     ),
     "misspelt setting": (["--config.optim.lrr=1e-3"], 2, ["--config.optim.lr=0.001"]),
     "wrong type": (["--config.train.batch=many"], 2, ["train.batch", "many"]),
