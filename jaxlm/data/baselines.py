@@ -6,12 +6,12 @@ import lzma
 
 import numpy as np
 
-from jaxlm.data.shards import Shards
+from jaxlm.data.joined import AnyShards
 
 MEASURED_BYTES = 2**25  # xz -9e takes about a second for each MB
 
 
-def stored_text(shards: Shards, limit: int = MEASURED_BYTES) -> bytes:
+def stored_text(shards: AnyShards, limit: int = MEASURED_BYTES) -> bytes:
     """The first `limit` bytes of the text behind some shards: documents end to end, in order of their files' paths."""
     table = shards.tokenizer.table
     text = bytearray()

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.data.batch import Tokens
+from jaxlm.data.joined import AnyShards
 from jaxlm.data.packing import Plan
-from jaxlm.data.shards import Shards
 
 ROUNDS = 4  # of the index permutation's Feistel network
 
@@ -32,7 +32,7 @@ class Loader:
     hosts reads the same stream, each its own rows of every batch.
     """
 
-    shards: Shards
+    shards: AnyShards
     plan: Plan
     sequence: int
     seed: int

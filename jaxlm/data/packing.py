@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from jaxlm.data import cache
-from jaxlm.data.shards import Shards
+from jaxlm.data.joined import AnyShards
 
 VERSION = 2
 FILES = "rows.bin", "pieces.bin"
@@ -45,7 +45,7 @@ class Plan:
         return self._pieces[int(self._ends[row - 1]) if row else 0 : int(self._ends[row])]
 
 
-def plan(shards: Shards, sequence: int, packing: Packing, seed: int, folder: Path) -> Plan:
+def plan(shards: AnyShards, sequence: int, packing: Packing, seed: int, folder: Path) -> Plan:
     """The plan in `folder`, made there first where it is not yet whole. Memory is that of one window."""
     if folder.exists() and not _is_whole(folder):
         shutil.rmtree(folder)
@@ -83,7 +83,7 @@ def _digest(folder: Path) -> str:
 
 
 def _rows(
-    shards: Shards, sequence: int, packing: Packing, seed: int
+    shards: AnyShards, sequence: int, packing: Packing, seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(pieces, end of each row among them), a window at a time."""
     filled = 0
@@ -106,7 +106,7 @@ def _rows(
         yield held, np.array([len(held)])
 
 
-def _windows(shards: Shards, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _windows(shards: AnyShards, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Documents and their numbers of positions; windows in shuffled order, each shuffled within."""
     starts = np.arange(0, shards.documents, WINDOW)
     for window in np.random.default_rng([seed, len(starts)]).permutation(len(starts)):

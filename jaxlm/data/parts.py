@@ -1,6 +1,7 @@
 """What the data section of a config names: files, checked, and which side of the split they are on."""
 
 import dataclasses
+import glob
 import hashlib
 import re
 from collections import Counter
@@ -8,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.data import manifest
 from jaxlm.data.config import DataConfig
 from jaxlm.data.documents import PROBED_RECORDS, Corpus
 from jaxlm.data.records import Document
 from jaxlm.data.selection import Selection, held_out
-from jaxlm.data.shards import Shards
 
 # Not a loss: such a document is in the other part.
 ELSEWHERE = ("held out", "for training")
@@ -21,12 +22,12 @@ NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One side of a corpus that becomes a shard set; or a folder that is one already."""
+    """One side of a corpus that becomes a shard set; or folders that are some already."""
 
     name: str
     corpus: Corpus | None
     selection: Selection
-    folder: Path | None = None
+    folders: tuple[Path, ...] = ()
 
     @property
     def setting(self) -> str:
@@ -63,7 +64,7 @@ def find(config: DataConfig) -> tuple[Part, list[Part]]:
             raise ConfigError(
                 "a share cannot be held out of token shards",
                 where=f"data.validation = {patterns[0]}",
-                why=f"{train.folder} was tokenised as a whole",
+                why=f"{train.folders[0]} was tokenised as a whole",
                 fix=f"jaxlm data tokenize --config.data.validation={patterns[0]} --out=DIR writes both sides",
             )
         else:
@@ -77,11 +78,46 @@ def find(config: DataConfig) -> tuple[Part, list[Part]]:
 
 
 def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str) -> Part:
-    if len(patterns) == 1 and (Path(patterns[0]) / "manifest.json").is_file():
-        return Part(name, None, Selection(), Path(patterns[0]))
-    return Part(
-        name, Corpus.find(patterns, config.text_key, setting, config.max_dropped), Selection()
-    )
+    stored: list[Path] = []
+    texts: list[str] = []
+    for pattern in patterns:
+        matches = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+        folders = [match for match in matches if (match / manifest.NAME).is_file()]
+        stored += folders
+        if not folders or any(match.is_file() for match in matches):
+            texts.append(pattern)
+    if not texts:
+        _refuse_twice(stored, setting)
+        return Part(name, None, Selection(), tuple(stored))
+    corpus = Corpus.find(tuple(texts), config.text_key, setting, config.max_dropped)
+    if stored:
+        raise ConfigError(
+            "text and token shards cannot be read as one",
+            where=setting,
+            why=f"{stored[0]} holds token shards, {corpus.names[0]} is a file",
+            fix=f"--config.{setting}={stored[0]}, or the text alone",
+        )
+    return Part(name, corpus, Selection())
+
+
+def _refuse_twice(folders: list[Path], setting: str) -> None:
+    """Raises DataError where a token shard is among the folders twice: in one named twice, through a link, or in a copy."""
+    seen: dict[str, Path] = {}
+    for folder in folders:
+        tokens = _tokens(folder)
+        if both := [seen[digest] for digest in tokens if digest in seen]:
+            raise DataError(
+                "a token shard is listed twice",
+                where=setting,
+                why=f"{both[0]} and {folder} hold the same tokens",
+                fix="name each folder once: patterns that do not overlap, and no copies",
+            )
+        seen |= dict.fromkeys(tokens, folder)
+
+
+def _tokens(folder: Path) -> list[str]:
+    """What tells the shards in a folder from others: sha256 of the ids of each."""
+    return [shard.tokens_sha256 for shard in manifest.read(folder).shards]
 
 
 def _refuse_overlap(train: Part, validation: list[Part]) -> None:
@@ -100,11 +136,10 @@ def _refuse_overlap(train: Part, validation: list[Part]) -> None:
 
 
 def _overlap(train: Part, part: Part) -> Iterator[str]:
-    folders = [side.folder for side in (train, part) if side.folder is not None]
-    if len(folders) == 2 and set.intersection(
-        *(set(Shards.open(f).manifest.digests) for f in folders)
-    ):
-        yield " and ".join(map(str, folders))
+    trained_on = {digest: folder for folder in train.folders for digest in _tokens(folder)}
+    for folder in part.folders:
+        both = {trained_on[digest] for digest in _tokens(folder) if digest in trained_on}
+        yield from (f"{other} and {folder}" for other in both)
     corpora = [side.corpus for side in (train, part) if side.corpus is not None]
     if len(corpora) < 2 or not any(any(corpus.named()) for corpus in corpora):
         return

@@ -11,6 +11,7 @@ from jaxlm.core.errors import ConfigError, DataError, JaxlmError
 from jaxlm.data import cache, manifest, packing, parts, tokenizer, train_tokenizer, writer
 from jaxlm.data.config import DataConfig
 from jaxlm.data.documents import Corpus
+from jaxlm.data.joined import AnyShards, open_folders
 from jaxlm.data.loader import Loader
 from jaxlm.data.manifest import Manifest
 from jaxlm.data.parts import Part
@@ -108,7 +109,7 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
         if part.corpus is None:
             raise ConfigError(
                 "this is tokenised already",
-                where=str(part.folder),
+                where=str(part.folders[0]),
                 fix="--config.data.train='texts/*.txt'",
             )
         counts: Counter[str] = Counter()
@@ -147,8 +148,8 @@ def text_loader(corpus: Corpus, encoder: Tokenizer, sequence: int, root: Path, s
 
 def _tokenizer(config: DataConfig, train: Part, root: Path, say: Say) -> Tokenizer:
     kind = config.tokenizer
-    if train.folder is not None:
-        return _tokenizer_of_shards(Shards.open(train.folder), kind)
+    if train.folders:
+        return _tokenizer_of_shards(open_folders(train.folders), kind)
     if kind == "bytes":
         return tokenizer.Bytes()
     if kind.endswith((".model", ".json")):
@@ -171,7 +172,7 @@ def _tokenizer(config: DataConfig, train: Part, root: Path, say: Say) -> Tokeniz
     return tokenizer.load(path.read_bytes(), str(path))
 
 
-def _tokenizer_of_shards(opened: Shards, setting: str) -> Tokenizer:
+def _tokenizer_of_shards(opened: AnyShards, setting: str) -> Tokenizer:
     """The one that made the shards, where the setting does not ask for another.
 
     The default setting asks for none: nothing can be trained where there is no text.
@@ -213,7 +214,7 @@ def _losses(name: str, manifest: Manifest) -> Iterator[str]:
 
 def _shards(
     part: Part, encoder: Tokenizer, root: Path, say: Say, warn: Say, progress: Progress
-) -> Shards:
+) -> AnyShards:
     opened = _opened(part, encoder, root, say, warn, progress)
     for line in _losses(part.name, opened.manifest):
         warn(line)
@@ -222,13 +223,13 @@ def _shards(
 
 def _opened(
     part: Part, encoder: Tokenizer, root: Path, say: Say, warn: Say, progress: Progress
-) -> Shards:
-    if part.folder is not None:
-        opened = Shards.open(part.folder)
+) -> AnyShards:
+    if part.folders:
+        opened = open_folders(part.folders)
         if opened.manifest.tokenizer != encoder.digest:
             raise DataError(
                 "token shards were made with another tokenizer",
-                where=str(part.folder),
+                where=str(opened.folder),
                 why=f"its tokenizer is {opened.manifest.tokenizer[:12]}, the run's {encoder.digest[:12]}",
                 fix="jaxlm data tokenize writes train and validation with one tokenizer",
             )

@@ -6,6 +6,7 @@ import random
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zstandard
 
@@ -196,6 +197,49 @@ def test_token_shards_are_read_with_their_own_tokenizer(texts: str, tmp_path: Pa
         prepare.tokenise(
             _config(texts), tmp_path / "out", lambda _: None, lambda what, done, total: None
         )
+
+
+def test_folders_of_token_shards_are_found_by_glob_and_read_as_one(tmp_path: Path) -> None:
+    made = {}
+    for name, tokenizer in (("a", "bytes"), ("b", "bytes"), ("other", "characters")):
+        for number in range(30):
+            (tmp_path / f"{number}.{name}").write_text(f"{name} {number} " * (number % 5 + 1))
+        written = prepare.tokenise(
+            _config(f"{tmp_path}/*.{name}", (), tokenizer=tokenizer),
+            tmp_path / "out" / name,
+            lambda _: None,
+            lambda what, done, total: None,
+        )
+        made[name] = written["train"]
+    both = _config(f"{tmp_path}/out/[ab]/train", ())
+    read = _open(both, tmp_path).train.shards
+    assert baselines.stored_text(read) == b"".join(
+        baselines.stored_text(made[name]) for name in "ab"
+    )
+    assert (read.documents, read.manifest.tokens) == (
+        60,
+        sum(made[n].manifest.tokens for n in "ab"),
+    )
+    lengths = np.concatenate([made[name].lengths(0, 30) for name in "ab"])
+    for start, stop in ((0, 60), (3, 20), (29, 31), (30, 30), (44, 60)):
+        assert np.array_equal(read.lengths(start, stop), lengths[start:stop])
+    assert [read.origin(n) for n in (29, 30)] == [made["a"].origin(29), made["b"].origin(0)]
+
+    def refused(*train: str, validation: tuple[str, ...] = ()) -> JaxlmError:
+        with pytest.raises(JaxlmError) as caught:
+            patterns = tuple(f"{tmp_path}/{pattern}" for pattern in train)
+            _open(DataConfig(train=patterns, validation=validation, tokenizer="bytes"), tmp_path)
+        return caught.value
+
+    assert "different tokenizers" in refused("out/*/train").what
+    assert "out/other" in refused("out/*/train").where
+    for mixed in (("out/a/train", "*.b"), ("*.b", "out/a/train"), ("out/a/tr*", "out/a/train/f*")):
+        assert "text and token shards" in refused(*mixed).what
+    assert "listed twice" in refused("out/a/train", "out/[ab]/train").what
+    assert "listed twice" in refused("*.a", "*.a").what
+    error = refused("out/[ab]/train", validation=(f"{tmp_path}/out/b/*",))
+    assert "both trained on and validated on" in error.what
+    assert "out/b/train" in error.why
 
 
 @pytest.mark.parametrize("ending", [".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])

@@ -1,0 +1,99 @@
+"""Several folders of token shards, read as one."""
+
+import dataclasses
+import hashlib
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from jaxlm.core.errors import DataError
+from jaxlm.data.manifest import Manifest
+from jaxlm.data.shards import Shards
+from jaxlm.data.tokenizer import Tokenizer
+
+
+class Joined:
+    """The documents of several folders end to end, in the order of the folders; all made with one tokenizer.
+
+    Raises:
+      DataError: where two of them were made with different tokenizers.
+    """
+
+    def __init__(self, parts: tuple[Shards, ...]):
+        self.parts = parts
+        first = parts[0]
+        for part in parts[1:]:
+            if part.manifest.tokenizer != first.manifest.tokenizer:
+                raise DataError(
+                    "token shards were made with different tokenizers",
+                    where=f"{first.folder} and {part.folder}",
+                    why=f"their tokenizers are {first.manifest.tokenizer[:12]} and {part.manifest.tokenizer[:12]}",
+                    fix="jaxlm data tokenize with one --config.data.tokenizer=FILE for all of them",
+                )
+        self.manifest = _sum([part.manifest for part in parts])
+        self._first_document = np.cumsum([0] + [part.documents for part in parts])
+
+    @property
+    def folder(self) -> Path:
+        """The first of the folders: what an error names."""
+        return self.parts[0].folder
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the ids."""
+        return self.parts[0].tokenizer
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return self.manifest.documents
+
+    def lengths(self, start: int, stop: int) -> np.ndarray:
+        """As `Shards.lengths`."""
+        out = [
+            part.lengths(max(start - first, 0), min(stop - first, part.documents))
+            for part, first in zip(self.parts, self._first_document.tolist(), strict=False)
+            if start < first + part.documents and first < stop
+        ]
+        return np.concatenate(out) if out else np.zeros(0, np.int64)
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """As `Shards.read`."""
+        part, inner = self._locate(document)
+        return part.read(inner, start, stop)
+
+    def origin(self, document: int) -> tuple[str, int]:
+        """As `Shards.origin`."""
+        part, inner = self._locate(document)
+        return part.origin(inner)
+
+    def _locate(self, document: int) -> tuple[Shards, int]:
+        number = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        return self.parts[number], document - int(self._first_document[number])
+
+
+AnyShards = Shards | Joined
+
+
+def open_folders(folders: tuple[Path, ...]) -> AnyShards:
+    """The token shards in one folder or several. Raises DataError, as opening each does."""
+    parts = tuple(map(Shards.open, folders))
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def _sum(manifests: list[Manifest]) -> Manifest:
+    left_out: Counter[str] = Counter()
+    for manifest in manifests:
+        left_out.update(manifest.left_out)
+    names = "".join(manifest.files_sha256 for manifest in manifests)
+    return dataclasses.replace(
+        manifests[0],
+        documents=sum(manifest.documents for manifest in manifests),
+        tokens=sum(manifest.tokens for manifest in manifests),
+        bytes=sum(manifest.bytes for manifest in manifests),
+        unknown=sum(manifest.unknown for manifest in manifests),
+        left_out=dict(left_out),
+        files_sha256=hashlib.sha256(names.encode()).hexdigest(),
+        shards=tuple(shard for manifest in manifests for shard in manifest.shards),
+    )
