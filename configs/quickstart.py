@@ -3,7 +3,7 @@
     jaxlm train --config=configs/quickstart.py --workdir=runs/quickstart
     jaxlm train --config=configs/quickstart.py:long --workdir=runs/long
 
-Hardware: two CPU cores, 2 GiB of memory. Minutes: about 2, and about 20 with `:long`. Expect fewer bits per byte than
+Hardware: two CPU cores, 2 GiB of memory. Minutes: about 3, and about 20 with `:long`. Expect fewer bits per byte than
 gzip -9, and with `:long` fewer than bz2 -9. How it was tuned stands in scripts/LOG.md.
 """
 
