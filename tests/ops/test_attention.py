@@ -1,9 +1,12 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxlm.core.precision import Precision
+from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.ops import masks
 from jaxlm.ops.attention import attention
 
@@ -53,6 +56,23 @@ def test_attention_is_what_it_says_query_by_query(window, cap, segments):
     assert np.isfinite(got).all()
     real = np.ones((ROWS, LENGTH), bool) if segments is None else segments > 0
     np.testing.assert_allclose(np.asarray(got)[real], expected[real], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_the_softmax_is_float32_where_products_are_bfloat16(kernel):
+    """Every exponential of the program, forward and backward, whatever dtype the activations have."""
+    precision = Precision.of(PrecisionConfig(compute="bfloat16"))
+    query, key, value = (
+        jnp.ones((ROWS, LENGTH, n, SIZE), jnp.bfloat16) for n in (HEADS, KV_HEADS, KV_HEADS)
+    )
+
+    def total(*operands):
+        mask = masks.causal(LENGTH)
+        return attention(*operands, mask, precision, scale=0.7, kernel=kernel).sum()
+
+    program = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(query, key, value))
+    assert set(re.findall(r":(\w+)\[[^]]*\] = exp2?\b", program)) == {"f32"}
+    assert "bf16[" in program
 
 
 def test_a_dropped_weight_is_zero_and_the_others_make_up_for_it():
