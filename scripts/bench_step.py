@@ -3,8 +3,8 @@
     taskset -c 0 python scripts/bench_step.py --size=quickstart
     taskset -c 0 python scripts/bench_step.py --size=100m --json
 
-Both run in this process, from the same weights, on the same rows, in turns. Ours is built as recipes/pretrain.py builds
-it, and its time includes the loader, the transfer, the loop, the metrics of every step and a line in metrics.jsonl for each tenth.
+Both run in this process, from the same weights, on the same rows, in turns. Ours is the engine of `jaxlm train`, and its
+time includes the loader, the transfer, the loop, the metrics of every step and a line in metrics.jsonl for each tenth.
 The hand-written one is what a person would write for this one model: plain functions, matrix products of two dimensions
 in the same precision, the same loss with the same backward pass, AdamW in a few lines; its batches lie on the device
 before its clock starts, and it computes no metric beside the loss. Both losses must agree, or the comparison ends.
@@ -27,20 +27,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxlm.core import config, random
+from jaxlm.core import config
 from jaxlm.data import prepare
 from jaxlm.models import cost
 from jaxlm.monitor import sinks
 from jaxlm.monitor.clock import Clock
-from jaxlm.objectives.token_nll import token_nll
-from jaxlm.optim import build as optimizers
-from jaxlm.optim import schedules
-from jaxlm.parallel import host
 from jaxlm.recipes import assembly, devices
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.engine import Engine
 from jaxlm.train import loop
-from jaxlm.train import state as states
-from jaxlm.train import step as steps
 from jaxlm.train.loop import Hooks, Progress
 from jaxlm.train.signals import StopRequest
 
@@ -57,6 +52,7 @@ PLAIN = {
     "loss.chunk": "None",
     "data.tokenizer": "bytes",
     "model.vocab": "4096",
+    "log.every": str(LOG_EVERY),
 }
 SIZES = {
     "quickstart": PLAIN,
@@ -81,44 +77,16 @@ def ours(run: Run, data: prepare.Data, folder: Path) -> tuple[Any, Timed]:
     """The parameters that both start from, and `jaxlm train` from its loader to metrics.jsonl."""
     mesh = devices.build_mesh(run.mesh)
     model = assembly.assemble(run, run.model.vocab, mesh)
-    blueprint = model.blueprint
-    schedule = schedules.build(
-        run.schedule, lr=run.optim.lr, total=run.train.steps, tokens_per_step=run.tokens_per_step
-    )
-    optimizer = optimizers.build(run.optim, schedule, blueprint.axes)
-
-    def loss(params: Any, batch: Any, key: Array) -> Any:
-        return token_nll(blueprint.merge(params), batch, key, run.loss)
-
-    step = jax.jit(
-        steps.build(
-            loss,
-            optimizer,
-            schedule,
-            key=random.stream(jax.random.key(run.seed), "train"),
-            precision=model.precision,
-            guard=run.guard,
-            axes=blueprint.axes,
-            microbatches=run.train.microbatches,
-            is_measured=lambda completed: completed % LOG_EVERY == 0,
-        ),
-        donate_argnums=0,
-    )
     with jax.set_mesh(mesh):
-        params = jax.jit(blueprint.init, out_shardings=model.shardings)(
-            random.key(run.seed, "init")
-        )
-        start = jax.tree.map(jnp.copy, params)
-        state = jax.jit(lambda params: states.fresh(params, optimizer, run.guard))(params)
-    rows = host.host_rows(mesh, run.train.batch)
-    batches = map(
-        functools.partial(host.put, mesh), data.train.batches(0, batch=run.train.batch, rows=rows)
-    )
+        engine = Engine(run, data, model)
+        state = engine.fresh()
+        start = jax.tree.map(jnp.copy, state.params)
+    batches = engine.batches(0)
     lines = sinks.Jsonl(folder / "metrics.jsonl")
     clock = Clock(
         start=0,
         steps=run.train.steps,
-        flops_per_step=cost.flops_per_token(blueprint.config, run.data.sequence, causal=True)
+        flops_per_step=cost.flops_per_token(model.blueprint.config, run.data.sequence, causal=True)
         * run.tokens_per_step,
         flops_per_step_full=0.0,
         peak_flops=None,
@@ -150,7 +118,7 @@ def ours(run: Run, data: prepare.Data, folder: Path) -> tuple[Any, Timed]:
         begun = time.perf_counter()
         with jax.set_mesh(mesh):
             state = loop.run(
-                step,
+                engine.step,
                 state,
                 batches,
                 start=done,
