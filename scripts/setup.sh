@@ -25,23 +25,23 @@ step() {
 
 # Prints every Python that might be there: the one asked for, PATH, pyenv's versions folder.
 candidates() {
-  local version root
-  for version in $SUPPORTED; do
-    type -ap "python$version"
+  local name root
+  for name in $(compgen -c python3. | grep -xE 'python3\.[0-9]+' | sort -u) python3 python; do
+    type -ap "$name"
   done
-  type -ap python3 python
   for root in "${PYENV_ROOT:-}" "${HOME:-}/.pyenv"; do
     [ -d "$root/versions" ] && printf '%s\n' "$root"/versions/*/bin/python
   done
 }
 
-# Sets PYTHON to the newest supported Python that can make an environment; only VERSION where that is given.
+# Sets PYTHON to the newest supported Python that can make an environment, or to one that is newer still where there is no
+# other; only to VERSION where that is given.
 find_python() {
-  local wanted=${1:-$SUPPORTED} version path answer found="" unable=""
+  local wanted=${1:-$SUPPORTED} version path answer found="" unable="" newer="" minor=${SUPPORTED%% *}
   local probe='import sys; print("%d.%d" % sys.version_info[:2]); import ensurepip, venv'
   if [ -n "${JAXLM_PYTHON:-}" ] && [ -z "${1:-}" ]; then
     answer=$("$JAXLM_PYTHON" -c "$probe" 2>&1) || fail 66 "JAXLM_PYTHON=$JAXLM_PYTHON cannot make an environment: ${answer##*$'\n'}"
-    case $answer in 3.1[1-9]) ;; *) fail 66 "JAXLM_PYTHON=$JAXLM_PYTHON is Python $answer; jaxlm needs 3.11 or newer" ;; esac
+    case $answer in 3.1[1-9] | 3.[2-9][0-9]) ;; *) fail 66 "JAXLM_PYTHON=$JAXLM_PYTHON is Python $answer; jaxlm needs 3.11 or newer" ;; esac
     PYTHON=$JAXLM_PYTHON
     return
   fi
@@ -61,6 +61,17 @@ find_python() {
       fi
     done <<<"$found"
   done
+  minor=${minor#3.}
+  while read -r answer path; do
+    if [ -z "${1:-}" ] && [ "${answer%%.*}" = 3 ] && [ "${answer#3.}" -gt "$minor" ]; then
+      minor=${answer#3.} newer=$path
+    fi
+  done <<<"$found"
+  if [ -n "$newer" ]; then
+    echo "Python 3.$minor is newer than those that the tests have run on (${SUPPORTED// /, }); there is no other here."
+    PYTHON=$newer
+    return
+  fi
   if [ -n "$unable" ]; then
     fail 66 "no Python of version ${wanted// / or } that can make an environment;$unable lacks the venv module (on Debian: apt install python3-venv)"
   fi
@@ -120,17 +131,25 @@ covers() {
   done
 }
 
-# Says so where there is an accelerator that the installed jax will not use.
+# mention_accelerator PYTHON [DEVICES]: says so where there is an accelerator that the installed jax will not use. DEVICES is
+# the folder where the system shows it.
 mention_accelerator() {
-  local python=$1 extra=""
-  if [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; then
-    has_package "$python" jax-cuda12-plugin || has_package "$python" jax-cuda13-plugin || extra=cuda
+  local python=$1 devices=${2:-/dev} extra=""
+  if [ -e "$devices/nvidia0" ] || nvidia-smi -L >/dev/null 2>&1; then
+    has_package "$python" jax-cuda12-plugin || has_package "$python" jax-cuda13-plugin || extra=$(cuda_extra)
     [ -z "$extra" ] || echo "There is an NVIDIA GPU that the installed jax will not use. For it:"
-  elif [ -e /dev/accel0 ] || { [ -d /dev/vfio ] && [ -n "${TPU_ACCELERATOR_TYPE:-}" ]; }; then
+  elif [ -e "$devices/accel0" ] || { [ -d "$devices/vfio" ] && [ -n "${TPU_ACCELERATOR_TYPE:-}" ]; }; then
     has_package "$python" libtpu || extra=tpu
     [ -z "$extra" ] || echo "There is a TPU that the installed jax will not use. For it:"
   fi
   [ -z "$extra" ] || printf "  %s -m pip install -e '.[%s]'\n\n" "$python" "$extra"
+}
+
+# Prints the extra with the newest CUDA that the driver can run, by what nvidia-smi says of it.
+cuda_extra() {
+  local major
+  major=$(nvidia-smi 2>/dev/null | sed -n '/CUDA Version/ { s/.*CUDA Version: *\([0-9]*\).*/\1/p; q; }')
+  if [ "${major:-13}" -ge 13 ]; then echo cuda; else echo cuda12; fi
 }
 
 has_package() {

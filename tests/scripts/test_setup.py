@@ -133,6 +133,19 @@ def test_a_python_that_was_asked_for_and_cannot_be_used_is_refused(machine, vers
     assert says in done.stderr
 
 
+def test_a_newer_python_than_the_tests_know_is_better_than_none(machine):
+    machine.python("python3.14", "3.14")
+    newest = machine.python("python3.15", "3.15")
+    machine.python("python3", "3.10")
+    done = machine.run('find_python && echo "$PYTHON"')
+    said, chosen = done.stdout.splitlines()
+    assert "3.15 is newer than those that the tests have run on (3.13, 3.12, 3.11)" in said
+    assert Path(chosen) == newest
+    assert machine.run("find_python 3.11").returncode == 66, "that one was asked for"
+    known = machine.python("python3.12", "3.12")
+    assert machine.found() == known
+
+
 def test_no_python_is_one_clear_line(machine):
     machine.python("python3", "3.9")
     done = machine.run("find_python")
@@ -195,14 +208,43 @@ def test_asking_for_another_python_than_the_environment_has_is_refused(machine):
     assert machine.installs == []
 
 
-@pytest.mark.parametrize(("accelerated", "says"), [(0, ""), (1, "-m pip install -e '.[cuda]'")])
-def test_a_gpu_that_jax_will_not_use_is_mentioned_with_the_extra(machine, accelerated, says):
-    machine.python("nvidia-smi", "")
+@pytest.mark.parametrize(
+    ("accelerated", "driver", "says"),
+    [(0, "13.0", ""), (1, "13.0", "cuda"), (1, "12.4", "cuda12"), (1, "", "cuda")],
+)
+def test_a_gpu_that_jax_will_not_use_is_mentioned_with_the_extra(
+    machine, accelerated, driver, says
+):
+    smi = machine.bin / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho '| Driver Version: 550.5    CUDA Version: {driver} |'\n")
+    smi.chmod(0o755)
     python = machine.python("python3.13", "3.13", accelerated=accelerated)
     done = machine.run(f"mention_accelerator '{python}'")
     assert done.returncode == 0
-    assert says in done.stdout
+    assert f"-m pip install -e '.[{says}]'" in done.stdout or not says
     assert bool(done.stdout) == bool(says)
+
+
+@pytest.mark.parametrize("accelerated", [0, 1])
+@pytest.mark.parametrize(
+    ("device", "variables"), [("accel0", {}), ("vfio", {"TPU_ACCELERATOR_TYPE": "v5litepod-8"})]
+)
+def test_a_tpu_that_jax_will_not_use_is_mentioned_with_the_extra(
+    machine, accelerated, device, variables
+):
+    python = machine.python("python3.13", "3.13", accelerated=accelerated)
+    devices = machine.home / "dev"
+    (devices / device).mkdir(parents=True)
+    done = machine.run(f"mention_accelerator '{python}' '{devices}'", **variables)
+    assert done.returncode == 0
+    assert ("There is a TPU" in done.stdout) == bool(accelerated)
+    assert ("-m pip install -e '.[tpu]'" in done.stdout) == bool(accelerated)
+
+
+def test_a_machine_without_an_accelerator_is_not_told_of_one(machine):
+    python = machine.python("python3.13", "3.13", accelerated=1)
+    (machine.home / "dev/vfio").mkdir(parents=True)  # other devices are there too
+    assert machine.run(f"mention_accelerator '{python}' '{machine.home}/dev'").stdout == ""
 
 
 def test_a_failed_install_shows_the_last_words_and_is_tried_again(machine):
