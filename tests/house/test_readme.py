@@ -21,7 +21,9 @@ COMMANDS = [
     for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
     for line in block.splitlines()
 ]
-SCRIPTS = [line for line in COMMANDS if line.startswith("bash scripts/")]  # tests/scripts runs them
+SCRIPTS = [
+    line for line in COMMANDS if line.startswith("bash scripts/")
+]  # tests/scripts tests them
 TINY = {
     "--config.train.steps": "4",
     "--config.train.batch": "8",
@@ -92,6 +94,35 @@ def marked(command: str):
 def test_a_command_of_the_readme_runs(checkout, command):
     done = run(shortened(command), checkout)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_quickstart_trains_evaluates_samples_and_is_done_the_second_time(checkout, tmp_path):
+    """The script and the real jaxlm, in an environment that is there already, at the size of TINY."""
+    clone = tmp_path / "clone"
+    shutil.copytree(checkout, clone)
+    (clone / "scripts").mkdir()
+    made_of = ["pyproject.toml", "scripts/constraints.txt", "scripts/setup.sh"]
+    for name in (*made_of, "scripts/quickstart"):
+        shutil.copy(ROOT / name, clone / name)
+    (clone / ".venv/bin/python").symlink_to(sys.executable)
+    stamp = run(f"cat {' '.join(made_of)} | cksum", clone).stdout
+    (clone / ".venv/jaxlm-stamp").write_text(f"{stamp}\n")
+    jaxlm = clone / ".venv/bin/jaxlm"
+    tiny = shlex.join(f"{name}={value}" for name, value in TINY.items())
+    shorter = f'[ "$1" != train ] || set -- "$@" {tiny}\nexec'
+    jaxlm.write_text(jaxlm.read_text().replace("exec", shorter))
+    for start in range(2):
+        done = run("bash scripts/quickstart", clone)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.startswith("== .venv is up to date\n")
+        assert "complete at step 4" in done.stdout
+        assert ("compiling the step" in done.stderr) == (not start)
+        samples = done.stdout.partition("== three samples\n")[2].partition("\n== ")[0]
+        assert all(prompt in samples for prompt in ("def ", "class Test", "import os"))
+        following = done.stdout.partition("What to try next:\n")[2]
+        assert "  jaxlm generate --workdir=runs/quickstart" in following
+        assert (clone / "runs/quickstart/report.html").is_file()
 
 
 def test_the_scripts_of_the_readme_are_there():

@@ -247,6 +247,27 @@ def test_a_machine_without_an_accelerator_is_not_told_of_one(machine):
     assert machine.run(f"mention_accelerator '{python}' '{machine.home}/dev'").stdout == ""
 
 
+@pytest.mark.parametrize("failing", ["", "train", "eval", "generate"])
+def test_the_quickstart_is_its_steps_in_order_and_the_same_again(machine, failing):
+    jaxlm = f'echo "jaxlm $*"; [ "$1" != "{failing}" ] || exit 74'
+    made = f"printf '#!/bin/sh\\n%s\\n' '{jaxlm}' > .venv/bin/jaxlm; chmod +x .venv/bin/jaxlm"
+    machine.python("python3.13", "3.13", pip=made)
+    (machine.bin / "chmod").symlink_to(shutil.which("chmod"))
+    shutil.copy(ROOT / "scripts/quickstart", machine.clone / "scripts")
+    for start in range(2):
+        done = machine.run('cd /; exec bash "$OLDPWD/scripts/quickstart"')
+        assert done.returncode == (74 if failing else 0), done.stderr
+        verbs = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("jaxlm ")]
+        steps = ["train", "eval", "generate"]
+        assert verbs == (steps[: steps.index(failing) + 1] if failing else steps)
+        assert ("== .venv is up to date" in done.stdout) == bool(start)
+        assert ("What to try next:" in done.stdout) == (not failing)
+        assert done.stdout.count("--prompt=") == (
+            0 if failing in steps[:2] else 3 if failing else 4
+        )
+    assert len(machine.installs) == 1
+
+
 def test_a_failed_install_shows_the_last_words_and_is_tried_again(machine):
     machine.python("python3.13", "3.13", pip="echo 'ERROR: No space left on device'; exit 1")
     for attempt in (1, 2):
