@@ -1,8 +1,13 @@
 """What a step of training reads."""
 
-from typing import NamedTuple
+from __future__ import annotations
 
-from jaxtyping import Array, Float, Int
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxtyping import Float, Int
+
+if TYPE_CHECKING:  # it imports JAX, and preparing data does without
+    from jaxtyping import Array
 
 
 class Tokens(NamedTuple):

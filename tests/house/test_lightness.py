@@ -17,6 +17,7 @@ LIGHT = sorted(
         "models/families/*.py",
         "cli/*.py",
         "monitor/*.py",
+        "data/*.py",
     )
     for path in (ROOT / "jaxlm").glob(pattern)
 )
@@ -31,7 +32,7 @@ def heavy_after(statement: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_configs_costs_the_command_line_and_the_monitor_import_no_jax():
+def test_configs_costs_data_the_command_line_and_the_monitor_import_no_jax():
     assert len(LIGHT) > 10
     assert heavy_after("\n".join(f"import {module}" for module in LIGHT)) == []
 
