@@ -7,7 +7,6 @@ import os
 import pkgutil
 import subprocess
 import sys
-import time
 import types
 
 import pytest
@@ -45,12 +44,11 @@ def test_help_names_every_verb_and_imports_nothing_heavy():
         "heavy = {'jax', 'flax', 'numpy', 'ml_collections', 'absl', 'rich'} & sys.modules.keys();"
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
-    start = time.monotonic()
+    before = os.times()  # the processor's time: other tests may use it too
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    after = os.times()
     assert done.returncode == 0, done.stderr
-    assert (
-        time.monotonic() - start < 2
-    )  # under 0.5 s on an idle machine; the imports above are what can spoil it
+    assert sum(after[2:4]) - sum(before[2:4]) < 0.5
     for name, known in VERBS.items():
         assert f"{name} " in done.stdout
         assert known.help in done.stdout
