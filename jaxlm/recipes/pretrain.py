@@ -60,6 +60,7 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
         is_first = crew.peers.is_first
         crew.agree("code and config", _identity(loaded))
         directory = stack.enter_context(RunDir(options.workdir, is_writer=is_first))
+        crew.ending.leave = directory.leave
         crew.barrier("run directory")
         store = Store(
             directory.checkpoints,
@@ -97,15 +98,12 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
         assembly.check_fit(run, mesh)
         if run.eval.batch != "auto":
             host.check_rows(mesh, run.eval.batch, setting="eval.batch")
-        directory.begin()
-        crew.ending.leave = directory.leave
-
         log = screen = warnings = None
         if is_first:
             warnings = stack.enter_context(
                 contextlib.closing(sinks.Jsonl(directory.path / "warnings.jsonl"))
             )
-            log = stack.enter_context(open(directory.path / "log.txt", "a", encoding="utf-8"))
+            log = stack.enter_context(directory.append("log.txt"))
             screen = None if options.quiet or "console" not in run.log.sinks else sys.stderr
         console = stack.enter_context(
             Console(screen, log=log, warnings=warnings, total=run.train.steps)

@@ -5,7 +5,7 @@ import os
 import shlex
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from jaxlm.core.errors import InputMissing, NotWritable, in_our_words
 from jaxlm.core.quoting import safe
@@ -16,8 +16,8 @@ from jaxlm.train.lock import Lock
 class RunDir:
     """A directory that one process at a time may write.
 
-    Use it as a context manager: it holds an exclusive lock while it is open. Once `begin` is called it also leaves
-    `exit.json` behind, whatever the way out; until then nothing but the lock is written.
+    Use it as a context manager: it holds an exclusive lock while it is open, and leaves `exit.json` behind, whatever the
+    way out. Who does not get the lock writes nothing.
 
     Where a run has several processes, one writes: for the others nothing here takes or leaves anything.
     """
@@ -26,11 +26,6 @@ class RunDir:
         self.path, self.is_writer = Path(path), is_writer
         self.step = 0  # the newest completed step, for exit.json
         self.lock = Lock(self.path / "lock")
-        self._begun = False
-
-    def begin(self) -> None:
-        """From here on the run leaves its mark."""
-        self._begun = True
 
     def __enter__(self) -> Self:
         """Creates and locks the directory.
@@ -45,27 +40,36 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock.acquire()
         except OSError as error:
-            raise NotWritable(
-                "the run directory cannot be written",
-                where=str(self.path),
-                why=f"{type(error).__name__}: {error.strerror}",
-                fix="--workdir=runs/another, or change its permissions",
-            ) from error
+            raise _not_writable("the run directory", self.path, error) from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
     ) -> None:
         try:
-            if self._begun:
-                self.leave(_code(error), _cause(error))
+            self.leave(_code(error), _cause(error))
+        except NotWritable:
+            if (
+                error is None
+            ):  # else what went wrong first is told, and not that it could not be written down
+                raise
         finally:
             self.lock.release()
 
     def leave(self, code: int, cause: str) -> None:
-        """Writes exit.json: how this process ended, or is about to."""
-        record = {"code": code, "step": self.step, "cause": cause, "time_unix": time.time()}
-        self.write_json("exit.json", record)
+        """Writes exit.json: how this process ended, or is about to. One that says that the run finished at this step stays."""
+        record = {"code": code, "step": self.step, "cause": cause}
+        if code == 0 and self._last_words() == record:
+            return
+        self.write_json("exit.json", record | {"time_unix": time.time()})
+
+    def _last_words(self) -> dict[str, Any] | None:
+        """exit.json without its time; None where there is none that can be read."""
+        try:
+            found = json.loads((self.path / "exit.json").read_text())
+            return {name: value for name, value in found.items() if name != "time_unix"}
+        except (OSError, ValueError, AttributeError, RecursionError):
+            return None
 
     def write(self, name: str, text: str) -> None:
         """Replaces a text file as a whole: readers see the old text or the new."""
@@ -75,6 +79,13 @@ class RunDir:
         """Replaces a file as a whole. Raises NotWritable."""
         if self.is_writer:
             sinks.replace(self.path / name, content)
+
+    def append(self, name: str) -> TextIO:
+        """Opens a text file, to add lines to it. Raises NotWritable."""
+        try:
+            return open(self.path / name, "a", encoding="utf-8")
+        except OSError as error:
+            raise _not_writable(name, self.path / name, error) from error
 
     def write_json(self, name: str, value: Any) -> None:
         """Replaces a JSON file as a whole."""
@@ -88,6 +99,15 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Where the committed steps are."""
         return self.path / "checkpoints"
+
+
+def _not_writable(what: str, path: Path, error: OSError) -> NotWritable:
+    return NotWritable(
+        f"{what} cannot be written",
+        where=str(path),
+        why=f"{type(error).__name__}: {error.strerror}",
+        fix="--workdir=runs/another, or change its permissions",
+    )
 
 
 def _code(error: BaseException | None) -> int:

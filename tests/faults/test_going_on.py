@@ -60,6 +60,8 @@ def test_f3_e3_unsafe_fields_are_refused_with_a_table_and_a_flag(config, run, ca
     assert field in said
     assert "--allow_change=" in said
     assert (run / "metrics.jsonl").read_bytes() == before
+    left = harness.exit_of(run)
+    assert (left["code"], left["step"]) == (2, 6)
 
 
 def test_f3_a_change_that_was_allowed_is_recorded(config, run):

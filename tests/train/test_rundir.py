@@ -12,7 +12,6 @@ from jaxlm.train.rundir import RunDir, read_json
 
 def test_a_way_out_is_written_with_its_code(tmp_path):
     with RunDir(tmp_path / "a") as run:
-        run.begin()
         run.step = 7
     assert read_json(tmp_path / "a", "exit.json") | {"time_unix": 0} == {
         "code": 0,
@@ -22,15 +21,29 @@ def test_a_way_out_is_written_with_its_code(tmp_path):
     }
     for error, code in ((Diverged("no"), 79), (KeyboardInterrupt(), 130), (ValueError("x"), 70)):
         with pytest.raises(type(error)), RunDir(tmp_path / "a") as run:
-            run.begin()
             raise error
         assert read_json(tmp_path / "a", "exit.json")["code"] == code
 
 
-def test_nothing_is_written_before_the_run_begins(tmp_path):
-    with pytest.raises(ValueError, match="early"), RunDir(tmp_path / "a"):
-        raise ValueError("early")
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["lock"]
+def test_who_finds_the_run_finished_leaves_its_note_as_it_was(tmp_path):
+    def enter(step):
+        with RunDir(tmp_path) as run:
+            run.step = step
+        return (tmp_path / "exit.json").read_bytes()
+
+    left = enter(7)
+    assert enter(7) == left
+    assert enter(8) != left
+    (tmp_path / "exit.json").write_text("[")
+    assert json.loads(enter(8))["step"] == 8
+
+
+def test_what_went_wrong_first_is_told_also_where_it_cannot_be_written_down(tmp_path):
+    (tmp_path / "exit.json").mkdir()
+    with pytest.raises(Diverged), RunDir(tmp_path):
+        raise Diverged("no")
+    with pytest.raises(NotWritable), RunDir(tmp_path):
+        pass
 
 
 def test_a_second_process_is_told_who_holds_the_directory(tmp_path):
@@ -65,6 +78,13 @@ def test_in_use_has_its_code(tmp_path):
     with RunDir(tmp_path), pytest.raises(InUse) as caught:
         RunDir(tmp_path).__enter__()
     assert caught.value.code == 77
+
+
+def test_who_does_not_get_the_lock_leaves_no_mark(tmp_path):
+    with RunDir(tmp_path):
+        with pytest.raises(InUse), RunDir(tmp_path):
+            pass
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_files_are_replaced_whole_and_a_missing_one_is_named(tmp_path):
