@@ -18,10 +18,11 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.record import Record
 from jaxlm.checkpoint.retention import kept
 from jaxlm.core import faults
-from jaxlm.core.errors import DataError, InUse, SaveFailed
+from jaxlm.core.errors import DataError, InUse, NotWritable, SaveFailed
 from jaxlm.core.tree import leaves
 
 TORN = (".orbax-checkpoint-tmp", ".retired")  # what a killed save, or a killed removal, leaves
+LINES = 5  # for the why of an error, which has eight in all
 
 
 class Store:
@@ -40,6 +41,9 @@ class Store:
       read_only: touch nothing.
       is_first: whether this process makes, moves and removes directories; where a run has several, each writes its part of
         the arrays.
+
+    Raises:
+      NotWritable: where the directory cannot be made, or nothing can be made in it.
     """
 
     def __init__(
@@ -62,8 +66,7 @@ class Store:
         absl_logging.set_verbosity(absl_logging.FATAL)
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         if not read_only and is_first:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self.remove_torn()
+            self._open()
         self._orbax = ocp.AsyncCheckpointer(
             ocp.StandardCheckpointHandler(),
             async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
@@ -116,20 +119,27 @@ class Store:
             raise DataError(
                 f"all {len(found)} checkpoints are damaged",
                 where=str(self.directory),
-                why="\n".join(f"step {step}: {lines[0]}" for step, lines in found[:4]),
+                why=_listed([f"step {step}: {lines[0]}" for step, lines in found]),
                 fix="bring one back from a copy, or begin again with --workdir=runs/another",
             )
         return None
 
     def quarantine(self, step: int, reason: str) -> epath.Path:
-        """Moves a step out of the way by a rename, the reason beside it; nothing is removed."""
+        """Moves a step out of the way by a rename, the reason beside it; nothing is removed.
+
+        Raises:
+          NotWritable: where it cannot be moved.
+        """
         folder = self.directory.parent / "quarantine"
-        folder.mkdir(parents=True, exist_ok=True)
         number = 1
         while (place := folder / (f"{step}" if number == 1 else f"{step}.{number}")).exists():
             number += 1
-        (folder / f"{place.name}.reason.txt").write_text(reason + "\n")
-        self._path(step).rename(place)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{place.name}.reason.txt").write_text(reason + "\n")
+            self._path(step).rename(place)
+        except OSError as error:
+            raise _not_writable(folder, error) from error
         return place
 
     def save(
@@ -250,6 +260,17 @@ class Store:
                         path.rmtree()
             time.sleep(0.05)
 
+    def _open(self) -> None:
+        """Makes the directory. That something can be made in it is tried: at the first save it would cost a compile."""
+        probe = self.directory / f"probe{TORN[1]}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            probe.mkdir(exist_ok=True)
+            probe.rmtree()
+        except OSError as error:
+            raise _not_writable(self.directory, error) from error
+        self.remove_torn()
+
     def _path(self, step: int) -> epath.Path:
         return self.directory / str(step)
 
@@ -323,6 +344,22 @@ class Store:
             why=f"{type(error).__name__}: {error}"[:500],
             fix="free space there, then run the same command again: it goes on from the last committed step",
         )
+
+
+def _not_writable(place: epath.Path, error: OSError) -> NotWritable:
+    return NotWritable(
+        f"{place.name} cannot be written",
+        where=str(place),
+        why=f"{type(error).__name__}: {error.strerror}",
+        fix="--workdir=runs/another, or change its permissions",
+    )
+
+
+def _listed(items: list[str]) -> str:
+    """All of them, several to a line where there are more than an error has lines."""
+    width = -(-len(items) // LINES)
+    lines = (items[first : first + width] for first in range(0, len(items), width))
+    return "\n".join("; ".join(line) for line in lines)
 
 
 def _layout(tree: Any) -> dict[str, str]:
