@@ -1,5 +1,6 @@
 """Whether the checkpoints of a run will fit on the disk."""
 
+import math
 import shutil
 
 import jax
@@ -8,6 +9,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core import tree
 from jaxlm.core.errors import NotWritable
 from jaxlm.monitor import words
+from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 from jaxlm.train.rundir import RunDir
 
@@ -24,7 +26,8 @@ def check(engine: Engine, store: Store, directory: RunDir) -> None:
     if config.space == "ignore":
         return
     one = tree.size_bytes(jax.eval_shape(engine.traced))
-    kept = config.keep_last + config.keep_best + 1  # a healthy step to go back to
+    kept = config.keep_last + config.keep_best + _rungs(engine.run)
+    kept += 1  # a healthy step to go back to
     missing = max(kept + 1 - len(store.steps()), 1)
     free = shutil.disk_usage(directory.path).free
     if missing * one > free:
@@ -34,3 +37,12 @@ def check(engine: Engine, store: Store, directory: RunDir) -> None:
             why=f"{missing} more of {words.size(one)} need {words.size(missing * one)}, and {words.size(free)} are free",
             fix="--workdir on another disk, --config.checkpoint.keep_last=1, or --config.checkpoint.space=ignore",
         )
+
+
+def _rungs(run: Run) -> int:
+    """Steps of the permanent ladder: the saved ones that are its multiples. Which a cadence in time saves, nobody knows."""
+    every, saved = run.checkpoint.keep_every, run.checkpoint.every
+    if every is None or saved.unit == "second":
+        return 0
+    apart = saved.steps(run.train.steps, run.tokens_per_step)
+    return run.train.steps // math.lcm(every, apart) if apart else 0
