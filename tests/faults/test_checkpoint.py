@@ -223,7 +223,7 @@ def test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left(
     command = [sys.executable, "-c", LIMITED.format(bytes=small)]
     done = subprocess.run(
         [*command, *harness.words(config, tmp_path / "run", *SELDOM)],
-        env=os.environ | {"JAXLM_FAULTS": "step.before:sleep=2@13-14"},
+        env=os.environ | {"JAXLM_FAULTS": "step.before:sleep=3@13-14"},
         capture_output=True,
         text=True,
     )
@@ -241,7 +241,7 @@ def test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left(
 def test_b6_the_second_try_succeeds_where_space_came_back(config, unbroken, tmp_path):
     shutil.copytree(unbroken / "half", tmp_path / "run")
     words = harness.words(config, tmp_path / "run", *SELDOM, "--config.checkpoint.keep_last=9")
-    code, said = harness.run(words, "save.digest:enospc@12,step.before:sleep=2@13")
+    code, said = harness.run(words, "save.digest:enospc@12,step.before:sleep=3@13")
     assert code == 0, said
     log = (tmp_path / "run/log.txt").read_text()
     assert log.count("trying once more") == 1

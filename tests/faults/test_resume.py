@@ -16,6 +16,8 @@ import pytest
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import TORN, Store
 from jaxlm.cli.main import main
+from jaxlm.core import faults
+from jaxlm.data.loader import Loader
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -100,80 +102,80 @@ def kill_again_and_again(
     return kills
 
 
-def test_a2_two_kills_change_no_bit(config, tmp_path):
-    flags = ("--config.train.steps=80", "--config.eval.every=100%")
-    assert main(harness.words(config, tmp_path / "whole", *flags)) == 0
-    command = harness.words(config, tmp_path / "run", *flags)
-    kills = kill_again_and_again(command, tmp_path / "run", tmp_path / "whole", 2)
-    assert (kills.landed, kills.conflicts) == (2, 0)
-    assert kills.in_a_save >= 1
-    assert kills.losses > 80
-    assert is_same(tmp_path / "run", tmp_path / "whole")
+def times_busy() -> float:
+    """How much longer things take because others compute on this machine too."""
+    return max(1.0, os.getloadavg()[0] / os.cpu_count())
 
 
-@SLOW
-def test_a2_six_kills_on_two_devices_change_no_bit(config, tmp_path):
-    flags = ("--config.train.steps=250", "--config.eval.every=100%")
-    code, said = harness.run(harness.words(config, tmp_path / "whole", *flags), **TWO)
-    assert code == 0, said
+def test_a2_six_kills_change_no_bit(config, tmp_path, capsys):
+    """In the 45 s of the bar on a machine that does nothing else, and in proportion to its load on a busy one."""
+    flags = ("--config.train.steps=240", "--config.eval.every=100%")
+    seldom = "--config.checkpoint.every=100%"
+    assert main(harness.words(config, tmp_path / "whole", *flags, seldom)) == 0
+    begun, busy = time.monotonic(), times_busy()
     command = harness.words(config, tmp_path / "run", *flags)
-    kills = kill_again_and_again(command, tmp_path / "run", tmp_path / "whole", 6, **TWO)
+    kills = kill_again_and_again(command, tmp_path / "run", tmp_path / "whole", 6)
+    wall, busy = time.monotonic() - begun, max(busy, times_busy())
+    with capsys.disabled():
+        print(f"\nA2: {kills}, {wall:.0f} s, {busy:.1f} times busy")
     assert (kills.landed, kills.conflicts) == (6, 0)
     assert kills.in_a_save >= 2
-    assert kills.losses > 250
+    assert kills.losses >= 241 + 6
     assert is_same(tmp_path / "run", tmp_path / "whole")
+    assert wall <= 45 * busy
 
 
 @SLOW
 @pytest.mark.timeout(1800)
 def test_a1_h5_fifty_kills_change_no_bit(config, tmp_path, capsys):
-    """Says its goodput too: each life trains for a moment and starts for seconds, so that is small, and no figure to reach."""
+    """In the six minutes of the bar on a machine that does nothing else, and in proportion to its load on a busy one.
+
+    Says its goodput too: each life trains for a moment and starts for seconds, so that is small, and no figure to reach.
+    """
     steps = ("--config.train.steps=600", "--config.eval.every=100%")
     code, said = harness.run(harness.words(config, tmp_path / "unbroken", *steps), **TWO)
     assert code == 0, said
-    begun = time.monotonic()
+    begun, busy = time.monotonic(), times_busy()
     command = harness.words(config, tmp_path / "run", *steps)
     kills = kill_again_and_again(command, tmp_path / "run", tmp_path / "unbroken", 50, **TWO)
-    wall = time.monotonic() - begun
+    wall, busy = time.monotonic() - begun, max(busy, times_busy())
     useful = sum(
         r["step_seconds"] or 0 for r in harness.records(tmp_path / "run") if r["split"] == "train"
     )
     with capsys.disabled():
-        print(f"\nA1: {kills}, {wall:.0f} s, goodput {useful / wall:.2f}")
+        print(f"\nA1: {kills}, {wall:.0f} s, {busy:.1f} times busy, goodput {useful / wall:.2f}")
     assert useful > 0
     assert (kills.landed, kills.conflicts) == (50, 0)
     assert kills.in_a_save >= 20
+    assert kills.losses >= 601 + 50, "all of the whole run, and some of each life"
     assert is_same(tmp_path / "run", tmp_path / "unbroken")
+    assert wall <= 360 * busy
 
 
-SAVE_POINTS = (
-    pytest.param("save.begin", marks=SLOW),
-    "save.files",
-    pytest.param("save.digest", marks=SLOW),
-    "save.commit",
-    "save.retire",
-    pytest.param("step.after", marks=SLOW),
-)
+# Point -> its step, and the step that was committed last by then. Removing is asked with the step that is removed: 2
+# goes while 6 is saved. Each life goes on where the one before was killed.
+SAVE_POINTS = {
+    "save.retire": (2, 4),
+    "save.begin": (6, 4),
+    "save.files": (8, 6),
+    "save.digest": (8, 6),
+    "save.commit": (10, 8),
+    "step.after": (10, 8),
+}
 
 
-@pytest.mark.parametrize("point", SAVE_POINTS)
-def test_a3_a_kill_at_a_point_of_saving_costs_at_most_one_interval(
-    config, unbroken, tmp_path, point
-):
+def test_a3_a_kill_at_a_point_of_saving_costs_at_most_one_interval(config, unbroken, tmp_path):
+    """A save is written while the next steps are done, which are lost as well; here the next one is held up meanwhile."""
     words = harness.words(config, tmp_path / "run", "--config.checkpoint.keep_last=1")
-    # Removing is asked with the step that is removed.
-    at = 2 if point == "save.retire" else 8
-    code, said = harness.run(words, f"{point}:sigkill@{at}")
-    assert code == -signal.SIGKILL, said
-    committed = [
-        step
-        for step in harness.steps(tmp_path / "run")
-        if not harness.store(tmp_path / "run").problems(step)
-    ]
-    newest = max(r["step"] for r in harness.records(tmp_path / "run"))
-    assert committed
-    # One interval; and while a save was written, at most one more: the next save waits for it.
-    assert newest - committed[-1] <= 2 * 2
+    for point, (at, newest) in SAVE_POINTS.items():
+        held = f"step.before:sleep=60@{newest + 3}"
+        code, said = harness.run(words, f"{point}:sigkill@{at},{held}")
+        assert code == -signal.SIGKILL, said
+        store = harness.store(tmp_path / "run")
+        committed = [step for step in store.steps() if not store.problems(step)]
+        assert committed[-1] == newest, point
+        reached = max(r["step"] for r in harness.records(tmp_path / "run"))
+        assert 0 <= reached - newest <= 2, point
     assert main(words) == 0
     assert is_same(tmp_path / "run", unbroken)
     assert not [p for p in (tmp_path / "run/checkpoints").iterdir() if not p.name.isdigit()]
@@ -211,25 +213,41 @@ def test_a5_a_kill_while_old_steps_are_removed_leaves_a_good_one(config, unbroke
     assert is_same(tmp_path / "run", unbroken)
 
 
-@pytest.mark.parametrize(
-    ("phase", "fault"),
-    [
-        ("the wait for data", "data.next:sigterm@6,data.next:hang@6"),
-        pytest.param("compiling", "step.before:sigterm@1", marks=SLOW),
-        pytest.param("a step", "step.after:sigterm@7", marks=SLOW),
-        pytest.param("an evaluation", "eval:sigterm@6", marks=SLOW),
-        ("a save", "save.files:sigterm@6"),
-    ],
-)
-def test_a7_a_sigterm_in_any_phase_saves_and_says_75(config, unbroken, tmp_path, phase, fault):
+PHASES = {
+    "compiling": "compile:sigterm",
+    "a step": "step.after:sigterm@7",
+    "an evaluation": "eval:sigterm@6",
+    "a save": "save.files:sigterm@6",
+    "the wait for data": "data.next:sigterm@6,data.next:hang@6",
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a7_a_sigterm_in_any_phase_saves_and_says_75(
+    config, unbroken, tmp_path, monkeypatch, phase
+):
     words = harness.words(config, tmp_path / "run", "--config.eval.every=6")
-    begun = time.monotonic()
-    code, said = harness.run(words, fault)
-    assert code == 75, said
-    assert time.monotonic() - begun < 40
+    sent, strike = [], faults._strike
+
+    def noted(fault):
+        sent.append(time.monotonic())
+        strike(fault)
+
+    def nobody(number, _):
+        raise AssertionError("nobody took the signal")
+
+    monkeypatch.setattr(faults, "_faults", faults.parse(PHASES[phase]))
+    monkeypatch.setattr(faults, "_strike", noted)
+    before = signal.signal(signal.SIGTERM, nobody)
+    try:
+        assert main(words) == 75
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert time.monotonic() - sent[0] <= 10
     exited = harness.exit_of(tmp_path / "run")
     assert exited["code"] == 75
     assert exited["step"] == harness.steps(tmp_path / "run")[-1] >= 1
+    monkeypatch.setattr(faults, "_faults", ())
     assert main(words) == 0
     ours, theirs = harness.losses(tmp_path / "run"), harness.losses(unbroken)
     assert all(ours[key] == value for key, value in theirs.items())
@@ -292,16 +310,23 @@ def test_a11_a_finished_run_started_again_says_so_and_writes_nothing(config, unb
 
 
 @SLOW
-def test_a13_what_an_async_save_stores_is_the_state_at_its_step(config, tmp_path):
-    """The state is donated to the next step while its copy is written: each saved step is that of a run which ends there."""
-    keep = "--config.checkpoint.keep_last=99"
-    assert main(harness.words(config, tmp_path / "all", keep, "--config.checkpoint.every=1")) == 0
-    assert harness.steps(tmp_path / "all") == list(range(1, 13))
-    for step in (1, 5, 9):
-        assert main(harness.words(config, tmp_path / f"{step}", f"--stop_at={step}")) == 0
-        assert harness.state_digest(tmp_path / f"{step}") == harness.state_digest(
-            tmp_path / "all", step
-        )
+def test_a13_what_an_async_save_stores_is_what_a_sync_one_does(config, tmp_path, monkeypatch):
+    """The state is donated to the next step while its copy is written; in the second run nothing else is done meanwhile."""
+    flags = ("--config.train.steps=100", "--config.checkpoint.every=1")
+    keep = ("--config.checkpoint.keep_last=100", "--config.eval.every=100%")
+    assert main(harness.words(config, tmp_path / "async", *flags, *keep)) == 0
+    save = Store.save
+
+    def save_and_wait(store, *words, **more):
+        save(store, *words, **more)
+        store.wait()
+
+    monkeypatch.setattr(Store, "save", save_and_wait)
+    assert main(harness.words(config, tmp_path / "sync", *flags, *keep)) == 0
+    assert harness.steps(tmp_path / "async") == list(range(1, 101))
+    found = [harness.state_digest(tmp_path / "async", step) for step in range(1, 101)]
+    assert found == [harness.state_digest(tmp_path / "sync", step) for step in range(1, 101)]
+    assert len(set(found)) == 100
 
 
 LEAKS = """
@@ -340,31 +365,34 @@ def test_a14_two_hundred_saves_leak_nothing(tmp_path):
     assert after[2] <= threads + 2
 
 
-def test_a6_each_row_of_an_epoch_is_read_once_also_over_resumes(config, tmp_path):
-    """Stops three times inside an epoch and once over its edge; what is read is noted by the run itself."""
-    from jaxlm.core import config as configs
-    from jaxlm.data import prepare
-    from jaxlm.recipes.config import Run
+def test_a6_each_row_of_an_epoch_is_read_once_also_over_resumes(config, tmp_path, monkeypatch):
+    """A run that stops three times inside an epoch and goes on over its edge; it notes the batches of its own steps."""
+    words = harness.words(config, tmp_path / "run", "--config.data.packing=concat")
+    words += ["--config.train.batch=64", "--config.model.depth=1", "--config.eval.every=100%"]
+    batches, loaders, read = Loader.batches, [], {}
 
-    run = configs.load(Run, config, [("data.packing", "concat")]).value
-    loader = prepare.open_data(run.data, seed=run.seed).train
+    def noted(self, start, *, batch, rows=None, skips=()):
+        loaders.append(self)
+        for step, each in enumerate(batches(self, start, batch=batch, rows=rows, skips=skips)):
+            read[start + step] = [row.tobytes() for row in each.tokens]  # the loader reads ahead
+            yield each
+
+    monkeypatch.setattr(Loader, "batches", noted)
+    stops = [1, 2, 3, 6, 10]
+    consumed = []
+    for before, stop in zip([0, *stops], stops, strict=False):
+        read.clear()
+        assert main([*words, "--config.train.steps=10", f"--stop_at={stop}"]) == 0
+        consumed += [row for step in range(before, stop) for row in read[step]]
+    loader = loaders[0]
     rows = loader.plan.rows
-    per_epoch = rows // 8
-    assert per_epoch > 6
-    stops = [2, 5, per_epoch - 1, per_epoch + 3, 2 * per_epoch]
-    read, start = [], 0
-    for stop in stops:
-        stream = loader.batches(start, batch=8)
-        for _ in range(stop - start):
-            read += [row.tobytes() for row in next(stream).tokens]
-        start = stop
-    whole = loader.batches(0, batch=8)
-    straight = [row.tobytes() for _ in range(stops[-1]) for row in next(whole).tokens]
-    assert read == straight
-    first = read[:rows]
-    assert sorted(first) == sorted(
-        loader.at(0, batch=rows, rows=slice(0, rows)).tokens[i].tobytes() for i in range(rows)
-    )
+    assert 3 < rows / 64 < 6, "three stops inside the first epoch, and the fourth beyond it"
+    every = loader.at(0, batch=rows, rows=slice(0, rows)).tokens
+    for epoch in (consumed[:rows], consumed[rows : 2 * rows]):
+        assert sorted(epoch) == sorted(row.tobytes() for row in every)
+    assert consumed[:rows] != consumed[rows : 2 * rows]
+    straight = batches(loader, 0, batch=64)
+    assert consumed == [row.tobytes() for _ in range(stops[-1]) for row in next(straight).tokens]
 
 
 def test_a_store_opened_twice_by_its_owner_reads_the_same(tmp_path, unbroken):
