@@ -33,6 +33,7 @@ parser.add_argument("--fact", default="the same")
 parser.add_argument("--late", default="")  # RANK:SECONDS at the end
 parser.add_argument("--callback_hang", default="")  # RANK:STEP
 parser.add_argument("--gil_hang", default="")  # RANK:STEP
+parser.add_argument("--save", action="store_true")  # the total, where it is told to stop
 parser.add_argument("--watch", default="")  # NAME=TEXT,...
 parser.add_argument("--coordinator")
 parser.add_argument("--num_processes", type=int)
@@ -48,6 +49,17 @@ def at(text: str, rank: int) -> int | None:
 def hang():
     time.sleep(3600)
     return np.float32(0)
+
+
+def save(workdir: Path, crew: Crew, step: int, total: jax.Array) -> None:
+    """Commits the total, as all ranks together do."""
+    from jaxlm.checkpoint.config import CheckpointConfig
+    from jaxlm.checkpoint.store import Store
+
+    store = Store(workdir / "checkpoints", CheckpointConfig(), is_first=crew.peers.is_first)
+    crew.barrier("store")
+    store.save(step, {"total": total}, {"step": step})
+    store.close()
 
 
 def work(args: argparse.Namespace, crew: Crew) -> int:
@@ -89,6 +101,8 @@ def work(args: argparse.Namespace, crew: Crew) -> int:
                 faults.point("save.begin", step)
         if crew.stop.is_due and step < args.steps:
             print(f"stopped after {step}, total {float(total)}", flush=True)
+            if args.save:
+                save(args.workdir, crew, step, total)
             crew.depart()
             raise Preempted(f"stopped by {crew.stop.reason} after step {step}")
     late = at(args.late, rank)

@@ -62,10 +62,12 @@ def words(config: str, workdir: Path, *flags: str) -> list[str]:
     return ["train", f"--config={config}", f"--workdir={workdir}", "--quiet", *flags]
 
 
-def start(command: list[str], faults: str = "", **env: str) -> subprocess.Popen:
-    """Starts `jaxlm` with these words, perhaps with faults."""
+def start(
+    command: list[str], faults: str = "", *, module: str = "jaxlm", **env: str
+) -> subprocess.Popen:
+    """Starts `jaxlm` with these words, perhaps with faults; or a module that stands for it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxlm", *command],
+        [sys.executable, "-m", module, *command],
         env=os.environ | {"JAXLM_FAULTS": faults} | env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

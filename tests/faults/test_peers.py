@@ -5,14 +5,17 @@ The ranks are tests/distributed/worker.py, which has the trainer's crew and none
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -213,7 +216,9 @@ def test_d11_thirty_starts_leave_nothing_behind(pair):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a8_a_signal_to_one_rank_stops_both_after_the_same_step(pair, rank):
+def test_a8_a_signal_to_one_rank_stops_both_after_the_same_step_which_they_save(
+    pair, tmp_path, rank
+):
     sent = []
 
     def stop(ranks, line):
@@ -221,12 +226,17 @@ def test_a8_a_signal_to_one_rank_stops_both_after_the_same_step(pair, rank):
             ranks.processes[rank].send_signal(signal.SIGTERM)
             sent.append(time.monotonic())
 
-    done = pair("--steps=5000", during=stop)
-    assert done.codes == [75, 75]
+    done = pair("--steps=5000", "--save", during=stop)
+    assert done.codes == [75, 75], done.lines
     assert done.ended - sent[0] <= 10
     stops = [re.search(r"stopped after (\d+), total (\S+)", done.said(each)) for each in (0, 1)]
     assert stops[0].groups() == stops[1].groups()
-    assert int(stops[0][1]) >= 8
+    step, total = int(stops[0][1]), float(stops[0][2])
+    assert step >= 8
+    assert harness.steps(tmp_path) == [step]
+    assert harness.store(tmp_path).newest_sound() == step
+    assert harness.store(tmp_path).record(step).meta == {"step": step}
+    assert harness.store(tmp_path).arrays(step)["total"] == total == 4 * step
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
@@ -340,6 +350,73 @@ def test_b15_two_processes_train_as_one_does(front_door, tmp_path):
     assert harness.steps(tmp_path / "two") == harness.steps(one)
 
 
+class Recorded(NamedTuple):
+    """What the processes of a life read and restored."""
+
+    rows: dict[tuple[int, int], str]  # a row of a step's batch -> its digest
+    states: list[dict[str, str]]  # of each process: a leaf of the state -> its digest
+
+
+def recorded(processes: int, command: list[str], log: Path) -> Recorded:
+    """A life of a run on four devices in all, which finishes."""
+    place = [f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={processes}"]
+    ranks = [
+        harness.start(
+            [*command, f"--cpu_devices={4 // processes}", *place, f"--process_id={rank}"],
+            module="tests.distributed.trainer",
+            XLA_FLAGS="",
+            TRAINER_LOG=f"{log}.{rank}.jsonl",
+        )
+        for rank in range(processes)
+    ]
+    try:
+        said = [process.communicate(timeout=300)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in ranks] == [0] * processes, said
+    rows = {
+        (line["step"], row): digest
+        for file in log.parent.glob(f"{log.name}.*.jsonl")
+        for line in map(json.loads, file.read_text().splitlines())
+        for row, digest in enumerate(line["rows"], line["first"])
+    }
+    states = [json.loads(file.read_text()) for file in log.parent.glob(f"{log.name}.*.state")]
+    return Recorded(rows, states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_b15_a_checkpoint_moves_between_one_process_and_two(front_door, tmp_path, before, after):
+    """With fsdp, so that each process has a part. What follows is compared with the same run where it was saved."""
+    flags = ("--config.train.steps=28", "--config.mesh.data=2", "--config.mesh.fsdp=2")
+    stayed, moved = tmp_path / "stayed", tmp_path / "moved"
+    recorded(
+        before,
+        [*harness.words(front_door.config, stayed, *flags), "--stop_at=8"],
+        tmp_path / "first",
+    )
+    shutil.copytree(stayed, moved)
+    saved = {
+        path: hashlib.sha256(leaf.tobytes()).hexdigest()
+        for path, leaf in harness.store(stayed).arrays(8).items()
+    }
+    lives = [
+        recorded(count, harness.words(front_door.config, run, *flags), tmp_path / name)
+        for count, run, name in ((before, stayed, "stay"), (after, moved, "move"))
+    ]
+    assert lives[1].states == [saved] * after
+    wanted = {(step, row) for step in range(8, 28) for row in range(8)}
+    ours, theirs = ({key: life.rows[key] for key in wanted} for life in lives)
+    assert ours == theirs, "the same data in the same order"
+    losses, known = harness.losses(moved), harness.losses(stayed)
+    assert losses.keys() == known.keys()
+    assert len(losses) == 29
+    for key, loss in losses.items():
+        assert float.fromhex(loss) == pytest.approx(float.fromhex(known[key]), rel=1e-6), key
+
+
 @pytest.mark.slow
 def test_a8_a_preempted_pair_saves_one_step_and_goes_on(front_door, tmp_path):
     answer, said = front_door(tmp_path, faults="step.before:sigterm@5#1")
@@ -387,14 +464,15 @@ def test_d1_a_killed_rank_is_started_again_and_no_bit_changes(front_door, tmp_pa
 
 @pytest.mark.slow
 def test_a12_a_run_that_dies_at_one_step_again_and_again_is_given_up(front_door, tmp_path):
-    answer, said = front_door(tmp_path, faults="step.before:sigkill@4#0", restarts=9)
+    """From a checkpoint that is there before: one that is made on the way is progress, and may come in any of the lives."""
+    assert front_door(tmp_path, "--stop_at=2")[0]["code"] == 0
+    seldom = "--config.checkpoint.every=100%"
+    answer, said = front_door(tmp_path, seldom, faults="step.before:sigkill@4#0", restarts=9)
     assert answer["error"]["code"] == 70
-    newest = max(harness.steps(tmp_path), default=0)
-    words = f"the run ended 3 times in a row without a step past {newest}"
-    assert answer["error"]["what"] == words
-    assert newest < 4
+    assert answer["error"]["what"] == "the run ended 3 times in a row without a step past 2"
     assert "SIGKILL" in answer["error"]["why"]
-    assert said.count("starting again in") == (2 if newest == 0 else 3), "no fourth try"
+    assert said.count("starting again in") == 2, "no fourth try"
+    assert harness.steps(tmp_path) == [2]
 
 
 def test_d7_ranks_with_different_configs_refuse_and_show_the_difference(front_door, tmp_path):
