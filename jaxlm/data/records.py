@@ -24,6 +24,10 @@ MARK = "with a byte order mark, removed"
 NUL = "with NUL, kept"
 MENDED = (SURROGATE, MARK, NUL)
 
+# Of a compressed file, without a document in between. A megabyte can unpack to ten thousand of them; a file that is not
+# compressed shows its size.
+MOST_UNPACKED = 2**28
+
 BYTE_ORDER_MARK = "\ufeff".encode()
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -50,7 +54,7 @@ def read(path: Path, name: str, text_key: str, counts: Counter[str]) -> Iterator
     Raises:
       DataError: where the file cannot be read any further.
     """
-    kind = Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
+    kind = Path(path.stem).suffix if _is_packed(path) else path.suffix
     if kind in (".jsonl", ".json"):
         records = _json_lines(path, name, counts)
     elif kind == ".parquet":
@@ -84,7 +88,9 @@ def mended(text: str, counts: Counter[str]) -> str:
 
 def _text(path: Path, name: str, counts: Counter[str]) -> Document | Broken:
     with _whole(name), _open(path) as file:
-        data = file.read()
+        data = file.read(_limit(path))
+        if len(data) > MOST_UNPACKED and _is_packed(path):
+            raise _unpacks_too_far(path, name)
     if data.startswith(BYTE_ORDER_MARK):
         counts[MARK] += 1
     try:
@@ -106,15 +112,20 @@ def _not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
 def _json_lines(path: Path, name: str, counts: Counter[str]) -> Iterator[tuple[Any, int]]:
     """Each record, and the bytes of the file that were read up to its end."""
     with _whole(name), _open(path) as file:
+        unpacked = 0
         for number in itertools.count(1):
-            line = file.readline()
+            line = file.readline(_limit(path, unpacked))
             if not line:
                 break
+            unpacked += len(line)
+            if unpacked > MOST_UNPACKED and _is_packed(path):
+                raise _unpacks_too_far(path, f"{name}:{number}")
             if number == 1 and line.startswith(BYTE_ORDER_MARK):
                 counts[MARK] += 1
                 line = line.removeprefix(BYTE_ORDER_MARK)
             if not line.strip():
                 continue
+            unpacked = 0
             try:
                 text, line = line.decode(), b""  # a line may be long, and is not kept three times
                 record, text = json.loads(text), ""
@@ -132,6 +143,24 @@ def _json_lines(path: Path, name: str, counts: Counter[str]) -> Iterator[tuple[A
                     fix="one JSON object a line, or a name that ends in .txt",
                 )
                 yield Broken(NOT_JSON, damage), _place(file)
+
+
+def _is_packed(path: Path) -> bool:
+    return path.suffix in (".gz", ".zst")
+
+
+def _limit(path: Path, unpacked: int = 0) -> int:
+    """The bytes to ask for: one more than may come, or all of them."""
+    return MOST_UNPACKED + 1 - unpacked if _is_packed(path) else -1
+
+
+def _unpacks_too_far(path: Path, where: str) -> DataError:
+    return DataError(
+        "a compressed file unpacks to more than a document may hold",
+        where=where,
+        why=f"more than {MOST_UNPACKED:,} bytes without a document's end, from a file of {path.stat().st_size:,}",
+        fix="leave it out of the glob; if it is what it should be, unpack it, or cut it into documents",
+    )
 
 
 def _place(file: Any) -> int:
@@ -218,7 +247,8 @@ class _Zstandard(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            data = (self._frame.unused_data if self._frame.eof else b"") or self._file.read(2**16)
+            # Four bytes can stand for 128 KiB, and what a piece unpacks to is held at once: the pieces are small.
+            data = (self._frame.unused_data if self._frame.eof else b"") or self._file.read(2**11)
             if not data:
                 if self._begun and not self._frame.eof:
                     raise EOFError("the last frame is cut")

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import gzip
 import io
 import json
 import marshal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from etils import epath
 
 from jaxlm.checkpoint import record as records
@@ -22,6 +24,7 @@ from jaxlm.cli.main import main
 from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.data import tokenizer as tokenizers
 from jaxlm.data.shards import Shards
+from tests.faults import harness
 from tests.faults.conftest import ROOT
 
 SOURCES = sorted((ROOT / "jaxlm").rglob("*.py"))
@@ -225,6 +228,37 @@ def test_s4_no_source_file_unpacks_an_archive():
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("unpack_archive"):
                 found.append((path.name, "unpack_archive"))
     assert found == []
+
+
+BOMBS = ("a.txt.gz", "line.jsonl.zst", "blank.jsonl.gz")
+UNPACK = """
+import resource, sys
+from jaxlm.cli.main import main
+
+codes = [main(["data", "stats", sys.argv[1], f"--config.data.train={path}"]) for path in sys.argv[2:]]
+print(*codes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+
+
+def test_s4_ten_gigabytes_from_a_small_file_are_refused_in_little_memory(tmp_path):
+    """As a document, as a line, and as lines that hold none: streams of ten megabytes one after another."""
+    paths = [tmp_path / name for name in BOMBS]
+    for path in paths:
+        part = b" " * (10**7 - 1) + b"\n" if "blank" in path.name else b"x" * 10**7
+        pack = gzip.compress if path.suffix == ".gz" else zstandard.compress
+        path.write_bytes(pack(part) * 1000)
+        assert path.stat().st_size < 10e9 / 500
+    done = subprocess.run(
+        [sys.executable, "-c", UNPACK, f"--config={harness.write_config(tmp_path)}", *paths],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    *codes, megabytes = map(int, done.stdout.split())
+    assert codes == [65] * len(BOMBS), done.stderr
+    assert done.stderr.count("unpacks to more than a document may hold") == len(BOMBS)
+    assert all(str(path) in done.stderr for path in paths)
+    assert megabytes < 1300
 
 
 @pytest.fixture
