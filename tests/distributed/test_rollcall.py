@@ -45,7 +45,9 @@ def test_a_rank_alone_needs_nobody():
 
 
 def test_d6_everybody_who_came_hears_who_did_not():
-    for error in meet(0, 2, count=4):
+    errors = meet(0, 2, count=4)
+    assert len(errors) == 2
+    for error in errors:
         assert isinstance(error, PeerLost)
         assert error.why == "present: 0, 2; absent: 1, 3"
 

@@ -850,3 +850,4 @@ def test_s5_a_manifest_that_names_a_path_or_another_type_is_refused(
 def test_s5_a_folder_of_shards_may_itself_be_a_link(stored: Shards, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(stored.folder)
     read_everything(tmp_path / "link")
+    assert Shards.open(tmp_path / "link").documents == stored.documents > 0
