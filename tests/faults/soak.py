@@ -1,13 +1,17 @@
 """Line H9: random faults from all groups, one about every half minute; at the end every bit is as if none had been.
 
-Faults of numbers belong to the run: the reference has them too, and is told which batches the rewinds left out.
+Faults of numbers belong to the run: the reference has them too, and is told which batches the rewinds left out. A life
+of the run has one process of two devices or two processes of one: the arithmetic is the same, so are the bits.
+Each kind of fault must have struck at least once, else this proves nothing, and is no success.
 """
 
 import argparse
 import collections
+import dataclasses
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -17,13 +21,16 @@ import time
 from pathlib import Path
 
 from tests.faults import harness
+from tests.faults.repeat import repeat
 
-TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+CPU = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 POINTS = (
     *("save.begin", "save.files", "save.digest", "save.commit", "save.retire"),
     *("step.before", "step.after", "data.next", "restore.read", "eval", "rewind"),
 )
+AT_ANY_STEP = ("restore.read", "rewind")  # these come back to an earlier one
 HANGS = ("data.next", "step.before", "save.begin", "save.digest")
+ALL_RANKS = ("step.before", "step.after", "data.next", "eval", "save.begin")  # points of every rank
 # Without an end: how far two cores come in the time given is seen when it is over.
 RUN = (
     *("--config.train.steps=1000000", "--config.eval.every=40", "--config.checkpoint.keep_last=4"),
@@ -35,36 +42,92 @@ NUMBERS = ",".join(
     ["grads:nan@50", "grads:spike=1000@90", "grads:inf@700"]
     + [f"batch:nan@{first}-{first + 5}" for first in (150, 500, 1500, 5000, 15000)]
 )
-# How a life may end, by the fault that it had; each may be killed or told to stop before that strikes.
-CODES = {"none": (), "point": (70, 74), "hang": (76,), "disk": (74,)}
+# What may change where a run goes on, and what may not.
+FREE = ("checkpoint.every=3", "checkpoint.keep_last=2", "data.prefetch=2", "watch.eval=20m")
+REFUSED = ("optim.lr=1e-4", "seed=1", "data.sequence=16", "train.batch=16", "model.depth=1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of fault: the exit codes that show that it struck, and how many processes the run has meanwhile."""
+
+    codes: tuple[int, ...]
+    processes: int = 1
+
+
+KINDS = {
+    "killed": Kind((-signal.SIGKILL,)),
+    "stopped": Kind((75,)),
+    "point": Kind((70, 74, -signal.SIGKILL)),
+    "hang": Kind((76,)),
+    "full disk": Kind((74,)),
+    "lost rank": Kind((69,), processes=2),
+    "raising rank": Kind((70,), processes=2),
+    "stopped rank": Kind((75,), processes=2),
+    "loader worker": Kind((70,)),
+    "damaged shard": Kind((65,)),
+    "refused change": Kind((2,)),
+    "free change": Kind((75,)),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--minutes", type=float)
     parser.add_argument("--seed", type=int, default=0)
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--fuzz", action="store_true", help="line S13, so many minutes a kind")
+    kinds.add_argument("--repeat", type=int, metavar="TIMES", help="line H3, on these tests")
+    parser.add_argument("tests", nargs="*")
     args = parser.parse_args()
-    draw = random.Random(args.seed)
+    if args.repeat:
+        return repeat(args.repeat, args.tests)
+    if args.fuzz:
+        return fuzz(args.minutes or 10, args.seed)
+    return soak(args.minutes or 20, args.seed)
+
+
+def fuzz(minutes: float, seed: int) -> int:
+    """Line S13: each kind of file, damaged for so many minutes."""
+    command = [sys.executable, "-m", "pytest", "-m", "slow", "-s", "--timeout=0", "-n", "logical"]
+    environment = {"JAXLM_FUZZ_MINUTES": str(minutes), "JAXLM_FUZZ_SEED": str(seed)}
+    return subprocess.call([*command, "tests/faults/fuzz"], env=os.environ | environment)
+
+
+def soak(minutes: float, seed: int) -> int:
+    draw = random.Random(seed)
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     (folder / "texts").mkdir()
     config = harness.write_config(folder / "texts")
+    harness.run(["data", "tokenize", f"--config={config}", f"--out={folder / 'shards'}"], **CPU)
+    data = (
+        f"--config.data.train={folder / 'shards/train'}",
+        f"--config.data.validation={folder / 'shards/val'}",
+    )
     run, whole = folder / "run", folder / "whole"
-    words = harness.words(config, run, *RUN, *LIMITS)
+    words = harness.words(config, run, *RUN, *LIMITS, *data)
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    struck: collections.Counter[str] = collections.Counter(dict.fromkeys(KINDS, 0))
+    flipped: list[int] = []
     begun = time.monotonic()
-    deadline = begun + args.minutes * 60
+    deadline = begun + minutes * 60
     while time.monotonic() < deadline:
-        kind, code, said = life(words, run, draw, deadline)
+        # What struck least comes next, in any order.
+        kind = draw.choice([k for k, count in struck.items() if count == min(struck.values())])
+        fault = KINDS[kind]
+        code, said = Life(words, run, folder / "shards/train", kind, draw, deadline).live()
         counts[kind, f"exit {code}"] += 1
+        struck[kind] += code in fault.codes
         told = (
             f"{(time.monotonic() - begun) / 60:5.1f} min, step {newest(run)}: {kind}, exit {code}"
         )
         print(told, flush=True)
-        if code not in (-signal.SIGKILL, -signal.SIGTERM, 75, *CODES[kind]):
+        # Each may be stopped before its own fault strikes, some before they can say so.
+        if code not in (*fault.codes, 75, -signal.SIGTERM):
             print(f"{said}\nunexpected exit code {code}; see {folder}", file=sys.stderr)
             return 1
-        if damage(run, draw):
-            counts["flipped bit", "in the newest"] += 1
+        if step := damage(run, draw):
+            flipped.append(step)
     end = f"--stop_at={newest(run) + 20}"
     code, said = finish([*words, end])
     if code == 0:
@@ -72,22 +135,29 @@ def main() -> int:
         if (run / "rewinds.json").exists():
             shutil.copy(run / "rewinds.json", whole)
         every = "--config.checkpoint.every=1000"
-        code, said = finish([*harness.words(config, whole, *RUN), every, end])
+        code, said = finish([*harness.words(config, whole, *RUN, *data), every, end])
     if code:
         print(f"{said}\nexit code {code}; see {folder}", file=sys.stderr)
         return 1
     for (kind, how), count in sorted(counts.items()):
-        print(f"{count:5} x {kind:<12} {how}")
+        print(f"{count:5} x {kind:<14} {how}")
     ours, theirs = harness.losses(run), harness.losses(whole)
     same = ours == theirs and harness.state_digest(run) == harness.state_digest(whole)
     notes = run / "rewinds.json"
     rewound = len(json.loads(notes.read_text())) if notes.exists() else 0
     skipped = max(r["skipped_total"] for r in harness.records(run) if r["split"] == "train")
     print(
-        f"{sum(counts.values())} faults, {skipped} updates skipped, "
-        f"{rewound} rewinds, {len(ours)} losses compared; bit-identical: {same}"
+        f"{sum(counts.values())} lives, {sum(struck.values())} faults, {len(flipped)} flipped bits, "
+        f"{skipped} updates skipped, {rewound} rewinds, {len(ours)} losses compared; bit-identical: {same}"
     )
-    if same:
+    missed = [kind for kind, count in struck.items() if not count]
+    missed += [] if flipped else ["flipped bit"]
+    missed += [] if rewound else ["rewind"]
+    if missed:
+        print(f"never struck, so nothing is shown of it: {', '.join(missed)}", file=sys.stderr)
+    if lost := [step for step in flipped if not in_quarantine(run, step)]:
+        print(f"damaged, and not in the quarantine: steps {lost}", file=sys.stderr)
+    if same and not missed and not lost:
         shutil.rmtree(folder)
         return 0
     print(f"see {folder}", file=sys.stderr)
@@ -99,55 +169,130 @@ def newest(workdir: Path) -> int:
     return max(harness.steps(workdir), default=0)
 
 
-def life(
-    words: list[str], workdir: Path, draw: random.Random, deadline: float
-) -> tuple[str, int, str]:
-    """One process of the run: the kind of fault that was drawn for it, how it ended, and what it said."""
-    kind = draw.choice(list(CODES))
-    at = newest(workdir) + draw.randint(1, 60)
-    plan = {
-        "point": f",{draw.choice(POINTS)}:{draw.choice(['sigkill', 'raise'])}@{at}",
-        "hang": f",{draw.choice(HANGS)}:hang@{at}",
-        "disk": f",save.digest:enospc@{at}-{at + draw.randint(0, 4)}",
-    }.get(kind, "")
-    metrics = workdir / "metrics.jsonl"
-    before = metrics.stat().st_size if metrics.exists() else 0
-    # Most of a life comes after its first step, else most faults would meet a process that only starts.
-    is_early = draw.random() < 0.2
-    moments = draw.uniform(1, 10) if is_early else draw.uniform(0, 40)
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jaxlm", *words],
-            env=os.environ | TWO | {"JAXLM_FAULTS": NUMBERS + plan},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+@dataclasses.dataclass
+class Life:
+    """One start of the run, with one fault of a kind."""
+
+    words: list[str]
+    workdir: Path
+    shards: Path
+    kind: str
+    draw: random.Random
+    deadline: float
+
+    def live(self) -> tuple[int, str]:
+        """How it ended, and what it said."""
+        if self.kind == "damaged shard":
+            return self._with_damage()
+        flags, faults = self._plan()
+        return self._start(flags, faults)
+
+    def _plan(self) -> tuple[list[str], str]:
+        """The flags and the faults that this life has from its start."""
+        draw = self.draw
+        at = newest(self.workdir) + draw.randint(1, 60)
+        then = f"{at}-{at + 80}"  # an evaluation or a save comes every so many steps
+        match self.kind:
+            case "point":
+                point, action = draw.choice(POINTS), draw.choice(["sigkill", "raise"])
+                return [], f"{point}:{action}" + (f"@{then}" if point not in AT_ANY_STEP else "")
+            case "hang":
+                return [], f"{draw.choice(HANGS)}:hang@{then}"
+            case "full disk":
+                return [], f"save.digest:enospc@{at}-{at + draw.randint(2, 4)}"
+            case "raising rank":
+                return [], f"{draw.choice(ALL_RANKS)}:raise@{then}#{draw.randrange(2)}"
+            case "loader worker":
+                return ["--config.data.workers=1"], ""
+            case "refused change":
+                return [f"--config.{draw.choice(REFUSED)}"], ""
+            case "free change":
+                return [f"--config.{draw.choice(FREE)}"], ""
+            case _:
+                return [], ""
+
+    def _start(self, flags: list[str], faults: str) -> tuple[int, str]:
+        processes = KINDS[self.kind].processes
+        words = [*self.words, *flags]
+        if processes == 1:
+            words += ["--cpu_devices=2"]
+        else:
+            words = ["launch", "--processes=2", "--cpu_devices=1", "--restarts=0", "--", *words]
+        metrics = self.workdir / "metrics.jsonl"
+        before = metrics.stat().st_size if metrics.exists() else 0
+        # Most of a life comes after its first step, else most faults would meet a process that only starts.
+        is_early = self.kind in ("killed", "stopped") and self.draw.random() < 0.3
+        moments = self.draw.uniform(1, 10) if is_early else self.draw.uniform(0, 40)
+        with tempfile.TemporaryFile("w+") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "jaxlm", *words],
+                env=os.environ | CPU | {"JAXLM_FAULTS": f"{NUMBERS},{faults}"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                while not is_early and process.poll() is None and time.monotonic() < self.deadline:
+                    size = metrics.stat().st_size if metrics.exists() else 0
+                    if size > before:
+                        break
+                    before = min(before, size)  # lines of steps that come again are cut at a start
+                    time.sleep(0.05)
+                # What was planned needs its time to come, and a hang to be noticed.
+                planned = 60 if faults else 0
+                limit = min(time.monotonic() + moments + planned, self.deadline)
+                while process.poll() is None and time.monotonic() < limit:
+                    time.sleep(0.05)
+                self._strike(process)
+                process.wait(120)
+            finally:
+                process.kill()
+                process.wait()
+            log.seek(0)
+            return process.returncode, log.read()
+
+    def _strike(self, process: subprocess.Popen) -> None:
+        """What comes from outside; without such a fault, the end of this life. Too late for one that is gone."""
+        inside = children(process.pid)
+        match self.kind:
+            case "killed":
+                process.kill()
+            case "lost rank" | "stopped rank" if inside:
+                kill = self.kind == "lost rank"
+                os.kill(self.draw.choice(list(inside)), signal.SIGKILL if kill else signal.SIGTERM)
+            case "loader worker" if found := [
+                pid for pid, c in inside.items() if "spawn_main" in c
+            ]:
+                os.kill(found[0], signal.SIGKILL)
+            case _:
+                process.terminate()
+
+    def _with_damage(self) -> tuple[int, str]:
+        """A bit of a file of the training data is flipped, and brought right again afterwards."""
+        path = self.draw.choice(sorted(self.shards.glob("*.bin")))
+        content = path.read_bytes()
+        path.write_bytes(flipped_bit(content, self.draw))
         try:
-            while not is_early and process.poll() is None and time.monotonic() < deadline:
-                size = metrics.stat().st_size if metrics.exists() else 0
-                if size > before:
-                    break
-                before = min(before, size)  # lines of steps that come again are cut at a start
-                time.sleep(0.05)
-            # A hang needs its time to be noticed.
-            limit = min(time.monotonic() + moments + 60 * (kind == "hang"), deadline)
-            while process.poll() is None and time.monotonic() < limit:
-                time.sleep(0.05)
-            if process.poll() is None:
-                process.send_signal(draw.choice([signal.SIGKILL, signal.SIGTERM]))
-            process.wait(60)
+            code, said = self._start([], "")
         finally:
-            process.kill()
-            process.wait()
-        log.seek(0)
-        return kind, process.returncode, log.read()
+            path.write_bytes(content)
+        assert code != 65 or str(path) in said, said
+        return code, said
+
+
+def children(pid: int) -> dict[int, str]:
+    """The processes that a process started, and their command lines."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        for child in (task / "children").read_text().split():
+            found[int(child)] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+    return found
 
 
 def finish(words: list[str]) -> tuple[int, str]:
     """Runs to the end, however long that takes."""
     done = subprocess.run(
-        [sys.executable, "-m", "jaxlm", *words],
-        env=os.environ | TWO | {"JAXLM_FAULTS": NUMBERS},
+        [sys.executable, "-m", "jaxlm", *words, "--cpu_devices=2"],
+        env=os.environ | CPU | {"JAXLM_FAULTS": NUMBERS},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -155,18 +300,29 @@ def finish(words: list[str]) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def damage(workdir: Path, draw: random.Random) -> bool:
-    """Now and then flips a bit of the newest step, where there is another to fall back on."""
+def damage(workdir: Path, draw: random.Random) -> int | None:
+    """Now and then flips a bit of the newest step, where there is another to fall back on; the step."""
     sound = [step for step in harness.steps(workdir) if not harness.store(workdir).problems(step)]
     if len(sound) < 2 or draw.random() < 0.5:
-        return False
+        return None
     step = workdir / "checkpoints" / str(sound[-1])
     names = [p for p in sorted(step.rglob("*")) if p.is_file() and p.name != "commit_success.txt"]
     path = draw.choice([name for name in names if name.stat().st_size])
-    content = bytearray(path.read_bytes())
-    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-    path.write_bytes(content)
-    return True
+    path.write_bytes(flipped_bit(path.read_bytes(), draw))
+    return sound[-1]
+
+
+def flipped_bit(content: bytes, draw: random.Random) -> bytes:
+    """One bit of it is another."""
+    flipped = bytearray(content)
+    flipped[draw.randrange(len(flipped))] ^= 1 << draw.randrange(8)
+    return bytes(flipped)
+
+
+def in_quarantine(workdir: Path, step: int) -> bool:
+    """Whether a step was put aside, with the reason beside it."""
+    reasons = [p.name for p in (workdir / "quarantine").glob("*.reason.txt")]
+    return any(re.fullmatch(rf"{step}(\.\d+)?\.reason\.txt", name) for name in reasons)
 
 
 if __name__ == "__main__":

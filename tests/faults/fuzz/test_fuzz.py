@@ -2,11 +2,15 @@
 
 import copy
 import json
+import multiprocessing
+import os
 import random
+import resource
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from jaxlm.data.shards import Shards
 from jaxlm.recipes.config import Run
 from tests.faults.test_tokenizer_files import byte_pairs
 
-MUTATIONS = 2000
+MUTATIONS = 2000  # of each kind, however little time there is
 VALUES = (
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 2**200, -(2**70), 0.5, -0.0, 1e308, 1e-320),
     *("", "0", "a", "auto", "None", "../../etc/passwd", "\u0000", "\u202e", "x" * 5000, "1e9999"),
@@ -181,20 +185,36 @@ def outcome_of(read: Callable[[Path, bytes], None], folder: Path, content: bytes
     return 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_s13_a_damaged_file_gives_the_typed_error_or_works(kind: str, folder: Path) -> None:
-    """The seed and the bytes that broke it are in the failure."""
-    draw = random.Random(kind)
+def fuzz(kind: str, folder: Path, minutes: float, seed: int) -> tuple[Counter[int], int]:
+    """How often reading ended in which way, and the most bytes that this process held meanwhile."""
+    draw = random.Random(f"{kind} {seed}")
     whole = sound(kind, folder)
     outcomes: Counter[int] = Counter()
-    for number in range(MUTATIONS):
+    deadline = time.monotonic() + minutes * 60
+    while outcomes.total() < MUTATIONS or time.monotonic() < deadline:
         content = damaged(whole, draw) if isinstance(whole, bytes) else mutated(whole, draw)
         begun = time.process_time()
         outcome = outcome_of(KINDS[kind], folder, content)
+        number = outcomes.total()
         assert isinstance(outcome, int), f"mutation {number}, {outcome}: {content[:3000]!r}"
         assert time.process_time() - begun < 5, content[:3000]
         outcomes[outcome] += 1
-    assert outcomes.total() == MUTATIONS
+    return outcomes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_s13_a_damaged_file_gives_the_typed_error_or_works(kind: str, folder: Path) -> None:
+    """In a process of its own, whose end would be seen and whose memory is its own.
+
+    The number and the bytes of what broke it are in the failure. For longer: `scripts/soak --fuzz`.
+    """
+    minutes, seed = (os.environ.get(f"JAXLM_FUZZ_{name}", 0) for name in ("MINUTES", "SEED"))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as apart:
+        outcomes, peak = apart.submit(fuzz, kind, folder, float(minutes), int(seed)).result()
+    print(f"\nS13: {kind}: {outcomes.total()} files, {dict(outcomes)}, {peak >> 20} MiB")
+    assert outcomes.total() >= MUTATIONS
     assert set(outcomes) <= {0, 2, 65, 66}
-    assert outcomes[0] < MUTATIONS * 0.8, outcomes
+    assert outcomes[0] < outcomes.total() * 0.8, outcomes
+    assert peak <= 2**30
