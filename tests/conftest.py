@@ -1,13 +1,19 @@
 """What every test stands on: eight fake devices, strict ranks, a compile cache, caches outside of the home folder."""
 
+import contextlib
 import os
 import re
+import shutil
+import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
 
-CACHE = Path(__file__).parent.parent / ".cache"
-SHARED_MEMORY = pytest.StashKey[set[str]]()
+ROOT = Path(__file__).parent.parent
+CACHE = ROOT / ".cache"
+SESSION = "JAXLM_TEST_SESSION"  # in the environment of every process that the tests start
+BEFORE = pytest.StashKey[set[str]]()
 
 # Before the first import of jax, and for the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,6 +26,11 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAXLM_CACHE", str(CACHE / "jaxlm"))
 os.environ.setdefault("MPLCONFIGDIR", str(CACHE / "matplotlib"))
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # A folder for temporary files of its own, so that what is left in it is ours. What pytest makes stays where it was.
+    os.environ[SESSION] = uuid.uuid4().hex
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +51,11 @@ def one_device():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_process_is_left_behind():
-    """Processes that the tests of this worker started are gone at the end."""
+def nothing_of_this_worker_is_left_behind():
+    """Processes that its tests started are gone at the end, and it listens nowhere."""
     yield
     left = [f"process {pid}" for pid in _children() if not _is_resource_tracker(pid)]
+    left += [f"a socket that listens at {address}" for address in _listening()]
     assert not left, f"left behind: {', '.join(left)}"
 
 
@@ -64,19 +76,63 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_sessionstart(session):
-    session.config.stash[SHARED_MEMORY] = _shared_memory()
+    session.config.stash[BEFORE] = _files()
 
 
 def pytest_sessionfinish(session):
-    """Shared memory belongs to no process: once all workers are done, none is left that was not there before."""
+    """Once all workers are done, no process, shared memory or file is left that was not there before."""
     if hasattr(session.config, "workerinput"):
         return
-    if left := _shared_memory() - session.config.stash[SHARED_MEMORY]:
-        pytest.exit(f"left behind: {', '.join(f'/dev/shm/{name}' for name in left)}", returncode=1)
+    left = [f"process {pid}" for pid in _orphans()]
+    left += sorted(name for name in _files() - session.config.stash[BEFORE] if not _is_mapped(name))
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    if left:
+        session.config.get_terminal_writer().line(f"\nleft behind: {', '.join(left)}")
+        session.exitstatus = 1
 
 
-def _shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
+def _files() -> set[str]:
+    """What is in shared memory, in the folder of temporary files, at home, and in this repository but for its caches."""
+    home = Path.home()
+    places = (Path("/dev/shm"), Path(tempfile.gettempdir()), home, home / ".cache")
+    found = {str(path) for place in places if place.is_dir() for path in place.iterdir()}
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [n for n in folders if not n.startswith(".") and n != "__pycache__"]
+        found |= {os.path.join(folder, name) for name in names}
+    return found
+
+
+def _is_mapped(name: str) -> bool:
+    """Whether it is shared memory that somebody still uses: it belongs to others on this machine."""
+    maps = Path("/proc").glob("[0-9]*/maps") if name.startswith("/dev/shm/") else ()
+    return any(name in _read(path) for path in maps)
+
+
+def _orphans() -> list[int]:
+    """Processes of these tests, whoever is their parent by now, but for workers of pytest and Python's own."""
+    mark = f"{SESSION}={os.environ[SESSION]}"
+    marked = [
+        int(path.parent.name)
+        for path in Path("/proc").glob("[0-9]*/environ")
+        if mark in _read(path).split("\0")
+    ]
+    return [pid for pid in marked if pid != os.getpid() and not _is_resource_tracker(pid)]
+
+
+def _listening() -> set[str]:
+    """The addresses, in hexadecimal, at which this process listens."""
+    sockets = set()
+    for path in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(path))
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in _read(Path(f"/proc/self/net/{table}")).splitlines()
+    ]
+    return {
+        fields[1] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets
+    }
 
 
 def _children() -> list[int]:
@@ -96,6 +152,6 @@ def _is_resource_tracker(pid: int) -> bool:
 def _read(path: Path) -> str:
     """What a file of /proc says; nothing once its process or thread is gone."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""

@@ -1,6 +1,9 @@
 """Lines H of the reliability bar that are about the suite, and about what starting costs."""
 
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -8,50 +11,126 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import harness
+from tests.faults import harness, repeat
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
 LEFT = """
-import subprocess, sys, time
+import socket, subprocess, sys, tempfile
 from multiprocessing import shared_memory
-import pytest
+from pathlib import Path
+
+kept = []
 
 
 def test_that_leaves_a_process():
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
 
 
-def test_that_leaves_memory():
+def test_that_leaves_a_grandchild():
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(30)'])"
+    subprocess.run([sys.executable, "-c", child], check=True)
+
+
+def test_that_leaves_a_memory():
     block = shared_memory.SharedMemory(create=True, size=64, track=False)
     block.close()
+
+
+def test_that_leaves_a_port():
+    kept.append(socket.create_server(("127.0.0.1", 0)))
+
+
+def test_that_leaves_a_temporary_file():
+    tempfile.mkdtemp()
+
+
+def test_that_leaves_a_file_at_home():
+    Path.home().joinpath("left").touch()
+
+
+def test_that_leaves_a_file_in_the_repository():
+    Path(__file__).with_name("left").touch()
+
+
+def test_that_leaves_nothing():
+    pass
 """
+LEAVES = (
+    *("process \\d+, a socket that listens at 0100007F:", "left behind: process \\d+, process"),
+    *("/dev/shm/psm_", "/tests-[^,]*/tmp", "home/left", "tests/left"),
+)
 
 
-@pytest.mark.parametrize("name", ["a_process", "memory"])
-def test_h4_what_a_test_leaves_behind_fails_the_run(tmp_path, name):
-    if name == "memory" and sys.version_info < (3, 13):
+def test_h4_what_a_test_leaves_behind_fails_the_run(tmp_path):
+    """A session that leaves something of each kind, and one that leaves nothing."""
+    text = LEFT
+    if sys.version_info < (3, 13):
         text = LEFT.replace(", track=False", "").replace(
             "    block.close()\n",
             "    block.close()\n    from multiprocessing import resource_tracker\n"
             "    resource_tracker.unregister(block._name, 'shared_memory')\n",
         )
-    else:
-        text = LEFT
-    (tmp_path / "conftest.py").write_text((Path(__file__).parents[1] / "conftest.py").read_text())
-    (tmp_path / "test_left.py").write_text(text)
     before = set(os.listdir("/dev/shm"))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-k", f"leaves_{name}", str(tmp_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-    )
+    ended = {}
+    for name in ("leaves_a", "leaves_nothing"):
+        place = tmp_path / str(len(ended))
+        tests, home = place / "tests", place / "home"
+        for folder in (tests, home):
+            folder.mkdir(parents=True)
+        shutil.copy(Path(__file__).parents[1] / "conftest.py", tests)
+        (tests / "test_left.py").write_text(text)
+        ended[name] = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-k", name, str(tests)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONWARNINGS": "ignore", "HOME": str(home)},
+        )
+    said = ended["leaves_a"].stdout
+    for pid in re.findall(r"process (\d+)", said.rpartition("left behind: ")[2]):
+        os.kill(int(pid), signal.SIGKILL)
     for block in set(os.listdir("/dev/shm")) - before:
-        Path("/dev/shm", block).unlink()
-    assert done.returncode == 1, done.stdout
-    assert "left behind" in done.stdout + done.stderr
+        if block.startswith("psm_"):
+            Path("/dev/shm", block).unlink()
+    assert ended["leaves_a"].returncode == 1, said
+    assert "7 passed" in said
+    for left in LEAVES:
+        assert re.search(left, said), said
+    assert ended["leaves_nothing"].returncode == 0, ended["leaves_nothing"].stdout
+
+
+FLAKY = """
+from pathlib import Path
+
+MARK = Path(__file__).with_name("mark")
+
+
+def test_c4_that_fails_the_second_time():
+    assert not MARK.exists()
+    MARK.touch()
+
+
+def test_e11_that_never_fails():
+    pass
+
+
+def test_of_no_line():
+    assert False
+"""
+
+
+def test_h3_a_test_that_fails_now_and_then_is_found_and_named(tmp_path, monkeypatch, capsys):
+    """What `scripts/soak --repeat=20` does with the tests of all lines that are part of every run."""
+    (tmp_path / "test_flaky.py").write_text(FLAKY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(repeat, "WORKERS", [])
+    assert repeat.repeat(2, ["test_flaky.py"]) == 1
+    said = capsys.readouterr().out
+    assert "2 tests of lines, 2 times" in said
+    assert "1 of 2: " in said
+    assert "test_c4_that_fails_the_second_time" in said
+    assert "1 of 2 tests failed now and then" in said
 
 
 def test_h6_starting_takes_seconds_and_resuming_hardly_more(tmp_path):
