@@ -103,6 +103,7 @@ def devices_of(known: Machine) -> list[jax.Device]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_LOG_DIR", "disabled")
     jax.config.update("jax_platforms", "cpu")
+    assert known.topology
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=known.topology)
     except (RuntimeError, ValueError, NotImplementedError) as error:

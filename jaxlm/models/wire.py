@@ -1,0 +1,121 @@
+"""What devices send each other in a step, in closed form, axis by axis. Free of JAX."""
+
+import dataclasses
+
+from jaxlm.models.config import Decoder
+from jaxlm.models.tensors import tensors
+from jaxlm.nn.config import MoeConfig
+from jaxlm.parallel.logical import LAYERS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a chip is given in one step, and the bytes of a number in a gathered weight, a summed gradient, an activation."""
+
+    model: Decoder
+    sequence: int
+    rows: int  # rows of this chip's part of the batch: tokens / sequence, where context and tensor share them
+    microbatches: int = 1
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    activation_bytes: int = 2
+
+    @property
+    def stream_bytes(self) -> int:
+        """The residual stream of all rows, whole."""
+        return self.rows * self.sequence * self.model.width * self.activation_bytes
+
+    def passes(self, sizes: dict[str, int]) -> tuple[int, int]:
+        """How often in one step a chip goes through its blocks, and through the embedding and the unembedding.
+
+        Once for each micro-batch; in a pipeline blocks once for each tick, and the tables once, for all micro-batches.
+        """
+        if sizes["pipe"] > 1:
+            return self.microbatches + sizes["pipe"] - 1, 1
+        return self.microbatches, self.microbatches
+
+
+def matrices(model: Decoder) -> tuple[int, int]:
+    """Numbers in the matrices of all blocks, and in the embedding and the unembedding together."""
+    tables = model.vocab * model.width * (1 if model.tied else 2)
+    blocks = sum(each.size for each in tensors(model) if each.is_matrix and each.axes[0] in LAYERS)
+    return blocks, tables
+
+
+def fsdp_bytes(work: Work, sizes: dict[str, int]) -> float:
+    """Sent by a chip over fsdp in one step under ZeRO 3.
+
+    In each pass blocks and the unembedding are gathered forward and again backward, the embedding once, and gradients
+    scattered as they are summed. A pipeline does so with its blocks in each tick.
+    """
+    blocks, tables = matrices(work.model)
+    lookup = work.model.vocab * work.model.width
+    through_blocks, through_tables = work.passes(sizes)
+    gathered = 2 * blocks * through_blocks + 3 * lookup * through_tables
+    scattered = blocks * through_blocks + tables * through_tables
+    sent = gathered * work.weight_bytes + scattered * work.gradient_bytes
+    return _ring(sizes["fsdp"]) * sent / (sizes["pipe"] * sizes["tensor"])
+
+
+def data_bytes(work: Work, sizes: dict[str, int]) -> float:
+    """Over data: all gradients that a chip holds, summed and handed out.
+
+    In each pass, as the step is written and XLA for CPU compiles it: a compiler may move the sum out of the loop.
+    """
+    blocks, tables = matrices(work.model)
+    through_blocks, through_tables = work.passes(sizes)
+    summed = blocks * through_blocks + tables * through_tables
+    parts = sizes["pipe"] * sizes["tensor"] * sizes["fsdp"]
+    return 2 * _ring(sizes["data"]) * summed / parts * work.gradient_bytes
+
+
+def tensor_bytes(work: Work, sizes: dict[str, int], *, is_remat: bool = True) -> float:
+    """Over tensor: sums of the stream.
+
+    In each layer 2 forward, 5 backward (each product that reads the stream is summed by itself: queries, keys, values,
+    gate, up), and 1 of those forward again under full remat; beside the layers, the embedding forward and the unembedding
+    backward.
+    """
+    mlp = work.model.pattern[0].mlp
+    backward = 3 + (2 if isinstance(mlp, MoeConfig) or mlp.gated else 1)
+    layers = (2 + backward + is_remat) * work.model.depth / sizes["pipe"]
+    return 2 * _ring(sizes["tensor"]) * (layers + 2) * work.stream_bytes
+
+
+def context_bytes(work: Work, sizes: dict[str, int]) -> float:
+    """Over context: keys and values of whole rows, gathered forward and again under remat, their gradients scattered; and
+    the gradients of all parameters, summed in each pass as over data, but that of the embedding before fsdp splits it.
+    """
+    attention = work.model.pattern[0].attention
+    kv = 2 * attention.kv_heads * attention.head_dim / sizes["tensor"]
+    one = work.rows * work.sequence * sizes["context"] * kv * work.activation_bytes
+    keys = 3 * one * work.model.depth / sizes["pipe"]
+    blocks, tables = matrices(work.model)
+    lookup = work.model.vocab * work.model.width
+    through_blocks, through_tables = work.passes(sizes)
+    split = blocks * through_blocks + (tables - lookup) * through_tables
+    summed = (split / sizes["fsdp"] + lookup * through_tables) / (sizes["pipe"] * sizes["tensor"])
+    return _ring(sizes["context"]) * (keys + 2 * summed * work.gradient_bytes)
+
+
+def pipe_bytes(work: Work, sizes: dict[str, int]) -> float:
+    """Over pipe: the stream of a micro-batch to the next stage each tick, and its gradient back; and four sums of the
+    stream: of the embedding, as stages hold parts of the vocabulary, and of the last stage's result forward, of the
+    gradients of the unembedding and of the first stage's batch backward.
+    """
+    ticks, _ = work.passes(sizes)
+    moved = 2 * ticks * work.stream_bytes / work.microbatches if sizes["pipe"] > 1 else 0
+    return moved + 2 * _ring(sizes["pipe"]) * 4 * work.stream_bytes
+
+
+def _ring(devices: int) -> float:
+    return (devices - 1) / devices
+
+
+BYTES = {
+    "fsdp": fsdp_bytes,
+    "data": data_bytes,
+    "tensor": tensor_bytes,
+    "context": context_bytes,
+    "pipe": pipe_bytes,
+}
