@@ -37,6 +37,9 @@ VERBS = {
     "replay": Verb("jaxlm.cli.replay", "do one step again and show what it saw", "Use a run"),
     "data": Verb("jaxlm.cli.data", "look at data, tokenise it, check token shards", "Prepare"),
     "tokenizer": Verb("jaxlm.cli.tokenizer", "train a tokenizer, or show one", "Prepare"),
+    "plan": Verb(
+        "jaxlm.cli.plan", "memory, time and cost of a run, before it starts", "Understand"
+    ),
     "check": Verb(
         "jaxlm.cli.check", "try a config on fake devices: same loss, and what is sent", "Understand"
     ),

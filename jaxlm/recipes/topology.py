@@ -17,7 +17,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.monitor.chips import SLICES, Machine
 from jaxlm.parallel import collectives, host, mesh
 from jaxlm.parallel.config import shown
-from jaxlm.recipes import assembly, fit, traffic
+from jaxlm.recipes import assembly, devices, fit, traffic
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 
@@ -65,14 +65,7 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
     grid = mesh.build(run.mesh, devices_of(known))
     say(f"{shown(grid.shape)} on {name}, {known.devices} chips; compiling for them takes minutes")
     compiled = compile_step(run, grid)
-    memory: Any = compiled.memory_analysis()
-    held = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
-        "program": memory.generated_code_size_in_bytes,
-    }
-    total = sum(held.values())
+    memory = held(compiled)
     # A real run's sizes have no mark to tell activations by: nothing is judged here.
     lines = traffic.table(
         collectives.read(compiled.as_text() or ""),
@@ -86,11 +79,36 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
         "topology": known.topology,
         "devices": known.devices,
         "mesh": dict(grid.shape),
-        "bytes_per_device": held | {"total": total},
+        "bytes_per_device": memory,
         "hbm_bytes": known.chip.memory_bytes,
-        "fits": total <= known.chip.memory_bytes,
+        "fits": memory["total"] <= known.chip.memory_bytes,
         "collectives": [line.record() for line in lines],
     }
+
+
+def compile_here(run: Run, count: int, say: Say = lambda _: None) -> dict[str, Any]:
+    """Compiles a run's step for this machine's CPU, split into so many devices: bytes on one of them.
+
+    Raises:
+      ConfigError: where the run does not fit them.
+    """
+    devices.start(count)
+    fit.check(run, count)
+    grid = mesh.build(run.mesh, jax.devices()[:count])
+    say(f"{shown(grid.shape)} on this CPU; compiling the step")
+    return {"devices": count, "bytes_per_device": held(compile_step(run, grid))}
+
+
+def held(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """The compiler's account of a device's memory."""
+    memory: Any = compiled.memory_analysis()
+    parts = {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "program": memory.generated_code_size_in_bytes,
+    }
+    return parts | {"total": sum(parts.values())}
 
 
 def devices_of(known: Machine) -> list[jax.Device]:

@@ -14,6 +14,7 @@ LIGHT = sorted(
         "*/config.py",
         "models/cost.py",
         "recipes/fit.py",
+        "recipes/plan*.py",
         "models/families/*.py",
         "cli/*.py",
         "monitor/*.py",

@@ -1,0 +1,172 @@
+"""Says what a run will need and take, before it starts: memory a device, time, cost, and which device holds what.
+
+Arithmetic, without the accelerator and without JAX: --on=h100x8, h200, a100x8, t4, v5e-16, v5p-128, v6e-256, or cpu. With
+--exact the step is compiled, for a TPU slice or for this machine's CPU, and the compiler's own account is shown beside it.
+With --fit meshes, micro-batches, remat and chunks of the loss are tried for the fastest that fits. The exit code is 0 also where
+the run does not fit: the answer says so.
+"""
+
+import argparse
+from typing import Any
+
+from jaxlm.cli.arguments import needed
+from jaxlm.cli.output import Output
+from jaxlm.core import config
+from jaxlm.core.errors import CommandError
+from jaxlm.monitor import words
+from jaxlm.monitor.chips import machine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on", default="cpu", metavar="MACHINE", help="a chip, CHIPxN, a TPU slice, or cpu (cpu)"
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --on=cpu: devices that it is split into (1)",
+    )
+    parser.add_argument(
+        "--price", type=float, metavar="X", help="of a device for an hour: adds the cost"
+    )
+    parser.add_argument("--fit", action="store_true", help="search for the fastest that fits")
+    parser.add_argument("--exact", action="store_true", help="compile the step, and compare")
+    parser.add_argument("--sharding", action="store_true", help="the table of parameters")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    from jaxlm.recipes import plan
+    from jaxlm.recipes.config import Run
+
+    loaded = config.load(Run, needed(args, "config"), args.overrides)
+    _check(args)
+    assumed: list[str] = []
+    on = (
+        plan.this_machine(args.devices, assumed)
+        if args.on == "cpu"
+        else machine(args.on, flag="--on")
+    )
+    chosen, answer = loaded.value, {}
+    if args.fit:
+        from jaxlm.recipes.plan_fit import search
+
+        found = search(loaded.value, on, assumed)
+        chosen = (found.best or found.smallest).run
+        answer["fit"] = {
+            "settings": found.settings,
+            "flags": found.flags,
+            "tried": found.tried,
+            "fitting": found.fitting,
+        }
+    forecast = plan.forecast(chosen, on, assumed)
+    answer |= forecast.record(args.price)
+    if args.exact:
+        from jaxlm.recipes.topology import compile_for, compile_here
+
+        compiled = (
+            compile_here(chosen, args.devices, out.say)
+            if args.on == "cpu"
+            else compile_for(chosen, args.on, out.say)
+        )
+        answer["compiled_bytes_per_device"] = compiled["bytes_per_device"]
+        answer["fits"] = compiled["bytes_per_device"]["total"] <= forecast.memory_bytes
+    out.result(answer, _text(answer, forecast.run, with_sharding=args.sharding))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.price is not None and not args.price > 0:
+        raise CommandError(
+            f"a price of {args.price:g}",
+            where=f"--price={args.price:g}",
+            why="it is money for a device and an hour, above 0",
+            fix="--price=2.5",
+        )
+    if args.devices < 1 or (args.devices > 1 and args.on != "cpu"):
+        raise CommandError(
+            "the number of devices belongs to the machine's name",
+            where=f"--devices={args.devices}",
+            why="a CPU can be split into several devices; of others the name says how many, as in h100x8",
+            fix="--on=cpu --devices=8",
+        )
+    if args.exact and args.on != "cpu" and machine(args.on, flag="--on").topology is None:
+        raise CommandError(
+            "a step cannot be compiled for a GPU that is not here",
+            where=f"--exact --on={args.on}",
+            why="the compiler of TPUs needs no TPU, that of GPUs needs the GPU",
+            fix=f"--on={args.on}\n--exact --on=v5e-16",
+        )
+
+
+def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> str:
+    held = answer["bytes_per_device"]
+    parts = sorted(
+        ((size, name) for name, size in held.items() if name != "total" and size), reverse=True
+    )
+    low, high = answer["step_seconds"]
+    slow, fast = answer["tokens_per_second"]
+    verdict = "fits" if answer["fits"] else "DOES NOT FIT"
+    rows = [
+        (
+            "on",
+            f"{answer['on']}, {answer['devices']} device{'s' if answer['devices'] > 1 else ''}, mesh "
+            + (" x ".join(f"{k}={v}" for k, v in answer["mesh"].items() if v > 1) or "of one"),
+        ),
+        (
+            "model",
+            f"{words.count(answer['parameters'])} parameters, {words.count(answer['flops_per_token'])} FLOPs a token",
+        ),
+        (
+            "memory",
+            f"{words.size(held['total'])} of {words.size(answer['memory_bytes'])} a device: {verdict}",
+        ),
+        ("", " · ".join(f"{name} {words.size(size)}" for size, name in parts)),
+        (
+            "step",
+            f"{words.duration(low)} to {words.duration(high)}, {words.count(slow)} to {words.count(fast)} tokens/s"
+            + (", MFU {:.0%} to {:.0%}".format(*answer["mfu"]) if answer["mfu"] else ""),
+        ),
+        (
+            "run",
+            f"{words.count(answer['tokens'])} tokens in {run.train.steps:,} steps: "
+            f"{words.duration(3600 * answer['hours'][0])} to {words.duration(3600 * answer['hours'][1])}",
+        ),
+        ("checkpoint", f"{words.size(answer['checkpoint_bytes'])} before compression"),
+    ]
+    if answer["cost"]:
+        rows.insert(6, ("cost", f"{answer['cost'][0]:,.2f} to {answer['cost'][1]:,.2f}"))
+    if answer["sent_bytes_per_device"]:
+        sent = ", ".join(
+            f"{words.size(size)} over {axis}"
+            for axis, size in answer["sent_bytes_per_device"].items()
+        )
+        rows.append(("sends", f"{sent} a device and step"))
+    if "compiled_bytes_per_device" in answer:
+        exact = answer["compiled_bytes_per_device"]
+        parts_said = " · ".join(
+            f"{name} {words.size(size)}" for name, size in exact.items() if name != "total" and size
+        )
+        rows.append(("compiled", f"{words.size(exact['total'])} a device: {parts_said}"))
+    if "fit" in answer:
+        found = answer["fit"]
+        rows.append(("tried", f"{found['tried']:,} ways, of which {found['fitting']:,} fit"))
+        rows.append(("settings", found["flags"] or "as they are"))
+    rows += [("assumed" if not n else "", text) for n, text in enumerate(answer["assumed"])]
+    rows += [("risks" if not n else "", text) for n, text in enumerate(answer["risks"])]
+    lines = [f"{name:<11}{text}" for name, text in rows]
+    if with_sharding:
+        lines += _sharding(answer["sharding"])
+    return "\n".join(lines)
+
+
+def _sharding(rows: list[dict[str, Any]]) -> list[str]:
+    lines = ["parameter, shape, split over, numbers a device"]
+    for row in rows:
+        over = ",".join("x".join(axes) if axes else "-" for axes in row["over"])
+        shape = "x".join(map(str, row["shape"]))
+        lines.append(
+            f"  {row['path']:<36}{shape:<26}{over:<26}{words.count(row['numbers_per_device'])}"
+        )
+    return lines

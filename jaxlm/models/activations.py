@@ -1,0 +1,104 @@
+"""What a layer keeps for its backward pass, in closed form, by remat policy. Free of JAX."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jaxlm.models.config import Decoder
+from jaxlm.nn.config import BlockConfig, MoeConfig
+from jaxlm.ops.kernels import BLOCK
+from jaxlm.parallel import logical
+
+Sizes = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """A device's share of a micro-batch, and the bytes of a number: of activations, of operands of products."""
+
+    rows: int
+    length: int  # tokens of a row that are this device's
+    keys: int  # tokens of a row whose scores are formed at a time: all of them, or those of a block
+    sizes: Sizes  # of each mesh axis
+    stream_bytes: int
+    compute_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the share."""
+        return self.rows * self.length
+
+    def own(self, size: int, axis: str) -> float:
+        """The device's part of a dimension."""
+        return size / logical.ways(self.sizes, axis)
+
+
+def kept(config: Decoder, block: BlockConfig, share: Share, policy: str) -> float:
+    """Bytes that a layer keeps on the device from its forward to its backward pass.
+
+    - none: the operand of every product, and what elementwise parts read again.
+    - dots: the layer's input and the results of products with weights.
+    - full: its input. save: also what is named; offload: that on the host instead.
+    """
+    return share.tokens * _per_token(config, block, share, policy)
+
+
+def blocks(config: Decoder, share: Share) -> float:
+    """Bytes in which blocks of queries and keys meet, going back: scores, weights and the gradients of both."""
+    heads = max(
+        (
+            share.own(block.attention.heads, "heads")
+            for block in config.layers
+            if block.attention.kernel != "reference"
+        ),
+        default=0.0,
+    )
+    side = min(BLOCK, share.length)
+    return 4 * 4 * share.rows * heads * side * side
+
+
+def _per_token(config: Decoder, block: BlockConfig, share: Share, policy: str) -> float:
+    stream = config.width * share.stream_bytes
+    if policy == "full" or policy.startswith("offload:"):
+        return stream
+    if policy.startswith("save:"):
+        return stream * (1 + len(policy.removeprefix("save:").split(",")))
+    attention = block.attention
+    queries = share.own(attention.heads, "heads") * attention.head_dim
+    shared = share.own(attention.kv_heads, "kv_heads") * attention.head_dim
+    heads = (queries + 2 * shared) * share.stream_bytes
+    if policy == "dots":
+        return 2 * stream + heads + _hidden(block, share, is_dots=True)
+    # Activations that are not of the products' dtype are cast for each product, and each keeps its own.
+    is_cast = share.stream_bytes != share.compute_bytes
+    read = config.width * share.compute_bytes * (3 if is_cast else 1)
+    out = queries * share.stream_bytes + (queries * share.compute_bytes if is_cast else 0)
+    into = config.width * share.compute_bytes
+    if is_cast and not isinstance(block.mlp, MoeConfig) and block.mlp.gated:
+        into *= 2
+    norms = {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1}[block.residual] * stream
+    total = norms + read + heads + out + into + _hidden(block, share, is_dots=False)
+    if attention.qk_norm is not None:
+        total += (queries + shared) * share.stream_bytes
+    own_heads = share.own(attention.heads, "heads")
+    if attention.kernel == "reference":
+        total += (
+            own_heads * share.keys * (4 + (share.compute_bytes if share.compute_bytes != 4 else 0))
+        )
+    else:
+        total += 4 * own_heads
+    return total
+
+
+def _hidden(block: BlockConfig, share: Share, *, is_dots: bool) -> float:
+    """Bytes a token of the feed-forward part."""
+    mlp = block.mlp
+    if isinstance(mlp, MoeConfig):
+        routed = mlp.top_k * share.own(mlp.hidden, "mlp")
+        both = share.own(mlp.shared, "mlp")
+        wide = 2 * (routed + both) * share.stream_bytes
+        if is_dots:
+            return 2 * both * share.stream_bytes
+        return wide + (routed + both) * share.compute_bytes + 8 * mlp.experts
+    hidden = share.own(mlp.hidden, "mlp")
+    results = hidden * share.stream_bytes * (2 if mlp.gated else 1)
+    return results if is_dots else results + hidden * share.compute_bytes

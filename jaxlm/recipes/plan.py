@@ -1,0 +1,383 @@
+"""What a run will need and take, before it starts: arithmetic alone, without JAX, data or the machine."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxlm.core.precision_config import ITEM_BYTES
+from jaxlm.models import activations, cost, wire
+from jaxlm.models.activations import Share
+from jaxlm.models.config import Decoder
+from jaxlm.models.tensors import Tensor, tensors
+from jaxlm.monitor.chips import Chip, Machine
+from jaxlm.ops.kernels import BLOCK
+from jaxlm.optim.moments import moments
+from jaxlm.parallel import logical
+from jaxlm.parallel.logical import LogicalAxes
+from jaxlm.recipes import attention, fit
+from jaxlm.recipes.config import Run
+
+# Of a chip's peak, the products of a step reach between these shares: what the field's trainers report, from small models
+# and long rows to large ones. A CPU is compared with its own BLAS.
+REACHED = {"accelerator": (0.25, 0.60), "cpu": (0.30, 1.00)}
+LOOSE = 1.1  # a buffer's place is found in a heap with holes
+VOCAB_MULTIPLE = 64  # what a tokenizer's size is rounded up to, as recipes.assembly does
+
+Sizes = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The plan of a run on a machine. Bytes are those of the fullest device; seconds are of one step."""
+
+    run: Run
+    machine: Machine
+    sizes: Sizes
+    decoder: Decoder
+    bytes_per_device: dict[str, float]
+    memory_bytes: float  # that a program has of a device's
+    flops_per_token: float
+    hardware_flops: float  # of a step, over all devices, what is done twice counted twice
+    peak_flops: float  # of one device, in the dtype of the products
+    sent_bytes: dict[str, float]  # by a device, over each axis
+    seconds: tuple[float, float]
+    checkpoint_bytes: float
+    assumed: list[str]
+    risks: list[str]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest device has the memory."""
+        return self.bytes_per_device["total"] <= self.memory_bytes
+
+    def record(self, price: float | None = None) -> dict[str, Any]:
+        """As `jaxlm plan --json` says it; `price` is that of a device for an hour."""
+        low, high = self.seconds
+        tokens = self.run.tokens_per_step
+        steps = self.run.train.steps
+        model_flops = self.flops_per_token * tokens
+        hours = [steps * seconds / 3600 for seconds in self.seconds]
+        peak = self.peak_flops * self.machine.devices
+        return {
+            "on": self.machine.name,
+            "devices": self.machine.devices,
+            "mesh": dict(self.sizes),
+            "fits": self.fits,
+            "memory_bytes": self.memory_bytes,
+            "bytes_per_device": self.bytes_per_device,
+            "parameters": cost.parameters(self.decoder),
+            "active_parameters": cost.active_parameters(self.decoder),
+            "flops_per_token": self.flops_per_token,
+            "flops_per_step": model_flops,
+            "step_seconds": [low, high],
+            "tokens_per_second": [tokens / high, tokens / low],
+            "mfu": None
+            if self.machine.chip.name == "cpu"
+            else [model_flops / (seconds * peak) for seconds in (high, low)],
+            "hours": hours,
+            "cost": None
+            if price is None
+            else [price * self.machine.devices * each for each in hours],
+            "tokens": steps * tokens,
+            "sent_bytes_per_device": self.sent_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "sharding": sharding(self.decoder, self.sizes, self.run.mesh.zero),
+            "assumed": self.assumed,
+            "risks": self.risks,
+        }
+
+
+def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Forecast:
+    """The plan of `run` on `machine`.
+
+    Raises:
+      ConfigError: where the run cannot be laid out on so many devices; says what could.
+    """
+    assumed = [] if assumed is None else list(assumed)
+    fit.check(run, machine.devices)
+    sizes = run.mesh.sizes(machine.devices)
+    vocab = _vocabulary(run, sizes, assumed)
+    decoder = attention.fitted(run, dataclasses.replace(run.model, vocab=vocab).build(), sizes)
+    is_cpu = machine.chip.name == "cpu"
+    share = _share(run, decoder, sizes, is_cpu=is_cpu)
+    held = held_bytes(run, decoder, sizes)
+    used = held | _temporary(run, decoder, share, sizes, held)
+    used["total"] = sum(used.values())
+    peak = _peak(run, machine.chip, assumed)
+    model_flops = cost.flops_per_token(decoder, run.data.sequence, causal=True)
+    hardware = _hardware_flops(run, decoder) * run.tokens_per_step
+    sent = _sent(run, decoder, sizes, share)
+    memory = _memory(machine, assumed)
+    low_share, high_share = REACHED["cpu" if is_cpu else "accelerator"]
+    compute = hardware / (machine.devices * peak) / (1 - _bubble(run, sizes))
+    # Every step reads and writes the state, which no product hides.
+    update = 2 * sum(held.values()) / machine.chip.memory_speed
+    moved = sum(sent.values()) / machine.chip.link_speed
+    assumed.append(
+        f"products reach between {low_share:.0%} and {high_share:.0%} of {peak / 1e12:.3g} TFLOP/s"
+    )
+    if sent:
+        assumed.append("communication hides behind products in the best case, and not in the worst")
+    return Forecast(
+        run=run,
+        machine=machine,
+        sizes=sizes,
+        decoder=decoder,
+        bytes_per_device=used,
+        memory_bytes=memory,
+        flops_per_token=model_flops,
+        hardware_flops=hardware,
+        peak_flops=peak,
+        sent_bytes=sent,
+        seconds=(
+            max(compute / high_share + update, moved),
+            compute / low_share + update + moved,
+        ),
+        checkpoint_bytes=_saved(run, decoder),
+        assumed=assumed,
+        risks=list(_risks(run, machine, decoder)),
+    )
+
+
+def held_bytes(run: Run, decoder: Decoder, sizes: Sizes) -> dict[str, float]:
+    """Bytes on each device by what they are: parameters, gradients (while a step is computed), optimizer's state.
+
+    `mesh.zero` says which of them fsdp splits.
+    """
+    item, zero = ITEM_BYTES[run.precision.params], run.mesh.zero
+    found = list(tensors(decoder))
+    return {
+        "parameters": sum(_part(each, sizes, is_split=zero == 3) for each in found) * item,
+        "gradients": sum(_part(each, sizes, is_split=zero >= 2) for each in found)
+        * ITEM_BYTES[run.precision.reduce],
+        "optimizer": item
+        * sum(
+            _size(shape, axes, sizes)
+            for each in found
+            for shape, axes in moments(run.optim, each.shape, each.axes)
+        )
+        * (0 if "optimizer" in run.train.offload else 1),
+    }
+
+
+def sharding(decoder: Decoder, sizes: Sizes, zero: int) -> list[dict[str, Any]]:
+    """Each parameter: its shape, its axes, the mesh axes that split them, and the numbers on a device."""
+    rows = []
+    for each in tensors(decoder):
+        over = [_mesh_axes(axis, sizes, is_split=zero == 3) for axis in each.axes]
+        rows.append(
+            {
+                "path": each.path,
+                "shape": list(each.shape),
+                "axes": list(each.axes),
+                "over": over,
+                "numbers_per_device": _part(each, sizes, is_split=zero == 3),
+            }
+        )
+    return rows
+
+
+def this_machine(devices: int, assumed: list[str]) -> Machine:
+    """The CPU at hand, measured for a tenth of a second: what its BLAS multiplies in float32, what it copies."""
+    import numpy as np  # not needed for other machines
+
+    side = 1024
+    a = np.ones((side, side), np.float32)
+    a @ a  # threads start
+    flops = 2 * side**3 / min(_timed(lambda: a @ a) for _ in range(5))
+    block = np.zeros(8 * 2**20, np.float32)
+    copied = 2 * block.nbytes / min(_timed(block.copy) for _ in range(3))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assumed.append(
+        f"this CPU's products run at {flops / 1e9:.0f} GFLOP/s and its copies at {copied / 1e9:.1f} GB/s, as measured now"
+    )
+    chip = Chip(
+        name="cpu",
+        kinds=("cpu",),
+        flops={"float32": flops / devices, "bfloat16": flops / devices, "float16": flops / devices},
+        memory_bytes=memory // devices,
+        memory_speed=copied / devices,
+        link_speed=copied / devices,
+        source="measured",
+    )
+    return Machine(name="cpu", chip=chip, devices=devices)
+
+
+def _timed(function: Any) -> float:
+    begun = time.perf_counter()
+    function()
+    return time.perf_counter() - begun
+
+
+def _vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
+    """`model.vocab`, or what the tokenizer that is yet to be made will have at most."""
+    if run.model.vocab != "auto":
+        return run.model.vocab
+    kind, _, size = run.data.tokenizer.partition(":")
+    known = {"sentencepiece": int(size) if size.isdigit() else 4096, "bytes": 320}.get(kind, 4096)
+    unit = VOCAB_MULTIPLE * logical.ways(sizes, "vocab")
+    vocab = -(-known // unit) * unit
+    assumed.append(
+        f"a vocabulary of {vocab:,}: model.vocab is auto, and the tokenizer {run.data.tokenizer}"
+    )
+    return vocab
+
+
+def _share(run: Run, decoder: Decoder, sizes: Sizes, *, is_cpu: bool) -> Share:
+    rows = run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch"))
+    length = run.data.sequence
+    kernels = {block.attention.kernel for block in decoder.layers}
+    compute = ITEM_BYTES[run.precision.compute]
+    return Share(
+        rows=max(rows, 1),
+        length=length // logical.ways(sizes, "length"),
+        keys=length if "reference" in kernels else min(BLOCK, length),
+        sizes=sizes,
+        stream_bytes=4 if is_cpu else compute,
+        compute_bytes=compute,
+    )
+
+
+def _temporary(
+    run: Run, decoder: Decoder, share: Share, sizes: Sizes, held: Mapping[str, float]
+) -> dict[str, float]:
+    """What comes and goes in a step: kept activations, and the larger of the loss's and of one layer's going back."""
+    policies = run.train.remat.split("/")
+    first, stages = len(decoder.prefix), sizes["pipe"]
+    layers = list(zip(decoder.layers, (policies * decoder.depth)[: decoder.depth], strict=True))
+    passes = run.train.microbatches + stages - 1 if stages > 1 else 1
+    kept = sum(
+        activations.kept(decoder, block, share, policy)
+        * (passes / stages if number >= first else 1)
+        for number, (block, policy) in enumerate(layers)
+    )
+    largest, again = max(
+        (activations.kept(decoder, block, share, "none"), policy != "none")
+        for block, policy in layers
+    )
+    # Its gradients are as large as what it keeps, and what it kept not is made again first.
+    layer = largest * (2 if again else 1) + activations.blocks(decoder, share)
+    tokens = min(run.loss.chunk or share.tokens, share.tokens)
+    # With their exponentials or their gradients.
+    logits = 2 * 4 * tokens * share.own(decoder.vocab, "vocab")
+    gathered = 0.0
+    if sizes["fsdp"] > 1 and run.mesh.zero == 3:
+        whole = dict(sizes) | {"fsdp": 1}
+        per_layer = {
+            each.path: _part(each, whole, is_split=True) / max(decoder.depth - first, 1) * stages
+            for each in tensors(decoder)
+            if each.axes[0] == "layers"
+        }
+        gathered = 2 * sum(per_layer.values()) * ITEM_BYTES[run.precision.params]
+    sums = held["gradients"] if run.train.microbatches > 1 and stages == 1 else 0.0
+    return {
+        "activations": LOOSE * (kept + max(layer - logits, 0.0)),
+        "logits": LOOSE * logits,
+        "accumulators": sums,
+        "gathered": gathered,
+    }
+
+
+def _hardware_flops(run: Run, decoder: Decoder) -> float:
+    """FLOPs a token with what is computed twice: the forward pass of layers, and the unembedding of chunks."""
+    once = cost.flops_per_token(decoder, run.data.sequence, causal=True)
+    head = 2 * decoder.vocab * decoder.width
+    layers = once / 3 - head
+    policies = run.train.remat.split("/")
+    products = 2 * (cost.multiplying_parameters(decoder) - decoder.vocab * decoder.width)
+    again = {"none": 0.0, "dots": layers - products}
+    extra = sum(again.get(policy, layers) for policy in policies) / len(policies)
+    return once + extra + (head if run.loss.chunk else 0.0)
+
+
+def _sent(run: Run, decoder: Decoder, sizes: Sizes, share: Share) -> dict[str, float]:
+    """Bytes that a device sends in a step over each axis that splits anything and whose bytes are known."""
+    work = wire.Work(
+        model=decoder,
+        sequence=share.length,
+        rows=share.rows * run.train.microbatches,
+        microbatches=run.train.microbatches,
+        weight_bytes=ITEM_BYTES[run.precision.params],
+        gradient_bytes=ITEM_BYTES[run.precision.reduce],
+        activation_bytes=share.stream_bytes,
+    )
+    return {
+        axis: wire.BYTES[axis](work, dict(sizes))
+        for axis, size in sizes.items()
+        if size > 1 and axis in wire.BYTES
+    }
+
+
+def _bubble(run: Run, sizes: Sizes) -> float:
+    """The share of ticks in which a stage of a pipeline waits."""
+    stages = sizes["pipe"]
+    if stages == 1:
+        return 0.0
+    repeats = run.train.pipeline_repeats if run.train.pipeline == "circular" else 1
+    return (stages - 1) / (run.train.microbatches * repeats + stages - 1)
+
+
+def _peak(run: Run, chip: Chip, assumed: list[str]) -> float:
+    wanted = run.precision.compute
+    if wanted in chip.flops:
+        return chip.flops[wanted]
+    assumed.append(f"{chip.name} has no unit for {wanted}: its products run as float32")
+    return chip.flops["float32"]
+
+
+def _memory(machine: Machine, assumed: list[str]) -> float:
+    """What of a device's memory a program gets."""
+    if machine.chip.is_tpu or machine.chip.name == "cpu":
+        return machine.chip.memory_bytes
+    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+    assumed.append(
+        f"JAX takes {share:.0%} of a GPU's memory, as XLA_PYTHON_CLIENT_MEM_FRACTION says or by default"
+    )
+    return share * machine.chip.memory_bytes
+
+
+def _saved(run: Run, decoder: Decoder) -> float:
+    """Bytes of one checkpoint, over all hosts, before compression."""
+    whole = dict.fromkeys(logical.RULES, 1)
+    one = dataclasses.replace(
+        run, train=dataclasses.replace(run.train, offload=())
+    )  # offloaded state is saved too
+    held = held_bytes(one, decoder, whole)
+    return held["parameters"] + held["optimizer"]
+
+
+def _risks(run: Run, machine: Machine, decoder: Decoder) -> Iterator[str]:
+    """What may go other than planned, by what is known of chips and of training."""
+    if run.precision.compute == "bfloat16" and "bfloat16" not in machine.chip.flops:
+        yield f"{machine.chip.name} has no bfloat16: --config.precision.compute=float32"
+    if run.precision.compute == "float16":
+        yield "float16 has a small range: without loss scaling, gradients may vanish"
+    tokens = run.train.steps * run.tokens_per_step
+    ratio = tokens / cost.active_parameters(decoder)
+    if ratio < 5:
+        yield f"{tokens:,} tokens are {ratio:.2g} for each parameter: about 20 are best for the compute (arXiv:2203.15556)"
+    if run.train.steps < 100:
+        yield f"{run.train.steps} steps are too few for most schedules"
+
+
+def _part(tensor: Tensor, sizes: Sizes, *, is_split: bool) -> float:
+    return _size(tensor.shape, tensor.axes, sizes if is_split else dict(sizes) | {"fsdp": 1})
+
+
+def _size(shape: tuple[int, ...], axes: LogicalAxes, sizes: Sizes) -> float:
+    numbers = 1
+    for size, axis in zip(shape, axes, strict=True):
+        numbers *= size // logical.ways(sizes, axis)
+    return numbers
+
+
+def _mesh_axes(axis: str | None, sizes: Sizes, *, is_split: bool) -> list[str]:
+    names = None if axis is None else logical.RULES[axis]
+    found = (names,) if isinstance(names, str) else names or ()
+    return [
+        name
+        for name in found
+        if sizes[name] > 1 and (is_split or (name, axis) != ("fsdp", "embed"))
+    ]

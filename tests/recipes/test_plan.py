@@ -1,0 +1,276 @@
+"""What the plan says is what the run then has: its bytes, its seconds, its layout."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core import config
+from jaxlm.core.errors import ConfigError
+from jaxlm.monitor.chips import machine
+from jaxlm.parallel import mesh
+from jaxlm.recipes import assembly, plan, plan_fit, topology
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.engine import Engine
+
+SMALL = {
+    "model.vocab": "512",
+    "model.depth": "4",
+    "model.width": "64",
+    "model.heads": "4",
+    "model.kv_heads": "2",
+    "model.hidden": "192",
+    "data.sequence": "64",
+    "train.batch": "8",
+    "mesh.data": "1",
+}
+
+
+def load(settings):
+    return config.load(Run, None, list((SMALL | settings).items())).value
+
+
+def planned(run, devices=1):
+    return plan.forecast(run, plan.this_machine(devices, []))
+
+
+@pytest.mark.parametrize(
+    ("settings", "devices"),
+    [
+        ({}, 1),
+        ({"mesh.fsdp": "2", "mesh.tensor": "2"}, 4),
+        ({"mesh.fsdp": "4", "mesh.zero": "1", "optim.name": "lion"}, 4),
+        ({"mesh.fsdp": "4", "mesh.zero": "2", "optim.name": "muon"}, 4),
+        (
+            {
+                "mesh.pipe": "2",
+                "mesh.data": "2",
+                "optim.name": "adafactor",
+                "train.microbatches": "2",
+            },
+            4,
+        ),
+        ({"precision.params": "bfloat16", "optim.name": "adafactor", "optim.factor_from": "32"}, 1),
+        (
+            {
+                "mesh.expert": "2",
+                "mesh.tensor": "2",
+                "model.family": "mixtral",
+                "model.hidden": "96",
+            },
+            4,
+        ),
+        ({"train.offload": "('optimizer',)"}, 1),
+    ],
+)
+def test_the_bytes_of_the_state_are_those_of_the_live_layout(settings, devices):
+    run = load(settings)
+    grid = mesh.build(run.mesh, jax.devices()[:devices])
+    model = assembly.assemble(run, 512, grid)
+    data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=np.zeros(512, np.int32)))
+    with jax.set_mesh(grid):
+        live = Engine(run, data, model).held()
+    said = plan.held_bytes(run, planned(run, devices).decoder, run.mesh.sizes(devices))
+    if run.train.offload:
+        assert said.pop("optimizer") == 0
+        live.pop("optimizer")
+    scalars = 64  # counters of updates
+    assert {name: round(size) for name, size in said.items()} == pytest.approx(live, abs=scalars)
+
+
+# Models of up to 124M parameters; the constants of the plan were chosen on these, ...
+CHOSEN_ON = [
+    ("q", {}),
+    ("q", {"train.remat": "full"}),
+    ("q", {"train.remat": "dots"}),
+    ("q", {"train.stack": "unroll"}),
+    ("q", {"train.microbatches": "4"}),
+    ("q", {"mesh.fsdp": "4"}),
+    ("q", {"mesh.data": "2", "mesh.tensor": "2"}),
+    ("m", {}),
+    ("m", {"train.remat": "full"}),
+    ("m", {"train.remat": "dots", "loss.chunk": "512"}),
+    ("m", {"mesh.fsdp": "2", "mesh.tensor": "2", "train.remat": "full"}),
+    ("g", {}),
+    ("g", {"train.remat": "full", "train.microbatches": "2"}),
+    ("b", {"train.remat": "full", "loss.chunk": "512"}),
+]
+# ... and never seen these.
+NEVER_SEEN = [
+    ("h", {}),
+    ("h", {"train.remat": "dots"}),
+    ("h", {"train.remat": "full/none"}),
+    ("h", {"train.microbatches": "2", "loss.chunk": "256"}),
+    ("h", {"mesh.data": "2", "mesh.fsdp": "2"}),
+    ("k", {"precision.compute": "bfloat16"}),
+    ("k", {"train.remat": "save:attention_out,mlp_out"}),
+    ("k", {"optim.name": "adafactor", "train.remat": "full"}),
+    ("k", {"mesh.tensor": "2", "mesh.fsdp": "2"}),
+    ("w", {"train.attention": "reference"}),
+    ("w", {"train.remat": "full", "loss.chunk": "1024", "optim.name": "muon"}),
+    ("w", {"mesh.fsdp": "4", "train.remat": "dots"}),
+    ("z", {"train.remat": "full", "loss.chunk": "512"}),
+    ("z", {"train.remat": "dots"}),
+]
+FIELDS = ("family", "vocab", "depth", "width", "heads", "kv_heads", "hidden", "sequence", "batch")
+MODELS = {
+    "q": ("llama", 2048, 4, 256, 4, 2, 704, 256, 8),
+    "m": ("llama", 4096, 6, 384, 6, 6, 1024, 512, 8),
+    "g": ("gpt2", 8192, 6, 256, 4, None, None, 256, 16),
+    "b": ("llama", 16384, 4, 512, 8, 8, 1408, 1024, 4),
+    "h": ("llama", 3072, 8, 320, 5, 5, 896, 384, 4),
+    "k": ("gpt2", 4096, 4, 384, 6, None, None, 512, 8),
+    "w": ("llama", 6144, 3, 512, 8, 2, 1536, 768, 8),
+    "z": ("gpt2", 50304, 12, 768, 12, None, None, 512, 4),
+}
+
+
+def sized(name, settings):
+    sizes = {
+        (
+            "data.sequence"
+            if field == "sequence"
+            else "train.batch"
+            if field == "batch"
+            else f"model.{field}"
+        ): str(value)
+        for field, value in zip(FIELDS, MODELS[name], strict=True)
+        if value is not None
+    }
+    context = {"model.context": sizes["data.sequence"]}
+    return config.load(
+        Run, None, list((sizes | context | {"mesh.data": "1"} | settings).items())
+    ).value
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]} {' '.join(map('='.join, case[1].items()))}",
+            marks=() if case in (("q", {"train.remat": "full"}),) else pytest.mark.slow,
+        )
+        for case in itertools.chain(CHOSEN_ON, NEVER_SEEN)
+    ],
+)
+def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, settings):
+    run = sized(name, settings)
+    devices = 4 if any(path.startswith("mesh.") for path in settings) else 1
+    exact = topology.held(topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices])))
+    said = planned(run, devices).bytes_per_device
+    assert said["total"] == pytest.approx(exact["total"], rel=0.2)
+
+
+def test_the_plan_answers_in_two_seconds_without_jax(tmp_path):
+    code = (
+        "import sys\nfrom jaxlm.cli.main import main\n"
+        "assert main(['plan', '--config=configs/llama_8b.py:v5p-128', '--on=v5p-128', '--json']) == 0\n"
+        "print('jax' in sys.modules, file=sys.stderr)"
+    )
+    begun = os.times()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.split() == ["False"]
+    answer = json.loads(done.stdout)
+    assert answer["fits"] is True
+    assert answer["devices"] == 64
+    assert answer["parameters"] == 8_030_261_248
+    assert set(answer["bytes_per_device"]) >= {"parameters", "optimizer", "activations", "total"}
+    low, high = answer["step_seconds"]
+    assert 0 < low < high
+    assert answer["tokens_per_second"][0] < answer["tokens_per_second"][1]
+    assert 0 < answer["mfu"][0] < answer["mfu"][1] < 1
+    assert answer["flops_per_token"] > 6 * 7.5e9
+    ended = os.times()
+    assert (
+        ended.children_user + ended.children_system
+        < 2 + begun.children_user + begun.children_system
+    )
+
+
+def ask(capsys, *words):
+    code = main(["plan", "--json", *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_fastest_that_fits_is_found_and_fits(capsys):
+    wanted = ["--config=configs/llama_1b.py", "--on=h100x8"]
+    code, plain = ask(capsys, *wanted)
+    assert code == 0
+    code, found = ask(capsys, *wanted, "--fit")
+    assert code == 0
+    assert found["fits"]
+    assert found["fit"]["tried"] > found["fit"]["fitting"] > 0
+    assert not plain["fits"] or sum(found["step_seconds"]) <= sum(plain["step_seconds"])
+    code, pasted = ask(capsys, *wanted, *found["fit"]["flags"].split())
+    assert pasted["bytes_per_device"] == found["bytes_per_device"]
+
+
+def test_what_fits_nowhere_is_answered_with_the_nearest(capsys):
+    code, answer = ask(capsys, "--config=configs/llama_70b.py", "--on=t4", "--fit")
+    assert code == 0
+    assert answer["fits"] is False
+    assert answer["fit"]["fitting"] == 0
+    assert answer["bytes_per_device"]["total"] > 10 * answer["memory_bytes"]
+
+
+def test_a_price_makes_a_cost_and_a_cpu_has_no_mfu(capsys):
+    _, answer = ask(capsys, "--config=configs/gpt2_124m.py", "--on=h200", "--price=3")
+    assert answer["cost"] == pytest.approx([3 * hours for hours in answer["hours"]])
+    _, answer = ask(capsys, "--config=configs/quickstart.py", "--on=cpu")
+    assert answer["cost"] is None
+    assert answer["mfu"] is None
+    assert any("as measured now" in line for line in answer["assumed"])
+    assert any("vocabulary of 2,048" in line for line in answer["assumed"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--on=h101x8"], "no machine 'h101x8'"),
+        (["--on=cpu", "--price=0"], "a price of 0"),
+        (["--on=h100x8", "--devices=8"], "belongs to the machine's name"),
+        (["--on=h200", "--exact"], "GPU that is not here"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused_with_a_fix(words, said, capsys):
+    assert main(["plan", "--config=configs/quickstart.py", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_mesh_that_does_not_fit_is_refused_with_those_that_do(capsys):
+    words = ["--config=configs/quickstart.py", "--config.mesh.tensor=3"]
+    assert main(["plan", *words, "--on=h100x8"]) == 2
+    assert "--config.mesh.tensor=" in capsys.readouterr().err
+
+
+def test_the_compiler_s_account_is_shown_beside_the_plan(capsys):
+    overrides = [f"--config.{path}={value}" for path, value in SMALL.items()]
+    code, answer = ask(
+        capsys,
+        "--config=configs/quickstart.py",
+        *overrides,
+        "--config.mesh.data=8",
+        "--devices=8",
+        "--exact",
+    )
+    assert code == 0
+    exact, said = answer["compiled_bytes_per_device"], answer["bytes_per_device"]
+    assert exact["arguments"] == pytest.approx(said["parameters"] + said["optimizer"], rel=0.05)
+
+
+def test_every_candidate_of_a_search_can_be_laid_out():
+    run = load({"mesh.data": "auto", "train.batch": "16"})
+    on = machine("h100x8", flag="--on")
+    found = plan_fit.search(run, on, [])
+    assert found.best
+    assert found.best.sizes == found.best.run.mesh.sizes(8)
+    with pytest.raises(ConfigError):
+        plan_fit.search(load({"train.batch": "7"}), on, [])
