@@ -124,10 +124,7 @@ def in_our_words(error: BaseException) -> JaxlmError | None:
     if isinstance(error, JaxlmError):
         return error
     text = str(error).partition("\n")[0]
-    is_full = isinstance(error, RuntimeError) and (
-        "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
-    )
-    if isinstance(error, MemoryError) or is_full:
+    if isinstance(error, MemoryError) or is_out_of_memory(error):
         return OutOfMemory(
             "there is not enough memory",
             where="the host" if isinstance(error, MemoryError) else "a device",
@@ -135,3 +132,11 @@ def in_our_words(error: BaseException) -> JaxlmError | None:
             fix="--config.train.microbatches=2, then --config.train.remat=dots, then a smaller batch or model",
         )
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether JAX says that a device has not the memory."""
+    text = str(error).partition("\n")[0]
+    return isinstance(error, RuntimeError) and (
+        "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+    )

@@ -276,9 +276,14 @@ CHIPS = {
 _OF_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.kinds}
 
 
+def of_kind(device_kind: str) -> Chip | None:
+    """The chip that JAX calls so; None where the table has none."""
+    return _OF_KIND.get(device_kind)
+
+
 def peak_flops(device_kind: str, devices: int = 1) -> float | None:
     """The peak of so many devices in bfloat16, or float16 where they have no bfloat16; None where it is unknown, which a CPU's always is."""
-    chip = _OF_KIND.get(device_kind)
+    chip = of_kind(device_kind)
     if chip is None:
         return None
     return devices * chip.flops.get("bfloat16", chip.flops.get("float16", 0.0))

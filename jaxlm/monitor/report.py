@@ -5,8 +5,9 @@ import contextlib
 import html
 import json
 import os
+import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +31,13 @@ pre { background: var(--soft); padding: .7rem; overflow-x: auto; white-space: pr
 
 DEEPEST = 20  # levels of a JSON file that are rows of their own
 SAMPLES: Shape = {"step": sinks.is_step, "prompt": sinks.is_text, "text": sinks.is_text}
+FORECAST: Shape = {
+    "bytes_per_device": sinks.is_bytes,
+    "compiled_bytes_per_device": sinks.is_bytes,
+    "step_seconds": sinks.is_range,
+    "tokens_per_second": sinks.is_range,
+    "assumed": lambda value: isinstance(value, list),
+}
 EXIT: Shape = {"code": sinks.is_number, "cause": sinks.is_text, "time_unix": sinks.is_number}
 
 
@@ -54,6 +62,7 @@ def render(run: Path) -> str:
     title = html.escape(f"jaxlm run {run.resolve().name}")
     sections = (
         ("Result", _result(run, records)),
+        ("Plan", _plan(run, records)),
         ("Curves", _curves(run)),
         ("Samples", _samples(sinks.read(run / "samples.jsonl", SAMPLES))),
         ("Warnings", _warnings(sinks.read(run / "warnings.jsonl", {}))),
@@ -135,6 +144,40 @@ def _result(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"<p>Median {words.count(middle)} tokens per second. MFU {shown} (6 x parameters that multiply x tokens, "
             f"and attention at the causal half). Peak memory {words.size(peak or None)}.</p>"
         )
+
+
+def _plan(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What was forecast, and what was."""
+    plan = _json(run / "forecast.json", FORECAST)
+    if not plan:
+        return
+    train = [r for r in records if r.get("split") == "train"]
+
+    def measured(name: str, said: Callable[[float], str]) -> str:
+        known = [r[name] for r in train if sinks.is_number(r.get(name))]
+        return said(statistics.median(known)) if known else "-"
+
+    def seconds(value: float) -> str:
+        return f"{value:.3g}"
+
+    def between(name: str, said: Callable[[float], str]) -> str:
+        return " to ".join(map(said, plan[name]))
+
+    planned, compiled = (
+        plan[name]["total"] for name in ("bytes_per_device", "compiled_bytes_per_device")
+    )
+    rows = [
+        ["memory a device", words.size(planned), words.size(compiled)],
+        ["seconds a step", between("step_seconds", seconds), measured("step_seconds", seconds)],
+        [
+            "tokens a second",
+            between("tokens_per_second", words.count),
+            measured("tokens_per_second", words.count),
+        ],
+    ]
+    yield _table(["", "plan", "actual"], rows, numbers=True)
+    yield "<p>Memory: the compiler's account of the step. Assumed in the plan:</p>"
+    yield f"<pre>{html.escape(chr(10).join(map(str, plan['assumed'])))}</pre>"
 
 
 def _curves(run: Path) -> Iterator[str]:

@@ -193,6 +193,16 @@ def is_figure(value: Any) -> bool:
     return value is None or is_number(value)
 
 
+def is_range(value: Any) -> bool:
+    """Whether it is a pair of numbers."""
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+
+
+def is_bytes(value: Any) -> bool:
+    """Whether it is an account of memory, whose `total` is a number."""
+    return isinstance(value, dict) and is_number(value.get("total"))
+
+
 def is_step(value: Any) -> bool:
     """Whether it counts completed updates."""
     return isinstance(value, int) and 0 <= value < 2**63

@@ -10,13 +10,13 @@ import jax
 
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, faults
-from jaxlm.core.errors import Diverged, Preempted
+from jaxlm.core.errors import Diverged, Preempted, is_out_of_memory
 from jaxlm.models import cost
 from jaxlm.monitor import chips, memory, sinks
 from jaxlm.monitor.clock import Clock
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.profile import Trace
-from jaxlm.recipes import forensics, resume
+from jaxlm.recipes import forensics, foresight, resume, stepping
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
 from jaxlm.recipes.resume import Wish
@@ -56,7 +56,8 @@ class Session:
         self.sampler = Sampler(run.sample, blueprint, engine.data.tokenizer, run.seed)
         self.trace = Trace(run.profile, directory.path / "profile")  # one for each process
         self._open = contextlib.ExitStack()
-        self._step = Stepper(engine, crew, console, self._start_clock)
+        self.forecast = foresight.own(run, blueprint.config)
+        self._step = Stepper(engine, crew, console, self._compiled)
         self._saves = Saves(engine, crew, directory, console, store, rewinds)
         flops = functools.partial(cost.flops_per_token, blueprint.config, run.data.sequence)
         kinds = [device.device_kind for device in engine.model.mesh.devices.flat]
@@ -81,6 +82,13 @@ class Session:
                     raise
                 except BudgetSpent as spent:
                     self._rewind(spent)
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    there = foresight.limit(self.run)
+                    raise foresight.shortage(
+                        self.run, self.forecast, None, there, when="as the device says"
+                    ) from error
             self._finish_saves()
             self.store.close()
 
@@ -165,6 +173,16 @@ class Session:
 
     def _start_clock(self) -> None:
         self.clock = self._clock_of(start=self.start)
+
+    def _compiled(self, step: jax.stages.Compiled) -> None:
+        """Compares what the step needs with what there is, and writes it beside the plan."""
+        held = stepping.held(step)
+        if self.forecast is not None and self.directory.is_writer:
+            told = self.forecast.record() | {"compiled_bytes_per_device": held}
+            del told["sharding"]
+            self.directory.write_json("forecast.json", told)
+        foresight.check(self.run, self.forecast, held["total"])
+        self._start_clock()
 
     def _before(self, completed: int) -> None:
         self._step.completed = completed

@@ -12,7 +12,7 @@ from jaxlm.monitor.console import Console
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
 from jaxlm.train.state import TrainState
-from jaxlm.train.step import Metrics, Step
+from jaxlm.train.step import Metrics
 
 AGAIN = "the same command again goes on from the last committed step; a device that does this twice is broken"
 
@@ -24,14 +24,18 @@ class Stepper:
     due by `guard.repeat_every` is computed twice.
 
     Args:
-      compiled: called once the step is compiled, before it first runs.
+      compiled: called with the step once it is compiled, before it first runs.
     """
 
     def __init__(
-        self, engine: Engine, crew: Crew, console: Console, compiled: Callable[[], object]
+        self,
+        engine: Engine,
+        crew: Crew,
+        console: Console,
+        compiled: Callable[[jax.stages.Compiled], object],
     ):
         self._engine, self._crew, self._console, self._then = engine, crew, console, compiled
-        self._step: Step | None = None
+        self._step: jax.stages.Compiled | None = None
         self.completed = 0  # steps before the one that comes next
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -40,7 +44,7 @@ class Stepper:
             with self._crew.watch.phase("compile"), self._console.timer("compiling the step"):
                 faults.point("compile")
                 self._step = self._engine.step.lower(state, batch).compile()
-            self._then()
+            self._then(self._step)
         limits, number = self._engine.run.guard, self.completed + 1
         if limits.compare_every and number % limits.compare_every == 0:
             self._compare(state)
@@ -70,3 +74,15 @@ class Stepper:
                 fix=AGAIN,
             )
         return moved, metrics
+
+
+def held(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """The compiler's account of a device's memory."""
+    memory: Any = compiled.memory_analysis()
+    parts = {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "program": memory.generated_code_size_in_bytes,
+    }
+    return parts | {"total": sum(parts.values())}

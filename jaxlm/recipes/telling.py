@@ -42,6 +42,7 @@ def header(session: Session) -> None:
             f"{run.optim.name} at {run.optim.lr:g}, {run.schedule.name}, {run.precision.compute}",
         ),
     ]
+    facts.append(("plan", _plan(session)))
     facts.append(("attention", attention.told(run, decoder, mesh.shape)))
     if plan := model.blueprint.schedule:
         facts.append(("pipeline", f"{plan}: each stage idles {plan.bubble:.0%} of the ticks"))
@@ -70,6 +71,19 @@ def _memory(session: Session) -> str:
     return (
         f"{words.size(whole)} of weights and optimizer state; each device has {held} "
         f"(zero={run.mesh.zero}){is_away}"
+    )
+
+
+def _plan(session: Session) -> str:
+    """What `jaxlm plan` says of this run on these devices."""
+    forecast, steps = session.forecast, session.run.train.steps
+    if forecast is None:
+        return "none: no table knows this chip"
+    low, high = forecast.seconds
+    return (
+        f"{words.size(forecast.bytes_per_device['total'])} of {words.size(forecast.memory_bytes)} a device; "
+        f"{words.duration(low)} to {words.duration(high)} a step, "
+        f"{words.duration(steps * low)} to {words.duration(steps * high)} for {steps:,} steps"
     )
 
 

@@ -17,7 +17,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.monitor.chips import SLICES, Machine
 from jaxlm.parallel import collectives, host, mesh
 from jaxlm.parallel.config import shown
-from jaxlm.recipes import assembly, devices, fit, traffic
+from jaxlm.recipes import assembly, devices, fit, stepping, traffic
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 
@@ -65,7 +65,7 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
     grid = mesh.build(run.mesh, devices_of(known))
     say(f"{shown(grid.shape)} on {name}, {known.devices} chips; compiling for them takes minutes")
     compiled = compile_step(run, grid)
-    memory = held(compiled)
+    memory = stepping.held(compiled)
     # A real run's sizes have no mark to tell activations by: nothing is judged here.
     lines = traffic.table(
         collectives.read(compiled.as_text() or ""),
@@ -96,19 +96,7 @@ def compile_here(run: Run, count: int, say: Say = lambda _: None) -> dict[str, A
     fit.check(run, count)
     grid = mesh.build(run.mesh, jax.devices()[:count])
     say(f"{shown(grid.shape)} on this CPU; compiling the step")
-    return {"devices": count, "bytes_per_device": held(compile_step(run, grid))}
-
-
-def held(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """The compiler's account of a device's memory."""
-    memory: Any = compiled.memory_analysis()
-    parts = {
-        "arguments": memory.argument_size_in_bytes,
-        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
-        "program": memory.generated_code_size_in_bytes,
-    }
-    return parts | {"total": sum(parts.values())}
+    return {"devices": count, "bytes_per_device": stepping.held(compile_step(run, grid))}
 
 
 def devices_of(known: Machine) -> list[jax.Device]:

@@ -48,6 +48,12 @@ class TrainConfig:
         (),
         "what waits in the memory of the host from step to step: optimizer, its state, which then travels there and back each step",
     )
+    memory_gib: float | None = setting(
+        None,
+        "what a step may take of a device's memory; None is all that the device, or for a CPU the machine, says it has",
+        unit="GiB",
+        above=0,
+    )
     patience: int | None = setting(
         None,
         "stop after this many evaluations in a row without a better loss; None never stops early",

@@ -16,7 +16,7 @@ from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.monitor.chips import machine
 from jaxlm.parallel import mesh
-from jaxlm.recipes import assembly, plan, plan_fit, topology
+from jaxlm.recipes import assembly, plan, plan_fit, stepping, topology
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 
@@ -164,7 +164,7 @@ def sized(name, settings):
 def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, settings):
     run = sized(name, settings)
     devices = 4 if any(path.startswith("mesh.") for path in settings) else 1
-    exact = topology.held(topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices])))
+    exact = stepping.held(topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices])))
     said = planned(run, devices).bytes_per_device
     assert said["total"] == pytest.approx(exact["total"], rel=0.2)
 
