@@ -112,7 +112,6 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
                 where=str(part.folders[0]),
                 fix="--config.data.train='texts/*.txt'",
             )
-        counts: Counter[str] = Counter()
         target = out / part.name
         if target.exists():
             raise DataError(
@@ -121,14 +120,7 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
                 why="shards are never overwritten",
                 fix=f"--out={out}-2",
             )
-        written[part.name] = writer.write(
-            target,
-            part.documents(counts),
-            encoder,
-            counts,
-            _told(progress, part),
-            name=part.setting,
-        )
+        written[part.name] = _written(target, part, encoder, progress)
         for line in _losses(part.name, written[part.name].manifest):
             say(line)
     return written
@@ -192,11 +184,6 @@ def _tokenizer_of_shards(opened: AnyShards, setting: str) -> Tokenizer:
     return opened.tokenizer
 
 
-def _told(progress: Progress, part: Part) -> Callable[[int], None]:
-    total = part.corpus.size if part.corpus else 0
-    return lambda done: progress(part.name, done, total)
-
-
 def _losses(name: str, manifest: Manifest) -> Iterator[str]:
     """What of a part is not as it was written: documents left out, changed or odd, characters without an id."""
     lost = {what: n for what, n in manifest.left_out.items() if what not in parts.ELSEWHERE}
@@ -252,12 +239,20 @@ def _opened(
     say(
         f"tokenising {part.name}: {len(part.corpus.files)} file{'s' if len(part.corpus.files) != 1 else ''}"
     )
+    return _written(folder, part, encoder, progress)
+
+
+def _written(folder: Path, part: Part, encoder: Tokenizer, progress: Progress) -> Shards:
+    assert part.corpus is not None
     counts: Counter[str] = Counter()
-    return writer.write(
+    total = part.corpus.size
+    written = writer.write(
         folder,
         part.documents(counts),
         encoder,
         counts,
-        _told(progress, part),
+        lambda done: progress(part.name, done, total),
         name=part.setting,
     )
+    progress(part.name, total, total)  # behind its last document others may lie, of the other side
+    return written

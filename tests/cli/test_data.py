@@ -1,11 +1,18 @@
 """`jaxlm data`: peek, stats, tokenize, check, on files of a user."""
 
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from jaxlm.cli.main import main
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +84,36 @@ def test_a_second_tokenize_into_the_same_folder_is_refused(
 def test_no_match_ends_with_66(capsys: pytest.CaptureFixture[str]) -> None:
     error = answer(capsys, "data", "stats", "--config.data.train=nowhere/*.txt", code=66)["error"]
     assert "nowhere/*.txt" in error["what"]
+
+
+def test_tokenising_shows_a_bar_on_a_terminal_that_is_gone_at_its_end(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    size = sum(path.stat().st_size for path in (tmp_path / "texts").iterdir())
+    done = subprocess.Popen(
+        [sys.executable, "-m", "jaxlm", "data", "tokenize", "--out=out", *SETTINGS],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"},
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+    )
+    os.close(theirs)
+    shown = b""
+    while chunk := _read(ours):
+        shown += chunk
+    os.close(ours)
+    said, _ = done.communicate()
+    assert done.returncode == 0, shown.decode()
+    assert "\x1b" not in said
+    text = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode()
+    for part in ("train", "val"):
+        assert re.search(rf"tokenising {part} +\S+ +(\S+)/\1 ", text), text
+    assert f"{size / 1000:.1f} kB" in text
+    assert shown.rstrip().endswith(b"\x1b[2K"), "erased"
+
+
+def _read(terminal: int) -> bytes:
+    """What was written to it; nothing once its other side is closed."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:
+        return b""
