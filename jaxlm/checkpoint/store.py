@@ -76,7 +76,7 @@ class Store:
 
     def steps(self) -> list[int]:
         """Steps that have a directory, oldest first; whether they are sound is for `newest_sound` to say."""
-        if not self.directory.exists():
+        if not self.directory.is_dir():
             return []
         return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdigit())
 

@@ -26,8 +26,8 @@ def check(engine: Engine, store: Store, directory: RunDir) -> None:
     if config.space == "ignore":
         return
     one = tree.size_bytes(jax.eval_shape(engine.traced))
-    kept = config.keep_last + config.keep_best + _rungs(engine.run)
-    kept += 1  # a healthy step to go back to
+    way_back = 1  # a healthy step to rewind to
+    kept = config.keep_last + config.keep_best + _rungs(engine.run) + way_back
     missing = max(kept + 1 - len(store.steps()), 1)
     free = shutil.disk_usage(directory.path).free
     if missing * one > free:
