@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from jaxlm.cli.main import main
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data import documents, packing, prepare, records, tokenizer, train_tokenizer, writer
 from jaxlm.data.batch import Tokens
+from jaxlm.data.blocks import BLOCK
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import Loader
 from jaxlm.data.records import Document
@@ -480,33 +482,45 @@ def test_e5_a_run_ends_with_65_before_it_trains_on_a_flipped_shard(
 
 
 class Wide(Bytes):
-    """Writes ids that its saved self does not have."""
+    """So many ids that shards hold them in four bytes each; its saved self has fewer."""
 
-    def __init__(self, bad: int):
+    def __init__(self):
         super().__init__()
-        self.table = [*self.table, *[b""] * (bad + 1 - len(self.table))]
-        self.bad = bad
-
-    def encode_many(self, texts):
-        ids = super().encode_many(texts)
-        return [
-            [self.bad if text.startswith("bad") and i == 4 else n for i, n in enumerate(row)]
-            for text, row in zip(texts, ids, strict=True)
-        ]
+        self.table = [*self.table, *[b""] * 2**16]
 
 
-@pytest.mark.parametrize("bad", [296, 65_535, 2**31 - 1 - 2**10, 70_000])
+def falsify(shards: Shards, document: int, position: int, value: int) -> None:
+    """Puts an id into the first shard as somebody else's writer would have: every check and digest is right."""
+    folder, made = shards.folder, shards.manifest
+    ends = np.fromfile(folder / "documents-00000.bin", "<i8").reshape(-1, 3)[:, 0]
+    length = int(ends[document] - ends[document - 1])
+    ids = np.fromfile(folder / "tokens-00000.bin", made.dtype)
+    ids[ends[document - 1] + position % length] = value
+    ids.tofile(folder / "tokens-00000.bin")
+    contents = [(folder / f"{n}-00000.bin").read_bytes() for n in ("tokens", "documents")]
+    checks = [zlib.crc32(c[i : i + BLOCK]) for c in contents for i in range(0, len(c), BLOCK)]
+    (folder / "checks-00000.bin").write_bytes(np.array(checks, "<u4").tobytes())
+    digests = {
+        f"{name}_sha256": hashlib.sha256((folder / f"{name}-00000.bin").read_bytes()).hexdigest()
+        for name in ("tokens", "checks")
+    }
+    (entry,) = made.shards
+    entry = dataclasses.replace(entry, largest_id=100, **digests)
+    dataclasses.replace(made, vocab=Bytes().size, shards=(entry,)).write(folder)
+
+
+@pytest.mark.parametrize("position", [5, -1], ids=["read", "only predicted"])
+@pytest.mark.parametrize("value", [296, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1])
 def test_e6_an_id_past_the_vocabulary_is_found_on_the_host_with_its_place(
-    tmp_path: Path, bad: int
+    tmp_path: Path, value: int, position: int
 ) -> None:
-    if bad > 2**20:
-        bad = 2**20
-    texts = [Document("bad text" if n == 31 else f"good text {n}", "a.jsonl", n) for n in range(40)]
-    made = writer.write(tmp_path / "shards", texts, Wide(bad), Counter())
-    # The manifest of somebody else's writer: every digest is right, the ids are not.
-    entries = [dataclasses.replace(entry, largest_id=100) for entry in made.manifest.shards]
-    dataclasses.replace(made.manifest, vocab=Bytes().size, shards=tuple(entries)).write(made.folder)
+    """Four bytes that are -1 to somebody else are 2^32 - 1. A document's last id is a label and never an input."""
+    texts = [Document(f"good text {n}", "a.jsonl", n) for n in range(40)]
+    encoder = Bytes() if value < 2**16 else Wide()
+    made = writer.write(tmp_path / "shards", texts, encoder, Counter())
+    falsify(made, 31, position, value)
     lied = Shards.open(made.folder)
+    lied.verify()
     assert lied.tokenizer.size == lied.manifest.vocab == 296
     plan = packing.plan(lied, SEQUENCE, "first_fit", 0, tmp_path / "plan")
     stream = Loader(lied, plan, SEQUENCE, 0).batches(0, batch=4)
@@ -514,8 +528,10 @@ def test_e6_an_id_past_the_vocabulary_is_found_on_the_host_with_its_place(
         for _ in range(plan.rows):
             next(stream)
     assert caught.value.code == 65
-    assert caught.value.what == f"token id {bad} is past the end of a vocabulary of 296"
-    assert "tokens-00000.bin, document 31 (a.jsonl, record 31), position 5" in caught.value.where
+    assert caught.value.what == f"token id {value} is past the end of a vocabulary of 296"
+    place = position % int(lied.lengths(31, 32)[0])
+    named = f"tokens-00000.bin, document 31 (a.jsonl, record 31), position {place}"
+    assert caught.value.where.endswith(named)
 
 
 def test_e6_a_manifest_that_does_not_fit_its_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_a_steady_series_is_let_through():
     assert int(state.filled) == 5000
 
 
-@pytest.mark.parametrize(("sigmas", "is_spike"), [(4.0, False), (8.0, True)])
+@pytest.mark.parametrize(("sigmas", "is_spike"), [(5.9, False), (6.1, True)])
 def test_c5_a_spike_of_the_gradient_is_told_by_the_deviations_above_the_median(sigmas, is_spike):
     state, _ = judged(guard.fresh(CONFIG), series(400), series(400, 1, spread=0.25))
     window = np.asarray(state.norms)
