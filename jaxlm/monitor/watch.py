@@ -44,6 +44,7 @@ class Watch:
     ):
         self._config, self._overdue, self._beat, self._now = config, overdue, beat, now
         self._is_excused = is_excused
+        self.about: dict[str, str] = {}  # what a phase is busy with, in words, where it is known
         self._lock = threading.Lock()
         self._phases: list[
             tuple[str, float]
@@ -123,8 +124,10 @@ class Watch:
             limit = self.limit(name)
             if now - begun <= limit:
                 return ""
+            about = f", {self.about[name]}," if name in self.about else ""
             return (
-                f"nothing has moved in {name!r} for {now - begun:.0f} s; its limit is {limit:.0f} s"
+                f"nothing has moved in {name!r}{about} for {now - begun:.0f} s; "
+                f"its limit is {limit:.0f} s"
             )
 
     def _run(self) -> None:

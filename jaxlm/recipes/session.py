@@ -53,6 +53,9 @@ class Session:
         self._take_up(meta)
         self._begun_at = self.start
         run, blueprint = self.run, engine.model.blueprint
+        crew.watch.about["data"] = (
+            f"reading {', '.join(run.data.train)} from {engine.data.train.shards.folder}"
+        )
         self.sampler = Sampler(run.sample, blueprint, engine.data.tokenizer, run.seed)
         self.trace = Trace(run.profile, directory.path / "profile")  # one for each process
         self._open = contextlib.ExitStack()

@@ -21,7 +21,8 @@ class Lock:
     """An exclusive lock on a directory: `flock` where the filesystem has it, else a lease that its owner renews.
 
     A `flock` goes with its process, so one that is free is free. A lease says nothing of whether its owner lives: it is
-    taken over once its heartbeat, the time of the lock file, is older than three of its periods. Either way the file
+    taken over once its heartbeat, the time of the lock file, is older than three of its periods, and stands still for
+    three periods more by a clock that nobody sets: the one that dates files may have been set. Either way the file
     holds the owner's name and fencing id, and `is_owner` reads them back: a process that was stopped for long, and lost
     its lease meanwhile, must not commit.
     """
@@ -86,10 +87,20 @@ class Lock:
         assert self._file is not None
         if os.fstat(self._file).st_size:
             age = self._filesystem_now() - os.fstat(self._file).st_mtime
-            if age < PERIODS * self._period:
+            if 0 <= age < PERIODS * self._period or self._beats():
                 raise self._refused(f"\nits last heartbeat is {max(age, 0):.0f} s old")
         self._heart = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._heart.start()
+
+    def _beats(self) -> bool:
+        """Whether the lease is renewed while we look. Returns False after three periods without."""
+        assert self._file is not None
+        before, begun = os.fstat(self._file).st_mtime_ns, time.monotonic()
+        while time.monotonic() - begun < PERIODS * self._period:
+            time.sleep(self._period / 4)
+            if os.fstat(self._file).st_mtime_ns != before:
+                return True
+        return False
 
     def _beat(self) -> None:
         while not self._closing.wait(self._period):

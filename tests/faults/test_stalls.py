@@ -1,12 +1,15 @@
 """Lines D4, D5 and E9 for one process, through the trainer: what hangs is noticed, named, and ended; what is slow is not."""
 
+import itertools
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.monitor.watch import Watch
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -44,10 +47,12 @@ def test_e9_d4_what_hangs_is_named_and_ends_with_76(config, tmp_path, phase, fau
         process.communicate()
     assert process.returncode == 76, said
     assert time.monotonic() - begun <= limit + 3 + 3  # and the steps between, on shared cores
-    assert f"nothing has moved in '{phase}'" in said
+    source = f", reading {Path(config).parent}/*.txt from /" if phase == "data" else " for "
+    named = f"nothing has moved in '{phase}'{source}"
     exited = harness.exit_of(tmp_path / "run")
     assert exited["code"] == 76
-    assert phase in exited["cause"]
+    assert named in said
+    assert named in exited["cause"]
     assert "File " in (tmp_path / "run/stacks.0.txt").read_text()
     assert main(harness.words(config, tmp_path / "run")) == 0
 
@@ -73,6 +78,41 @@ def test_d4_a_compiler_that_hangs_ends_with_76(config, tmp_path):
     assert code == 76, said
     assert "nothing has moved in 'compile' for 3 s" in said
     assert "in _strike" in (tmp_path / "run/stacks.0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_d10_a_wall_clock_that_is_set_changes_nothing_but_the_times_that_are_written(
+    config, tmp_path, monkeypatch
+):
+    """An hour ahead in step 4, and an hour back in step 9 of a second start. No limit and no interval notices."""
+    flags = [f"--config.watch.{phase}=60s" for phase in ("data", "step", "save", "eval")]
+    flags += ["--config.eval.every=30m", "--config.log.sinks=tensorboard"]
+    quiet = tmp_path / "quiet"
+    assert main(harness.words(config, quiet, *flags)) == 0
+    now, enter, clock = time.time, Watch.enter, {"steps": 0, "ahead": 0.0}
+
+    def count(self, phase):
+        clock["steps"] += phase == "step"
+        clock["ahead"] = 3600.0 * (4 <= clock["steps"] < 9)
+        enter(self, phase)
+
+    monkeypatch.setattr(Watch, "enter", count)
+    monkeypatch.setattr(time, "time", lambda: now() + clock["ahead"])
+    run = tmp_path / "run"
+    assert main(harness.words(config, run, *flags, "--stop_at=6")) == 0
+    assert main(harness.words(config, run, *flags)) == 0
+    assert clock["steps"] == 12
+    lines = [line for line in harness.records(run) if line["split"] == "train"]
+    written = [line["time_unix"] for line in lines]
+    jumps = [later - earlier for earlier, later in itertools.pairwise(written)]
+    assert max(jumps) > 3000, "the clock was set"
+    assert min(jumps) < -3000, "and set back"
+    assert all(0 <= line["step_seconds"] < 600 for line in lines)
+    assert all(0 <= line["data_wait_seconds"] < 600 for line in lines)
+    assert len([line for line in harness.records(run) if line["split"] != "train"]) == 1
+    assert harness.losses(run) == harness.losses(quiet)
+    assert harness.state_digest(run) == harness.state_digest(quiet)
+    assert len(list((run / "events").iterdir())) == 2
 
 
 def test_a7_a_sigterm_while_data_is_prepared_says_75(tmp_path):

@@ -50,6 +50,14 @@ def test_a_phase_may_take_its_limit_and_not_longer(phase, limit):
     assert f"its limit is {limit} s" in said
 
 
+def test_e9_what_a_phase_is_busy_with_is_named():
+    clock = Time(data="5s")
+    clock.watch.about["data"] = "reading texts/*.txt from shards"
+    clock.watch.enter("data")
+    said = clock.pass_by(6)
+    assert said.startswith("nothing has moved in 'data', reading texts/*.txt from shards, for 6 s")
+
+
 def test_d5_a_step_may_take_ten_times_the_median_and_a_minute_at_least():
     clock = Time()
     steps(clock, 2, 2, 2)

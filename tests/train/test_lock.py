@@ -73,6 +73,29 @@ def test_b10_a_lease_is_taken_over_only_three_heartbeats_after_the_last(tmp_path
     heir.release()
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_d10_a_clock_that_is_set_takes_no_lease_from_its_owner_and_keeps_none_for_the_dead(
+    tmp_path, monkeypatch, hours
+):
+    """The clock of the filesystem is set after the last heartbeat: by it, that is an hour ago, or an hour ahead."""
+    filesystem_now = Lock._filesystem_now
+    monkeypatch.setattr(Lock, "_filesystem_now", lambda self: filesystem_now(self) + hours * 3600)
+    held = lease(tmp_path / "lock")
+    held.acquire()
+    time.sleep(0.2)
+    with pytest.raises(InUse):
+        lease(tmp_path / "lock").acquire()
+    assert held.is_owner()
+    held._closing.set()
+    held._heart.join()
+    begun = time.monotonic()
+    heir = lease(tmp_path / "lock")
+    heir.acquire()
+    assert 0.3 <= time.monotonic() - begun < 5
+    assert heir.is_owner()
+    heir.release()
+
+
 def test_a_lease_that_was_given_back_is_free_at_once(tmp_path):
     first = lease(tmp_path / "lock", period=60)
     first.acquire()
