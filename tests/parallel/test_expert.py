@@ -11,7 +11,7 @@ from flax import nnx
 from jaxlm.core import tree
 from jaxlm.nn.config import MoeConfig
 from jaxlm.nn.moe import Moe
-from jaxlm.parallel import context, rules
+from jaxlm.parallel import collectives, context, rules
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
 from tests.nn.reference import FLOAT32, moved
@@ -88,6 +88,30 @@ def test_a_mesh_changes_neither_outputs_nor_gradients(alone, sizes):
     assert (float(expected["moe_dropped"]) > 0.1) == (config.capacity is not None)
     with jax.set_mesh(grid(sizes)):
         assert_same(expected, results(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [
+        ("capacity", ["all-to-all", "all-to-all"]),
+        ("dropless", ["all-gather", "reduce-scatter"]),
+    ],
+)
+def test_places_are_exchanged_and_tokens_without_a_limit_are_gathered(kind, sent):
+    """What crosses `expert` on the way forward, of arrays as wide as the stream."""
+    moe, _ = moved(lambda key, init: Moe(WIDTH, KINDS[kind], key=key, init=init, precision=FLOAT32))
+    graphdef, state = nnx.split(moe)
+    mesh = grid({"expert": 4})
+    with jax.set_mesh(mesh):
+        x = rules.constrain(jnp.zeros((ROWS, LENGTH, WIDTH)), "batch", "length", None)
+        step = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x, COUNTED)[0])
+        text = step.lower(state, x).compile().as_text()
+    found = [
+        each.kind
+        for each in collectives.read(text)
+        if each.axes(mesh.shape) == ("expert",) and each.shapes[0].sizes[-1:] == (WIDTH,)
+    ]
+    assert sorted(found) == sent
 
 
 def test_tokens_dealt_over_a_ring_take_the_places_of_their_row():
