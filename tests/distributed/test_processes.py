@@ -225,7 +225,10 @@ def test_processes_train_as_one_does(alone, config, tmp_path, processes, mesh):
 @pytest.mark.slow
 def test_experts_over_processes_train_as_on_one_device(config, tmp_path):
     """One expert on each of two devices of two processes."""
-    family = ("--config.model.family=mixtral", "--config.model.experts=4")
+    family = (
+        *("--config.model.family=mixtral", "--config.model.experts=4", "--config.model.depth=1"),
+        *("--config.checkpoint.every=100", "--config.data.validation="),
+    )
     single, double = tmp_path / "one", tmp_path / "two"
     train(1, 1, words(config, single / "run", {}, *family), log=single / "log")
     alone = single / "run", read(single / "log")

@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 
 from jaxlm.core import tree
+from jaxlm.core.precision import Precision
+from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.nn.config import MoeConfig
 from jaxlm.nn.moe import Moe
 from tests.nn.reference import FLOAT32, arrays, gated_silu, linear, moved
@@ -158,6 +160,27 @@ def test_an_expert_takes_earlier_tokens_first():
     changed = x.at[:, 5:].multiply(-3.0)
     ones = jnp.ones((ROWS, LENGTH))
     np.testing.assert_array_equal(moe(x, ones)[0][:, :5], moe(changed, ones)[0][:, :5])
+
+
+@pytest.mark.parametrize("name", ["softmax", "capacity, one expert, shared"])
+def test_where_activations_are_bfloat16_so_is_their_gradient(name, monkeypatch):
+    """As on a GPU or TPU; the router multiplies in float32."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    precision = Precision.of(PrecisionConfig(compute="bfloat16"))
+    moe, _ = moved(
+        lambda key, init: Moe(WIDTH, KINDS[name], key=key, init=init, precision=precision)
+    )
+    graphdef, state = nnx.split(moe)
+    x = jnp.zeros((ROWS, LENGTH, WIDTH), precision.activations)
+
+    def loss(state, x):
+        y, means = nnx.merge(graphdef, state)(x, jnp.asarray(COUNTED, jnp.float32))
+        assert y.dtype == jnp.bfloat16
+        return y.astype(jnp.float32).sum() + means["moe_loss"].total
+
+    params, out = jax.eval_shape(jax.grad(loss, (0, 1)), state, x)
+    assert out.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
 
 
 def test_in_decoding_nothing_is_dropped():

@@ -42,13 +42,19 @@ def test_a_missing_compiler_is_said(capsys):
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not HAS_COMPILER, reason=WHY)
 @pytest.mark.parametrize(
-    ("config", "name"),
-    [("llama_1b", "v5e-16"), ("llama_8b", "v5p-128"), ("llama_1b", "v6e-256")],
+    ("config", "name", "axes"),
+    [
+        ("llama_1b", "v5e-16", {"fsdp"}),
+        ("llama_8b", "v5p-128", {"fsdp"}),
+        ("llama_1b", "v6e-256", {"fsdp"}),
+        ("llama_8b", "v5e-16", {"fsdp", "tensor"}),
+        ("moe_fine", "v5p-128", {"fsdp", "expert"}),
+    ],
 )
-def test_a_shipped_config_compiles_for_its_slice_and_fits(capsys, config, name):
+def test_a_shipped_config_compiles_for_its_slice_and_fits(capsys, config, name, axes):
     words = ["check", f"--config=configs/{config}.py:{name}", f"--topology={name}", "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] == SLICES[name].devices
     assert 0 < found["bytes_per_device"]["total"] < found["hbm_bytes"]
-    assert {tuple(each["axes"]) for each in found["collectives"]} >= {("fsdp",)}
+    assert {axis for each in found["collectives"] for axis in each["axes"]} >= axes
