@@ -1,0 +1,79 @@
+"""A run that does not fit is told so before its first step, and what it is told to do makes it fit."""
+
+import json
+import re
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core import config
+from jaxlm.core.errors import OutOfMemory
+from jaxlm.monitor.chips import machine
+from jaxlm.recipes import foresight, plan
+from jaxlm.recipes.config import Run
+from tests.faults import harness
+
+SETTINGS = {
+    "model.vocab": 2048,
+    "model.width": 64,
+    "data.sequence": 64,
+    "train.batch": 64,
+    "train.steps": 2,
+    "log.every": 1,
+    "sample.prompts": (),
+    "mesh.data": 8,
+}
+
+
+def test_what_does_not_fit_is_told_before_the_first_step_and_the_first_fix_makes_it_fit(
+    tmp_path, capsys
+):
+    (tmp_path / "texts").mkdir()
+    file = harness.write_config(tmp_path / "texts", SETTINGS)
+    words = ["train", f"--config={file}", "--config.train.memory_gib=0.012", "--quiet"]
+    assert main([*words, f"--workdir={tmp_path / 'short'}"]) == 71
+    said = capsys.readouterr().err
+    needed, there = re.search(r"needs ([\d.]+) MiB a device, there are ([\d.]+) MiB", said).groups()
+    assert float(needed) > float(there) == pytest.approx(12.3, rel=0.01)
+    assert "biggest: " in said
+    assert "checked before the first step" in said
+    assert not (tmp_path / "short/metrics.jsonl").read_text()
+    assert json.loads((tmp_path / "short/exit.json").read_text())["code"] == 71
+    first = said.split("fix")[1].splitlines()[0]
+    flags, promised = re.match(r"\s*(.*?)\s+-> ([\d.]+) MiB a device", first).groups()
+    assert float(promised) <= float(there)
+    assert main([*words, *flags.split(), f"--workdir={tmp_path / 'fits'}"]) == 0
+    held = json.loads((tmp_path / "fits/forecast.json").read_text())["compiled_bytes_per_device"]
+    assert held["total"] <= 0.012 * 2**30
+
+    log = (tmp_path / "fits/log.txt").read_text()
+    assert re.search(r"\n  plan +[\d.]+ \w*B of .* a device; .* a step, .* for 2 steps\n", log)
+    text = (tmp_path / "fits/report.html").read_text()
+    assert "<h2>Plan</h2>" in text
+    assert "memory a device" in text
+
+
+def test_an_error_of_the_device_becomes_the_same_words():
+    run = config.load(Run, "configs/llama_1b.py", []).value
+    forecast = plan.forecast(run, machine("h200", flag="--on"))
+    told = foresight.shortage(run, forecast, None, 20 * 2**30, when="as the device says")
+    assert isinstance(told, OutOfMemory)
+    assert told.code == 71
+    lines = told.fix.splitlines()
+    assert 1 <= len(lines) <= 3
+    for line in lines:
+        flags, _, promise = line.partition("   -> ")
+        overrides = [tuple(word.removeprefix("--config.").split("=")) for word in flags.split()]
+        changed = config.load(Run, "configs/llama_1b.py", overrides).value
+        assert (
+            plan.forecast(changed, forecast.machine).bytes_per_device["total"]
+            < forecast.bytes_per_device["total"]
+        )
+        assert "slower" in promise or "as fast" in promise
+
+
+def test_a_chip_that_no_table_knows_has_no_plan_but_an_error():
+    run = config.load(Run, "configs/quickstart.py", []).value
+    told = foresight.shortage(run, None, 3 * 2**30, 2**30, when="as the device says")
+    assert "3 GiB" in told.why
+    assert told.fix
