@@ -46,6 +46,9 @@ VERBS = {
     "doctor": Verb(
         "jaxlm.cli.doctor", "what is wrong with this machine, and its fix", "Understand"
     ),
+    "bench": Verb(
+        "jaxlm.cli.bench", "how fast this machine trains, on standard sizes", "Understand"
+    ),
     "config": Verb("jaxlm.cli.config", "show, explain, compare or check a config", "Understand"),
 }
 
