@@ -116,5 +116,5 @@ def test_bad_input_is_refused_in_seconds_and_harms_nothing(case, place, tmp_path
     left = (
         [path.name for path in (tmp_path / "run").rglob("*")] if (tmp_path / "run").exists() else []
     )
-    assert set(left) <= {"lock", "checkpoints"}
+    assert set(left) <= {"lock", "checkpoints", "exit.json"}
     assert sum(after[2:4]) - sum(before[2:4]) < 5

@@ -251,17 +251,25 @@ def test_a_mesh_that_does_not_fit_is_refused_with_those_that_do(capsys):
     assert "--config.mesh.tensor=" in capsys.readouterr().err
 
 
-def test_the_compiler_s_account_is_shown_beside_the_plan(capsys):
-    overrides = [f"--config.{path}={value}" for path, value in SMALL.items()]
-    code, answer = ask(
-        capsys,
-        "--config=configs/quickstart.py",
-        *overrides,
-        "--config.mesh.data=8",
-        "--devices=8",
-        "--exact",
+def test_the_compiler_s_account_is_shown_beside_the_plan():
+    overrides = [f"--config.{path}={value}" for path, value in (SMALL | {"mesh.data": "2"}).items()]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "jaxlm",
+            "plan",
+            "--config=configs/quickstart.py",
+            *overrides,
+            "--devices=2",
+            "--exact",
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert code == 0
+    answer = json.loads(done.stdout)
     exact, said = answer["compiled_bytes_per_device"], answer["bytes_per_device"]
     assert exact["arguments"] == pytest.approx(said["parameters"] + said["optimizer"], rel=0.05)
 

@@ -43,7 +43,7 @@ def saves(kept, processes=1):
         engine,
         SimpleNamespace(peers=SimpleNamespace(count=processes)),
         SimpleNamespace(is_writer=True, step=0),
-        SimpleNamespace(say=lambda text: None),
+        SimpleNamespace(say=lambda text: None, warn=lambda text, step: None),
         kept,
         SimpleNamespace(as_json=list),
     )
