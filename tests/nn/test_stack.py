@@ -89,21 +89,21 @@ def test_scan_and_unroll_drop_the_same_with_the_same_key(pattern, scanned):
 
 
 @pytest.mark.parametrize(
-    ("layers", "remat"),
+    ("depth", "layers", "remat"),
     [
-        ("scan", "dots"),
-        ("scan", "full"),
-        ("scan", "save:mlp_out"),
-        ("scan", "save:attention_out,mlp_out"),
-        ("unroll", "dots"),
-        ("unroll", "full"),
-        ("scan", "full/none"),
-        ("unroll", "full/dots"),
+        (2, "scan", "dots"),
+        (2, "scan", "full"),
+        (2, "scan", "save:mlp_out"),
+        (2, "scan", "save:attention_out,mlp_out"),
+        (2, "unroll", "dots"),
+        (2, "unroll", "full"),
+        (3, "scan", "full/none"),  # a turn, and a layer over
+        (2, "unroll", "full/dots"),
     ],
 )
-def test_what_is_computed_again_drops_the_same(layers, remat):
+def test_what_is_computed_again_drops_the_same(depth, layers, remat):
     plain, again = (
-        loss_and_gradients(made(2, (DROPPING,), layers=layers, remat=policy))
+        loss_and_gradients(made(depth, (DROPPING,), layers=layers, remat=policy))
         for policy in ("none", remat)
     )
     assert_same(plain, again)
@@ -136,6 +136,7 @@ def test_of_several_policies_layers_take_turns(layers):
     assert abs((full - half) - (half - none)) <= 1
 
 
+@pytest.mark.slow
 def test_turns_of_kinds_and_policies_that_do_not_divide_the_depth_change_nothing():
     _, kinds = PATTERNS["two kinds and a layer over"]
     plain, turns = (

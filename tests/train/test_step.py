@@ -140,8 +140,8 @@ def check_placed(state, shardings):
     "sizes",
     [
         {"data": 4},
-        {"data": 1, "fsdp": 4},
-        {"data": 1, "tensor": 4},
+        pytest.param({"data": 1, "fsdp": 4}, marks=pytest.mark.slow),
+        pytest.param({"data": 1, "tensor": 4}, marks=pytest.mark.slow),
         {"data": 1, "fsdp": 2, "tensor": 2},
     ],
     ids=str,
