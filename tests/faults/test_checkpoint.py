@@ -33,6 +33,8 @@ from jaxlm.recipes import resume
 from jaxlm.recipes.ranks import free_port
 from tests.faults import harness
 
+pytestmark = pytest.mark.usefixtures("without_plots")
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):

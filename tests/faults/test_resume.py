@@ -20,7 +20,7 @@ from jaxlm.core import faults
 from jaxlm.data.loader import Loader
 from tests.faults import harness
 
-pytestmark = pytest.mark.usefixtures("one_device")
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
 
 SLOW = pytest.mark.slow
 TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
