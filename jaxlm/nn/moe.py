@@ -93,9 +93,8 @@ class Moe(nnx.Module):
         """
         config = self.config
         with jax.default_matmul_precision("highest"):
-            logits = self.router(
-                x.astype(jnp.float32)
-            )  # cast out here, so that its gradient is cast back
+            # Cast out here, so that its gradient is cast back to the dtype of activations.
+            logits = self.router(x.astype(jnp.float32))
         routes = routing.route(
             logits,
             None if self.bias is None else config.bias_rate * jax.lax.stop_gradient(self.bias[...]),
