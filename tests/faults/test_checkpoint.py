@@ -121,6 +121,7 @@ def falls_back(
 
 def test_b1_one_flipped_bit_in_any_file_is_found_before_any_state_is_used(unbroken, tmp_path):
     files, draw = files_of(unbroken / "half", 8), random.Random(1)
+    assert len(files) >= 8
     for number, path in enumerate(files):
         copy = tmp_path / str(number)
         is_found(lambda path: flip(path, draw), path, unbroken, copy)
@@ -150,7 +151,9 @@ def spoilt(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_b2_any_file_that_is_cut_removed_or_swapped_is_found(unbroken, tmp_path, kind):
-    for number, path in enumerate(files_of(unbroken / "half", 8)):
+    files = files_of(unbroken / "half", 8)
+    assert len(files) >= 8
+    for number, path in enumerate(files):
         is_found(functools.partial(spoilt, kind), path, unbroken, tmp_path / str(number))
 
 

@@ -94,6 +94,8 @@ def _asserts(node: ast.stmt, helpers: frozenset[str]) -> bool:
         case ast.With():
             raises = any("raises" in ast.unparse(item) for item in node.items)
             return raises or asserts(node.body, helpers)
+        case ast.If():
+            return asserts(node.body, helpers) and asserts(node.orelse, helpers)
         case ast.Try():
             return asserts([*node.body, *node.finalbody], helpers)
         case ast.For():
