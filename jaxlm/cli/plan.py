@@ -13,7 +13,7 @@ from jaxlm.cli.arguments import needed
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
-from jaxlm.monitor import words
+from jaxlm.monitor import cpu, words
 from jaxlm.monitor.chips import machine
 
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     _check(args)
     assumed: list[str] = []
     on = (
-        plan.this_machine(args.devices, assumed)
+        cpu.this_machine(args.devices, assumed)
         if args.on == "cpu"
         else machine(args.on, flag="--on")
     )

@@ -4,12 +4,13 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxlm.core.errors import CommandError
 from jaxlm.core.spelling import nearest
 
-Dtype = Literal["float32", "bfloat16", "float16", "int8", "fp8"]
+Dtype = Literal["bfloat16", "float16", "float32", "int8", "fp8"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 GIB, GB = 2**30, 10**9
 
 
@@ -34,24 +35,19 @@ class Chip:
 def _chip(
     name: str,
     kinds: tuple[str, ...],
-    *,
-    low: tuple[float | None, float | None],
-    single: float,
-    eight: tuple[float | None, float | None] = (None, None),
-    memory: int,
-    speed: float,
-    link: float,
+    teraflops: tuple[float | None, ...],
+    memory: tuple[int, float, float],
     source: str,
 ) -> Chip:
-    """Teraflops of (bfloat16, float16), of float32, and of (int8, fp8); None where there is no such unit."""
-    given = dict(zip(("bfloat16", "float16", "int8", "fp8"), (*low, *eight), strict=True))
-    flops = {dtype: 1e12 * peak for dtype, peak in given.items() if peak is not None}
-    flops["float32"] = 1e12 * single
+    """`teraflops` by DTYPES, None where there is no such unit; `memory` in bytes, its GB/s, and those of the links."""
+    known = zip(DTYPES, teraflops, strict=True)
+    flops = {dtype: 1e12 * peak for dtype, peak in known if peak is not None}
+    size, speed, link = memory
     return Chip(
         name=name,
         kinds=kinds,
-        flops=MappingProxyType(flops),  # type: ignore[arg-type]
-        memory_bytes=memory,
+        flops=MappingProxyType(flops),
+        memory_bytes=size,
         memory_speed=GB * speed,
         link_speed=GB * link,
         source=source,
@@ -62,217 +58,32 @@ _TPU = "cloud.google.com/tpu/docs, system architecture of each generation"
 
 # NVIDIA's datasheets quote twice these products, with sparsity, and links in both directions together. Products of
 # float32 are those that XLA makes of them by default: TF32 where a GPU has it, one pass of bfloat16 on a TPU.
+# fmt: off
 CHIPS = {
     chip.name: chip
     for chip in (
-        _chip(
-            "v5e",
-            ("TPU v5 lite", "TPU v5e"),
-            low=(197, None),
-            single=197,
-            eight=(394, None),
-            memory=16 * GIB,
-            speed=819,
-            link=200,
-            source=_TPU,
-        ),
-        _chip(
-            "v5p",
-            ("TPU v5", "TPU v5p"),
-            low=(459, None),
-            single=459,
-            eight=(918, None),
-            memory=95 * GIB,
-            speed=2765,
-            link=600,
-            source=_TPU,
-        ),
-        _chip(
-            "v6e",
-            ("TPU v6 lite", "TPU v6e"),
-            low=(918, None),
-            single=918,
-            eight=(1836, None),
-            memory=32 * GIB,
-            speed=1638,
-            link=400,
-            source=_TPU,
-        ),
-        _chip(
-            "v4",
-            ("TPU v4",),
-            low=(275, None),
-            single=275,
-            eight=(275, None),
-            memory=32 * GIB,
-            speed=1228,
-            link=300,
-            source=_TPU,
-        ),
-        _chip(
-            "v3",
-            ("TPU v3",),
-            low=(61.5, None),
-            single=61.5,
-            memory=16 * GIB,
-            speed=450,
-            link=140,
-            source=f"{_TPU}; a device is half a chip",
-        ),
-        _chip(
-            "v2",
-            ("TPU v2",),
-            low=(22.5, None),
-            single=22.5,
-            memory=8 * GIB,
-            speed=350,
-            link=62,
-            source=f"{_TPU}; a device is half a chip",
-        ),
-        _chip(
-            "b200",
-            ("NVIDIA B200",),
-            low=(2250, 2250),
-            single=1125,
-            eight=(4500, 4500),
-            memory=180 * GB,
-            speed=8000,
-            link=900,
-            source="NVIDIA DGX B200 datasheet",
-        ),
-        _chip(
-            "h200",
-            ("NVIDIA H200",),
-            low=(989.4, 989.4),
-            single=494.7,
-            eight=(1978.9, 1978.9),
-            memory=141 * GB,
-            speed=4800,
-            link=450,
-            source="NVIDIA H200 datasheet",
-        ),
-        _chip(
-            "h100",
-            ("NVIDIA H100 80GB HBM3",),
-            low=(989.4, 989.4),
-            single=494.7,
-            eight=(1978.9, 1978.9),
-            memory=80 * GB,
-            speed=3350,
-            link=450,
-            source="NVIDIA H100 datasheet",
-        ),
-        _chip(
-            "h100-pcie",
-            ("NVIDIA H100 PCIe",),
-            low=(756, 756),
-            single=378,
-            eight=(1513, 1513),
-            memory=80 * GB,
-            speed=2000,
-            link=64,
-            source="NVIDIA H100 datasheet; linked by PCIe",
-        ),
-        _chip(
-            "h100-nvl",
-            ("NVIDIA H100 NVL", "NVIDIA H200 NVL"),
-            low=(835.5, 835.5),
-            single=417.8,
-            eight=(1671, 1671),
-            memory=94 * GB,
-            speed=3900,
-            link=300,
-            source="NVIDIA H100 and H200 NVL datasheets, memory of the H100",
-        ),
-        _chip(
-            "gh200",
-            ("NVIDIA GH200 480GB",),
-            low=(989.4, 989.4),
-            single=494.7,
-            eight=(1978.9, 1978.9),
-            memory=96 * GB,
-            speed=4000,
-            link=450,
-            source="NVIDIA GH200 datasheet",
-        ),
-        _chip(
-            "a100",
-            ("NVIDIA A100-SXM4-80GB",),
-            low=(312, 312),
-            single=156,
-            eight=(624, None),
-            memory=80 * GB,
-            speed=2039,
-            link=300,
-            source="NVIDIA A100 datasheet",
-        ),
-        _chip(
-            "a100-40",
-            ("NVIDIA A100-SXM4-40GB",),
-            low=(312, 312),
-            single=156,
-            eight=(624, None),
-            memory=40 * GB,
-            speed=1555,
-            link=300,
-            source="NVIDIA A100 datasheet",
-        ),
-        _chip(
-            "a100-pcie",
-            ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
-            low=(312, 312),
-            single=156,
-            eight=(624, None),
-            memory=40 * GB,
-            speed=1555,
-            link=32,
-            source="NVIDIA A100 datasheet, memory of the smaller; linked by PCIe",
-        ),
-        _chip(
-            "l40s",
-            ("NVIDIA L40S",),
-            low=(362, 362),
-            single=183,
-            eight=(733, 733),
-            memory=48 * GB,
-            speed=864,
-            link=32,
-            source="NVIDIA L40S datasheet; linked by PCIe",
-        ),
-        _chip(
-            "l4",
-            ("NVIDIA L4",),
-            low=(121, 121),
-            single=60,
-            eight=(242, 242),
-            memory=24 * GB,
-            speed=300,
-            link=32,
-            source="NVIDIA L4 datasheet; linked by PCIe",
-        ),
-        _chip(
-            "v100",
-            ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"),
-            low=(None, 125),
-            single=15.7,
-            memory=16 * GB,
-            speed=900,
-            link=150,
-            source="NVIDIA V100 datasheet, memory of the smaller",
-        ),
-        _chip(
-            "t4",
-            ("Tesla T4",),
-            low=(None, 65),
-            single=8.1,
-            eight=(130, None),
-            memory=16 * GB,
-            speed=320,
-            link=16,
-            source="NVIDIA T4 datasheet; linked by PCIe",
-        ),
+        _chip("v5e", ("TPU v5 lite", "TPU v5e"), (197, None, 197, 394, None), (16 * GIB, 819, 200), _TPU),
+        _chip("v5p", ("TPU v5", "TPU v5p"), (459, None, 459, 918, None), (95 * GIB, 2765, 600), _TPU),
+        _chip("v6e", ("TPU v6 lite", "TPU v6e"), (918, None, 918, 1836, None), (32 * GIB, 1638, 400), _TPU),
+        _chip("v4", ("TPU v4",), (275, None, 275, 275, None), (32 * GIB, 1228, 300), _TPU),
+        _chip("v3", ("TPU v3",), (61.5, None, 61.5, None, None), (16 * GIB, 450, 140), f"{_TPU}; a device is half a chip"),
+        _chip("v2", ("TPU v2",), (22.5, None, 22.5, None, None), (8 * GIB, 350, 62), f"{_TPU}; a device is half a chip"),
+        _chip("b200", ("NVIDIA B200",), (2250, 2250, 1125, 4500, 4500), (180 * GB, 8000, 900), "NVIDIA DGX B200 datasheet"),
+        _chip("h200", ("NVIDIA H200",), (989.4, 989.4, 494.7, 1978.9, 1978.9), (141 * GB, 4800, 450), "NVIDIA H200 datasheet"),
+        _chip("h100", ("NVIDIA H100 80GB HBM3",), (989.4, 989.4, 494.7, 1978.9, 1978.9), (80 * GB, 3350, 450), "NVIDIA H100 datasheet"),
+        _chip("h100-pcie", ("NVIDIA H100 PCIe",), (756, 756, 378, 1513, 1513), (80 * GB, 2000, 64), "NVIDIA H100 datasheet; linked by PCIe"),
+        _chip("h100-nvl", ("NVIDIA H100 NVL", "NVIDIA H200 NVL"), (835.5, 835.5, 417.8, 1671, 1671), (94 * GB, 3900, 300), "NVIDIA H100 and H200 NVL datasheets, memory of the H100"),
+        _chip("gh200", ("NVIDIA GH200 480GB",), (989.4, 989.4, 494.7, 1978.9, 1978.9), (96 * GB, 4000, 450), "NVIDIA GH200 datasheet"),
+        _chip("a100", ("NVIDIA A100-SXM4-80GB",), (312, 312, 156, 624, None), (80 * GB, 2039, 300), "NVIDIA A100 datasheet"),
+        _chip("a100-40", ("NVIDIA A100-SXM4-40GB",), (312, 312, 156, 624, None), (40 * GB, 1555, 300), "NVIDIA A100 datasheet"),
+        _chip("a100-pcie", ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), (312, 312, 156, 624, None), (40 * GB, 1555, 32), "NVIDIA A100 datasheet, memory of the smaller; linked by PCIe"),
+        _chip("l40s", ("NVIDIA L40S",), (362, 362, 183, 733, 733), (48 * GB, 864, 32), "NVIDIA L40S datasheet; linked by PCIe"),
+        _chip("l4", ("NVIDIA L4",), (121, 121, 60, 242, 242), (24 * GB, 300, 32), "NVIDIA L4 datasheet; linked by PCIe"),
+        _chip("v100", ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"), (None, 125, 15.7, None, None), (16 * GB, 900, 150), "NVIDIA V100 datasheet, memory of the smaller"),
+        _chip("t4", ("Tesla T4",), (None, 65, 8.1, 130, None), (16 * GB, 320, 16), "NVIDIA T4 datasheet; linked by PCIe"),
     )
 }
+# fmt: on
 _OF_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.kinds}
 
 

@@ -9,7 +9,7 @@ import jax
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError, OutOfMemory
 from jaxlm.models.config import Decoder
-from jaxlm.monitor import chips, words
+from jaxlm.monitor import chips, cpu, words
 from jaxlm.monitor.chips import Machine
 from jaxlm.recipes import plan
 from jaxlm.recipes.config import Run
@@ -38,7 +38,7 @@ def own(run: Run, decoder: Decoder) -> Forecast | None:
 def _machine(assumed: list[str]) -> Machine | None:
     count, kind = jax.device_count(), jax.devices()[0].device_kind
     if jax.default_backend() == "cpu":
-        return plan.this_machine(count, assumed)
+        return cpu.this_machine(count, assumed)
     chip = chips.of_kind(kind)
     return None if chip is None else Machine(name=f"{chip.name}x{count}", chip=chip, devices=count)
 
@@ -48,7 +48,7 @@ def limit(run: Run) -> float | None:
     if run.train.memory_gib is not None:
         return run.train.memory_gib * GIB
     if jax.default_backend() == "cpu":
-        return plan.physical_bytes() / jax.local_device_count()
+        return cpu.physical_bytes() / jax.local_device_count()
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 

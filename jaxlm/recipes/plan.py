@@ -1,28 +1,22 @@
-"""What a run will need and take, before it starts: arithmetic alone, without JAX, data or the machine."""
+"""What a run will need and take, before it starts: arithmetic alone, without data or the machine. Free of JAX."""
 
 import dataclasses
 import os
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxlm.core.precision_config import ITEM_BYTES
-from jaxlm.models import activations, cost, wire
+from jaxlm.models import cost, wire
 from jaxlm.models.activations import Share
 from jaxlm.models.config import Decoder
-from jaxlm.models.tensors import Tensor, tensors
 from jaxlm.monitor.chips import Chip, Machine
-from jaxlm.ops.kernels import BLOCK
-from jaxlm.optim.moments import moments
 from jaxlm.parallel import logical
-from jaxlm.parallel.logical import LogicalAxes
-from jaxlm.recipes import attention, fit
+from jaxlm.recipes import attention, fit, plan_memory
 from jaxlm.recipes.config import Run
 
 # Of a chip's peak, the products of a step reach between these shares: what the field's trainers report, from small models
 # and long rows to large ones. A CPU is compared with its own BLAS.
 REACHED = {"accelerator": (0.25, 0.60), "cpu": (0.30, 1.00)}
-LOOSE = 1.1  # a buffer's place is found in a heap with holes
 # XLA for CPU updates parameters and moments out of place: what a step of one short row took, over its parameters, with
 # AdamW (3.87), Lion (3.41) and a model of 31M.
 CPU_COPIES = 3.9
@@ -86,7 +80,7 @@ class Forecast:
             "tokens": steps * tokens,
             "sent_bytes_per_device": self.sent_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
-            "sharding": sharding(self.decoder, self.sizes, self.run.mesh.zero),
+            "sharding": plan_memory.sharding(self.decoder, self.sizes, self.run.mesh.zero),
             "assumed": self.assumed,
             "risks": self.risks,
         }
@@ -104,9 +98,9 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     vocab = _vocabulary(run, sizes, assumed)
     decoder = attention.fitted(run, dataclasses.replace(run.model, vocab=vocab).build(), sizes)
     is_cpu = machine.chip.name == "cpu"
-    share = _share(run, decoder, sizes, is_cpu=is_cpu)
-    held = held_bytes(run, decoder, sizes)
-    used = held | _temporary(run, decoder, share, sizes, held)
+    share = plan_memory.share_of(run, decoder, sizes, is_cpu=is_cpu)
+    held = plan_memory.held_bytes(run, decoder, sizes)
+    used = held | plan_memory.temporary_bytes(run, decoder, share, sizes, held)
     if is_cpu:
         # Activations are gone by then: the larger of the two counts.
         coming = sum(used.values()) - held["parameters"] - held["optimizer"]
@@ -148,81 +142,6 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     )
 
 
-def held_bytes(run: Run, decoder: Decoder, sizes: Sizes) -> dict[str, float]:
-    """Bytes on each device by what they are: parameters, gradients (while a step is computed), optimizer's state.
-
-    `mesh.zero` says which of them fsdp splits.
-    """
-    item, zero = ITEM_BYTES[run.precision.params], run.mesh.zero
-    found = list(tensors(decoder))
-    return {
-        "parameters": sum(_part(each, sizes, is_split=zero == 3) for each in found) * item,
-        "gradients": sum(_part(each, sizes, is_split=zero >= 2) for each in found)
-        * ITEM_BYTES[run.precision.reduce],
-        "optimizer": item
-        * sum(
-            _size(shape, axes, sizes)
-            for each in found
-            for shape, axes in moments(run.optim, each.shape, each.axes)
-        )
-        * (0 if "optimizer" in run.train.offload else 1),
-    }
-
-
-def sharding(decoder: Decoder, sizes: Sizes, zero: int) -> list[dict[str, Any]]:
-    """Each parameter: its shape, its axes, the mesh axes that split them, and the numbers on a device."""
-    rows = []
-    for each in tensors(decoder):
-        over = [_mesh_axes(axis, sizes, is_split=zero == 3) for axis in each.axes]
-        rows.append(
-            {
-                "path": each.path,
-                "shape": list(each.shape),
-                "axes": list(each.axes),
-                "over": over,
-                "numbers_per_device": _part(each, sizes, is_split=zero == 3),
-            }
-        )
-    return rows
-
-
-def this_machine(devices: int, assumed: list[str]) -> Machine:
-    """The CPU at hand, measured for a twentieth of a second: what its BLAS multiplies in float32, what it copies."""
-    import numpy as np  # not needed for other machines
-
-    side = 512
-    a = np.ones((side, side), np.float32)
-    a @ a  # threads start
-    flops = 2 * side**3 / min(_timed(lambda: a @ a) for _ in range(5))
-    block = np.zeros(8 * 2**20, np.float32)
-    copied = 2 * block.nbytes / min(_timed(block.copy) for _ in range(3))
-    memory = physical_bytes()
-    assumed.append(
-        f"this CPU's products run at {flops / 1e9:.0f} GFLOP/s and its copies at {copied / 1e9:.1f} GB/s, as measured now"
-    )
-    chip = Chip(
-        name="cpu",
-        kinds=("cpu",),
-        flops={"float32": flops / devices, "bfloat16": flops / devices, "float16": flops / devices},
-        memory_bytes=memory // devices,
-        memory_speed=copied / devices,
-        link_speed=copied / devices,
-        source="measured",
-    )
-    return Machine(name="cpu", chip=chip, devices=devices)
-
-
-def physical_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _timed(function: Any) -> float:
-    begun = time.perf_counter()
-    function()
-    return time.perf_counter() - begun
-
-
 def _vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
     """`model.vocab`, or what the tokenizer that is yet to be made will have at most."""
     if run.model.vocab != "auto":
@@ -235,61 +154,6 @@ def _vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
         f"a vocabulary of {vocab:,}: model.vocab is auto, and the tokenizer {run.data.tokenizer}"
     )
     return vocab
-
-
-def _share(run: Run, decoder: Decoder, sizes: Sizes, *, is_cpu: bool) -> Share:
-    rows = run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch"))
-    length = run.data.sequence
-    kernels = {block.attention.kernel for block in decoder.layers}
-    compute = ITEM_BYTES[run.precision.compute]
-    return Share(
-        rows=max(rows, 1),
-        length=length // logical.ways(sizes, "length"),
-        keys=length if "reference" in kernels else min(BLOCK, length),
-        sizes=sizes,
-        stream_bytes=4 if is_cpu else compute,
-        compute_bytes=compute,
-    )
-
-
-def _temporary(
-    run: Run, decoder: Decoder, share: Share, sizes: Sizes, held: Mapping[str, float]
-) -> dict[str, float]:
-    """What comes and goes in a step: kept activations, and the larger of the loss's and of one layer's going back."""
-    policies = run.train.remat.split("/")
-    first, stages = len(decoder.prefix), sizes["pipe"]
-    layers = list(zip(decoder.layers, (policies * decoder.depth)[: decoder.depth], strict=True))
-    passes = run.train.microbatches + stages - 1 if stages > 1 else 1
-    kept = sum(
-        activations.kept(decoder, block, share, policy)
-        * (passes / stages if number >= first else 1)
-        for number, (block, policy) in enumerate(layers)
-    )
-    largest, again = max(
-        (activations.kept(decoder, block, share, "none"), policy != "none")
-        for block, policy in layers
-    )
-    # Its gradients are as large as what it keeps, and what it kept not is made again first.
-    layer = largest * (2 if again else 1) + activations.blocks(decoder, share)
-    tokens = min(run.loss.chunk or share.tokens, share.tokens)
-    # With their exponentials or their gradients.
-    logits = 2 * 4 * tokens * share.own(decoder.vocab, "vocab")
-    gathered = 0.0
-    if sizes["fsdp"] > 1 and run.mesh.zero == 3:
-        whole = dict(sizes) | {"fsdp": 1}
-        per_layer = {
-            each.path: _part(each, whole, is_split=True) / max(decoder.depth - first, 1) * stages
-            for each in tensors(decoder)
-            if each.axes[0] == "layers"
-        }
-        gathered = 2 * sum(per_layer.values()) * ITEM_BYTES[run.precision.params]
-    sums = held["gradients"] if run.train.microbatches > 1 and stages == 1 else 0.0
-    return {
-        "activations": LOOSE * (kept + max(layer - logits, 0.0)),
-        "logits": LOOSE * logits,
-        "accumulators": sums,
-        "gathered": gathered,
-    }
 
 
 def _hardware_flops(run: Run, decoder: Decoder) -> float:
@@ -356,7 +220,7 @@ def _saved(run: Run, decoder: Decoder) -> float:
     one = dataclasses.replace(
         run, train=dataclasses.replace(run.train, offload=())
     )  # offloaded state is saved too
-    held = held_bytes(one, decoder, whole)
+    held = plan_memory.held_bytes(one, decoder, whole)
     return held["parameters"] + held["optimizer"]
 
 
@@ -372,24 +236,3 @@ def _risks(run: Run, machine: Machine, decoder: Decoder) -> Iterator[str]:
         yield f"{tokens:,} tokens are {ratio:.2g} for each parameter: about 20 are best for the compute (arXiv:2203.15556)"
     if run.train.steps < 100:
         yield f"{run.train.steps} steps are too few for most schedules"
-
-
-def _part(tensor: Tensor, sizes: Sizes, *, is_split: bool) -> float:
-    return _size(tensor.shape, tensor.axes, sizes if is_split else dict(sizes) | {"fsdp": 1})
-
-
-def _size(shape: tuple[int, ...], axes: LogicalAxes, sizes: Sizes) -> float:
-    numbers = 1
-    for size, axis in zip(shape, axes, strict=True):
-        numbers *= size // logical.ways(sizes, axis)
-    return numbers
-
-
-def _mesh_axes(axis: str | None, sizes: Sizes, *, is_split: bool) -> list[str]:
-    names = None if axis is None else logical.RULES[axis]
-    found = (names,) if isinstance(names, str) else names or ()
-    return [
-        name
-        for name in found
-        if sizes[name] > 1 and (is_split or (name, axis) != ("fsdp", "embed"))
-    ]

@@ -117,6 +117,8 @@ def devices_of(known: Machine) -> list[jax.Device]:
             "there is no compiler for TPUs here",
             where=f"--topology, {known.topology}",
             why=str(error).partition("\n")[0][:200],
-            fix="pip install 'jaxlm[tpu]' in an environment of its own",
+            fix="wait for the other process of this machine that compiles for TPUs"
+            if "lockfile" in str(error)
+            else "pip install 'jaxlm[tpu]' in an environment of its own",
         ) from error
     return list(found.devices)

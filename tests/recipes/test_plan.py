@@ -14,9 +14,10 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
+from jaxlm.monitor import cpu
 from jaxlm.monitor.chips import machine
 from jaxlm.parallel import mesh
-from jaxlm.recipes import assembly, plan, plan_fit, stepping, topology
+from jaxlm.recipes import assembly, plan, plan_fit, plan_memory, stepping, topology
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 
@@ -38,7 +39,7 @@ def load(settings):
 
 
 def planned(run, devices=1):
-    return plan.forecast(run, plan.this_machine(devices, []))
+    return plan.forecast(run, cpu.this_machine(devices, []))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_the_bytes_of_the_state_are_those_of_the_live_layout(settings, devices):
     data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=np.zeros(512, np.int32)))
     with jax.set_mesh(grid):
         live = Engine(run, data, model).held()
-    said = plan.held_bytes(run, planned(run, devices).decoder, run.mesh.sizes(devices))
+    said = plan_memory.held_bytes(run, planned(run, devices).decoder, run.mesh.sizes(devices))
     if run.train.offload:
         assert said.pop("optimizer") == 0
         live.pop("optimizer")

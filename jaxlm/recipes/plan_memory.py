@@ -1,0 +1,134 @@
+"""The bytes of a run on each device, part by part, in arithmetic. Free of JAX."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxlm.core.precision_config import ITEM_BYTES
+from jaxlm.models import activations
+from jaxlm.models.activations import Share
+from jaxlm.models.config import Decoder
+from jaxlm.models.tensors import Tensor, tensors
+from jaxlm.ops.kernels import BLOCK
+from jaxlm.optim.moments import moments
+from jaxlm.parallel import logical
+from jaxlm.parallel.logical import LogicalAxes
+from jaxlm.recipes.config import Run
+
+LOOSE = 1.1  # a buffer's place is found in a heap with holes
+
+Sizes = Mapping[str, int]
+
+
+def held_bytes(run: Run, decoder: Decoder, sizes: Sizes) -> dict[str, float]:
+    """Bytes on each device by what they are: parameters, gradients (while a step is computed), optimizer's state.
+
+    `mesh.zero` says which of them fsdp splits.
+    """
+    item, zero = ITEM_BYTES[run.precision.params], run.mesh.zero
+    found = list(tensors(decoder))
+    return {
+        "parameters": sum(_part(each, sizes, is_split=zero == 3) for each in found) * item,
+        "gradients": sum(_part(each, sizes, is_split=zero >= 2) for each in found)
+        * ITEM_BYTES[run.precision.reduce],
+        "optimizer": item
+        * sum(
+            _size(shape, axes, sizes)
+            for each in found
+            for shape, axes in moments(run.optim, each.shape, each.axes)
+        )
+        * (0 if "optimizer" in run.train.offload else 1),
+    }
+
+
+def sharding(decoder: Decoder, sizes: Sizes, zero: int) -> list[dict[str, Any]]:
+    """Each parameter: its shape, its axes, the mesh axes that split them, and the numbers on a device."""
+    rows = []
+    for each in tensors(decoder):
+        over = [_mesh_axes(axis, sizes, is_split=zero == 3) for axis in each.axes]
+        rows.append(
+            {
+                "path": each.path,
+                "shape": list(each.shape),
+                "axes": list(each.axes),
+                "over": over,
+                "numbers_per_device": _part(each, sizes, is_split=zero == 3),
+            }
+        )
+    return rows
+
+
+def share_of(run: Run, decoder: Decoder, sizes: Sizes, *, is_cpu: bool) -> Share:
+    """What a device has of a micro-batch. Activations on a CPU are float32, whatever its products are."""
+    rows = run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch"))
+    length = run.data.sequence
+    kernels = {block.attention.kernel for block in decoder.layers}
+    compute = ITEM_BYTES[run.precision.compute]
+    return Share(
+        rows=max(rows, 1),
+        length=length // logical.ways(sizes, "length"),
+        keys=length if "reference" in kernels else min(BLOCK, length),
+        sizes=sizes,
+        stream_bytes=4 if is_cpu else compute,
+        compute_bytes=compute,
+    )
+
+
+def temporary_bytes(
+    run: Run, decoder: Decoder, share: Share, sizes: Sizes, held: Mapping[str, float]
+) -> dict[str, float]:
+    """What comes and goes in a step: kept activations, and the larger of the loss's and of one layer's going back."""
+    policies = run.train.remat.split("/")
+    first, stages = len(decoder.prefix), sizes["pipe"]
+    layers = list(zip(decoder.layers, (policies * decoder.depth)[: decoder.depth], strict=True))
+    passes = run.train.microbatches + stages - 1 if stages > 1 else 1
+    kept = sum(
+        activations.kept(decoder, block, share, policy)
+        * (passes / stages if number >= first else 1)
+        for number, (block, policy) in enumerate(layers)
+    )
+    largest, again = max(
+        (activations.kept(decoder, block, share, "none"), policy != "none")
+        for block, policy in layers
+    )
+    # Its gradients are as large as what it keeps, and what it kept not is made again first.
+    layer = largest * (2 if again else 1) + activations.blocks(decoder, share)
+    tokens = min(run.loss.chunk or share.tokens, share.tokens)
+    # With their exponentials or their gradients.
+    logits = 2 * 4 * tokens * share.own(decoder.vocab, "vocab")
+    gathered = 0.0
+    if sizes["fsdp"] > 1 and run.mesh.zero == 3:
+        whole = dict(sizes) | {"fsdp": 1}
+        per_layer = {
+            each.path: _part(each, whole, is_split=True) / max(decoder.depth - first, 1) * stages
+            for each in tensors(decoder)
+            if each.axes[0] == "layers"
+        }
+        gathered = 2 * sum(per_layer.values()) * ITEM_BYTES[run.precision.params]
+    sums = held["gradients"] if run.train.microbatches > 1 and stages == 1 else 0.0
+    return {
+        "activations": LOOSE * (kept + max(layer - logits, 0.0)),
+        "logits": LOOSE * logits,
+        "accumulators": sums,
+        "gathered": gathered,
+    }
+
+
+def _part(tensor: Tensor, sizes: Sizes, *, is_split: bool) -> float:
+    return _size(tensor.shape, tensor.axes, sizes if is_split else dict(sizes) | {"fsdp": 1})
+
+
+def _size(shape: tuple[int, ...], axes: LogicalAxes, sizes: Sizes) -> float:
+    numbers = 1
+    for size, axis in zip(shape, axes, strict=True):
+        numbers *= size // logical.ways(sizes, axis)
+    return numbers
+
+
+def _mesh_axes(axis: str | None, sizes: Sizes, *, is_split: bool) -> list[str]:
+    names = None if axis is None else logical.RULES[axis]
+    found = (names,) if isinstance(names, str) else names or ()
+    return [
+        name
+        for name in found
+        if sizes[name] > 1 and (is_split or (name, axis) != ("fsdp", "embed"))
+    ]
