@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxlm.core import config, tree
+from jaxlm.core import backend, config, tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Tokens
 from jaxlm.models import cost
@@ -97,11 +97,13 @@ def test_every_dimension_divides_and_the_state_fits(name, hardware):
     ],
 )
 def test_the_step_and_its_layout_can_be_traced(name, hardware):
+    """As the hardware would run it: activations there are in bfloat16, on a CPU in float32."""
     run = load(name, hardware)
     model = assembled(run, hardware)
     vocab = np.ones(run.model.vocab, np.int32)
     data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=vocab))
     with (
+        backend.of("gpu" if "gpu" in hardware else "tpu"),
         jax.sharding.use_abstract_mesh(model.mesh),
         mock.patch.object(engine.host, "host_rows"),
         mock.patch.object(engine, "Replicas"),
