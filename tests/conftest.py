@@ -30,7 +30,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     # A folder for temporary files of its own, so that what is left in it is ours. What pytest makes stays where it was.
     os.environ[SESSION] = uuid.uuid4().hex
     os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
-    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+    OWN = tempfile.mkdtemp(prefix="tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = OWN
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,8 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_sessionstart(session):
-    session.config.stash[BEFORE] = _files()
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[BEFORE] = _files()
 
 
 def pytest_sessionfinish(session):
@@ -85,7 +87,7 @@ def pytest_sessionfinish(session):
         return
     left = [f"process {pid}" for pid in _orphans()]
     left += sorted(name for name in _files() - session.config.stash[BEFORE] if not _is_mapped(name))
-    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    shutil.rmtree(OWN, ignore_errors=True)  # by its name: a test may have changed what is the folder now
     if left:
         session.config.get_terminal_writer().line(f"\nleft behind: {', '.join(left)}")
         session.exitstatus = 1
@@ -94,7 +96,7 @@ def pytest_sessionfinish(session):
 def _files() -> set[str]:
     """What is in shared memory, in the folder of temporary files, at home, and in this repository but for its caches."""
     home = Path.home()
-    places = (Path("/dev/shm"), Path(tempfile.gettempdir()), home, home / ".cache")
+    places = (Path("/dev/shm"), Path(OWN), home, home / ".cache")
     found = {str(path) for place in places if place.is_dir() for path in place.iterdir()}
     for folder, folders, names in os.walk(ROOT):
         folders[:] = [n for n in folders if not n.startswith(".") and n != "__pycache__"]
