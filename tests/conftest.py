@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache"
 SESSION = "JAXLM_TEST_SESSION"  # in the environment of every process that the tests start
 BEFORE = pytest.StashKey[set[str]]()
+OWN = pytest.StashKey[str]()
 
 # Before the first import of jax, and for the processes that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,12 +27,19 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAXLM_CACHE", str(CACHE / "jaxlm"))
 os.environ.setdefault("MPLCONFIGDIR", str(CACHE / "matplotlib"))
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    # A folder for temporary files of its own, so that what is left in it is ours. What pytest makes stays where it was.
+
+
+def pytest_configure(config):
+    """A folder for temporary files of its own, so that what is left in it is ours. What pytest makes stays where it was.
+
+    Workers have that of the process that started them. A run of pytest that a test starts has another.
+    """
+    if hasattr(config, "workerinput"):
+        return
     os.environ[SESSION] = uuid.uuid4().hex
     os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
-    OWN = tempfile.mkdtemp(prefix="tests-")
-    os.environ["TMPDIR"] = tempfile.tempdir = OWN
+    own = tempfile.mkdtemp(prefix="tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = config.stash[OWN] = own
 
 
 @pytest.fixture(scope="module")
@@ -78,25 +86,27 @@ def pytest_terminal_summary(terminalreporter):
 
 def pytest_sessionstart(session):
     if not hasattr(session.config, "workerinput"):
-        session.config.stash[BEFORE] = _files()
+        session.config.stash[BEFORE] = _files(session.config.stash[OWN])
 
 
 def pytest_sessionfinish(session):
     """Once all workers are done, no process, shared memory or file is left that was not there before."""
     if hasattr(session.config, "workerinput"):
         return
+    own, before = session.config.stash[OWN], session.config.stash[BEFORE]
     left = [f"process {pid}" for pid in _orphans()]
-    left += sorted(name for name in _files() - session.config.stash[BEFORE] if not _is_mapped(name))
-    shutil.rmtree(OWN, ignore_errors=True)  # by its name: a test may have changed what is the folder now
+    left += sorted(name for name in _files(own) - before if not _is_mapped(name))
+    # By its name: where it is gone, Python's folder for temporary files is everybody's.
+    shutil.rmtree(own, ignore_errors=True)
     if left:
         session.config.get_terminal_writer().line(f"\nleft behind: {', '.join(left)}")
         session.exitstatus = 1
 
 
-def _files() -> set[str]:
-    """What is in shared memory, in the folder of temporary files, at home, and in this repository but for its caches."""
+def _files(own: str) -> set[str]:
+    """What is in shared memory, in our folder of temporary files, at home, and in this repository but for its caches."""
     home = Path.home()
-    places = (Path("/dev/shm"), Path(OWN), home, home / ".cache")
+    places = (Path("/dev/shm"), Path(own), home, home / ".cache")
     found = {str(path) for place in places if place.is_dir() for path in place.iterdir()}
     for folder, folders, names in os.walk(ROOT):
         folders[:] = [n for n in folders if not n.startswith(".") and n != "__pycache__"]
