@@ -37,7 +37,7 @@ def pytest_configure(config):
     if hasattr(config, "workerinput"):
         return
     os.environ[SESSION] = uuid.uuid4().hex
-    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     own = tempfile.mkdtemp(prefix="tests-")
     os.environ["TMPDIR"] = tempfile.tempdir = config.stash[OWN] = own
 
