@@ -40,6 +40,9 @@ VERBS = {
     "plan": Verb(
         "jaxlm.cli.plan", "memory, time and cost of a run, before it starts", "Understand"
     ),
+    "lr-find": Verb(
+        "jaxlm.cli.lr_find", "a range test: at which learning rate the loss falls", "Understand"
+    ),
     "check": Verb(
         "jaxlm.cli.check", "try a config on fake devices: same loss, and what is sent", "Understand"
     ),

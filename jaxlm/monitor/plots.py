@@ -58,12 +58,37 @@ def _series(records: Sequence[dict[str, Any]], plot: Plot) -> dict[str, list[tup
     return out
 
 
-def _png(plot: Plot, series: dict[str, list[tuple[int, float]]]) -> bytes:
+def rates(curve: Sequence[tuple[float, float, float]], suggested: float | None) -> bytes:
+    """A PNG of a learning-rate range test: (rate, loss, smoothed loss) by step, and the rate that it suggests, if any."""
+    figure, axes = _figure()
+    rate, loss, smoothed = zip(*curve, strict=True)
+    axes.plot(rate, loss, ".", alpha=0.35, label="loss")
+    axes.plot(rate, smoothed, "-", linewidth=1.4, label="smoothed")
+    if suggested is not None:
+        axes.axvline(suggested, color="0.4", linestyle="--", linewidth=1, label=f"{suggested:.2g}")
+    axes.set_xscale("log")
+    axes.set(title="Learning-rate range test", xlabel="learning rate", ylabel="nats per token")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    return _saved(figure)
+
+
+def _figure() -> tuple[Any, Any]:
     # A figure of its own, without pyplot: no global state, and no window system is looked for.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
+    return figure, figure.add_subplot()
+
+
+def _saved(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _png(plot: Plot, series: dict[str, list[tuple[int, float]]]) -> bytes:
+    figure, axes = _figure()
     for split, points in series.items():
         steps, values = zip(*points, strict=True)
         mark = "o-" if split != "train" else "." if len(points) == 1 else "-"
@@ -74,6 +99,4 @@ def _png(plot: Plot, series: dict[str, list[tuple[int, float]]]) -> bytes:
     axes.grid(alpha=0.25)
     if len(series) > 1:
         axes.legend(frameon=False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    return _saved(figure)

@@ -16,6 +16,7 @@ from jaxlm.evals import loss as evals
 from jaxlm.objectives.token_nll import token_nll
 from jaxlm.optim import build as optimizers
 from jaxlm.optim import schedules
+from jaxlm.optim.schedules import LearningRate
 from jaxlm.parallel import host, rules
 from jaxlm.parallel.replicas import Replicas
 from jaxlm.recipes import assembly
@@ -30,12 +31,16 @@ Skips = tuple[tuple[int, int], ...]
 
 
 class Engine:
-    """The state of a run and the functions that move it. Used under its model's mesh."""
+    """The state of a run and the functions that move it. Used under its model's mesh.
 
-    def __init__(self, run: Run, data: Data, model: Assembly):
+    Args:
+      schedule: what the learning rate follows instead of `run.schedule`, where it is no training run.
+    """
+
+    def __init__(self, run: Run, data: Data, model: Assembly, schedule: LearningRate | None = None):
         self.run, self.data, self.model = run, data, model
         blueprint = model.blueprint
-        schedule = schedules.build(
+        schedule = schedule or schedules.build(
             run.schedule,
             lr=run.optim.lr,
             total=run.train.steps,
