@@ -19,7 +19,7 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """A window of steps whose trace jax.profiler writes into the run's `profile` folder."""
+    """A window of steps whose trace jax.profiler writes into the run's `profile` folder, with a summary."""
 
     start: int = setting(10, "completed steps before the trace begins", unit="steps", low=0)
     steps: int = setting(0, "steps to trace; 0 traces none", unit="steps", low=0)

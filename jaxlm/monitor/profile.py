@@ -1,9 +1,12 @@
 """A trace of a few steps."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from jaxlm.monitor.config import ProfileConfig
+from jaxlm.monitor.traced import MARK
 
 
 class Trace:
@@ -11,27 +14,63 @@ class Trace:
 
     `before(step)` is called before each step with the number of completed ones. Read the result with
     `tensorboard --logdir` and its profile plugin, or xprof.
+
+    Args:
+      written: called once the trace is on the disk.
     """
 
-    def __init__(self, config: ProfileConfig, folder: str | os.PathLike[str]):
+    def __init__(
+        self,
+        config: ProfileConfig,
+        folder: str | os.PathLike[str],
+        written: Callable[[], object] = lambda: None,
+    ):
         self.folder = Path(folder)
         self._window = range(config.start, config.start + config.steps)
+        self._written = written
         self._running = False
+        self._mark: Any = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether it begins or ends before this step."""
+        return self._running != (step in self._window)
 
     def before(self, step: int) -> None:
-        """Begins or ends the trace where it is time."""
-        if self._running and step not in self._window:
+        """Begins or ends the trace where it is time; with the devices idle, so that it holds whole steps."""
+        if not self.is_due(step):
+            return
+        import jax
+
+        jax.block_until_ready(jax.live_arrays())
+        if self._running:
             self.close()
-        elif not self._running and step in self._window:
+            return
+        # Python's own calls, thousands a step, make steps slower and crowd operations out of the file.
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(str(self.folder), profiler_options=options)
+        self._running = True
+
+    def enter(self, phase: str) -> None:
+        """Marks in the trace what the loop does from here on: "data" or "step"."""
+        self._unmark()
+        if self._running:
             import jax
 
-            jax.profiler.start_trace(str(self.folder))
-            self._running = True
+            self._mark = jax.profiler.TraceAnnotation(f"{MARK}{phase}")
+            self._mark.__enter__()
 
     def close(self) -> None:
         """Ends a trace that is running."""
+        self._unmark()
         if self._running:
             import jax
 
             jax.profiler.stop_trace()
             self._running = False
+            self._written()
+
+    def _unmark(self) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None

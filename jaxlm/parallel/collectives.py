@@ -19,7 +19,7 @@ BITS = {"pred": 8, "bf16": 16, "token": 0} | {
     f"{kind}{bits}": bits for kind in "sufc" for bits in (2, 4, 8, 16, 32, 64, 128)
 }
 
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[a-z][\w-]*)\(")
+INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[a-z][\w-]*)\(")
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) .*\{$")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 _CALLED = re.compile(
@@ -94,15 +94,15 @@ def read(text: str, package: str = "/jaxlm/") -> list[Collective]:
     Raises:
       ValueError: where the text is no program, or a collective cannot be read.
     """
-    computations, entry = _computations(text)
-    times = _times(computations, entry)
-    sources = _Sources(text, package)
+    bodies, entry = computations(text)
+    times = _times(bodies, entry)
+    sources = Sources(text, package)
     devices = _devices(text)
     found = []
-    for name, lines in computations.items():
+    for name, lines in bodies.items():
         shapes: dict[str, str] = {}
         for line in lines:
-            if (match := _INSTRUCTION.match(line)) is None:
+            if (match := INSTRUCTION.match(line)) is None:
                 continue
             shapes[match["name"]] = match["type"]
             kind = match["op"].removesuffix("-start")
@@ -123,7 +123,7 @@ def read(text: str, package: str = "/jaxlm/") -> list[Collective]:
     return [each for each in found if each.times != 0]
 
 
-def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
     """The lines of each computation, and which one is the entry."""
     found: dict[str, list[str]] = {}
     entry, inside = "", None
@@ -160,7 +160,7 @@ def _calls(lines: list[str], computations: Mapping[str, list[str]]) -> list[tupl
     """The computations that these lines call and how often; None for a loop that does not say."""
     found: list[tuple[str, int | None]] = []
     for line in lines:
-        match = _INSTRUCTION.match(line)
+        match = INSTRUCTION.match(line)
         if match is None or match["op"] in KINDS:
             continue  # what a collective applies is a sum
         turns = _turns(line, computations) if match["op"] == "while" else 1
@@ -217,7 +217,7 @@ def _devices(text: str) -> int:
     return math.prod(counts)
 
 
-class _Sources:
+class Sources:
     """Where an instruction comes from: `source_file` and `source_line`, or a frame of the tables at the top of the text."""
 
     def __init__(self, text: str, package: str):

@@ -12,10 +12,11 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, faults
 from jaxlm.core.errors import Diverged, Preempted, is_out_of_memory
 from jaxlm.models import cost
-from jaxlm.monitor import chips, memory, sinks
+from jaxlm.monitor import chips, memory, sinks, traced, words
 from jaxlm.monitor.clock import Clock
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.profile import Trace
+from jaxlm.parallel import operations
 from jaxlm.recipes import forensics, foresight, resume, stepping
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
@@ -57,7 +58,9 @@ class Session:
             f"reading {', '.join(run.data.train)} from {engine.data.train.shards.folder}"
         )
         self.sampler = Sampler(run.sample, blueprint, engine.data.tokenizer, run.seed)
-        self.trace = Trace(run.profile, directory.path / "profile")  # one for each process
+        # One for each process.
+        self.trace = Trace(run.profile, directory.path / "profile", self._summarise_trace)
+        self._program: jax.stages.Compiled | None = None
         self._open = contextlib.ExitStack()
         self.forecast = foresight.own(run, blueprint.config)
         self._step = Stepper(engine, crew, console, self._compiled)
@@ -157,7 +160,7 @@ class Session:
             sample=self._sample,
             save=self._save,
             check_saves=self._saves.check,
-            enter=self.crew.watch.enter,
+            enter=self._enter,
         )
         loop.run(
             self._step,
@@ -179,6 +182,7 @@ class Session:
 
     def _compiled(self, step: jax.stages.Compiled) -> None:
         """Compares what the step needs with what there is, and writes it beside the plan."""
+        self._program = step
         held = stepping.held(step)
         if self.forecast is not None and self.directory.is_writer:
             told = self.forecast.record() | {"compiled_bytes_per_device": held}
@@ -189,7 +193,31 @@ class Session:
 
     def _before(self, completed: int) -> None:
         self._step.completed = completed
-        self.trace.before(completed)
+        if self.trace.is_due(completed):
+            with self.clock.pause(), self.crew.watch.phase("finish"):
+                self.trace.before(completed)
+
+    def _enter(self, phase: str) -> None:
+        self.crew.watch.enter(phase)
+        self.trace.enter(phase)
+
+    def _summarise_trace(self) -> None:
+        """Says where the time of the traced steps went, and writes it beside the trace."""
+        if not self.directory.is_writer:
+            return
+        known = operations.read(self._program.as_text() or "") if self._program else {}
+
+        def tell(name: str) -> tuple[str, str, bool]:
+            return (*known.get(name, operations.by_name(name)), name in known)
+
+        try:
+            found = traced.summary(traced.newest(self.trace.folder), tell)
+        except ValueError as error:  # a run does not end for it
+            self.console.warn(f"the trace has no summary: {error}", step=self.directory.step)
+            return
+        self.directory.write_json("profile/summary.json", found)
+        title = f"trace of {found['steps']} steps, {words.duration(found['seconds'])}, {self.trace.folder}"
+        self.console.block(title, traced.facts(found))
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         inner = ("verdict", "skipped_in_a_row")

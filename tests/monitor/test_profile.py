@@ -11,9 +11,11 @@ def run(trace, steps):
     trace.close()
 
 
-def test_the_window_leaves_a_trace(tmp_path):
-    run(Trace(ProfileConfig(start=2, steps=2), tmp_path), 6)
+def test_the_window_leaves_a_trace_and_says_so_once(tmp_path):
+    said = []
+    run(Trace(ProfileConfig(start=2, steps=2), tmp_path, lambda: said.append(1)), 6)
     assert list(tmp_path.rglob("*.xplane.pb"))
+    assert said == [1]
 
 
 def test_a_run_that_ends_inside_the_window_still_leaves_one(tmp_path):

@@ -64,8 +64,34 @@ def final_state(workdir):
 @pytest.fixture(scope="module")
 def unbroken(config, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "unbroken"
-    assert train(config, workdir) == 0
+    assert train(config, workdir, "--config.profile.start=6", "--config.profile.steps=2") == 0
     return workdir
+
+
+def test_a_traced_window_is_summed_up_in_a_file_and_in_the_log(unbroken):
+    """Steps 7 and 8: the evaluation and the save between them are theirs too."""
+    assert list((unbroken / "profile").rglob("*.xplane.pb"))
+    found = json.loads((unbroken / "profile/summary.json").read_text())
+    shares = found["shares"]
+    assert set(shares) == {"matmul", "attention", "communication", "other", "data_wait", "python"}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert found["steps"] == 2
+    assert found["seconds"] > 0
+    assert min(shares[kind] for kind in ("matmul", "attention", "other", "data_wait")) > 0
+    assert shares["communication"] == 0, "there is one device"
+    named = {each["kind"]: each for each in found["operations"]}
+    assert set(named) <= {"matmul", "attention", "other"}
+    assert any(each["source"].startswith("jaxlm/") for each in found["operations"])
+    times = [each["seconds"] for each in found["operations"]]
+    assert times == sorted(times, reverse=True)
+    assert min(times) > 0
+    unknown, of = (int(word) for word in found["not_told"][0].split() if word.isdecimal())
+    assert unknown < of / 2, "the operations of the trace are those of the step's program"
+    log = (unbroken / "log.txt").read_text()
+    assert "trace of 2 steps" in log
+    assert "% matmul" in log
+    assert "not told" in log
+    assert "the trace has no summary" not in log
 
 
 def test_a_run_leaves_everything_that_the_contract_names(unbroken):
