@@ -58,10 +58,15 @@ def blocks(config: Decoder, share: Share) -> float:
 
 def _per_token(config: Decoder, block: BlockConfig, share: Share, policy: str) -> float:
     stream = config.width * share.stream_bytes
-    if policy == "full" or policy.startswith("offload:"):
-        return stream
-    if policy.startswith("save:"):
-        return stream * (1 + len(policy.removeprefix("save:").split(",")))
+    kind, _, listed = policy.partition(":")
+    names = set(listed.split(","))
+    if kind == "offload":
+        return 0.0 if "layer_in" in names else stream
+    if kind in ("full", "save"):
+        # What the MLP adds is read again only where a norm comes after it.
+        is_read = block.residual in ("post", "sandwich")
+        added = names & ({"attention_out", "mlp_out"} if is_read else {"attention_out"})
+        return stream * (1 + len(added))
     attention = block.attention
     queries = share.own(attention.heads, "heads") * attention.head_dim
     shared = share.own(attention.kv_heads, "kv_heads") * attention.head_dim

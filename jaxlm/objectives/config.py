@@ -23,6 +23,12 @@ class LossConfig:
     z_loss: float = setting(
         0.0, "coefficient of the squared log normalizer, which keeps logits near zero", low=0
     )
+    label_smoothing: float = setting(
+        0.0,
+        "share of each label that is spread evenly over all ids; loss_nats stays the plain likelihood",
+        low=0,
+        high=1,
+    )
     chunk: int | None = setting(
         None,
         "tokens unembedded at a time, the others' logits never existing; None takes all at once",

@@ -17,15 +17,19 @@ from jaxlm.parallel import context
 def token_nll(model: Decoder, batch: Tokens, key: Array | None, config: LossConfig) -> Loss:
     """sum_t w_t (nll_t + z log_normalizer_t^2) + what the layers add, and the weight sum_t w_t.
 
-    The metric `loss_nats` is the likelihood alone. `key` turns dropout on. What layers add is `nn.moe`'s sum over all
+    With label smoothing e, nll_t is (1 - e) nll_t + e mean_v(-log p_v), the metric `smoothed_nats`. The metric
+    `loss_nats` is the likelihood alone. `key` turns dropout on. What layers add is `nn.moe`'s sum over all
     tokens that are not padding, trained on or not.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, section 5 (z-loss, there with 1e-4).
     """
-    scores, losses = score(model, batch, key, config.chunk)
+    scores, losses = score(model, batch, key, config.chunk, config.label_smoothing)
     loss = Mean.of(scores.nll, batch.weights)
     metrics = {"loss_nats": loss, "token_accuracy": Mean.of(scores.correct, batch.weights)}
     total = loss.total
+    if scores.smoothed is not None:
+        metrics["smoothed_nats"] = Mean.of(scores.smoothed, batch.weights)
+        total = metrics["smoothed_nats"].total
     if config.z_loss:
         metrics["z"] = Mean.of(jnp.square(scores.log_normalizer), batch.weights)
         total = total + config.z_loss * metrics["z"].total
@@ -35,7 +39,7 @@ def token_nll(model: Decoder, batch: Tokens, key: Array | None, config: LossConf
 
 
 def score(
-    model: Decoder, batch: Tokens, key: Array | None, chunk: int | None
+    model: Decoder, batch: Tokens, key: Array | None, chunk: int | None, smoothing: float = 0.0
 ) -> tuple[TokenScores, dict[str, Mean]]:
     """The scores of each target, its logits `chunk` tokens at a time; and the means that layers give.
 
@@ -50,7 +54,7 @@ def score(
 
     def of(values: Array, targets: Array) -> TokenScores:
         with jax.named_scope("unembed"):
-            return token_scores(model.logits(values), targets)
+            return token_scores(model.logits(values), targets, smoothing)
 
     scores = in_chunks(of, hidden.values, dealt.targets, tokens=chunk)
     return context.undeal(scores, parts), hidden.losses

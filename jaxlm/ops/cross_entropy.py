@@ -1,5 +1,6 @@
 """The negative log-likelihood of target tokens."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -15,42 +16,67 @@ Scores = TypeVar("Scores")
 
 
 class TokenScores(NamedTuple):
-    """What one pass over the logits says of each token. Only the first two carry gradients."""
+    """What one pass over the logits says of each token. Confidence and correctness carry no gradients."""
 
     nll: Float[Array, "*N"]  # -log p(target), nats
     log_normalizer: Float[Array, "*N"]  # log sum exp of the logits
     confidence: Float[Array, "*N"]  # probability of the likeliest id
     correct: Float[Array, "*N"]  # 1 where no id is likelier than the target
+    smoothed: Float[Array, "*N"] | None  # the nll of smoothed labels; None where they are not
 
 
-@jax.custom_vjp
-def token_scores(logits: Float[Array, "*N V"], targets: Int[Array, "*N"]) -> TokenScores:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def token_scores(
+    logits: Float[Array, "*N V"], targets: Int[Array, "*N"], smoothing: float = 0.0
+) -> TokenScores:
     """nll = log sum_v exp(l_v) - l_target, in float32 around the largest logit.
+
+    With e = `smoothing` above 0, smoothed = (1 - e) nll + e mean_v(-log p_v), over all V ids.
 
     The gradient is softmax - onehot by comparison with an iota, so nothing is scattered, and it reuses the forward
     pass's exponentials. A vocabulary split over a mesh axis costs sums over the tokens only.
     Correctness is read off the maximum, so there is no argmax.
+
+    Source: Szegedy et al. 2016, arXiv:1512.00567, section 7 (label smoothing).
     """
-    return _forward(logits, targets)[0]
+    return _forward(logits, targets, smoothing)[0]
 
 
-def _forward(logits: Array, targets: Array) -> tuple[TokenScores, tuple[Array, Array, Array]]:
+def _forward(
+    logits: Array, targets: Array, smoothing: float
+) -> tuple[TokenScores, tuple[Array, Array, Array]]:
     wide = logits.astype(jnp.float32)
     peak = wide.max(-1, keepdims=True)
     exponentials = jnp.exp(wide - peak)
     total = exponentials.sum(-1)
     picked = (jnp.take_along_axis(wide, targets[..., None], -1) - peak)[..., 0]
     log_sum = jnp.log(total)
+    smoothed = None
+    if smoothing:
+        smoothed = log_sum - (1 - smoothing) * picked - smoothing * (wide - peak).mean(-1)
     scores = TokenScores(
-        log_sum - picked, peak[..., 0] + log_sum, 1 / total, (picked >= 0).astype(jnp.float32)
+        nll=log_sum - picked,
+        log_normalizer=peak[..., 0] + log_sum,
+        confidence=1 / total,
+        correct=(picked >= 0).astype(jnp.float32),
+        smoothed=smoothed,
     )
     return scores, (exponentials.astype(logits.dtype), total, targets)
 
 
-def _backward(kept: tuple[Array, Array, Array], grad: TokenScores) -> tuple[Array, None]:
+def _backward(
+    smoothing: float, kept: tuple[Array, Array, Array], grad: TokenScores
+) -> tuple[Array, None]:
     exponentials, total, targets = kept
-    out = exponentials * ((grad.nll + grad.log_normalizer) / total)[..., None]
-    out = out - jnp.where(_is_target(exponentials, targets), grad.nll[..., None], 0.0)
+    softmax, onehot, every = grad.nll + grad.log_normalizer, grad.nll, None
+    if grad.smoothed is not None:
+        softmax = softmax + grad.smoothed
+        onehot = onehot + (1 - smoothing) * grad.smoothed
+        every = smoothing / exponentials.shape[-1] * grad.smoothed
+    out = exponentials * (softmax / total)[..., None]
+    out = out - jnp.where(_is_target(exponentials, targets), onehot[..., None], 0.0)
+    if every is not None:
+        out = out - every[..., None]
     return out.astype(exponentials.dtype), None
 
 

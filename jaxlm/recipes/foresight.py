@@ -19,7 +19,7 @@ GIB = 2**30
 # What makes a step smaller with the same result, or nearly; each is tried alone, then in pairs.
 REMEDIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss.chunk", ("8192", "1024", "256")),
-    ("train.remat", ("dots", "save:attention_out,mlp_out", "full")),
+    ("train.remat", ("dots", "save:attention_out", "full")),
     ("train.attention", ("blockwise",)),
     ("train.microbatches", ("2", "4", "8", "16", "32")),
     ("precision.compute", ("bfloat16",)),

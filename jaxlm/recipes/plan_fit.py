@@ -11,7 +11,7 @@ from jaxlm.recipes import fit
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import Forecast, forecast
 
-REMATS = ("none", "dots", "save:attention_out,mlp_out", "full")
+REMATS = ("none", "dots", "save:attention_out", "full")
 CHUNKS = (None, 8192, 1024)
 FULLEST = 0.85  # of the memory, as a plan may be so much wrong
 WIDEST_TENSOR = 8  # devices that sum activations in every layer need the fastest wires

@@ -29,7 +29,7 @@ def collectives_of(sizes, *, tied, chunk):
     batch = Tokens(*(put(shape, host.batch_sharding(grid)) for shape in shapes))
 
     def loss(params, batch):
-        settings = LossConfig(chunk=chunk, z_loss=1e-4)
+        settings = LossConfig(chunk=chunk, z_loss=1e-4, label_smoothing=0.1)
         return token_nll(blueprint.merge(params), batch, None, settings).objective.total
 
     with jax.set_mesh(grid):

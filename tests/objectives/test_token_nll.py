@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,9 +64,35 @@ def test_the_loss_is_the_weighted_sum_over_a_float64_softmax(blueprint, params, 
     )
 
 
+@pytest.mark.parametrize("chunk", [None, 9])
+def test_a_cap_smoothing_and_the_z_loss_together_are_those_of_float64(batch, params, chunk):
+    capped = Llama(vocab=50, width=16, depth=2, heads=2, kv_heads=1).build()
+    capped = Blueprint(dataclasses.replace(capped, logit_cap=0.05), Precision.float32())
+    model = capped.merge(params)
+    hidden = model(batch.tokens, positions=batch.positions, segments=batch.segments).values
+    plain = dataclasses.replace(capped.config, logit_cap=None)
+    logits = Blueprint(plain, Precision.float32()).merge(params).logits(hidden)
+    logits = 0.05 * np.tanh(np.asarray(logits, np.float64) / 0.05)
+    assert np.abs(logits).max() > 0.02, "the cap bends something"
+    normalizer = np.log(np.exp(logits).sum(-1))
+    nll = normalizer - np.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]
+    every = normalizer - logits.mean(-1)
+    settings = dict(z_loss=0.01, label_smoothing=0.2, chunk=chunk)
+    loss = objective(capped, params, batch, **settings)
+    expected = ((0.8 * nll + 0.2 * every + 0.01 * normalizer**2) * batch.weights).sum()
+    assert float(loss.objective.total) == pytest.approx(expected, rel=1e-6)
+    assert float(loss.metrics["loss_nats"].total) == pytest.approx(
+        (nll * batch.weights).sum(), rel=1e-6
+    )
+    smoothed = ((0.8 * nll + 0.2 * every) * batch.weights).sum()
+    assert float(loss.metrics["smoothed_nats"].total) == pytest.approx(smoothed, rel=1e-6)
+    assert "smoothed_nats" not in objective(capped, params, batch).metrics
+
+
 def test_chunks_change_neither_loss_nor_gradient(blueprint, params, batch):
     def loss(params, chunk):
-        return objective(blueprint, params, batch, chunk=chunk).objective.value
+        settings = dict(chunk=chunk, label_smoothing=0.1)
+        return objective(blueprint, params, batch, **settings).objective.value
 
     whole, cut = (
         jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, chunk) for chunk in (None, 9)

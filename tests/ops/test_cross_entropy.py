@@ -46,6 +46,39 @@ def test_the_gradient_is_softmax_minus_onehot_and_that_of_the_z_loss():
     np.testing.assert_allclose(jax.grad(loss)(LOGITS), weights[..., None] * expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+def test_smoothed_labels_are_those_of_float64_in_value_and_gradient(smoothing):
+    weights = RNG.random((2, 5)).astype(np.float32)
+    nll, normalizer = reference(LOGITS, TARGETS)
+    every = normalizer - LOGITS.astype(np.float64).mean(-1)
+    scores = token_scores(LOGITS, TARGETS, smoothing)
+    expected = (1 - smoothing) * nll + smoothing * every
+    np.testing.assert_allclose(scores.smoothed, expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(scores.nll, token_scores(LOGITS, TARGETS).nll)
+
+    def loss(logits):
+        scores = token_scores(logits, TARGETS, smoothing)
+        return (weights * (scores.smoothed + 0.01 * scores.log_normalizer**2)).sum()
+
+    softmax = np.exp(LOGITS.astype(np.float64) - normalizer[..., None])
+    labels = (1 - smoothing) * np.eye(37)[TARGETS] + smoothing / 37
+    expected = softmax * (1 + 0.02 * normalizer[..., None]) - labels
+    np.testing.assert_allclose(jax.grad(loss)(LOGITS), weights[..., None] * expected, atol=2e-6)
+
+
+def test_labels_that_are_not_smoothed_cost_nothing():
+    assert token_scores(LOGITS, TARGETS).smoothed is None
+
+    def program(*smoothing):
+        def loss(logits):
+            return token_scores(logits, TARGETS, *smoothing).nll.sum()
+
+        return jax.jit(jax.grad(loss)).lower(LOGITS).as_text()
+
+    assert program() == program(0.0)
+    assert "reduce" in program()
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 4, 6, 1000])
 def test_chunks_give_the_loss_and_gradients_of_the_whole(tokens):
     hidden = RNG.normal(size=(2, 5, 8)).astype(np.float32)
@@ -53,13 +86,13 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(tokens):
 
     def loss(hidden, table, tokens):
         scores = in_chunks(
-            lambda h, t: token_scores(jnp.einsum("btd,dv->btv", h, table), t),
+            lambda h, t: token_scores(jnp.einsum("btd,dv->btv", h, table), t, 0.1),
             hidden,
             TARGETS,
             tokens=tokens,
         )
         assert scores.nll.shape == (2, 5)
-        return (scores.nll * jnp.arange(10.0).reshape(2, 5)).sum()
+        return ((scores.nll + scores.smoothed) * jnp.arange(10.0).reshape(2, 5)).sum()
 
     grad = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
     for ours, whole in zip(
@@ -71,10 +104,11 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(tokens):
 
 
 def test_chunks_keep_less_in_memory_than_the_whole():
-    hidden, table = jnp.zeros((4, 64, 8)), jnp.zeros((8, 5000))
-    targets = jnp.zeros((4, 64), jnp.int32)
+    table = jnp.zeros((8, 5000))
 
-    def temporary(tokens):
+    def temporary(tokens, length=64):
+        hidden, targets = jnp.zeros((4, length, 8)), jnp.zeros((4, length), jnp.int32)
+
         def loss(table):
             return in_chunks(
                 lambda h, t: token_scores(h @ table, t), hidden, targets, tokens=tokens
@@ -83,3 +117,4 @@ def test_chunks_keep_less_in_memory_than_the_whole():
         return jax.jit(jax.grad(loss)).lower(table).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(16) < temporary(None) / 4
+    assert temporary(16, 256) < 1.1 * temporary(16), "memory grows with the tokens"
