@@ -51,7 +51,7 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
     layer; the watch and the phases that it is told of; the polls for a signal and for an error of a save; the range check of
     ids. Then ten steps are computed twice, which at one in a hundred may cost two percent.
 
-    Times are the processor's, of all threads: others use the machine too."""
+    Times are the processor's, of all threads, and the best of each are compared: others use the machine too."""
     taken = collections.defaultdict(list)
     state_of = {"number": 0, "on": True, "since": 0.0, "bare": None}
 
@@ -123,12 +123,12 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
     on, off = taken[True], taken[False]
     assert len(on) == len(off) == 12
     pairs = [a / b for a, b in zip(on, off, strict=True)]
-    ratio, plain = statistics.median(pairs), statistics.median(off)
-    repeated = (statistics.median(taken["twice"]) - plain) / 100 / plain
+    ratio, plain = min(on) / min(off), min(off)
+    repeated = (min(taken["twice"]) - plain) / 100 / plain
     with capsys.disabled():
         print(
             f"\nH7: a guarded step takes {ratio:.4f} of a bare one of {plain:.3f} s "
-            f"({min(pairs):.3f} to {max(pairs):.3f}); C9: one repeated in a hundred adds {repeated:.4f}"
+            f"(pairs {min(pairs):.3f} to {max(pairs):.3f}, median {statistics.median(pairs):.3f}); C9: one repeated in a hundred adds {repeated:.4f}"
         )
     assert ratio <= 1.03
     assert len(taken["twice"]) == 10
