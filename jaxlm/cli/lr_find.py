@@ -1,6 +1,6 @@
 """Finds a learning rate: a short training whose rate grows at every step, until the loss does too.
 
-The suggestion is the rate at which the smoothed loss falls fastest, as flags to paste. The curve goes into --out, as
+The suggestion is a third of the rate at which the smoothed loss is lowest, as flags to paste. The curve goes into --out, as
 lr-find.json and lr-find.png; no run directory is written. Muon's two rates are moved together: the one shown is optim.lr,
 and optim.adam_lr keeps its share of it. Exit code 1 where the loss falls at no rate of the range.
 """
@@ -52,18 +52,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _text(answer: dict[str, Any]) -> str:
-    curve, suggested = answer["curve"], answer["suggested_lr"]
+    curve = answer["curve"]
     every = -(-len(curve) // SHOWN)
     best = min(range(len(curve)), key=lambda at: curve[at]["smoothed"])
-    marks = {best: "lowest"} | {
-        at: "steepest descent" for at, point in enumerate(curve) if point["rate"] == suggested
-    }
-    shown = sorted({*range(0, len(curve), every), len(curve) - 1, *marks})
+    shown = sorted({*range(0, len(curve), every), len(curve) - 1, best})
     lines = [f"  {'rate':>9}{'loss':>10}{'smoothed':>10}"]
     for at in shown:
         point = curve[at]
         lines.append(
-            f"  {point['rate']:>9.2e}{point['loss_nats']:>10.4f}{point['smoothed']:>10.4f}  {marks.get(at, '')}".rstrip()
+            f"  {point['rate']:>9.2e}{point['loss_nats']:>10.4f}{point['smoothed']:>10.4f}  {'lowest' if at == best else ''}".rstrip()
         )
     lines += [
         f"{len(curve)} steps of {answer['optimizer']}: {answer['ended']}",
