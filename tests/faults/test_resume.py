@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -102,54 +103,57 @@ def kill_again_and_again(
     return kills
 
 
-def times_busy() -> float:
-    """How much longer things take because others compute on this machine too."""
-    return max(1.0, os.getloadavg()[0] / os.cpu_count())
+def processor_seconds() -> float:
+    """What the processes that were started and have ended took of the processor."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_a2_six_kills_change_no_bit(config, tmp_path, capsys):
-    """In the 45 s of the bar on a machine that does nothing else, and in proportion to its load on a busy one."""
+    """In what two cores can do in the 45 s of the bar: a clock would count what else the machine does."""
     flags = ("--config.train.steps=240", "--config.eval.every=100%")
     seldom = "--config.checkpoint.every=100%"
     assert main(harness.words(config, tmp_path / "whole", *flags, seldom)) == 0
-    begun, busy = time.monotonic(), times_busy()
+    begun, used = time.monotonic(), processor_seconds()
     command = harness.words(config, tmp_path / "run", *flags)
     kills = kill_again_and_again(command, tmp_path / "run", tmp_path / "whole", 6)
-    wall, busy = time.monotonic() - begun, max(busy, times_busy())
+    wall, used = time.monotonic() - begun, processor_seconds() - used
     with capsys.disabled():
-        print(f"\nA2: {kills}, {wall:.0f} s, {busy:.1f} times busy")
+        print(f"\nA2: {kills}, {wall:.0f} s, {used:.0f} s of the processor")
     assert (kills.landed, kills.conflicts) == (6, 0)
     assert kills.in_a_save >= 2
     assert kills.losses >= 241 + 6
     assert is_same(tmp_path / "run", tmp_path / "whole")
-    assert wall <= 45 * busy
+    assert used <= 2 * 45
 
 
 @SLOW
 @pytest.mark.timeout(1800)
 def test_a1_h5_fifty_kills_change_no_bit(config, tmp_path, capsys):
-    """In the six minutes of the bar on a machine that does nothing else, and in proportion to its load on a busy one.
+    """In what two cores can do in the six minutes of the bar: a clock would count what else the machine does.
 
     Says its goodput too: each life trains for a moment and starts for seconds, so that is small, and no figure to reach.
     """
     steps = ("--config.train.steps=600", "--config.eval.every=100%")
     code, said = harness.run(harness.words(config, tmp_path / "unbroken", *steps), **TWO)
     assert code == 0, said
-    begun, busy = time.monotonic(), times_busy()
+    begun, used = time.monotonic(), processor_seconds()
     command = harness.words(config, tmp_path / "run", *steps)
     kills = kill_again_and_again(command, tmp_path / "run", tmp_path / "unbroken", 50, **TWO)
-    wall, busy = time.monotonic() - begun, max(busy, times_busy())
+    wall, used = time.monotonic() - begun, processor_seconds() - used
     useful = sum(
         r["step_seconds"] or 0 for r in harness.records(tmp_path / "run") if r["split"] == "train"
     )
     with capsys.disabled():
-        print(f"\nA1: {kills}, {wall:.0f} s, {busy:.1f} times busy, goodput {useful / wall:.2f}")
+        print(
+            f"\nA1: {kills}, {wall:.0f} s, {used:.0f} s of the processor, goodput {useful / wall:.2f}"
+        )
     assert useful > 0
     assert (kills.landed, kills.conflicts) == (50, 0)
     assert kills.in_a_save >= 20
     assert kills.losses >= 601 + 50, "all of the whole run, and some of each life"
     assert is_same(tmp_path / "run", tmp_path / "unbroken")
-    assert wall <= 360 * busy
+    assert used <= 2 * 360
 
 
 # Point -> its step, and the step that was committed last by then. Removing is asked with the step that is removed: 2
