@@ -29,7 +29,7 @@ class Chip:
     @property
     def is_tpu(self) -> bool:
         """Whether it is a TPU, whose memory is all for programs, and whose slices have a shape."""
-        return self.name.startswith("v")
+        return self.kinds[0].startswith("TPU")
 
 
 def _chip(
