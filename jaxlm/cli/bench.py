@@ -5,6 +5,7 @@ sizes. The JSON of an earlier time, or of another machine, is compared with --co
 """
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -54,22 +55,20 @@ def _read(path: Path) -> dict[str, float]:
             why="no such file",
             fix=f"jaxlm bench --json > {path}",
         )
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         known = {row["size"]: row["tokens_per_second"] for row in rows}
-    except (ValueError, KeyError, TypeError) as error:
-        known = {"": error}
-    if not all(
-        isinstance(size, str) and sinks.is_number(speed) and speed > 0
-        for size, speed in known.items()
-    ):
-        raise DataError(
-            "the file holds no bench",
-            where=str(path),
-            why="it is not what `jaxlm bench --json` writes",
-            fix=f"jaxlm bench --json > {path}",
-        )
-    return known
+        if all(
+            isinstance(size, str) and sinks.is_number(speed) and speed > 0
+            for size, speed in known.items()
+        ):
+            return known
+    raise DataError(
+        "the file holds no bench",
+        where=str(path),
+        why="it is not what `jaxlm bench --json` writes",
+        fix=f"jaxlm bench --json > {path}",
+    )
 
 
 def _text(rows: list[dict[str, Any]]) -> str:

@@ -15,6 +15,7 @@ from jaxlm.core import config
 from jaxlm.core.errors import CommandError
 from jaxlm.monitor import cpu, words
 from jaxlm.monitor.chips import machine
+from jaxlm.parallel.config import shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             "fitting": found.fitting,
         }
     forecast = plan.forecast(chosen, on, assumed)
-    answer |= forecast.record(args.price)
+    answer |= forecast.record(args.price) | {"sharding": forecast.sharding()}
     if args.exact:
         from jaxlm.recipes.topology import compile_for, compile_here
 
@@ -112,7 +113,7 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> str:
         (
             "on",
             f"{answer['on']}, {answer['devices']} device{'s' if answer['devices'] > 1 else ''}, mesh "
-            + (" x ".join(f"{k}={v}" for k, v in answer["mesh"].items() if v > 1) or "of one"),
+            + shown(answer["mesh"]),
         ),
         (
             "model",

@@ -1,14 +1,13 @@
 """What a layer keeps for its backward pass, in closed form, by remat policy. Free of JAX."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from jaxlm.models.config import Decoder
+from jaxlm.models.tensors import NORMS
 from jaxlm.nn.config import BlockConfig, MoeConfig
 from jaxlm.ops.kernels import BLOCK
 from jaxlm.parallel import logical
-
-Sizes = Mapping[str, int]
+from jaxlm.parallel.logical import Sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ def _per_token(config: Decoder, block: BlockConfig, share: Share, policy: str) -
     into = config.width * share.compute_bytes
     if is_cast and not isinstance(block.mlp, MoeConfig) and block.mlp.gated:
         into *= 2
-    norms = {"pre": 2, "post": 2, "sandwich": 4, "parallel": 1}[block.residual] * stream
+    norms = len(NORMS[block.residual]) * stream
     total = norms + read + heads + out + into + _hidden(block, share, is_dots=False)
     if attention.qk_norm is not None:
         total += (queries + shared) * share.stream_bytes

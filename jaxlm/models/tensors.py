@@ -9,6 +9,13 @@ from jaxlm.nn.config import BlockConfig, MlpConfig, MoeConfig, NormConfig
 from jaxlm.parallel.logical import LogicalAxes
 
 Dims = dict[str, int]  # logical axis -> size, in order
+# Those of the stream, by how a block is wired.
+NORMS = {
+    "pre": ("attention_norm", "mlp_norm"),
+    "post": ("attention_norm", "mlp_norm"),
+    "sandwich": ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
+    "parallel": ("attention_norm",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +79,7 @@ def block_tensors(block: BlockConfig, width: int) -> Iterator[Tensor]:
         yield from _moe(block.mlp, width)
     else:
         yield from _mlp("mlp", block.mlp, width)
-    norms = {
-        "parallel": ("attention_norm",),
-        "sandwich": ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
-    }.get(block.residual, ("attention_norm", "mlp_norm"))
-    for name in norms:
+    for name in NORMS[block.residual]:
         yield from _norm(name, block.norm, "embed", width)
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 
 LogicalAxes = tuple[str | None, ...]
+Sizes = Mapping[str, int]  # of each mesh axis
 
 # Every logical axis is here; there is no catch-all, so that a new axis has to be thought about.
 RULES: dict[str, str | tuple[str, ...] | None] = {
@@ -31,9 +32,12 @@ LAYERS = ("layers", "prefix")  # axes along which layers are stacked
 STACKED = (*LAYERS, "experts")  # and all axes along which matrices are
 
 
-def ways(sizes: Mapping[str, int], axis: str | None) -> int:
-    """Into how many parts a logical axis is split on a mesh of these sizes."""
+def mesh_axes(axis: str | None) -> tuple[str, ...]:
+    """The mesh axes over which a logical axis is split. Raises KeyError for one without a rule."""
     names = None if axis is None else RULES[axis]
-    return math.prod(
-        sizes.get(name, 1) for name in ((names,) if isinstance(names, str) else names or ())
-    )
+    return (names,) if isinstance(names, str) else names or ()
+
+
+def ways(sizes: Sizes, axis: str | None) -> int:
+    """Into how many parts a logical axis is split on a mesh of these sizes."""
+    return math.prod(sizes.get(name, 1) for name in mesh_axes(axis))

@@ -15,9 +15,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.parallel import rules
 from jaxlm.parallel.pipeline import Schedule
 from jaxlm.recipes import attention
-from jaxlm.recipes.config import Run
-
-VOCAB_MULTIPLE = 64  # what `model.vocab=auto` is rounded up to, so that it splits over devices
+from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +56,7 @@ def schedule(run: Run, mesh: Mesh) -> Schedule | None:
     stages = rules.split(mesh, "stages")
     if stages == 1:
         return None
-    repeats = run.train.pipeline_repeats if run.train.pipeline == "circular" else 1
-    return Schedule(stages, run.train.microbatches, repeats)
+    return Schedule(stages, run.train.microbatches, run.train.turns)
 
 
 def vocabulary(run: Run, tokens: int) -> int:

@@ -1,7 +1,6 @@
 """How each layer computes attention on this mesh: which kernel, how queries reach the keys of other devices, and why."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxlm.core.errors import ConfigError
@@ -12,9 +11,8 @@ from jaxlm.ops import kernels
 from jaxlm.ops.kernels import Kernel
 from jaxlm.parallel import context_keys, logical
 from jaxlm.parallel.config import shown
+from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import Run
-
-Sizes = Mapping[str, int]  # of each mesh axis
 
 
 class Way(NamedTuple):

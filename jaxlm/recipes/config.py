@@ -18,6 +18,8 @@ from jaxlm.optim.config import AdamW, Cosine, Optimizer, Schedule
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.train.config import GuardConfig, TrainConfig
 
+VOCAB_MULTIPLE = 64  # what `model.vocab=auto` is rounded up to, so that it splits over devices
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:

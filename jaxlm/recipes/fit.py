@@ -11,13 +11,12 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models.config import Decoder
 from jaxlm.parallel import logical
 from jaxlm.parallel.config import AXES, flags, nearest, shown
+from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes import attention
 from jaxlm.recipes.config import Run
 
 MOST_TRIED = 200  # combinations of settings; the nearest come first
 MESHES_TRIED = 8  # with other settings, where no mesh fits by itself
-
-Sizes = Mapping[str, int]
 
 
 class Misfit(NamedTuple):
@@ -90,9 +89,8 @@ def _model(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
                 field,
             )
             yield _misfit(f"{field} = {size}", f"model.{field}", size, ways, logical.RULES[name])
-    repeats = run.train.pipeline_repeats if run.train.pipeline == "circular" else 1
     stages = logical.ways(sizes, "stages")
-    unit = len(decoder.pattern) * stages * repeats
+    unit = len(decoder.pattern) * stages * run.train.turns
     layers, first = decoder.depth - len(decoder.prefix), len(decoder.prefix)
     if stages > 1 and layers % unit:
         misfit = _misfit(f"depth = {layers}", "model.depth", layers, unit, "pipe")

@@ -56,11 +56,11 @@ def check(run: Run, forecast: Forecast | None, needed: float) -> None:
     """Raises OutOfMemory where the compiled step needs more of a device than there is: with the biggest parts and what would help."""
     there = limit(run)
     if there is not None and needed > there:
-        raise shortage(run, forecast, needed, there, when="checked before the first step")
+        raise shortage(forecast, needed, there, when="checked before the first step")
 
 
 def shortage(
-    run: Run, forecast: Forecast | None, needed: float | None, there: float | None, *, when: str
+    forecast: Forecast | None, needed: float | None, there: float | None, *, when: str
 ) -> OutOfMemory:
     """That the run does not fit, in four parts; each line of the fix can be pasted."""
     if forecast is None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from jaxlm.core.precision_config import ITEM_BYTES
@@ -11,8 +11,9 @@ from jaxlm.models.activations import Share
 from jaxlm.models.config import Decoder
 from jaxlm.monitor.chips import Chip, Machine
 from jaxlm.parallel import logical
+from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes import attention, fit, plan_memory
-from jaxlm.recipes.config import Run
+from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 
 # Of a chip's peak, the products of a step reach between these shares: what the field's trainers report, from small models
 # and long rows to large ones. A CPU is compared with its own BLAS.
@@ -20,9 +21,6 @@ REACHED = {"accelerator": (0.25, 0.60), "cpu": (0.30, 1.00)}
 # XLA for CPU updates parameters and moments out of place: what a step of one short row took, over its parameters, with
 # AdamW (3.87), Lion (3.41) and a model of 31M.
 CPU_COPIES = 3.9
-VOCAB_MULTIPLE = 64  # what a tokenizer's size is rounded up to, as recipes.assembly does
-
-Sizes = Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,10 +78,13 @@ class Forecast:
             "tokens": steps * tokens,
             "sent_bytes_per_device": self.sent_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
-            "sharding": plan_memory.sharding(self.decoder, self.sizes, self.run.mesh.zero),
             "assumed": self.assumed,
             "risks": self.risks,
         }
+
+    def sharding(self) -> list[dict[str, Any]]:
+        """Which mesh axes split each parameter."""
+        return plan_memory.sharding(self.decoder, self.sizes, self.run.mesh.zero)
 
 
 def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Forecast:
@@ -191,8 +192,7 @@ def _bubble(run: Run, sizes: Sizes) -> float:
     stages = sizes["pipe"]
     if stages == 1:
         return 0.0
-    repeats = run.train.pipeline_repeats if run.train.pipeline == "circular" else 1
-    return (stages - 1) / (run.train.microbatches * repeats + stages - 1)
+    return (stages - 1) / (run.train.microbatches * run.train.turns + stages - 1)
 
 
 def _peak(run: Run, chip: Chip, assumed: list[str]) -> float:

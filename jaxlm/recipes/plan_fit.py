@@ -60,13 +60,10 @@ def search(run: Run, machine: Machine, assumed: list[str]) -> Found:
 
 
 def _candidates(run: Run, devices: int) -> Iterator[Run]:
-    fixed = {axis: getattr(run.mesh, axis) for axis in ("pipe", "expert", "context")}
+    asked = {axis: getattr(run.mesh, axis) for axis in ("pipe", "expert", "context")}
+    fixed = {axis: 1 if size == "auto" else size for axis, size in asked.items()}
     for sizes in factorisations(devices):
-        if sizes["tensor"] > WIDEST_TENSOR or any(
-            size not in ("auto", sizes[axis]) for axis, size in fixed.items()
-        ):
-            continue
-        if any(size == "auto" and sizes[axis] > 1 for axis, size in fixed.items()):
+        if sizes["tensor"] > WIDEST_TENSOR or any(sizes[axis] != fixed[axis] for axis in fixed):
             continue
         mesh = dataclasses.replace(run.mesh, **sizes)  # type: ignore[arg-type]
         rows = sizes["data"] * sizes["fsdp"] * sizes["expert"]
@@ -78,14 +75,16 @@ def _candidates(run: Run, devices: int) -> Iterator[Run]:
             else divisors.divisors(run.train.batch // rows)
         )
         laid_out = dataclasses.replace(run, mesh=mesh)
-        for number, remat, chunk in itertools.product(counts, REMATS, CHUNKS):
-            changed = dataclasses.replace(
-                laid_out,
-                train=dataclasses.replace(run.train, microbatches=number, remat=remat),
-                loss=dataclasses.replace(run.loss, chunk=chunk),
-            )
-            if not any(fit.find(changed, sizes)):
-                yield changed
+        for number in counts:
+            train = dataclasses.replace(run.train, microbatches=number)
+            if any(fit.find(dataclasses.replace(laid_out, train=train), sizes)):
+                continue
+            for remat, chunk in itertools.product(REMATS, CHUNKS):
+                yield dataclasses.replace(
+                    laid_out,
+                    train=dataclasses.replace(train, remat=remat),
+                    loss=dataclasses.replace(run.loss, chunk=chunk),
+                )
 
 
 def _settings(old: Run, new: Run) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The bytes of a run on each device, part by part, in arithmetic. Free of JAX."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +12,10 @@ from jaxlm.models.tensors import Tensor, tensors
 from jaxlm.ops.kernels import BLOCK
 from jaxlm.optim.moments import moments
 from jaxlm.parallel import logical
-from jaxlm.parallel.logical import LogicalAxes
+from jaxlm.parallel.logical import LogicalAxes, Sizes
 from jaxlm.recipes.config import Run
 
 LOOSE = 1.1  # a buffer's place is found in a heap with holes
-
-Sizes = Mapping[str, int]
 
 
 def held_bytes(run: Run, decoder: Decoder, sizes: Sizes) -> dict[str, float]:
@@ -79,7 +78,7 @@ def temporary_bytes(
     """What comes and goes in a step: kept activations, and the larger of the loss's and of one layer's going back."""
     policies = run.train.remat.split("/")
     first, stages = len(decoder.prefix), sizes["pipe"]
-    layers = list(zip(decoder.layers, (policies * decoder.depth)[: decoder.depth], strict=True))
+    layers = list(zip(decoder.layers, itertools.cycle(policies), strict=False))
     passes = run.train.microbatches + stages - 1 if stages > 1 else 1
     kept = sum(
         activations.kept(decoder, block, share, policy)
@@ -98,12 +97,13 @@ def temporary_bytes(
     gathered = 0.0
     if sizes["fsdp"] > 1 and run.mesh.zero == 3:
         whole = dict(sizes) | {"fsdp": 1}
-        per_layer = {
-            each.path: _part(each, whole, is_split=True) / max(decoder.depth - first, 1) * stages
+        repeated = sum(
+            _part(each, whole, is_split=True)
             for each in tensors(decoder)
             if each.axes[0] == "layers"
-        }
-        gathered = 2 * sum(per_layer.values()) * ITEM_BYTES[run.precision.params]
+        )
+        per_layer = repeated / (decoder.depth - first) * stages
+        gathered = 2 * per_layer * ITEM_BYTES[run.precision.params]
     sums = held["gradients"] if run.train.microbatches > 1 and stages == 1 else 0.0
     return {
         "activations": LOOSE * (kept + max(layer - logits, 0.0)),
@@ -125,10 +125,8 @@ def _size(shape: tuple[int, ...], axes: LogicalAxes, sizes: Sizes) -> float:
 
 
 def _mesh_axes(axis: str | None, sizes: Sizes, *, is_split: bool) -> list[str]:
-    names = None if axis is None else logical.RULES[axis]
-    found = (names,) if isinstance(names, str) else names or ()
     return [
         name
-        for name in found
+        for name in logical.mesh_axes(axis)
         if sizes[name] > 1 and (is_split or (name, axis) != ("fsdp", "embed"))
     ]

@@ -93,7 +93,7 @@ class Session:
                         raise
                     there = foresight.limit(self.run)
                     raise foresight.shortage(
-                        self.run, self.forecast, None, there, when="as the device says"
+                        self.forecast, None, there, when="as the device says"
                     ) from error
             self._finish_saves()
             self.store.close()
@@ -186,7 +186,6 @@ class Session:
         held = stepping.held(step)
         if self.forecast is not None and self.directory.is_writer:
             told = self.forecast.record() | {"compiled_bytes_per_device": held}
-            del told["sharding"]
             self.directory.write_json("forecast.json", told)
         foresight.check(self.run, self.forecast, held["total"])
         self._start_clock()

@@ -61,6 +61,11 @@ class TrainConfig:
         low=1,
     )
 
+    @property
+    def turns(self) -> int:
+        """Times that a micro-batch goes through the stages of mesh.pipe."""
+        return self.pipeline_repeats if self.pipeline == "circular" else 1
+
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Micro-batches are equal parts of a batch, and the remat policy is one of those there are."""
         if self.batch % self.microbatches:

@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_told_before_the_first_step_and_the_first_fix_makes
 def test_an_error_of_the_device_becomes_the_same_words():
     run = config.load(Run, "configs/llama_1b.py", []).value
     forecast = plan.forecast(run, machine("h200", flag="--on"))
-    told = foresight.shortage(run, forecast, None, 20 * 2**30, when="as the device says")
+    told = foresight.shortage(forecast, None, 20 * 2**30, when="as the device says")
     assert isinstance(told, OutOfMemory)
     assert told.code == 71
     lines = told.fix.splitlines()
@@ -73,7 +73,6 @@ def test_an_error_of_the_device_becomes_the_same_words():
 
 
 def test_a_chip_that_no_table_knows_has_no_plan_but_an_error():
-    run = config.load(Run, "configs/quickstart.py", []).value
-    told = foresight.shortage(run, None, 3 * 2**30, 2**30, when="as the device says")
+    told = foresight.shortage(None, 3 * 2**30, 2**30, when="as the device says")
     assert "3 GiB" in told.why
     assert told.fix
