@@ -38,17 +38,15 @@ Steps = Callable[[int], float]  # takes so many, and returns the last loss
 def ours(size: str, precision: str) -> Steps:
     """jaxlm's step, compiled."""
     sys.path.insert(0, str(ROOT))
-    from types import SimpleNamespace
-
     import jax
     import numpy as np
 
     from jaxlm.core import config
     from jaxlm.data.batch import Tokens
     from jaxlm.parallel import host
-    from jaxlm.recipes import assembly, devices
+    from jaxlm.recipes import devices
     from jaxlm.recipes.config import Run
-    from jaxlm.recipes.engine import Engine
+    from jaxlm.recipes.engine import of_sizes
 
     depth, width, heads, vocab, length, rows = SIZES[size]
     settings = {
@@ -70,9 +68,7 @@ def ours(size: str, precision: str) -> Steps:
     pairs = [(path, str(value)) for path, value in settings.items()]
     run: Any = config.load(Run, None, pairs).value
     grid = devices.build_mesh(run.mesh)
-    model = assembly.assemble(run, vocab, grid)
-    data: Any = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=np.zeros(vocab, np.int32)))
-    engine = Engine(run, data, model)
+    engine = of_sizes(run, grid, vocab)
     ids, targets = batch(size)
     shape = (rows, length)
     fields: Any = {

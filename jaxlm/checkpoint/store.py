@@ -18,7 +18,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.record import Record
 from jaxlm.checkpoint.retention import kept
 from jaxlm.core import faults
-from jaxlm.core.errors import DataError, InUse, NotWritable, SaveFailed
+from jaxlm.core.errors import DataError, InUse, SaveFailed, cannot_write
 from jaxlm.core.tree import leaves
 
 TORN = (".orbax-checkpoint-tmp", ".retired")  # what a killed save, or a killed removal, leaves
@@ -139,7 +139,7 @@ class Store:
             (folder / f"{place.name}.reason.txt").write_text(reason + "\n")
             self._path(step).rename(place)
         except OSError as error:
-            raise _not_writable(folder, error) from error
+            raise cannot_write(folder.name, folder, error) from error
         return place
 
     def save(
@@ -268,7 +268,7 @@ class Store:
             probe.mkdir(exist_ok=True)
             probe.rmtree()
         except OSError as error:
-            raise _not_writable(self.directory, error) from error
+            raise cannot_write(self.directory.name, self.directory, error) from error
         self.remove_torn()
 
     def _path(self, step: int) -> epath.Path:
@@ -344,15 +344,6 @@ class Store:
             why=f"{type(error).__name__}: {error}"[:500],
             fix="free space there, then run the same command again: it goes on from the last committed step",
         )
-
-
-def _not_writable(place: epath.Path, error: OSError) -> NotWritable:
-    return NotWritable(
-        f"{place.name} cannot be written",
-        where=str(place),
-        why=f"{type(error).__name__}: {error.strerror}",
-        fix="--workdir=runs/another, or change its permissions",
-    )
 
 
 def _listed(items: list[str]) -> str:

@@ -81,6 +81,22 @@ class NotWritable(JaxlmError):
     kind = "output not writable"
 
 
+def cannot_write(
+    what: str,
+    place: object,
+    error: OSError,
+    *,
+    fix: str = "--workdir=runs/another, or change its permissions",
+) -> NotWritable:
+    """That the operating system refused to write something."""
+    return NotWritable(
+        f"{what} cannot be written",
+        where=str(place),
+        why=f"{type(error).__name__}: {error.strerror}",
+        fix=fix,
+    )
+
+
 class SaveFailed(JaxlmError):
     """A checkpoint that was due could not be committed."""
 

@@ -4,7 +4,6 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jaxlm.monitor import chips
 from jaxlm.parallel import host
 from jaxlm.recipes import assembly, devices, fit, foresight, stepping
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import Engine
+from jaxlm.recipes.engine import of_sizes
 
 LEAST_STEPS = 3
 Say = Callable[[str], None]
@@ -120,9 +119,8 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
     fit.check(run, jax.device_count())
     grid = devices.build_mesh(run.mesh)
     vocab = assembly.vocabulary(run, 0)
-    model = assembly.assemble(run, vocab, grid)
-    data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=np.zeros(vocab, np.int32)))
-    engine = Engine(run, data, model)  # type: ignore[arg-type]
+    engine = of_sizes(run, grid, vocab)
+    model = engine.model
     forecast = foresight.own(run, model.blueprint.config)
     with jax.set_mesh(grid):
         state, batch = engine.fresh(), host.put(grid, _rows(run, vocab))

@@ -3,10 +3,13 @@
 import functools
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from jaxlm.core import faults, random
 from jaxlm.data import loader as loaders
@@ -149,6 +152,13 @@ class Engine:
             opt_state=opt_state,
             guard=jax.tree.map(lambda _: replicated, shapes.guard),
         )
+
+
+def of_sizes(run: Run, grid: Mesh, vocab: int) -> Engine:
+    """The engine of a run's sizes on a mesh, without data: to compile or to time its step."""
+    model = assembly.assemble(run, vocab, grid)
+    tokenizer = SimpleNamespace(token_bytes=np.zeros(vocab, np.int32))
+    return Engine(run, SimpleNamespace(tokenizer=tokenizer), model)  # type: ignore[arg-type]
 
 
 def _fetching(step: Step, layout: TrainState, state: TrainState, batch: Tokens) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.errors import CommandError, Diverged, NotWritable
+from jaxlm.core.errors import CommandError, Diverged, NotWritable, cannot_write
 from jaxlm.data import parts, prepare
 from jaxlm.monitor import plots, sinks
 from jaxlm.optim.config import Muon
@@ -56,8 +56,8 @@ class Point(NamedTuple):
 def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     """Trains from fresh parameters at rates from `low` to `high`, and names a third of the one where the loss is lowest.
 
-    `suggested_lr` is None where it falls nowhere. The rate of step i of n is low (high / low)^(i / (n - 1)), with neither warm-up nor decay; batches, clipping and all else
-    are as the config has them. The guard does not look for spikes, and the test ends at the first loss or gradient that
+    `suggested_lr` is None where it falls nowhere. The rate of step i of n is low (high / low)^(i / (n - 1)), with neither
+    warm-up nor decay; batches, clipping and all else are as the config has them. The guard does not look for spikes, and the test ends at the first loss or gradient that
     is not finite, or where the loss, smoothed over the steps so far, is 1.5 times its lowest. Writes lr-find.json and
     lr-find.png into `out`, and nothing else.
 
@@ -196,11 +196,8 @@ def _open(out: Path) -> None:
         if not os.access(out, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise NotWritable(
-            "the folder of the test cannot be written",
-            where=f"--out={out}",
-            why=f"{type(error).__name__}: {error.strerror}",
-            fix="--out=/a/folder/of/yours",
+        raise cannot_write(
+            "the folder of the test", f"--out={out}", error, fix="--out=/a/folder/of/yours"
         ) from error
     if (out / RECORD).exists():
         raise NotWritable(

@@ -2,12 +2,10 @@
 
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -17,25 +15,23 @@ from jaxlm.data.batch import Tokens
 from jaxlm.monitor.chips import SLICES, Machine
 from jaxlm.parallel import collectives, host, mesh
 from jaxlm.parallel.config import shown
-from jaxlm.recipes import assembly, devices, fit, stepping, traffic
+from jaxlm.recipes import devices, fit, stepping, traffic
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import Engine
+from jaxlm.recipes.engine import of_sizes
 
 Say = Callable[[str], None]
 
 
 def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
     """The update of a run, compiled for the devices of a mesh from shapes alone."""
-    model = assembly.assemble(run, vocabulary(run), grid)
-    tokenizer = SimpleNamespace(token_bytes=np.zeros(vocabulary(run), np.int32))
+    # Its random key is a number, and no chip of the mesh may be there to hold it.
+    engine = of_sizes(run, grid, vocabulary(run))
     place = host.batch_sharding(grid)
     shape = (run.train.batch, run.data.sequence)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
     fields: Any = (weights if field == "weights" else ids for field in Tokens._fields)
     batch = Tokens(*fields)
-    # Its random key is a number, and no chip of the mesh may be there to hold it.
-    engine = Engine(run, SimpleNamespace(tokenizer=tokenizer), model)  # type: ignore[arg-type]
     (platform,) = {device.platform for device in grid.devices.flat}
     with backend.of(platform), jax.set_mesh(grid):
         return engine.step.lower(engine.abstract(), batch).compile()

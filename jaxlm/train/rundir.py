@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from jaxlm.core.errors import InputMissing, NotWritable, in_our_words
+from jaxlm.core.errors import InputMissing, NotWritable, cannot_write, in_our_words
 from jaxlm.core.quoting import safe
 from jaxlm.monitor import sinks
 from jaxlm.train.lock import Lock
@@ -40,7 +40,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock.acquire()
         except OSError as error:
-            raise _not_writable("the run directory", self.path, error) from error
+            raise cannot_write("the run directory", self.path, error) from error
         return self
 
     def __exit__(
@@ -85,7 +85,7 @@ class RunDir:
         try:
             return open(self.path / name, "a", encoding="utf-8")
         except OSError as error:
-            raise _not_writable(name, self.path / name, error) from error
+            raise cannot_write(name, self.path / name, error) from error
 
     def write_json(self, name: str, value: Any) -> None:
         """Replaces a JSON file as a whole."""
@@ -99,15 +99,6 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Where the committed steps are."""
         return self.path / "checkpoints"
-
-
-def _not_writable(what: str, path: Path, error: OSError) -> NotWritable:
-    return NotWritable(
-        f"{what} cannot be written",
-        where=str(path),
-        why=f"{type(error).__name__}: {error.strerror}",
-        fix="--workdir=runs/another, or change its permissions",
-    )
 
 
 def _code(error: BaseException | None) -> int:
