@@ -1,9 +1,11 @@
 """A whole run: every section there is, and what must hold between them."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.core import config
 from jaxlm.core.config import setting
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data.config import DataConfig
@@ -61,6 +63,14 @@ class Run:
                     f"a schedule cannot be a time such as {span}",
                     f"--config.schedule.{name}=5%",
                 )
+
+    def changed(self, settings: Mapping[str, Any]) -> "Run":
+        """The run with other settings, by path. Raises ConfigError where they do not suit it."""
+        raw = config.to_json(self)
+        for path, value in settings.items():
+            section, _, name = path.partition(".")
+            raw[section][name] = value
+        return config.from_json(Run, raw)
 
     @property
     def tokens_per_step(self) -> int:

@@ -160,12 +160,8 @@ def _changes(run: Run, sizes: Sizes, misfits: list[Misfit]) -> dict[str, int]:
     combinations = itertools.islice(itertools.product(*paths.values()), MOST_TRIED)
     for values in combinations:
         changes = dict(zip(paths, values, strict=True))
-        raw = config.to_json(run)
-        for path, value in changes.items():
-            section, _, name = path.partition(".")
-            raw[section][name] = value
         try:
-            changed = config.from_json(Run, raw)
+            changed = run.changed(changes)
         except ConfigError:
             continue
         if not any(find(changed, sizes)):

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -122,14 +121,11 @@ def _combinations() -> Iterator[tuple[tuple[str, str], ...]]:
 
 def _changed(forecast: Forecast, changes: tuple[tuple[str, str], ...]) -> Forecast | None:
     """The plan with other settings; None where they are what the run has, or do not suit it."""
-    raw: dict[str, Any] = config.to_json(forecast.run)
-    for path, text in changes:
-        section, name = path.split(".")
-        value = int(text) if text.isdigit() else text
-        if raw[section][name] == value:
-            return None
-        raw[section][name] = value
+    values = {path: int(text) if text.isdigit() else text for path, text in changes}
+    now = config.flatten(forecast.run)
+    if any(now[path] == value for path, value in values.items()):
+        return None
     try:
-        return plan.forecast(config.from_json(Run, raw), forecast.machine)
+        return plan.forecast(forecast.run.changed(values), forecast.machine)
     except ConfigError:
         return None
