@@ -38,6 +38,11 @@ class Precision:
         """The dtype in which activations flow between products: `compute`, but float32 on CPU, where low precision only pays inside a product."""
         return jnp.dtype(jnp.float32) if backend.name() == "cpu" else self.compute
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients pass through float16, so that the loss must be scaled up for small ones not to vanish."""
+        return jnp.dtype(jnp.float16) in (self.compute, self.reduce)
+
     def reduced(self, gradients: Any) -> Any:
         """A gradient tree in the dtype in which it is summed."""
         return jax.tree.map(lambda g: g.astype(self.reduce), gradients)

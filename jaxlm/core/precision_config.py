@@ -13,9 +13,12 @@ ITEM_BYTES: dict[Float, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 class PrecisionConfig:
     """Dtypes of the master weights, of the matrix products, and of summed gradients."""
 
-    params: Float = setting("float32", "dtype of the master weights and the optimizer's moments")
+    params: Literal["float32", "bfloat16"] = setting(
+        "float32", "dtype of the master weights and the optimizer's moments"
+    )
     compute: Float = setting(
         "float32",
-        "dtype of matrix operands and activations; accumulation, softmax, norms and loss stay float32",
+        "dtype of matrix operands and activations; accumulation, softmax, norms and loss stay float32; the loss is scaled "
+        "for float16 (guard.loss_scale)",
     )
     reduce: Float = setting("float32", "dtype in which gradients are summed over micro-batches")

@@ -229,7 +229,7 @@ def _risks(run: Run, machine: Machine, decoder: Decoder) -> Iterator[str]:
     if run.precision.compute == "bfloat16" and "bfloat16" not in machine.chip.flops:
         yield f"{machine.chip.name} has no bfloat16: --config.precision.compute=float32"
     if run.precision.compute == "float16":
-        yield "float16 has a small range: without loss scaling, gradients may vanish"
+        yield "float16 has a small range: steps whose scaled gradients overflow it are not applied; bfloat16 has none of them"
     tokens = run.train.steps * run.tokens_per_step
     ratio = tokens / cost.active_parameters(decoder)
     if ratio < 5:

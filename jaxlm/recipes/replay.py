@@ -211,7 +211,9 @@ def _measured(
         strict = dataclasses.replace(run.guard, sigmas=1.0)
         refusing = Engine(dataclasses.replace(run, guard=strict), engine.data, engine.model)
     zeros = jax.tree.map(lambda x: x * 0, guard)  # new arrays: the state is donated
-    zeros = zeros._replace(filled=zeros.filled + run.guard.window)
+    zeros = zeros._replace(
+        filled=zeros.filled + run.guard.window, scale=jax.tree.map(jnp.copy, guard.scale)
+    )
     state, refused = refusing.step(state._replace(guard=zeros), batch)
     state = state._replace(step=state.step - 1, guard=guard)
     _, metrics = engine.step(state, batch)

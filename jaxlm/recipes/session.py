@@ -220,14 +220,14 @@ class Session:
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         inner = ("verdict", "skipped_in_a_row")
+        counts = ("skipped_total", "overflows_total")
         record: dict[str, Any] = {
-            name: value for name, value in values.items() if name not in inner
+            name: int(value) if name in counts else value
+            for name, value in values.items()
+            if name not in inner
         }
         record |= self.clock.read(step) | {"tokens": self.progress.tokens}
-        record |= {
-            "skipped_total": int(values["skipped_total"]),
-            "peak_bytes": memory.peak(jax.local_devices()).bytes,
-        }
+        record["peak_bytes"] = memory.peak(jax.local_devices()).bytes
         self._write(step, "train", record)
 
     def _write(self, step: int, split: str, record: dict[str, Any]) -> None:
@@ -235,7 +235,16 @@ class Session:
             sink.write({"step": step, "time_unix": time.time(), "split": split} | record)
 
     def _note_skipped(self, step: int, values: dict[str, float], layers: dict[str, Any]) -> None:
-        """Writes down a step that was not applied, with what it had read, and says so."""
+        """Writes down a step that was not applied, with what it had read, and says so.
+
+        One that the loss scale was too large for is said only: it comes of no document, and again whenever the scale grew.
+        """
+        if values["verdict"] == guard.OVERFLOW:
+            self.console.say(
+                f"step {step} was not applied: {guard.words(guard.OVERFLOW)}, which is {values['loss_scale']:g} now; "
+                f"{int(values['overflows_total'])} such steps so far"
+            )
+            return
         found = forensics.evidence(self.engine, step, values, layers, self.rewinds.skips)
         self.spikes.write({"time_unix": time.time()} | found)
         self.console.warn(

@@ -97,6 +97,18 @@ class GuardConfig:
     )
     budget: int = setting(10, "bad steps in a row after which the run rewinds", unit="steps", low=1)
     rewinds: int = setting(3, "rewinds after which the run ends instead, with 79", low=0)
+    loss_scale: float = setting(
+        2.0**15,
+        "what the mean loss is multiplied by at first where anything is float16; it halves where a gradient overflows",
+        low=1.0,
+        high=2.0**24,
+    )
+    loss_scale_growth: int = setting(
+        2000,
+        "steps without such an overflow after which the loss scale doubles",
+        unit="steps",
+        low=1,
+    )
     reach: int = setting(
         100, "a rewind goes back at least this far, to a healthy checkpoint", unit="steps", low=0
     )

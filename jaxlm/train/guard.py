@@ -1,7 +1,8 @@
 """Whether an update may be applied: decided on the device, before it is, and never by multiplying with zero.
 
 A step is bad where its loss or gradient is not finite, or where either stands out of the last accepted ones. A bad step
-leaves parameters and optimizer as they were, bit for bit, and is counted.
+leaves parameters and optimizer as they were, bit for bit, and is counted. So is a step whose gradient the loss scale of
+float16 made too large, and counted apart: it says nothing of the run.
 """
 
 from typing import Any, NamedTuple
@@ -15,12 +16,14 @@ from jaxlm.train.config import GuardConfig
 # Bits of a verdict; 0 is a good step.
 LOSS_NOT_FINITE, GRAD_NOT_FINITE, LOSS_SPIKE, GRAD_SPIKE = 1, 2, 4, 8
 STATE_NOT_FINITE = 16  # an update that overflowed though its gradient had not: found before a save
+OVERFLOW = 32  # a finite loss whose gradient was not, at a loss scale that can be lowered
 WORDS = {
     LOSS_NOT_FINITE: "loss not finite",
     GRAD_NOT_FINITE: "gradient not finite",
     LOSS_SPIKE: "loss spike",
     GRAD_SPIKE: "gradient spike",
     STATE_NOT_FINITE: "parameters or moments not finite",
+    OVERFLOW: "gradient too large for the loss scale",
 }
 
 NORMAL_CONSISTENT = (
@@ -30,7 +33,17 @@ NORMAL_CONSISTENT = (
 # 2,000 steps of a healthy run were skipped, at 1.7 times a median that its level had left behind.
 LEAST_SPREAD_LOSS, LEAST_SPREAD_NORM = 0.02, 0.2
 LEVEL_SHIFT = 8  # gradient spikes in a row that are taken for a new level
+# Without a scale, overflows are the guard's; and one that grew for ever would be infinite.
+LEAST_SCALE, MOST_SCALE = 1.0, 2.0**24
 WARM = 2  # the spike test begins when 1/WARM of the window is filled: fewer values tell the spread badly
+
+
+class LossScale(NamedTuple):
+    """What the loss is multiplied by, so that gradients do not vanish in float16."""
+
+    factor: Float[Array, ""]
+    steady: Int[Array, ""]  # steps with a finite gradient since it last moved
+    overflows: Int[Array, ""]  # steps not applied because of it, in the whole run
 
 
 class GuardState(NamedTuple):
@@ -41,13 +54,15 @@ class GuardState(NamedTuple):
     filled: Int[Array, ""]  # values accepted since the windows were last emptied
     skipped: Int[Array, ""]  # steps not applied, in the whole run
     in_a_row: Int[Array, ""]  # of them, since the last step that was
+    scale: LossScale  # of float16; otherwise it stays as it began
 
 
 def fresh(config: GuardConfig) -> GuardState:
     """Before the first step."""
     zero = jnp.zeros((), jnp.int32)
     window = jnp.zeros((config.window,), jnp.float32)
-    return GuardState(window, window, zero, zero, zero)
+    scale = LossScale(jnp.float32(config.loss_scale), zero, zero)
+    return GuardState(window, window, zero, zero, zero, scale)
 
 
 def judge(
@@ -55,12 +70,20 @@ def judge(
     loss: Float[Array, ""],
     norm: Float[Array, ""],
     config: GuardConfig,
+    *,
+    is_scaled: bool = False,
 ) -> tuple[Bool[Array, ""], Int[Array, ""], GuardState]:
     """(whether to apply the update, the verdict's bits, the guard after this step).
 
     A value is a spike above median + sigmas x max(1.4826 x median absolute deviation, a share of the median) of its window,
     once half of that is filled. Gradient spikes alone, 8 in a row, are a new level: that step is applied and the
     windows begin again. A loss that stays high is not: parameters went wrong, and only a rewind mends them.
+
+    Where the loss `is_scaled`, `norm` is that of the gradient without the scale. A gradient that is not finite though the
+    loss is halves the scale; so many steps without one double it. At a scale of 1 such a gradient is a bad step like any
+    other.
+
+    Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2 (the scale, and its choice while training).
     """
     bad_loss, bad_norm = ~jnp.isfinite(loss), ~jnp.isfinite(norm)
     verdict = LOSS_NOT_FINITE * bad_loss + GRAD_NOT_FINITE * bad_norm
@@ -76,16 +99,31 @@ def judge(
         verdict += LOSS_SPIKE * (high_loss & ~bad_loss) + GRAD_SPIKE * (high_norm & ~bad_norm)
     is_good = verdict == 0
     slot = filled % config.window
-    return (
-        is_good,
-        verdict.astype(jnp.int32),
-        GuardState(
-            losses=_put(guard.losses, slot, loss, is_good),
-            norms=_put(guard.norms, slot, norm, is_good),
-            filled=filled + is_good,
-            skipped=guard.skipped + ~is_good,
-            in_a_row=jnp.where(is_good, 0, guard.in_a_row + 1),
-        ),
+    verdict = verdict.astype(jnp.int32)
+    judged = guard._replace(
+        losses=_put(guard.losses, slot, loss, is_good),
+        norms=_put(guard.norms, slot, norm, is_good),
+        filled=filled + is_good,
+        skipped=guard.skipped + ~is_good,
+        in_a_row=jnp.where(is_good, 0, guard.in_a_row + 1),
+    )
+    if not is_scaled:
+        return is_good, verdict, judged
+    overflowed = bad_norm & ~bad_loss & (guard.scale.factor > LEAST_SCALE)
+    scale = _moved(guard.scale, overflowed, ~bad_norm, config.loss_scale_growth)
+    after = select(overflowed, guard, judged)._replace(scale=scale)
+    return is_good, jnp.where(overflowed, OVERFLOW, verdict), after
+
+
+def _moved(scale: LossScale, overflowed: Array, is_finite: Array, growth: int) -> LossScale:
+    """The scale after a step."""
+    steady = scale.steady + is_finite
+    is_grown = steady >= growth
+    factor = jnp.where(is_grown, jnp.minimum(scale.factor * 2, MOST_SCALE), scale.factor)
+    return LossScale(
+        factor=jnp.where(overflowed, jnp.maximum(scale.factor / 2, LEAST_SCALE), factor),
+        steady=jnp.where(overflowed | is_grown, 0, steady),
+        overflows=scale.overflows + overflowed,
     )
 
 

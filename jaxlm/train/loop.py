@@ -8,6 +8,7 @@ from typing import Any
 from jaxlm.core import faults
 from jaxlm.core.errors import Preempted
 from jaxlm.parallel import host
+from jaxlm.train import guard
 from jaxlm.train.signals import Interrupted, StopRequest
 from jaxlm.train.state import TrainState
 from jaxlm.train.step import Metrics, Step
@@ -168,7 +169,8 @@ def _settle(
     progress.tokens += round(values["tokens"])
     hooks.count(values["tokens"], waited)
     if values["verdict"]:
-        progress.last_skipped = step
+        if values["verdict"] != guard.OVERFLOW:
+            progress.last_skipped = step
         hooks.skipped(step, values, host.fetch(layers))
     if hooks.is_log_due(step):
         hooks.log(step, values)

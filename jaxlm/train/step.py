@@ -45,18 +45,25 @@ def build(
     The guard decides whether the update is applied; where not, parameters and optimizer stay as they are, bit for bit,
     and only the step's number and the guard's counters move. The learning rate follows the applied updates.
 
+    Where gradients pass through float16, what is differentiated is the sum times scale / tokens of the micro-batch: about
+    the mean times the scale, so the same scale fits batches of any size. The gradient is divided by it in float32,
+    before the guard sees it.
+
     Metrics are scalars on the device: those of the objective, `learning_rate`, `grad_norm` (before clipping),
     `param_norm`, `update_ratio` (norm of the update over norm of the parameters), `tokens` (weight of the batch, 0 where
-    it was skipped), `verdict` (bits of the guard), `skipped_total` and `skipped_in_a_row`; and `layers`, the gradient's
-    norm by parameter, and by layer where `axes` says that the first axis is one of layers: all 0 in a good step.
+    it was skipped), `verdict` (bits of the guard), `skipped_total` and `skipped_in_a_row`; in float16 `loss_scale`, as
+    this step leaves it, and `overflows_total`, the steps not applied because of it; and `layers`, the gradient's norm by
+    parameter, and by layer where `axes` says that the first axis is one of layers: all 0 in a good step.
     `is_measured(completed)` says in which steps the norms of parameters and update are taken, each a pass over all
     parameters; in others they are NaN. None takes them in all.
     """
+    is_scaled = precision.is_scaled
 
-    def gradient(params: Any, batch: Tokens, key: Array) -> tuple[Any, Loss]:
+    def gradient(params: Any, batch: Tokens, key: Array, scale: Array) -> tuple[Any, Loss]:
         def total(params: Any) -> tuple[Array, Loss]:
             part = loss(params, batch, key)
-            return part.objective.total, part
+            total = part.objective.total
+            return (total * (scale / batch.tokens.size) if is_scaled else total), part
 
         (_, part), grads = jax.value_and_grad(total, has_aux=True)(params)
         return laid_out(precision.reduced(grads)), part
@@ -64,27 +71,32 @@ def build(
     def laid_out(grads: Any) -> Any:
         return grads if layout is None else jax.lax.with_sharding_constraint(grads, layout)
 
-    def summed(params: Any, batch: Tokens, key: Array) -> tuple[Any, Loss]:
+    def summed(params: Any, batch: Tokens, key: Array, scale: Array) -> tuple[Any, Loss]:
         if microbatches == 1:
-            return gradient(params, batch, key)
+            return gradient(params, batch, key, scale)
         parts = jax.tree.map(lambda x: pipeline.deal(x, microbatches), batch)
         keys = jax.random.split(key, microbatches)
 
         def add(carry: Any, part: tuple[Tokens, Array]) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, carry, gradient(params, *part)), None
+            return jax.tree.map(jnp.add, carry, gradient(params, *part, scale)), None
 
-        shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts), key)
+        first = jax.tree.map(lambda x: x[0], parts)
+        shapes = jax.eval_shape(gradient, params, first, key, scale)
         grads, part = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return jax.lax.scan(add, (laid_out(grads), part), (parts, keys))[0]
 
     def step(state: TrainState, batch: Tokens) -> tuple[TrainState, Metrics]:
-        grads, part = summed(state.params, batch, jax.random.fold_in(key, state.step))
+        scale = state.guard.scale
+        grads, part = summed(state.params, batch, jax.random.fold_in(key, state.step), scale.factor)
         inverse = 1.0 / jnp.maximum(part.objective.weight, 1.0)
+        if is_scaled:
+            unscale = batch.tokens.size / microbatches / scale.factor
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) * unscale, grads)
         grads = jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads)
         grads = _broken(grads, state.step)
         grad_norm = _norm(grads)
         is_good, verdict, guarded = guards.judge(
-            state.guard, part.metrics["loss_nats"].value, grad_norm, guard
+            state.guard, part.metrics["loss_nats"].value, grad_norm, guard, is_scaled=is_scaled
         )
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         # Computed in the gradients' dtype, kept in that of the parameters, which may be lower.
@@ -105,9 +117,10 @@ def build(
             param_norm, update_ratio = jax.lax.cond(
                 is_measured(state.step + 1), norms, lambda: (unknown, unknown)
             )
+        applied = state.step - state.guard.skipped - scale.overflows
         metrics = {name: mean.value for name, mean in part.metrics.items()} | {
             "tokens": jnp.where(is_good, part.objective.weight, 0.0),
-            "learning_rate": jnp.asarray(schedule(state.step - state.guard.skipped), jnp.float32),
+            "learning_rate": jnp.asarray(schedule(applied), jnp.float32),
             "grad_norm": grad_norm,
             "param_norm": param_norm,
             "update_ratio": update_ratio,
@@ -116,6 +129,11 @@ def build(
             "skipped_in_a_row": guarded.in_a_row,
             "layers": _layer_norms(~is_good, grads, axes),
         }
+        if is_scaled:
+            metrics |= {
+                "loss_scale": guarded.scale.factor,
+                "overflows_total": guarded.scale.overflows,
+            }
         return TrainState(state.step + 1, params, opt_state, guarded), metrics
 
     return step
