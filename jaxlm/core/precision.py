@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core import backend
-from jaxlm.core.precision_config import PrecisionConfig
+from jaxlm.core.precision_config import PrecisionConfig, Products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,21 +17,30 @@ class Precision:
     `params` is the dtype of the master weights and of the optimizer's moments, `compute` that of the operands of
     each matrix product and of the activations between them, `reduce` that of gradients as they are summed over
     micro-batches. Softmax, norms, the loss and the accumulator of every product are float32 whatever is chosen.
+    `products` says to what the operands of attention's and the MLPs' projections are rounded beyond `compute`, while
+    training.
     """
 
     params: jnp.dtype
     compute: jnp.dtype
     reduce: jnp.dtype
+    products: Products = "compute"
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> "Precision":
         """The policy that a config names."""
-        return cls(jnp.dtype(config.params), jnp.dtype(config.compute), jnp.dtype(config.reduce))
+        params, compute, reduce = map(jnp.dtype, (config.params, config.compute, config.reduce))
+        return cls(params, compute, reduce, config.products)
 
     @classmethod
     def float32(cls) -> "Precision":
         """Everything in float32."""
         return cls.of(PrecisionConfig())
+
+    @property
+    def exact(self) -> "Precision":
+        """The same without rounded products: of routers, of logits, and of everything but training."""
+        return dataclasses.replace(self, products="compute")
 
     @property
     def activations(self) -> jnp.dtype:

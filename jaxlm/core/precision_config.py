@@ -6,6 +6,7 @@ from typing import Literal
 from jaxlm.core.config import setting
 
 Float = Literal["float32", "bfloat16", "float16"]
+Products = Literal["compute", "int8", "fp8"]
 ITEM_BYTES: dict[Float, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -22,3 +23,8 @@ class PrecisionConfig:
         "for float16 (guard.loss_scale)",
     )
     reduce: Float = setting("float32", "dtype in which gradients are summed over micro-batches")
+    products: Products = setting(
+        "compute",
+        "what the operands of attention's and dense MLPs' projections are rounded to while training: nothing beyond "
+        "`compute`, int8 with a scale for each row, or fp8 with one for each tensor; experts, router and logits are not",
+    )

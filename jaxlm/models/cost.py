@@ -28,6 +28,16 @@ def multiplying_parameters(config: Decoder) -> int:
     )
 
 
+def projecting_parameters(config: Decoder) -> int:
+    """Those in the projections of attention and of dense MLPs, which training may round to eight bits."""
+    return sum(
+        tensor.size
+        for block in config.layers
+        for tensor in block_tensors(block, config.width)
+        if tensor.is_matrix and not {"experts", "routes"} & set(tensor.axes)
+    )
+
+
 def flops_per_token(config: Decoder, sequence: int, *, causal: bool) -> float:
     """Model FLOPs of training on one token of a row of `sequence`: forward, and twice that backward.
 

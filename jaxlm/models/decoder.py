@@ -54,7 +54,12 @@ class Decoder(nnx.Module):
 
         def table(name: str, rows: int, axis: str) -> Embedding:
             return Embedding(
-                rows, config.width, axis=axis, key=at(name), init=init, precision=precision
+                rows,
+                config.width,
+                axis=axis,
+                key=at(name),
+                init=init,
+                precision=precision.exact,
             )
 
         def stack(
@@ -104,7 +109,7 @@ class Decoder(nnx.Module):
                 vocab,
                 key=at("unembedding"),
                 init=init,
-                precision=precision,
+                precision=precision.exact,
                 result=jnp.dtype(jnp.float32),
             )
         )

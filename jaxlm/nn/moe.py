@@ -37,7 +37,7 @@ class Moe(nnx.Module):
     ):
         self.config = config
         keys = jax.random.split(key, 5)
-        exact = dataclasses.replace(precision, compute=jnp.dtype(jnp.float32))
+        exact = dataclasses.replace(precision.exact, compute=jnp.dtype(jnp.float32))
         self.router = Linear(
             {"embed": width},
             {"routes": config.experts},

@@ -20,11 +20,15 @@ from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-    """A model's blueprint, and the sharding of each of its parameters and of their gradients."""
+    """A model's blueprint, and the sharding of each of its parameters and of their gradients.
+
+    `trained` is the same model as a step of training computes it: there alone may products be rounded.
+    """
 
     mesh: Mesh
     precision: Precision
     blueprint: Blueprint
+    trained: Blueprint
     shardings: Any
     gradients: Any
 
@@ -37,17 +41,19 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
     """
     precision = Precision.of(run.precision)
     decoder = attention.fitted(run, dataclasses.replace(run.model, vocab=vocab).build(), mesh.shape)
-    blueprint = Blueprint(
+    made = functools.partial(
+        Blueprint,
         decoder,
-        precision,
         layers=run.train.stack,
         remat=run.train.remat,
         schedule=schedule(run, mesh),
     )
+    blueprint = made(precision=precision.exact)
+    trained = blueprint if precision == precision.exact else made(precision=precision)
     layout = functools.partial(rules.shardings, mesh, blueprint.axes, blueprint.shapes)
     zero = run.mesh.zero
     return Assembly(
-        mesh, precision, blueprint, layout(is_split=zero == 3), layout(is_split=zero >= 2)
+        mesh, precision, blueprint, trained, layout(is_split=zero == 3), layout(is_split=zero >= 2)
     )
 
 

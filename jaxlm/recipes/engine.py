@@ -51,7 +51,7 @@ class Engine:
         )
         self.optimizer = optimizers.build(run.optim, schedule, blueprint.axes)
         step = steps.build(
-            functools.partial(_loss, blueprint.merge, run.loss),
+            functools.partial(_loss, model.trained.merge, run.loss),
             self.optimizer,
             schedule,
             key=random.stream(jax.random.key(run.seed), "train"),

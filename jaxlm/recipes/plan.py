@@ -15,6 +15,8 @@ from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes import attention, fit, plan_memory
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 
+# Of the three products of a projection, the share whose operands are rounded (`ops.matmul`).
+EIGHT_BITS = {"int8": 2 / 3, "fp8": 1.0}
 # Of a chip's peak, the products of a step reach between these shares: what the field's trainers report, from small models
 # and long rows to large ones. A CPU is compared with its own BLAS.
 REACHED = {"accelerator": (0.25, 0.60), "cpu": (0.30, 1.00)}
@@ -113,7 +115,8 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     sent = _sent(run, decoder, sizes, share)
     memory = _memory(machine, assumed)
     low_share, high_share = REACHED["cpu" if is_cpu else "accelerator"]
-    compute = hardware / (machine.devices * peak) / (1 - _bubble(run, sizes))
+    spared = _spared(run, decoder, machine.chip, peak) * run.tokens_per_step
+    compute = (hardware - spared) / (machine.devices * peak) / (1 - _bubble(run, sizes))
     # Every step reads and writes the state, which no product hides.
     update = 2 * sum(held.values()) / machine.chip.memory_speed
     moved = sum(sent.values()) / machine.chip.link_speed
@@ -203,6 +206,15 @@ def _peak(run: Run, chip: Chip, assumed: list[str]) -> float:
     return chip.flops["float32"]
 
 
+def _spared(run: Run, decoder: Decoder, chip: Chip, peak: float) -> float:
+    """FLOPs a token that products of eight bits take off those at `peak`."""
+    products = run.precision.products
+    if products == "compute" or products not in chip.flops:
+        return 0.0
+    rounded = EIGHT_BITS[products] * 6 * cost.projecting_parameters(decoder)
+    return rounded * max(1 - peak / chip.flops[products], 0.0)
+
+
 def _memory(machine: Machine, assumed: list[str]) -> float:
     """What of a device's memory a program gets."""
     if machine.chip.is_tpu or machine.chip.name == "cpu":
@@ -228,6 +240,9 @@ def _risks(run: Run, machine: Machine, decoder: Decoder) -> Iterator[str]:
     """What may go other than planned, by what is known of chips and of training."""
     if run.precision.compute == "bfloat16" and "bfloat16" not in machine.chip.flops:
         yield f"{machine.chip.name} has no bfloat16: --config.precision.compute=float32"
+    products = run.precision.products
+    if products != "compute" and products not in machine.chip.flops:
+        yield f"{machine.chip.name} has no unit for {products}: rounded so, products cost more time than without"
     if run.precision.compute == "float16":
         yield "float16 has a small range: steps whose scaled gradients overflow it are not applied; bfloat16 has none of them"
     tokens = run.train.steps * run.tokens_per_step

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from jaxlm.core import tree
+from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data import baselines, peek
 from jaxlm.models import cost
 from jaxlm.monitor import plots, report, words
@@ -39,7 +40,8 @@ def header(session: Session) -> None:
         (
             "run",
             f"{run.train.steps} steps of {run.train.batch} rows x {run.data.sequence} tokens, "
-            f"{run.optim.name} at {run.optim.lr:g}, {run.schedule.name}, {run.precision.compute}",
+            f"{run.optim.name} at {run.optim.lr:g}, {run.schedule.name}, "
+            f"{_arithmetic(run.precision)}",
         ),
     ]
     facts.append(("plan", _plan(session)))
@@ -50,6 +52,13 @@ def header(session: Session) -> None:
         facts.append(("resumed", f"after step {session.start}"))
     facts += [("changed", str(change)) for change in session.changes]
     session.console.block(f"jaxlm train, {session.directory.path}", facts)
+
+
+def _arithmetic(precision: PrecisionConfig) -> str:
+    """The dtype of products, and what those of projections are rounded to."""
+    if precision.products == "compute":
+        return precision.compute
+    return f"{precision.compute}, projections in {precision.products}"
 
 
 def _processes(session: Session) -> str:

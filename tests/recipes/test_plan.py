@@ -232,6 +232,30 @@ def test_a_price_makes_a_cost_and_a_cpu_has_no_mfu(capsys):
     assert any("vocabulary of 2,048" in line for line in answer["assumed"])
 
 
+def test_rounded_products_take_less_time_where_the_chip_has_a_unit_for_them_and_a_risk_where_not():
+    settings = {
+        "model.width": "2048",
+        "model.hidden": "8192",
+        "model.depth": "16",
+        "train.batch": "256",
+        "precision.compute": "bfloat16",
+    }
+    whole, rounded = (
+        plan.forecast(
+            load(settings | {"precision.products": products}), machine("h100", flag="--on")
+        )
+        for products in ("compute", "fp8")
+    )
+    # Almost all of its products are of projections, at twice the peak.
+    assert 0.5 < rounded.seconds[1] / whole.seconds[1] < 0.65
+    assert not any("fp8" in risk for risk in rounded.risks)
+    assert rounded.peak_flops == whole.peak_flops, "MFU keeps its peak"
+    old = plan.forecast(
+        load(settings | {"precision.products": "fp8"}), machine("a100", flag="--on")
+    )
+    assert any("a100 has no unit for fp8" in risk for risk in old.risks)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
