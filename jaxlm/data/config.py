@@ -30,6 +30,11 @@ class DataConfig:
         low=0.0,
         high=1.0,
     )
+    damaged: Literal["error", "skip"] = setting(
+        "error",
+        "tokens for training that turn out damaged as they are read end the run; or they weigh nothing, are told and counted, "
+        "up to max_dropped of all",
+    )
     sequence: int = setting(256, "tokens in a row", unit="tokens", low=1)
     packing: Literal["concat", "first_fit"] = setting(
         "concat", "cut documents at row ends, or keep those that fit in one row whole"

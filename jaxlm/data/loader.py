@@ -1,18 +1,21 @@
 """Batches as a pure function of (seed, step)."""
 
 import dataclasses
+import functools
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxlm.core.errors import DataError, JaxlmError
+from jaxlm.data import damage
 from jaxlm.data.batch import Tokens
 from jaxlm.data.joined import AnyShards
 from jaxlm.data.packing import Plan
+from jaxlm.data.shards import Damaged
 
 ROUNDS = 4  # of the index permutation's Feistel network
 
@@ -27,6 +30,9 @@ class WorkerLost(JaxlmError):
 class Loader:
     """The rows of one shard set.
 
+    Args:
+      most_lost: the share of the set's tokens that may weigh nothing because they cannot be read; None ends with the first.
+
     The global batch at a step is a slice of an endless stream of rows: each epoch is all rows, permuted by an O(1)
     function of the seed and the epoch. So the cursor is the step, going to any step costs nothing, and any number of
     hosts reads the same stream, each its own rows of every batch.
@@ -38,6 +44,7 @@ class Loader:
     seed: int
     workers: int = 0
     prefetch: int = 8
+    most_lost: float | None = None
 
     def batches(
         self,
@@ -46,10 +53,12 @@ class Loader:
         batch: int,
         rows: slice | None = None,
         skips: Sequence[tuple[int, int]] = (),
+        warn: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Tokens]:
         """The host's rows of the global batches from step `start` on, without end; read ahead by Grain.
 
-        `skips` are ranges of batches, by their number in the stream, that are left out.
+        `skips` are ranges of batches, by their number in the stream, that are left out. `warn` is told what of the rows
+        cannot be read.
 
         Raises:
           DataError: where there are fewer rows than a batch takes; from the iterator, where a shard is damaged.
@@ -79,7 +88,15 @@ class Loader:
                 ),
                 worker_init_fn=_end_with_parent,
             )
-        return _closing(iter(dataset))
+        stream = _closing(iter(dataset))
+        if self.most_lost is None:
+            return stream
+        own = rows or slice(0, batch)
+        read = (
+            (each, functools.partial(self._pieces_at, number(step, skips), batch, own))
+            for step, each in enumerate(stream, start)
+        )
+        return damage.told(read, self.shards.manifest.tokens, self.most_lost, warn)
 
     def at(self, step: int, *, batch: int, rows: slice) -> Tokens:
         """The given rows of the global batch at `step`."""
@@ -127,20 +144,35 @@ class Loader:
         seed = int(np.random.default_rng([self.seed, epoch]).integers(2**31))
         return index_shuffle(index, max_index=self.plan.rows - 1, seed=seed, rounds=ROUNDS)
 
+    def _pieces_at(self, step: int, batch: int, rows: slice) -> Iterator[damage.Piece]:
+        """Each piece of the given rows of the global batch at `step`, with what is wrong with it."""
+        for row in range(rows.start, rows.stop):
+            for piece in self.plan.pieces(self._row_at(step * batch + row)).tolist():
+                document, start, length = piece
+                try:
+                    self.shards.read(document, start, start + length + 1)
+                    yield piece, None
+                except Damaged as error:
+                    yield piece, error
+
     def _stack(self, numbers: list[int | None]) -> Tokens:
         shape = (len(numbers), self.sequence)
         tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
+        weights = np.zeros(shape, np.float32)
         for row, number in enumerate(numbers):
             slot = 0
             for segment, (document, start, length) in enumerate(
                 () if number is None else self.plan.pieces(number), 1
             ):
-                ids = self.shards.read(document, start, start + length + 1)
                 here = (row, slice(slot, slot + length))
-                tokens[here], targets[here], segments[here] = ids[:-1], ids[1:], segment
-                positions[here] = np.arange(length)
+                segments[here], positions[here] = segment, np.arange(length)
+                try:
+                    ids = self.shards.read(document, start, start + length + 1)
+                    tokens[here], targets[here], weights[here] = ids[:-1], ids[1:], 1
+                except Damaged:
+                    if self.most_lost is None:
+                        raise
                 slot += length
-        weights = (segments > 0).astype(np.float32)
         # NumPy until it is placed on devices: the one place where a batch holds anything but JAX arrays.
         return Tokens(tokens, targets, weights, segments, positions)  # type: ignore[arg-type]
 

@@ -74,6 +74,8 @@ def open_data(
         return Loader(opened, plan, config.sequence, seed, config.workers, config.prefetch)
 
     train = loader(train_part, seed)
+    if config.damaged == "skip":
+        train = dataclasses.replace(train, most_lost=config.max_dropped)
     # Runs of any seed are evaluated on the same rows.
     validation = {part.name: loader(part, 0) for part in validation_parts}
     fingerprint: dict[str, str | int] = {

@@ -26,6 +26,10 @@ DOCUMENT_COLUMNS = manifest.DOCUMENT_BYTES // 8
 REPAIR = "restore the file, or remove the folder and write the shards again"
 
 
+class Damaged(DataError):
+    """What a token shard holds of a document is not what was written."""
+
+
 class Shards:
     """A folder of token shards, opened. Nothing of them is read until a document is asked for."""
 
@@ -116,7 +120,8 @@ class Shards:
         """Ids `start` to `stop` of a document; to be read, not written to.
 
         Raises:
-          DataError: where they are damaged, or one is past the end of the vocabulary.
+          Damaged: where they are not those that were written.
+          DataError: where one is past the end of the vocabulary.
         """
         shard, row = self._locate(document)
         width = self._dtype.itemsize
@@ -151,12 +156,13 @@ class Shards:
         except Damage as damage:
             raise self._damaged(damage, document, row) from damage
 
-    def _damaged(self, damage: Damage, document: int, row: int) -> DataError:
-        return DataError(
+    def _damaged(self, damage: Damage, document: int, row: int) -> "Damaged":
+        return Damaged(
             "a token shard is damaged",
             where=f"{damage.path}, {self._named(document, row)}",
             why=damage.why,
-            fix=f"{REPAIR}; jaxlm data check {self.folder} finds all damage",
+            fix=f"{REPAIR}; jaxlm data check {self.folder} finds all damage\n"
+            "--config.data.damaged=skip trains without what cannot be read",
         )
 
     def _named(self, document: int, row: int) -> str:

@@ -89,10 +89,12 @@ class Engine:
         """Shapes, dtypes and shardings of the state, for a restore."""
         return states.abstract(jax.eval_shape(self.traced), self._shardings())
 
-    def batches(self, start: int, skips: Skips = ()) -> Iterator[Tokens]:
-        """The global batches that the steps after `start` read, on the devices; without end."""
+    def batches(
+        self, start: int, skips: Skips = (), warn: Callable[[str], None] = lambda _: None
+    ) -> Iterator[Tokens]:
+        """The global batches that the steps after `start` read, on the devices; without end. `warn` is told what was lost."""
         stream = self.data.train.batches(
-            start, batch=self.run.train.batch, rows=self._rows, skips=skips
+            start, batch=self.run.train.batch, rows=self._rows, skips=skips, warn=warn
         )
         for step, batch in enumerate(stream, start):
             yield self._put(_spoilt(batch, loaders.number(step, skips)))

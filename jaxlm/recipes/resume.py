@@ -25,6 +25,7 @@ FREE = (
     "watch",
     "mesh",
     "data.workers",
+    "data.damaged",
     "data.prefetch",
 )
 FREE_GUARD = ("guard.budget", "guard.rewinds", "guard.reach", "guard.skip", "guard.compare_every")

@@ -165,7 +165,7 @@ class Session:
         loop.run(
             self._step,
             state,
-            self.engine.batches(self.start, self.rewinds.skips),
+            self.engine.batches(self.start, self.rewinds.skips, self._note_damage),
             start=self.start,
             steps=run.train.steps,
             stop_at=min(stop_at or run.train.steps, run.train.steps),
@@ -252,6 +252,9 @@ class Session:
             f"{values['grad_norm']:.4g}); {int(values['skipped_total'])} skipped so far, see spikes.jsonl",
             step=step,
         )
+
+    def _note_damage(self, text: str) -> None:
+        self.console.warn(text, step=self._step.completed)
 
     def _rewind(self, spent: BudgetSpent) -> None:
         """Goes back to a healthy checkpoint and around the batches about the first bad one; ends the run where that was done often enough.

@@ -457,6 +457,74 @@ def test_e5_a_shard_that_is_harmed_while_it_is_read_ends_the_stream(
     assert "document " in caught.value.where
 
 
+def flipped(path: Path, at: float) -> None:
+    """One bit of a file, at this share of its length."""
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * at)] ^= 16
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_e5_under_skip_what_cannot_be_read_weighs_nothing_and_each_piece_is_told_once(
+    stored: Shards, tmp_path: Path, workers: int
+) -> None:
+    plan = packing.plan(stored, SEQUENCE, "concat", 0, tmp_path / "plan")
+    loader = Loader(stored, plan, SEQUENCE, 0, workers=workers, prefetch=2, most_lost=0.9)
+    count = 2 * plan.rows // BATCH  # about two epochs
+    told: list[str] = []
+    before = loader.batches(0, batch=BATCH, warn=told.append)
+    whole = [next(before) for _ in range(count)]
+    before.close()  # type: ignore[attr-defined]
+    assert told == []
+
+    flipped(stored.folder / "tokens-00001.bin", 0.5)
+    flipped(stored.folder / "tokens-00003.bin", 0.1)
+    harmed = loader.batches(0, batch=BATCH, warn=told.append)
+    found = [next(harmed) for _ in range(count)]
+    harmed.close()  # type: ignore[attr-defined]
+    lost = 0
+    for ours, theirs in zip(found, whole, strict=True):
+        is_lost = ours.weights != theirs.weights
+        lost += int(is_lost.sum())
+        assert not ours.weights[is_lost].any()
+        for a, b in zip(ours[:2], theirs[:2], strict=True):
+            np.testing.assert_array_equal(a[~is_lost], b[~is_lost])
+        for a, b in zip(ours[3:], theirs[3:], strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert 0 < lost < 0.5 * sum(batch.weights.sum() for batch in whole)
+    assert len(set(told)) == len(told)
+    assert all("CRC-32 differs" in line and ".txt, record " in line for line in told)
+    assert {line.partition("tokens-0000")[2][0] for line in told} == {"1", "3"}
+    # Each piece once, though it was read in both epochs.
+    tokens = int(told[-1].partition("); ")[2].partition(" tokens in ")[0])
+    assert tokens == sum(int(line.split()[3]) for line in told)
+    assert lost / 2 <= tokens < lost
+
+
+def test_e5_more_damage_than_may_be_lost_ends_the_run_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAXLM_CACHE", str(tmp_path / "cache"))
+    config = harness.write_config(tmp_path)
+    assert main(["data", "tokenize", f"--config={config}", f"--out={tmp_path}/out"]) == 0
+    flipped(tmp_path / "out/train/tokens-00000.bin", 0.5)
+    sides = [
+        f"--config.data.train={tmp_path}/out/train",
+        f"--config.data.validation={tmp_path}/out/val",
+        "--config.data.damaged=skip",
+    ]
+    code, said = harness.run(harness.words(config, tmp_path / "few", *sides))
+    assert code == 65, said
+    assert "too much of the training data is damaged" in said
+    (share,) = re.findall(r"--config\.data\.max_dropped=[0-9.]+", said)
+    code, said = harness.run(harness.words(config, tmp_path / "run", *sides, share))
+    assert code == 0, said
+    told = [r["text"] for r in harness.records(tmp_path / "run", "warnings.jsonl")]
+    assert told
+    assert all(line.startswith("not trained on: ") for line in told)
+    assert all(r["loss_nats"] is not None for r in harness.records(tmp_path / "run"))
+
+
 def test_e5_a_run_ends_with_65_before_it_trains_on_a_flipped_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -464,9 +532,7 @@ def test_e5_a_run_ends_with_65_before_it_trains_on_a_flipped_shard(
     config = harness.write_config(tmp_path)
     assert main(["data", "tokenize", f"--config={config}", f"--out={tmp_path}/out"]) == 0
     path = tmp_path / "out/train/tokens-00000.bin"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 16
-    path.write_bytes(content)
+    flipped(path, 0.5)
     sides = [
         f"--config.data.{n}={tmp_path}/out/{f}"
         for n, f in (("train", "train"), ("validation", "val"))
