@@ -40,6 +40,9 @@ VERBS = {
     "plan": Verb(
         "jaxlm.cli.plan", "memory, time and cost of a run, before it starts", "Understand"
     ),
+    "scale": Verb(
+        "jaxlm.cli.scale", "the size and tokens that are best for a budget of FLOPs", "Understand"
+    ),
     "lr-find": Verb(
         "jaxlm.cli.lr_find", "a range test: at which learning rate the loss falls", "Understand"
     ),

@@ -73,6 +73,35 @@ def rates(curve: Sequence[tuple[float, float, float]], suggested: float | None) 
     return _saved(figure)
 
 
+class Size(NamedTuple):
+    """Runs of one size of model: (FLOPs, loss) of each, and of points on the curve of a law through them."""
+
+    name: str
+    runs: Sequence[tuple[float, float]]
+    curve: Sequence[tuple[float, float]]
+
+
+def scaling(
+    sizes: Sequence[Size],
+    best: Sequence[tuple[float, float]],
+    spent: tuple[float, float, Sequence[float]],
+) -> bytes:
+    """A PNG of losses by training FLOPs: runs by size, the lowest loss for a budget, and (budget, loss, its interval)."""
+    figure, axes = _figure()
+    for size in sizes:
+        (line,) = axes.plot(*zip(*size.curve, strict=True), "-", linewidth=0.9, alpha=0.6)
+        axes.plot(*zip(*size.runs, strict=True), "o", c=line.get_color(), ms=4, label=size.name)
+    axes.plot(*zip(*best, strict=True), "--", color="0.3", linewidth=1.2, label="lowest")
+    budget, loss, (low, high) = spent
+    reach = [[max(loss - low, 0)], [max(high - loss, 0)]]
+    axes.errorbar([budget], [loss], yerr=reach, fmt="*", color="0.1", capsize=3, label="budget")
+    axes.set_xscale("log")
+    axes.set(title="Loss by training FLOPs", xlabel="FLOPs", ylabel="nats per token")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize="small")
+    return _saved(figure)
+
+
 def _figure() -> tuple[Any, Any]:
     # A figure of its own, without pyplot: no global state, and no window system is looked for.
     from matplotlib.figure import Figure

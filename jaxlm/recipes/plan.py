@@ -9,7 +9,7 @@ from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.models import cost, wire
 from jaxlm.models.activations import Share
 from jaxlm.models.config import Decoder
-from jaxlm.monitor.chips import Chip, Machine
+from jaxlm.monitor.chips import Chip, Dtype, Machine
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes import attention, fit, plan_memory
@@ -98,7 +98,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     assumed = [] if assumed is None else list(assumed)
     fit.check(run, machine.devices)
     sizes = run.mesh.sizes(machine.devices)
-    vocab = _vocabulary(run, sizes, assumed)
+    vocab = vocabulary(run, sizes, assumed)
     decoder = attention.fitted(run, dataclasses.replace(run.model, vocab=vocab).build(), sizes)
     is_cpu = machine.chip.name == "cpu"
     share = plan_memory.share_of(run, decoder, sizes, is_cpu=is_cpu)
@@ -109,11 +109,11 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         coming = sum(used.values()) - held["parameters"] - held["optimizer"]
         used["update"] = max(CPU_COPIES * held["parameters"] - coming, 0.0)
     used["total"] = sum(used.values())
-    peak = _peak(run, machine.chip, assumed)
+    peak = peak_flops(run.precision.compute, machine.chip, assumed)
     model_flops = cost.flops_per_token(decoder, run.data.sequence, causal=True)
     hardware = _hardware_flops(run, decoder) * run.tokens_per_step
     sent = _sent(run, decoder, sizes, share)
-    memory = _memory(machine, assumed)
+    memory = memory_bytes(machine, assumed)
     low_share, high_share = REACHED["cpu" if is_cpu else "accelerator"]
     spared = _spared(run, decoder, machine.chip, peak) * run.tokens_per_step
     compute = (hardware - spared) / (machine.devices * peak) / (1 - _bubble(run, sizes))
@@ -146,7 +146,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     )
 
 
-def _vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
+def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
     """`model.vocab`, or what the tokenizer that is yet to be made will have at most."""
     if run.model.vocab != "auto":
         return run.model.vocab
@@ -198,8 +198,8 @@ def _bubble(run: Run, sizes: Sizes) -> float:
     return (stages - 1) / (run.train.microbatches * run.train.turns + stages - 1)
 
 
-def _peak(run: Run, chip: Chip, assumed: list[str]) -> float:
-    wanted = run.precision.compute
+def peak_flops(wanted: Dtype, chip: Chip, assumed: list[str]) -> float:
+    """Products a second of one device in the dtype that is wanted, or in float32 where it has no unit for that."""
     if wanted in chip.flops:
         return chip.flops[wanted]
     assumed.append(f"{chip.name} has no unit for {wanted}: its products run as float32")
@@ -215,7 +215,7 @@ def _spared(run: Run, decoder: Decoder, chip: Chip, peak: float) -> float:
     return rounded * max(1 - peak / chip.flops[products], 0.0)
 
 
-def _memory(machine: Machine, assumed: list[str]) -> float:
+def memory_bytes(machine: Machine, assumed: list[str]) -> float:
     """What of a device's memory a program gets."""
     if machine.chip.is_tpu or machine.chip.name == "cpu":
         return machine.chip.memory_bytes

@@ -13,8 +13,11 @@ LIGHT = sorted(
     for pattern in (
         "*/config.py",
         "models/cost.py",
+        "models/loss_law.py",
         "recipes/fit.py",
         "recipes/plan*.py",
+        "recipes/scale.py",
+        "recipes/shapes.py",
         "models/families/*.py",
         "cli/*.py",
         "monitor/*.py",

@@ -1,0 +1,237 @@
+"""The loss of a decoder by its size and the tokens it was trained on: a law, published constants, a fit. Free of JAX."""
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+Vector = Float[np.ndarray, "N"]
+
+HUBER = 1e-3  # least noise of log loss; beyond the noise a run counts by its distance, and not by the square of that
+# What is known of the exponents before any run: the published ones lie between 0.28 and 0.37. With many runs it weighs nothing;
+# with few, or all of about one size, it keeps what they do not determine near to what others found.
+EXPONENT, SPREAD = 0.35, 0.15
+MOST_STEPS = 400
+FEWEST_RUNS, FEWEST_SIZES = 5, 3  # a law has five constants, and an exponent takes three sizes
+RESOLUTION = 6000  # sizes among which an optimum is looked for: half a percent apart
+
+
+class Optimum(NamedTuple):
+    """How a budget is best spent: parameters, tokens, and the loss that this leads to."""
+
+    parameters: float
+    tokens: float
+    loss_nats: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """FLOPs of training on a token by the number of parameters, between the smallest and the largest size that there is.
+
+    Args:
+      parameters: rising.
+      flops: those of a token for each.
+    """
+
+    parameters: Vector
+    flops: Vector
+
+    def at(self, parameters: Vector | float) -> Vector:
+        """FLOPs a token; what a parameter costs is interpolated in its logarithm."""
+        each = np.log(self.flops / self.parameters)
+        return parameters * np.exp(np.interp(np.log(parameters), np.log(self.parameters), each))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Law:
+    """L(N, D) = E + A / N^alpha + B / D^beta, nats per token, of N parameters (embeddings included) and D tokens.
+
+    Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.3, equation 2.
+    """
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+
+    def loss(self, parameters: Vector | float, tokens: Vector | float) -> Vector:
+        """Nats per token."""
+        size = np.asarray(parameters, np.float64) ** -self.alpha
+        data = np.asarray(tokens, np.float64) ** -self.beta
+        return np.asarray(self.E + self.A * size + self.B * data)
+
+    def optimum(self, budget: float, costs: Costs | None = None) -> Optimum:
+        """The size and tokens of lowest loss for `budget` FLOPs.
+
+        Without `costs` a token costs 6 N, and in closed form, with G = (alpha A / beta B)^(1 / (alpha + beta)):
+
+            N = G (budget / 6)^(beta / (alpha + beta)),  D = budget / (6 N)
+
+        With `costs` the sizes that there are are tried.
+
+        Source: Hoffmann et al. 2022, equation 4.
+        """
+        if costs is None:
+            both = self.alpha + self.beta
+            scale = (self.alpha * self.A / (self.beta * self.B)) ** (1 / both)
+            parameters = scale * (budget / 6) ** (self.beta / both)
+            tokens = budget / (6 * parameters)
+            return Optimum(parameters, tokens, float(self.loss(parameters, tokens)))
+        sizes = np.geomspace(costs.parameters[0], costs.parameters[-1], RESOLUTION)
+        seen = budget / costs.at(sizes)
+        losses = self.loss(sizes, seen)
+        best = int(np.argmin(losses))
+        return Optimum(float(sizes[best]), float(seen[best]), float(losses[best]))
+
+
+# The first with the digits that its authors gave in the source of their paper, which the second quotes: rounded to two
+# decimals they give 32 instead of 40 billion parameters for the budget of Chinchilla.
+PUBLISHED = {
+    "arXiv:2404.10102": Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658),
+    "arXiv:2203.15556": Law(E=1.6934, A=406.4, B=410.7, alpha=0.3392, beta=0.2849),
+}
+PUBLISHED_FLOPS = (6e18, 3e21)  # of the runs behind both, arXiv:2203.15556, section 3.2
+
+
+class Points(NamedTuple):
+    """Runs that a law is fitted to, float64: parameters, tokens, nats per token."""
+
+    parameters: Vector
+    tokens: Vector
+    losses: Vector
+
+    @property
+    def sizes(self) -> int:
+        """How many sizes of model there are."""
+        return len(set(self.parameters.tolist()))
+
+    @property
+    def suffice(self) -> bool:
+        """Whether a law can be fitted to them."""
+        return len(self.losses) >= FEWEST_RUNS and self.sizes >= FEWEST_SIZES
+
+
+def fit(points: Points) -> Law:
+    """The law nearest to the runs: the Huber loss of log L, summed, and a weak prior on both exponents.
+
+    sum huber((log L(N, D) - log loss) / s) + ((alpha - 0.35)^2 + (beta - 0.35)^2) / (2 0.15^2)
+
+    with s = 0.001 first, and then with the noise that this leaves, where it is more. By Levenberg-Marquardt steps on
+    reweighted squares, from 27 starts; the lowest is kept.
+
+    Source: Hoffmann et al. 2022, section 3.3, by L-BFGS, with s = 0.001 alone and no prior; their 240 runs need none.
+    """
+    law = _fit(points, HUBER)
+    return _fit(points, noise(law, points))
+
+
+def noise(law: Law, points: Points) -> float:
+    """The standard deviation of log loss about a law of five constants, from the median distance; at least 0.001."""
+    far = np.abs(np.log(law.loss(points.parameters, points.tokens) / points.losses))
+    runs = len(far)
+    return max(HUBER, 1.4826 * float(np.median(far)) * float(np.sqrt(runs / max(runs - 5, 1))))
+
+
+def _fit(points: Points, scale: float) -> Law:
+    whole = np.ones((1, len(points.losses)))
+    found, values = _descend(_starts(points), whole, points, scale)
+    return _law(found[int(np.argmin(values))], points)
+
+
+def resample(points: Points, law: Law, draws: int, seed: int = 0) -> list[Law]:
+    """Laws of runs drawn with replacement, each descended to from `law`: how much depends on which runs there were.
+
+    Source: Efron 1979, Annals of Statistics 7(1).
+    """
+    runs = len(points.losses)
+    counts = np.random.default_rng(seed).multinomial(runs, [1 / runs] * runs, size=draws)
+    begun = np.repeat(_theta(law, points)[None], draws, axis=0)
+    found, _ = _descend(begun, counts.astype(np.float64), points, noise(law, points))
+    return [_law(theta, points) for theta in found]
+
+
+# A state of the descent is [log E, log A', log B', alpha, beta]: A' and B' are those of sizes and tokens over their
+# geometric means, which exponents then move little.
+
+
+def _starts(points: Points) -> Float[np.ndarray, "S 5"]:
+    lowest, middle = points.losses.min(), np.median(points.losses)
+    starts = []
+    for share, alpha, beta in itertools.product((0.05, 0.4, 0.8), *[(0.2, 0.35, 0.6)] * 2):
+        half = np.log((middle - share * lowest) / 2)
+        starts.append([np.log(share * lowest), half, half, alpha, beta])
+    return np.array(starts)
+
+
+def _centred(points: Points) -> tuple[Vector, Vector]:
+    sizes, tokens = np.log(points.parameters), np.log(points.tokens)
+    return sizes - sizes.mean(), tokens - tokens.mean()
+
+
+def _terms(theta: np.ndarray, points: Points) -> Float[np.ndarray, "3 S N"]:
+    """E, the size's share and the data's share of the loss of each run."""
+    sizes, tokens = _centred(points)
+    floor, size, data, alpha, beta = (column[:, None] for column in theta.T)
+    exponents = np.broadcast_arrays(floor, size - alpha * sizes, data - beta * tokens)
+    return np.exp(np.clip(exponents, -80, 80))
+
+
+def _value(
+    theta: np.ndarray, counts: np.ndarray, points: Points, scale: float
+) -> Float[np.ndarray, "S"]:
+    """What is minimised, for each state."""
+    far = np.abs(np.log(_terms(theta, points).sum(axis=0) / points.losses)) / scale
+    huber = np.where(far < 1, far**2 / 2, far - 0.5)
+    prior = ((theta[:, 3:] - EXPONENT) / SPREAD) ** 2 / 2
+    return (counts * huber).sum(axis=1) + prior.sum(axis=1)
+
+
+def _descend(
+    theta: np.ndarray, counts: np.ndarray, points: Points, scale: float
+) -> tuple[Float[np.ndarray, "S 5"], Float[np.ndarray, "S"]]:
+    """Each state at its minimum, and the value there. A step is taken only where the value falls."""
+    sizes, tokens = _centred(points)
+    value, damping = _value(theta, counts, points, scale), np.full(len(theta), 1e-3)
+    idle = np.zeros(len(theta))
+    for _ in range(MOST_STEPS):
+        floor, size, data = terms = _terms(theta, points)
+        whole = terms.sum(axis=0)
+        slopes = np.stack([floor, size, data, -sizes * size, -tokens * data], axis=-1)
+        slopes /= scale * whole[..., None]
+        residuals = np.log(whole / points.losses) / scale
+        weights = counts / np.maximum(np.abs(residuals), 1)
+        gradient = np.einsum("sn,sni->si", weights * residuals, slopes)
+        curvature = np.einsum("sn,sni,snj->sij", weights, slopes, slopes)
+        gradient[:, 3:] += (theta[:, 3:] - EXPONENT) / SPREAD**2
+        diagonal = np.einsum("sii->si", curvature)  # a view
+        diagonal[:, 3:] += 1 / SPREAD**2
+        diagonal += damping[:, None] * (diagonal + 1e-6)
+        tried = theta - np.linalg.solve(curvature, gradient[..., None])[..., 0]
+        new = _value(tried, counts, points, scale)
+        fell = new < value
+        idle = np.where(fell & (new < value - 1e-9 * (1 + value)), 0, idle + 1)
+        theta, value = np.where(fell[:, None], tried, theta), np.where(fell, new, value)
+        damping = np.clip(np.where(fell, damping / 3, damping * 4), 1e-9, 1e9)
+        if idle.min() > 15:
+            break
+    return theta, value
+
+
+def _law(theta: np.ndarray, points: Points) -> Law:
+    floor, size, data, alpha, beta = map(float, theta)
+    return Law(
+        E=float(np.exp(floor)),
+        A=float(np.exp(size + alpha * np.log(points.parameters).mean())),
+        B=float(np.exp(data + beta * np.log(points.tokens).mean())),
+        alpha=alpha,
+        beta=beta,
+    )
+
+
+def _theta(law: Law, points: Points) -> np.ndarray:
+    size = np.log(law.A) - law.alpha * np.log(points.parameters).mean()
+    data = np.log(law.B) - law.beta * np.log(points.tokens).mean()
+    return np.array([np.log(law.E), size, data, law.alpha, law.beta])
