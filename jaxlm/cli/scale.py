@@ -63,7 +63,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         is_given = args.config or args.overrides
         own = config.load(Run, args.config, args.overrides).value if is_given else None
         answer = scale.answer(flops, own, on=on, assumed=assumed)
-    out.result(answer, _text(answer, args.config))
+    largest = answer["runs"] and f"{answer['runs'][-1]['run']}/config.json"
+    out.result(answer, _text(answer, args.config or largest))
     return 0
 
 

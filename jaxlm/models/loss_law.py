@@ -10,9 +10,18 @@ from jaxtyping import Float
 Vector = Float[np.ndarray, "N"]
 
 HUBER = 1e-3  # least noise of log loss; beyond the noise a run counts by its distance, and not by the square of that
-# What is known of the exponents before any run: the published ones lie between 0.28 and 0.37. With many runs it weighs nothing;
-# with few, or all of about one size, it keeps what they do not determine near to what others found.
+# What is known before any run: published exponents lie between 0.28 and 0.37, and no text is without entropy. With many runs
+# it weighs nothing; with few, or all of about one size, it keeps what they do not determine near to what others found.
 EXPONENT, SPREAD = 0.35, 0.15
+FLOOR, FLOOR_SPREAD = (
+    1 / 3,
+    1.0,
+)  # E over the lowest loss, and the standard deviation of its logarithm
+KNOWN, SPREADS = (
+    [0, 3, 4],
+    np.array([FLOOR_SPREAD, SPREAD, SPREAD]),
+)  # of a state: log E, alpha, beta
+LEAST = 0.05  # exponent that a prior is drawn about
 MOST_STEPS = 400
 FEWEST_RUNS, FEWEST_SIZES = 5, 3  # a law has five constants, and an exponent takes three sizes
 RESOLUTION = 6000  # sizes among which an optimum is looked for: half a percent apart
@@ -115,9 +124,9 @@ class Points(NamedTuple):
 
 
 def fit(points: Points) -> Law:
-    """The law nearest to the runs: the Huber loss of log L, summed, and a weak prior on both exponents.
+    """The law nearest to the runs: the Huber loss of log L, summed, and a weak prior on E and both exponents.
 
-    sum huber((log L(N, D) - log loss) / s) + ((alpha - 0.35)^2 + (beta - 0.35)^2) / (2 0.15^2)
+    sum huber((log L(N, D) - log loss) / s) + ((alpha - 0.35)^2 + (beta - 0.35)^2) / (2 0.15^2) + log(3 E / lowest)^2 / 2
 
     with s = 0.001 first, and then with the noise that this leaves, where it is more. By Levenberg-Marquardt steps on
     reweighted squares, from 27 starts; the lowest is kept.
@@ -136,25 +145,34 @@ def noise(law: Law, points: Points) -> float:
 
 
 def _fit(points: Points, scale: float) -> Law:
-    whole = np.ones((1, len(points.losses)))
-    found, values = _descend(_starts(points), whole, points, scale)
+    aim = _Aim(points, np.ones((1, len(points.losses))), scale, _expected(points)[None])
+    found, values = _descend(_starts(points), aim)
     return _law(found[int(np.argmin(values))], points)
 
 
 def resample(points: Points, law: Law, draws: int, seed: int = 0) -> list[Law]:
     """Laws of runs drawn with replacement, each descended to from `law`: how much depends on which runs there were.
 
-    Source: Efron 1979, Annals of Statistics 7(1).
+    The prior's centre is drawn too, from the prior: what no run determines is as uncertain afterwards as it was before.
+
+    Source: Efron 1979, Annals of Statistics 7(1); Bardsley et al. 2014, SIAM Journal on Scientific Computing 36(4).
     """
-    runs = len(points.losses)
-    counts = np.random.default_rng(seed).multinomial(runs, [1 / runs] * runs, size=draws)
+    runs, random = len(points.losses), np.random.default_rng(seed)
+    counts = random.multinomial(runs, [1 / runs] * runs, size=draws).astype(np.float64)
+    centres = _expected(points) + SPREADS * random.standard_normal((draws, 3))
+    centres[:, 1:] = np.maximum(centres[:, 1:], LEAST)
     begun = np.repeat(_theta(law, points)[None], draws, axis=0)
-    found, _ = _descend(begun, counts.astype(np.float64), points, noise(law, points))
+    found, _ = _descend(begun, _Aim(points, counts, noise(law, points), centres))
     return [_law(theta, points) for theta in found]
 
 
 # A state of the descent is [log E, log A', log B', alpha, beta]: A' and B' are those of sizes and tokens over their
 # geometric means, which exponents then move little.
+
+
+def _expected(points: Points) -> Float[np.ndarray, "3"]:
+    """log E, alpha and beta as they are taken to be before any run."""
+    return np.array([np.log(FLOOR * points.losses.min()), EXPONENT, EXPONENT])
 
 
 def _starts(points: Points) -> Float[np.ndarray, "S 5"]:
@@ -179,22 +197,30 @@ def _terms(theta: np.ndarray, points: Points) -> Float[np.ndarray, "3 S N"]:
     return np.exp(np.clip(exponents, -80, 80))
 
 
-def _value(
-    theta: np.ndarray, counts: np.ndarray, points: Points, scale: float
-) -> Float[np.ndarray, "S"]:
-    """What is minimised, for each state."""
-    far = np.abs(np.log(_terms(theta, points).sum(axis=0) / points.losses)) / scale
-    huber = np.where(far < 1, far**2 / 2, far - 0.5)
-    prior = ((theta[:, 3:] - EXPONENT) / SPREAD) ** 2 / 2
-    return (counts * huber).sum(axis=1) + prior.sum(axis=1)
+class _Aim(NamedTuple):
+    """What states are descended to: each run as often as it counts, the noise of a run, and what is expected of log E, alpha and beta."""
+
+    points: Points
+    counts: Float[np.ndarray, "S N"]
+    scale: float
+    centres: Float[np.ndarray, "S 3"]
+
+    def value(self, theta: np.ndarray) -> Float[np.ndarray, "S"]:
+        """What is minimised, for each state."""
+        whole = _terms(theta, self.points).sum(axis=0)
+        far = np.abs(np.log(whole / self.points.losses)) / self.scale
+        huber = np.where(far < 1, far**2 / 2, far - 0.5)
+        prior = ((theta[:, KNOWN] - self.centres) / SPREADS) ** 2 / 2
+        return (self.counts * huber).sum(axis=1) + prior.sum(axis=1)
 
 
 def _descend(
-    theta: np.ndarray, counts: np.ndarray, points: Points, scale: float
+    theta: np.ndarray, aim: _Aim
 ) -> tuple[Float[np.ndarray, "S 5"], Float[np.ndarray, "S"]]:
     """Each state at its minimum, and the value there. A step is taken only where the value falls."""
+    points, scale = aim.points, aim.scale
     sizes, tokens = _centred(points)
-    value, damping = _value(theta, counts, points, scale), np.full(len(theta), 1e-3)
+    value, damping = aim.value(theta), np.full(len(theta), 1e-3)
     idle = np.zeros(len(theta))
     for _ in range(MOST_STEPS):
         floor, size, data = terms = _terms(theta, points)
@@ -202,15 +228,15 @@ def _descend(
         slopes = np.stack([floor, size, data, -sizes * size, -tokens * data], axis=-1)
         slopes /= scale * whole[..., None]
         residuals = np.log(whole / points.losses) / scale
-        weights = counts / np.maximum(np.abs(residuals), 1)
+        weights = aim.counts / np.maximum(np.abs(residuals), 1)
         gradient = np.einsum("sn,sni->si", weights * residuals, slopes)
         curvature = np.einsum("sn,sni,snj->sij", weights, slopes, slopes)
-        gradient[:, 3:] += (theta[:, 3:] - EXPONENT) / SPREAD**2
+        gradient[:, KNOWN] += (theta[:, KNOWN] - aim.centres) / SPREADS**2
         diagonal = np.einsum("sii->si", curvature)  # a view
-        diagonal[:, 3:] += 1 / SPREAD**2
+        diagonal[:, KNOWN] += 1 / SPREADS**2
         diagonal += damping[:, None] * (diagonal + 1e-6)
         tried = theta - np.linalg.solve(curvature, gradient[..., None])[..., 0]
-        new = _value(tried, counts, points, scale)
+        new = aim.value(tried)
         fell = new < value
         idle = np.where(fell & (new < value - 1e-9 * (1 + value)), 0, idle + 1)
         theta, value = np.where(fell[:, None], tried, theta), np.where(fell, new, value)
@@ -221,7 +247,7 @@ def _descend(
 
 
 def _law(theta: np.ndarray, points: Points) -> Law:
-    floor, size, data, alpha, beta = map(float, theta)
+    floor, size, data, alpha, beta = map(float, np.clip(theta, -80, 80))
     return Law(
         E=float(np.exp(floor)),
         A=float(np.exp(size + alpha * np.log(points.parameters).mean())),

@@ -3,35 +3,30 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jaxlm.core.errors import CommandError
 from jaxlm.models import cost
-from jaxlm.models.loss_law import (
-    PUBLISHED,
-    PUBLISHED_FLOPS,
-    Costs,
-    Law,
-    Optimum,
-    Points,
-    fit,
-    noise,
-    resample,
-)
-from jaxlm.monitor import chips, words
+from jaxlm.models.loss_law import PUBLISHED, Costs, Law, Optimum
+from jaxlm.monitor import words
 from jaxlm.monitor.chips import Machine
-from jaxlm.recipes import plan, shapes
+from jaxlm.parallel.config import AXES
+from jaxlm.recipes import plan, scale_machine, shapes
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.scale_law import (
+    DRAWS,
+    SHARE,
+    Finished,
+    Source,
+    fitted,
+    published,
+    quantiles,
+    self_check,
+)
 
-LEAST, MOST = 1e6, 1e30  # FLOPs: a few hundred parameters, and more than was ever computed
-DRAWS = 200
-SHARE = 0.8  # of the draws lie within an interval
+LEAST, MOST = 1e6, 1e28  # FLOPs: a few hundred parameters, and more than was ever computed
 FAR = 100.0  # times the FLOPs of the runs behind a law, beyond which it is doubted
 SMALLEST = 1e4  # parameters below which no law was looked at
-STATE_BYTES = 16  # a parameter: float32 weights, gradients, and two moments
 MANY_EPOCHS = 4.0  # arXiv:2305.16264: up to here repeated tokens are nearly as good as new ones
 
 
@@ -56,65 +51,6 @@ def budget(text: str) -> float:
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Finished:
-    """A run that came to its end.
-
-    Args:
-      run: its config, the vocabulary filled in.
-      parameters: that a token meets, embeddings included.
-      tokens: trained on, padding not counted.
-      flops: of its whole training, by `cost.flops_per_token`.
-      loss_nats: of its first validation set, all of it, after the last step.
-      data: the fingerprint of its data.
-    """
-
-    path: Path
-    run: Run
-    parameters: int
-    tokens: int
-    flops: float
-    loss_nats: float
-    data: dict[str, Any]
-
-
-def points(runs: Sequence[Finished]) -> Points:
-    """The runs as arrays."""
-    rows = [(each.parameters, each.tokens, each.loss_nats) for each in runs]
-    return Points(*np.array(rows, np.float64).reshape(-1, 3).T)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-    """A law, and others that are as likely: published beside it, or from runs drawn again."""
-
-    law: Law
-    name: str
-    others: list[Law]
-    flops: tuple[float, float]  # of the smallest and the largest run behind it
-
-
-def published() -> Source:
-    """The replication, whose optimum agrees with the other two approaches of the original, beside the original."""
-    (name, law), *others = PUBLISHED.items()
-    return Source(
-        law=law, name=name, others=[law, *(each for _, each in others)], flops=PUBLISHED_FLOPS
-    )
-
-
-def fitted(runs: Sequence[Finished]) -> Source:
-    """A law of one's own runs."""
-    there = points(runs)
-    law = fit(there)
-    flops = [each.flops for each in runs]
-    return Source(
-        law=law,
-        name=f"{len(runs)} runs",
-        others=resample(there, law, DRAWS),
-        flops=(min(flops), max(flops)),
-    )
-
-
 def answer(
     flops: float,
     run: Run | None = None,
@@ -135,14 +71,17 @@ def answer(
     source = fitted(runs) if runs else published()
     table, vocab = None, 0
     if run is not None:
-        one = dict.fromkeys(("pipe", "data", "fsdp", "expert", "context", "tensor"), 1)
-        vocab = plan.vocabulary(run, one, said)
+        vocab = plan.vocabulary(run, dict.fromkeys(AXES, 1), said)
         table = shapes.costs(run, vocab)
     best = source.law.optimum(flops, table)
     band = [law.optimum(flops, table) for law in source.others]
     check = self_check(runs) if runs else None
     said += _assumed(run, runs, source)
     risks += _risks(flops, best, source, table, runs, check)
+    machine = None
+    if on is not None:
+        dtype = "bfloat16" if run is None else run.precision.compute
+        machine = scale_machine.spend(on, flops, best.parameters, dtype, said, risks)
     return {
         "budget_flops": flops,
         **best._asdict(),
@@ -162,7 +101,7 @@ def answer(
         if not runs
         else None,
         "shape": None if run is None else _shape(run, vocab, best, flops),
-        "machine": None if on is None else _machine(on, flops, best, run, said, risks),
+        "machine": machine,
         "runs": [_row(each, source.law) for each in runs],
         "self_check": check,
         "assumed": said,
@@ -170,37 +109,9 @@ def answer(
     }
 
 
-def self_check(runs: Sequence[Finished]) -> dict[str, Any] | None:
-    """The largest run by FLOPs, predicted from all others; None where those are too few for a law."""
-    *others, largest = sorted(runs, key=lambda each: each.flops)
-    if not points(others).suffice:
-        return None
-    source = fitted(others)
-    at = (largest.parameters, largest.tokens)
-    predicted = float(source.law.loss(*at))
-    # A run differs from its law too, by as much as the others do.
-    spread = noise(source.law, points(others))
-    own = np.exp(spread * np.random.default_rng(0).standard_normal(DRAWS))
-    drawn = [float(law.loss(*at)) * factor for law, factor in zip(source.others, own, strict=True)]
-    return {
-        "run": str(largest.path),
-        "from_runs": len(others),
-        "flops_beyond": largest.flops / source.flops[1],
-        "loss_nats": largest.loss_nats,
-        "predicted_nats": predicted,
-        "interval_nats": _quantiles(drawn, SHARE),
-        "error": predicted / largest.loss_nats - 1,
-    }
-
-
-def _quantiles(values: Sequence[float], share: float) -> list[float]:
-    return [float(each) for each in np.quantile(values, [(1 - share) / 2, (1 + share) / 2])]
-
-
 def _band(optima: Sequence[Optimum], share: float) -> dict[str, list[float]]:
     return {
-        name: _quantiles([getattr(each, name) for each in optima], share)
-        for name in Optimum._fields
+        name: quantiles([getattr(each, name) for each in optima], share) for name in Optimum._fields
     }
 
 
@@ -233,52 +144,6 @@ def _shape(run: Run, vocab: int, best: Optimum, flops: float) -> dict[str, Any]:
     }
 
 
-def _machine(
-    on: Machine,
-    flops: float,
-    best: Optimum,
-    run: Run | None,
-    assumed: list[str],
-    risks: list[str],
-) -> dict[str, Any]:
-    """Days on a machine, and whether it holds the state; where it does not, the nearest that does."""
-    dtype = "bfloat16" if run is None else run.precision.compute
-    peak = on.devices * plan.peak_flops(dtype, on.chip, assumed)
-    low, high = plan.REACHED["cpu" if on.chip.name == "cpu" else "accelerator"]
-    assumed.append(
-        f"training reaches an MFU between {low:.0%} and {high:.0%} of {peak / 1e12:.3g} TFLOP/s in {dtype}"
-    )
-    there = on.devices * plan.memory_bytes(on, assumed)
-    needed = STATE_BYTES * best.parameters
-    assumed.append(
-        f"{STATE_BYTES} bytes a parameter, split over all devices: float32 weights, gradients and two moments; activations come on top"
-    )
-    nearest = None if needed <= there else _roomier(on, needed)
-    if nearest:
-        risks.append(f"{words.size(needed)} of state do not fit {on.name}: --on={nearest} has room")
-    return {
-        "on": on.name,
-        "devices": on.devices,
-        "days": [flops / (peak * share) / 86400 for share in (high, low)],
-        "state_bytes": needed,
-        "memory_bytes": there,
-        "fits": needed <= there,
-        "nearest": nearest,
-    }
-
-
-def _roomier(on: Machine, needed: float) -> str:
-    """The smallest machine with room for so many bytes: of the same chip, or of H200s where slices end before."""
-    slices = [each for each in chips.SLICES.values() if each.chip == on.chip]
-    roomy = [each for each in slices if each.devices * plan.memory_bytes(each, []) >= needed]
-    if roomy:
-        return min(roomy, key=lambda each: each.devices).name
-    is_joined = not on.chip.is_tpu and on.chip.name != "cpu"
-    chip = on.chip if is_joined else chips.CHIPS["h200"]
-    one = plan.memory_bytes(Machine(name=chip.name, chip=chip, devices=1), [])
-    return f"{chip.name}x{math.ceil(needed / one)}"
-
-
 def _assumed(run: Run | None, runs: Sequence[Finished], source: Source) -> list[str]:
     lines = [
         "a token costs 6 FLOPs a parameter"
@@ -293,7 +158,7 @@ def _assumed(run: Run | None, runs: Sequence[Finished], source: Source) -> list[
         ]
     first = runs[0].run
     lines.append(
-        "both exponents lie about 0.35, give or take 0.15, where runs do not say otherwise"
+        "where runs do not say otherwise: both exponents about 0.35, give or take 0.15, and E about a third of the lowest loss"
     )
     lines.append(
         f"every size is trained with {first.optim.name} as its config says; a rate that suits one may not suit another"

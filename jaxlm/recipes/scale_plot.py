@@ -9,7 +9,7 @@ import numpy as np
 from jaxlm.models.loss_law import Law
 from jaxlm.monitor import plots, sinks, words
 from jaxlm.recipes import shapes
-from jaxlm.recipes.scale import Finished
+from jaxlm.recipes.scale_law import Finished
 
 FILE = "scale.png"
 POINTS = 60  # of a curve

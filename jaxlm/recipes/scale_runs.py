@@ -14,7 +14,7 @@ from jaxlm.models.loss_law import FEWEST_RUNS, FEWEST_SIZES
 from jaxlm.monitor import sinks
 from jaxlm.recipes import assembly, shapes, starts
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.scale import Finished, points
+from jaxlm.recipes.scale_law import Finished, points
 from jaxlm.train.rundir import read_json
 
 # What all runs of a law have in common, beside their data.

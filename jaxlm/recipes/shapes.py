@@ -1,6 +1,8 @@
 """A run's model at other sizes of its family: all other sizes follow the width. Free of JAX."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from jaxlm.models.loss_law import Costs
 from jaxlm.recipes.config import Run
 
 UNIT = 8  # widths are multiples of it
-WIDEST = 2**16
+WIDEST = 2**15
 INNER = ("hidden", "shared", "dense_hidden")
 
 
@@ -36,17 +38,19 @@ def of_width(run: Run, width: int) -> dict[str, int]:
     for name in INNER:
         if isinstance(inner := getattr(model, name, None), int) and inner:
             sizes[name] = max(UNIT, round(inner * share / UNIT) * UNIT)
-    if getattr(model, "dense_depth", 0):
-        sizes["dense_depth"] = min(model.dense_depth, sizes["depth"] - 1)
+    if dense := getattr(model, "dense_depth", 0):
+        sizes["dense_depth"] = min(dense, sizes["depth"] - 1)
     return {f"model.{name}": size for name, size in sizes.items() if size != getattr(model, name)}
 
 
 def decoder(run: Run, vocab: int, width: int) -> Decoder:
     """The model at a width."""
-    sizes = {path.partition(".")[2]: size for path, size in of_width(run, width).items()}
+    changed = of_width(run, width)
+    sizes: dict[str, Any] = {path.partition(".")[2]: size for path, size in changed.items()}
     return dataclasses.replace(run.model, vocab=vocab, **sizes).build()
 
 
+@functools.lru_cache(maxsize=4)
 def costs(run: Run, vocab: int) -> Costs:
     """Parameters that a token meets, and the FLOPs of training on it, from the narrowest model to far beyond the largest trained."""
     powers = [UNIT * 2**power for power in range((WIDEST // UNIT).bit_length())]

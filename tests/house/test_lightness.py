@@ -17,6 +17,8 @@ LIGHT = sorted(
         "recipes/fit.py",
         "recipes/plan*.py",
         "recipes/scale.py",
+        "recipes/scale_law.py",
+        "recipes/scale_machine.py",
         "recipes/shapes.py",
         "models/families/*.py",
         "cli/*.py",

@@ -1,0 +1,63 @@
+"""Models of a family at other sizes: valid, in proportion, and the run's own at its own width."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxlm.core import config
+from jaxlm.models import cost
+from jaxlm.recipes import shapes
+from jaxlm.recipes.config import Run
+
+CONFIGS = (
+    "configs/quickstart.py",
+    "configs/gpt2_124m.py",
+    "configs/llama_8b.py",
+    "configs/mixtral_8x7b.py",
+    "configs/moe_fine.py",
+)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def run(request):
+    return config.load(Run, request.param).value
+
+
+@pytest.mark.parametrize("width", [8, 24, 40, 200, 384, 1000, 4096, 12_288])
+def test_every_width_is_a_model_that_the_family_accepts(run, width):
+    changed = run.changed(
+        shapes.of_width(run, width)
+    )  # raises where a rule of the family is broken
+    assert changed.model.width == width
+    share = width / run.model.width
+    assert changed.model.depth == max(1, round(run.model.depth * share))
+    own = dataclasses.replace(changed.model, vocab=512).build()
+    assert cost.parameters(own) == cost.parameters(shapes.decoder(run, 512, width))
+
+
+def test_the_width_of_the_run_changes_nothing(run):
+    assert shapes.of_width(run, run.model.width) == {}
+
+
+def test_heads_keep_their_size_where_the_width_allows_it():
+    run = config.load(Run, "configs/llama_8b.py").value
+    changed = run.changed(shapes.of_width(run, 1024)).model
+    assert (changed.size_of_head, changed.heads, changed.kv_heads) == (128, 8, 2)
+    assert (changed.depth, changed.hidden) == (8, 3584)
+
+
+@pytest.mark.parametrize("parameters", [1e8, 1e9, 7e10])
+def test_the_nearest_shape_has_about_so_many_parameters(run, parameters):
+    width = shapes.nearest(run, 50_304, parameters)
+    found = cost.active_parameters(shapes.decoder(run, 50_304, width))
+    assert found == pytest.approx(parameters, rel=0.12)
+
+
+def test_costs_are_those_of_the_models(run):
+    table = shapes.costs(run, 4096)
+    assert (np.diff(table.parameters) > 0).all()
+    for width in (96, 640, 2048):
+        decoder = shapes.decoder(run, 4096, width)
+        each = cost.flops_per_token(decoder, run.data.sequence, causal=True)
+        assert table.at(cost.active_parameters(decoder)) == pytest.approx(each, rel=0.06)
