@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.models.loss_law import PUBLISHED, PUBLISHED_FLOPS, Law, Points, fit, noise, resample
+from jaxlm.models.loss_fit import Points, fit, noise, resample
+from jaxlm.models.loss_law import PUBLISHED, PUBLISHED_FLOPS, Law
 from jaxlm.recipes.config import Run
 
 DRAWS = 200

@@ -10,7 +10,7 @@ from jaxlm.core import config
 from jaxlm.core.errors import ConfigError, InputMissing
 from jaxlm.data import tokenizer as tokenizers
 from jaxlm.models import cost
-from jaxlm.models.loss_law import FEWEST_RUNS, FEWEST_SIZES
+from jaxlm.models.loss_fit import FEWEST_RUNS, FEWEST_SIZES
 from jaxlm.monitor import sinks
 from jaxlm.recipes import assembly, shapes, starts
 from jaxlm.recipes.config import Run

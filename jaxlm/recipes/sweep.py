@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError, ConfigError
-from jaxlm.models.loss_law import FEWEST_RUNS, FEWEST_SIZES
+from jaxlm.models.loss_fit import FEWEST_RUNS, FEWEST_SIZES
 from jaxlm.parallel.cluster import Place
 from jaxlm.recipes import shapes
 from jaxlm.recipes.config import Run

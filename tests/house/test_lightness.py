@@ -13,6 +13,7 @@ LIGHT = sorted(
     for pattern in (
         "*/config.py",
         "models/cost.py",
+        "models/loss_fit.py",
         "models/loss_law.py",
         "recipes/fit.py",
         "recipes/plan*.py",
