@@ -12,14 +12,11 @@ HUBER = 1e-3  # least noise of log loss; beyond the noise a run counts by its di
 # What is known before any run: published exponents lie between 0.28 and 0.37, and no text is without entropy. With many runs
 # it weighs nothing; with few, or all of about one size, it keeps what they do not determine near to what others found.
 EXPONENT, SPREAD = 0.35, 0.15
-FLOOR, FLOOR_SPREAD = (
-    1 / 3,
-    1.0,
-)  # E over the lowest loss, and the standard deviation of its logarithm
-KNOWN, SPREADS = (
-    [0, 3, 4],
-    np.array([FLOOR_SPREAD, SPREAD, SPREAD]),
-)  # of a state: log E, alpha, beta
+# E over the lowest loss, and the standard deviation of its logarithm.
+FLOOR, FLOOR_SPREAD = 1 / 3, 1.0
+# Where log E, alpha and beta stand in a state, and how uncertain each is.
+KNOWN = [0, 3, 4]
+SPREADS = np.array([FLOOR_SPREAD, SPREAD, SPREAD])
 LEAST = 0.05  # exponent that a prior is drawn about
 MOST_STEPS = 400
 FEWEST_RUNS, FEWEST_SIZES = 5, 3  # a law has five constants, and an exponent takes three sizes

@@ -346,6 +346,7 @@ def test_an_interrupted_sweep_goes_on_with_the_runs_that_are_left(tmp_path, monk
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_real_sweep_foretells_its_largest_run_within_five_percent(
     tmp_path, capsys, record_property
 ):
