@@ -78,6 +78,11 @@ def answer(
     check = self_check(runs) if runs else None
     said += _assumed(run, runs, source)
     risks += _risks(flops, best, source, table, runs, check)
+    ends = _band(band, SHARE if runs else 1.0)
+    if not ends["parameters"][0] <= best.parameters <= ends["parameters"][1]:
+        risks.append(
+            "the size lies outside of its own range: without one or two of the runs the law is another; more runs, of more sizes and steps"
+        )
     machine = None
     if on is not None:
         dtype = "bfloat16" if run is None else run.precision.compute
@@ -90,7 +95,7 @@ def answer(
             "of": f"{SHARE:.0%} of {DRAWS} fits to runs drawn with replacement"
             if runs
             else "the published laws",
-            **_band(band, SHARE if runs else 1.0),
+            **ends,
         },
         "flops_per_token": flops / best.tokens,
         "law": dataclasses.asdict(source.law) | {"source": source.name},
