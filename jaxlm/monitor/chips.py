@@ -25,6 +25,7 @@ class Chip:
     memory_speed: float  # bytes a second
     link_speed: float  # bytes a second that a device sends to its neighbours on the fast wire, all links together
     source: str
+    capability: float | None = None  # what CUDA calls the compute capability
 
     @property
     def is_tpu(self) -> bool:
@@ -38,6 +39,7 @@ def _chip(
     teraflops: tuple[float | None, ...],
     memory: tuple[int, float, float],
     source: str,
+    capability: float | None = None,
 ) -> Chip:
     """`teraflops` by DTYPES, None where there is no such unit; `memory` in bytes, its GB/s, and those of the links."""
     known = zip(DTYPES, teraflops, strict=True)
@@ -51,6 +53,7 @@ def _chip(
         memory_speed=GB * speed,
         link_speed=GB * link,
         source=source,
+        capability=capability,
     )
 
 
@@ -68,19 +71,19 @@ CHIPS = {
         _chip("v4", ("TPU v4",), (275, None, 275, 275, None), (32 * GIB, 1228, 300), _TPU),
         _chip("v3", ("TPU v3",), (61.5, None, 61.5, None, None), (16 * GIB, 450, 140), f"{_TPU}; a device is half a chip"),
         _chip("v2", ("TPU v2",), (22.5, None, 22.5, None, None), (8 * GIB, 350, 62), f"{_TPU}; a device is half a chip"),
-        _chip("b200", ("NVIDIA B200",), (2250, 2250, 1125, 4500, 4500), (180 * GB, 8000, 900), "NVIDIA DGX B200 datasheet"),
-        _chip("h200", ("NVIDIA H200",), (989.4, 989.4, 494.7, 1978.9, 1978.9), (141 * GB, 4800, 450), "NVIDIA H200 datasheet"),
-        _chip("h100", ("NVIDIA H100 80GB HBM3",), (989.4, 989.4, 494.7, 1978.9, 1978.9), (80 * GB, 3350, 450), "NVIDIA H100 datasheet"),
-        _chip("h100-pcie", ("NVIDIA H100 PCIe",), (756, 756, 378, 1513, 1513), (80 * GB, 2000, 64), "NVIDIA H100 datasheet; linked by PCIe"),
-        _chip("h100-nvl", ("NVIDIA H100 NVL", "NVIDIA H200 NVL"), (835.5, 835.5, 417.8, 1671, 1671), (94 * GB, 3900, 300), "NVIDIA H100 and H200 NVL datasheets, memory of the H100"),
-        _chip("gh200", ("NVIDIA GH200 480GB",), (989.4, 989.4, 494.7, 1978.9, 1978.9), (96 * GB, 4000, 450), "NVIDIA GH200 datasheet"),
-        _chip("a100", ("NVIDIA A100-SXM4-80GB",), (312, 312, 156, 624, None), (80 * GB, 2039, 300), "NVIDIA A100 datasheet"),
-        _chip("a100-40", ("NVIDIA A100-SXM4-40GB",), (312, 312, 156, 624, None), (40 * GB, 1555, 300), "NVIDIA A100 datasheet"),
-        _chip("a100-pcie", ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), (312, 312, 156, 624, None), (40 * GB, 1555, 32), "NVIDIA A100 datasheet, memory of the smaller; linked by PCIe"),
-        _chip("l40s", ("NVIDIA L40S",), (362, 362, 183, 733, 733), (48 * GB, 864, 32), "NVIDIA L40S datasheet; linked by PCIe"),
-        _chip("l4", ("NVIDIA L4",), (121, 121, 60, 242, 242), (24 * GB, 300, 32), "NVIDIA L4 datasheet; linked by PCIe"),
-        _chip("v100", ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"), (None, 125, 15.7, None, None), (16 * GB, 900, 150), "NVIDIA V100 datasheet, memory of the smaller"),
-        _chip("t4", ("Tesla T4",), (None, 65, 8.1, 130, None), (16 * GB, 320, 16), "NVIDIA T4 datasheet; linked by PCIe"),
+        _chip("b200", ("NVIDIA B200",), (2250, 2250, 1125, 4500, 4500), (180 * GB, 8000, 900), "NVIDIA DGX B200 datasheet", 10.0),
+        _chip("h200", ("NVIDIA H200",), (989.4, 989.4, 494.7, 1978.9, 1978.9), (141 * GB, 4800, 450), "NVIDIA H200 datasheet", 9.0),
+        _chip("h100", ("NVIDIA H100 80GB HBM3",), (989.4, 989.4, 494.7, 1978.9, 1978.9), (80 * GB, 3350, 450), "NVIDIA H100 datasheet", 9.0),
+        _chip("h100-pcie", ("NVIDIA H100 PCIe",), (756, 756, 378, 1513, 1513), (80 * GB, 2000, 64), "NVIDIA H100 datasheet; linked by PCIe", 9.0),
+        _chip("h100-nvl", ("NVIDIA H100 NVL", "NVIDIA H200 NVL"), (835.5, 835.5, 417.8, 1671, 1671), (94 * GB, 3900, 300), "NVIDIA H100 and H200 NVL datasheets, memory of the H100", 9.0),
+        _chip("gh200", ("NVIDIA GH200 480GB",), (989.4, 989.4, 494.7, 1978.9, 1978.9), (96 * GB, 4000, 450), "NVIDIA GH200 datasheet", 9.0),
+        _chip("a100", ("NVIDIA A100-SXM4-80GB",), (312, 312, 156, 624, None), (80 * GB, 2039, 300), "NVIDIA A100 datasheet", 8.0),
+        _chip("a100-40", ("NVIDIA A100-SXM4-40GB",), (312, 312, 156, 624, None), (40 * GB, 1555, 300), "NVIDIA A100 datasheet", 8.0),
+        _chip("a100-pcie", ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), (312, 312, 156, 624, None), (40 * GB, 1555, 32), "NVIDIA A100 datasheet, memory of the smaller; linked by PCIe", 8.0),
+        _chip("l40s", ("NVIDIA L40S",), (362, 362, 183, 733, 733), (48 * GB, 864, 32), "NVIDIA L40S datasheet; linked by PCIe", 8.9),
+        _chip("l4", ("NVIDIA L4",), (121, 121, 60, 242, 242), (24 * GB, 300, 32), "NVIDIA L4 datasheet; linked by PCIe", 8.9),
+        _chip("v100", ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"), (None, 125, 15.7, None, None), (16 * GB, 900, 150), "NVIDIA V100 datasheet, memory of the smaller", 7.0),
+        _chip("t4", ("Tesla T4",), (None, 65, 8.1, 130, None), (16 * GB, 320, 16), "NVIDIA T4 datasheet; linked by PCIe", 7.5),
     )
 }
 # fmt: on

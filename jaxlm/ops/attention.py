@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxlm.core import backend
 from jaxlm.core.precision import Precision
 from jaxlm.ops.blockwise import blockwise
-from jaxlm.ops.kernels import Kernel
+from jaxlm.ops.cudnn import cudnn
+from jaxlm.ops.kernels import PLATFORMS, Kernel
 from jaxlm.ops.masks import HIDDEN, Mask
 from jaxlm.ops.ring import ring
+from jaxlm.ops.splash import splash
 from jaxlm.parallel import context
 from jaxlm.parallel.rules import constrain
 
@@ -34,6 +37,7 @@ def attention(
     - blockwise meets one block of keys after another, see `blockwise.blockwise`; for whole rows only.
     - ring lets keys go round the devices among which the ambient mesh splits rows, see `ring.ring`. The others gather
       keys before.
+    - splash and cudnn are kernels of TPUs and of NVIDIA GPUs, see `splash.splash` and `cudnn.cudnn`; for whole rows only.
 
     Raises:
       ValueError: where the kernel cannot compute this; only the reference drops weights.
@@ -44,12 +48,22 @@ def attention(
     is_split = context.ways() > 1 and query.shape[1] == key.shape[1]  # a cache is whole everywhere
     if kernel != "reference" and dropout and dropout_key is not None:
         raise ValueError(f"attention dropout in {kernel}")
+    if kernel in PLATFORMS and is_split:
+        raise ValueError(f"{kernel} attention of rows that are split")
+    if backend.name() != PLATFORMS.get(kernel, backend.name()):
+        raise ValueError(f"{kernel} attention on a {backend.name()}")
     if is_split and kernel == "ring":
         return ring(query, key, value, mask, precision.compute, scale=scale, cap=cap)
     if is_split:
         key, value = (constrain(x, "batch", None, "kv_heads", "head_dim") for x in (key, value))
     elif kernel == "blockwise":
         return blockwise(query, key, value, mask, precision.compute, scale=scale, cap=cap)
+    elif kernel == "splash":
+        return splash(query, key, value, mask, precision.compute, scale=scale, cap=cap)
+    elif kernel == "cudnn":
+        if cap is not None:
+            raise ValueError("cudnn attention with a cap")
+        return cudnn(query, key, value, mask, precision.compute, scale=scale)
     batch, length, heads, size = query.shape
     kv_heads = key.shape[2]
     q_btkgh = (

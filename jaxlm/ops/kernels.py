@@ -1,12 +1,43 @@
 """Which kernel computes attention, and why. Free of JAX, so that a config can be judged without it."""
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-Kernel = Literal["reference", "blockwise", "ring"]
-Wanted = Literal["auto", "reference", "blockwise"]
+from jaxlm.core.precision_config import ITEM_BYTES, Float
+from jaxlm.monitor import words
+
+Kernel = Literal["reference", "blockwise", "ring", "splash", "cudnn"]
+Wanted = Literal["auto", "reference", "blockwise", "splash", "cudnn"]
 
 BLOCK = 256  # queries, and keys, that meet at a time; the best of 128, 256, 512 and 1024 on a CPU, see scripts/LOG.md
 BLOCKWISE_FROM = 2 * BLOCK
+LANES = 128  # of a TPU's vector unit: splash attention cuts rows into multiples of it
+PLATFORMS: dict[Kernel, str] = {"splash": "tpu", "cudnn": "gpu"}  # of the kernels that have one
+MASK_BYTES = 256 * 2**20  # of a layer's mask on one device, beyond which `auto` leaves cuDNN
+AMPERE, HOPPER = (
+    8.0,
+    9.0,
+)  # compute capabilities from which cuDNN has flash attention, and wider heads
+
+
+class Target(NamedTuple):
+    """What a program is compiled for."""
+
+    platform: str  # cpu, gpu or tpu
+    capability: float | None = None  # the compute capability of an NVIDIA GPU; None for all else
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a layer's attention has to compute on one device: whole rows."""
+
+    rows: int
+    length: int
+    head_dim: int
+    compute: Float  # dtype of the products' operands
+    cap: float | None = None
+    dropout: float = 0.0  # of the attention weights
 
 
 class Choice(NamedTuple):
@@ -16,12 +47,90 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(wanted: Wanted, *, length: int, dropout: float) -> Choice:
-    """The kernel for whole rows of `length` tokens; `dropout` is that of the attention weights."""
+class Misfit(NamedTuple):
+    """Why a kernel cannot compute something, and the setting that would mend it, if one does."""
+
+    why: str
+    fix: str | None = None
+
+
+def choose(wanted: Wanted, target: Target, work: Work) -> Choice:
+    """The kernel for whole rows: the one that is asked for, whether or not it can, or the platform's own where it can."""
     if wanted != "auto":
-        return Choice(wanted, "as train.attention says")
-    if dropout:
-        return Choice("reference", "the others have no attention dropout")
-    if length < BLOCKWISE_FROM:
-        return Choice("reference", f"rows of {length} tokens are not two blocks of {BLOCK}")
-    return Choice("blockwise", f"rows of {length} tokens, {BLOCK} queries and keys at a time")
+        return Choice(wanted, f"as train.attention says{_price(wanted, work)}")
+    fast: tuple[Kernel, ...] = tuple(
+        kernel for kernel, platform in PLATFORMS.items() if platform == target.platform
+    )
+    told = ""
+    for kernel in fast:
+        why = [misfit.why for misfit in misfits(kernel, target, work)]
+        if kernel == "cudnn" and not why and mask_bytes(work) > MASK_BYTES:
+            held, most = words.size(mask_bytes(work)), words.size(MASK_BYTES)
+            why = [f"its mask of segments would be {held} a device, above {most}"]
+        if not why:
+            return Choice(kernel, f"a kernel made for a {target.platform}{_price(kernel, work)}")
+        told += f"; {kernel} not: {', '.join(why)}"
+    if work.dropout:
+        return Choice("reference", f"the others have no attention dropout{told}")
+    if work.length < BLOCKWISE_FROM:
+        says = f"rows of {work.length} tokens are not two blocks of {BLOCK}"
+        return Choice("reference", f"{says}{told}")
+    says = f"rows of {work.length} tokens, {BLOCK} queries and keys at a time"
+    return Choice("blockwise", f"{says}{told}")
+
+
+def misfits(kernel: Kernel, target: Target, work: Work) -> Iterator[Misfit]:
+    """Why a kernel cannot compute this there; none where it can."""
+    platform = PLATFORMS.get(kernel)
+    if platform is not None and platform != target.platform:
+        yield Misfit(f"it is for a {platform}, and this is a {target.platform}")
+    if kernel != "reference" and work.dropout:
+        yield Misfit(
+            f"it drops no attention weights, and model.dropout = {work.dropout:g} does",
+            "model.dropout=0",
+        )
+    if kernel == "splash":
+        yield from _of_splash(work)
+    if kernel == "cudnn" and platform == target.platform:
+        yield from _of_cudnn(target, work)
+
+
+def mask_bytes(work: Work) -> int:
+    """Of the mask of segments that cuDNN adds to the scores of all heads."""
+    return ITEM_BYTES[work.compute] * work.rows * work.length**2
+
+
+def _price(kernel: Kernel, work: Work) -> str:
+    if kernel != "cudnn":
+        return ""
+    return f"; segments as a mask of {words.size(mask_bytes(work))} a device"
+
+
+def _of_splash(work: Work) -> Iterator[Misfit]:
+    if work.length % LANES:
+        near = max(round(work.length / LANES), 1) * LANES
+        yield Misfit(
+            f"rows of {work.length} tokens are no multiple of {LANES}", f"data.sequence={near}"
+        )
+    if work.compute == "float16":
+        yield Misfit("a TPU has no unit for float16", "precision.compute=bfloat16")
+
+
+def _of_cudnn(target: Target, work: Work) -> Iterator[Misfit]:
+    if target.capability is None:
+        yield Misfit("it is NVIDIA's, and this GPU is not known as one")
+        return
+    if target.capability < AMPERE:
+        yield Misfit(f"compute capability {target.capability} is below {AMPERE}")
+    if work.compute == "float32":
+        yield Misfit("it computes no float32", "precision.compute=bfloat16")
+    most = 256 if target.capability >= HOPPER else 128
+    if work.head_dim % 8 or work.head_dim > most:
+        yield Misfit(f"heads of {work.head_dim} are no multiple of 8 up to {most}")
+    if work.cap is not None:
+        yield Misfit(f"it caps no scores, and this model does at {work.cap:g}")
+    if work.length % 2:
+        yield Misfit(
+            f"rows of {work.length} tokens are odd, which its mask cannot be",
+            f"data.sequence={work.length + 1}",
+        )

@@ -69,11 +69,28 @@ def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Call
     """`function` of each device's own part, on the ambient mesh.
 
     All axes are manual: with only `context`, `jax.vmap(..., spmd_axis_name="pipe")` is refused (jax 0.10 to 0.12). The
-    check of what varies over which axis is off, as it fails on a scan under that vmap; no gradient is taken through here.
+    check of what varies over which axis is off, as it fails on a scan under that vmap.
     """
     return jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names=set(AXES), check_vma=False
     )
+
+
+def of_rows(function: Callable[..., Array]) -> Callable[..., Array]:
+    """A `function` of queries, keys and values [B, T, N, H] and segments [B, T], of each device's own rows and heads.
+
+    Of all of them where there is no mesh. A gradient may be taken through here: what is whole on several devices gets the
+    sum of their parts.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return function
+
+    def placed(query: Array, key: Array, value: Array, segments: Array | None) -> Array:
+        vectors = spec(key.shape, "batch", "length", "kv_heads", "head_dim")
+        slots = None if segments is None else spec(segments.shape, "batch", "length")
+        return on_each(function, (*(vectors,) * 3, slots), vectors)(query, key, value, segments)
+
+    return placed
 
 
 def passed(tree: Any, parts: int) -> Any:

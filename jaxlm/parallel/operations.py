@@ -8,7 +8,7 @@ from jaxlm.parallel.collectives import INSTRUCTION, KINDS, Sources, computations
 
 # Whose body's operations are told apart from them.
 CONTROL = frozenset({"while", "conditional", "call"})
-ATTENTION = re.compile(r"/ops/(attention|blockwise|ring)\.py:")
+ATTENTION = re.compile(r"/ops/(attention|blockwise|cudnn|ring|splash)\.py:")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CALLS = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
 # Names of kernels, and of operations of a program whose text is not at hand.

@@ -14,7 +14,7 @@ from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.models.build import Blueprint
 from jaxlm.parallel import rules
 from jaxlm.parallel.pipeline import Schedule
-from jaxlm.recipes import attention
+from jaxlm.recipes import attention, devices
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 
 
@@ -37,10 +37,14 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
     """The model of `run` with a vocabulary of `vocab` ids, laid out on `mesh`.
 
     Raises:
-      ConfigError: where a dimension does not divide by its mesh axes.
+      ConfigError: where a dimension does not divide by its mesh axes, or the kernel that is asked for cannot compute
+        attention there.
     """
     precision = Precision.of(run.precision)
-    decoder = attention.fitted(run, dataclasses.replace(run.model, vocab=vocab).build(), mesh.shape)
+    decoder = dataclasses.replace(run.model, vocab=vocab).build()
+    target = devices.target(mesh)
+    attention.check(run, decoder, mesh.shape, target)
+    decoder = attention.fitted(run, decoder, mesh.shape, target)
     made = functools.partial(
         Blueprint,
         decoder,
@@ -81,14 +85,12 @@ def token_bytes(model: Assembly, tokenizer: Tokenizer) -> Int[np.ndarray, "V"]:
 
 
 def check_fit(run: Run, mesh: Mesh) -> None:
-    """Raises ConfigError where the model cannot be split over the mesh, before there is a tokenizer.
+    """Raises ConfigError where the model cannot be laid out on the mesh, before there is a tokenizer.
 
     Where the vocabulary is the tokenizer's, one that does divide stands in for it.
     """
     ways = rules.split(mesh, "vocab")
     vocab = VOCAB_MULTIPLE * ways if run.model.vocab == "auto" else run.model.vocab
-    decoder = dataclasses.replace(run.model, vocab=vocab).build()
-    attention.check(run, decoder, mesh.shape)
     assemble(run, vocab, mesh)
 
 

@@ -8,7 +8,7 @@ from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.models.config import Decoder
 from jaxlm.nn.config import AttentionConfig, BlockConfig
 from jaxlm.ops import kernels
-from jaxlm.ops.kernels import Kernel
+from jaxlm.ops.kernels import Kernel, Target, Work
 from jaxlm.parallel import context_keys, logical
 from jaxlm.parallel.config import shown
 from jaxlm.parallel.logical import Sizes
@@ -22,11 +22,11 @@ class Way(NamedTuple):
     told: str
 
 
-def fitted(run: Run, decoder: Decoder, sizes: Sizes) -> Decoder:
+def fitted(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> Decoder:
     """The model with the kernel of each of its layers."""
 
     def of(block: BlockConfig) -> BlockConfig:
-        kernel = _way(run, block.attention, sizes).kernel
+        kernel = _way(run, block.attention, sizes, target).kernel
         return dataclasses.replace(
             block, attention=dataclasses.replace(block.attention, kernel=kernel)
         )
@@ -36,37 +36,54 @@ def fitted(run: Run, decoder: Decoder, sizes: Sizes) -> Decoder:
     )
 
 
-def told(run: Run, decoder: Decoder, sizes: Sizes) -> str:
-    """What was chosen and why, a line for each kind of layer that differs in it."""
-    return "\n".join(
-        dict.fromkeys(_way(run, layer.attention, sizes).told for layer in decoder.layers)
+def has_ring(run: Run, decoder: Decoder, sizes: Sizes) -> bool:
+    """Whether keys go round the devices among which rows are split, in any layer."""
+    return logical.ways(sizes, "length") > 1 and any(
+        _keys(run, block.attention, sizes).keys == "ring" for block in decoder.layers
     )
 
 
-def check(run: Run, decoder: Decoder, sizes: Sizes) -> None:
-    """Raises ConfigError where a kernel was asked for that cannot compute this model."""
-    layers = fitted(run, decoder, sizes).layers
-    dropping = [layer.attention.kernel for layer in layers if layer.attention.dropout]
-    if "ring" in dropping:
+def told(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> str:
+    """What was chosen and why, a line for each kind of layer that differs in it."""
+    return "\n".join(
+        dict.fromkeys(_way(run, layer.attention, sizes, target).told for layer in decoder.layers)
+    )
+
+
+def check(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> None:
+    """Raises ConfigError where a kernel was asked for that cannot compute this model there."""
+    ways = [
+        (layer.attention, _way(run, layer.attention, sizes, target)) for layer in decoder.layers
+    ]
+    if any(attention.dropout and way.kernel == "ring" for attention, way in ways):
         raise ConfigError(
             "keys in a ring leave no room for attention dropout",
             where="mesh.context_keys",
             why=f"model.dropout = {run.model.dropout:g} drops attention weights too",
             fix="--config.mesh.context_keys=gather\n--config.model.dropout=0",
         )
-    if "blockwise" in dropping:
+    named = run.train.attention
+    if named not in ("auto", "reference") and logical.ways(sizes, "length") > 1:
         raise ConfigError(
-            "blockwise attention knows no dropout",
-            where="train.attention",
-            why=f"model.dropout = {run.model.dropout:g} drops attention weights too",
-            fix="--config.train.attention=reference\n--config.model.dropout=0",
-        )
-    if run.train.attention == "blockwise" and logical.ways(sizes, "length") > 1:
-        raise ConfigError(
-            "blockwise attention is for whole rows",
+            f"{named} attention is for whole rows",
             where="train.attention",
             why=f"mesh {shown(sizes)} splits them",
             fix="--config.train.attention=auto\n--config.mesh.context=1",
+        )
+    if named == "auto":
+        return
+    works = dict.fromkeys(_work(run, layer.attention, sizes) for layer in decoder.layers)
+    wrong = dict.fromkeys(
+        misfit for work in works for misfit in kernels.misfits(named, target, work)
+    )
+    if wrong:
+        # One setting mends all that is wrong only where that is one thing.
+        mending = [misfit.fix for misfit in wrong if misfit.fix and len(wrong) == 1]
+        raise ConfigError(
+            f"{named} attention cannot compute this run",
+            where=f"train.attention={named}",
+            why="\n".join(misfit.why for misfit in wrong),
+            fix="\n".join(f"--config.{setting}" for setting in ("train.attention=auto", *mending)),
         )
 
 
@@ -88,12 +105,10 @@ def check_length(sizes: Sizes, decoder: Decoder, length: int, *, flag: str) -> N
     )
 
 
-def _way(run: Run, attention: AttentionConfig, sizes: Sizes) -> Way:
+def _way(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) -> Way:
     parts = logical.ways(sizes, "length")
     if parts == 1:
-        kernel, reason = kernels.choose(
-            run.train.attention, length=run.data.sequence, dropout=attention.dropout
-        )
+        kernel, reason = kernels.choose(run.train.attention, target, _work(run, attention, sizes))
         return Way(kernel, f"{kernel}: {reason}")
     keys, reason = _keys(run, attention, sizes)
     if keys == "gather":
@@ -104,13 +119,28 @@ def _way(run: Run, attention: AttentionConfig, sizes: Sizes) -> Way:
     )
 
 
+def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> Work:
+    return Work(
+        rows=_rows(run, sizes),
+        length=run.data.sequence,
+        head_dim=attention.head_dim,
+        compute=run.precision.compute,
+        cap=attention.cap,
+        dropout=attention.dropout,
+    )
+
+
+def _rows(run: Run, sizes: Sizes) -> int:
+    """Of a micro-batch, on one device."""
+    return max(run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch")), 1)
+
+
 def _keys(run: Run, attention: AttentionConfig, sizes: Sizes) -> context_keys.Keys:
     tensor = logical.ways(sizes, "heads")
-    rows = run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch"))
     return context_keys.choose(
         run.mesh.context_keys,
         ways=logical.ways(sizes, "length"),
-        rows=max(rows, 1),
+        rows=_rows(run, sizes),
         length=run.data.sequence,
         heads=max(attention.heads // tensor, 1),
         kv_heads=max(attention.kv_heads // tensor, 1),

@@ -4,17 +4,20 @@ import errno
 import importlib.metadata
 import os
 import platform
+import re
 import stat
 import threading
 from pathlib import Path
 
 import jax
 from jax._src import lru_cache
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
+from jaxlm.core import backend
 from jaxlm.core.errors import CommandError, NotWritable
 from jaxlm.data import cache
-from jaxlm.parallel import mesh
+from jaxlm.ops.kernels import Target
+from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
 
 _put_in_place = lru_cache.LRUCache.put
@@ -97,6 +100,16 @@ def _processor() -> str:
     return "\n".join([platform.machine(), *told])
 
 
+def target(mesh: Mesh | AbstractMesh) -> Target:
+    """What is compiled for on a mesh; one without devices is of the platform that is traced for."""
+    if isinstance(mesh, AbstractMesh):
+        return Target(backend.name())
+    device = mesh.devices.flat[0]
+    # AMD's are words.
+    capability = re.fullmatch(r"\d+\.\d+", str(getattr(device, "compute_capability", "")))
+    return Target(device.platform, float(capability[0]) if capability else None)
+
+
 def build_mesh(config: MeshConfig) -> Mesh:
     """The mesh over all devices. Raises ConfigError where it does not fit them."""
-    return mesh.build(config)
+    return meshes.build(config)

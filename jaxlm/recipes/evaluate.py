@@ -36,6 +36,7 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
         options.workdir,
         step=options.step,
         best=options.best,
+        sequence=options.sequence,
         cpu_devices=options.cpu_devices,
         say=say,
     )

@@ -101,7 +101,7 @@ def _rows(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
     length, batch, parts = run.data.sequence, run.train.batch, run.train.microbatches
     ways = logical.ways(sizes, "length")
     if ways > 1:
-        unit = ways * (2 if attention.fitted(run, decoder, sizes).has_ring else 1)
+        unit = ways * (2 if attention.has_ring(run, decoder, sizes) else 1)
         if length % unit:
             yield _misfit(f"sequence = {length}", "data.sequence", length, unit, "context")
     rows, stages = logical.ways(sizes, "batch"), logical.ways(sizes, "stages")

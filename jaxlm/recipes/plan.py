@@ -10,6 +10,7 @@ from jaxlm.models import cost, wire
 from jaxlm.models.activations import Share
 from jaxlm.models.config import Decoder
 from jaxlm.monitor.chips import Chip, Dtype, Machine
+from jaxlm.ops.kernels import Target
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes import attention, fit, plan_memory
@@ -93,13 +94,17 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     """The plan of `run` on `machine`.
 
     Raises:
-      ConfigError: where the run cannot be laid out on so many devices; says what could.
+      ConfigError: where the run cannot be laid out on so many devices, or the kernel that is asked for cannot compute
+        attention there; says what could.
     """
     assumed = [] if assumed is None else list(assumed)
     fit.check(run, machine.devices)
     sizes = run.mesh.sizes(machine.devices)
     vocab = vocabulary(run, sizes, assumed)
-    decoder = attention.fitted(run, dataclasses.replace(run.model, vocab=vocab).build(), sizes)
+    decoder = dataclasses.replace(run.model, vocab=vocab).build()
+    target = _target(machine.chip)
+    attention.check(run, decoder, sizes, target)
+    decoder = attention.fitted(run, decoder, sizes, target)
     is_cpu = machine.chip.name == "cpu"
     share = plan_memory.share_of(run, decoder, sizes, is_cpu=is_cpu)
     held = plan_memory.held_bytes(run, decoder, sizes)
@@ -144,6 +149,11 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         assumed=assumed,
         risks=list(_risks(run, machine, decoder)),
     )
+
+
+def _target(chip: Chip) -> Target:
+    platform = "tpu" if chip.is_tpu else "cpu" if chip.name == "cpu" else "gpu"
+    return Target(platform, chip.capability)
 
 
 def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:

@@ -184,7 +184,9 @@ def _describe(
     directory.write_json(
         "provenance.json", {name: str(origin) for name, origin in loaded.provenance.items()}
     )
-    told = attention.told(loaded.value, model.blueprint.config, model.mesh.shape)
+    told = attention.told(
+        loaded.value, model.blueprint.config, model.mesh.shape, devices.target(model.mesh)
+    )
     facts = environment.facts() | {"cluster": options.place.as_json(), "attention": told}
     directory.write_json("environment.json", facts)
     directory.write_command(options.arguments)

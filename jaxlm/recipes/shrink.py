@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxlm.core import config
 from jaxlm.core.config import Change
+from jaxlm.ops.kernels import Target
 from jaxlm.parallel.config import AXES, MeshConfig
 from jaxlm.recipes import attention
 from jaxlm.recipes.config import Run
@@ -56,7 +57,7 @@ def shrink(run: Run, steps: int, limit: int) -> Small:
 
     The number of tokens has a prime factor that no size of the model has. So an array on a device holds tokens just
     where its number of elements has this factor, whatever the compiler made of its shape. What `auto` would choose for
-    attention by the sizes of the run itself is asked for by name.
+    attention by the sizes of the run itself is asked for by name; blockwise stands in for kernels of other platforms.
     """
     mesh = mesh_sizes(run.mesh, limit)
     model = _model(run.model, mesh, run.train.pipeline_repeats)
@@ -73,7 +74,7 @@ def shrink(run: Run, steps: int, limit: int) -> Small:
     if mesh["context"] > 1:
         raw["mesh"]["context_keys"] = "ring" if "ring" in kernels else "gather"
     else:
-        raw["train"]["attention"] = "blockwise" if "blockwise" in kernels else "reference"
+        raw["train"]["attention"] = "reference" if kernels == {"reference"} else "blockwise"
     raw["data"]["sequence"] = sequence
     raw["train"] |= {"steps": steps, "batch": rows, "microbatches": microbatches, "patience": None}
     if run.loss.chunk is not None:
@@ -91,7 +92,8 @@ def _kernels(run: Run, small: dict[str, int]) -> set[str]:
     """Those with which the run itself computes attention, on its own mesh; an axis that is `auto` has the small one's size."""
     asked = {axis: getattr(run.mesh, axis) for axis in AXES}
     sizes = {axis: small[axis] if size == "auto" else size for axis, size in asked.items()}
-    decoder = attention.fitted(run, dataclasses.replace(run.model, vocab=VOCAB).build(), sizes)
+    decoder = dataclasses.replace(run.model, vocab=VOCAB).build()
+    decoder = attention.fitted(run, decoder, sizes, Target("cpu"))
     return {layer.attention.kernel for layer in decoder.layers}
 
 

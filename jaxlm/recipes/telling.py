@@ -12,7 +12,7 @@ from jaxlm.models import cost
 from jaxlm.monitor import plots, report, words
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import shown
-from jaxlm.recipes import attention
+from jaxlm.recipes import attention, devices
 from jaxlm.recipes.session import Session
 
 
@@ -45,7 +45,7 @@ def header(session: Session) -> None:
         ),
     ]
     facts.append(("plan", _plan(session)))
-    facts.append(("attention", attention.told(run, decoder, mesh.shape)))
+    facts.append(("attention", attention.told(run, decoder, mesh.shape, devices.target(mesh))))
     if plan := model.blueprint.schedule:
         facts.append(("pipeline", f"{plan}: each stage idles {plan.bubble:.0%} of the ticks"))
     if session.start:

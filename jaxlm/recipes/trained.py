@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
@@ -14,7 +15,7 @@ from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.data import tokenizer as tokenizers
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import assembly, devices
+from jaxlm.recipes import assembly, attention, devices
 from jaxlm.recipes.assembly import Assembly
 from jaxlm.recipes.config import Run
 from jaxlm.train.rundir import read_json
@@ -36,10 +37,13 @@ def open_run(
     *,
     step: int | None = None,
     best: bool = False,
+    sequence: int | None = None,
     cpu_devices: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Trained:
-    """Opens the newest step of a run, the best one, or the one named.
+    """Opens the newest step of a run, the best one, or the one named; to be used on rows of `sequence` tokens, or its own.
+
+    Attention is computed as suits these devices and rows, where the kernel that it was trained with cannot; that is said.
 
     Raises:
       InputMissing: where there is no run or no such step.
@@ -53,7 +57,8 @@ def open_run(
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
     chosen = _choose(store, step, best, say)
     mesh = devices.build_mesh(run.mesh if _fits(run.mesh) else MeshConfig())
-    model = assembly.assemble(run, assembly.vocabulary(run, encoder.size), mesh)
+    vocab = assembly.vocabulary(run, encoder.size)
+    model = assembly.assemble(_suited(run, vocab, mesh, sequence, say), vocab, mesh)
     params = store.restore_part(chosen, "params", assembly.placed(model))
     return Trained(run, chosen, model, params, encoder)
 
@@ -82,6 +87,23 @@ def _choose(store: Store, step: int | None, best: bool, say: Callable[[str], Non
             fix="name another with --step=, or none for the newest that is sound",
         )
     return chosen
+
+
+def _suited(
+    run: Run, vocab: int, mesh: Mesh, sequence: int | None, say: Callable[[str], None]
+) -> Run:
+    """The run on rows of another length, by kernels that can compute its attention here."""
+    data = dataclasses.replace(run.data, sequence=sequence or run.data.sequence)
+    run = dataclasses.replace(run, data=data)
+    decoder = dataclasses.replace(run.model, vocab=vocab).build()
+    free = dataclasses.replace(run, train=dataclasses.replace(run.train, attention="auto"))
+    target = devices.target(mesh)
+    try:
+        attention.check(run, decoder, mesh.shape, target)
+    except ConfigError as error:
+        say(f"{error.what} here: {attention.told(free, decoder, mesh.shape, target)}")
+        return free
+    return run
 
 
 def _fits(mesh: MeshConfig) -> bool:

@@ -38,7 +38,7 @@ class TrainConfig:
     )
     attention: Wanted = setting(
         "auto",
-        "what computes attention: reference (all scores at once), blockwise (memory grows with the row, not its square), or auto; the same function",
+        "what computes attention: reference (all scores at once), blockwise (memory grows with the row, not its square), splash (a kernel of TPUs), cudnn (one of NVIDIA GPUs), or auto; the same function",
     )
     remat: str = setting(
         "none",

@@ -10,55 +10,14 @@ from jax.sharding import NamedSharding
 
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
-from jaxlm.ops import blockwise, kernels, masks
+from jaxlm.ops import blockwise, masks
 from jaxlm.ops.attention import attention
 from jaxlm.parallel import collectives, mesh, rules
 from jaxlm.parallel.config import MeshConfig
+from tests.ops.float64 import SCALE, exact, operands, segments_of
 
-ROWS, SIZE, BLOCK = 2, 4, 8
+BLOCK = 8
 FULL = Precision.float32()
-
-
-def operands(length, heads, kv_heads, seed=0):
-    draw = np.random.default_rng(seed)
-    return [
-        draw.standard_normal((ROWS, length, n, SIZE)) for n in (heads, kv_heads, kv_heads, heads)
-    ]
-
-
-def segments_of(length):
-    """Two documents and padding; and one document."""
-    cuts = np.array([[length // 3, length - length // 4], [length, length]])
-    at = np.arange(length)[None]
-    return np.where(at < cuts[:, :1], 1, np.where(at < cuts[:, 1:], 2, 0)).astype(np.int32)
-
-
-def exact(query, key, value, weights, *, causal, window, cap, segments):
-    """sum(out x weights) and its gradients by q, k and v, in float64, from the formulas, row by row and head by head."""
-    out = np.zeros(query.shape)
-    grads = [np.zeros(x.shape) for x in (query, key, value)]
-    groups = query.shape[2] // key.shape[2]
-    t, s = np.mgrid[: query.shape[1], : key.shape[1]]
-    for row, head in np.ndindex(ROWS, query.shape[2]):
-        seen = (s <= t) | (not causal)
-        if window is not None:
-            seen = seen & (t - s < window)
-        if segments is not None:
-            seen = seen & (segments[row][:, None] == segments[row][None])
-        q, k, v = query[row, :, head], key[row, :, head // groups], value[row, :, head // groups]
-        scores, slope = 0.7 * q @ k.T, 1.0
-        if cap is not None:
-            scores, slope = cap * np.tanh(scores / cap), 1 - np.tanh(scores / cap) ** 2
-        scores = np.where(seen, scores, -np.inf)
-        shares = np.exp(scores - scores.max(-1, keepdims=True))
-        shares /= shares.sum(-1, keepdims=True)
-        out[row, :, head] = shares @ v
-        by_share = weights[row, :, head] @ v.T
-        by_score = shares * (by_share - (shares * by_share).sum(-1, keepdims=True)) * slope
-        grads[0][row, :, head] += 0.7 * by_score @ k
-        grads[1][row, :, head // groups] += 0.7 * by_score.T @ q
-        grads[2][row, :, head // groups] += shares.T @ weights[row, :, head]
-    return out, *grads
 
 
 def by_blocks(length, heads, kv_heads, *, causal, window, cap, segments, precision=FULL):
@@ -67,7 +26,7 @@ def by_blocks(length, heads, kv_heads, *, causal, window, cap, segments, precisi
 
     def weighed(query, key, value):
         out = blockwise.blockwise(
-            query, key, value, mask, precision.compute, scale=0.7, cap=cap, block=BLOCK
+            query, key, value, mask, precision.compute, scale=SCALE, cap=cap, block=BLOCK
         )
         return (out * weights).sum(), out
 
@@ -108,7 +67,7 @@ def test_in_low_precision_it_is_as_near_to_float64_as_the_reference():
     query, key, value, weights = (jnp.asarray(x, jnp.float32) for x in operands(40, 4, 2))
 
     def weighed(query, key, value):
-        out = attention(query, key, value, masks.causal(40), precision, scale=0.7)
+        out = attention(query, key, value, masks.causal(40), precision, scale=SCALE)
         return (out * weights).sum(), out
 
     (_, out), grads = jax.value_and_grad(weighed, argnums=(0, 1, 2), has_aux=True)(
@@ -163,17 +122,8 @@ def test_what_the_kernels_cannot_do_is_refused():
         )  # fmt: skip
 
 
-def test_the_kernel_is_chosen_by_length_and_dropout_unless_named():
-    assert kernels.choose("auto", length=512, dropout=0.0).kernel == "blockwise"
-    assert kernels.choose("auto", length=511, dropout=0.0).kernel == "reference"
-    kernel, reason = kernels.choose("auto", length=4096, dropout=0.1)
-    assert (kernel, reason) == ("reference", "the others have no attention dropout")
-    for name in ("reference", "blockwise"):
-        assert kernels.choose(name, length=4096, dropout=0.0) == (name, "as train.attention says")
-
-
 def test_on_a_mesh_rows_and_heads_stay_where_they_are():
-    shapes = [(8, 40, heads, SIZE) for heads in (4, 2, 2)]
+    shapes = [(8, 40, heads, 4) for heads in (4, 2, 2)]
     query, key, value = (
         jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate(shapes)
     )
@@ -184,7 +134,7 @@ def test_on_a_mesh_rows_and_heads_stay_where_they_are():
             rules.constrain(x, "batch", "length", "heads", "head_dim") for x in (query, key, value)
         )
         mask = masks.causal(40, segments)
-        out = blockwise.blockwise(query, key, value, mask, jnp.float32, scale=0.7, block=BLOCK)
+        out = blockwise.blockwise(query, key, value, mask, jnp.float32, scale=SCALE, block=BLOCK)
         return jnp.square(rules.constrain(out, "batch", "length", "heads", "head_dim")).sum()
 
     alone = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(query, key, value)

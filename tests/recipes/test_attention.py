@@ -3,22 +3,31 @@
 import dataclasses
 import json
 import random
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from jaxlm.cli.main import main
+from jaxlm.core import backend
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data.config import DataConfig
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
+from jaxlm.monitor.chips import machine
+from jaxlm.ops.kernels import Target
+from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import attention
+from jaxlm.recipes import attention, devices, plan
 from jaxlm.recipes.config import Run
 from jaxlm.train.config import TrainConfig
 
 GRID = MeshConfig(data=1, context=4).sizes(4)
 WHOLE = MeshConfig(data=4).sizes(4)
+CPU, TPU, H100 = Target("cpu"), Target("tpu"), Target("gpu", 9.0)
 SIZES = dict(vocab=64, width=32, depth=2, heads=4)
 
 
@@ -34,25 +43,29 @@ def run_of(model, sequence=64, **settings):
 def test_the_way_to_keys_is_chosen_set_and_said():
     model = Llama(**SIZES, kv_heads=4)
     small = run_of(model)
-    assert not attention.fitted(small, model.build(), GRID).has_ring
-    assert attention.told(small, model.build(), GRID).startswith("keys gathered from 4 devices: ")
+    assert not attention.fitted(small, model.build(), GRID, CPU).has_ring
+    assert attention.told(small, model.build(), GRID, CPU).startswith(
+        "keys gathered from 4 devices: "
+    )
     large = run_of(model, sequence=8192)
-    assert attention.fitted(large, model.build(), GRID).has_ring
-    said = attention.told(large, model.build(), GRID)
+    assert attention.fitted(large, model.build(), GRID, CPU).has_ring
+    said = attention.told(large, model.build(), GRID, CPU)
     assert said.startswith("keys in a ring of 4 devices, tokens dealt out in 8 chunks: ")
     assert said.endswith("MiB a device, above 256")
     forced = run_of(model, context_keys="ring")
-    assert attention.fitted(forced, model.build(), GRID).has_ring
-    assert attention.told(forced, model.build(), WHOLE).startswith("reference: rows of 64 tokens")
-    assert attention.fitted(forced, model.build(), WHOLE) == model.build()
+    assert attention.fitted(forced, model.build(), GRID, CPU).has_ring
+    assert attention.told(forced, model.build(), WHOLE, CPU).startswith(
+        "reference: rows of 64 tokens"
+    )
+    assert attention.fitted(forced, model.build(), WHOLE, CPU) == model.build()
 
 
 def test_a_ring_with_attention_dropout_is_refused_and_auto_gathers():
     model = GPT2(**SIZES, dropout=0.1)
-    assert not attention.fitted(run_of(model, sequence=8192), model.build(), GRID).has_ring
+    assert not attention.fitted(run_of(model, sequence=8192), model.build(), GRID, CPU).has_ring
     run = run_of(model, context_keys="ring")
     with pytest.raises(ConfigError, match="no room for attention dropout") as caught:
-        attention.check(run, model.build(), GRID)
+        attention.check(run, model.build(), GRID, CPU)
     for line in caught.value.fix.splitlines():
         path, _, value = line.removeprefix("--config.").partition("=")
         fixed = (
@@ -60,29 +73,115 @@ def test_a_ring_with_attention_dropout_is_refused_and_auto_gathers():
             if path == "mesh.context_keys"
             else dataclasses.replace(run, model=dataclasses.replace(model, dropout=float(value)))
         )
-        attention.check(fixed, fixed.model.build(), GRID)
+        attention.check(fixed, fixed.model.build(), GRID, CPU)
 
 
 def test_blocks_are_chosen_for_long_rows_and_refused_where_they_cannot_be():
     model = Llama(**SIZES, kv_heads=4)
     run = run_of(model, sequence=1024)
     for sizes, kernel in ((WHOLE, "blockwise"), (GRID, "reference")):
-        layers = attention.fitted(run, model.build(), sizes).layers
+        layers = attention.fitted(run, model.build(), sizes, CPU).layers
         assert {layer.attention.kernel for layer in layers} == {kernel}
-    assert attention.told(run, model.build(), WHOLE).startswith("blockwise: rows of 1024 tokens")
+    assert attention.told(run, model.build(), WHOLE, CPU).startswith(
+        "blockwise: rows of 1024 tokens"
+    )
     named = dataclasses.replace(run, train=TrainConfig(batch=8, attention="blockwise"))
-    attention.check(named, model.build(), WHOLE)
+    attention.check(named, model.build(), WHOLE, CPU)
     with pytest.raises(ConfigError, match="for whole rows"):
-        attention.check(named, model.build(), GRID)
+        attention.check(named, model.build(), GRID, CPU)
     dropping = GPT2(**SIZES, context=1024, dropout=0.1)
-    assert attention.told(run, dropping.build(), WHOLE).startswith("reference: the others have no")
-    with pytest.raises(ConfigError, match="blockwise attention knows no dropout"):
-        attention.check(named, dropping.build(), WHOLE)
+    assert attention.told(run, dropping.build(), WHOLE, CPU).startswith(
+        "reference: the others have no"
+    )
+    with pytest.raises(ConfigError, match="blockwise attention cannot compute this run"):
+        attention.check(named, dropping.build(), WHOLE, CPU)
+
+
+def test_each_platform_has_its_kernel_and_says_why_not():
+    model = Llama(**SIZES, kv_heads=4)
+    run = dataclasses.replace(
+        run_of(model, sequence=1024), precision=PrecisionConfig(compute="bfloat16")
+    )
+    for target, kernel in ((TPU, "splash"), (H100, "cudnn"), (CPU, "blockwise")):
+        layers = attention.fitted(run, model.build(), WHOLE, target).layers
+        assert {layer.attention.kernel for layer in layers} == {kernel}
+        assert attention.told(run, model.build(), WHOLE, target).startswith(f"{kernel}: ")
+        assert attention.fitted(run, model.build(), GRID, target).layers[0].attention.kernel == (
+            "reference"
+        )
+    short = dataclasses.replace(run, data=DataConfig(sequence=1000))
+    said = attention.told(short, model.build(), WHOLE, TPU)
+    assert said.startswith("blockwise: rows of 1000 tokens")
+    assert said.endswith("; splash not: rows of 1000 tokens are no multiple of 128")
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "changed", "why"),
+    [
+        ("splash", CPU, {}, "it is for a tpu, and this is a cpu"),
+        ("splash", H100, {}, "it is for a tpu, and this is a gpu"),
+        ("cudnn", TPU, {}, "it is for a gpu, and this is a tpu"),
+        ("splash", TPU, {"data.sequence": 1000}, "no multiple of 128"),
+        ("splash", TPU, {"model.dropout": 0.1}, "it drops no attention weights"),
+        ("cudnn", H100, {"precision.compute": "float32"}, "it computes no float32"),
+        ("cudnn", H100, {"model.dropout": 0.1, "data.sequence": 999}, "tokens are odd"),
+    ],
+)
+def test_a_kernel_that_cannot_is_refused_with_what_would(name, target, changed, why):
+    model = GPT2(**SIZES, context=1024)
+    settings = {
+        "data.sequence": 512,
+        "precision.compute": "bfloat16",
+        "train.attention": name,
+        **changed,
+    }
+    run = run_of(model).changed(settings)
+    with pytest.raises(ConfigError, match=f"{name} attention cannot compute this run") as caught:
+        attention.check(run, run.model.build(), WHOLE, target)
+    assert caught.value.where == f"train.attention={name}"
+    assert why in caught.value.why
+    for line in caught.value.fix.splitlines():
+        path, _, value = line.removeprefix("--config.").partition("=")
+        kind = type(settings.get(path, value))
+        mended = run.changed({path: kind(float(value)) if kind is not str else value})
+        attention.check(mended, mended.model.build(), WHOLE, target)
+    with pytest.raises(ConfigError, match=f"{name} attention is for whole rows"):
+        attention.check(run, run.model.build(), GRID, target)
+
+
+def test_the_target_of_a_mesh_is_its_devices():
+    def device(**facts):
+        return SimpleNamespace(devices=np.array([SimpleNamespace(**facts)]))
+
+    assert devices.target(device(platform="tpu")) == TPU
+    assert devices.target(device(platform="gpu", compute_capability="9.0")) == H100
+    assert devices.target(device(platform="gpu", compute_capability="gfx942")) == Target("gpu")
+    assert devices.target(mesh.build(MeshConfig(), jax.devices())) == CPU
+    sizes = AbstractMesh((2,), ("data",))
+    with backend.of("tpu"):
+        assert devices.target(sizes) == TPU
+
+
+@pytest.mark.parametrize(
+    ("on", "kernel"), [("v5e-4", "splash"), ("h100x4", "cudnn"), ("t4x4", "blockwise")]
+)
+def test_a_plan_knows_the_kernel_of_its_machine(on, kernel):
+    run = run_of(Llama(**SIZES, kv_heads=4), sequence=1024).changed(
+        {"precision.compute": "bfloat16", "mesh.data": 4, "mesh.context": 1}
+    )
+    planned = plan.forecast(run, machine(on, flag="--on"))
+    assert {layer.attention.kernel for layer in planned.decoder.layers} == {kernel}
+    named = run.changed({"train.attention": "splash"})
+    if kernel == "splash":
+        assert plan.forecast(named, machine(on, flag="--on")).decoder == planned.decoder
+    else:
+        with pytest.raises(ConfigError, match="splash attention cannot compute this run"):
+            plan.forecast(named, machine(on, flag="--on"))
 
 
 def test_rows_of_another_length_are_refused_with_the_nearest_that_divide():
     model = Llama(**SIZES, kv_heads=4)
-    ring = attention.fitted(run_of(model, context_keys="ring"), model.build(), GRID)
+    ring = attention.fitted(run_of(model, context_keys="ring"), model.build(), GRID, CPU)
     attention.check_length(GRID, model.build(), 36, flag="--sequence")
     for length, fixes in ((36, [32, 40]), (5, [8])):
         with pytest.raises(ConfigError, match=f"rows of {length} tokens") as caught:

@@ -1,0 +1,69 @@
+"""Attention of whole rows by cuDNN's flash kernel, on NVIDIA GPUs."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxlm.ops.masks import Mask
+from jaxlm.parallel import context
+
+
+def cudnn(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    mask: Mask,
+    compute: jnp.dtype,
+    *,
+    scale: float,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "B T N H"]:
+    """softmax(scale x Q K^T + mask) V; operands in `compute`, float16 or bfloat16, scores and softmax in float32.
+
+    Causality and a window are the kernel's own. Segments are a mask that it adds to the scores of every head, B T^2
+    numbers of the dtype of `compute`: JAX's function has no other word for them. On the ambient mesh each device computes
+    its own rows and heads. `implementation` may name another of `jax.nn.dot_product_attention` for the same call.
+
+    Raises:
+      ValueError: where the mask is not that of whole rows.
+      NotImplementedError: from JAX, where cuDNN has no kernel for these operands.
+
+    Source: `jax.nn.dot_product_attention`.
+    """
+    if not mask.is_whole:
+        raise ValueError("cudnn attention of other than whole rows")
+    run = functools.partial(_own, mask=mask, scale=scale, implementation=implementation)
+    low = (x.astype(compute) for x in (query, key, value))
+    return context.of_rows(run)(*low, mask.query_segments).astype(query.dtype)
+
+
+def _own(
+    query: Array, key: Array, value: Array, segments: Array | None, *, mask: Mask, **how: Any
+) -> Array:
+    """Of the rows and heads that a device has."""
+    slots = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
+    own = Mask(
+        query_index=slots,
+        key_index=slots,
+        query_segments=segments,
+        key_segments=segments,
+        causal=mask.causal,
+        window=mask.window,
+    )
+    return jax.nn.dot_product_attention(query, key, value, **_seen(own), **how)
+
+
+def _seen(mask: Mask) -> dict[str, Any]:
+    """The arguments that say what a query sees.
+
+    A window goes into the mask where there is one: cuDNN before 9.10.2 has no kernel for both.
+    """
+    windowed, length = mask.window is not None, mask.query_index.shape[1]
+    if mask.query_segments is None and (mask.causal or not windowed):
+        # To the left of a query, and itself.
+        local = (min(mask.window, length) - 1, 0) if mask.window is not None else None
+        return {"is_causal": mask.causal, "local_window_size": local}
+    return {"is_causal": mask.causal, "mask": mask.materialise()[:, None]}

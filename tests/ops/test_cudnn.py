@@ -1,0 +1,160 @@
+"""The call that cuDNN gets: computed by another implementation against float64, and as it stands in a program for a GPU."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo
+
+from jaxlm.core import backend
+from jaxlm.core.precision import Precision
+from jaxlm.core.precision_config import PrecisionConfig
+from jaxlm.ops import masks
+from jaxlm.ops.attention import attention
+from jaxlm.ops.cudnn import cudnn
+from jaxlm.parallel import mesh, rules
+from jaxlm.parallel.config import MeshConfig
+from tests.ops.float64 import SCALE, exact, operands, segments_of
+
+LOW = Precision.of(PrecisionConfig(compute="bfloat16"))
+
+
+def graded(mask, compute, implementation, given):
+    """The result and its gradients by queries, keys and values."""
+
+    def weighed(query, key, value, weights):
+        out = cudnn(query, key, value, mask, compute, scale=SCALE, implementation=implementation)
+        return (out * weights).sum(), out
+
+    return jax.value_and_grad(weighed, argnums=(0, 1, 2), has_aux=True)(*given)
+
+
+def computed(mask, compute, given):
+    """What the call means, by XLA's implementation of it."""
+    (_, out), grads = jax.jit(functools.partial(graded, mask, compute, "xla"))(given)
+    return out, *grads
+
+
+@pytest.mark.parametrize("length", [16, 25])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize("window", [None, 1, 5, 99])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_arguments_of_the_call_mean_the_same_in_float64(
+    length, heads, kv_heads, window, is_packed
+):
+    segments = segments_of(length) if is_packed else None
+    given = operands(length, heads, kv_heads)
+    expected = exact(*given, causal=True, window=window, cap=None, segments=segments)
+    mask = dataclasses.replace(masks.causal(length, segments), window=window)
+    got = computed(mask, jnp.float32, [jnp.asarray(x, jnp.float32) for x in given])
+    for one, other in zip(expected, got, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(one).max()))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_queries_may_see_what_comes_after_them(window, is_packed):
+    segments = segments_of(16) if is_packed else None
+    given = operands(16, 2, 1)
+    expected = exact(*given, causal=False, window=window, cap=None, segments=segments)
+    mask = dataclasses.replace(masks.causal(16, segments), causal=False, window=window)
+    got = computed(mask, jnp.float32, [jnp.asarray(x, jnp.float32) for x in given])
+    for one, other in zip(expected, got, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * np.abs(one).max())
+
+
+def test_operands_are_in_the_compute_dtype():
+    given = operands(24, 4, 2)
+    expected = exact(*given, causal=True, window=None, cap=None, segments=segments_of(24))
+    mask = masks.causal(24, segments_of(24))
+    got = computed(mask, LOW.compute, [jnp.asarray(x, jnp.float32) for x in given])
+    for exactly, low in zip(expected, got, strict=True):
+        assert low.dtype == jnp.float32
+        error = np.abs(np.asarray(low) - exactly).max() / np.abs(exactly).max()
+        assert 1e-5 < error < 2e-2
+
+
+def calls_of(monkeypatch, window, is_packed, place):
+    """The calls of cuDNN in a program for a GPU, by name, as they are configured: forward and back.
+
+    JAX asks the library for its version before it lowers: it is told one here, where there is none.
+    """
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91300)
+    low = [
+        jax.ShapeDtypeStruct((2, 128, heads, 64), jnp.bfloat16, sharding=place)
+        for heads in (4, 2, 2)
+    ]
+    segments = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+
+    def loss(query, key, value, segments):
+        own = segments if is_packed else None
+        mask = dataclasses.replace(masks.causal(128, own), window=window)
+        with backend.of("gpu"):
+            return attention(query, key, value, mask, LOW, scale=SCALE, kernel="cudnn").sum()
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*low, segments)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r"@(__cudnn\$fmha\w+)\(.*?backend_config = (\"\{.*?\}\")", text)
+    return {
+        name: json.loads(json.loads(told.replace("\\22", '\\"')))["cudnn_fmha_backend_config"]
+        for name, told in found
+    }
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_program_for_a_gpu_calls_cudnn(monkeypatch, window, is_packed):
+    calls = calls_of(monkeypatch, window, is_packed, None)
+    name = "__cudnn$fmhaScaleBiasSoftmax" if is_packed else "__cudnn$fmhaSoftmax"
+    assert set(calls) == {name, f"{name}Backward"}
+    for told in calls.values():
+        assert told["fmha_scale"] == SCALE
+        assert told["mask_type"] == "CAUSAL"
+        assert told["sliding_window_length"] == (0 if is_packed else window or 0)
+        scores = told["intermediate_tensor_shape"]
+        assert scores["dimensions"] == ["2", "4", "128", "128"]
+        assert scores["element_type"] == "BF16"
+
+
+def test_on_a_mesh_of_gpus_each_calls_it_for_its_rows_and_heads(monkeypatch):
+    grid = mesh.build(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
+    place = jax.NamedSharding(grid, rules.spec(("batch", "length", "heads", "head_dim")))
+    with jax.set_mesh(grid):
+        calls = calls_of(monkeypatch, None, True, place)
+    assert len(calls) == 2
+    for told in calls.values():
+        assert told["intermediate_tensor_shape"]["dimensions"] == ["1", "2", "128", "128"]
+
+
+def test_on_a_mesh_each_device_computes_its_rows_and_heads():
+    given = [jnp.asarray(x, jnp.float32) for x in operands(16, 4, 2)]
+    mask = masks.causal(16, jnp.asarray(segments_of(16)))
+    alone = computed(mask, jnp.float32, given)
+    grid = mesh.build(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
+    place = jax.NamedSharding(grid, rules.spec(("batch", "length", "heads", "head_dim")))
+    with jax.set_mesh(grid):
+        split = computed(mask, jnp.float32, [jax.device_put(x, place) for x in given])
+    for one, other in zip(alone, split, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+        assert other.sharding.is_equivalent_to(place, 4)
+
+
+def test_what_it_cannot_do_is_refused():
+    query, key, value, _ = (jnp.asarray(x, jnp.bfloat16) for x in operands(16, 2, 2))
+    slots = jnp.arange(16)[None]
+    cache = masks.Mask(query_index=slots, key_index=slots)
+    call = functools.partial(attention, precision=LOW, scale=1.0, kernel="cudnn")
+    with pytest.raises(ValueError, match="cudnn attention on a cpu"):
+        call(query, key, value, masks.causal(16))
+    with backend.of("gpu"):
+        with pytest.raises(ValueError, match="other than whole rows"):
+            call(query, key, value, cache)
+        with pytest.raises(ValueError, match="with a cap"):
+            call(query, key, value, masks.causal(16), cap=2.0)
+        with pytest.raises(ValueError, match="attention dropout in cudnn"):
+            call(query, key, value, masks.causal(16), dropout=0.1, dropout_key=jax.random.key(0))

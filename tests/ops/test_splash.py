@@ -1,0 +1,120 @@
+"""Splash attention is attention: outputs and gradients against float64, interpreted, alone and on a mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core import backend
+from jaxlm.core.precision import Precision
+from jaxlm.core.precision_config import PrecisionConfig
+from jaxlm.ops import masks
+from jaxlm.ops.attention import attention
+from jaxlm.ops.splash import splash
+from jaxlm.parallel import mesh, rules
+from jaxlm.parallel.config import MeshConfig
+from tests.ops.float64 import SCALE, exact, operands, segments_of
+
+FULL = Precision.float32()
+LOW = Precision.of(PrecisionConfig(compute="bfloat16"))
+interpreted = functools.partial(splash, interpret=True)
+
+
+def weighed(kernel, mask, compute, cap, query, key, value, weights):
+    """sum of out x weights, and what it is a sum of."""
+    out = kernel(query, key, value, mask, compute, scale=SCALE, cap=cap)
+    return (out * weights).sum(), out
+
+
+def graded(kernel, mask, compute, cap, given):
+    """The result and its gradients by queries, keys and values."""
+    run = functools.partial(weighed, kernel, mask, compute, cap)
+    differentiated = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))
+    (_, out), grads = differentiated(*given)
+    return out, *grads
+
+
+def plain(query, key, value, mask, compute, *, scale, cap):
+    precision = dataclasses.replace(FULL, compute=compute)
+    return attention(query, key, value, mask, precision, scale=scale, cap=cap)
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "kv_heads", "size", "causal", "window", "cap", "is_packed"),
+    [
+        (128, 2, 2, 8, True, None, None, False),
+        (128, 4, 2, 8, True, None, None, True),
+        (128, 3, 1, 8, True, 5, 2.0, True),
+        (256, 2, 2, 64, True, 3, None, False),
+        (256, 2, 1, 8, False, None, None, True),
+        (640, 2, 1, 8, True, 200, None, True),  # blocks of 128, some of which a window hides
+        (640, 1, 1, 8, False, 150, 1.5, False),
+    ],
+)
+def test_outputs_and_gradients_are_those_of_float64(
+    length, heads, kv_heads, size, causal, window, cap, is_packed
+):
+    segments = segments_of(length) if is_packed else None
+    given = operands(length, heads, kv_heads, size=size)
+    expected = exact(*given, causal=causal, window=window, cap=cap, segments=segments)
+    mask = dataclasses.replace(masks.causal(length, segments), causal=causal, window=window)
+    low = [jnp.asarray(x, jnp.float32) for x in given]
+    got = graded(interpreted, mask, jnp.float32, cap, low)
+    for one, other in zip(expected, got, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(one).max()))
+
+
+@pytest.mark.parametrize(("window", "is_packed"), [(None, False), (40, True)])
+def test_in_low_precision_it_is_as_near_to_float64_as_the_reference(window, is_packed):
+    segments = segments_of(256) if is_packed else None
+    given = operands(256, 4, 2, size=8)
+    expected = exact(*given, causal=True, window=window, cap=None, segments=segments)
+    mask = dataclasses.replace(masks.causal(256, segments), window=window)
+    # As activations are on a TPU; the weights only sum.
+    low = [jnp.asarray(x, jnp.bfloat16) for x in given[:3]] + [jnp.asarray(given[3], jnp.float32)]
+    near = graded(interpreted, mask, LOW.compute, None, low)
+    known = graded(plain, mask, LOW.compute, None, low)
+    for exactly, kernel, whole in zip(expected, near, known, strict=True):
+        error, usual = (np.abs(np.asarray(x, np.float64) - exactly).max() for x in (kernel, whole))
+        assert 0 < error <= 1.5 * usual
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "pipe": 2}], ids=["split", "some copies"]
+)
+def test_on_a_mesh_each_device_computes_its_rows_and_heads(sizes):
+    given = [jnp.asarray(x, jnp.float32) for x in operands(128, 4, 2, size=8)]
+    mask = masks.causal(128, jnp.asarray(segments_of(128)))
+    alone = graded(interpreted, mask, jnp.float32, None, given)
+    grid = mesh.build(MeshConfig(**{"data": 1} | sizes), jax.devices()[:4])
+    place = jax.NamedSharding(grid, rules.spec(("batch", "length", "heads", "head_dim")))
+    with jax.set_mesh(grid):
+        given = [jax.device_put(x, place) for x in given]
+        split = graded(interpreted, mask, jnp.float32, None, given)
+    for one, other in zip(alone, split, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
+        assert len({shard.index for shard in other.addressable_shards}) == (
+            4 if "tensor" in sizes else 2
+        )
+
+
+def test_what_it_cannot_do_is_refused():
+    query, key, value, _ = (jnp.asarray(x, jnp.float32) for x in operands(128, 2, 2))
+    slots = jnp.arange(128)[None]
+    cache = masks.Mask(query_index=slots, key_index=slots)
+    call = functools.partial(attention, precision=FULL, scale=1.0, kernel="splash")
+    with pytest.raises(ValueError, match="splash attention on a cpu"):
+        call(query, key, value, masks.causal(128))
+    with backend.of("tpu"):
+        with pytest.raises(ValueError, match="other than whole rows"):
+            call(query, key, value, cache)
+        with pytest.raises(ValueError, match="of 100 tokens, no multiple of 128"):
+            call(*(x[:, :100] for x in (query, key, value)), masks.causal(100))
+        with pytest.raises(ValueError, match="attention dropout in splash"):
+            call(query, key, value, masks.causal(128), dropout=0.1, dropout_key=jax.random.key(0))
+        grid = mesh.build(MeshConfig(data=1, context=4), jax.devices()[:4])
+        with jax.set_mesh(grid), pytest.raises(ValueError, match="rows that are split"):
+            call(query, key, value, masks.causal(128))
