@@ -5,7 +5,7 @@ import dataclasses
 from jaxlm.models.config import Decoder
 from jaxlm.models.tensors import NORMS
 from jaxlm.nn.config import BlockConfig, MoeConfig
-from jaxlm.ops.kernels import BLOCK
+from jaxlm.ops.kernels import BLOCK, LANES
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 
@@ -41,16 +41,22 @@ def kept(config: Decoder, block: BlockConfig, share: Share, policy: str) -> floa
     return share.tokens * _per_token(config, block, share, policy)
 
 
-def blocks(config: Decoder, share: Share) -> float:
-    """Bytes in which blocks of queries and keys meet, going back: scores, weights and the gradients of both."""
-    heads = max(
-        (
-            share.own(block.attention.heads, "heads")
-            for block in config.layers
-            if block.attention.kernel != "reference"
-        ),
-        default=0.0,
-    )
+def meeting(config: Decoder, share: Share) -> float:
+    """Bytes in which the queries and keys of a layer meet, but for the scores that the reference keeps."""
+    return max(_meeting(block, share) for block in config.layers)
+
+
+def _meeting(block: BlockConfig, share: Share) -> float:
+    heads, kernel = share.own(block.attention.heads, "heads"), block.attention.kernel
+    if kernel == "reference":
+        return 0.0
+    if kernel == "splash":
+        # The forward pass writes each log normalizer once for every lane.
+        return 4 * LANES * share.tokens * heads
+    if kernel == "cudnn":
+        # The mask of segments, and its gradient, which JAX before 0.12 has computed for nothing.
+        return 2 * share.compute_bytes * share.rows * share.length**2
+    # Scores, weights and the gradients of both, going back.
     side = min(BLOCK, share.length)
     return 4 * 4 * share.rows * heads * side * side
 
@@ -90,6 +96,9 @@ def _per_token(config: Decoder, block: BlockConfig, share: Share, policy: str) -
         )
     else:
         total += 4 * own_heads
+    if attention.kernel == "splash":
+        # Head by head, as the kernel made it, beside the layout in which it is multiplied.
+        total += queries * share.compute_bytes
     return total
 
 

@@ -90,7 +90,7 @@ def temporary_bytes(
         for block, policy in layers
     )
     # Its gradients are as large as what it keeps, and what it kept not is made again first.
-    layer = largest * (2 if again else 1) + activations.blocks(decoder, share)
+    layer = largest * (2 if again else 1) + activations.meeting(decoder, share)
     tokens = min(run.loss.chunk or share.tokens, share.tokens)
     # With their exponentials or their gradients.
     logits = 2 * 4 * tokens * share.own(decoder.vocab, "vocab")
