@@ -38,6 +38,7 @@ class Work:
     compute: Float  # dtype of the products' operands
     cap: float | None = None
     dropout: float = 0.0  # of the attention weights
+    stages: int = 1  # of a pipeline, over which the layers are mapped
 
 
 class Choice(NamedTuple):
@@ -129,6 +130,10 @@ def _of_cudnn(target: Target, work: Work) -> Iterator[Misfit]:
         yield Misfit(f"heads of {work.head_dim} are no multiple of 8 up to {most}")
     if work.cap is not None:
         yield Misfit(f"it caps no scores, and this model does at {work.cap:g}")
+    if work.stages > 1:
+        yield Misfit(
+            f"JAX 0.12 cannot map its mask over stages of a pipeline, and mesh.pipe = {work.stages}"
+        )
     if work.length % 2:
         yield Misfit(
             f"rows of {work.length} tokens are odd, which its mask cannot be",

@@ -127,6 +127,7 @@ def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> Work:
         compute=run.precision.compute,
         cap=attention.cap,
         dropout=attention.dropout,
+        stages=logical.ways(sizes, "stages"),
     )
 
 

@@ -48,6 +48,8 @@ def test_a_kernel_that_is_named_is_taken(name):
         (H100, of(head_dim=20), "blockwise", "heads of 20 are no multiple of 8 up to 256"),
         (H100, of(compute="float32"), "blockwise", "cudnn not: it computes no float32"),
         (H100, of(cap=30.0), "blockwise", "it caps no scores, and this model does at 30"),
+        (H100, of(stages=2), "blockwise", "JAX 0.12 cannot map its mask over stages of a pipeline, and mesh.pipe = 2"),
+        (TPU, of(stages=2), "splash", "a kernel made for a tpu"),
         (H100, of(length=4095), "blockwise", "rows of 4095 tokens are odd"),
         (H100, of(dropout=0.1), "reference", "cudnn not: it drops no attention weights"),
         (H100, of(length=16384), "blockwise", "its mask of segments would be 1 GiB a device, above 256 MiB"),
