@@ -44,10 +44,12 @@ def has_ring(run: Run, decoder: Decoder, sizes: Sizes) -> bool:
 
 
 def told(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> str:
-    """What was chosen and why, a line for each kind of layer that differs in it."""
-    return "\n".join(
-        dict.fromkeys(_way(run, layer.attention, sizes, target).told for layer in decoder.layers)
-    )
+    """What was chosen and why, a line for each kind of layer that differs in it; and for samples, where that is another."""
+    ways = [_way(run, layer.attention, sizes, target) for layer in decoder.layers]
+    lines = dict.fromkeys(way.told for way in ways)
+    if any(way.kernel != "reference" for way in ways):
+        lines["samples: reference, as the others have no cache"] = None
+    return "\n".join(lines)
 
 
 def check(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> None:

@@ -21,7 +21,7 @@ from jaxlm.monitor.chips import machine
 from jaxlm.ops.kernels import Target
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import attention, devices, plan
+from jaxlm.recipes import attention, devices, plan, trained
 from jaxlm.recipes.config import Run
 from jaxlm.train.config import TrainConfig
 
@@ -51,7 +51,7 @@ def test_the_way_to_keys_is_chosen_set_and_said():
     assert attention.fitted(large, model.build(), GRID, CPU).has_ring
     said = attention.told(large, model.build(), GRID, CPU)
     assert said.startswith("keys in a ring of 4 devices, tokens dealt out in 8 chunks: ")
-    assert said.endswith("MiB a device, above 256")
+    assert "MiB a device, above 256\nsamples: reference" in said
     forced = run_of(model, context_keys="ring")
     assert attention.fitted(forced, model.build(), GRID, CPU).has_ring
     assert attention.told(forced, model.build(), WHOLE, CPU).startswith(
@@ -112,7 +112,7 @@ def test_each_platform_has_its_kernel_and_says_why_not():
     short = dataclasses.replace(run, data=DataConfig(sequence=1000))
     said = attention.told(short, model.build(), WHOLE, TPU)
     assert said.startswith("blockwise: rows of 1000 tokens")
-    assert said.endswith("; splash not: rows of 1000 tokens are no multiple of 128")
+    assert "; splash not: rows of 1000 tokens are no multiple of 128\n" in said
 
 
 @pytest.mark.parametrize(
@@ -177,6 +177,26 @@ def test_a_plan_knows_the_kernel_of_its_machine(on, kernel):
     else:
         with pytest.raises(ConfigError, match="splash attention cannot compute this run"):
             plan.forecast(named, machine(on, flag="--on"))
+
+
+def test_a_run_of_another_platform_is_used_here_by_a_kernel_that_can_and_that_is_said():
+    said = []
+    grid = mesh.build(MeshConfig(), jax.devices())
+    for name, sequence, kernel in (
+        ("splash", None, "auto"),
+        ("blockwise", None, "blockwise"),
+        ("auto", 64, "auto"),
+    ):
+        run = run_of(Llama(**SIZES, kv_heads=4), sequence=1024).changed(
+            {"train.attention": name, "mesh.context": 1, "mesh.data": "auto"}
+        )
+        used = trained._suited(run, 64, grid, sequence, said.append)
+        assert used.train.attention == kernel
+        assert used.data.sequence == (sequence or 1024)
+    assert said == [
+        "splash attention cannot compute this run here: blockwise: rows of 1024 tokens, 256 queries and keys at a time\n"
+        "samples: reference, as the others have no cache"
+    ]
 
 
 def test_rows_of_another_length_are_refused_with_the_nearest_that_divide():

@@ -6,7 +6,11 @@ import json
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.core import config
 from jaxlm.monitor.chips import SLICES
+from jaxlm.parallel import mesh
+from jaxlm.recipes import topology
+from jaxlm.recipes.config import Run
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 WHY = "libtpu (586 MB) is not installed: pip install 'jaxlm[tpu]' in an environment of its own"
@@ -42,7 +46,7 @@ def test_a_missing_compiler_is_said(capsys):
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not HAS_COMPILER, reason=WHY)
 @pytest.mark.parametrize(
-    ("config", "name", "axes"),
+    ("shipped", "name", "axes"),
     [
         ("llama_1b", "v5e-16", {"fsdp"}),
         ("llama_8b", "v5p-128", {"fsdp"}),
@@ -51,10 +55,48 @@ def test_a_missing_compiler_is_said(capsys):
         ("moe_fine", "v5p-128", {"fsdp", "expert"}),
     ],
 )
-def test_a_shipped_config_compiles_for_its_slice_and_fits(capsys, config, name, axes):
-    words = ["check", f"--config=configs/{config}.py:{name}", f"--topology={name}", "--json"]
+def test_a_shipped_config_compiles_for_its_slice_and_fits(capsys, shipped, name, axes):
+    words = ["check", f"--config=configs/{shipped}.py:{name}", f"--topology={name}", "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["devices"] == SLICES[name].devices
     assert 0 < found["bytes_per_device"]["total"] < found["hbm_bytes"]
     assert {axis for each in found["collectives"] for axis in each["axes"]} >= axes
+
+
+SMALL = {
+    "model.vocab": "512",
+    "model.depth": "2",
+    "model.width": "256",
+    "model.heads": "4",
+    "model.kv_heads": "2",
+    "model.head_dim": "64",
+    "model.hidden": "512",
+    "data.sequence": "512",
+    "train.batch": "8",
+    "precision.compute": "bfloat16",
+    "mesh.data": "1",
+    "mesh.fsdp": "2",
+    "mesh.tensor": "2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_COMPILER, reason=WHY)
+@pytest.mark.parametrize("name", ["v5e-4", "v5p-8", "v6e-4"])
+def test_a_step_for_tpus_has_splash_attention_forward_and_back(name):
+    """One kernel forward and two back, each of a device's own rows and heads; other attention has none."""
+    found = {}
+    for kernel in ("auto", "splash", "blockwise"):
+        settings = SMALL | {"train.attention": kernel}
+        run = config.load(Run, None, list(settings.items())).value
+        grid = mesh.build(run.mesh, topology.devices_of(SLICES[name]))
+        text = topology.compile_step(run, grid).as_text()
+        found[kernel] = [
+            line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line
+        ]
+    assert not found["blockwise"]
+    assert len(found["auto"]) == len(found["splash"]) == 3
+    for line in found["splash"]:
+        assert "bf16[4,2,512,64]" in line, "queries of 4 of 8 rows and 2 of 4 heads"
+        assert "bf16[4,1,512,64]" in line, "keys of 1 of 2 heads"
