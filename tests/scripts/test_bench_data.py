@@ -13,7 +13,10 @@ SCRIPT = Path(__file__).parents[2] / "scripts/bench_data.py"
 @pytest.mark.alone
 def test_a_device_waits_less_than_a_hundredth_of_its_time_at_ten_times_the_rate_it_needs():
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--json"], capture_output=True, text=True, cwd=SCRIPT.parents[1]
+        [sys.executable, str(SCRIPT), "--json"],
+        capture_output=True,
+        text=True,
+        cwd=SCRIPT.parents[1],
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
