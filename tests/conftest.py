@@ -42,6 +42,15 @@ def pytest_configure(config):
     os.environ["TMPDIR"] = tempfile.tempdir = config.stash[OWN] = own
 
 
+def pytest_assertrepr_compare(op, left, right):
+    """Where bytes differ, in a line: where the variable CI is set, pytest compares them to the end, for hours."""
+    if op == "==" and isinstance(left, bytes) and isinstance(right, bytes):
+        both = enumerate(zip(left, right, strict=False))
+        at = next((n for n, (a, b) in both if a != b), min(len(left), len(right)))
+        return [f"{len(left)} and {len(right)} bytes, different from byte {at} on"]
+    return None
+
+
 @pytest.fixture(scope="module")
 def one_device():
     """Runs of this module, in this process and in those that it starts, are on one device.

@@ -29,8 +29,8 @@ CHECKPOINT, GUARD, RESUME = (f"tests/faults/test_{n}.py" for n in ("checkpoint",
 BUGS = {
     "the cursor is one batch ahead": Bug(
         "recipes/session.py",
-        "self.engine.batches(self.start, self.rewinds.skips)",
-        "self.engine.batches(self.start + bool(self.start), self.rewinds.skips)",
+        "self.engine.batches(self.start, self.rewinds.skips, ",
+        "self.engine.batches(self.start + bool(self.start), self.rewinds.skips, ",
         f"{CHECKPOINT}::test_b1_b4_the_run_falls_back_and_ends_bit_identical",
     ),
     "random numbers begin anew in each process": Bug(
