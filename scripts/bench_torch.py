@@ -1,252 +1,220 @@
-"""Training on a CPU, beside PyTorch: the same GPT-2, the same optimizer, in turns on the same machine.
+"""Training beside PyTorch: the same model, the same optimizer, as many tokens a step, on the same machine.
 
     python scripts/bench_torch.py --size=0.8M
     python scripts/bench_torch.py --size=124M --rounds=5
+    python scripts/bench_torch.py --on=gpu --size=llama-1B@2048 --profile=traces
 
-Needs the extra `parity` (Python 3.11). Every arm is a process of its own that is asked for some steps when it is its turn, so that
-a slow spell of the machine meets all of them. jaxlm's step is that of `jaxlm train`, guard and metrics included. PyTorch's
-is what a person would write: scaled_dot_product_attention, autocast for bfloat16, fused AdamW, clipping by the global norm;
-eager, and under torch.compile. The ratio is of the medians over rounds, of the better precision of each.
+Needs torch and transformers (the extra `parity`, Python 3.11 where torch is to be a CPU's); scripts/bench_gpu finds or makes
+what a GPU needs. Every arm is a process of its own. On a CPU all of them live together and are asked for steps in turns, so
+that a slow spell of the machine meets all. On a GPU, whose memory one would take from the other, an arm is started, warmed
+up, timed and ended before the next begins; in every second round the order is reversed.
+
+jaxlm's step is that of `jaxlm train`, guard and metrics included; --config.a.b=V changes a setting of it. PyTorch's is in
+scripts/torch_arms.py. All start within 1 of ln V, or the arm does not count. Speeds are medians over windows; the ratio is
+that to the best arm of PyTorch. MFU is model FLOPs by jaxlm.models.cost, attention at the causal half, over the bfloat16
+peak in jaxlm/monitor/chips.py. Peak memory is the most that an arm's allocator had given out, by its own count.
 """
 
 import argparse
-import itertools
 import json
 import math
-import os
-import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-# layers, width, heads, ids, tokens a row, rows
-SIZES = {"0.8M": (4, 128, 4, 128, 64, 12), "124M": (12, 768, 12, 50_304, 256, 4)}
-ARMS = {
-    f"{name} {precision}": (name, precision)
-    for name, precision in itertools.product(
-        ("jaxlm", "torch eager", "torch compiled"), ("float32", "bfloat16")
-    )
+import bench_turns
+from bench_sizes import OF_CPU, OF_GPU, SIZES, costs
+from bench_turns import Measured, Plan
+
+from jaxlm.monitor import chips, traced, words
+
+PRECISIONS = ("float32", "bfloat16")
+# Minimal or Hugging Face's, compiled or not, and which attention kernel a GPU may take.
+SIDES: dict[str, dict[str, Any]] = {
+    "torch eager": dict(is_minimal=True, is_compiled=False, kernel="any"),
+    "torch compiled": dict(is_minimal=True, is_compiled=True, kernel="any"),
+    "torch compiled, flash": dict(is_minimal=True, is_compiled=True, kernel="flash"),
+    "torch compiled, cudnn": dict(is_minimal=True, is_compiled=True, kernel="cudnn"),
+    "transformers eager": dict(is_minimal=False, is_compiled=False, kernel="any"),
+    "transformers compiled": dict(is_minimal=False, is_compiled=True, kernel="any"),
 }
-LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
-Steps = Callable[[int], float]  # takes so many, and returns the last loss
+ARMS = {f"{side} {low}": (side, low) for side in ("jaxlm", *SIDES) for low in PRECISIONS}
+WANTED = {
+    "cpu": [arm for arm, (side, _) in ARMS.items() if side in ("jaxlm", "torch eager", "torch compiled")],
+    "gpu": [
+        f"{side} bfloat16"
+        for side in ("jaxlm", "torch compiled, flash", "torch compiled, cudnn", "transformers compiled")
+    ],
+}  # fmt: skip
 
 
-def ours(size: str, precision: str) -> Steps:
-    """jaxlm's step, compiled."""
-    sys.path.insert(0, str(ROOT))
-    import jax
-    import numpy as np
+def work(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    """An arm's process: after its first step, a number of steps or a folder for a trace in, an answer out, line by line."""
+    begun = time.perf_counter()
+    side, precision = ARMS[args.arm]
+    size = SIZES[args.size]
+    arm: Any
+    if side == "jaxlm":
+        import jaxlm_arm
 
-    from jaxlm.core import config
-    from jaxlm.data.batch import Tokens
-    from jaxlm.parallel import host
-    from jaxlm.recipes import devices
-    from jaxlm.recipes.config import Run
-    from jaxlm.recipes.engine import of_sizes
+        arm = jaxlm_arm.Arm(size, precision, overrides)
+    else:
+        import torch_arms
 
-    depth, width, heads, vocab, length, rows = SIZES[size]
-    settings = {
-        "model.family": "gpt2",
-        "model.depth": depth,
-        "model.width": width,
-        "model.heads": heads,
-        "model.vocab": vocab,
-        "model.context": length,
-        "data.sequence": length,
-        "train.batch": rows,
-        "train.steps": 1_000_000,
-        "precision.compute": precision,
-        "schedule.name": "constant",
-        "schedule.warmup": 0,
-        "optim.lr": LR,
-    }
-    devices.start()
-    pairs = [(path, str(value)) for path, value in settings.items()]
-    run: Any = config.load(Run, None, pairs).value
-    grid = devices.build_mesh(run.mesh)
-    engine = of_sizes(run, grid, vocab)
-    ids, targets = batch(size)
-    shape = (rows, length)
-    fields: Any = {
-        "tokens": ids,
-        "targets": targets,
-        "weights": np.ones(shape, np.float32),
-        "segments": np.ones(shape, np.int32),
-        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), shape),
-    }
-    with jax.set_mesh(grid):
-        state, placed = engine.fresh(), host.put(grid, Tokens(**fields))
-        step = engine.step.lower(state, placed).compile()
-
-    def steps(count: int) -> float:
-        nonlocal state
-        with jax.set_mesh(grid):
-            for _ in range(count):
-                state, metrics = step(state, placed)
-            return float(jax.block_until_ready((state, metrics))[1]["loss_nats"])
-
-    return steps
-
-
-def theirs(size: str, precision: str, *, compiled: bool) -> Steps:
-    """PyTorch's."""
-    import torch
-    from torch import nn
-    from torch.nn import functional
-
-    depth, width, heads, vocab, length, _ = SIZES[size]
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x: Any) -> Any:
-            rows, length, _ = x.shape
-            q, k, v = (
-                part.view(rows, length, heads, -1).transpose(1, 2)
-                for part in self.qkv(self.norm(x)).split(width, dim=2)
-            )
-            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(y.transpose(1, 2).reshape(rows, length, width))
-            hidden = functional.gelu(self.up(self.mlp_norm(x)), approximate="tanh")
-            return x + self.down(hidden)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(vocab, width)
-            self.positions = nn.Embedding(length, width)
-            self.layers = nn.ModuleList(Layer() for _ in range(depth))
-            self.norm = nn.LayerNorm(width)
-            for table in (self.embedding, self.positions):
-                nn.init.normal_(table.weight, std=0.02)
-
-        def forward(self, ids: Any, targets: Any) -> Any:
-            x = self.embedding(ids) + self.positions.weight
-            for layer in self.layers:
-                x = layer(x)
-            logits = functional.linear(self.norm(x), self.embedding.weight)
-            return functional.cross_entropy(logits.view(-1, vocab).float(), targets.view(-1))
-
-    torch.manual_seed(0)
-    model: Any = Model()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True
-    )
-    called = torch.compile(model) if compiled else model
-    ids, targets = (torch.from_numpy(part).long() for part in batch(size))
-    is_low = precision == "bfloat16"
-
-    def steps(count: int) -> float:
-        for _ in range(count):
-            with torch.autocast("cpu", torch.bfloat16, enabled=is_low):
-                loss = called(ids, targets)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
-
-    return steps
-
-
-def batch(size: str) -> tuple[Any, Any]:
-    """Random ids, each predicting the next."""
-    import numpy as np
-
-    *_, vocab, length, rows = SIZES[size]
-    ids = np.random.default_rng(0).integers(0, vocab, (rows, length + 1), np.int32)
-    return ids[:, :-1].copy(), ids[:, 1:].copy()
-
-
-def work(arm: str, size: str) -> None:
-    """An arm's process: a line with a number of steps in, one with seconds and the last loss out."""
-    name, precision = ARMS[arm]
-    steps = (
-        ours(size, precision)
-        if name == "jaxlm"
-        else theirs(size, precision, compiled=name == "torch compiled")
-    )
-    print(json.dumps([0.0, steps(2)]), flush=True)
+        device: Any = "cuda" if args.on == "gpu" else "cpu"
+        arm = torch_arms.Arm(size, precision, device=device, **SIDES[side])
+    loss = arm.steps(1)
+    _answer(loss_nats=loss, seconds=time.perf_counter() - begun)
     for line in sys.stdin:
+        asked = json.loads(line)
+        if "trace" in asked:
+            _answer(trace=arm.trace(Path(asked["trace"]), asked["steps"]))
+            continue
         begun = time.perf_counter()
-        loss = steps(int(line))
-        print(json.dumps([time.perf_counter() - begun, loss]), flush=True)
+        loss = arm.steps(asked["steps"])
+        _answer(seconds=time.perf_counter() - begun, loss_nats=loss, **arm.facts())
 
 
-def measure(size: str, rounds: int, count: int) -> dict[str, Any]:
-    """Tokens a second of each arm: the median over rounds, and the range."""
-    *_, length, rows = SIZES[size]
-    # Threads that wait for work in a loop would take the others' turn from them.
-    quiet = os.environ | {"OMP_WAIT_POLICY": "passive", "JAX_PLATFORMS": "cpu"}
-    workers, speeds = {}, {}
-    for arm in ARMS:
-        workers[arm] = subprocess.Popen(
-            [sys.executable, __file__, f"--size={size}", f"--arm={arm}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=quiet,
-        )
-        loss = _answer(arm, workers[arm])[1]
-        if not abs(loss - math.log(SIZES[size][3])) < 1:
-            raise RuntimeError(f"{arm} starts with a loss of {loss}")
-        speeds[arm] = []
-    for turn in range(rounds):
-        for arm in list(workers) if turn % 2 else reversed(workers):
-            pipe: Any = workers[arm].stdin
-            pipe.write(f"{count}\n")
-            pipe.flush()
-            speeds[arm].append(count * rows * length / _answer(arm, workers[arm])[0])
-    for worker in workers.values():
-        worker.communicate()
+def _answer(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def row(name: str, arms: Mapping[str, Measured], args: argparse.Namespace) -> dict[str, Any]:
+    """What is reported of a size."""
+    size = SIZES[name]
+    parameters, flops = costs(size)
+    best = max((of.median for arm, of in arms.items() if ARMS[arm][0] != "jaxlm"), default=0.0)
+    ours = max((of.median for arm, of in arms.items() if ARMS[arm][0] == "jaxlm"), default=0.0)
+
+    def one(found: Measured) -> dict[str, Any]:
+        peak = chips.peak_flops(found.device or "")
+        return {
+            "tokens_per_second": {
+                "median": found.median,
+                "least": min(found.speeds),
+                "most": max(found.speeds),
+            }
+            if found.speeds
+            else None,
+            "windows": len(found.speeds),
+            "ratio": found.median / best if best and found.speeds else None,
+            "mfu": flops * found.median / peak if peak and found.speeds else None,
+            "peak_bytes": found.peak_bytes,
+            "loss_nats": found.loss,
+            "start_seconds": found.start_seconds,
+            "device": found.device,
+            "library": found.library,
+            "error": found.error,
+        }
+
     return {
-        arm: {"median": statistics.median(of), "least": min(of), "most": max(of)}
-        for arm, of in speeds.items()
+        "size": name,
+        "parameters": parameters,
+        "rows": size.rows,
+        "length": size.length,
+        "tokens_per_step": size.tokens_per_step,
+        "flops_per_token": flops,
+        "settings": {"train.remat": "none", "loss.chunk": "None", "train.microbatches": "1"}
+        | dict(args.overrides),
+        "arms": {arm: one(found) for arm, found in arms.items()},
+        "ratio": ours / best if ours and best else None,
     }
 
 
-def _answer(arm: str, worker: subprocess.Popen[str]) -> list[float]:
-    assert worker.stdout
-    line = worker.stdout.readline()
-    if not line:
-        raise RuntimeError(f"{arm} ended with exit code {worker.wait()}")
-    return json.loads(line)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", choices=SIZES, default="0.8M")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N")
-    parser.add_argument("--steps", type=int, metavar="N", help="of a round; about 5 seconds")
-    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    if args.arm:
-        return work(args.arm, args.size)
-    found = measure(args.size, args.rounds, args.steps or {"0.8M": 100, "124M": 1}[args.size])
-    best = {
-        side: max(v["median"] for arm, v in found.items() if arm.startswith(side))
-        for side in ("jaxlm", "torch")
+def table(rows: list[dict[str, Any]]) -> str:
+    """All sizes in Markdown."""
+    lines = [
+        "| size | arm | tokens/s (range) | to the best PyTorch | MFU | peak memory | first loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for each in rows:
+        for arm, found in each["arms"].items():
+            speed = found["tokens_per_second"]
+            cells = [f"{each['size']}, {each['rows']} x {each['length']}", arm]
+            if speed is None:
+                lines.append(f"| {' | '.join(cells)} | {found['error']} | - | - | - | - |")
+                continue
+            cells += [
+                f"{speed['median']:,.0f} ({speed['least']:,.0f} to {speed['most']:,.0f})",
+                "-" if found["ratio"] is None else f"{found['ratio']:.3f}",
+                "-" if found["mfu"] is None else f"{found['mfu']:.1%}",
+                "-" if found["peak_bytes"] is None else words.size(found["peak_bytes"]),
+                f"{found['loss_nats']:.3f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    libraries = {
+        f["library"]: f["device"] for r in rows for f in r["arms"].values() if f["library"]
     }
-    answer = {"size": args.size, "tokens_per_second": found, "ratio": best["jaxlm"] / best["torch"]}
-    if args.json:
-        print(json.dumps(answer))
-        return None
-    for arm, each in found.items():
-        print(
-            f"{arm:<24}{each['median']:>10.1f} tokens/s  ({each['least']:.1f} to {each['most']:.1f})"
+    lines.append("")
+    for each in rows:
+        settings = ", ".join(f"{path}={value}" for path, value in each["settings"].items())
+        lines.append(
+            f"{each['size']}: {words.count(each['parameters'])} parameters; jaxlm with {settings}"
         )
-    print(f"{'jaxlm over torch':<24}{answer['ratio']:>10.3f}")
-    return None
+    lines += [f"{library} on {device}" for library, device in libraries.items()]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--on", choices=WANTED, default="cpu")
+    parser.add_argument("--size", metavar="A,B", help=", ".join(SIZES))
+    parser.add_argument("--arms", metavar="A;B", help="; ".join(ARMS))
+    parser.add_argument("--rounds", type=int, metavar="N", help="7, or 3 where arms run alone")
+    parser.add_argument("--seconds", type=float, default=4.0, metavar="X", help="of a window (4)")
+    parser.add_argument("--steps", type=int, metavar="N", help="of a window, instead of --seconds")
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="X", help="at most")
+    parser.add_argument("--alone", action="store_true", help="on a CPU as on a GPU: one at a time")
+    parser.add_argument("--profile", metavar="DIR", help="traces jaxlm's steps instead of timing")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where the JSON goes too")
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
+    args, rest = parser.parse_known_args()
+    flags = [flag.removeprefix("--config.").partition("=") for flag in rest]
+    if wrong := [flag for flag in rest if not flag.startswith("--config.") or "=" not in flag]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    args.overrides = [(path, value) for path, _, value in flags]
+    if args.arm:
+        work(args, args.overrides)
+        return 0
+    is_gpu = args.on == "gpu"
+    names = args.size.split(",") if args.size else OF_GPU if is_gpu else OF_CPU
+    arms = [arm.strip() for arm in args.arms.split(";")] if args.arms else WANTED[args.on]
+    if wrong := [name for name in names if name not in SIZES] + [a for a in arms if a not in ARMS]:
+        parser.error(f"there is no {wrong[0]!r}; sizes are {', '.join(SIZES)}; arms {'; '.join(ARMS)}")  # fmt: skip
+    is_alone = is_gpu or args.alone
+    plan = Plan(
+        command=[sys.executable, __file__, f"--on={args.on}", *rest],
+        on=args.on,
+        rounds=args.rounds or (3 if is_alone else 7),
+        seconds=args.seconds,
+        steps=args.steps,
+        deadline=time.monotonic() + 60 * args.minutes,
+    )
+    if args.profile:
+        return profile(plan, names, Path(args.profile))
+    measure = bench_turns.alone if is_alone else bench_turns.together
+    rows: list[dict[str, Any]] = []
+    for found in measure(plan, names, arms):
+        rows = [row(name, of, args) for name, of in found.items()]
+        if args.out:  # whatever ends this early, what was measured stays
+            args.out.write_text(json.dumps({"on": args.on, "rows": rows}, indent=1) + "\n")
+    print(json.dumps({"on": args.on, "rows": rows}) if args.json else table(rows))
+    return int(any(found["error"] for each in rows for found in each["arms"].values()))
+
+
+def profile(plan: Plan, names: list[str], folder: Path) -> int:
+    """Prints where the time of a few of jaxlm's steps went, by size."""
+    for name in names:
+        found = bench_turns.trace(plan, name, "jaxlm bfloat16", (folder / name).absolute())
+        print(f"{name}: {found['steps']} steps, {found['seconds']:.3f} s, {folder / name}")
+        for label, text in traced.facts(found):
+            print(f"  {label}")
+            print("\n".join(f"    {line}" for line in text.splitlines()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""jaxlm's side of scripts/bench_torch.py: the compiled step of `jaxlm train`, guard and metrics included."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from bench_sizes import Size, batch, run_of
+
+from jaxlm.data.batch import Tokens
+from jaxlm.monitor import memory, traced
+from jaxlm.monitor.config import ProfileConfig
+from jaxlm.monitor.profile import Trace
+from jaxlm.parallel import host, operations
+from jaxlm.recipes import devices
+from jaxlm.recipes.engine import of_sizes
+
+
+class Arm:
+    """A model in training, on rows that lie on the device."""
+
+    def __init__(self, size: Size, precision: str, overrides: Sequence[tuple[str, str]]):
+        devices.start()
+        run = run_of(size, precision, overrides)
+        self._grid = devices.build_mesh(run.mesh)
+        engine = of_sizes(run, self._grid, size.vocab)
+        ids, targets = batch(size)
+        fields: Any = {
+            "tokens": ids,
+            "targets": targets,
+            "weights": np.ones(ids.shape, np.float32),
+            "segments": np.ones(ids.shape, np.int32),
+            "positions": np.broadcast_to(np.arange(size.length, dtype=np.int32), ids.shape),
+        }
+        with jax.set_mesh(self._grid):
+            self._state = engine.fresh()
+            self._batch = host.put(self._grid, Tokens(**fields))
+            self._step = engine.step.lower(self._state, self._batch).compile()
+
+    def steps(self, count: int) -> float:
+        """Takes so many. Returns the loss of the last, before its update."""
+        with jax.set_mesh(self._grid):
+            for _ in range(count):
+                self._state, metrics = self._step(self._state, self._batch)
+            return float(jax.block_until_ready((self._state, metrics))[1]["loss_nats"])
+
+    def facts(self) -> dict[str, Any]:
+        """What it ran on, and the most that the device's allocator has given out; None for a CPU, which does not say."""
+        peak = memory.peak(jax.local_devices())
+        return {
+            "device": jax.devices()[0].device_kind,
+            "library": f"jax {jax.__version__}",
+            "peak_bytes": peak.bytes if peak.of == "device" else None,
+        }
+
+    def trace(self, folder: Path, count: int) -> dict[str, Any]:
+        """Where the time of so many steps went, as `traced.summary` says. The trace itself is left in `folder`."""
+        window = Trace(ProfileConfig(start=0, steps=count), folder)
+        with jax.set_mesh(self._grid):
+            for number in range(count):
+                window.before(number)
+                window.enter("step")
+                self._state, _ = self._step(self._state, self._batch)
+            window.before(count)
+        known = operations.read(self._step.as_text() or "")
+
+        def tell(name: str) -> tuple[str, str, bool]:
+            return (*known.get(name, operations.by_name(name)), name in known)
+
+        return traced.summary(traced.newest(folder), tell)
