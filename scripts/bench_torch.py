@@ -7,7 +7,7 @@
 Needs torch and transformers (the extra `parity`, Python 3.11 where torch is to be a CPU's); scripts/bench_gpu finds or makes
 what a GPU needs. Every arm is a process of its own. On a CPU all of them live together and are asked for steps in turns, so
 that a slow spell of the machine meets all. On a GPU, whose memory one would take from the other, an arm is started, warmed
-up, timed and ended before the next begins; in every second round the order is reversed.
+up, timed and ended before the next begins, in as many rounds as there is time for; every second one has the order reversed.
 
 jaxlm's step is that of `jaxlm train`, guard and metrics included; --config.a.b=V changes a setting of it. PyTorch's is in
 scripts/torch_arms.py. All start within 1 of ln V, or the arm does not count. Speeds are medians over windows; the ratio is
@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import bench_turns
-from bench_sizes import OF_CPU, OF_GPU, SIZES, costs
-from bench_turns import Measured, Plan
+from bench_sizes import OF_CPU, OF_GPU, SIZES, costs, run_of
+from bench_turns import Ended, Measured, Plan
 
+from jaxlm.core.errors import JaxlmError
 from jaxlm.monitor import chips, traced, words
 
 PRECISIONS = ("float32", "bfloat16")
@@ -35,8 +36,8 @@ PRECISIONS = ("float32", "bfloat16")
 SIDES: dict[str, dict[str, Any]] = {
     "torch eager": dict(is_minimal=True, is_compiled=False, kernel="any"),
     "torch compiled": dict(is_minimal=True, is_compiled=True, kernel="any"),
-    "torch compiled, flash": dict(is_minimal=True, is_compiled=True, kernel="flash"),
-    "torch compiled, cudnn": dict(is_minimal=True, is_compiled=True, kernel="cudnn"),
+    "torch compiled flash": dict(is_minimal=True, is_compiled=True, kernel="flash"),
+    "torch compiled cudnn": dict(is_minimal=True, is_compiled=True, kernel="cudnn"),
     "transformers eager": dict(is_minimal=False, is_compiled=False, kernel="any"),
     "transformers compiled": dict(is_minimal=False, is_compiled=True, kernel="any"),
 }
@@ -45,7 +46,7 @@ WANTED = {
     "cpu": [arm for arm, (side, _) in ARMS.items() if side in ("jaxlm", "torch eager", "torch compiled")],
     "gpu": [
         f"{side} bfloat16"
-        for side in ("jaxlm", "torch compiled, flash", "torch compiled, cudnn", "transformers compiled")
+        for side in ("jaxlm", "torch compiled flash", "torch compiled cudnn", "transformers compiled")
     ],
 }  # fmt: skip
 
@@ -153,6 +154,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"{each['size']}: {words.count(each['parameters'])} parameters; jaxlm with {settings}"
         )
+        lines += [
+            f"  {arm} ended before the last round: {found['error']}"
+            for arm, found in each["arms"].items()
+            if found["error"] and found["tokens_per_second"]
+        ]
     lines += [f"{library} on {device}" for library, device in libraries.items()]
     return "\n".join(lines)
 
@@ -161,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--on", choices=WANTED, default="cpu")
     parser.add_argument("--size", metavar="A,B", help=", ".join(SIZES))
-    parser.add_argument("--arms", metavar="A;B", help="; ".join(ARMS))
+    parser.add_argument("--arms", metavar="A,B", help=", ".join(ARMS))
     parser.add_argument("--rounds", type=int, metavar="N", help="7, or 3 where arms run alone")
     parser.add_argument("--seconds", type=float, default=4.0, metavar="X", help="of a window (4)")
     parser.add_argument("--steps", type=int, metavar="N", help="of a window, instead of --seconds")
@@ -181,9 +187,15 @@ def main() -> int:
         return 0
     is_gpu = args.on == "gpu"
     names = args.size.split(",") if args.size else OF_GPU if is_gpu else OF_CPU
-    arms = [arm.strip() for arm in args.arms.split(";")] if args.arms else WANTED[args.on]
+    arms = args.arms.split(",") if args.arms else WANTED[args.on]
     if wrong := [name for name in names if name not in SIZES] + [a for a in arms if a not in ARMS]:
-        parser.error(f"there is no {wrong[0]!r}; sizes are {', '.join(SIZES)}; arms {'; '.join(ARMS)}")  # fmt: skip
+        parser.error(f"there is no {wrong[0]!r}; sizes are {', '.join(SIZES)}; arms {', '.join(ARMS)}")  # fmt: skip
+    try:
+        for name in names:
+            run_of(SIZES[name], "bfloat16", args.overrides)
+    except JaxlmError as error:
+        print(error, file=sys.stderr)
+        return error.code
     is_alone = is_gpu or args.alone
     plan = Plan(
         command=[sys.executable, __file__, f"--on={args.on}", *rest],
@@ -208,7 +220,11 @@ def main() -> int:
 def profile(plan: Plan, names: list[str], folder: Path) -> int:
     """Prints where the time of a few of jaxlm's steps went, by size."""
     for name in names:
-        found = bench_turns.trace(plan, name, "jaxlm bfloat16", (folder / name).absolute())
+        try:
+            found = bench_turns.trace(plan, name, "jaxlm bfloat16", (folder / name).absolute())
+        except Ended as ended:
+            print(f"{name}: {ended}", file=sys.stderr)
+            return 1
         print(f"{name}: {found['steps']} steps, {found['seconds']:.3f} s, {folder / name}")
         for label, text in traced.facts(found):
             print(f"  {label}")

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import tempfile
@@ -19,6 +20,7 @@ from bench_sizes import SIZES
 WINDOWS = 3  # of an arm that runs alone, in each round
 TRACED = 5  # steps of a trace
 LATE = "not measured: the time was up"
+ERROR = re.compile(r"[\w.]*(Error|Exception)\b")  # how the last line of a traceback begins
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,8 @@ class Worker:
             raise Ended(LATE)
         self._said.seek(0)
         lines = self._said.read().decode(errors="replace").splitlines()
-        told = next((each for each in reversed(lines) if each.strip()), "no word")
+        said = [line for line in lines if line.strip()] or ["no word"]
+        told = ([line for line in said if ERROR.match(line)] or said)[-1]
         raise Ended(f"exit code {code}: {told.strip()[:300].replace('|', '/')}")
 
 
@@ -155,15 +158,16 @@ def together(plan: Plan, sizes: Sequence[str], arms: Sequence[str]) -> Iterator[
 
 
 def alone(plan: Plan, sizes: Sequence[str], arms: Sequence[str]) -> Iterator[Found]:
-    """Round by round through all sizes, one process at a time. Yields what is known after each.
+    """Round by round one process at a time, an arm through all sizes and then the next. Yields what is known after each.
 
-    No arm is begun that would not be done in time, by how long it took before, or else the longest of all.
+    So where time is short it is the last arm that lacks sizes, not the last size its ratio. No arm is begun that would not be
+    done in time, by how long it took before, or else by the longest of all.
     """
     found: Found = {size: {arm: Measured() for arm in arms} for size in sizes}
     took: dict[tuple[str, str], float] = {}
     for turn in range(plan.rounds):
-        for size in sizes:
-            for arm in _ordered(arms, turn):
+        for arm in _ordered(arms, turn):
+            for size in sizes:
                 of = found[size][arm]
                 expected = took.get((size, arm), max(took.values(), default=0.0))
                 begun = time.monotonic()
@@ -177,6 +181,7 @@ def alone(plan: Plan, sizes: Sequence[str], arms: Sequence[str]) -> Iterator[Fou
                         worker.window()
                 took[size, arm] = time.monotonic() - begun
                 yield found
+    yield found
 
 
 def trace(plan: Plan, size: str, arm: str, folder: Path) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""The front of scripts/bench_torch.py with arms that only pretend: turns, what ends an arm, MFU and the table."""
+
+import importlib.util
+import math
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+# Takes steps at a tenth of a second each, or does what its name says.
+PLAYED = """
+import json, math, sys, time
+size, arm = (word.partition("=")[2] for word in sys.argv[1:])
+with open({log!r}, "a") as log:
+    print(arm, size, "begins", file=log)
+if "raising" in arm:
+    raise RuntimeError("no memory")
+if "hanging" in arm:
+    time.sleep(600)
+print(json.dumps(dict(loss_nats=9.0 if "lost" in arm else math.log(128), seconds=1.0)), flush=True)
+for line in sys.stdin:
+    count = json.loads(line)["steps"]
+    loss = math.nan if "diverging" in arm and count > 2 else 4.0
+    print(json.dumps(dict(
+        seconds=0.1 * count, loss_nats=loss, device="NVIDIA H200", library="played 1", peak_bytes=2**30,
+    )), flush=True)
+with open({log!r}, "a") as log:
+    print(arm, size, "ends", file=log)
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """The modules of the scripts' folder, by the names under which they know each other."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("bench_sizes", "bench_turns", "bench_torch"):
+            spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+            found[name] = importlib.util.module_from_spec(spec)
+            patch.setitem(sys.modules, name, found[name])
+            spec.loader.exec_module(found[name])
+        yield Namespace(**found)
+
+
+@pytest.fixture
+def plan(scripts, tmp_path):
+    def make(*, rounds=1, seconds=0.4, within=60.0):
+        script = PLAYED.format(log=str(tmp_path / "log"))
+        return scripts.bench_turns.Plan(
+            command=[sys.executable, "-c", script],
+            on="cpu",
+            rounds=rounds,
+            seconds=seconds,
+            steps=None,
+            deadline=time.monotonic() + within,
+        )
+
+    make.log = lambda: (tmp_path / "log").read_text().splitlines()
+    return make
+
+
+def last(found):
+    return list(found)[-1]
+
+
+def test_arms_that_run_alone_never_meet_and_change_order_every_round(scripts, plan):
+    sizes = ("gpt2-tiny", "llama-tiny")
+    found = last(scripts.bench_turns.alone(plan(rounds=2), sizes, ("a", "b")))
+    order = [f"{arm} {size}" for arm in "ab" for size in sizes]
+    order += [f"{arm} {size}" for arm in "ba" for size in sizes]
+    assert plan.log() == [f"{each} {what}" for each in order for what in ("begins", "ends")]
+    measured = found["gpt2-tiny"]["a"]
+    assert measured.speeds == pytest.approx(6 * [128 / 0.1])  # 4 x 32 tokens a step
+    assert (measured.peak_bytes, measured.error) == (2**30, None)
+    assert measured.loss == pytest.approx(math.log(128))
+
+
+def test_arms_that_live_together_take_turns(scripts, plan):
+    found = last(scripts.bench_turns.together(plan(rounds=3), ("gpt2-tiny",), ("a", "b")))
+    assert [line.split()[2] for line in plan.log()] == ["begins", "begins", "ends", "ends"]
+    assert [len(of.speeds) for of in found["gpt2-tiny"].values()] == [3, 3]
+
+
+@pytest.mark.parametrize("way", ["alone", "together"])
+@pytest.mark.parametrize(
+    ("arm", "says"),
+    [
+        ("raising", "exit code 1: RuntimeError: no memory"),
+        ("lost", "starts with a loss of 9.0"),
+        ("diverging", "comes to a loss of nan"),
+    ],
+)
+def test_an_arm_that_ends_is_noted_and_the_other_goes_on(scripts, plan, way, arm, says):
+    run = getattr(scripts.bench_turns, way)
+    of = last(run(plan(rounds=2), ("gpt2-tiny",), (arm, "b")))["gpt2-tiny"]
+    assert (of[arm].error, of[arm].speeds) == (says, [])
+    assert (of["b"].error, len(of["b"].speeds)) == (None, {"alone": 6, "together": 2}[way])
+
+
+def test_what_hangs_is_ended_in_time_and_what_comes_after_is_not_begun(scripts, plan):
+    begun = time.monotonic()
+    found = scripts.bench_turns.alone(plan(within=2), ("gpt2-tiny",), ("a", "hanging", "b"))
+    of = last(found)["gpt2-tiny"]
+    assert time.monotonic() - begun < 20
+    late = scripts.bench_turns.LATE
+    assert [each.error for each in of.values()][1:] == [late, late]
+    assert "b gpt2-tiny begins" not in plan.log()
+
+
+def test_mfu_and_ratio_are_counted_and_shown(scripts):
+    def measured(*speeds, **fields):
+        known = dict(device="NVIDIA H200", library="played 1", peak_bytes=3 * 2**30, loss=11.8)
+        return scripts.bench_turns.Measured(speeds=list(speeds), **(known | fields))
+
+    arms = {
+        "jaxlm bfloat16": measured(60e3, 66e3, 72e3),
+        "torch compiled flash bfloat16": measured(60e3),
+        "torch compiled cudnn bfloat16": scripts.bench_turns.Measured(error="exit code 1: oh"),
+        "transformers compiled bfloat16": measured(50e3, device="another"),
+    }
+    row = scripts.bench_torch.row("llama-1B@2048", arms, Namespace(overrides=[("loss.chunk", "9")]))
+    ours, flash, cudnn, other = row["arms"].values()
+    layer = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192
+    flops = 6 * (16 * layer + 128_256 * 2048) + 16 * 12 * 2048 * 2049 / 2
+    assert ours["mfu"] == pytest.approx(66e3 * flops / 989.4e12)
+    assert (ours["ratio"], flash["ratio"], row["ratio"]) == (1.1, 1.0, 1.1)
+    assert (cudnn["tokens_per_second"], cudnn["mfu"], other["mfu"]) == (None, None, None)
+    text = scripts.bench_torch.table([row])
+    assert (
+        "| jaxlm bfloat16 | 66,000 (60,000 to 72,000) | 1.100 | 52.1% | 3 GiB | 11.800 |" in text
+    )
+    assert "| torch compiled cudnn bfloat16 | exit code 1: oh | - | - | - | - |" in text
+    assert "jaxlm with train.remat=none, loss.chunk=9, train.microbatches=1" in text
