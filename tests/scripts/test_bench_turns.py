@@ -130,8 +130,6 @@ def test_mfu_and_ratio_are_counted_and_shown(scripts):
     assert (ours["ratio"], flash["ratio"], row["ratio"]) == (1.1, 1.0, 1.1)
     assert (cudnn["tokens_per_second"], cudnn["mfu"], other["mfu"]) == (None, None, None)
     text = scripts.bench_torch.table([row])
-    assert (
-        "| jaxlm bfloat16 | 66,000 (60,000 to 72,000) | 1.100 | 52.1% | 3 GiB | 11.800 |" in text
-    )
+    assert "| jaxlm bfloat16 | 66,000 (60,000 to 72,000) | 1.100 | 52.1% | 3 GiB | 11.800 |" in text
     assert "| torch compiled cudnn bfloat16 | exit code 1: oh | - | - | - | - |" in text
     assert "jaxlm with train.remat=none, loss.chunk=9, train.microbatches=1" in text
