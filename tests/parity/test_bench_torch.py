@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,13 @@ pytestmark = pytest.mark.parity
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_by_torch():
-    """What torch.compile makes is kept, beside what XLA makes."""
+def compiled_by_torch(tmp_path_factory):
+    """What torch.compile makes is kept, beside what XLA makes; its headers go where temporary files do, and with them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache/inductor"))
+        folder = str(tmp_path_factory.mktemp("torch"))
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
         yield
 
 
