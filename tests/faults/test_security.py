@@ -232,11 +232,12 @@ def test_s4_no_source_file_unpacks_an_archive():
 
 BOMBS = ("a.txt.gz", "line.jsonl.zst", "blank.jsonl.gz")
 UNPACK = """
-import resource, sys
+import sys
 from jaxlm.cli.main import main
+from jaxlm.monitor import memory
 
 codes = [main(["data", "stats", sys.argv[1], f"--config.data.train={path}"]) for path in sys.argv[2:]]
-print(*codes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+print(*codes, memory.peak([]).bytes >> 20)
 """
 
 

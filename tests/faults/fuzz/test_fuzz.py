@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import shutil
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from jaxlm.core.errors import JaxlmError
 from jaxlm.data import tokenizer as tokenizers
 from jaxlm.data import train_tokenizer
 from jaxlm.data.shards import Shards
+from jaxlm.monitor import memory
 from jaxlm.recipes.config import Run
 from tests.faults.test_tokenizer_files import byte_pairs
 
@@ -232,7 +232,7 @@ def fuzz(kind: str, folder: Path, minutes: float, seed: int) -> tuple[Counter[in
         assert isinstance(outcome, int), f"mutation {number}, {outcome}: {content[:3000]!r}"
         assert time.process_time() - begun < 5, content[:3000]
         outcomes[outcome] += 1
-    return outcomes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return outcomes, memory.peak([]).bytes
 
 
 @pytest.mark.slow
