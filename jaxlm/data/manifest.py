@@ -1,4 +1,8 @@
-"""The manifest of a folder of token shards: what is in it, with a digest of each file and of itself."""
+"""The manifest of a folder of token shards: what is in it, with a digest of each file and of itself.
+
+The files that it numbers have no header: mapped into memory, tokens-N.bin is the ids of its documents end to end, and
+documents-N.bin a row of (end, file, record) for each. Read here, they are checked (`data.blocks`).
+"""
 
 import dataclasses
 import hashlib

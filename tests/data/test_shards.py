@@ -37,6 +37,19 @@ def test_documents_come_back_with_their_origin_from_several_shards(stored: Shard
         assert stored.origin(number) == (document.file, document.record)
 
 
+def test_mapped_into_memory_the_files_are_the_ids_and_where_they_end(stored: Shards) -> None:
+    """Whoever wants them without this library needs the manifest's dtype and nothing else."""
+    number = 0
+    for shard, held in enumerate(stored.manifest.shards):
+        ids = np.memmap(stored.folder / f"tokens-{shard:05d}.bin", stored.manifest.dtype, "r")
+        index = np.memmap(stored.folder / f"documents-{shard:05d}.bin", "<i8", "r").reshape(-1, 3)
+        assert (len(ids), len(index)) == (held.tokens, held.documents)
+        for start, stop in zip([0, *index[:-1, 0]], index[:, 0], strict=True):
+            assert np.array_equal(ids[start:stop], stored.read(number, 0, int(stop - start)))
+            number += 1
+    assert number == len(DOCUMENTS)
+
+
 def test_lengths_of_a_range_are_those_of_its_documents(stored: Shards) -> None:
     lengths = stored.lengths(0, stored.documents)
     for start, stop in ((0, 1), (3, 20), (49, 50), (7, 7)):
