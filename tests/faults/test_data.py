@@ -502,7 +502,7 @@ def test_e5_under_skip_what_cannot_be_read_weighs_nothing_and_each_piece_is_told
 
 
 def test_e5_more_damage_than_may_be_lost_ends_the_run_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("JAXLM_CACHE", str(tmp_path / "cache"))
     config = harness.write_config(tmp_path)
@@ -513,12 +513,11 @@ def test_e5_more_damage_than_may_be_lost_ends_the_run_all_the_same(
         f"--config.data.validation={tmp_path}/out/val",
         "--config.data.damaged=skip",
     ]
-    code, said = harness.run(harness.words(config, tmp_path / "few", *sides))
-    assert code == 65, said
+    assert main(harness.words(config, tmp_path / "few", *sides)) == 65
+    said = capsys.readouterr().err
     assert "too much of the training data is damaged" in said
     (share,) = re.findall(r"--config\.data\.max_dropped=[0-9.]+", said)
-    code, said = harness.run(harness.words(config, tmp_path / "run", *sides, share))
-    assert code == 0, said
+    assert main(harness.words(config, tmp_path / "run", *sides, share)) == 0
     told = [r["text"] for r in harness.records(tmp_path / "run", "warnings.jsonl")]
     assert told
     assert all(line.startswith("not trained on: ") for line in told)

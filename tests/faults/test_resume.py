@@ -375,9 +375,9 @@ def test_a6_each_row_of_an_epoch_is_read_once_also_over_resumes(config, tmp_path
     words += ["--config.train.batch=64", "--config.model.depth=1", "--config.eval.every=100%"]
     batches, loaders, read = Loader.batches, [], {}
 
-    def noted(self, start, *, batch, rows=None, skips=()):
+    def noted(self, start, **how):
         loaders.append(self)
-        for step, each in enumerate(batches(self, start, batch=batch, rows=rows, skips=skips)):
+        for step, each in enumerate(batches(self, start, **how)):
             read[start + step] = [row.tobytes() for row in each.tokens]  # the loader reads ahead
             yield each
 

@@ -25,6 +25,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_before_the_first_step_and_the_first_fix_makes_it_fit(
     tmp_path, capsys
 ):

@@ -10,6 +10,7 @@ from jaxlm.cli.main import main
 from tests.faults import harness
 
 FLOAT16 = "--config.precision.compute=float16"
+SCALED = (FLOAT16, "--config.guard.loss_scale=16777216", "--config.guard.loss_scale_growth=4")
 
 
 def trained(config, workdir, *flags):
@@ -22,32 +23,42 @@ def config(tmp_path_factory):
     return harness.write_config(tmp_path_factory.mktemp("float16"))
 
 
-def test_the_scale_comes_down_is_told_and_goes_on_after_a_stop(
-    config, tmp_path, one_device, capsys
-):
-    flags = (FLOAT16, "--config.guard.loss_scale=16777216", "--config.guard.loss_scale_growth=4")
-    whole = trained(config, tmp_path / "whole", *flags)
+@pytest.fixture(scope="module")
+def scaled(config, tmp_path_factory, one_device):
+    """The directory of a run whose scale is too large at first."""
+    workdir = tmp_path_factory.mktemp("runs") / "scaled"
+    trained(config, workdir, *SCALED)
+    return workdir
+
+
+def test_the_scale_comes_down_is_told_and_grows_again(scaled):
+    whole = [r for r in harness.records(scaled) if r["split"] == "train"]
     first = whole[0]
     assert (first["loss_scale"], first["overflows_total"]) == (2.0**23, 1)
     assert first["tokens"] == 0, "what was not applied is not counted"
     assert {r["skipped_total"] for r in whole} == {0}
     scales = [r["loss_scale"] for r in whole]
     assert any(b > a for a, b in itertools.pairwise(scales)), "and grows again"
-    assert harness.records(tmp_path / "whole", "spikes.jsonl") == []
-    log = (tmp_path / "whole/log.txt").read_text()
+    assert harness.records(scaled, "spikes.jsonl") == []
+    log = (scaled / "log.txt").read_text()
     assert (
         "step 1 was not applied: gradient too large for the loss scale, which is 8.38861e+06 now"
         in log
     )
     assert whole[-1]["loss_nats"] < whole[0]["loss_nats"] - 0.5
 
-    trained(config, tmp_path / "parts", *flags, "--stop_at=5")
-    parts = trained(config, tmp_path / "parts", *flags)
-    assert [r["loss_scale"] for r in parts] == scales
-    assert harness.state_digest(tmp_path / "parts") == harness.state_digest(tmp_path / "whole")
 
+@pytest.mark.slow
+def test_the_scale_goes_on_after_a_stop_and_a_step_is_done_again_with_its_own(
+    config, scaled, tmp_path, capsys
+):
+    whole = [r for r in harness.records(scaled) if r["split"] == "train"]
+    trained(config, tmp_path / "parts", *SCALED, "--stop_at=5")
+    parts = trained(config, tmp_path / "parts", *SCALED)
+    assert [r["loss_scale"] for r in parts] == [r["loss_scale"] for r in whole]
+    assert harness.state_digest(tmp_path / "parts") == harness.state_digest(scaled)
     capsys.readouterr()
-    assert main(["replay", f"--workdir={tmp_path / 'whole'}", "--step=12", "--json"]) == 0
+    assert main(["replay", f"--workdir={scaled}", "--step=12", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["is_as_logged"]
     assert again["grad_norm"] == whole[-1]["grad_norm"]

@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts/bench_data.py"
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_device_waits_less_than_a_hundredth_of_its_time_at_ten_times_the_rate_it_needs():
     done = subprocess.run(
