@@ -131,12 +131,15 @@ def test_the_quickstarts_model_learns_in_low_precision_as_in_bfloat16(tmp_path, 
         ends[name] = end
         courses[name] = np.array([r["loss_nats"] for r in records])
     whole = courses["bfloat16"]
-    gaps = {name: float(np.abs(course / whole - 1).max()) for name, course in courses.items()}
+    gaps = {name: np.abs(course / whole - 1) for name, course in courses.items()}
     record_property(
         "table",
-        "validation loss, and the largest gap of the course to bfloat16: "
-        + "; ".join(f"{name} {ends[name]:.4f}, {gaps[name]:.2%}" for name in arms),
+        "validation loss, and the mean and largest gap of the course to bfloat16: "
+        + "; ".join(
+            f"{name} {ends[name]:.4f}, {gaps[name].mean():.2%}, {gaps[name].max():.2%}"
+            for name in arms
+        ),
     )
     for name in ("float16", "int8", "fp8"):
         assert abs(ends[name] / ends["bfloat16"] - 1) < 0.01, name
-        assert gaps[name] < 0.02, name
+        assert gaps[name].mean() < 0.01, name
