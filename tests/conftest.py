@@ -26,8 +26,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "xla"))
 # A run compiles some forty small programs besides its step: from the cache they take half the time.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAXLM_CACHE", str(CACHE / "jaxlm"))
-# libtpu would leave its logs among the temporary files.
-os.environ.setdefault("TPU_LOG_DIR", "disabled")
+# libtpu would leave its logs among the temporary files, as it does where this folder is not there.
+os.environ.setdefault("TPU_LOG_DIR", str(CACHE / "libtpu"))
+Path(os.environ["TPU_LOG_DIR"]).mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("MPLCONFIGDIR", str(CACHE / "matplotlib"))
 
 
