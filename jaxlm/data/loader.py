@@ -93,7 +93,7 @@ class Loader:
             return stream
         own = rows or slice(0, batch)
         read = (
-            (each, functools.partial(self._pieces_at, number(step, skips), batch, own))
+            (each, functools.partial(self._losses_at, number(step, skips), batch, own))
             for step, each in enumerate(stream, start)
         )
         return damage.told(read, self.shards.manifest.tokens, self.most_lost, warn)
@@ -144,14 +144,13 @@ class Loader:
         seed = int(np.random.default_rng([self.seed, epoch]).integers(2**31))
         return index_shuffle(index, max_index=self.plan.rows - 1, seed=seed, rounds=ROUNDS)
 
-    def _pieces_at(self, step: int, batch: int, rows: slice) -> Iterator[damage.Piece]:
-        """Each piece of the given rows of the global batch at `step`, with what is wrong with it."""
+    def _losses_at(self, step: int, batch: int, rows: slice) -> Iterator[damage.Loss]:
+        """What of the given rows of the global batch at `step` cannot be read."""
         for row in range(rows.start, rows.stop):
             for piece in self.plan.pieces(self._row_at(step * batch + row)).tolist():
                 document, start, length = piece
                 try:
                     self.shards.read(document, start, start + length + 1)
-                    yield piece, None
                 except Damaged as error:
                     yield piece, error
 
