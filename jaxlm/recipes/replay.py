@@ -95,7 +95,7 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
         engine = Engine(run, data, model)
         state = resume.state(engine, store, start, wish) if start else engine.fresh()
         say(f"from {f'checkpoint {start}' if start else 'the beginning'} through step {step}")
-        batches = engine.batches(start, rewinds.skips)
+        batches = engine.batches(start, rewinds.skips, say)
         for _ in range(start + 1, step):
             state, _ = engine.step(state, next(batches))
         batch = next(batches)
