@@ -20,12 +20,10 @@ from jaxlm.recipes import resume
 batches, restore = Loader.batches, resume.state
 
 
-def recorded(self, start, *, batch, rows=None, skips=()):
+def recorded(self, start, *, batch, rows=None, **rest):
     own = rows or slice(0, batch)
     with open(os.environ["TRAINER_LOG"], "a") as log:
-        for step, read in enumerate(
-            batches(self, start, batch=batch, rows=rows, skips=skips), start
-        ):
+        for step, read in enumerate(batches(self, start, batch=batch, rows=rows, **rest), start):
             digests = [
                 hashlib.sha256(b"".join(np.asarray(part[row]).tobytes() for part in read))
                 for row in range(own.stop - own.start)

@@ -80,7 +80,7 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
         """The step without its guard, compiled beside the other."""
         always = jnp.bool_(True)
         with monkeypatch.context() as without:
-            without.setattr(guards, "judge", lambda guard, *_: (always, jnp.int32(0), guard))
+            without.setattr(guards, "judge", lambda guard, *_, **__: (always, jnp.int32(0), guard))
             without.setattr(guards, "select", lambda _, new, old: new)
             without.setattr(steps, "_layer_norms", lambda *_: {})
             jax.clear_caches()
