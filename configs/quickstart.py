@@ -1,4 +1,4 @@
-"""A small Llama learns Python from Python's own library, on two CPU cores.
+"""A small Qwen3 learns Python from Python's own library, on two CPU cores.
 
     jaxlm train --config=configs/quickstart.py --workdir=runs/quickstart
     jaxlm train --config=configs/quickstart.py:long --workdir=runs/long
@@ -17,13 +17,12 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     c = config.new(Run)
     c.data.tokenizer = "sentencepiece:2048"
     c.data.sequence = 256
-    c.model.family = "llama"
+    c.model.family = "qwen3"  # a Llama with normed queries and keys
     c.model.context = 256
     c.model.depth = 4
     c.model.width = 256
     c.model.heads = 4
     c.model.kv_heads = 2
-    c.model.qk_norm = True
     c.model.tied = True
     c.model.init = "gpt2"
     c.optim.name = "muon"

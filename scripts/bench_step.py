@@ -201,7 +201,7 @@ def hand_written(run: Run, params: Any, batches: Iterator[Any]) -> Timed:
             q = product(y, w["query"]).reshape(rows, length, heads, size)
             k = product(y, w["key"]).reshape(rows, length, shared, size)
             v = product(y, w["value"]).reshape(rows, length, shared, size)
-            if model.qk_norm:
+            if model.family == "qwen3":
                 q, k = norm(q, w["query_norm"]), norm(k, w["key_norm"])
             q, k = rotate(q, cosine, sine) * size**-0.5, rotate(k, cosine, sine)
             q = q.reshape(rows, length, shared, heads // shared, size)
@@ -276,7 +276,7 @@ def _flat(params: Any, model: Any) -> dict[str, Any]:
     layers["out"] = block["attention"]["out"]["weight"].reshape(model.depth, -1, model.width)
     layers |= {name: block["mlp"][name]["weight"] for name in ("gate", "up", "down")}
     layers |= {name: block[name]["scale"] for name in ("attention_norm", "mlp_norm")}
-    if model.qk_norm:
+    if model.family == "qwen3":
         layers |= {name: block["attention"][name]["scale"] for name in ("query_norm", "key_norm")}
     flat = {
         "embedding": params["embedding"]["table"],

@@ -3,8 +3,7 @@
 import dataclasses
 
 from jaxlm.models.config import Decoder
-from jaxlm.models.tensors import NORMS
-from jaxlm.nn.config import BlockConfig, MoeConfig
+from jaxlm.nn.config import NORMS, BlockConfig, MoeConfig
 from jaxlm.ops.kernels import BLOCK, LANES
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
@@ -69,7 +68,7 @@ def _per_token(config: Decoder, block: BlockConfig, share: Share, policy: str) -
         return 0.0 if "layer_in" in names else stream
     if kind in ("full", "save"):
         # What the MLP adds is read again only where a norm comes after it.
-        is_read = block.residual in ("post", "sandwich")
+        is_read = block.residual in ("post", "sandwich", "output")
         added = names & ({"attention_out", "mlp_out"} if is_read else {"attention_out"})
         return stream * (1 + len(added))
     attention = block.attention

@@ -98,7 +98,7 @@ class Decoder(nnx.Module):
         self.final_norm = (
             None
             if config.final_norm is None
-            else Norm(config.width, config.final_norm, axis="embed", dtype=init.dtype)
+            else Norm({"embed": config.width}, config.final_norm, dtype=init.dtype)
         )
         vocab = {"vocab": config.vocab}
         self.unembedding = (

@@ -3,28 +3,26 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from jaxlm.models.config import Decoder
-from jaxlm.nn.config import BlockConfig, MlpConfig, MoeConfig, NormConfig
+from jaxlm.nn.config import NORMS, BlockConfig, MlpConfig, MoeConfig, NormConfig
 from jaxlm.parallel.logical import LogicalAxes
 
 Dims = dict[str, int]  # logical axis -> size, in order
-# Those of the stream, by how a block is wired.
-NORMS = {
-    "pre": ("attention_norm", "mlp_norm"),
-    "post": ("attention_norm", "mlp_norm"),
-    "sandwich": ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
-    "parallel": ("attention_norm",),
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One parameter of the tree: a `weight`, `bias`, `scale` or `table`, by the end of its path."""
+    """One parameter of the tree: a `weight`, `bias`, `scale` or `table`, by the end of its path.
+
+    The last dimensions are those of its inputs, `ins` of them, and then those of its outputs; a vector has no inputs.
+    """
 
     path: str
     shape: tuple[int, ...]
     axes: LogicalAxes
+    ins: int = 0
 
     @property
     def size(self) -> int:
@@ -38,14 +36,12 @@ class Tensor:
 
     def stacked(self, path: str, axis: str, layers: int) -> "Tensor":
         """The same of several layers."""
-        return Tensor(f"{path}/{self.path}", (layers, *self.shape), (axis, *self.axes))
+        return Tensor(f"{path}/{self.path}", (layers, *self.shape), (axis, *self.axes), self.ins)
 
 
 def tensors(config: Decoder) -> Iterator[Tensor]:
     """The parameters of `models.decoder.Decoder`, layers stacked by kind as `nn.stack` keeps them."""
-    yield _tensor("embedding/table", {"vocab": config.vocab, "embed": config.width})
-    if config.positions is not None:
-        yield _tensor("positions/table", {"positions": config.positions, "embed": config.width})
+    yield from _outside(config)
     repeated = config.depth - len(config.prefix)
     for name, depth, pattern in (
         ("prefix", len(config.prefix), config.prefix),
@@ -56,9 +52,38 @@ def tensors(config: Decoder) -> Iterator[Tensor]:
             axis = "layers" if name == "stack" else "prefix"
             for each in block_tensors(block, config.width):
                 yield each.stacked(f"{name}/{kind}", axis, layers)
-    yield from _norm("final_norm", config.final_norm, "embed", config.width)
+
+
+def _outside(config: Decoder) -> Iterator[Tensor]:
+    stream, vocab = {"embed": config.width}, {"vocab": config.vocab}
+    yield _tensor("embedding/table", vocab | stream, 1)
+    if config.positions is not None:
+        yield _tensor("positions/table", {"positions": config.positions} | stream, 1)
+    yield from _norm("final_norm", config.final_norm, stream)
     if not config.tied:
-        yield _tensor("unembedding/weight", {"embed": config.width, "vocab": config.vocab})
+        yield _tensor("unembedding/weight", stream | vocab, 1)
+
+
+class Place(NamedTuple):
+    """Where a tensor of a model that is written layer by layer lies in our tree."""
+
+    layer: int | None  # from 0; None is outside of the layers
+    path: str  # of the leaf
+    row: int | None  # of the layer in the leaf
+    tensor: Tensor  # its path is that in the layer
+
+
+def places(config: Decoder) -> Iterator[Place]:
+    """Every tensor of every layer by itself, in order, after those outside of the layers."""
+    for tensor in _outside(config):
+        yield Place(None, tensor.path, None, tensor)
+    first = len(config.prefix)
+    for layer, block in enumerate(config.layers):
+        kinds = len(config.pattern)
+        kind, row = (layer, 0) if layer < first else reversed(divmod(layer - first, kinds))
+        stack = "prefix" if layer < first else "stack"
+        for tensor in block_tensors(block, config.width):
+            yield Place(layer, f"{stack}/{kind}/{tensor.path}", row, tensor)
 
 
 def block_tensors(block: BlockConfig, width: int) -> Iterator[Tensor]:
@@ -66,21 +91,22 @@ def block_tensors(block: BlockConfig, width: int) -> Iterator[Tensor]:
     attention, stream = block.attention, {"embed": width}
     queries = {"heads": attention.heads, "head_dim": attention.head_dim}
     shared = {"kv_heads": attention.kv_heads, "head_dim": attention.head_dim}
-    for name, ins, outs in (
-        ("query", stream, queries),
-        ("key", stream, shared),
-        ("value", stream, shared),
-        ("out", queries, stream),
+    for name, ins, outs, bias in (
+        ("query", stream, queries, attention.bias),
+        ("key", stream, shared, attention.bias),
+        ("value", stream, shared, attention.bias),
+        ("out", queries, stream, attention.out_bias),
     ):
-        yield from _linear(f"attention/{name}", ins, outs, attention.bias)
-    for name in ("query_norm", "key_norm"):
-        yield from _norm(f"attention/{name}", attention.qk_norm, "head_dim", attention.head_dim)
+        yield from _linear(f"attention/{name}", ins, outs, bias)
+    for name, dims in (("query_norm", queries), ("key_norm", shared)):
+        over = {"head_dim": attention.head_dim} if attention.qk_norm_over == "head" else dims
+        yield from _norm(f"attention/{name}", attention.qk_norm, over)
     if isinstance(block.mlp, MoeConfig):
         yield from _moe(block.mlp, width)
     else:
         yield from _mlp("mlp", block.mlp, width)
     for name in NORMS[block.residual]:
-        yield from _norm(name, block.norm, "embed", width)
+        yield from _norm(name, block.norm, stream)
 
 
 def _mlp(path: str, config: MlpConfig, width: int) -> Iterator[Tensor]:
@@ -95,8 +121,8 @@ def _moe(config: MoeConfig, width: int) -> Iterator[Tensor]:
     experts = {"experts": config.experts}
     yield from _linear("mlp/router", stream, {"routes": config.experts}, False)
     for name in ("gate", "up"):
-        yield _tensor(f"mlp/{name}/weight", experts | stream | hidden)
-    yield _tensor("mlp/down/weight", experts | hidden | stream)
+        yield _tensor(f"mlp/{name}/weight", experts | stream | hidden, 1)
+    yield _tensor("mlp/down/weight", experts | hidden | stream, 1)
     if config.shared:
         shared = MlpConfig(hidden=config.shared, activation=config.activation, gated=True)
         yield from _mlp("mlp/shared", shared, width)
@@ -105,16 +131,16 @@ def _moe(config: MoeConfig, width: int) -> Iterator[Tensor]:
 
 
 def _linear(path: str, ins: Dims, outs: Dims, bias: bool) -> Iterator[Tensor]:
-    yield _tensor(f"{path}/weight", ins | outs)
+    yield _tensor(f"{path}/weight", ins | outs, len(ins))
     if bias:
         yield _tensor(f"{path}/bias", outs)
 
 
-def _norm(path: str, norm: NormConfig | None, axis: str, size: int) -> Iterator[Tensor]:
+def _norm(path: str, norm: NormConfig | None, dims: Dims) -> Iterator[Tensor]:
     if norm is not None:
         for name in ("scale", "bias") if norm.bias else ("scale",):
-            yield _tensor(f"{path}/{name}", {axis: size})
+            yield _tensor(f"{path}/{name}", dims)
 
 
-def _tensor(path: str, dims: Dims) -> Tensor:
-    return Tensor(path, tuple(dims.values()), tuple(dims))
+def _tensor(path: str, dims: Dims, ins: int = 0) -> Tensor:
+    return Tensor(path, tuple(dims.values()), tuple(dims), ins)

@@ -50,16 +50,17 @@ class Attention(nnx.Module):
             key=keys[3],
             init=init,
             precision=precision,
-            bias=config.bias,
+            bias=config.out_bias,
             ends_on_residual=True,
         )
 
-        def norm() -> Norm | None:
+        def norm(dims: dict[str, int]) -> Norm | None:
             if config.qk_norm is None:
                 return None
-            return Norm(config.head_dim, config.qk_norm, axis="head_dim", dtype=init.dtype)
+            over = {"head_dim": config.head_dim} if config.qk_norm_over == "head" else dims
+            return Norm(over, config.qk_norm, dtype=init.dtype)
 
-        self.query_norm, self.key_norm = norm(), norm()
+        self.query_norm, self.key_norm = norm(queries), norm(shared)
 
     def __call__(
         self,
@@ -79,7 +80,13 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, keys = self.query_norm(query), self.key_norm(keys)
         if config.rotary is not None:
-            turns = rope.angles(positions, config.head_dim, config.rotary.theta)
+            turns = rope.angles(
+                positions,
+                config.rotary.dims(config.head_dim),
+                config.rotary.theta,
+                factors=config.rotary.factors(config.head_dim),
+                amplitude=config.rotary.scaling.amplitude,
+            )
             query, keys = rope.rotate(query, *turns), rope.rotate(keys, *turns)
         if cache is not None:
             assert start is not None

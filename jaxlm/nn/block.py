@@ -10,7 +10,7 @@ from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.nn.attention import Attention
 from jaxlm.nn.cache import LayerCache
-from jaxlm.nn.config import BlockConfig, MoeConfig
+from jaxlm.nn.config import NORMS, BlockConfig, MoeConfig
 from jaxlm.nn.dropout import dropout
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.mlp import Mlp
@@ -21,10 +21,11 @@ from jaxlm.parallel.rules import constrain
 
 
 class Block(nnx.Module):
-    """Attention f and MLP g on the stream x, with norms n, wired in one of four ways.
+    """Attention f and MLP g on the stream x, with norms n, wired in one of these ways.
 
     - pre: x + f(n(x)), then + g(n(x))      - post: n(x + f(x)), then n(x + g(x))
-    - sandwich: x + n(f(n(x))), then the same with g      - parallel: x + f(n(x)) + g(n(x)), one norm for both
+    - output: x + n(f(x)), then + n(g(x))      - sandwich: x + n(f(n(x))), then the same with g
+    - parallel: x + f(n(x)) + g(n(x)), one norm for both; each has its own in parallel_norms
     """
 
     def __init__(
@@ -47,13 +48,16 @@ class Block(nnx.Module):
             else Mlp(width, config.mlp, key=mlp_key, init=init, precision=precision)
         )
 
-        def norm() -> Norm:
-            return Norm(width, config.norm, axis="embed", dtype=init.dtype)
+        def norm(name: str) -> Norm | None:
+            if name not in NORMS[config.residual]:
+                return None
+            return Norm({"embed": width}, config.norm, dtype=init.dtype)
 
-        self.attention_norm = norm()
-        self.mlp_norm = norm() if config.residual != "parallel" else None
-        self.attention_out_norm = norm() if config.residual == "sandwich" else None
-        self.mlp_out_norm = norm() if config.residual == "sandwich" else None
+        self.attention_norm, self.mlp_norm = norm("attention_norm"), norm("mlp_norm")
+        self.attention_out_norm, self.mlp_out_norm = (
+            norm("attention_out_norm"),
+            norm("mlp_out_norm"),
+        )
 
     def __call__(
         self,
@@ -68,28 +72,26 @@ class Block(nnx.Module):
         """The stream after this layer, the layer's cache with these tokens in it, and what it adds to the objective."""
         keys = (None, None, None) if key is None else jax.random.split(key, 3)
         residual, rate = self.config.residual, self.config.dropout
-        is_whole = cache is None
+        is_whole, is_post = cache is None, residual == "post"
         x = checkpoint_name(x, "layer_in")
-        read = x if residual == "post" else self.attention_norm(x)
+        read = _normed(None if is_post else self.attention_norm, x)
         added, cache = self.attention(
             read, positions=positions, mask=mask, cache=cache, start=start, key=keys[0]
         )
-        if self.attention_out_norm is not None:
-            added = self.attention_out_norm(added)
+        added = _normed(self.attention_out_norm, added)
         added = dropout(checkpoint_name(added, "attention_out"), rate, keys[1])
-        if residual == "parallel":
+        if residual in ("parallel", "parallel_norms"):
+            read = read if self.mlp_norm is None else self.mlp_norm(x)
             beside, losses = self._feed_forward(read, mask, is_whole)
             return self._stream(x + added + dropout(beside, rate, keys[2])), cache, losses
         x = self._stream(x + added)
-        assert self.mlp_norm is not None
-        if residual == "post":
-            x = self.attention_norm(x)
-        read = x if residual == "post" else self.mlp_norm(x)
-        added, losses = self._feed_forward(read, mask, is_whole)
-        if self.mlp_out_norm is not None:
-            added = self.mlp_out_norm(added)
+        x = _normed(self.attention_norm if is_post else None, x)
+        added, losses = self._feed_forward(
+            _normed(None if is_post else self.mlp_norm, x), mask, is_whole
+        )
+        added = _normed(self.mlp_out_norm, added)
         x = self._stream(x + dropout(added, rate, keys[2]))
-        return (self.mlp_norm(x) if residual == "post" else x), cache, losses
+        return _normed(self.mlp_norm if is_post else None, x), cache, losses
 
     def _feed_forward(self, x: Array, mask: Mask, is_whole: bool) -> tuple[Array, dict[str, Mean]]:
         losses: dict[str, Mean] = {}
@@ -105,3 +107,7 @@ class Block(nnx.Module):
 
     def _stream(self, x: Array) -> Array:
         return constrain(x, "batch", "length", None)
+
+
+def _normed(norm: Norm | None, x: Array) -> Array:
+    return x if norm is None else norm(x)

@@ -3,10 +3,21 @@
 import dataclasses
 from typing import Literal
 
+from jaxlm.nn.rotary import Rope
 from jaxlm.ops.kernels import Kernel
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 Init = Literal["gpt2", "normal", "xavier", "he"]
+# Where the norms of a layer sit.
+Residual = Literal["pre", "post", "sandwich", "output", "parallel", "parallel_norms"]
+NORMS: dict[Residual, tuple[str, ...]] = {
+    "pre": ("attention_norm", "mlp_norm"),
+    "post": ("attention_norm", "mlp_norm"),
+    "sandwich": ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
+    "output": ("attention_out_norm", "mlp_out_norm"),
+    "parallel": ("attention_norm",),
+    "parallel_norms": ("attention_norm", "mlp_norm"),
+}
 REMAT_NAMES = ("layer_in", "attention_out", "mlp_out")  # what a remat policy "save:..." can name
 
 
@@ -19,19 +30,13 @@ def is_remat(policy: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rope:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864)."""
-
-    theta: float = 10_000.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class NormConfig:
     """Root-mean-square norm (arXiv:1910.07467) or layer norm (arXiv:1607.06450), in float32."""
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-5
     bias: bool = False  # of the layer norm
+    offset: float = 0.0  # what is added to the stored scale, which starts at 1 - offset; 1 in Gemma
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,9 +49,13 @@ class AttentionConfig:
     rotary: Rope | None = None
     window: int | None = None  # keys that a query sees, itself included; None sees all before it
     qk_norm: NormConfig | None = None
+    qk_norm_over: Literal["head", "heads"] = (
+        "head"  # each head by itself, or all of a token together
+    )
     scale: float | None = None  # None is head_dim ** -0.5
     cap: float | None = None  # scores become cap * tanh(scores / cap)
-    bias: bool = False
+    bias: bool = False  # of queries, keys and values
+    out_bias: bool = False
     dropout: float = 0.0  # of the attention weights
     kernel: Kernel = "reference"  # what computes it; the same function
 
@@ -86,10 +95,10 @@ class MoeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """One layer. `residual` says where the norms sit: before each part, after the sum, on both sides, or one for two parallel parts."""
+    """One layer; `nn.block` says what each `residual` wires."""
 
     attention: AttentionConfig
     mlp: MlpConfig | MoeConfig
     norm: NormConfig
-    residual: Literal["pre", "post", "sandwich", "parallel"] = "pre"
+    residual: Residual = "pre"
     dropout: float = 0.0  # of what each part adds to the residual stream

@@ -5,25 +5,33 @@ from jaxtyping import Array, Float, Int
 
 
 def angles(
-    positions: Int[Array, "B T"], head_dim: int, theta: float
+    positions: Int[Array, "B T"],
+    dims: int,
+    theta: float,
+    *,
+    factors: tuple[float, ...] | None = None,
+    amplitude: float = 1.0,
 ) -> tuple[Float[Array, "B T h"], Float[Array, "B T h"]]:
-    """Cosine and sine of position x theta**(-2i / head_dim), for i below h = head_dim / 2, in float32."""
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    """amplitude x cosine and sine of position x factors[i] x theta**(-2i / dims), for i below h = dims / 2, in float32."""
+    frequencies = theta ** (-jnp.arange(0, dims, 2, dtype=jnp.float32) / dims)
+    if factors is not None:
+        frequencies = frequencies * jnp.asarray(factors, jnp.float32)
     turns = positions[..., None].astype(jnp.float32) * frequencies[None, None]
-    return jnp.cos(turns), jnp.sin(turns)
+    cosine, sine = jnp.cos(turns), jnp.sin(turns)
+    return (cosine, sine) if amplitude == 1 else (amplitude * cosine, amplitude * sine)
 
 
 def rotate(
     x: Float[Array, "B T N H"], cosine: Float[Array, "B T h"], sine: Float[Array, "B T h"]
 ) -> Float[Array, "B T N H"]:
-    """Turns each pair (x[i], x[i + H/2]) by its angle, in float32.
+    """Turns each pair (x[i], x[i + h]) by its angle, in float32; dimensions from 2h on stay as they are.
 
     Source: Su et al. 2021, arXiv:2104.09864, section 3.2.2; the halves are paired as in GPT-NeoX and Hugging Face, not
     neighbours as in the paper. The two differ by a permutation of the head's channels.
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    dims = 2 * cosine.shape[-1]
+    first, second = jnp.split(x[..., :dims].astype(jnp.float32), 2, axis=-1)
     cosine, sine = cosine[:, :, None, :], sine[:, :, None, :]
-    turned = jnp.concatenate(
-        (first * cosine - second * sine, second * cosine + first * sine), axis=-1
-    )
-    return turned.astype(x.dtype)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    kept = (x[..., dims:],) if dims < x.shape[-1] else ()
+    return jnp.concatenate((*(part.astype(x.dtype) for part in turned), *kept), axis=-1)

@@ -15,7 +15,7 @@ from jaxlm.parallel import mesh, rules
 from jaxlm.parallel.config import MeshConfig
 
 FAMILIES = {
-    "llama": Llama(vocab=64, width=16, depth=2, heads=4, kv_heads=2, hidden=24, qk_norm=True),
+    "llama": Llama(vocab=64, width=16, depth=2, heads=4, kv_heads=2, hidden=24),
     "gpt2": GPT2(vocab=64, width=16, depth=2, heads=4, context=16),
 }
 MESHES = {

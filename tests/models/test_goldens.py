@@ -1,6 +1,5 @@
 """Our models against what transformers computed for the same weights; tests/parity makes these files."""
 
-import itertools
 import json
 from pathlib import Path
 from typing import get_args
@@ -9,30 +8,26 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.core import tree
+from jaxlm.core import config
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
-from jaxlm.models.families import gpt2, llama, mixtral
+from jaxlm.models.families.hub import Attributes
 from jaxlm.models.families.union import Family
 from tests.parity import weights
 
 GOLDENS = Path(__file__).parents[1] / "golden/transformers"
-# Each table, and the family's switches that add or remove parameters.
-# Of Mixtral's, dense_depth and balance_bias add what no Mixtral has; beside its table it says why they have no names.
-TABLES = {
-    "gpt2": (gpt2.KEYS, ("tied", "bias")),
-    "llama": (llama.KEYS, ("tied", "qk_norm")),
-    "mixtral": (mixtral.KEYS, ("tied", "qk_norm", "shared")),
-}
 
 
-@pytest.mark.parametrize("family", weights.FAMILIES)
-def test_loss_logits_and_gradients_are_those_of_transformers(family):
-    golden = json.loads((GOLDENS / f"{family}.json").read_text())
-    blueprint = Blueprint(weights.FAMILIES[family].build(), Precision.float32())
-    names = shapes_by_name(family, blueprint)
-    named = {name: weights.weight(name, shape) for name, shape in names.items()}
-    params = weights.ours(family, blueprint.shapes, named)
+def test_every_family_has_a_golden():
+    assert {type(family) for family in weights.FAMILIES.values()} == set(get_args(Family))
+    assert {path.stem for path in GOLDENS.glob("*.json")} == set(weights.FAMILIES)
+
+
+@pytest.mark.parametrize("name", weights.FAMILIES)
+def test_loss_logits_and_gradients_are_those_of_transformers(name):
+    golden, family = json.loads((GOLDENS / f"{name}.json").read_text()), weights.FAMILIES[name]
+    blueprint = Blueprint(family.build(), Precision.float32())
+    params = weights.params(family, blueprint.shapes)
     ids = weights.tokens()
     positions = np.broadcast_to(np.arange(weights.LENGTH, dtype=np.int32), ids.shape)
 
@@ -45,32 +40,22 @@ def test_loss_logits_and_gradients_are_those_of_transformers(family):
 
     (value, logits), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     np.testing.assert_allclose(value, golden["loss"], rtol=1e-6)
-    np.testing.assert_allclose(logits[:, ::4], golden["logits"], rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(logits[:, ::8], golden["logits"], rtol=1e-4, atol=2e-5)
     mine = weights.theirs(family, gradient)
     assert mine.keys() == golden["gradient_norms"].keys()
-    for name, norm in golden["gradient_norms"].items():
-        np.testing.assert_allclose(np.linalg.norm(mine[name]), norm, rtol=1e-4, err_msg=name)
+    for key, norm in golden["gradient_norms"].items():
+        np.testing.assert_allclose(np.linalg.norm(mine[key]), norm, rtol=1e-4, err_msg=key)
 
 
-def test_every_family_has_a_golden_and_a_table():
-    assert {type(config) for config in weights.FAMILIES.values()} == set(get_args(Family))
-    assert {type(weights.FAMILIES[name]) for name in TABLES} == set(get_args(Family))
-
-
-@pytest.mark.parametrize("family", TABLES)
-def test_the_key_table_names_every_parameter_that_the_family_can_have(family):
-    table, options = TABLES[family]
-    paths = set()
-    for values in itertools.product((False, True), repeat=len(options)):
-        config = type(weights.FAMILIES[family])(
-            vocab=8, width=8, depth=1, heads=2, **dict(zip(options, values, strict=True))
-        )
-        paths |= tree.leaves(Blueprint(config.build(), Precision.float32()).shapes).keys()
-    assert paths == table.keys()
-    assert len(set(table.values())) == len(table), "two of ours have one name"
-
-
-def shapes_by_name(family, blueprint):
-    """The Hugging Face shape of each name, from ours."""
-    zeros = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), blueprint.shapes)
-    return {name: array.shape for name, array in weights.theirs(family, zeros).items()}
+@pytest.mark.parametrize("name", weights.FAMILIES)
+def test_tensors_and_attributes_come_back_as_they_were(name):
+    family = weights.FAMILIES[name]
+    blueprint = Blueprint(family.build(), Precision.float32())
+    for key, array in weights.theirs(family, weights.params(family, blueprint.shapes)).items():
+        np.testing.assert_array_equal(array, weights.weight(key, array.shape), err_msg=key)
+    given = Attributes(json.loads(json.dumps(family.to_hub())), "config.json")
+    again = type(family).from_hub(given)
+    given.finish()
+    checked = config.from_json(type(family), config.to_json(again))
+    assert checked.build() == family.build()
+    assert checked.to_hub() == family.to_hub()

@@ -1,6 +1,7 @@
 """What holds for every decoder, whatever it is made of."""
 
 import dataclasses
+import sys
 from typing import get_args
 
 import jax
@@ -12,21 +13,21 @@ from jaxlm.core import tree
 from jaxlm.core.precision import Precision
 from jaxlm.models import cost
 from jaxlm.models.build import Blueprint
-from jaxlm.models.families import gpt2, llama, mixtral
+from jaxlm.models.families import mixtral
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.qwen3 import Qwen3
 from jaxlm.models.families.union import Family
 from jaxlm.models.tensors import tensors
-from jaxlm.nn.config import NormConfig
+from jaxlm.nn.config import BlockConfig, NormConfig, Residual
+from jaxlm.nn.rotary import Rope, YarnScaling
 from jaxlm.ops import masks
 
 LENGTH, VOCAB = 12, 50
 FAMILIES = {
     "llama": Llama(vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, hidden=48),
-    "llama, tied, normed queries": Llama(
-        vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=1, tied=True, qk_norm=True
-    ),
+    "qwen3, tied": Qwen3(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=1, tied=True),
     "gpt2": GPT2(vocab=VOCAB, width=32, depth=3, heads=4, context=16),
     "gpt2, no biases": GPT2(
         vocab=VOCAB, width=32, depth=2, heads=4, context=16, bias=False, tied=False
@@ -39,7 +40,7 @@ FAMILIES = {
 
 
 def patterned():
-    """Two kinds of blocks in turn, a prefix, and a layer left over: local and global attention, all residuals."""
+    """Kinds of blocks in turn, a prefix, and a layer left over: local and global attention, residuals of either kind."""
     base = FAMILIES["llama"].build()
     (block,) = base.pattern
     local = dataclasses.replace(
@@ -54,14 +55,36 @@ def patterned():
     )
 
 
+def beside():
+    """What else a block can be: norms of all heads together, parts of heads rotated, both parts beside each other."""
+    base = FAMILIES["llama"].build()
+    (block,) = base.pattern
+    norm = NormConfig(offset=1.0)
+    rotary = Rope(share=0.5, scaling=YarnScaling(original=8))
+    attention = dataclasses.replace(block.attention, rotary=rotary, bias=True, out_bias=True)
+    first = dataclasses.replace(
+        block, attention=dataclasses.replace(attention, rotary=None), residual="parallel_norms"
+    )
+    attention = dataclasses.replace(attention, qk_norm=norm, qk_norm_over="heads")
+    second = dataclasses.replace(block, attention=attention, norm=norm, residual="output")
+    return dataclasses.replace(base, depth=2, pattern=(first, second), final_norm=norm)
+
+
 CONFIGS = {name: family.build() for name, family in FAMILIES.items()} | {
     "patterned": patterned(),
+    "beside": beside(),
     "shallower than its pattern": dataclasses.replace(patterned(), depth=2),
 }
 
 
-def test_every_family_is_under_these_laws():
-    assert {type(family) for family in FAMILIES.values()} == set(get_args(Family))
+def test_everything_that_a_block_can_be_is_under_these_laws():
+    """Families are made of these alone; that each is what it should be is said by transformers."""
+    blocks = [block for config in CONFIGS.values() for block in config.layers]
+    assert {block.residual for block in blocks} == set(get_args(Residual))
+    assert {type(block.mlp) for block in blocks} == set(
+        get_args(BlockConfig.__annotations__["mlp"])
+    )
+    assert {block.attention.qk_norm_over for block in blocks} == {"head", "heads"}
 
 
 def inputs(rows=2, length=LENGTH, seed=0):
@@ -266,22 +289,57 @@ PUBLISHED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3.2-1b": 1_235_814_400,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.2-3b": 3_212_749_824,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "smollm3-3b": 3_075_098_624,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-6.9b": 6_857_302_016,
+    "gpt-neox-20b": 20_554_567_680,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "phi-3-mini-4k": 3_821_079_552,
+    "phi-3-medium-4k": 13_960_238_080,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-7b": 7_298_617_344,
     "mixtral-8x7b": 46_702_792_704,
     "deepseek-moe-16b": 16_375_728_128,
 }
-FAMILY_OF = {
-    name: family
-    for family, sizes in ((GPT2, gpt2.SIZES), (Llama, llama.SIZES), (Mixtral, mixtral.SIZES))
-    for name in sizes
+SIZES = {
+    name: family(**sizes)
+    for family in get_args(Family)
+    for name, sizes in sys.modules[family.__module__].SIZES.items()
 }
-SIZES = {**gpt2.SIZES, **llama.SIZES, **mixtral.SIZES}
+
+
+def test_every_family_has_published_sizes():
+    assert {type(family) for family in SIZES.values()} == set(get_args(Family))
+    assert SIZES.keys() == PUBLISHED.keys()
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_published_sizes_have_their_published_parameters(name):
-    family = FAMILY_OF[name](**SIZES[name])
-    assert not list(family.problems())
-    assert cost.parameters(family.build()) == PUBLISHED[name]
+    assert not list(SIZES[name].problems())
+    assert cost.parameters(SIZES[name].build()) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(

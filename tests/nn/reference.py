@@ -31,19 +31,20 @@ def linear(x, params, dims=1):
 
 
 def norm(x, params, config):
+    over = tuple(range(-params["scale"].ndim, 0))
     if config.kind == "layer":
-        x = x - x.mean(-1, keepdims=True)
-    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.eps)
-    return x * params["scale"] + params.get("bias", 0.0)
+        x = x - x.mean(over, keepdims=True)
+    x = x / np.sqrt((x**2).mean(over, keepdims=True) + config.eps)
+    return x * (params["scale"] + config.offset) + params.get("bias", 0.0)
 
 
-def rotated(x, positions, theta):
-    """Each channel pair (i, i + H/2) as a complex number, turned by position x theta ** (-2i / H)."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-np.arange(half) / half)
-    turns = np.exp(1j * positions[:, :, None, None] * frequencies)
-    pairs = (x[..., :half] + 1j * x[..., half:]) * turns
-    return np.concatenate((pairs.real, pairs.imag), axis=-1)
+def rotated(x, positions, theta, *, dims=None, factors=1.0, amplitude=1.0):
+    """Each pair (i, i + h) of the first 2h = `dims` channels as a complex number, turned by position x theta ** (-i / h)."""
+    half = (x.shape[-1] if dims is None else dims) // 2
+    frequencies = theta ** (-np.arange(half) / half) * factors
+    turns = amplitude * np.exp(1j * positions[:, :, None, None] * frequencies)
+    pairs = (x[..., :half] + 1j * x[..., half : 2 * half]) * turns
+    return np.concatenate((pairs.real, pairs.imag, x[..., 2 * half :]), axis=-1)
 
 
 def attention(x, params, config, positions):
@@ -53,7 +54,13 @@ def attention(x, params, config, positions):
         query = norm(query, params["query_norm"], config.qk_norm)
         key = norm(key, params["key_norm"], config.qk_norm)
     if config.rotary is not None:
-        query, key = (rotated(each, positions, config.rotary.theta) for each in (query, key))
+        rope, size = config.rotary, config.head_dim
+        turns = dict(
+            dims=rope.dims(size),
+            factors=rope.factors(size) or 1.0,
+            amplitude=rope.scaling.amplitude,
+        )
+        query, key = (rotated(each, positions, rope.theta, **turns) for each in (query, key))
     scale = config.head_dim**-0.5 if config.scale is None else config.scale
     out = np.zeros(query.shape)
     for row, t, head in np.ndindex(query.shape[:3]):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxlm.nn.attention import Attention
-from jaxlm.nn.config import AttentionConfig, NormConfig, Rope
+from jaxlm.nn.config import AttentionConfig, NormConfig
+from jaxlm.nn.rotary import Rope, YarnScaling
 from jaxlm.ops import masks
 from tests.nn import reference
 
@@ -19,9 +20,13 @@ OPTIONS = {
     "one key head": {"kv_heads": 1},
     "a key head each": {"kv_heads": 4},
     "biases": {"bias": True},
+    "a bias at the end": {"out_bias": True},
     "rotary": {"rotary": Rope(theta=100.0)},
+    "rotary in part": {"rotary": Rope(theta=100.0, share=0.7)},
+    "rotary, stretched": {"rotary": Rope(theta=100.0, scaling=YarnScaling(original=16))},
     "window": {"window": 3},
     "normed queries": {"qk_norm": NormConfig(eps=1e-3)},
+    "queries normed together": {"qk_norm": NormConfig(offset=1.0), "qk_norm_over": "heads"},
     "cap": {"cap": 0.5},
     "scale": {"scale": 2.0},
     "all at once": {
@@ -31,6 +36,7 @@ OPTIONS = {
         "cap": 2.0,
         "scale": 1.5,
         "bias": True,
+        "out_bias": True,
     },
 }
 

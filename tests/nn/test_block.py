@@ -44,7 +44,17 @@ def parallel(x, f, g, n):
     return x + f(read) + g(read)
 
 
-WIRINGS = {formula.__name__: formula for formula in (pre, post, sandwich, parallel)}
+def parallel_norms(x, f, g, n):
+    return x + f(n("attention_norm", x)) + g(n("mlp_norm", x))
+
+
+def output(x, f, g, n):
+    x = x + n("attention_out_norm", f(x))
+    return x + n("mlp_out_norm", g(x))
+
+
+FORMULAS = (pre, post, sandwich, parallel, parallel_norms, output)
+WIRINGS = {formula.__name__: formula for formula in FORMULAS}
 
 
 def made(**changes):

@@ -18,7 +18,7 @@ CONFIGS = {
 
 
 def made(config):
-    return reference.moved(lambda key, init: Norm(SIZE, config, axis="embed", dtype=init.dtype))
+    return reference.moved(lambda key, init: Norm({"embed": SIZE}, config, dtype=init.dtype))
 
 
 def inputs(shape=(2, 5, SIZE)):

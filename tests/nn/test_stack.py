@@ -11,8 +11,9 @@ from flax import nnx
 from jaxlm.core import tree
 from jaxlm.nn.block import Block
 from jaxlm.nn.cache import LayerCache
-from jaxlm.nn.config import AttentionConfig, BlockConfig, MlpConfig, NormConfig, Rope
+from jaxlm.nn.config import AttentionConfig, BlockConfig, MlpConfig, NormConfig
 from jaxlm.nn.init import Initializer
+from jaxlm.nn.rotary import Rope
 from jaxlm.nn.stack import Stack
 from jaxlm.ops import masks
 from tests.nn.reference import FLOAT32

@@ -1,4 +1,4 @@
-"""The same weights through transformers: logits and gradients. JAXLM_WRITE_GOLDENS=1 writes what the fast tests compare with:
+"""Every family through transformers: logits and gradients, both ways. JAXLM_WRITE_GOLDENS=1 writes what the fast tests compare with:
 
 JAXLM_WRITE_GOLDENS=1 .venv-parity/bin/python -m pytest -m parity tests/parity
 """
@@ -11,72 +11,92 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
+from jaxlm.recipes import importing
 from tests.parity import weights
 
 pytestmark = pytest.mark.parity
 GOLDENS = Path(__file__).parents[1] / "golden/transformers"
 
 
-def oracle(family):
-    """transformers' tiny model in float64, with our weights."""
+def read_by_transformers(folder):
+    """The model of a folder in float64, and what of it transformers did not find or did not know."""
     import torch
     import transformers
 
-    shared = {"vocab_size": weights.VOCAB, "attn_implementation": "eager"}
-    if family == "gpt2":
-        config = transformers.GPT2Config(
-            n_embd=weights.WIDTH, n_layer=weights.DEPTH, n_head=weights.HEADS, n_positions=32,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **shared,
-        )  # fmt: skip
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        shared |= dict(
-            hidden_size=weights.WIDTH, num_hidden_layers=weights.DEPTH, num_attention_heads=weights.HEADS,
-            num_key_value_heads=2, intermediate_size=48, rms_norm_eps=1e-5, tie_word_embeddings=False,
-            max_position_embeddings=64, rope_theta=10_000.0,
-        )  # fmt: skip
-        if family == "llama":
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shared))
-        elif family == "mixtral":
-            config = transformers.MixtralConfig(
-                num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager",
-                output_router_logits=False, **shared,
-            )  # fmt: skip
-            model = transformers.MixtralForCausalLM(config)
-        else:
-            config = transformers.Qwen3Config(head_dim=12, **shared)
-            model = transformers.Qwen3ForCausalLM(config)
-    model = model.double().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(weights.weight(name, tuple(parameter.shape))))
-    return model
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+    )
 
 
-def run_oracle(family):
+def apart(gradients):
+    """Gradients by the names in files, where each expert has matrices of its own, and its gate and up."""
+    found = {}
+    for name, gradient in gradients.items():
+        stem, _, fused = name.rpartition(".experts.")
+        if not stem:
+            found[name] = gradient
+            continue
+        for number, own in enumerate(gradient):
+            parts = {"down_proj": own}
+            if fused == "gate_up_proj":
+                gate, up = np.split(own, 2)
+                parts = {"gate_proj": gate, "up_proj": up}
+            for part, value in parts.items():
+                found[f"{stem}.experts.{number}.{part}.weight"] = value
+    return found
+
+
+OLDER = {
+    "gpt_neox": {"lm_head.": "embed_out."},
+    "mixtral": {
+        ".mlp.": ".block_sparse_moe.",
+        "gate_proj": "w1",
+        "up_proj": "w3",
+        "down_proj": "w2",
+    },
+}
+
+
+def by_files(family, gradients):
+    """The same under the older names that files have."""
+    found = {}
+    for name, gradient in gradients.items():
+        for new, old in OLDER.get(family.HUB.model_type, {}).items():
+            name = name.replace(new, old)
+        found[name] = gradient
+    return found
+
+
+@pytest.fixture(scope="module", params=weights.FAMILIES)
+def both(request, tmp_path_factory):
     import torch
 
-    model = oracle(family)
+    family = weights.FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp("ours")
+    weights.write(folder, family)
+    model, told = read_by_transformers(folder)
+    assert not any(told.values()), told
+    model = model.eval()
     ids = torch.from_numpy(weights.tokens()).long()
     logits = model(ids).logits
     loss = torch.nn.functional.cross_entropy(
         logits[:, :-1].reshape(-1, weights.VOCAB), ids[:, 1:].reshape(-1)
     )
     loss.backward()
-    named = {name: p.detach().float().numpy() for name, p in model.named_parameters()}
     gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
-    return named, logits.detach().numpy(), loss.item(), gradients
+    gradients = by_files(family, apart(gradients))
+    return request.param, model, logits.detach().numpy(), loss.item(), gradients
 
 
-@pytest.fixture(scope="module", params=weights.FAMILIES)
-def both(request):
-    family = request.param
-    named, logits, loss, gradients = run_oracle(family)
-    blueprint = Blueprint(weights.FAMILIES[family].build(), Precision.float32())
-    params = weights.ours(family, blueprint.shapes, named)
-    return family, blueprint, params, logits, loss, gradients
+def blueprint_of(name):
+    return Blueprint(weights.FAMILIES[name].build(), Precision.float32())
 
 
 def our_loss(blueprint, params):
@@ -89,34 +109,61 @@ def our_loss(blueprint, params):
     return -picked.mean(), logits
 
 
-def test_logits_and_loss_are_those_of_transformers(both):
-    _, blueprint, params, logits, loss, _ = both
-    ours, our_logits = our_loss(blueprint, params)
+def test_logits_loss_and_gradients_are_those_of_transformers(both, record_property):
+    name, _, logits, loss, gradients = both
+    family, blueprint = weights.FAMILIES[name], blueprint_of(name)
+    params = weights.params(family, blueprint.shapes)
+    step = jax.jit(jax.value_and_grad(lambda p: our_loss(blueprint, p), has_aux=True))
+    (ours, our_logits), gradient = step(params)
     assert np.abs(logits).max() > 0.5
     np.testing.assert_allclose(our_logits, logits, rtol=1e-4, atol=2e-5)
     np.testing.assert_allclose(ours, loss, rtol=1e-6)
-
-
-def test_every_gradient_is_that_of_transformers(both):
-    family, blueprint, params, _, _, gradients = both
-    ours = jax.grad(lambda p: our_loss(blueprint, p)[0])(params)
-    mine = weights.theirs(family, ours)
+    mine = weights.theirs(family, gradient)
     assert mine.keys() == gradients.keys()
-    for name, gradient in gradients.items():
+    worst = 0.0
+    for key, gradient in gradients.items():
         size = np.abs(gradient).max()
-        assert size > 0
-        np.testing.assert_allclose(mine[name], gradient, rtol=1e-3, atol=2e-5 * size, err_msg=name)
+        assert size > 0, key
+        np.testing.assert_allclose(mine[key], gradient, rtol=1e-3, atol=2e-5 * size, err_msg=key)
+        worst = max(worst, float(np.abs(mine[key] - gradient).max() / size))
+    far = np.abs(our_logits - logits).max() / np.abs(logits).max()
+    record_property("table", f"{name:28} logits {far:.1e}  gradients {worst:.1e}")
+
+
+def test_what_transformers_writes_is_read_as_it_was(both, tmp_path):
+    name, model, *_ = both
+    family, blueprint = weights.FAMILIES[name], blueprint_of(name)
+    model.float().save_pretrained(tmp_path)
+    model.double()
+    folder = Folder(tmp_path)
+    read, _ = importing.described(folder, lambda _: None)
+    assert read.build() == family.build()
+    tensors = weights.tensors(read)
+    ignored = importing.compare(
+        tensors, folder, read.HUB.buffers, is_tied=family.tied, say=lambda _: None
+    )
+    assert not [each for each in ignored if "head" in each]
+    placed = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(
+            s.shape, s.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        ),
+        blueprint.shapes,
+    )
+    with folder.opened() as fetch:
+        params = importing.load(tensors, fetch, placed)
+    expected = weights.params(family, blueprint.shapes)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
 def test_the_goldens_are_what_transformers_says_today(both):
-    family, _, _, logits, loss, gradients = both
+    name, _, logits, loss, gradients = both
     found = {
         "made by": "tests/parity/test_transformers.py, transformers in float64",
         "loss": loss,
-        "logits": logits[:, ::4].tolist(),
-        "gradient_norms": {name: float(np.linalg.norm(g)) for name, g in gradients.items()},
+        "logits": logits[:, ::8].tolist(),
+        "gradient_norms": {key: float(np.linalg.norm(g)) for key, g in gradients.items()},
     }
-    path = GOLDENS / f"{family}.json"
+    path = GOLDENS / f"{name}.json"
     if os.environ.get("JAXLM_WRITE_GOLDENS"):
         path.write_text(json.dumps(found, indent=1) + "\n")
     golden = json.loads(path.read_text())

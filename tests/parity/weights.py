@@ -2,37 +2,72 @@
 
 import zlib
 
-import jax.numpy as jnp
 import numpy as np
 
+from jaxlm.checkpoint.hub_folder import write_json, write_tensors
+from jaxlm.checkpoint.hub_tensors import Reader, layout
 from jaxlm.core import tree
-from jaxlm.models.families import gpt2, llama, mixtral
+from jaxlm.models.families.gemma import Gemma
+from jaxlm.models.families.gemma2 import Gemma2
+from jaxlm.models.families.gemma3 import Gemma3
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.mistral import Mistral
 from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.neox import NeoX
+from jaxlm.models.families.olmo2 import OLMo2
+from jaxlm.models.families.phi3 import Phi3
+from jaxlm.models.families.qwen2 import Qwen2
+from jaxlm.models.families.qwen3 import Qwen3
+from jaxlm.models.families.qwen3_moe import Qwen3Moe
+from jaxlm.models.families.smollm3 import SmolLM3
+from jaxlm.nn.rotary import LinearScaling, Llama3Scaling, YarnScaling
 
 VOCAB, WIDTH, DEPTH, HEADS, LENGTH = 61, 32, 3, 4, 17
+SIZES = dict(vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS)
+GROUPED = SIZES | dict(kv_heads=2, hidden=48, context=64)
 
+# Of every family one, and one more for each setting that changes what is computed.
 FAMILIES = {
-    "gpt2": GPT2(vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS, context=32),
-    "llama": Llama(vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS, kv_heads=2, hidden=48),
-    "qwen3": Llama(
-        vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS, kv_heads=2, head_dim=12, hidden=48, qk_norm=True
+    "gpt2": GPT2(**SIZES, context=32),
+    "gpt2, untied, exact gelu": GPT2(**SIZES, context=32, tied=False, activation="gelu", hidden=40),
+    "neox": NeoX(**SIZES, context=64, rope_share=0.5),
+    "neox, one after the other": NeoX(**SIZES, context=64, parallel=False, rope_theta=500.0),
+    "llama": Llama(**GROUPED),
+    "llama, one key head, tied": Llama(**GROUPED | dict(kv_heads=1), tied=True, head_dim=12),
+    "llama, scaling of 3.1": Llama(
+        **GROUPED, rope_scaling=Llama3Scaling(factor=4.0, original=32), rope_theta=100.0
     ),
-    "mixtral": Mixtral(
-        vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS, kv_heads=2, experts=4, top_k=2, hidden=48
+    "llama, linear scaling": Llama(**GROUPED, rope_scaling=LinearScaling(factor=4.0)),
+    "llama, yarn": Llama(**GROUPED, rope_scaling=YarnScaling(original=16), rope_theta=100.0),
+    "mistral": Mistral(**GROUPED, window=5),
+    "qwen2": Qwen2(**GROUPED, tied=True),
+    "qwen3": Qwen3(**GROUPED, head_dim=12),
+    "smollm3": SmolLM3(**GROUPED, nope_every=2, tied=True),
+    "gemma": Gemma(**GROUPED, head_dim=12),
+    "gemma2": Gemma2(**GROUPED, head_dim=12, window=5, query_scale=20, attention_cap=2.0, logit_cap=3.0),
+    "gemma3": Gemma3(
+        **GROUPED | dict(depth=7), head_dim=12, window=5, query_scale=20, rope_scaling=LinearScaling(factor=8.0)
     ),
+    "phi3": Phi3(**GROUPED),
+    "phi3, in part and a window": Phi3(**GROUPED, rope_share=0.5, window=5),
+    "olmo2": OLMo2(**GROUPED),
+    "mixtral": Mixtral(**GROUPED, experts=4, top_k=2),
+    "qwen3_moe": Qwen3Moe(**GROUPED, head_dim=12, experts=4, top_k=2, normalised=False),
+    "qwen3_moe, normalised": Qwen3Moe(**GROUPED, head_dim=12, experts=4, top_k=2),
 }  # fmt: skip
-KEYS = {"gpt2": gpt2.KEYS, "llama": llama.KEYS, "qwen3": llama.KEYS, "mixtral": mixtral.KEYS}
 
 
 def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """float32, about 0.15 in size, one more for the scale of a norm."""
-    seed = zlib.crc32(name.encode()) % 10_000
-    count = np.arange(int(np.prod(shape)), dtype=np.float64)
-    values = 0.2 * np.sin(count * (1.0 + seed / 10_000) + seed)
+    """float32, uniform between -0.35 and 0.35, one more for the scale of a norm.
+
+    Drawn, as sums of regular numbers cancel, and a norm after a part makes what float32 leaves of them large.
+    """
+    draw = np.random.RandomState(
+        zlib.crc32(name.encode())
+    )  # its numbers are the same in every numpy
     is_scale = len(shape) == 1 and name.endswith("weight")
-    return (values + is_scale).astype(np.float32).reshape(shape)
+    return (draw.uniform(-0.35, 0.35, shape) + is_scale).astype(np.float32)
 
 
 def tokens() -> np.ndarray:
@@ -40,50 +75,40 @@ def tokens() -> np.ndarray:
     return (np.arange(2 * LENGTH).reshape(2, LENGTH) * 7 % VOCAB).astype(np.int32)
 
 
-def ours(family: str, shapes, named):
-    """Our tree, filled from arrays by their Hugging Face names through the family's table."""
+def tensors(family):
+    """Where each tensor of Hugging Face lies in ours."""
+    return layout(family.build(), family.HUB)
 
-    def leaf(path, shape):
-        name, layout = KEYS[family][path]
-        layers = range(DEPTH) if path.startswith("stack/") else (None,)
-        parts = [_taken(named[name.format(i=i)], layout) for i in layers]
-        return jnp.asarray(np.stack(parts) if "{i}" in name else parts[0]).reshape(shape.shape)
+
+def params(family, shapes):
+    """Our tree, filled with the weights of these names."""
+    named = {each.name: weight(each.name, each.shape) for each in tensors(family)}
+    reader = Reader(tensors(family), lambda name, within: named[name][within])
+
+    def leaf(path, like):
+        whole = tuple(slice(0, size) for size in like.shape)
+        return reader.leaf(path, like.shape, whole, np.dtype(np.float32))
 
     return tree.map_with_path(leaf, shapes)
 
 
-def theirs(family: str, gradients) -> dict[str, np.ndarray]:
+def theirs(family, ours) -> dict[str, np.ndarray]:
     """A tree of ours as arrays by Hugging Face name, laid out as there."""
-    out: dict[str, np.ndarray] = {}
-    for path, array in tree.leaves(gradients).items():
-        name, layout = KEYS[family][path]
-        for i in range(DEPTH) if "{i}" in name else (0,):
-            part = np.asarray(array[i] if "{i}" in name else array)
-            kind = layout.partition("[")[0]
-            if kind in ("out,in", "in,out"):
-                ins = WIDTH if part.shape[0] == WIDTH and not path.endswith("out/weight") else None
-                part = part.reshape(ins, -1) if ins else part.reshape(-1, part.shape[-1])
-            elif kind == "out":
-                part = part.reshape(-1)
-            if layout.endswith(",in"):
-                part = part.swapaxes(-1, -2)
-            key = name.format(i=i)
-            # The thirds of GPT-2's query, key and value come in that order, as do the halves of an expert's gate and up.
-            order = int(layout[layout.index("[") + 1]) if "[" in layout else 0
-            pieces = out.setdefault(key, {})  # type: ignore[arg-type]
-            pieces[order] = part
+    leaves = {path: np.asarray(leaf) for path, leaf in tree.leaves(ours).items()}
     return {
-        key: np.concatenate([p[k] for k in sorted(p)], axis=_cut(p[0])) for key, p in out.items()
+        each.name: each.joined(lambda part: leaves[part.path][part.lead])
+        for each in tensors(family)
     }
 
 
-def _taken(array: np.ndarray, layout: str) -> np.ndarray:
-    if "[" in layout:
-        piece, count = layout[layout.index("[") + 1 : layout.index("]")].split("/")
-        array = np.split(array, int(count), axis=_cut(array))[int(piece)]
-    return array.swapaxes(-1, -2) if layout.endswith(",in") else array
-
-
-def _cut(array: np.ndarray) -> int:
-    """The axis of the outputs in all that lies side by side: GPT-2's "out" and "in,out", and "expert,out,in"."""
-    return min(1, array.ndim - 1)
+def write(folder, family, dtype=np.float32) -> None:
+    """The folder of such a model, as jaxlm exports it."""
+    named = {
+        "architectures": [family.HUB.architecture],
+        "model_type": family.HUB.model_type,
+        "pad_token_id": None,  # transformers gives its row no gradient
+    }
+    write_json(folder / "config.json", family.to_hub() | named)
+    write_tensors(
+        folder, tensors(family), lambda each: weight(each.name, each.shape), np.dtype(dtype)
+    )

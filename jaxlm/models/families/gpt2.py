@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
+from jaxlm.models.families.hub import DEEPEST, Attributes, Hub, Row, norms, uncomputed
+from jaxlm.models.families.rotated import ACTIVATIONS
 from jaxlm.models.families.sizes import uneven
 from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MlpConfig, NormConfig
 
@@ -46,6 +48,33 @@ class GPT2:
     )
     init_std: float = setting(0.02, "standard deviation of the initial weights", above=0.0)
 
+    # Weights are kept as [in, out], and query, key and value side by side.
+    HUB: ClassVar[Hub] = Hub(
+        model_type="gpt2",
+        architecture="GPT2LMHeadModel",
+        rows=(
+            Row("transformer.wte.weight", ("embedding/table",)),
+            Row("transformer.wpe.weight", ("positions/table",)),
+            *norms("transformer.{}", ln_f="final_norm"),
+            Row("lm_head.weight", ("unembedding/weight",), "transposed"),
+            *norms("transformer.h.{i}.{}", ln_1="attention_norm", ln_2="mlp_norm"),
+            *(
+                Row(
+                    f"transformer.h.{{i}}.{theirs}.{kind}", tuple(f"{each}/{kind}" for each in ours)
+                )
+                for kind in ("weight", "bias")
+                for theirs, ours in (
+                    ("attn.c_attn", ("attention/query", "attention/key", "attention/value")),
+                    ("attn.c_proj", ("attention/out",)),
+                    ("mlp.c_fc", ("mlp/up",)),
+                    ("mlp.c_proj", ("mlp/down",)),
+                )
+            ),
+        ),
+        optional="transformer.",
+        buffers=("attn.bias", "attn.masked_bias"),
+    )
+
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Heads share the width and the keys evenly."""
         yield from uneven("width", self.width, "heads", self.heads)
@@ -62,6 +91,7 @@ class GPT2:
                 kv_heads=self.heads if self.kv_heads == "auto" else self.kv_heads,
                 head_dim=self.width // self.heads,
                 bias=self.bias,
+                out_bias=self.bias,
                 dropout=self.dropout,
             ),
             mlp=MlpConfig(
@@ -86,36 +116,55 @@ class GPT2:
             init_std=self.init_std,
         )
 
+    @classmethod
+    def from_hub(cls, given: Attributes) -> Self:
+        """The family as a config.json describes it."""
+        for name, value in (
+            ("scale_attn_weights", True),
+            ("scale_attn_by_inverse_layer_idx", False),
+            ("add_cross_attention", False),
+        ):
+            given.must(name, value)
+        given.ignore("reorder_and_upcast_attn", "n_ctx")  # how it is rounded; the older n_positions
+        given.ignore(*(f"summary_{name}" for name in _SUMMARY))
+        return cls(
+            vocab=given.take("vocab_size"),
+            context=given.take("n_positions", 1024),
+            depth=given.take("n_layer", most=DEEPEST),
+            width=given.take("n_embd"),
+            heads=given.take("n_head"),
+            hidden=given.take("n_inner", "auto"),
+            activation=given.choose("activation_function", ACTIVATIONS, "gelu_new"),
+            norm_eps=given.take("layer_norm_epsilon", 1e-5, kind=float),
+            tied=given.take("tie_word_embeddings", True, kind=bool),
+        )
+
+    def to_hub(self) -> dict[str, Any]:
+        """The attributes of config.json. Raises ConfigError where the model is none that transformers computes."""
+        if not self.bias or self.kv_heads not in ("auto", self.heads):
+            why = f"bias = {self.bias}, kv_heads = {self.kv_heads}, and it has biases, and every head its keys"
+            raise uncomputed(self.HUB, why)
+        theirs = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
+        return dict(
+            vocab_size=self.build().vocab,
+            n_positions=self.context,
+            n_layer=self.depth,
+            n_embd=self.width,
+            n_head=self.heads,
+            n_inner=None if self.hidden == "auto" else self.hidden,
+            activation_function=theirs.get(self.activation, "relu2"),
+            layer_norm_epsilon=self.norm_eps,
+            tie_word_embeddings=self.tied,
+            initializer_range=self.init_std,
+        )
+
+
+# What GPT-2's config.json says of a head that classifies.
+_SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt2": dict(vocab=50_257, depth=12, width=768, heads=12),
     "gpt2-medium": dict(vocab=50_257, depth=24, width=1024, heads=16),
     "gpt2-large": dict(vocab=50_257, depth=36, width=1280, heads=20),
     "gpt2-xl": dict(vocab=50_257, depth=48, width=1600, heads=25),
-}
-
-# Our leaf path -> (Hugging Face name, how its array is laid out there). {i} is the layer; GPT-2 keeps weights as [in, out]
-# and query, key and value side by side in one: "in,out[k/3]" is the k-th third of the columns.
-KEYS: dict[str, tuple[str, str]] = {
-    "embedding/table": ("transformer.wte.weight", "as is"),
-    "positions/table": ("transformer.wpe.weight", "as is"),
-    "stack/0/attention_norm/scale": ("transformer.h.{i}.ln_1.weight", "as is"),
-    "stack/0/attention_norm/bias": ("transformer.h.{i}.ln_1.bias", "as is"),
-    "stack/0/attention/query/weight": ("transformer.h.{i}.attn.c_attn.weight", "in,out[0/3]"),
-    "stack/0/attention/key/weight": ("transformer.h.{i}.attn.c_attn.weight", "in,out[1/3]"),
-    "stack/0/attention/value/weight": ("transformer.h.{i}.attn.c_attn.weight", "in,out[2/3]"),
-    "stack/0/attention/query/bias": ("transformer.h.{i}.attn.c_attn.bias", "out[0/3]"),
-    "stack/0/attention/key/bias": ("transformer.h.{i}.attn.c_attn.bias", "out[1/3]"),
-    "stack/0/attention/value/bias": ("transformer.h.{i}.attn.c_attn.bias", "out[2/3]"),
-    "stack/0/attention/out/weight": ("transformer.h.{i}.attn.c_proj.weight", "in,out"),
-    "stack/0/attention/out/bias": ("transformer.h.{i}.attn.c_proj.bias", "as is"),
-    "stack/0/mlp_norm/scale": ("transformer.h.{i}.ln_2.weight", "as is"),
-    "stack/0/mlp_norm/bias": ("transformer.h.{i}.ln_2.bias", "as is"),
-    "stack/0/mlp/up/weight": ("transformer.h.{i}.mlp.c_fc.weight", "in,out"),
-    "stack/0/mlp/up/bias": ("transformer.h.{i}.mlp.c_fc.bias", "as is"),
-    "stack/0/mlp/down/weight": ("transformer.h.{i}.mlp.c_proj.weight", "in,out"),
-    "stack/0/mlp/down/bias": ("transformer.h.{i}.mlp.c_proj.bias", "as is"),
-    "final_norm/scale": ("transformer.ln_f.weight", "as is"),
-    "final_norm/bias": ("transformer.ln_f.bias", "as is"),
-    "unembedding/weight": ("lm_head.weight", "out,in"),
 }

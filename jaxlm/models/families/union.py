@@ -1,7 +1,33 @@
 """The registry of families: a new one is a file beside this one and a name in this union."""
 
+from jaxlm.models.families.gemma import Gemma
+from jaxlm.models.families.gemma2 import Gemma2
+from jaxlm.models.families.gemma3 import Gemma3
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.mistral import Mistral
 from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.neox import NeoX
+from jaxlm.models.families.olmo2 import OLMo2
+from jaxlm.models.families.phi3 import Phi3
+from jaxlm.models.families.qwen2 import Qwen2
+from jaxlm.models.families.qwen3 import Qwen3
+from jaxlm.models.families.qwen3_moe import Qwen3Moe
+from jaxlm.models.families.smollm3 import SmolLM3
 
-Family = Llama | GPT2 | Mixtral
+Family = (
+    Llama
+    | GPT2
+    | NeoX
+    | Mistral
+    | Mixtral
+    | Qwen2
+    | Qwen3
+    | Qwen3Moe
+    | Gemma
+    | Gemma2
+    | Gemma3
+    | Phi3
+    | OLMo2
+    | SmolLM3
+)

@@ -1,0 +1,107 @@
+"""Gemma 3 (arXiv:2503.19786): five local layers to a global one, with a rotary base each; norms on queries and keys, no caps."""
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+from jaxlm.core.config import setting
+from jaxlm.models.families import rope, rotated
+from jaxlm.models.families.gemma2 import SANDWICH, Gemma2
+from jaxlm.models.families.hub import Attributes, Hub
+from jaxlm.nn.config import AttentionConfig
+from jaxlm.nn.rotary import Rope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3(Gemma2):
+    """A Gemma-3-style decoder of text: the last of six layers is global."""
+
+    family: Literal["gemma3"] = "gemma3"  # type: ignore[assignment]
+    rope_theta: float = setting(1e6, "base of the rotary frequencies in global layers", above=1.0)
+    local_rope_theta: float = setting(
+        10_000.0, "base of the rotary frequencies in local layers", above=1.0
+    )
+    window: int = setting(
+        1024, "keys that a token sees in local layers, itself included", unit="tokens", low=1
+    )
+    attention_cap: float | None = setting(
+        None, "scores s become cap x tanh(s / cap); None has no cap", above=0
+    )
+    logit_cap: float | None = setting(
+        None, "logits z become cap x tanh(z / cap); None has no cap", above=0
+    )
+
+    ABSENT: ClassVar[dict[str, Any]] = {
+        "context": 131_072,
+        "tied": True,
+        "head_dim": 256,
+        "rope_theta": 1e6,
+    }
+    HUB: ClassVar[Hub] = Hub(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        rows=(
+            *rotated.STREAM,
+            *SANDWICH,
+            *rotated.ATTENTION,
+            *rotated.QK_NORMS,
+            *rotated.MLP,
+        ),
+    )
+    TURN: ClassVar[int] = 6
+
+    def attention(self) -> AttentionConfig:
+        """Of a global layer, with each head's queries and keys normed."""
+        return dataclasses.replace(super().attention(), qk_norm=self.norm)
+
+    def local(self) -> AttentionConfig:
+        """Of a local layer, whose positions are never stretched."""
+        return dataclasses.replace(super().local(), rotary=Rope(theta=self.local_rope_theta))
+
+    @classmethod
+    def shared_settings(cls, given: Attributes) -> dict[str, Any]:
+        """The settings of Gemma 2, and a rotary base for either kind of layer.
+
+        transformers 4 has `rope_local_base_freq`, transformers 5 both in `rope_parameters`, by kind of layer.
+        """
+        theta = given.take("rope_local_base_freq", 10_000.0, kind=float)
+        both = given.split("rope_parameters", "sliding_attention", "full_attention")
+        found = super().shared_settings(given)
+        if both is not None:
+            local, whole = both
+            theta = local.take("rope_theta", theta, kind=float)
+            local.must("rope_type", "default")
+            found["rope_theta"] = whole.take("rope_theta", 1e6, kind=float)
+            found["rope_scaling"] = rope.scaling_of(whole, given)
+            local.unread()
+            whole.unread()
+        return found | {"local_rope_theta": theta}
+
+    def to_hub(self) -> dict[str, Any]:
+        """The attributes of config.json."""
+        return super().to_hub() | {"rope_local_base_freq": self.local_rope_theta}
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "gemma-3-270m": dict(
+        vocab=262_144,
+        context=32_768,
+        depth=18,
+        width=640,
+        heads=4,
+        kv_heads=1,
+        head_dim=256,
+        hidden=2048,
+        window=512,
+    ),
+    "gemma-3-1b": dict(
+        vocab=262_144,
+        context=32_768,
+        depth=26,
+        width=1152,
+        heads=4,
+        kv_heads=1,
+        head_dim=256,
+        hidden=6912,
+        window=512,
+    ),
+}

@@ -1,0 +1,103 @@
+"""Phi-3 (arXiv:2404.14219): a Llama whose projections lie side by side in one tensor; Phi-4 mini rotates part of a head."""
+
+import dataclasses
+from typing import Any, ClassVar, Literal, Self
+
+from jaxlm.core.config import setting
+from jaxlm.models.families import rotated
+from jaxlm.models.families.hub import Attributes, Hub, Row, linears
+from jaxlm.models.families.rotated import Rotated
+from jaxlm.nn.config import AttentionConfig
+from jaxlm.nn.rotary import Rope
+
+FUSED = (
+    Row(
+        "model.layers.{i}.self_attn.qkv_proj.weight",
+        ("attention/query/weight", "attention/key/weight", "attention/value/weight"),
+        "transposed",
+    ),
+    *linears("model.layers.{i}.{}", **{"self_attn.o_proj": "attention/out"}),
+    Row(
+        "model.layers.{i}.mlp.gate_up_proj.weight",
+        ("mlp/gate/weight", "mlp/up/weight"),
+        "transposed",
+    ),
+    *linears("model.layers.{i}.{}", **{"mlp.down_proj": "mlp/down"}),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phi3(Rotated):
+    """A Phi-3-style decoder."""
+
+    family: Literal["phi3"] = "phi3"
+    window: int | None = setting(
+        None,
+        "keys that a token sees, itself included; None sees all before it",
+        unit="tokens",
+        low=1,
+    )
+    rope_share: float = setting(1.0, "share of each head that is rotated", above=0.0, high=1.0)
+
+    HUB: ClassVar[Hub] = Hub(
+        model_type="phi3",
+        architecture="Phi3ForCausalLM",
+        rows=(*rotated.STREAM, *rotated.NORMS, *FUSED),
+    )
+    ABSENT: ClassVar[dict[str, Any]] = {"context": 4096, "norm_eps": 1e-5}
+
+    @property
+    def rotary(self) -> Rope:
+        """How heads are rotated."""
+        return dataclasses.replace(super().rotary, share=self.rope_share)
+
+    def attention(self) -> AttentionConfig:
+        """That of Llama, within the window."""
+        return dataclasses.replace(super().attention(), window=self.window)
+
+    @classmethod
+    def from_hub(cls, given: Attributes) -> Self:
+        """The family as a config.json describes it."""
+        given.must("attention_bias", False)
+        given.ignore("original_max_position_embeddings")  # for a scaling that is refused
+        return cls(
+            **cls.shared_settings(given),
+            window=given.take("sliding_window", None),
+        )
+
+    @classmethod
+    def rotary_settings(cls, rotary: Rope, given: Attributes) -> dict[str, Any]:
+        """The settings of how heads are rotated."""
+        whole = dataclasses.replace(rotary, share=1.0)
+        return super().rotary_settings(whole, given) | {"rope_share": rotary.share}
+
+    def to_hub(self) -> dict[str, Any]:
+        """The attributes of config.json."""
+        return super().to_hub() | {
+            "sliding_window": self.window,
+            "partial_rotary_factor": self.rope_share,
+        }
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "phi-3-mini-4k": dict(
+        vocab=32_064,
+        context=4096,
+        depth=32,
+        width=3072,
+        heads=32,
+        kv_heads=32,
+        hidden=8192,
+        window=2047,
+    ),
+    "phi-3-medium-4k": dict(
+        vocab=32_064,
+        context=4096,
+        depth=40,
+        width=5120,
+        heads=40,
+        kv_heads=10,
+        hidden=17_920,
+        window=2047,
+    ),
+}

@@ -1,0 +1,86 @@
+"""Qwen2 and 2.5 (arXiv:2407.10671, 2412.15115): a Llama with biases on queries, keys and values."""
+
+import dataclasses
+from typing import Any, ClassVar, Literal, Self
+
+from jaxlm.models.families import rotated
+from jaxlm.models.families.hub import Attributes, Hub
+from jaxlm.models.families.rotated import Rotated
+from jaxlm.nn.config import AttentionConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen2(Rotated):
+    """A Qwen2-style decoder: biases on queries, keys and values."""
+
+    family: Literal["qwen2"] = "qwen2"
+
+    ABSENT: ClassVar[dict[str, Any]] = {"context": 32_768}
+    HUB: ClassVar[Hub] = Hub(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        rows=(*rotated.STREAM, *rotated.NORMS, *rotated.ATTENTION, *rotated.MLP),
+    )
+
+    def attention(self) -> AttentionConfig:
+        """That of Llama, with biases."""
+        return dataclasses.replace(super().attention(), bias=True)
+
+    @classmethod
+    def from_hub(cls, given: Attributes) -> Self:
+        """The family as a config.json describes it."""
+        refuse_windows(given)
+        return super().from_hub(given)
+
+    def to_hub(self) -> dict[str, Any]:
+        """The attributes of config.json."""
+        return super().to_hub() | {"use_sliding_window": False}
+
+
+def refuse_windows(given: Attributes) -> None:
+    """Notes a problem where layers see a window. A window that is named and not used says nothing."""
+    given.must("use_sliding_window", False)
+    given.ignore("sliding_window", "max_window_layers")
+    if given.take("use_sliding_window", False, kind=bool) is False:
+        kinds = given.take("layer_types", [], kind=list)
+        if set(kinds) - {"full_attention"}:
+            given.refuse("layer_types", "full_attention in every layer")
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": dict(
+        vocab=151_936,
+        context=32_768,
+        depth=24,
+        width=896,
+        heads=14,
+        kv_heads=2,
+        hidden=4864,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tied=True,
+    ),
+    "qwen2.5-1.5b": dict(
+        vocab=151_936,
+        context=131_072,
+        depth=28,
+        width=1536,
+        heads=12,
+        kv_heads=2,
+        hidden=8960,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tied=True,
+    ),
+    "qwen2.5-7b": dict(
+        vocab=152_064,
+        context=131_072,
+        depth=28,
+        width=3584,
+        heads=28,
+        kv_heads=4,
+        hidden=18_944,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+    ),
+}

@@ -1,0 +1,93 @@
+"""Qwen3-MoE (arXiv:2505.09388): Mixtral's form of experts, many and small, and Qwen3's normed queries and keys."""
+
+import dataclasses
+from typing import Any, ClassVar, Literal, Self
+
+from jaxlm.core.config import setting
+from jaxlm.models.families import rotated
+from jaxlm.models.families.hub import Attributes, Hub, Row
+from jaxlm.models.families.mixtral import Mixtral, refuse_others
+from jaxlm.models.families.qwen2 import refuse_windows
+from jaxlm.nn.config import AttentionConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3Moe(Mixtral):
+    """A Qwen3-MoE-style decoder."""
+
+    family: Literal["qwen3_moe"] = "qwen3_moe"  # type: ignore[assignment]
+    experts: int = setting(128, "experts of a layer", low=1)
+    top_k: int = setting(8, "experts that see a token", low=1)
+    hidden: int = setting(768, "hidden units of each expert", low=1)  # type: ignore[assignment]
+
+    ABSENT: ClassVar[dict[str, Any]] = {"context": 32_768}
+    HUB: ClassVar[Hub] = Hub(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        rows=(
+            *rotated.STREAM,
+            *rotated.NORMS,
+            *rotated.ATTENTION,
+            *rotated.QK_NORMS,
+            Row("model.layers.{i}.mlp.gate.weight", ("mlp/router/weight",), "transposed"),
+            *(
+                Row(
+                    f"model.layers.{{i}}.mlp.experts.{{e}}.{name}_proj.weight",
+                    (f"mlp/{name}/weight",),
+                    "transposed",
+                )
+                for name in ("gate", "up", "down")
+            ),
+        ),
+    )
+
+    def attention(self) -> AttentionConfig:
+        """That of Qwen3."""
+        return dataclasses.replace(super().attention(), qk_norm=self.norm)
+
+    @classmethod
+    def from_hub(cls, given: Attributes) -> Self:
+        """The family as a config.json describes it."""
+        given.must("attention_bias", False)
+        given.must("decoder_sparse_step", 1)
+        given.must("mlp_only_layers", [], None)
+        given.ignore("router_aux_loss_coef")
+        refuse_windows(given)
+        shared = cls.shared_settings(given)
+        return cls(
+            **shared | {"hidden": given.take("moe_intermediate_size", 768)},
+            experts=given.take("num_experts", given.take("num_local_experts", 128)),
+            top_k=given.take("num_experts_per_tok", 8),
+            normalised=given.take("norm_topk_prob", False, kind=bool),
+        )
+
+    def to_hub(self) -> dict[str, Any]:
+        """The attributes of config.json. Raises ConfigError where the model is none that transformers computes."""
+        refuse_others(self)
+        return super(Mixtral, self).to_hub() | {
+            "moe_intermediate_size": self.hidden,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "norm_topk_prob": self.normalised,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "use_sliding_window": False,
+        }
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": dict(
+        vocab=151_936,
+        context=40_960,
+        depth=48,
+        width=2048,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        experts=128,
+        top_k=8,
+        hidden=768,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+    ),
+}

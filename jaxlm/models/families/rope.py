@@ -1,0 +1,101 @@
+"""How rotary positions are written in a config.json. Free of JAX."""
+
+import math
+from typing import Any
+
+from jaxlm.models.families.hub import Attributes
+from jaxlm.nn.rotary import (
+    LinearScaling,
+    Llama3Scaling,
+    NoScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
+
+
+def read(given: Attributes, *, theta: float = 10_000.0, share: float = 1.0) -> Rope:
+    """How heads are rotated; `theta` and `share` are what transformers takes where config.json names none.
+
+    transformers 4 has `rope_theta` beside `rope_scaling`, transformers 5 both in `rope_parameters`.
+    """
+    theta = given.take("rope_theta", theta, kind=float)
+    share = given.take("partial_rotary_factor", share, kind=float)
+    scaling: Scaling = NoScaling()
+    for name in ("rope_scaling", "rope_parameters"):
+        inner = given.inner(name)
+        if inner is not None:
+            theta = inner.take("rope_theta", theta, kind=float)
+            share = inner.take("partial_rotary_factor", share, kind=float)
+            scaling = scaling_of(inner, given)
+            inner.unread()
+    return Rope(theta=theta, share=share, scaling=scaling)
+
+
+def scaling_of(inner: Attributes, given: Attributes) -> Scaling:
+    """The scaling in a `rope_scaling` or `rope_parameters`; what it lacks may be in the config around it."""
+    kind = inner.take("rope_type", inner.take("type", "default", kind=str), kind=str)
+    inner.ignore("type")
+    if kind == "default":
+        return NoScaling()
+    if kind not in ("linear", "llama3", "yarn"):
+        inner.must("rope_type", "default", "linear", "llama3", "yarn")
+        inner.must("type", "default", "linear", "llama3", "yarn")
+        return NoScaling()
+    factor = inner.take("factor", kind=(float, int))
+    if kind == "linear":
+        return LinearScaling(factor=float(factor))
+    context = given.take("max_position_embeddings", 2048)
+    original = inner.take("original_max_position_embeddings", context)
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=float(factor),
+            low=inner.take("low_freq_factor", 1.0, kind=float),
+            high=inner.take("high_freq_factor", 4.0, kind=float),
+            original=original,
+        )
+    magnitude = inner.take("attention_factor", None, kind=float)
+    scale, all_dims = (inner.take(name, None, kind=float) for name in ("mscale", "mscale_all_dim"))
+    if magnitude is None and scale and all_dims:
+        magnitude = _magnitude(factor, scale) / _magnitude(factor, all_dims)
+    return YarnScaling(
+        factor=float(factor),
+        fast=inner.take("beta_fast", 32.0, kind=float),
+        slow=inner.take("beta_slow", 1.0, kind=float),
+        original=original,
+        magnitude=magnitude,
+        truncate=inner.take("truncate", True, kind=bool),
+    )
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def written(theta: float, scaling: Scaling) -> dict[str, Any]:
+    """Attributes that `read` understands, as transformers 4 and 5 do."""
+    match scaling:
+        case NoScaling():
+            return {"rope_theta": theta, "rope_scaling": None}
+        case LinearScaling():
+            own: dict[str, Any] = {"rope_type": "linear", "factor": scaling.factor}
+        case Llama3Scaling():
+            own = {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low,
+                "high_freq_factor": scaling.high,
+                "original_max_position_embeddings": scaling.original,
+            }
+        case YarnScaling():
+            own = {
+                "rope_type": "yarn",
+                "factor": scaling.factor,
+                "beta_fast": scaling.fast,
+                "beta_slow": scaling.slow,
+                "original_max_position_embeddings": scaling.original,
+                "truncate": scaling.truncate,
+            }
+            if scaling.magnitude is not None:
+                own["attention_factor"] = scaling.magnitude
+    return {"rope_theta": theta, "rope_scaling": own}

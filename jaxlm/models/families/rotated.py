@@ -1,0 +1,219 @@
+"""What families with rotary positions, grouped heads and gated MLPs have in common. Free of JAX."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal, Self
+
+from jaxlm.core.config import setting
+from jaxlm.models.config import Decoder
+from jaxlm.models.families import rope
+from jaxlm.models.families.hub import DEEPEST, Attributes, Row, linears, norms
+from jaxlm.models.families.sizes import gated_hidden, head_problems
+from jaxlm.nn.config import (
+    Activation,
+    AttentionConfig,
+    BlockConfig,
+    Init,
+    MlpConfig,
+    NormConfig,
+)
+from jaxlm.nn.rotary import NoScaling, Rope, Scaling
+
+# transformers' words for activations.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+THEIRS: dict[Activation, str] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "relu": "relu",
+    "relu_squared": "relu2",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rotated:
+    """A decoder of RMS norms, rotary positions, grouped queries and a gated MLP; a family says what else it has."""
+
+    family: str = ""
+    vocab: int | Literal["auto"] = setting(
+        "auto", "rows of the embedding; auto is the tokenizer's size", low=2
+    )
+    context: int = setting(
+        2048, "longest sequence that the model is meant for", unit="tokens", low=1
+    )
+    depth: int = setting(8, "layers", low=1)
+    width: int = setting(512, "size of the residual stream", low=2)
+    heads: int = setting(8, "query heads", low=1)
+    kv_heads: int = setting(
+        8, "key and value heads; each serves heads / kv_heads query heads", low=1
+    )
+    head_dim: int | Literal["auto"] = setting(
+        "auto", "size of a head; auto is width / heads", low=2
+    )
+    hidden: int | Literal["auto"] = setting(
+        "auto", "hidden units of the MLP; auto is 8/3 of the width, rounded up to 64", low=1
+    )
+    activation: Activation = setting("silu", "activation of the MLP's gate")
+    rope_theta: float = setting(10_000.0, "base of the rotary frequencies", above=1.0)
+    rope_scaling: Scaling = setting(NoScaling(), "how rotary positions are stretched")
+    norm_eps: float = setting(1e-5, "added to the mean square in each norm", above=0.0)
+    tied: bool = setting(False, "the unembedding is the embedding's transpose")
+    dropout: float = setting(
+        0.0, "share of each part's output that is dropped in training", low=0.0, below=1.0
+    )
+    init: Init = setting(
+        "normal",
+        "initial weights: normal(init_std), gpt2 (residual outputs scaled down), xavier, he",
+    )
+    init_std: float = setting(0.02, "standard deviation of the initial weights", above=0.0)
+
+    # What transformers takes where config.json is silent, by our names.
+    ABSENT: ClassVar[dict[str, Any]] = {}
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Heads share the width and the keys evenly, and rotate in pairs."""
+        yield from head_problems(self)
+
+    @property
+    def size_of_head(self) -> int:
+        """head_dim, with `auto` filled in."""
+        return self.width // self.heads if self.head_dim == "auto" else self.head_dim
+
+    @property
+    def norm(self) -> NormConfig:
+        """Every norm of the stream."""
+        return NormConfig(kind="rms", eps=self.norm_eps)
+
+    @property
+    def rotary(self) -> Rope:
+        """How heads are rotated."""
+        return Rope(theta=self.rope_theta, scaling=self.rope_scaling)
+
+    def attention(self) -> AttentionConfig:
+        """Of a layer, where it is the same in all."""
+        return AttentionConfig(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.size_of_head,
+            rotary=self.rotary,
+        )
+
+    @property
+    def size_of_hidden(self) -> int:
+        """hidden, with `auto` filled in."""
+        return gated_hidden(self.width) if self.hidden == "auto" else self.hidden
+
+    def block(self) -> BlockConfig:
+        """A layer."""
+        return BlockConfig(
+            attention=self.attention(),
+            mlp=MlpConfig(hidden=self.size_of_hidden, activation=self.activation, gated=True),
+            norm=self.norm,
+            dropout=self.dropout,
+        )
+
+    def pattern(self) -> tuple[BlockConfig, ...]:
+        """The layers that repeat."""
+        return (self.block(),)
+
+    def build(self) -> Decoder:
+        """The blocks. `vocab` must be a number by now."""
+        assert self.vocab != "auto"
+        return Decoder(
+            vocab=self.vocab,
+            width=self.width,
+            depth=self.depth,
+            pattern=self.pattern(),
+            final_norm=self.norm,
+            tied=self.tied,
+            dropout=self.dropout,
+            init=self.init,
+            init_std=self.init_std,
+        )
+
+    @classmethod
+    def from_hub(cls, given: Attributes) -> Self:
+        """The family as a config.json describes it. Problems are noted in `given`."""
+        return cls(**cls.shared_settings(given))
+
+    @classmethod
+    def shared_settings(cls, given: Attributes) -> dict[str, Any]:
+        """The settings that all these families have."""
+        absent = {"context": 2048, "norm_eps": 1e-6, "tied": False, "rope_theta": 10_000.0}
+        absent |= cls.ABSENT
+        heads, width = given.take("num_attention_heads"), given.take("hidden_size")
+        rotary = rope.read(given, theta=absent["rope_theta"])
+        context = given.take("max_position_embeddings", absent["context"])
+        return dict(
+            vocab=given.take("vocab_size"),
+            context=context,
+            depth=given.take("num_hidden_layers", most=DEEPEST),
+            width=width,
+            heads=heads,
+            kv_heads=given.take("num_key_value_heads", heads),
+            head_dim=given.take("head_dim", absent.get("head_dim", width // heads)),
+            hidden=given.take("intermediate_size"),
+            activation=given.choose("hidden_act", ACTIVATIONS, "silu"),
+            **cls.rotary_settings(rotary, given),
+            norm_eps=given.take("rms_norm_eps", absent["norm_eps"], kind=float),
+            tied=given.take("tie_word_embeddings", absent["tied"], kind=bool),
+        )
+
+    @classmethod
+    def rotary_settings(cls, rotary: Rope, given: Attributes) -> dict[str, Any]:
+        """The settings of how heads are rotated."""
+        if rotary.share != 1:
+            given.note(f"partial_rotary_factor = {rotary.share}, and whole heads are rotated here")
+        return {"rope_theta": rotary.theta, "rope_scaling": rotary.scaling}
+
+    def to_hub(self) -> dict[str, Any]:
+        """The attributes of config.json."""
+        build = self.build()
+        return dict(
+            vocab_size=build.vocab,
+            max_position_embeddings=self.context,
+            num_hidden_layers=self.depth,
+            hidden_size=self.width,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.size_of_head,
+            intermediate_size=self.size_of_hidden,
+            hidden_act=THEIRS[self.activation],
+            rms_norm_eps=self.norm_eps,
+            tie_word_embeddings=self.tied,
+            initializer_range=self.init_std,
+            **rope.written(self.rope_theta, self.rope_scaling),
+        )
+
+
+# The names of Llama, which most families took over.
+STREAM = (
+    Row("model.embed_tokens.weight", ("embedding/table",)),
+    *norms("model.{}", norm="final_norm"),
+    Row("lm_head.weight", ("unembedding/weight",), "transposed"),
+)
+ATTENTION = linears(
+    "model.layers.{i}.self_attn.{}",
+    q_proj="attention/query",
+    k_proj="attention/key",
+    v_proj="attention/value",
+    o_proj="attention/out",
+)
+QK_NORMS = norms(
+    "model.layers.{i}.self_attn.{}", q_norm="attention/query_norm", k_norm="attention/key_norm"
+)
+MLP = linears(
+    "model.layers.{i}.mlp.{}", gate_proj="mlp/gate", up_proj="mlp/up", down_proj="mlp/down"
+)
+NORMS = norms(
+    "model.layers.{i}.{}", input_layernorm="attention_norm", post_attention_layernorm="mlp_norm"
+)

@@ -1,0 +1,300 @@
+"""A model of somebody else made a run of ours: config, tokenizer and weights of a folder of Hugging Face."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import numpy as np
+
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.hub_folder import DTYPES, Folder
+from jaxlm.checkpoint.hub_tensors import Fetch, Reader, Theirs, layout
+from jaxlm.checkpoint.store import Store
+from jaxlm.core import config, tree
+from jaxlm.core.errors import CommandError, DataError
+from jaxlm.data.tokenizer import LARGEST_FILE, Imported
+from jaxlm.models import cost
+from jaxlm.models.families.hub import Attributes
+from jaxlm.models.families.union import Family
+from jaxlm.monitor import words
+from jaxlm.recipes import assembly, devices
+from jaxlm.recipes.config import Run
+from jaxlm.train.loop import Progress
+from jaxlm.train.rundir import RunDir
+
+ARMS = {arm.HUB.model_type: arm for arm in get_args(Family)}
+FOLDER = "hub"  # in a run that was imported: what came with the weights, as it was
+BESIDE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+LONGEST_ROW = 2048  # tokens of a row that an imported run reads, where its model can read more
+SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is imported, and where to."""
+
+    source: Path
+    workdir: Path
+    overrides: Sequence[tuple[str, str]] = ()
+    cpu_devices: int | None = None
+
+
+def import_model(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Makes a run directory whose checkpoint of step 0 has a model's weights, each tensor read straight to its shards.
+
+    Everything that can be refused is, before the first number is read: an attribute of config.json that is not
+    understood; a tensor that is missing, left over, of another shape or dtype. Nothing is left at its initial value.
+
+    Raises:
+      JaxlmError: with the whole list told before.
+    """
+    folder = Folder(options.source)
+    family, rest = described(folder, say)
+    tokenizer = read_tokenizer(folder)
+    run = _run(family, options)
+    decoder = run.model.build()
+    if tokenizer.size > decoder.vocab:
+        raise DataError(
+            f"the tokenizer has {tokenizer.size:,} ids and the embedding {decoder.vocab:,} rows",
+            where=str(options.source),
+            why="an id without a row cannot be read",
+        )
+    tensors = named(layout(decoder, run.model.HUB), folder, run.model.HUB.optional)
+    ignored = compare(tensors, folder, run.model.HUB.buffers, is_tied=decoder.tied, say=say)
+    if (options.workdir / "config.json").exists():
+        raise CommandError(
+            "there is a run in this directory",
+            where=f"--workdir={options.workdir}",
+            why="an import begins a run, and nothing is overwritten",
+            fix=f"--workdir={options.workdir}-2",
+        )
+    devices.start(options.cpu_devices)
+    mesh = devices.build_mesh(run.mesh)
+    assembled = assembly.assemble(run, decoder.vocab, mesh)
+    with RunDir(options.workdir) as directory:
+        store = Store(
+            directory.checkpoints,
+            CheckpointConfig(),
+            owner=directory.lock.fence,
+            is_owner=directory.lock.is_owner,
+        )
+        with folder.opened() as fetch:
+            _refuse_other_head(decoder.tied, ignored, tensors, folder, fetch)
+            params = load(tensors, fetch, assembly.placed(assembled))
+        answer = {
+            "workdir": str(options.workdir),
+            "family": run.model.family,
+            "parameters": cost.parameters(decoder),
+            "tensors": len(tensors),
+            "ignored": ignored,
+            "dtype": rest["dtype"],
+        }
+        directory.write_json("config.json", config.to_json(run))
+        directory.write_bytes("tokenizer", tokenizer.serialise())
+        _keep(folder, directory.path / FOLDER)
+        directory.write_json("imported.json", answer | {"source": options.source.name})
+        meta = {
+            "step": 0,
+            "finished": False,
+            "config": config.to_json(run),
+            "data": {},
+            "progress": dataclasses.asdict(Progress()),
+            "evaluation": None,
+            "rewinds": [],
+        }
+        store.save(0, {"params": params}, meta)
+        store.close()
+    for name in ignored:
+        say(f"not read, as it can be computed again: {name}")
+    say(f"{len(tensors)} tensors, {words.count(answer['parameters'])} parameters, {rest['dtype']}")
+    return answer
+
+
+def described(folder: Folder, say: Callable[[str], None]) -> tuple[Any, dict[str, Any]]:
+    """The family with its sizes, and what else config.json says of the files: their `dtype`.
+
+    Raises:
+      DataError: where there is no such family here, or an attribute is not understood.
+    """
+    raw, where = folder.config, str(folder.path / "config.json")
+    kind = raw.get("model_type")
+    if kind not in ARMS:
+        raise DataError(
+            f"models of the type {kind!r:.60} are not known",
+            where=where,
+            why=f"known are {', '.join(sorted(ARMS))}",
+        )
+    if raw.get("auto_map"):
+        say(
+            "the folder names code of its own (auto_map), which is never run: the model is built from our own parts"
+        )
+    given = Attributes(raw, where)
+    family = ARMS[kind].from_hub(given)
+    given.finish()
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    return config.from_json(ARMS[kind], config.to_json(family), where=where), {"dtype": dtype}
+
+
+def read_tokenizer(folder: Folder) -> Imported:
+    """The model's tokenizer, with the tokens that its documents begin and end with.
+
+    Raises:
+      InputMissing: where the folder has no tokenizer.json.
+      DataError: where it is none, or nothing says what ends a document.
+    """
+    content = folder.read("tokenizer.json", LARGEST_FILE)
+    try:
+        parsed = json.loads(content)
+        added = {
+            entry["content"]: entry["id"] for entry in parsed.get("added_tokens") or ()
+        } | _vocabulary(parsed)
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            "tokenizer.json is not the JSON of a tokenizer",
+            where=str(folder.path / "tokenizer.json"),
+            why=f"{type(error).__name__}: {error}"[:300],
+        ) from error
+    settings = (
+        folder.read_json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}
+    )
+
+    def ids(name: str) -> list[int]:
+        token = settings.get(f"{name}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text in added:
+            return [added[text]]
+        number = folder.config.get(f"{name}_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        return [number] if isinstance(number, int) and not isinstance(number, bool) else []
+
+    bos = ids("bos")
+    is_begun = settings.get("add_bos_token", _begins_with(parsed, bos))
+    return Imported(
+        content,
+        before=bos if is_begun else (),
+        after=ids("eos"),
+        where=str(folder.path / "tokenizer.json"),
+    )
+
+
+def _vocabulary(parsed: dict[str, Any]) -> dict[str, int]:
+    """Pieces by text, where the model keeps them so."""
+    found = parsed["model"].get("vocab")
+    return found if isinstance(found, dict) else {}
+
+
+def _begins_with(parsed: dict[str, Any], bos: list[int]) -> bool:
+    """Whether what tokenizer.json does after encoding puts the token in front of a text."""
+    text = json.dumps(parsed.get("post_processor") or {})
+    return bool(bos) and '"TemplateProcessing"' in text and str(bos[0]) in text
+
+
+def named(tensors: list[Theirs], folder: Folder, optional: str) -> list[Theirs]:
+    """The tensors by the names that the folder uses, which may leave out what is `optional` in front."""
+    if not optional or any(name.startswith(optional) for name in folder.tensors()):
+        return tensors
+    return [dataclasses.replace(each, name=each.name.removeprefix(optional)) for each in tensors]
+
+
+def compare(
+    tensors: list[Theirs],
+    folder: Folder,
+    buffers: tuple[str, ...],
+    *,
+    is_tied: bool,
+    say: Callable[[str], None],
+) -> list[str]:
+    """The tensors of the folder that need not be read.
+
+    Raises:
+      DataError: where one is missing, left over, or of another shape or dtype; all of them are told.
+    """
+    there, wanted = folder.tensors(), {each.name: each.shape for each in tensors}
+    heads = ("lm_head.weight", "embed_out.weight") if is_tied else ()
+    left = there.keys() - wanted.keys()
+    ignored = sorted(name for name in left if name.endswith((*buffers, *heads)))
+    problems = [f"missing     {name} {list(wanted[name])}" for name in wanted if name not in there]
+    problems += [f"unexpected  {name}" for name in sorted(left - set(ignored))]
+    for name, shape in wanted.items():
+        dtype, found = there.get(name, ("F32", shape))
+        if found != shape:
+            problems.append(f"shape       {name}: got {list(found)}, want {list(shape)}")
+        if dtype not in DTYPES:
+            problems.append(f"dtype       {name}: got {dtype}, want {', '.join(DTYPES)}")
+    if problems:
+        for line in problems:
+            say(line)
+        more = len(problems) - SHOWN
+        raise DataError(
+            f"{len(problems)} tensors of the folder do not fit the model of its config.json",
+            where=str(folder.path),
+            why="\n".join(problems[:SHOWN])
+            + (f"\nand {more} more, listed above" if more > 0 else ""),
+            fix="nothing was loaded; download the folder again, or save it again with transformers",
+        )
+    return ignored
+
+
+def _refuse_other_head(
+    is_tied: bool, ignored: list[str], tensors: list[Theirs], folder: Folder, fetch: Fetch
+) -> None:
+    """A head that is stored although the model is tied must be the embedding itself, of which a part is compared at a time."""
+    for name in ignored if is_tied else ():
+        if not name.endswith(("lm_head.weight", "embed_out.weight")):
+            continue
+        table = next(each for each in tensors if each.parts[0].path == "embedding/table")
+        shape = folder.tensors()[name][1]
+        for first in range(0, shape[0], 4096):
+            cut = (slice(first, min(first + 4096, shape[0])), slice(0, shape[1]))
+            if shape != table.shape or not np.array_equal(fetch(name, cut), fetch(table.name, cut)):
+                raise DataError(
+                    f"{name} is another matrix than the embedding",
+                    where=str(folder.path),
+                    why="config.json says tie_word_embeddings, and one of the two would be lost",
+                    fix='"tie_word_embeddings": false in config.json keeps both',
+                )
+
+
+def load(tensors: list[Theirs], fetch: Fetch, placed: Any) -> Any:
+    """The parameters on the devices, each leaf shard by shard."""
+    reader = Reader(tensors, fetch)
+
+    def leaf(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        dtype = np.dtype(like.dtype)
+        return jax.make_array_from_callback(
+            like.shape,
+            like.sharding,
+            lambda within: reader.leaf(path, like.shape, within or (), dtype),
+        )
+
+    return tree.map_with_path(leaf, placed)
+
+
+def _run(family: Any, options: Options) -> Run:
+    """The run: the family, the model's own tokenizer and rows that it can read; the rest as the command line says."""
+    raw = {
+        "model": config.to_json(family),
+        "data": {
+            "tokenizer": str(options.workdir / "tokenizer"),
+            "sequence": min(family.context, LONGEST_ROW),
+        },
+    }
+    return config.from_json(Run, raw, where=str(options.source), overrides=options.overrides)
+
+
+def _keep(folder: Folder, place: Path) -> None:
+    """Copies what came with the weights, for an export."""
+    place.mkdir(exist_ok=True)
+    for name in BESIDE:
+        if folder.has(name):
+            (place / name).write_bytes(folder.read(name, LARGEST_FILE))
