@@ -37,6 +37,12 @@ VERBS = {
     "replay": Verb("jaxlm.cli.replay", "do one step again and show what it saw", "Use a run"),
     "data": Verb("jaxlm.cli.data", "look at data, tokenise it, check token shards", "Prepare"),
     "tokenizer": Verb("jaxlm.cli.tokenizer", "train a tokenizer, or show one", "Prepare"),
+    "import": Verb(
+        "jaxlm.cli.importing", "make a run of a model's folder of Hugging Face", "Exchange"
+    ),
+    "export": Verb(
+        "jaxlm.cli.exporting", "write a run's model as such a folder, and compare", "Exchange"
+    ),
     "plan": Verb(
         "jaxlm.cli.plan", "memory, time and cost of a run, before it starts", "Understand"
     ),

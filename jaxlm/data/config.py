@@ -7,7 +7,10 @@ from typing import Literal
 
 from jaxlm.core.config import setting
 
-TOKENIZERS = "bytes, characters, sentencepiece:SIZE, or the path of a .model or tokenizer.json file"
+TOKENIZERS = (
+    "bytes, characters, sentencepiece:SIZE, or a path: .model, tokenizer.json, or a run's tokenizer"
+)
+TOKENIZER_FILES = (".model", ".json", "/tokenizer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,7 @@ class DataConfig:
                 "--config.data.tokenizer=sentencepiece:4096",
             )
         elif kind not in ("bytes", "characters", "sentencepiece") and not self.tokenizer.endswith(
-            (".model", ".json")
+            TOKENIZER_FILES
         ):
             yield (
                 "tokenizer",

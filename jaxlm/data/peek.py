@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxlm.core.quoting import printable
 from jaxlm.data.batch import Tokens
-from jaxlm.data.tokenizer import SPECIALS, Tokenizer
+from jaxlm.data.tokenizer import Tokenizer
 
 MARKS = "\u00ab", "\u00bb"  # around text that is trained on
 
@@ -48,6 +48,7 @@ def _runs(ids: list[int], trained: list[bool], tokenizer: Tokenizer) -> Iterator
 
 def spelt(ids: list[int], tokenizer: Tokenizer) -> str:
     """The text of `ids` with special tokens by name, and control characters escaped, so that data cannot drive a terminal."""
-    pieces = [SPECIALS[i].encode() if i < len(SPECIALS) else tokenizer.table[i] for i in ids]
+    names = {number: name.encode() for name, number in tokenizer.specials.items()}
+    pieces = [names.get(i, tokenizer.table[i]) for i in ids]
     text = b"".join(pieces).decode("utf-8", "replace")
     return printable(text)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxlm.core.errors import ConfigError, DataError, JaxlmError
 from jaxlm.data import cache, manifest, packing, parts, tokenizer, train_tokenizer, writer
-from jaxlm.data.config import DataConfig
+from jaxlm.data.config import TOKENIZER_FILES, DataConfig
 from jaxlm.data.documents import Corpus
 from jaxlm.data.joined import AnyShards, open_folders
 from jaxlm.data.loader import Loader
@@ -146,7 +146,7 @@ def _tokenizer(config: DataConfig, train: Part, root: Path, say: Say) -> Tokeniz
         return _tokenizer_of_shards(open_folders(train.folders), kind)
     if kind == "bytes":
         return tokenizer.Bytes()
-    if kind.endswith((".model", ".json")):
+    if kind.endswith(TOKENIZER_FILES):
         return tokenizer.read(kind)
     assert train.corpus is not None
     made_from = {
@@ -172,7 +172,7 @@ def _tokenizer_of_shards(opened: AnyShards, setting: str) -> Tokenizer:
     The default setting asks for none: nothing can be trained where there is no text.
     """
     asked = None
-    if setting.endswith((".model", ".json")):
+    if setting.endswith(TOKENIZER_FILES):
         asked = tokenizer.read(setting)
     elif setting == "bytes":
         asked = tokenizer.Bytes()

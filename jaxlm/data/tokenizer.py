@@ -31,12 +31,15 @@ LARGEST_VOCABULARY = 2**24  # ids, a hundred times that of the largest in use
 
 
 class Tokenizer(abc.ABC):
-    """Ids 0 to 39 are `SPECIALS`, in that order; text never encodes to them, even where it spells their names.
+    """Ids 0 to 39 are `SPECIALS`, in that order, but for a model's own; text never encodes to specials, even where it spells them.
 
-    `table[i]` are the bytes that id i stands for, none for specials, so decoding is joining them.
+    `table[i]` are the bytes that id i stands for, none for specials, so decoding is joining them. `before` and `after` are
+    the ids around each document, `eos` is the first of those after it, and `pad` fills rows up.
     """
 
-    pad, bos, eos, unk = 0, 1, 2, 3
+    pad, eos, unk = 0, 2, 3
+    before: tuple[int, ...] = (1,)
+    after: tuple[int, ...] = (2,)
     specials = {name: number for number, name in enumerate(SPECIALS)}
 
     def __init__(self, table: list[bytes]):
@@ -146,6 +149,10 @@ class SentencePiece(Tokenizer):
             return bytes([int(name[3:5], 16)])
         return name.replace(self.SPACE, " ").encode()
 
+    def pieces(self) -> dict[str, int]:
+        """Every piece with its id, as SentencePiece spells them; in the order of their scores behind the special ones."""
+        return {self._processor.id_to_piece(number): number for number in range(self.size)}
+
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         if not any(self.SPACE in text for text in texts):
             return self._processor.encode(list(texts), num_threads=-1)
@@ -165,10 +172,12 @@ class SentencePiece(Tokenizer):
 class HuggingFace(Tokenizer):
     """A `tokenizer.json` of Hugging Face's tokenizers, shifted up behind our special tokens."""
 
+    shift = len(SPECIALS)
+
     def __init__(self, content: bytes, where: str = "tokenizer"):
         import tokenizers
 
-        self._content, self._where = content, where
+        self.content, self._where = content, where
         with _rust("a tokenizer.json cannot be read", where):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.no_padding()
@@ -190,7 +199,7 @@ class HuggingFace(Tokenizer):
             )
         byte_level = "ByteLevel" in json.dumps(json.loads(content).get("decoder") or {})
         table = [self._bytes(i, byte_level) for i in range(size)]
-        super().__init__([b""] * len(SPECIALS) + table)
+        super().__init__([b""] * self.shift + table)
 
     def _bytes(self, number: int, byte_level: bool) -> bytes:
         piece = self._tokenizer.id_to_token(number)
@@ -198,8 +207,8 @@ class HuggingFace(Tokenizer):
             return b""
         if byte_level:
             return (
-                bytes(_BYTE_OF_CHARACTER[c] for c in piece)
-                if all(c in _BYTE_OF_CHARACTER for c in piece)
+                bytes(BYTE_OF_CHARACTER[c] for c in piece)
+                if all(c in BYTE_OF_CHARACTER for c in piece)
                 else piece.encode()
             )
         if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
@@ -207,13 +216,58 @@ class HuggingFace(Tokenizer):
         return piece.replace(SentencePiece.SPACE, " ").encode()
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        shift = len(SPECIALS)
         with _rust("a tokenizer.json cannot encode a text", self._where):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [[self.unk if i in self._special else i + shift for i in one.ids] for one in encoded]
+        return [
+            [self.unk if i in self._special else i + self.shift for i in one.ids] for one in encoded
+        ]
 
     def serialise(self) -> bytes:
-        return self._content
+        return self.content
+
+
+class Imported(HuggingFace):
+    """The `tokenizer.json` of an imported model, with the model's own ids and its own tokens around a document.
+
+    Args:
+      content: the tokenizer.json.
+      before: ids in front of each document, such as Llama's <s>; many models have none.
+      after: ids behind each document, at least one.
+      where: for errors.
+
+    Raises:
+      DataError: where an id is not one of the tokenizer's.
+    """
+
+    shift = 0
+
+    def __init__(
+        self,
+        content: bytes,
+        *,
+        before: Sequence[int],
+        after: Sequence[int],
+        where: str = "tokenizer",
+    ):
+        self.before, self.after = tuple(before), tuple(after)
+        super().__init__(content, where)
+        outside = [i for i in (*before, *after) if not 0 <= i < self.size]
+        if outside or not after:
+            raise DataError(
+                "a model's tokens around a document are none of its tokenizer's",
+                where=where,
+                why=f"ids {outside} of {self.size:,}" if outside else "nothing ends a document",
+                fix="config.json or tokenizer_config.json of the model names them: eos_token, bos_token",
+            )
+        self.pad = self.eos = self.after[0]
+        unknown = self._tokenizer.token_to_id(json.loads(content)["model"].get("unk_token") or "")
+        self.unk = self.eos if unknown is None else unknown
+        tokens = self._tokenizer.get_added_tokens_decoder()
+        self.specials = {tokens[number].content: number for number in sorted(self._special)}
+
+    def serialise(self) -> bytes:
+        own = {"kind": "imported", "before": self.before, "after": self.after}
+        return _as_json(own | {"content": self.content.decode()})
 
 
 @contextlib.contextmanager
@@ -241,7 +295,7 @@ def _byte_characters() -> dict[str, int]:
     }
 
 
-_BYTE_OF_CHARACTER = _byte_characters()
+BYTE_OF_CHARACTER = _byte_characters()
 
 
 def _as_json(value: dict[str, Any]) -> bytes:
@@ -261,6 +315,8 @@ def load(content: bytes, where: str) -> Tokenizer:
         kind, characters = ours.get("kind"), ours.get("characters")
         if kind == "characters" and not (isinstance(characters, str) and characters.encode()):
             raise ValueError("its characters are not text")
+        if kind == "imported":
+            return _imported(ours, where)
     except (ValueError, RecursionError) as error:
         raise DataError(
             "a tokenizer file is not the JSON of a tokenizer",
@@ -271,6 +327,16 @@ def load(content: bytes, where: str) -> Tokenizer:
     if kind == "bytes":
         return Bytes()
     return Characters(characters) if kind == "characters" else HuggingFace(content, where)
+
+
+def _imported(ours: dict[str, Any], where: str) -> Imported:
+    """Raises ValueError where a part is missing or of another type."""
+    content, before, after = (ours.get(name) for name in ("content", "before", "after"))
+    if not isinstance(content, str) or not isinstance(before, list) or not isinstance(after, list):
+        raise ValueError("its content or its ids are missing")
+    if not all(type(number) is int for number in (*before, *after)):
+        raise ValueError("its ids are no integers")
+    return Imported(content.encode(), before=before, after=after, where=where)
 
 
 def read(path: str | Path) -> Tokenizer:

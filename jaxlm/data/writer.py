@@ -75,7 +75,10 @@ class _Writer:
         self.files: dict[str, int] = {}
         self.shards: list[Shard] = []
         self.totals = Counter[str]()
-        self._bos, self._eos = (np.array([i], self.dtype) for i in (tokenizer.bos, tokenizer.eos))
+        self._before, self._after = (
+            np.array(ids, self.dtype) for ids in (tokenizer.before, tokenizer.after)
+        )
+        self._around = max((*tokenizer.before, *tokenizer.after))
         self._open()
 
     def _open(self) -> None:
@@ -98,13 +101,15 @@ class _Writer:
         progress(place)
 
     def _write(self, document: Document, parts: list[np.ndarray]) -> None:
-        count = 2 + sum(len(part) for part in parts)
+        count = len(self._before) + len(self._after) + sum(len(part) for part in parts)
         if self._counts["tokens"] and self._counts["tokens"] + count > SHARD_TOKENS:
             self.close()
             self._open()
-        for part in (self._bos, *parts, self._eos):
+        for part in (self._before, *parts, self._after):
             self._tokens.write(part)
-        self._largest_id = max(self._largest_id, *(int(part.max(initial=2)) for part in parts))
+        self._largest_id = max(
+            self._largest_id, self._around, *(int(part.max(initial=0)) for part in parts)
+        )
         self._counts["tokens"] += count
         self._counts["documents"] += 1
         file = self.files.setdefault(document.file, len(self.files))

@@ -54,7 +54,7 @@ class Sampler:
         )
 
     def _check_room(self, positions: int | None, flag: str) -> None:
-        longest = 1 + max(map(len, self.tokenizer.encode_many(self.config.prompts)), default=0)
+        longest = max(map(len, self._rows(self.config.prompts)), default=0)
         if positions is None or longest + self.config.max_tokens <= positions:
             return
         room = positions - longest
@@ -64,6 +64,12 @@ class Sampler:
             why=f"the model has {positions} positions",
             fix=f"{flag}max_tokens={room}" if room > 0 else "a shorter prompt",
         )
+
+    def _rows(self, prompts: tuple[str, ...]) -> list[list[int]]:
+        """The ids of each prompt as a document begins; where nothing does, after the end of another."""
+        first = self.tokenizer.before
+        encoded = self.tokenizer.encode_many(prompts)
+        return [[*(first if first or ids else self.tokenizer.after), *ids] for ids in encoded]
 
     def draw(self, params: Any) -> list[tuple[str, str]]:
         """(prompt, text) for each prompt of the config."""
@@ -76,10 +82,10 @@ class Sampler:
     def ids(self, params: Any, prompts: tuple[str, ...]) -> list[list[int]]:
         """The new ids after each prompt, without the end token."""
         tokenizer = self.tokenizer
-        rows = [[tokenizer.bos, *ids] for ids in tokenizer.encode_many(prompts)]
+        rows = self._rows(prompts)
         # Rows that only fill up to the devices hold one token, and are dropped again.
         ways = rules.split(jax.sharding.get_abstract_mesh(), "batch")
-        rows += [[tokenizer.bos]] * (-len(rows) % ways)
+        rows += [[tokenizer.eos]] * (-len(rows) % ways)
         longest = -(-max(map(len, rows)) // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
         padded = np.full((len(rows), longest), tokenizer.pad, np.int32)
         for row, ids in zip(padded, rows, strict=True):

@@ -84,7 +84,7 @@ def test_a_row_holds_the_text_of_its_documents_and_the_token_after_each(
         ).all()
         inside = (np.diff(batch.segments, axis=1) == 0) & (batch.segments[:, 1:] > 0)
         assert (batch.targets[:, :-1][inside] == batch.tokens[:, 1:][inside]).all()
-        assert not (batch.targets == Bytes.bos).any()
+        assert not (batch.targets == Bytes.before[0]).any()
 
 
 def test_the_same_seed_gives_the_same_plan_and_another_seed_another(

@@ -8,7 +8,7 @@ from jaxlm.data.tokenizer import SPECIALS, Bytes
 
 
 def _batch(text: str, trained: slice) -> Tokens:
-    ids = np.array([[Bytes.bos, *Bytes().encode(text), Bytes.eos]])
+    ids = np.array([[Bytes.before[0], *Bytes().encode(text), Bytes.eos]])
     weights = np.zeros(ids[:, 1:].shape, np.float32)
     weights[0, trained] = 1
     ones = np.ones_like(ids[:, 1:])

@@ -32,7 +32,7 @@ def test_documents_come_back_with_their_origin_from_several_shards(stored: Shard
     lengths = stored.lengths(0, stored.documents)
     for number, document in enumerate(DOCUMENTS):
         ids = stored.read(number, 0, int(lengths[number]))
-        assert (ids[0], ids[-1]) == (Bytes.bos, Bytes.eos)
+        assert (ids[0], ids[-1]) == (Bytes.before[0], Bytes.eos)
         assert Bytes().decode(ids[1:-1].tolist()) == document.text
         assert stored.origin(number) == (document.file, document.record)
 

@@ -91,7 +91,7 @@ def test_special_tokens_come_first_and_stand_for_no_bytes(
     assert any_tokenizer.token_bytes.shape == (any_tokenizer.size,)
     assert [any_tokenizer.specials[f"<|{name}|>"] for name in ("pad", "bos", "eos")] == [
         any_tokenizer.pad,
-        any_tokenizer.bos,
+        any_tokenizer.before[0],
         any_tokenizer.eos,
     ]
 
@@ -129,7 +129,7 @@ def test_a_character_cut_in_the_middle_decodes_to_a_replacement(
     any_tokenizer: tokenizer.Tokenizer,
 ) -> None:
     assert tokenizer.Bytes().decode(tokenizer.Bytes().encode("\u6f22")[:2]) == "\ufffd"
-    assert any_tokenizer.decode([any_tokenizer.bos, any_tokenizer.eos]) == ""
+    assert any_tokenizer.decode([any_tokenizer.before[0], any_tokenizer.eos]) == ""
 
 
 def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_setting() -> None:

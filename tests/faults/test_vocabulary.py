@@ -53,6 +53,6 @@ def test_e7_a_tokenizer_without_special_ids_gets_ours(config, tmp_path):
     from jaxlm.data import tokenizer
 
     loaded = tokenizer.load(path.read_bytes(), str(path))
-    special = {loaded.bos, loaded.eos, loaded.pad}
+    special = {*loaded.before, *loaded.after, loaded.pad}
     assert len(special) == 3
     assert max(special) < 40 <= min(loaded.encode_many(["abc"])[0])

@@ -17,10 +17,6 @@ SLOW_ANYWAY = {
 WAITING = {
     "b16": "a checkpoint of the previous release: there is none yet; b17 checks the version",
     "c12": "needs a GPU",
-    "f6": "weights from Hugging Face cannot be read yet",
-    "f7": "nor written",
-    "s3": "no safetensors are read yet",
-    "s6": "no model directories are read yet",
     "s9": "there is no server yet",
 }
 # Of lines that are tested, what is not.
@@ -29,7 +25,7 @@ WAITING_PARTS = {
     "e2": "a mixture of three sources: a run reads one",
     "e5": "a policy that skips damaged shards and counts them: open, whether there should be one. Every harm ends the run "
     "with 65, as a run without a shard is another run, with other batches",
-    "s13": "safetensors headers, their index, and chat requests: nothing reads them yet",
+    "s13": "chat requests: nothing reads them yet",
 }
 
 

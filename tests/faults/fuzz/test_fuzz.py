@@ -14,18 +14,23 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from etils import epath
+from safetensors.numpy import save
 
 from jaxlm.checkpoint import record as records
+from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.core import config
 from jaxlm.core.errors import JaxlmError
 from jaxlm.data import tokenizer as tokenizers
 from jaxlm.data import train_tokenizer
 from jaxlm.data.shards import Shards
 from jaxlm.monitor import memory
+from jaxlm.recipes import importing
 from jaxlm.recipes.config import Run
 from tests.faults.test_tokenizer_files import byte_pairs
+from tests.parity import weights
 
 MUTATIONS = 2000  # of each kind, however little time there is
 VALUES = (
@@ -161,6 +166,36 @@ def of_signed_record(folder: Path, content: bytes) -> None:
     of_record(folder, content)
 
 
+def of_safetensors(folder: Path, content: bytes) -> None:
+    """Opens a model's folder, and reads every tensor of it."""
+    opened = model_of(folder, {"model.safetensors": content})
+    with opened.opened() as fetch:
+        for name, (_, shape) in opened.tensors().items():
+            fetch(name, tuple(slice(0, size) for size in shape))
+
+
+def of_index(folder: Path, content: bytes) -> None:
+    """Opens a model's folder of several files."""
+    part = save({"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.float32)})
+    model_of(folder, {"part.safetensors": part, "model.safetensors.index.json": content})
+
+
+def of_attributes(folder: Path, content: bytes) -> None:
+    """Reads what a config.json describes, and builds it."""
+    files = {"config.json": content, "model.safetensors": save({"a": np.ones(2, np.float32)})}
+    family, _ = importing.described(model_of(folder, files), lambda _: None)
+    family.build()
+
+
+def model_of(folder: Path, files: dict[str, bytes]) -> Folder:
+    place = folder / "model"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    for name, content in ({"config.json": b"{}"} | files).items():
+        (place / name).write_bytes(content)
+    return Folder(place)
+
+
 @pytest.fixture
 def folder(shards: Path, tiny_run: Any, tmp_path: Path) -> Path:
     """Copies of what is damaged."""
@@ -183,6 +218,18 @@ def sound(kind: str, folder: Path) -> Any:
             return json.loads((folder / "shards/files.json").read_text())
         case "tokenizer":
             return byte_pairs(normalizer={"type": "NFC"})
+        case "imported tokenizer":
+            content = json.dumps(byte_pairs(normalizer={"type": "NFC"}))
+            return {"kind": "imported", "before": [], "after": [1], "content": content}
+        case "safetensors":
+            return save({"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.int8)})
+        case "index":
+            return {
+                "metadata": {"total_size": 40},
+                "weight_map": dict.fromkeys("ab", "part.safetensors"),
+            }
+        case "attributes":
+            return weights.FAMILIES["gemma3"].to_hub() | {"model_type": "gemma3_text"}
         case "tokenizer of ours":
             return {"kind": "characters", "characters": "ab c"}
         case _:
@@ -196,6 +243,10 @@ KINDS: dict[str, Callable[[Path, bytes], None]] = {
     "tokenizer": of_tokenizer,
     "tokenizer of ours": of_tokenizer,
     "sentencepiece": of_tokenizer,
+    "imported tokenizer": of_tokenizer,
+    "safetensors": of_safetensors,
+    "index": of_index,
+    "attributes": of_attributes,
     "record": of_record,
     "signed manifest": of_signed_manifest,
     "signed record": of_signed_record,

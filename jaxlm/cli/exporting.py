@@ -1,0 +1,50 @@
+"""Writes a run's model as transformers saves one, reads it back, and compares the logits."""
+
+import argparse
+from pathlib import Path
+
+from jaxlm.cli.arguments import needed
+from jaxlm.cli.output import Output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--to", choices=["hf"], default="hf", help="the form of the folder (hf)")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="of the numbers; that of the imported model, else float32",
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="STEP", help="a committed step; the newest unless named"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="the step with the lowest validation loss"
+    )
+    parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    workdir, folder = Path(needed(args, "workdir")), Path(args.out)
+
+    from jaxlm.recipes.exporting import Options, export_model
+
+    answer = export_model(
+        Options(
+            workdir=workdir,
+            out=folder,
+            step=args.step,
+            best=args.best,
+            dtype=args.dtype,
+            cpu_devices=args.cpu_devices,
+        ),
+        out.say,
+    )
+    parity = answer["parity"]
+    out.result(
+        answer,
+        f"{folder}: {answer['architecture']}, {answer['parameters']:,} parameters in {answer['dtype']}\n"
+        f"read back: logits differ by {parity['largest_difference']:.3g} at most on {parity['tokens']} tokens; "
+        f"rounding moved them by {parity['largest_difference_by_rounding']:.3g}",
+    )
+    return 0

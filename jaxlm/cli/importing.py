@@ -1,0 +1,40 @@
+"""Makes a run of a model that somebody else trained: a folder of Hugging Face with config.json and safetensors."""
+
+import argparse
+from pathlib import Path
+
+from jaxlm.cli.arguments import needed
+from jaxlm.cli.output import Output
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="DIR",
+        help="the model's folder, as save_pretrained wrote it",
+    )
+    parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    workdir = Path(needed(args, "workdir"))
+
+    from jaxlm.recipes.importing import Options, import_model
+
+    answer = import_model(
+        Options(
+            source=Path(args.source),
+            workdir=workdir,
+            overrides=args.overrides,
+            cpu_devices=args.cpu_devices,
+        ),
+        out.say,
+    )
+    out.result(
+        answer,
+        f"{workdir}: {answer['family']}, {answer['parameters']:,} parameters\n"
+        f"next: jaxlm generate --workdir={workdir} --prompt='...'",
+    )
+    return 0

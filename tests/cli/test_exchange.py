@@ -1,0 +1,370 @@
+"""`jaxlm import` and `jaxlm export`: folders of Hugging Face in, as they were out again, and nothing of a damaged one taken."""
+
+import json
+import struct
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.numpy import load_file, save_file
+
+from jaxlm.cli.main import main
+from jaxlm.core.quoting import printable
+from jaxlm.models.families.gemma3 import Gemma3
+from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.qwen3_moe import Qwen3Moe
+from jaxlm.recipes import exporting
+from tests.parity import weights
+
+VOCAB = 320
+SIZES = dict(vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, hidden=48, context=64)
+FAMILIES = {
+    "llama": Llama(**SIZES),
+    "gemma3": Gemma3(**SIZES | dict(depth=7), window=8),
+    "qwen3_moe": Qwen3Moe(**SIZES, experts=4, top_k=2),
+}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+
+
+def write_tokenizer(folder, *, begins=True):
+    """A byte-level tokenizer without merges, in which texts begin with <s>."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: number for number, piece in enumerate(alphabet)}
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = tokenizers.decoders.ByteLevel()
+    built.add_special_tokens(["<s>", "</s>"])
+    if begins:
+        built.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 256)]
+        )
+    built.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "{{ x }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write(folder, name="llama", dtype="float32"):
+    folder.mkdir()
+    weights.write(folder, FAMILIES[name], DTYPES[dtype])
+    write_tokenizer(folder)
+    attributes = json.loads((folder / "config.json").read_text()) | {"torch_dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(attributes))
+    return folder
+
+
+def call(capsys, *words):
+    code = main([*words, "--json"])
+    said = capsys.readouterr()
+    return code, json.loads(said.out), said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "mesh"),
+    [
+        ("llama", "bfloat16", {"data": 1, "fsdp": 4, "tensor": 2}),
+        ("gemma3", "float32", {"data": 8}),
+        ("qwen3_moe", "bfloat16", {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}),
+    ],
+)
+def test_f7_what_is_exported_is_what_was_imported_bit_for_bit(capsys, tmp_path, name, dtype, mesh):
+    source, run, out = write(tmp_path / "source", name, dtype), tmp_path / "run", tmp_path / "out"
+    split = [f"--config.mesh.{axis}={ways}" for axis, ways in mesh.items()]
+    code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}", *split)
+    assert (code, answer["family"], answer["dtype"]) == (0, name, dtype)
+    code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
+    assert (code, answer["dtype"]) == (0, dtype)
+    parity = json.loads((out / "parity.json").read_text())
+    assert parity == answer["parity"]
+    assert parity["is_bit_identical"]
+    assert parity["tokens"] >= 128
+    assert parity["largest_difference_by_rounding"] == 0.0
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, source))
+    assert ours.keys() == theirs.keys()
+    for key, array in theirs.items():
+        assert ours[key].dtype == array.dtype
+        np.testing.assert_array_equal(ours[key], array, err_msg=key)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / file).read_bytes() == (source / file).read_bytes()
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
+    own = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
+    assert after == before | own
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_imported_run_is_evaluated_and_goes_on_from_its_own_tokens(capsys, tmp_path):
+    source, run = write(tmp_path / "source"), tmp_path / "run"
+    assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
+    words = ("generate", f"--workdir={run}", "--prompt=def ", "--max_tokens=5", "--temperature=0")
+    code, answer, _ = call(capsys, *words)
+    assert code == 0
+    assert all(0 <= i < 256 for i in answer["samples"][0]["ids"])
+    text = tmp_path / "text.txt"
+    text.write_text("import os\n" * 40)
+    words = ("eval", f"--workdir={run}", f"--text={text}", "--batch=8")
+    code, answer, _ = call(capsys, *words)
+    assert code == 0
+    assert answer["tokens"] == 401  # each byte after <s>, and the end
+    assert 4 < answer["loss_nats"] < 12
+    code, answer, _ = call(capsys, "checkpoint", "verify", f"--workdir={run}")
+    assert code == 0
+    code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}")
+    assert code == 2
+    assert "there is a run in this directory" in answer["error"]["what"]
+
+
+def test_a_model_of_several_files_is_read_and_written(capsys, tmp_path):
+    source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
+    index, found = split(source)
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}")
+    assert (code, answer["tensors"]) == (0, len(found))
+    answer = exporting.export_model(
+        exporting.Options(workdir=run, out=out, dtype="bfloat16", shard_bytes=20_000)
+    )
+    written = json.loads((out / "model.safetensors.index.json").read_text())
+    files = set(written["weight_map"].values())
+    assert written["metadata"]["total_size"] == 2 * sum(array.size for array in found.values())
+    assert len(files) == answer["files"] > 3
+    assert answer["parity"]["is_bit_identical"]
+    assert answer["parity"]["largest_difference_by_rounding"] > 1e-4
+    for file in files:
+        for name, array in load_file(out / file).items():
+            assert written["weight_map"][name] == file
+            np.testing.assert_array_equal(array, found[name].astype(ml_dtypes.bfloat16))
+
+
+def tensors_of(source, change):
+    file = source / "model.safetensors"
+    found = load_file(file)
+    change(found)
+    save_file(found, file)
+
+
+LAYER = "model.layers.1.self_attn.q_proj.weight"
+
+
+def transposed(found):
+    name = "model.layers.0.mlp.up_proj.weight"
+    found[name] = np.ascontiguousarray(found[name].T)
+
+
+DAMAGES = {
+    "one tensor absent": (lambda found: found.pop(LAYER), ["missing", LAYER]),
+    "one more": (lambda found: found.update(extra=np.ones(3, np.float32)), ["unexpected", "extra"]),
+    "another shape": (
+        lambda found: found.update({LAYER: np.ones((31, 32), np.float32)}),
+        [f"{LAYER}: got [31, 32], want [32, 32]"],
+    ),
+    "another dtype": (
+        lambda found: found.update({LAYER: np.ones((32, 32), np.int64)}),
+        [f"{LAYER}: got I64, want F32, F16, BF16"],
+    ),
+    "transposed": (transposed, ["up_proj.weight: got [32, 48], want [48, 32]"]),
+    "no head": (lambda found: found.pop("lm_head.weight"), ["missing", "lm_head.weight [320, 32]"]),
+    "several": (
+        lambda found: [found.pop(name) for name in list(found) if ".0." in name],
+        [
+            f"model.layers.0.{part}"
+            for part in ("mlp.gate_proj", "self_attn.k_proj", "input_layernorm")
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_f6_a_damaged_folder_is_refused_with_the_whole_list_and_nothing_is_made(
+    capsys, tmp_path, damage
+):
+    change, said = DAMAGES[damage]
+    source, run = write(tmp_path / "source"), tmp_path / "run"
+    tensors_of(source, change)
+    code, answer, told = call(capsys, "import", f"--from={source}", f"--workdir={run}")
+    assert (code, answer["error"]["code"]) == (65, 65)
+    for part in said:
+        assert part in told
+    kinds = ("missing", "unexpected", "shape", "dtype")
+    listed = [line for line in told.splitlines() if line.startswith(kinds)]
+    assert answer["error"]["what"].startswith(f"{len(listed)} tensors")
+    assert not run.exists()
+
+
+def split(source):
+    """The model in two files with an index, as a dict to be harmed."""
+    found = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    names = sorted(found)
+    parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, own in parts.items():
+        save_file({name: found[name] for name in own}, source / file)
+    return {"weight_map": {name: file for file, own in parts.items() for name in own}}, found
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("a name in no file", "nowhere is not in a.safetensors"),
+        ("a name left out", "and the index says None"),
+        ("two files have it", "is in a.safetensors and in b.safetensors"),
+        ("a file that is not there", "there is no c.safetensors"),
+        ("no map", "has no weight_map"),
+        ("not JSON", "is not a JSON object"),
+    ],
+)
+def test_f6_an_index_that_does_not_match_its_files_is_refused(capsys, tmp_path, harm, said):
+    source = write(tmp_path / "source")
+    index, found = split(source)
+    names = index["weight_map"]
+    text = None
+    if harm == "a name in no file":
+        names["nowhere"] = "a.safetensors"
+    elif harm == "a name left out":
+        names.pop(LAYER)
+    elif harm == "two files have it":
+        own = [name for name, file in names.items() if file == "b.safetensors"]
+        save_file({name: found[name] for name in [*own, min(names)]}, source / "b.safetensors")
+    elif harm == "a file that is not there":
+        names[LAYER] = "c.safetensors"
+    elif harm == "no map":
+        index = {"weight_map": ["a.safetensors"]}
+    else:
+        text = "{" * 100_000
+    place = source / "model.safetensors.index.json"
+    place.write_text(json.dumps(index) if text is None else text)
+    code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
+    assert code == (66 if "not there" in harm else 65)
+    assert said in answer["error"]["what"] + answer["error"]["why"]
+
+
+def header(**tensors):
+    """A file of safetensors with this header and sixteen bytes of numbers."""
+    text = json.dumps(tensors).encode()
+    return struct.pack("<Q", len(text)) + text + b"\0" * 16
+
+
+def tensor(begin, end, shape=(2,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+LIES = {
+    "a header of 2^40 bytes": struct.pack("<Q", 2**40) + b"{}",
+    "shorter than its length": b"\1\0\0",
+    "an overlap": header(a=tensor(0, 8), b=tensor(4, 12)),
+    "a shape that is not its size": header(a=tensor(0, 16, (5,))),
+    "cut off": header(a=tensor(0, 64, (16,))),
+    "bytes too many": header(a=tensor(0, 8)),
+    "a dtype that is none": header(a=tensor(0, 16, (4,), "F31")),
+    "a name twice": struct.pack("<Q", 125)
+    + b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}'.ljust(125)
+    + b"\0" * 16,
+    "a pickle": b"\x80\x04\x95",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_s3_a_file_that_lies_about_itself_is_refused(capsys, tmp_path, lie):
+    source = write(tmp_path / "source")
+    (source / "model.safetensors").write_bytes(LIES[lie])
+    assert call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")[0] == 65
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("way", ["climbs", "absolute", "a link"])
+def test_s5_an_index_that_names_a_file_elsewhere_is_refused(capsys, tmp_path, way):
+    source, elsewhere = write(tmp_path / "source"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (source / "model.safetensors").rename(elsewhere / "model.safetensors")
+    name = {"climbs": "../elsewhere/model.safetensors", "absolute": str(elsewhere / "model.safetensors")}.get(way, "linked.safetensors")  # fmt: skip
+    if way == "a link":
+        (source / name).symlink_to(elsewhere / "model.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {LAYER: name}}))
+    code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
+    assert code == 65
+    assert "lies elsewhere" in answer["error"]["what"]
+
+
+def test_a_folder_in_a_cache_of_the_hub_may_link_to_its_own_blobs(capsys, tmp_path):
+    cache = tmp_path / "models--a--b"
+    (cache / "snapshots").mkdir(parents=True)
+    source = write(cache / "snapshots/1234")
+    (cache / "blobs").mkdir()
+    for path in list(source.iterdir()):
+        path.rename(cache / "blobs" / path.name)
+        path.symlink_to(Path("../../blobs") / path.name)
+    assert call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")[0] == 0
+
+
+def test_s6_code_that_comes_with_a_model_is_not_run(capsys, tmp_path, monkeypatch):
+    source = write(tmp_path / "source")
+    attributes = json.loads((source / "config.json").read_text())
+    attributes["auto_map"] = {"AutoModelForCausalLM": "modeling.Evil"}
+    (source / "config.json").write_text(json.dumps(attributes))
+    (source / "modeling.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setenv("HF_HUB_TRUST_REMOTE_CODE", "1")
+    code, _, told = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
+    assert code == 0
+    assert "never run" in told
+    assert not (tmp_path / "ran").exists()
+
+
+def test_s1_a_folder_of_pickles_is_refused_with_the_way_out(capsys, tmp_path):
+    source = write(tmp_path / "source")
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
+    assert code == 66
+    assert "pytorch_model.bin may hold code" in answer["error"]["why"]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "said"),
+    [
+        ("model_type", "mamba", "models of the type 'mamba' are not known"),
+        ("attention_bias", True, "attention_bias = True, and False is what jaxlm computes"),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "rope_type = 'dynamic'"),
+        ("clever_new_part", 3, "clever_new_part = 3 is not known"),
+        ("hidden_size", "32", "hidden_size = '32' is no int"),
+        ("hidden_size", None, "hidden_size is missing"),
+        ("num_key_value_heads", 3, "heads = 4 does not divide by kv_heads = 3"),
+    ],
+)
+def test_attributes_that_are_not_understood_are_refused(capsys, tmp_path, attribute, value, said):
+    source = write(tmp_path / "source")
+    attributes = json.loads((source / "config.json").read_text()) | {attribute: value}
+    (source / "config.json").write_text(json.dumps(attributes))
+    code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
+    assert code in (2, 65)
+    assert printable(said) in answer["error"]["what"] + answer["error"]["why"]
+
+
+def test_a_head_that_is_stored_beside_a_tied_embedding_must_be_the_same(capsys, tmp_path):
+    source = write(tmp_path / "source")
+    attributes = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (source / "config.json").write_text(json.dumps(attributes))
+    code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
+    assert code == 65
+    assert "another matrix than the embedding" in answer["error"]["what"]
+    tensors_of(
+        source, lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"]})
+    )
+    code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run2'}")
+    assert (code, answer["ignored"]) == (0, ["lm_head.weight"])
+
+
+def test_an_export_that_reads_back_otherwise_is_not_called_finished(capsys, tmp_path, monkeypatch):
+    source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
+    assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
+    whole = exporting.write_tensors
+
+    def harmed(folder, tensors, array, dtype, **rest):
+        def other(each):
+            return array(each) * (1.01 if "mlp" in each.name else 1)
+
+        return whole(folder, tensors, other, dtype, **rest)
+
+    monkeypatch.setattr(exporting, "write_tensors", harmed)
+    code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
+    assert code == 1
+    assert "other logits" in answer["error"]["what"]
+    assert not out.exists()
+    assert (tmp_path / "out.partial/parity.json").exists()
