@@ -17,6 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop_at", type=int, metavar="STEP", help="save after this step and exit 0"
     )
     parser.add_argument(
+        "--init_from",
+        metavar="RUN[@STEP]",
+        help="begin with the weights of another run, or of an imported model",
+    )
+    parser.add_argument(
         "--allow_change",
         default="",
         metavar="A.B,C",
@@ -65,6 +70,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     options = Options(
         workdir=workdir,
         arguments=args.words,
+        init_from=args.init_from,
         stop_at=args.stop_at,
         wish=Wish(
             start_at=args.start_at,

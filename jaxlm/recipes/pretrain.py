@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,26 @@ import jax
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
 from jaxlm.core.config import Loaded
-from jaxlm.core.errors import ConfigError, Preempted
+from jaxlm.core.errors import CommandError, ConfigError, Preempted
 from jaxlm.data import parts, prepare
 from jaxlm.data.prepare import Data
 from jaxlm.monitor import environment, sinks
 from jaxlm.monitor.console import Console
 from jaxlm.parallel import host
 from jaxlm.parallel.cluster import Place
-from jaxlm.recipes import assembly, attention, devices, fit, resume, space, starts, telling
+from jaxlm.recipes import (
+    assembly,
+    attention,
+    beginning,
+    devices,
+    fit,
+    resume,
+    space,
+    starts,
+    telling,
+)
 from jaxlm.recipes.assembly import Assembly
+from jaxlm.recipes.beginning import Origin
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
@@ -40,6 +52,7 @@ class Options:
     arguments: list[str]  # the words after `jaxlm`, for command.sh
     wish: Wish
     place: Place
+    init_from: str | None = None
     stop_at: int | None = None
     cpu_devices: int | None = None
     quiet: bool = False
@@ -52,6 +65,13 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
       JaxlmError: for whatever a user can cause, before anything is compiled where it can be known.
     """
     run: Run = loaded.value
+    if (options.workdir / "imported.json").exists():
+        raise CommandError(
+            "an imported model is no run to go on with",
+            where=f"--workdir={options.workdir}",
+            why="it has weights and no optimizer, and stays as it was imported",
+            fix=f"--init_from={options.workdir} --workdir={options.workdir}-trained",
+        )
     # What costs nothing to find out comes first: a wrong setting must not cost a minute.
     parts.find(run.data)
     devices.start(options.cpu_devices)
@@ -93,6 +113,7 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
                     "workdir": str(options.workdir),
                     **(meta["evaluation"] or {}),
                 }
+        origin = _origin(options, run, meta, noticed.append)
         fit.check(run, len(jax.devices()))
         mesh = devices.build_mesh(run.mesh)
         assembly.check_fit(run, mesh)
@@ -124,6 +145,8 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
         crew.agree("data", data.fingerprint)
         if meta:
             resume.check_data(meta["data"], data.fingerprint, options.wish)
+        if origin:
+            beginning.check_tokenizer(origin, data.tokenizer.digest)
         model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
         _check_vocabulary(run, data)
         if is_first:
@@ -132,7 +155,16 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
             engine = Engine(run, data, model)
             space.check(engine, store, directory)
             session = Session(
-                engine, crew, directory, console, store, rewinds, options.wish, meta, changes
+                engine,
+                crew,
+                directory,
+                console,
+                store,
+                rewinds,
+                options.wish,
+                meta,
+                changes,
+                origin,
             )
             telling.header(session)
             try:
@@ -142,6 +174,15 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
                 raise
         crew.depart()
         return telling.finish(session)
+
+
+def _origin(
+    options: Options, run: Run, meta: dict[str, Any] | None, say: Callable[[str], None]
+) -> Origin | None:
+    """The run whose weights this one begins with; None where it begins with its own, or has begun."""
+    if meta is not None or options.init_from is None:
+        return None
+    return beginning.find(options.init_from, run, say)
 
 
 def _identity(loaded: Loaded) -> dict[str, Any]:

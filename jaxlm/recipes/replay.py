@@ -19,7 +19,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.monitor import sinks
 from jaxlm.objectives.token_nll import score
 from jaxlm.parallel import host
-from jaxlm.recipes import assembly, devices, forensics, resume, starts
+from jaxlm.recipes import assembly, beginning, devices, forensics, resume, starts
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 from jaxlm.recipes.resume import Wish
@@ -93,7 +93,9 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
     with jax.set_mesh(mesh):
         engine = Engine(run, data, model)
-        state = resume.state(engine, store, start, wish) if start else engine.fresh()
+        state = (
+            resume.state(engine, store, start, wish) if start else beginning.again(engine, store)
+        )
         say(f"from {f'checkpoint {start}' if start else 'the beginning'} through step {step}")
         batches = engine.batches(start, rewinds.skips, say)
         for _ in range(start + 1, step):

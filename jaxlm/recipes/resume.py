@@ -125,13 +125,28 @@ def state(engine: Engine, store: Store, step: int, wish: Wish) -> TrainState:
         )
     else:
         restored = store.restore(step, stored)
-    if not (wish.cast or wish.reset_optimizer):
-        return restored
+    return _cast(restored, wanted) if wish.cast or wish.reset_optimizer else restored
+
+
+def parameters(engine: Engine, store: Store, step: int, fresh: TrainState) -> TrainState:
+    """A fresh state with the parameters of a step of another run, cast to the dtypes of this one.
+
+    Raises:
+      DataError: where they do not fit the model.
+    """
+    wanted = engine.abstract()
+    stored = _in_stored_dtypes(wanted, store.layout(step))
+    params = store.restore_part(step, "params", stored.params)
+    return fresh._replace(params=_cast(params, wanted.params))
+
+
+def _cast(values: Any, wanted: Any) -> Any:
+    """The values in the dtypes and shardings of what is wanted."""
     taken = jax.jit(
         lambda values: jax.tree.map(lambda x, like: x.astype(like.dtype), values, wanted),
         out_shardings=jax.tree.map(lambda leaf: leaf.sharding, wanted),
     )
-    return taken(restored)
+    return taken(values)
 
 
 def _in_stored_dtypes(wanted: TrainState, layout: dict[str, str]) -> TrainState:

@@ -17,7 +17,8 @@ from jaxlm.monitor.clock import Clock
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.profile import Trace
 from jaxlm.parallel import operations
-from jaxlm.recipes import forensics, foresight, resume, stepping
+from jaxlm.recipes import beginning, forensics, foresight, resume, stepping
+from jaxlm.recipes.beginning import Origin
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
 from jaxlm.recipes.resume import Wish
@@ -47,12 +48,13 @@ class Session:
         wish: Wish,
         meta: dict[str, Any] | None,
         changes: list[config.Change],
+        origin: Origin | None = None,
     ):
         self.engine, self.run, self.crew = engine, engine.run, crew
         self.directory, self.console, self.store = directory, console, store
         self.rewinds, self.wish, self.changes = rewinds, wish, changes
         self._take_up(meta)
-        self._begun_at = self.start
+        self._begun_at, self._origin = self.start, origin
         run, blueprint = self.run, engine.model.blueprint
         crew.watch.about["data"] = (
             f"reading {', '.join(run.data.train)} from {engine.data.train.shards.folder}"
@@ -125,8 +127,14 @@ class Session:
 
     def _state(self) -> TrainState:
         """The state before the first step from here on."""
+        if self._origin is not None and not self.store.steps():
+            with self.crew.watch.phase("save"), self.console.timer(f"taking {self._origin}"):
+                state = beginning.state(self.engine, self._origin)
+                self._saves.save(Moment(0, state, self.progress, None, None))
+                self._saves.finish()
+                return state
         if not self.start:
-            return self.engine.fresh()
+            return beginning.again(self.engine, self.store)
         # After a rewind: a checkpoint of this very start is taken up as it is.
         wish = self.wish if self.start <= self._begun_at else Wish()
         with self.crew.watch.phase("save"), self.console.timer(f"restoring step {self.start}"):

@@ -55,7 +55,7 @@ def open_run(
     encoder = tokenizers.read(workdir / "tokenizer")
     devices.start(cpu_devices)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
-    chosen = _choose(store, step, best, say)
+    chosen = choose(store, step, best, say)
     mesh = devices.build_mesh(run.mesh if _fits(run.mesh) else MeshConfig())
     vocab = assembly.vocabulary(run, encoder.size)
     model = assembly.assemble(_suited(run, vocab, mesh, sequence, say), vocab, mesh)
@@ -63,7 +63,7 @@ def open_run(
     return Trained(run, chosen, model, params, encoder)
 
 
-def _choose(store: Store, step: int | None, best: bool, say: Callable[[str], None]) -> int:
+def choose(store: Store, step: int | None, best: bool, say: Callable[[str], None]) -> int:
     """The step that was asked for, whole; without a number or `best`, the newest that is."""
     named = step if step is not None else store.best() if best else None
     chosen = store.newest_sound(say) if named is None else named

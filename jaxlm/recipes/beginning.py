@@ -1,0 +1,87 @@
+"""Where a run begins: at fresh weights, or at those of another run."""
+
+import dataclasses
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.store import Store
+from jaxlm.core import config
+from jaxlm.core.errors import CommandError, ConfigError
+from jaxlm.data import tokenizer as tokenizers
+from jaxlm.recipes import resume, trained
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.engine import Engine
+from jaxlm.recipes.resume import Wish
+from jaxlm.train.rundir import read_json
+from jaxlm.train.state import TrainState
+
+# Settings of a model that change nothing of what its weights mean.
+FREE = ("model.dropout", "model.init", "model.init_std")
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Another run, and a committed step of it."""
+
+    run: Run
+    store: Store
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} of {self.store.directory.parent}"
+
+
+def find(place: str, wanted: Run, say: Callable[[str], None]) -> Origin:
+    """The run and the step of RUN[@STEP], the newest where none is named.
+
+    Raises:
+      CommandError: where STEP is no number.
+      InputMissing: where there is no such run or step.
+      DataError: where it is damaged.
+      ConfigError: where its model is another one.
+    """
+    path, at, text = place.rpartition("@")
+    named = Path(path if at else place)
+    if at and not text.isdigit():
+        raise CommandError(
+            "the step to begin from is no number",
+            where=f"--init_from={place}",
+            fix=f"--init_from={named} begins from its newest step",
+        )
+    run = config.from_json(Run, read_json(named, "config.json"), where=str(named / "config.json"))
+    store = Store(named / "checkpoints", CheckpointConfig(), read_only=True)
+    step = trained.choose(store, int(text) if at else None, False, say)
+    changes = [each for each in config.diff(run, wanted) if each.path.startswith("model.")]
+    if others := [each for each in changes if each.path not in FREE]:
+        more = f"\nand {len(others) - 3} more" if len(others) > 3 else ""
+        raise ConfigError(
+            "the model is not that of the run to begin from",
+            where=f"--init_from={place}",
+            why="\n".join(map(str, others[:3])) + more,
+            fix=shlex.join(f"--config.{each.path}={each.old}" for each in others),
+        )
+    return Origin(run, store, step)
+
+
+def check_tokenizer(origin: Origin, digest: str) -> None:
+    """Raises ConfigError where text becomes other ids than those that the weights were trained on."""
+    place = Path(str(origin.store.directory.parent)) / "tokenizer"
+    if tokenizers.read(place).digest != digest:
+        raise ConfigError(
+            "the tokenizer is not that of the run to begin from",
+            where="data.tokenizer",
+            why="its ids would mean other text than those that the weights know",
+            fix=f"--config.data.tokenizer={place}",
+        )
+
+
+def state(engine: Engine, origin: Origin) -> TrainState:
+    """The state before the first step: the other run's parameters, in this one's dtypes and on its mesh, all else fresh."""
+    return resume.parameters(engine, origin.store, origin.step, engine.fresh())
+
+
+def again(engine: Engine, store: Store) -> TrainState:
+    """The state before the first step of a run that has begun: what it kept of another's weights, or fresh ones."""
+    return resume.state(engine, store, 0, Wish()) if 0 in store.steps() else engine.fresh()

@@ -1,0 +1,112 @@
+"""`jaxlm train --init_from`: a run that begins with the weights of another, of a step of it, or of an imported model."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.store import Store
+from jaxlm.cli.main import main
+from tests.cli.test_exchange import FAMILIES, write
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of four steps that kept two, under `a`."""
+    folder = tmp_path_factory.mktemp("beginning")
+    (folder / "texts").mkdir()
+    harness.write_config(folder / "texts")
+    assert main([*words(folder, "a"), "--config.train.steps=4"]) == 0
+    return folder
+
+
+def words(folder, name, *rest):
+    return harness.words(folder / "texts/config.py", folder / name, *rest)
+
+
+def arrays(run, step):
+    found = Store(run / "checkpoints", CheckpointConfig(), read_only=True).arrays(step)
+    return {path: array for path, array in found.items() if path.startswith("params/")}
+
+
+def losses(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return {each["step"]: each["loss_nats"] for each in found if each["split"] == "train"}
+
+
+def error(capsys, *args):
+    code = main([*args, "--json"])
+    return code, json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.parametrize(("place", "step"), [("a", 4), ("a@2", 2)])
+def test_a_run_begins_with_the_weights_of_a_step_of_another(folder, place, step):
+    run = folder / f"from-{step}"
+    begun = words(folder, run.name, f"--init_from={folder / place}", "--config.seed=1")
+    assert main([*begun, "--stop_at=1"]) == 0
+    for path, array in arrays(folder / "a", step).items():
+        np.testing.assert_array_equal(arrays(run, 0)[path], array, err_msg=path)
+    # Where it began is kept, and it goes on from its own steps, whatever became of the other run.
+    gone = folder / "gone"
+    (folder / "a").rename(gone)
+    try:
+        assert main([*begun, "--config.checkpoint.keep_last=1"]) == 0
+    finally:
+        gone.rename(folder / "a")
+    assert 0 in Store(run / "checkpoints", CheckpointConfig(), read_only=True).steps()
+    straight = folder / f"straight-{step}"
+    assert (
+        main(words(folder, straight.name, f"--init_from={folder / place}", "--config.seed=1")) == 0
+    )
+    assert losses(run) == losses(straight)
+    shutil.rmtree(straight)
+
+
+def test_a_step_of_it_is_replayed_from_where_it_began(folder, capsys):
+    run = folder / "from-4"
+    code = main(["replay", f"--workdir={run}", "--step=1", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (code, found["from_step"], found["is_as_logged"]) == (0, 0, True)
+
+
+def test_another_model_or_tokenizer_is_refused_with_the_flags_that_do(folder, capsys):
+    flag = f"--init_from={folder / 'a'}"
+    code, told = error(capsys, *words(folder, "b", flag, "--config.model.width=48"))
+    assert (code, told["what"]) == (2, "the model is not that of the run to begin from")
+    assert "--config.model.width=" in told["fix"]
+    code, told = error(capsys, *words(folder, "b", flag, "--config.data.tokenizer=characters"))
+    assert (code, told["what"]) == (2, "the tokenizer is not that of the run to begin from")
+    assert main(words(folder, "b", flag, *told["fix"].split(), "--stop_at=1")) == 0
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "what"),
+    [
+        ("a@3", 66, "there is no checkpoint of step 3"),
+        ("a@last", 2, "the step to begin from is no number"),
+        ("nowhere", 66, "there is no config.json in the run directory"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(folder, capsys, place, code, what):
+    found, told = error(capsys, *words(folder, "c", f"--init_from={folder / place}"))
+    assert (found, told["what"]) == (code, what)
+
+
+def test_an_imported_model_is_trained_further_in_a_directory_of_its_own(folder, tmp_path, capsys):
+    source, run = write(tmp_path / "source"), tmp_path / "run"
+    assert main(["import", f"--from={source}", f"--workdir={run}"]) == 0
+    capsys.readouterr()
+    fix = error(capsys, *words(folder, "x"), f"--workdir={run}")[1]["fix"]
+    assert f"--init_from={run}" in fix
+    model = [f"--config.model.{name}={getattr(FAMILIES['llama'], name)}" for name in ("family", "vocab", "context", "depth", "width", "heads", "kv_heads", "hidden")]  # fmt: skip
+    own = words(folder, "further", *fix.split()[:1], f"--config.data.tokenizer={run}/tokenizer")
+    own += [*model, "--config.model.head_dim=8", "--config.model.norm_eps=1e-5"]
+    assert main([*own, "--config.model.init=normal"]) == 0
+    found = losses(folder / "further")
+    assert found[max(found)] < found[min(found)]
