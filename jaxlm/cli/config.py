@@ -4,9 +4,11 @@ jaxlm config show --config=FILE          every value, and who set it
 jaxlm config explain optim.lr            doc, type, unit, range, default, value
 jaxlm config diff A B                    what differs; A and B are config files, config.json files or run directories
 jaxlm config validate --config=FILE      exit 0 where it is right, 2 where it is not
+jaxlm config plot --config=FILE          the learning rate over the run, as a picture
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from jaxlm.cli.output import Output
@@ -16,9 +18,9 @@ from jaxlm.recipes.config import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The four actions."""
+    """The five actions."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="show|explain|diff|validate"
+        dest="action", required=True, metavar="show|explain|diff|validate|plot"
     )
     actions.add_parser("show", help="every value, and who set it")
     actions.add_parser("validate", help="whether a config is right")
@@ -34,13 +36,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     diff.add_argument("a", help="a config file, a config.json or a run directory")
     diff.add_argument("b", help="another")
+    plot = actions.add_parser("plot", help="draw the learning rate over the run")
+    plot.add_argument(
+        "--out",
+        default="learning_rate.png",
+        metavar="FILE",
+        help="the picture, which replaces an earlier one (learning_rate.png)",
+    )
 
 
 def run(args: Any, out: Output) -> int:
     """Answers the question that the action asks."""
-    return {"show": _show, "validate": _validate, "explain": _explain, "diff": _diff}[args.action](
-        args, out
-    )
+    actions = {
+        "show": _show,
+        "validate": _validate,
+        "explain": _explain,
+        "diff": _diff,
+        "plot": _plot,
+    }
+    return actions[args.action](args, out)
 
 
 def _show(args: Any, out: Output) -> int:
@@ -137,6 +151,21 @@ def _diff(args: Any, out: Output) -> int:
         for change in changes
     ]
     out.result({"changes": listed}, text or "no difference")
+    return 0
+
+
+def _plot(args: Any, out: Output) -> int:
+    run = _load(args).value
+
+    from jaxlm.recipes import rate_plot
+
+    answer = rate_plot.draw(run, Path(args.out))
+    rates = [point["learning_rate"] for point in answer["points"]]
+    text = (
+        f"{answer['schedule']} over {run.train.steps:,} steps: "
+        f"{rates[0]:.3g} at first, {max(rates):.3g} at most, {rates[-1]:.3g} at last"
+    )
+    out.result(answer, f"{text}\nplot  {answer['plot']}")
     return 0
 
 

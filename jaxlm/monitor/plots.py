@@ -58,6 +58,12 @@ def _series(records: Sequence[dict[str, Any]], plot: Plot) -> dict[str, list[tup
     return out
 
 
+def planned(points: Sequence[tuple[int, float]]) -> bytes:
+    """A PNG of the learning rate by step, as the run's own will look."""
+    (plot,) = (plot for plot in PLOTS if plot.name == "learning_rate")
+    return _png(plot, {"train": list(points)})
+
+
 def rates(curve: Sequence[tuple[float, float, float]], suggested: float | None) -> bytes:
     """A PNG of a learning-rate range test: (rate, loss, smoothed loss) by step, and the rate that it suggests, if any."""
     figure, axes = _figure()

@@ -1,10 +1,10 @@
-"""Settings of the optimizer and of the learning rate's schedule."""
+"""Settings of the optimizer."""
 
 import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from jaxlm.core.config import Span, setting
+from jaxlm.core.config import setting
 
 Problems = Iterator[tuple[str, str, str]]
 
@@ -116,41 +116,6 @@ class Muon(Groups):
 
 
 Optimizer = AdamW | Lion | Adafactor | Muon
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Constant:
-    """Warm-up, then the peak to the end."""
-
-    name: Literal["constant"] = "constant"
-    warmup: Span = setting(Span.parse("2%"), "steps of linear warm-up")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Linear:
-    """Warm-up, then a straight line to the floor."""
-
-    name: Literal["linear"] = "linear"
-    warmup: Span = setting(Span.parse("2%"), "steps of linear warm-up")
-    end: Span = setting(
-        Span.parse("100%"), "step at which the floor is reached; it holds from there"
-    )
-    floor: float = setting(0.0, "last learning rate, as a share of the peak", low=0, high=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cosine:
-    """Warm-up, then half a cosine to the floor."""
-
-    name: Literal["cosine"] = "cosine"
-    warmup: Span = setting(Span.parse("2%"), "steps of linear warm-up")
-    end: Span = setting(
-        Span.parse("100%"), "step at which the floor is reached; it holds from there"
-    )
-    floor: float = setting(0.1, "last learning rate, as a share of the peak", low=0, high=1)
-
-
-Schedule = Cosine | Linear | Constant
 
 
 def _is_factor(text: str) -> bool:

@@ -16,7 +16,9 @@ from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.union import Family
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
 from jaxlm.objectives.config import Causal, LossConfig, Objective
-from jaxlm.optim.config import AdamW, Cosine, Optimizer, Schedule
+from jaxlm.optim.config import AdamW, Optimizer
+from jaxlm.optim.schedule_config import Cosine, Schedule
+from jaxlm.optim.schedule_config import problems as misfits
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.train.config import GuardConfig, TrainConfig
 
@@ -55,14 +57,8 @@ class Run:
                 f"rows of {self.data.sequence} tokens need as many positions, and the model has {self.model.context}",
                 f"--config.model.context={self.data.sequence}",
             )
-        for name in ("warmup", "end"):
-            span = getattr(self.schedule, name, None)
-            if span is not None and span.unit == "second":
-                yield (
-                    f"schedule.{name}",
-                    f"a schedule cannot be a time such as {span}",
-                    f"--config.schedule.{name}=5%",
-                )
+        for name, why, fix in misfits(self.schedule, self.train.steps, self.tokens_per_step):
+            yield f"schedule.{name}", why, fix
 
     def changed(self, settings: Mapping[str, Any]) -> "Run":
         """The run with other settings, by path. Raises ConfigError where they do not suit it."""

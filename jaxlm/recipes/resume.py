@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, tree
 from jaxlm.core.errors import CommandError, ConfigError, DataError
-from jaxlm.optim.config import Constant, Schedule
+from jaxlm.optim.schedule_config import Schedule, spans
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 from jaxlm.train.state import TrainState
@@ -226,9 +226,7 @@ def _is_free(change: config.Change, wanted: Run, allowed: tuple[str, ...], compl
 
 def is_absolute(schedule: Schedule) -> bool:
     """Whether the learning rate at a step does not depend on the number of steps."""
-    if schedule.warmup.unit == "share":
-        return False
-    return isinstance(schedule, Constant) or schedule.end.unit != "share"
+    return all(span.unit != "share" for span in spans(schedule).values())
 
 
 def _short(value: Any) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.models.loss_fit import FEWEST_RUNS, FEWEST_SIZES
+from jaxlm.optim.schedule_config import spans
 from jaxlm.parallel.cluster import Place
 from jaxlm.recipes import shapes
 from jaxlm.recipes.config import Run
@@ -114,12 +115,12 @@ def rungs(run: Run, widths: str | None = None, steps: str | None = None) -> list
 def _whole(run: Run) -> Settings:
     """What makes each run come to its own end: a schedule in shares of it, no early stop, and no samples that nobody reads."""
     schedule, settings = run.schedule, [("sample.prompts", "()")]
-    end = getattr(schedule, "end", None)
-    if end is not None and (end.unit, end.amount) != ("share", 1):
-        settings.append(("schedule.end", "100%"))
-    if schedule.warmup.unit != "share":
-        share = schedule.warmup.steps(run.train.steps, run.tokens_per_step) / run.train.steps
-        settings.append(("schedule.warmup", f"{100 * share:.3g}%"))
+    for name, span in spans(schedule).items():
+        if name == "end" and (span.unit, span.amount) != ("share", 1):
+            settings.append(("schedule.end", "100%"))
+        elif span.unit != "share":
+            share = span.steps(run.train.steps, run.tokens_per_step) / run.train.steps
+            settings.append((f"schedule.{name}", f"{100 * share:.3g}%"))
     if run.train.patience is not None:
         settings.append(("train.patience", "None"))
     return settings

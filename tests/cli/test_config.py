@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 
 import jaxlm
@@ -113,6 +114,35 @@ def test_validate_is_0_or_2_and_a_file_that_is_not_there_is_66(capsys):
     )
     assert "2 settings are wrong" in wrong["error"]["what"]
     assert answer(capsys, "validate", "--config=y.py", code=66)["error"]["fix"] == "--config=x.py"
+
+
+def test_plot_draws_the_rate_of_every_update_and_says_where(capsys, tmp_path):
+    words = ["--config=x.py", "--config.schedule.name=step", "--config.schedule.warmup=7"]
+    drawn = answer(capsys, "plot", *words, "--config.schedule.every=40")
+    assert [point["step"] for point in drawn["points"]] == list(range(1, 78))
+    rates = [point["learning_rate"] for point in drawn["points"]]
+    assert rates[0] == pytest.approx(0.00123 / 8)
+    assert rates[7:47] == pytest.approx([0.00123] * 40)
+    assert rates[47:] == pytest.approx([0.000123] * 30)
+    first = (tmp_path / drawn["plot"]).read_bytes()
+    assert matplotlib.image.imread(tmp_path / drawn["plot"])[..., :3].std() > 0.01
+    assert main(["config", "plot", *words, "--config.train.steps=90000", "--out=a/b.png"]) == 0
+    said = capsys.readouterr().out
+    assert "0.00123 at most" in said
+    assert said.splitlines()[-1].endswith("a/b.png")
+    assert (tmp_path / "a/b.png").read_bytes() != first
+
+
+def test_plot_has_the_last_of_many_steps(capsys):
+    points = answer(capsys, "plot", "--config=x.py", "--config.train.steps=123456")["points"]
+    assert len(points) == 1000
+    assert (points[0]["step"], points[-1]["step"]) == (1, 123456)
+
+
+def test_plot_is_73_where_nothing_can_be_written(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused = answer(capsys, "plot", "--config=x.py", "--out=file/rate.png", code=73)
+    assert "file" in refused["error"]["where"]
 
 
 def test_a_misspelt_setting_is_refused_in_two_seconds_without_jax():

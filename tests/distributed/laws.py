@@ -15,7 +15,8 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.prepare import Data
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mixtral import Mixtral
-from jaxlm.optim.config import AdamW, Constant
+from jaxlm.optim.config import AdamW
+from jaxlm.optim.schedule_config import Constant
 from jaxlm.parallel import host, mesh
 from jaxlm.parallel.config import AXES, MeshConfig
 from jaxlm.recipes import assembly

@@ -1,54 +1,192 @@
 import math
+import typing
 
 import numpy as np
 import pytest
 
+from jaxlm.core import config
 from jaxlm.core.config import Span
 from jaxlm.core.errors import ConfigError
 from jaxlm.optim import schedules
-from jaxlm.optim.config import Constant, Cosine, Linear
+from jaxlm.optim.schedule_config import (
+    Constant,
+    Cosine,
+    Exponential,
+    InverseSqrt,
+    Linear,
+    OneCycle,
+    Polynomial,
+    Schedule,
+    Step,
+    Wsd,
+    cycle_starts,
+)
+from jaxlm.recipes.config import Run
+
+TOTAL, TOKENS = 2000, 768
+LR = 1e-3
+W, E = 100, 1900  # warm-up and end of every case
 
 
-def values(config, total=2000):
-    rate = schedules.build(config, lr=1e-3, total=total, tokens_per_step=768)
+def values(config, total=TOTAL):
+    rate = schedules.build(config, lr=LR, total=total, tokens_per_step=TOKENS)
     return np.asarray(rate(np.arange(total + 10)))
 
 
-def test_cosine_is_nanogpts_schedule():
-    def get_lr(it, warmup_iters=100, lr_decay_iters=2000, learning_rate=1e-3, min_lr=1e-4):
-        if it < warmup_iters:
-            return learning_rate * (it + 1) / (warmup_iters + 1)
-        if it > lr_decay_iters:
-            return min_lr
-        ratio = (it - warmup_iters) / (lr_decay_iters - warmup_iters)
-        return min_lr + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (learning_rate - min_lr)
-
-    ours = values(Cosine(warmup=Span.parse(100), floor=0.1))
-    np.testing.assert_allclose(ours, [get_lr(i) for i in range(2010)], rtol=2e-6)
+def span(text):
+    return Span.parse(text)
 
 
-def test_linear_falls_in_a_straight_line_to_its_floor_and_stays():
-    ours = values(Linear(warmup=Span.parse("5%"), end=Span.parse(1100), floor=0.2))
-    np.testing.assert_allclose(
-        ours[[0, 100, 600, 1100, 2009]], [1e-3 / 101, 1e-3, 6e-4, 2e-4, 2e-4], rtol=1e-5
-    )
+def of(arm, **settings):
+    """The arm with its parts at W and E, said in steps, shares and tokens alike."""
+    end = {"end": span("95%")} if hasattr(arm(), "end") else {}
+    return arm(warmup=span(f"{W * TOKENS}tok"), **end, **settings)
 
 
-def test_constant_warms_up_and_stays():
-    ours = values(Constant(warmup=Span.parse(10)))
-    np.testing.assert_allclose(ours[:11], 1e-3 * np.arange(1, 12) / 11, rtol=1e-6)
-    assert (ours[10:] == ours[10]).all()
+def share(t):
+    return min(max((t - W) / (E - W), 0), 1)
+
+
+def half(s):
+    return (1 + math.cos(math.pi * s)) / 2
+
+
+def restarts(t, lengths=(257, 514, 1029), floor=0.1):
+    """Cycles of 1 : 2 : 4 in 1800 steps, at whole steps."""
+    t -= W
+    for length in lengths:
+        if t < length:
+            return floor + (1 - floor) * half(t / length)
+        t -= length
+    return floor
+
+
+# What follows the warm-up, as a factor of the peak: by the step, in float64.
+CASES = {
+    "constant": (of(Constant), lambda t: 1.0),
+    "linear": (of(Linear, floor=0.2), lambda t: 1 - 0.8 * share(t)),
+    "cosine": (of(Cosine, floor=0.1), lambda t: 0.1 + 0.9 * half(share(t))),
+    "cosine, 3 cycles": (
+        of(Cosine, floor=0.0, cycles=3),
+        lambda t: half((t - W) % 600 / 600) if t < E else 0.0,
+    ),
+    "cosine, longer cycles": (of(Cosine, cycles=3, growth=2.0), restarts),
+    "polynomial": (
+        of(Polynomial, floor=0.05, power=3.0),
+        lambda t: 0.05 + 0.95 * (1 - share(t)) ** 3,
+    ),
+    "exponential": (of(Exponential, floor=0.02), lambda t: math.exp(math.log(0.02) * share(t))),
+    "inverse_sqrt": (of(InverseSqrt), lambda t: math.sqrt((W + 1) / (t + 1))),
+    "step": (
+        of(Step, every=span(400), factor=0.5),
+        lambda t: 0.5 ** sum(t >= W + 400 * k for k in range(1, 6)),
+    ),
+    "one_cycle": (of(OneCycle, floor=0.01), lambda t: 0.01 + 0.99 * half(share(t))),
+    "wsd": (
+        of(Wsd, decay=span("20%"), floor=0.1),
+        lambda t: 1 - 0.9 * math.sqrt(min(max((t - 1500) / 400, 0), 1)),
+    ),
+    "wsd, linear": (
+        of(Wsd, decay=span(400), shape="linear"),
+        lambda t: 1 - min(max((t - 1500) / 400, 0), 1),
+    ),
+}
+
+
+def reference(name):
+    config, after = CASES[name]
+
+    def factor(t):
+        if t >= W:
+            return after(t)
+        if isinstance(config, OneCycle):
+            return 1 - (1 - config.start) * half(t / W)
+        return (t + 1) / (W + 1)
+
+    return LR * np.array([factor(t) for t in range(TOTAL + 10)])
+
+
+def test_every_schedule_has_its_case():
+    assert {type(config) for config, _ in CASES.values()} == set(typing.get_args(Schedule))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_schedule_is_its_closed_form_at_every_step(name):
+    np.testing.assert_allclose(values(CASES[name][0]), reference(name), rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_of_a_schedule_meet(name):
+    """No two steps differ by more than a slope allows, but where a cut or a restart is meant."""
+    config, _ = CASES[name]
+    seen = values(config) / LR
+    assert seen[W] == pytest.approx(1, rel=1e-5), "the warm-up ends at the peak"
+    assert seen.max() <= 1 + 1e-6
+    jumps = np.flatnonzero(np.abs(np.diff(seen)) > 0.06) + 1
+    meant = {
+        "step": [500],  # the later ones are smaller
+        "cosine, 3 cycles": [700, 1300],
+        "cosine, longer cycles": [357, 871],
+    }.get(name, [])
+    if name == "step":
+        jumps = jumps[:1]
+    assert jumps.tolist() == meant
+
+
+def test_the_default_of_every_schedule_takes_any_number_of_steps():
+    for arm in typing.get_args(Schedule):
+        for total in (1, 2, 3, 5, 20):
+            seen = values(arm(), total)
+            assert np.isfinite(seen).all()
+            assert 0 <= seen.min() <= seen.max() <= LR * 1.000001
 
 
 def test_no_warm_up_starts_at_the_peak():
-    np.testing.assert_allclose(values(Cosine(warmup=Span.parse(0)))[0], 1e-3, rtol=1e-6)
+    for arm in set(typing.get_args(Schedule)) - {InverseSqrt}:
+        assert values(arm(warmup=span(0)))[0] == pytest.approx(LR, rel=1e-6), arm
 
 
-def test_a_warm_up_longer_than_the_run_is_refused():
-    with pytest.raises(ConfigError, match="2000 steps"):
-        values(Cosine(warmup=Span.parse(2000)))
+def test_cycles_begin_at_whole_steps_and_grow():
+    assert cycle_starts(Cosine(cycles=4), 10) == [0, 3, 5, 8, 10]
+    assert cycle_starts(Cosine(cycles=3, growth=2.0), 700) == [0, 100, 300, 700]
 
 
-def test_a_time_is_refused():
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"name": "cosine", "warmup": "200"}, "it is not over when the schedule ends: 200 steps"),
+        ({"name": "linear", "warmup": "5%", "end": "8"}, "end at step 8"),
+        ({"name": "linear", "end": "120%"}, "more than the whole run"),
+        ({"name": "constant", "warmup": "10m"}, "cannot be a time"),
+        ({"name": "cosine", "warmup": "100", "cycles": "101"}, "101 cycles in 100 steps"),
+        ({"name": "cosine", "cycles": "9", "growth": "3"}, "9 cycles in"),
+        ({"name": "wsd", "warmup": "50", "decay": "160"}, "do not end at step 200"),
+        ({"name": "wsd", "decay": "0"}, "nothing decays"),
+        ({"name": "step", "every": "0"}, "at least a step apart"),
+        ({"name": "step", "every": "300"}, "the run ends at 200"),
+        ({"name": "inverse_sqrt", "warmup": "0"}, "without one"),
+    ],
+    ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_a_schedule_that_cannot_be_meant_is_refused_with_a_fix_that_works(settings, said):
+    pairs = [("train.steps", "200")]
+    pairs += [(f"schedule.{name}", value) for name, value in settings.items()]
+    with pytest.raises(ConfigError) as caught:
+        config.load(Run, None, pairs)
+    assert said in caught.value.why
+    path, _, value = caught.value.fix.removeprefix("--config.").partition("=")
+    kept = [pair for pair in pairs if pair[0] != path]
+    config.load(Run, None, [*kept, (path, value)])
+
+
+def test_an_end_beyond_the_run_is_allowed_where_it_is_said_in_steps():
+    first = config.load(Run, None, [("train.steps", "200"), ("schedule.end", "1000")]).value
+    rate = schedules.build(first.schedule, lr=LR, total=200, tokens_per_step=TOKENS)
+    assert rate(200) > 0.9 * LR
+
+
+def test_a_schedule_that_does_not_fit_is_refused_by_what_builds_it_too():
+    with pytest.raises(ConfigError, match="2000 steps in all"):
+        values(Cosine(warmup=span(2000)))
     with pytest.raises(ConfigError, match="schedule.warmup"):
-        values(Constant(warmup=Span.parse("10m")))
+        values(Constant(warmup=span("10m")))

@@ -20,7 +20,8 @@ from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.token_nll import token_nll
 from jaxlm.optim import build as optimizers
 from jaxlm.optim import schedules
-from jaxlm.optim.config import AdamW, Constant, Optimizer
+from jaxlm.optim.config import AdamW, Optimizer
+from jaxlm.optim.schedule_config import Constant
 from jaxlm.parallel import host, mesh, rules
 from jaxlm.parallel.config import MeshConfig, factorisations
 from jaxlm.train import state as states
