@@ -10,8 +10,24 @@ from jax import Array
 from jaxlm.core import tree
 from jaxlm.optim import groups
 from jaxlm.optim.adafactor import scale_by_adafactor
-from jaxlm.optim.config import Adafactor, AdamW, Lion, Muon, Optimizer
-from jaxlm.optim.moments import factored_dims
+from jaxlm.optim.adam_8bit import scale_by_adam_8bit
+from jaxlm.optim.config import (
+    Adafactor,
+    Adagrad,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    AmsGrad,
+    Lion,
+    Momentum,
+    Muon,
+    Nadam,
+    Nesterov,
+    Optimizer,
+    RmsProp,
+    Sgd,
+)
+from jaxlm.optim.moments import moments
 from jaxlm.optim.muon import scale_by_muon
 from jaxlm.optim.schedules import LearningRate
 
@@ -30,25 +46,64 @@ def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.Gradien
     Raises:
       ConfigError: where a group pattern matches no parameter or shares one.
 
-    Source: Loshchilov and Hutter 2019, arXiv:1711.05101 (AdamW); Chen et al. 2023, arXiv:2302.06675 (Lion);
-    Shazeer and Stern 2018, arXiv:1804.04235 (Adafactor); Jordan et al. 2024 (Muon).
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2 (decay).
     """
     parts = []
     if config.clip_value is not None:
         parts.append(optax.clip(config.clip_value))
     if config.clip_norm is not None:
         parts.append(_clip_norm(config.clip_norm))
-    match config:
-        case AdamW():
-            parts.append(optax.scale_by_adam(config.b1, config.b2, config.eps))
-        case Lion():
-            parts.append(optax.scale_by_lion(config.b1, config.b2))
-        case Adafactor():
-            parts.append(scale_by_adafactor(config, axes))
-        case Muon():
-            parts.append(scale_by_muon(config, axes))
+    parts.append(_scaling(config, axes))
     parts.append(_descend(schedule, config.weight_decay, groups.assign(config, axes)))
     return _balanced(optax.chain(*parts), axes)
+
+
+def _scaling(config: Optimizer, axes: Any) -> optax.GradientTransformation:
+    """From the clipped gradient g to the direction u.
+
+    With m and v the running means of g and g^2, and m' = m / (1 - b1^t), v' = v / (1 - b2^t):
+
+        sgd        g
+        momentum   M = momentum M + g
+        nesterov   g + momentum M
+        adagrad    g / sqrt(initial + sum of g^2)
+        rmsprop    g / (sqrt(v) + eps)
+        adam(w)    m' / (sqrt(v') + eps)
+        nadam      (b1 m / (1 - b1^(t + 1)) + (1 - b1) g / (1 - b1^t)) / (sqrt(v') + eps)
+        amsgrad    m' / (sqrt(max of v' so far) + eps)
+        lion       sign(b1 M + (1 - b1) g), with M = b2 M + (1 - b2) g
+
+    Bytes of state for a number of float32: 0 for sgd; 8 for adam, adamw and nadam; 12 for amsgrad; 4 for the others.
+
+    Source: Polyak 1964 (momentum); Sutskever et al. 2013, section 2 (nesterov, in PyTorch's variables); Duchi et al.
+    2011, JMLR 12, figure 1, whose delta is `initial`, in the root as in Optax; Tieleman and Hinton 2012, lecture 6.5
+    (rmsprop); Kingma and Ba 2015, arXiv:1412.6980, algorithm 1 (adam); Dozat 2016 (nadam, with one b1 for all steps and
+    Adam's v'); Reddi et al. 2018, arXiv:1904.09237, algorithm 2 (amsgrad, which corrects no bias: here as in Optax it
+    is corrected before the maximum); Chen et al. 2023, arXiv:2302.06675, algorithm 2 (lion).
+    """
+    match config:
+        case Sgd():
+            return optax.identity()
+        case Momentum() | Nesterov():
+            return optax.trace(config.momentum, nesterov=isinstance(config, Nesterov))
+        case Adagrad():
+            return optax.scale_by_rss(config.initial, eps=0.0)
+        case RmsProp():
+            return optax.scale_by_rms(config.decay, config.eps, eps_in_sqrt=False)
+        case Adam() | AdamW():
+            return optax.scale_by_adam(config.b1, config.b2, config.eps)
+        case Nadam():
+            return optax.scale_by_adam(config.b1, config.b2, config.eps, nesterov=True)
+        case AmsGrad():
+            return optax.scale_by_amsgrad(config.b1, config.b2, config.eps)
+        case AdamW8bit():
+            return scale_by_adam_8bit(config, axes)
+        case Lion():
+            return optax.scale_by_lion(config.b1, config.b2)
+        case Adafactor():
+            return scale_by_adafactor(config, axes)
+        case Muon():
+            return scale_by_muon(config, axes)
 
 
 def _balanced(inner: optax.GradientTransformation, axes: Any) -> optax.GradientTransformation:
@@ -126,8 +181,8 @@ def state_axes(
 ) -> Any:
     """The logical axis names of each leaf of the optimizer's state, so that it can be created already sharded.
 
-    A leaf that lies at a parameter's path has the parameter's axes; a factored moment has them without the one that
-    it is a mean over; a scalar has none. `shapes` and `axes` are the parameters' trees.
+    A leaf that lies at a parameter's path has the parameter's axes; a part below it those that `moments` says; a
+    scalar has none. `shapes` and `axes` are the parameters' trees.
 
     Raises:
       ValueError: for a leaf that is none of these; nothing is left to a default.
@@ -142,14 +197,10 @@ def state_axes(
         for start in _suffixes(path):
             if start in names and sizes[start] == leaf.shape:
                 return names[start]
-        if isinstance(config, Adafactor) and part in ("row", "col"):
-            for start in _suffixes(stem):
-                pair = start in names and factored_dims(
-                    sizes[start], names[start], config.factor_from
-                )
-                if pair:
-                    gone = pair[1] if part == "row" else pair[0]
-                    return tuple(axis for d, axis in enumerate(names[start]) if d != gone)
+        for start in _suffixes(stem):
+            for kept in moments(config, sizes[start], names[start]) if start in names else ():
+                if kept.part == part and kept.shape == leaf.shape:
+                    return kept.axes
         raise ValueError(f"{path} of shape {leaf.shape} belongs to no parameter")
 
     return tree.map_with_path(place, jax.eval_shape(optimizer.init, shapes))

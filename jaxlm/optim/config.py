@@ -8,6 +8,13 @@ from jaxlm.core.config import setting
 
 Problems = Iterator[tuple[str, str, str]]
 
+# Settings that several optimizers have, each with a default of its own.
+LR = "peak learning rate"
+FIRST = "decay of the gradient's running mean"
+SECOND = "decay of the squared gradient's running mean"
+EPS = "added to the root of the second moment"
+DECAY = "share of a weight lost per update, times the learning rate"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
@@ -47,13 +54,110 @@ class AdamW(Groups):
     """Adam with decoupled weight decay."""
 
     name: Literal["adamw"] = "adamw"
-    lr: float = setting(3e-4, "peak learning rate", above=0)
-    b1: float = setting(0.9, "decay of the gradient's running mean", low=0, below=1)
-    b2: float = setting(0.95, "decay of the squared gradient's running mean", low=0, below=1)
-    eps: float = setting(1e-8, "added to the root of the second moment", above=0)
-    weight_decay: float = setting(
-        0.1, "share of a weight lost per update, times the learning rate", low=0
-    )
+    lr: float = setting(3e-4, LR, above=0)
+    b1: float = setting(0.9, FIRST, low=0, below=1)
+    b2: float = setting(0.95, SECOND, low=0, below=1)
+    eps: float = setting(1e-8, EPS, above=0)
+    weight_decay: float = setting(0.1, DECAY, low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sgd(Groups):
+    """Stochastic gradient descent: the gradient itself."""
+
+    name: Literal["sgd"] = "sgd"
+    lr: float = setting(0.1, LR, above=0)
+    weight_decay: float = setting(0.0, DECAY, low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Momentum(Groups):
+    """Gradients added up, earlier ones fading: a heavy ball."""
+
+    name: Literal["momentum"] = "momentum"
+    lr: float = setting(0.01, LR, above=0)
+    momentum: float = setting(0.9, "what is kept of the sum of gradients", low=0, below=1)
+    weight_decay: float = setting(0.0, DECAY, low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nesterov(Groups):
+    """Momentum, one step ahead of itself."""
+
+    name: Literal["nesterov"] = "nesterov"
+    lr: float = setting(0.01, LR, above=0)
+    momentum: float = setting(0.9, "what is kept of the sum of gradients", low=0, below=1)
+    weight_decay: float = setting(0.0, DECAY, low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adagrad(Groups):
+    """The gradient over the root of the sum of all squared gradients so far."""
+
+    name: Literal["adagrad"] = "adagrad"
+    lr: float = setting(0.01, LR, above=0)
+    initial: float = setting(0.0, "the sum of squares before the first gradient", low=0)
+    weight_decay: float = setting(0.0, DECAY, low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RmsProp(Groups):
+    """The gradient over the root of its running mean square."""
+
+    name: Literal["rmsprop"] = "rmsprop"
+    lr: float = setting(1e-3, LR, above=0)
+    decay: float = setting(0.9, SECOND, low=0, below=1)
+    eps: float = setting(1e-8, EPS, above=0)
+    weight_decay: float = setting(0.0, DECAY, low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adam(Groups):
+    """Running means of the gradient and of its square; AdamW at the published defaults, without decay."""
+
+    name: Literal["adam"] = "adam"
+    lr: float = setting(1e-3, LR, above=0)
+    b1: float = setting(0.9, FIRST, low=0, below=1)
+    b2: float = setting(0.999, SECOND, low=0, below=1)
+    eps: float = setting(1e-8, EPS, above=0)
+    weight_decay: float = setting(0.0, DECAY, low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nadam(Groups):
+    """AdamW whose momentum is Nesterov's."""
+
+    name: Literal["nadam"] = "nadam"
+    lr: float = setting(3e-4, LR, above=0)
+    b1: float = setting(0.9, FIRST, low=0, below=1)
+    b2: float = setting(0.95, SECOND, low=0, below=1)
+    eps: float = setting(1e-8, EPS, above=0)
+    weight_decay: float = setting(0.1, DECAY, low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AmsGrad(Groups):
+    """AdamW that divides by the largest second moment so far, so that steps only shrink."""
+
+    name: Literal["amsgrad"] = "amsgrad"
+    lr: float = setting(3e-4, LR, above=0)
+    b1: float = setting(0.9, FIRST, low=0, below=1)
+    b2: float = setting(0.95, SECOND, low=0, below=1)
+    eps: float = setting(1e-8, EPS, above=0)
+    weight_decay: float = setting(0.1, DECAY, low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW8bit(Groups):
+    """AdamW that keeps the moments of the blocks' matrices in eight bits."""
+
+    name: Literal["adamw8bit"] = "adamw8bit"
+    lr: float = setting(3e-4, LR, above=0)
+    b1: float = setting(0.9, FIRST, low=0, below=1)
+    b2: float = setting(0.95, SECOND, low=0, below=1)
+    eps: float = setting(1e-8, EPS, above=0)
+    block: int = setting(256, "most numbers that share a scale", low=2)
+    weight_decay: float = setting(0.1, DECAY, low=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,9 +168,7 @@ class Lion(Groups):
     lr: float = setting(1e-4, "peak learning rate; a third to a tenth of AdamW's", above=0)
     b1: float = setting(0.9, "weight of the momentum in the update's sign", low=0, below=1)
     b2: float = setting(0.99, "decay of the momentum", low=0, below=1)
-    weight_decay: float = setting(
-        1.0, "share of a weight lost per update, times the learning rate", low=0
-    )
+    weight_decay: float = setting(1.0, DECAY, low=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,9 +190,7 @@ class Adafactor(Groups):
     factor_from: int = setting(
         128, "matrices whose two largest dimensions reach this are factored", low=2
     )
-    weight_decay: float = setting(
-        0.0, "share of a weight lost per update, times the learning rate", low=0
-    )
+    weight_decay: float = setting(0.0, DECAY, low=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,12 +210,24 @@ class Muon(Groups):
     b1: float = setting(0.9, "decay of their gradient's running mean", low=0, below=1)
     b2: float = setting(0.95, "decay of their squared gradient's running mean", low=0, below=1)
     eps: float = setting(1e-8, "added to the root of their second moment", above=0)
-    weight_decay: float = setting(
-        0.0, "share of a weight lost per update, times the learning rate", low=0
-    )
+    weight_decay: float = setting(0.0, DECAY, low=0)
 
 
-Optimizer = AdamW | Lion | Adafactor | Muon
+Optimizer = (
+    AdamW
+    | Sgd
+    | Momentum
+    | Nesterov
+    | Adagrad
+    | RmsProp
+    | Adam
+    | Nadam
+    | AmsGrad
+    | AdamW8bit
+    | Lion
+    | Adafactor
+    | Muon
+)
 
 
 def _is_factor(text: str) -> bool:

@@ -1,23 +1,67 @@
 """What an optimizer keeps for a parameter, by its shape and logical axes. Free of JAX."""
 
-from jaxlm.optim.config import Adafactor, AdamW, Lion, Muon, Optimizer
+from typing import NamedTuple
+
+from jaxlm.optim.config import (
+    Adafactor,
+    Adagrad,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    AmsGrad,
+    Lion,
+    Momentum,
+    Muon,
+    Nadam,
+    Nesterov,
+    Optimizer,
+    RmsProp,
+    Sgd,
+)
 from jaxlm.parallel.logical import STACKED, LogicalAxes
 
-Placed = tuple[tuple[int, ...], LogicalAxes]  # a shape, and what its dimensions are
+
+class Kept(NamedTuple):
+    """An array that lies beside a parameter from step to step."""
+
+    shape: tuple[int, ...]
+    axes: LogicalAxes  # what its dimensions are
+    part: str = ""  # the end of its path, after the parameter's; nothing where that is all
+    item_bytes: int | None = None  # of each number; None is what the parameter has
 
 
-def moments(config: Optimizer, shape: tuple[int, ...], axes: LogicalAxes) -> list[Placed]:
-    """The arrays that lie beside a parameter from step to step, in its dtype; scalars are left out."""
+def moments(config: Optimizer, shape: tuple[int, ...], axes: LogicalAxes) -> list[Kept]:
+    """The arrays beside a parameter of this shape and these axes; scalars are left out."""
+    like = Kept(shape, axes)
     match config:
-        case AdamW():
-            return [(shape, axes), (shape, axes)]
-        case Lion():
-            return [(shape, axes)]
+        case Sgd():
+            return []
+        case Momentum() | Nesterov() | Adagrad() | RmsProp() | Lion():
+            return [like]
+        case Adam() | AdamW() | Nadam():
+            return [like, like]
+        case AmsGrad():
+            return [like, like, like]
+        case AdamW8bit():
+            found = blocks(shape, axes, config.block)
+            if found is None:
+                return [like, like]
+            dim, size = found
+            scales = Kept(
+                tuple(n // size if d == dim else n for d, n in enumerate(shape)),
+                tuple(None if d == dim else axis for d, axis in enumerate(axes)),
+                "scales",
+                4,
+            )
+            return 2 * [Kept(shape, axes, "codes", 1), scales]
         case Muon():
-            return [(shape, axes)] if inputs(axes) else [(shape, axes), (shape, axes)]
+            return [like] if inputs(axes) else [like, like]
         case Adafactor():
             pair = factored_dims(shape, axes, config.factor_from)
-            return [(shape, axes)] if pair is None else [_without(shape, axes, d) for d in pair]
+            if pair is None:
+                return [like]
+            first, last = pair
+            return [_without(like, last, "row"), _without(like, first, "col")]
 
 
 def factored_dims(
@@ -33,6 +77,21 @@ def factored_dims(
     return first, last
 
 
+def blocks(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], longest: int
+) -> tuple[int, int] | None:
+    """The dimension along which a matrix of a block is cut into stretches, and their length; None for other leaves.
+
+    It is the largest that fsdp does not split; the length is its largest divisor up to `longest`.
+    """
+    if not inputs(axes):
+        return None
+    whole = [d for d, axis in enumerate(axes) if axis not in (*STACKED, "embed")]
+    dim = max(whole, key=lambda d: shape[d])
+    sizes = range(1, min(longest, shape[dim]) + 1)
+    return dim, max(size for size in sizes if shape[dim] % size == 0)
+
+
 def inputs(axes: tuple[str | None, ...]) -> tuple[int, ...]:
     """The input dimensions of a leaf that is a matrix of a block; none for other leaves.
 
@@ -45,6 +104,6 @@ def inputs(axes: tuple[str | None, ...]) -> tuple[int, ...]:
     return (stream,) if stream == own[0] else tuple(dim for dim in own if dim != stream)
 
 
-def _without(shape: tuple[int, ...], axes: LogicalAxes, gone: int) -> Placed:
-    kept = [d for d in range(len(shape)) if d != gone]
-    return tuple(shape[d] for d in kept), tuple(axes[d] for d in kept)
+def _without(whole: Kept, gone: int, part: str) -> Kept:
+    kept = [d for d in range(len(whole.shape)) if d != gone]
+    return Kept(tuple(whole.shape[d] for d in kept), tuple(whole.axes[d] for d in kept), part)

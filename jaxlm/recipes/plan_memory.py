@@ -29,11 +29,10 @@ def held_bytes(run: Run, decoder: Decoder, sizes: Sizes) -> dict[str, float]:
         "parameters": sum(_part(each, sizes, is_split=zero == 3) for each in found) * item,
         "gradients": sum(_part(each, sizes, is_split=zero >= 2) for each in found)
         * ITEM_BYTES[run.precision.reduce],
-        "optimizer": item
-        * sum(
-            _size(shape, axes, sizes)
+        "optimizer": sum(
+            _size(kept.shape, kept.axes, sizes) * (kept.item_bytes or item)
             for each in found
-            for shape, axes in moments(run.optim, each.shape, each.axes)
+            for kept in moments(run.optim, each.shape, each.axes)
         )
         * (0 if "optimizer" in run.train.offload else 1),
     }

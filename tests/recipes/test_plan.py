@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import typing
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +17,7 @@ from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.monitor import cpu
 from jaxlm.monitor.chips import machine
+from jaxlm.optim.config import Optimizer
 from jaxlm.parallel import mesh
 from jaxlm.recipes import assembly, plan, plan_fit, plan_memory, stepping, topology
 from jaxlm.recipes.config import Run
@@ -69,6 +71,10 @@ def planned(run, devices=1):
             4,
         ),
         ({"train.offload": "('optimizer',)"}, 1),
+        *(
+            ({"mesh.fsdp": "2", "mesh.tensor": "2", "mesh.zero": "1", "optim.name": arm().name}, 4)
+            for arm in typing.get_args(Optimizer)
+        ),
     ],
 )
 def test_the_bytes_of_the_state_are_those_of_the_live_layout(settings, devices):

@@ -1,0 +1,210 @@
+"""Every arm of the union `Optimizer`: its update again, in float64 numpy, and what it keeps. One table for all suites."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlm.core import tree
+from jaxlm.optim.config import (
+    Adafactor,
+    Adagrad,
+    Adam,
+    AdamW,
+    AdamW8bit,
+    AmsGrad,
+    Lion,
+    Momentum,
+    Muon,
+    Nadam,
+    Nesterov,
+    Optimizer,
+    RmsProp,
+    Sgd,
+)
+
+AXES = {
+    "embedding": {"table": ("vocab", "embed")},
+    "norm": {"scale": ("embed",)},
+    "stack": {
+        "out": {"weight": ("layers", "heads", "head_dim", "embed")},
+        "query": {
+            "weight": ("layers", "embed", "heads", "head_dim"),
+            "bias": ("layers", "heads", "head_dim"),
+        },
+        "up": {"weight": ("layers", "embed", "mlp")},
+    },
+}
+SIZES = {"vocab": 6, "embed": 4, "layers": 3, "heads": 2, "head_dim": 2, "mlp": 6}
+INPUTS = {"stack/out/weight": 4, "stack/query/weight": 4, "stack/up/weight": 4}  # of the matrices
+# Where adamw8bit cuts a layer of them into blocks of up to three: which dimension, and how long.
+BLOCKS = {"stack/out/weight": (0, 2), "stack/query/weight": (1, 2), "stack/up/weight": (1, 3)}
+PATHS = list(tree.leaves(AXES, is_leaf=lambda node: isinstance(node, tuple)))
+
+
+@dataclasses.dataclass
+class Leaf:
+    """One layer of a parameter, and what its reference remembers of it, from step to step."""
+
+    path: str
+    layer: int
+    value: np.ndarray
+    seen: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_matrix(self) -> bool:
+        return self.path in INPUTS
+
+    def mean(self, name: str, decay: float, new: np.ndarray) -> np.ndarray:
+        """The running mean of this name, with one more value."""
+        self.seen[name] = decay * self.seen.get(name, 0.0) + (1 - decay) * new
+        return self.seen[name]
+
+
+Direction = Callable[[Any, Leaf, np.ndarray, int], np.ndarray]
+
+
+def sgd(c, leaf, g, t):
+    return g
+
+
+def momentum(c, leaf, g, t):
+    leaf.seen["m"] = c.momentum * leaf.seen.get("m", 0.0) + g
+    return leaf.seen["m"]
+
+
+def nesterov(c, leaf, g, t):
+    return g + c.momentum * momentum(c, leaf, g, t)
+
+
+def adagrad(c, leaf, g, t):
+    leaf.seen["sum"] = leaf.seen.get("sum", c.initial) + g * g
+    return g / np.sqrt(leaf.seen["sum"])
+
+
+def rmsprop(c, leaf, g, t):
+    return g / (np.sqrt(leaf.mean("v", c.decay, g * g)) + c.eps)
+
+
+def adam(c, leaf, g, t):
+    m, v = leaf.mean("m", c.b1, g), leaf.mean("v", c.b2, g * g)
+    return m / (1 - c.b1**t) / (np.sqrt(v / (1 - c.b2**t)) + c.eps)
+
+
+def nadam(c, leaf, g, t):
+    m, v = leaf.mean("m", c.b1, g), leaf.mean("v", c.b2, g * g)
+    ahead = c.b1 * m / (1 - c.b1 ** (t + 1)) + (1 - c.b1) * g / (1 - c.b1**t)
+    return ahead / (np.sqrt(v / (1 - c.b2**t)) + c.eps)
+
+
+def amsgrad(c, leaf, g, t):
+    m, v = leaf.mean("m", c.b1, g), leaf.mean("v", c.b2, g * g)
+    leaf.seen["most"] = np.maximum(leaf.seen.get("most", 0.0), v / (1 - c.b2**t))
+    return m / (1 - c.b1**t) / (np.sqrt(leaf.seen["most"]) + c.eps)
+
+
+def adamw8bit(c, leaf, g, t):
+    if not leaf.is_matrix:
+        return adam(c, leaf, g, t)
+    m, v = leaf.mean("m", c.b1, g), leaf.mean("v", c.b2, g * g)
+    # The same random halves of 32 bits: by the update's number, then by the leaf's.
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), t), PATHS.index(leaf.path))
+    bits = np.asarray(jax.random.bits(key, (SIZES["layers"], *g.shape), jnp.uint32))[leaf.layer]
+    dim, size = BLOCKS[leaf.path]
+    leaf.seen["m"] = rounded(m, (np.arange(128) / 127) ** 3, dim, size, bits % 2**16 / 2**16)
+    leaf.seen["v"] = rounded(v, (np.arange(256) / 255) ** 4, dim, size, bits // 2**16 / 2**16)
+    leaf.seen["v"] = np.maximum(leaf.seen["v"], (v > 0) * largest(v, dim, size) / 255**4)
+    return m / (1 - c.b1**t) / (np.sqrt(v / (1 - c.b2**t)) + c.eps)
+
+
+def largest(x, dim, size):
+    """The largest |x| of the block of each number."""
+    parts = np.split(np.abs(x), x.shape[dim] // size, axis=dim)
+    return np.concatenate(
+        [np.broadcast_to(part.max(dim, keepdims=True), part.shape) for part in parts], axis=dim
+    )
+
+
+def rounded(x, book, dim, size, noise):
+    """Each number as an entry of the book times the largest of its block: one of the two around it, by the noise."""
+    scale = largest(x, dim, size)
+    share = np.abs(x) / scale
+    low = np.clip(np.searchsorted(book, share, side="right") - 1, 0, len(book) - 2)
+    up = noise < (share - book[low]) / (book[low + 1] - book[low])
+    return np.sign(x) * book[low + up] * scale
+
+
+def lion(c, leaf, g, t):
+    u = np.sign(c.b1 * leaf.seen.get("m", 0.0) + (1 - c.b1) * g)
+    leaf.mean("m", c.b2, g)
+    return u
+
+
+def adafactor(c, leaf, g, t):
+    beta, square = 1 - t**-c.exponent, g * g + c.eps
+    large = np.sort(g.shape)[-2:]
+    if len(large) == 2 and large[0] >= c.factor_from:
+        # The two largest dimensions, the later of equal ones; means over each.
+        first, last = sorted(sorted(range(g.ndim), key=lambda d: (g.shape[d], d))[-2:])
+        row = leaf.mean("row", beta, square.sum(last, keepdims=True))
+        col = leaf.mean("col", beta, square.sum(first, keepdims=True))
+        second = row * col / row.sum(first, keepdims=True)
+    else:
+        second = leaf.mean("v", beta, square)
+    u = g / np.sqrt(second)
+    u = u / max(1, np.sqrt((u * u).mean()) / c.clip_update)
+    return u * max(c.smallest_scale, np.sqrt((leaf.value**2).mean()))
+
+
+def muon(c, leaf, g, t):
+    if not leaf.is_matrix:
+        return c.adam_lr / c.lr * adam(c, leaf, g, t)
+    m = leaf.mean("m", c.momentum, g)
+    ahead = (c.momentum * m + (1 - c.momentum) * g).reshape(INPUTS[leaf.path], -1)
+    ins, outs = ahead.shape
+    return (orthogonal(ahead, c.newton_schulz_steps) * max(1, outs / ins) ** 0.5).reshape(g.shape)
+
+
+def orthogonal(x, steps):
+    a, b, c = 3.4445, -4.7750, 2.0315
+    flip = x.shape[0] > x.shape[1]
+    y = (x.T if flip else x) / (np.linalg.norm(x) + 1e-7)
+    for _ in range(steps):
+        gram = y @ y.T
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return y.T if flip else y
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A config to try, its update in float64, the bytes it keeps for a float32 of a large matrix, and how near it comes."""
+
+    config: Optimizer
+    direction: Direction
+    matrix_bytes: float
+    rtol: float = 2e-5
+    atol: float = 2e-6
+
+
+ARMS = {
+    AdamW: Arm(AdamW(weight_decay=0.3), adam, 8),
+    Sgd: Arm(Sgd(weight_decay=0.3), sgd, 0),
+    Momentum: Arm(Momentum(weight_decay=0.3), momentum, 4),
+    Nesterov: Arm(Nesterov(weight_decay=0.3), nesterov, 4),
+    Adagrad: Arm(Adagrad(initial=0.1, weight_decay=0.3), adagrad, 4),
+    RmsProp: Arm(RmsProp(weight_decay=0.3), rmsprop, 4),
+    Adam: Arm(Adam(), adam, 8),
+    Nadam: Arm(Nadam(weight_decay=0.3), nadam, 8),
+    AmsGrad: Arm(AmsGrad(weight_decay=0.3), amsgrad, 12),
+    AdamW8bit: Arm(AdamW8bit(block=3, weight_decay=0.3), adamw8bit, 2 + 8 / 256),
+    Lion: Arm(Lion(weight_decay=0.3), lion, 4),
+    Adafactor: Arm(
+        Adafactor(factor_from=4, weight_decay=0.3), adafactor, 4 / 512 + 4 / 2048, 2e-4, 2e-5
+    ),
+    Muon: Arm(
+        Muon(newton_schulz_dtype="float32", adam_lr=0.005, weight_decay=0.3), muon, 4, 2e-3, 2e-4
+    ),
+}
