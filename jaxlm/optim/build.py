@@ -1,5 +1,6 @@
 """An optimizer from its config, and how its state is laid out."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import optax
 from jax import Array
 
 from jaxlm.core import tree
-from jaxlm.optim import groups
+from jaxlm.optim import groups, schedule_free
 from jaxlm.optim.adafactor import scale_by_adafactor
 from jaxlm.optim.adam_8bit import scale_by_adam_8bit
 from jaxlm.optim.config import (
@@ -18,6 +19,7 @@ from jaxlm.optim.config import (
     AdamW,
     AdamW8bit,
     AmsGrad,
+    Directed,
     Lion,
     Momentum,
     Muon,
@@ -25,11 +27,14 @@ from jaxlm.optim.config import (
     Nesterov,
     Optimizer,
     RmsProp,
+    ScheduleFree,
     Sgd,
+    Soap,
 )
 from jaxlm.optim.moments import moments
 from jaxlm.optim.muon import scale_by_muon
 from jaxlm.optim.schedules import LearningRate
+from jaxlm.optim.soap import scale_by_soap
 
 
 def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.GradientTransformation:
@@ -43,6 +48,8 @@ def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.Gradien
     schedule, for every arm (optax.adafactor's does not follow it). `axes` is the parameters' tree of logical axis
     names, tuples as leaves.
 
+    Schedule-free descends by an average of its own (`schedule_free.descend`).
+
     Raises:
       ConfigError: where a group pattern matches no parameter or shares one.
 
@@ -53,12 +60,22 @@ def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.Gradien
         parts.append(optax.clip(config.clip_value))
     if config.clip_norm is not None:
         parts.append(_clip_norm(config.clip_norm))
-    parts.append(_scaling(config, axes))
-    parts.append(_descend(schedule, config.weight_decay, groups.assign(config, axes)))
+    plan = groups.assign(config, axes)
+    if isinstance(config, ScheduleFree):
+        parts.append(schedule_free.descend(config, schedule, plan))
+    else:
+        parts += [_scaling(config, axes), _descend(schedule, config.weight_decay, plan)]
     return _balanced(optax.chain(*parts), axes)
 
 
-def _scaling(config: Optimizer, axes: Any) -> optax.GradientTransformation:
+def ahead(config: Optimizer, axes: Any) -> Callable[[Any, Any], Any] | None:
+    """Where the gradient is taken, by the parameters and the optimizer's state; None where at the parameters."""
+    if not isinstance(config, ScheduleFree):
+        return None
+    return lambda params, state: schedule_free.ahead(config, params, state[-1], axes)
+
+
+def _scaling(config: Directed, axes: Any) -> optax.GradientTransformation:
     """From the clipped gradient g to the direction u.
 
     With m and v the running means of g and g^2, and m' = m / (1 - b1^t), v' = v / (1 - b2^t):
@@ -73,7 +90,8 @@ def _scaling(config: Optimizer, axes: Any) -> optax.GradientTransformation:
         amsgrad    m' / (sqrt(max of v' so far) + eps)
         lion       sign(b1 M + (1 - b1) g), with M = b2 M + (1 - b2) g
 
-    Bytes of state for a number of float32: 0 for sgd; 8 for adam, adamw and nadam; 12 for amsgrad; 4 for the others.
+    Bytes of state for a number of float32: 0 for sgd; 8 for adam, adamw and nadam; 12 for amsgrad; 4 for the others. What has
+    a file of its own says there what it does and keeps.
 
     Source: Polyak 1964 (momentum); Sutskever et al. 2013, section 2 (nesterov, in PyTorch's variables); Duchi et al.
     2011, JMLR 12, figure 1, whose delta is `initial`, in the root as in Optax; Tieleman and Hinton 2012, lecture 6.5
@@ -104,6 +122,8 @@ def _scaling(config: Optimizer, axes: Any) -> optax.GradientTransformation:
             return scale_by_adafactor(config, axes)
         case Muon():
             return scale_by_muon(config, axes)
+        case Soap():
+            return scale_by_soap(config, axes)
 
 
 def _balanced(inner: optax.GradientTransformation, axes: Any) -> optax.GradientTransformation:

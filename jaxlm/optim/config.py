@@ -161,6 +161,23 @@ class AdamW8bit(Groups):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleFree(Groups):
+    """AdamW whose parameters are the average of its iterates; goes with a constant schedule."""
+
+    name: Literal["schedule_free"] = "schedule_free"
+    lr: float = setting(1e-3, LR, above=0)
+    b1: float = setting(
+        0.9,
+        "how near to the average the gradient is taken; 0 is at the last iterate",
+        low=0,
+        high=1,
+    )
+    b2: float = setting(0.99, SECOND, low=0, below=1)
+    eps: float = setting(1e-8, EPS, above=0)
+    weight_decay: float = setting(0.1, DECAY, low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lion(Groups):
     """The sign of an interpolated momentum."""
 
@@ -213,7 +230,24 @@ class Muon(Groups):
     weight_decay: float = setting(0.0, DECAY, low=0)
 
 
-Optimizer = (
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Soap(Groups):
+    """Adam in the eigenbasis of Shampoo's matrices, for the matrices of the blocks; Adam for the rest."""
+
+    name: Literal["soap"] = "soap"
+    lr: float = setting(3e-3, LR, above=0)
+    b1: float = setting(0.95, FIRST, low=0, below=1)
+    b2: float = setting(
+        0.95, "decay of the running means of squares, and of Shampoo's matrices", low=0, below=1
+    )
+    eps: float = setting(1e-8, EPS, above=0)
+    every: int = setting(10, "updates from one turn of the bases to the next", low=1)
+    longest: int = setting(10_000, "longest side of a matrix that is given a basis", low=1)
+    weight_decay: float = setting(0.01, DECAY, low=0)
+
+
+# Those that give a direction, which is then scaled by the learning rate.
+Directed = (
     AdamW
     | Sgd
     | Momentum
@@ -227,7 +261,9 @@ Optimizer = (
     | Lion
     | Adafactor
     | Muon
+    | Soap
 )
+Optimizer = Directed | ScheduleFree
 
 
 def _is_factor(text: str) -> bool:

@@ -1,5 +1,6 @@
 """What an optimizer keeps for a parameter, by its shape and logical axes. Free of JAX."""
 
+import math
 from typing import NamedTuple
 
 from jaxlm.optim.config import (
@@ -16,7 +17,9 @@ from jaxlm.optim.config import (
     Nesterov,
     Optimizer,
     RmsProp,
+    ScheduleFree,
     Sgd,
+    Soap,
 )
 from jaxlm.parallel.logical import STACKED, LogicalAxes
 
@@ -38,7 +41,7 @@ def moments(config: Optimizer, shape: tuple[int, ...], axes: LogicalAxes) -> lis
             return []
         case Momentum() | Nesterov() | Adagrad() | RmsProp() | Lion():
             return [like]
-        case Adam() | AdamW() | Nadam():
+        case Adam() | AdamW() | Nadam() | ScheduleFree():
             return [like, like]
         case AmsGrad():
             return [like, like, like]
@@ -56,6 +59,18 @@ def moments(config: Optimizer, shape: tuple[int, ...], axes: LogicalAxes) -> lis
             return 2 * [Kept(shape, axes, "codes", 1), scales]
         case Muon():
             return [like] if inputs(axes) else [like, like]
+        case Soap():
+            matrix = sides(shape, axes)
+            if matrix is None:
+                return [like, like]
+            layers, *sizes = matrix
+            squares = [
+                Kept((*layers, n, n), (*axes[: len(layers)], "basis", None), part, 4)
+                for side, n in zip(("left", "right"), sizes, strict=True)
+                for part in (side, f"{side}_basis")
+                if n <= config.longest
+            ]
+            return [like, like, *squares]
         case Adafactor():
             pair = factored_dims(shape, axes, config.factor_from)
             if pair is None:
@@ -102,6 +117,17 @@ def inputs(axes: tuple[str | None, ...]) -> tuple[int, ...]:
         return ()
     stream = axes.index("embed")
     return (stream,) if stream == own[0] else tuple(dim for dim in own if dim != stream)
+
+
+def sides(
+    shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> tuple[tuple[int, ...], int, int] | None:
+    """Of a leaf that is a matrix of a block: its stacked dimensions, inputs and outputs; None for other leaves."""
+    if not inputs(axes):
+        return None
+    stacked = sum(axis in STACKED for axis in axes)
+    ins = math.prod(shape[dim] for dim in inputs(axes))
+    return shape[:stacked], ins, math.prod(shape[stacked:]) // ins
 
 
 def _without(whole: Kept, gone: int, part: str) -> Kept:

@@ -26,6 +26,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "mlp": "tensor",
     "head_dim": None,
     "positions": None,
+    "basis": "fsdp",  # rows of the square matrices that an optimizer keeps for a side of a matrix
 }
 
 LAYERS = ("layers", "prefix")  # axes along which layers are stacked

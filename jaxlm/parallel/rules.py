@@ -74,11 +74,10 @@ def _misfit(
         lines.setdefault(
             (name, size, parts), f"{name} = {size} does not divide by {parts} (for example {path})"
         )
-    sizes = {
-        (name, size)
-        for leaf, names in zip(jax.tree.leaves(abstract), _axis_tuples(axes), strict=True)
-        for name, size in zip(names, leaf.shape, strict=True)
-    }
+    named = jax.tree.map(
+        lambda leaf, names: frozenset(zip(names, leaf.shape, strict=True)), abstract, axes
+    )
+    sizes = frozenset[tuple[str | None, int]]().union(*jax.tree.leaves(named))
     fits = [
         fit
         for fit in nearest(dict(mesh.shape), mesh.size)
@@ -90,7 +89,3 @@ def _misfit(
         why="\n".join(list(lines.values())[:3]),
         fix="\n".join(flags(fit, mesh.shape) for fit in fits[:2]),
     )
-
-
-def _axis_tuples(axes: Any) -> list[LogicalAxes]:
-    return jax.tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))

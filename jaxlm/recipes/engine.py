@@ -50,6 +50,7 @@ class Engine:
             tokens_per_step=run.tokens_per_step,
         )
         self.optimizer = optimizers.build(run.optim, schedule, blueprint.axes)
+        self._ahead = optimizers.ahead(run.optim, blueprint.axes)
         step = steps.build(
             functools.partial(_loss, model.trained.merge, run.loss),
             self.optimizer,
@@ -62,6 +63,7 @@ class Engine:
             # A pipeline deals the batch out itself.
             microbatches=run.train.microbatches if blueprint.schedule is None else 1,
             is_measured=_is_logged(run),
+            ahead=self._ahead,
         )
         if run.train.offload:
             step = functools.partial(_fetching, step, self._shardings(is_fetched=True))
@@ -84,6 +86,10 @@ class Engine:
     def fresh(self) -> TrainState:
         """The state before the first update, on the mesh from birth."""
         return jax.jit(self.traced, out_shardings=self._shardings())()
+
+    def seen(self, state: TrainState) -> Any:
+        """The parameters at which the next step takes its gradient."""
+        return self._ahead(state.params, state.opt_state) if self._ahead else state.params
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for a restore."""

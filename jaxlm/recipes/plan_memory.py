@@ -10,6 +10,7 @@ from jaxlm.models.activations import Share
 from jaxlm.models.config import Decoder
 from jaxlm.models.tensors import Tensor, tensors
 from jaxlm.ops.kernels import BLOCK
+from jaxlm.optim.config import ScheduleFree
 from jaxlm.optim.moments import moments
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import LogicalAxes, Sizes
@@ -109,6 +110,8 @@ def temporary_bytes(
         "logits": LOOSE * logits,
         "accumulators": sums,
         "gathered": gathered,
+        # Where the gradient is taken, if not at the parameters.
+        "ahead": held["parameters"] if isinstance(run.optim, ScheduleFree) else 0.0,
     }
 
 

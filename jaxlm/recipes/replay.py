@@ -101,7 +101,7 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
         for _ in range(start + 1, step):
             state, _ = engine.step(state, next(batches))
         batch = next(batches)
-        rows = _rows(engine, state.params, batch)
+        rows = _rows(engine, engine.seen(state), batch)
         values, layers = _measured(engine, state, batch)
         found = forensics.evidence(engine, step, values, layers, rewinds.skips)
     logged = _logged(workdir, found, is_newest=known == every)

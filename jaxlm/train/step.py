@@ -34,13 +34,15 @@ def build(
     layout: Any = None,
     microbatches: int = 1,
     is_measured: Callable[[Array], Array] | None = None,
+    ahead: Callable[[Any, Any], Any] | None = None,
 ) -> Step:
     """The function (state, batch) -> (state, metrics), to be jitted once with its state donated.
 
     `loss(params, batch, key)` is a sum and a weight. Sums and their gradients are added over the micro-batches and
     divided once by the weight of the whole batch, so k micro-batches give the gradient of one batch however
     unevenly their tokens weigh. `key` is the root of the step's random numbers. `layout` is the sharding of each gradient,
-    which the sums over micro-batches have too; None leaves it to the compiler.
+    which the sums over micro-batches have too; None leaves it to the compiler. The gradient is taken at the parameters,
+    or where `ahead(params, opt_state)` says.
 
     The guard decides whether the update is applied; where not, parameters and optimizer stay as they are, bit for bit,
     and only the step's number and the guard's counters move. The learning rate follows the applied updates.
@@ -87,7 +89,8 @@ def build(
 
     def step(state: TrainState, batch: Tokens) -> tuple[TrainState, Metrics]:
         scale = state.guard.scale
-        grads, part = summed(state.params, batch, jax.random.fold_in(key, state.step), scale.factor)
+        at = state.params if ahead is None else ahead(state.params, state.opt_state)
+        grads, part = summed(at, batch, jax.random.fold_in(key, state.step), scale.factor)
         inverse = 1.0 / jnp.maximum(part.objective.weight, 1.0)
         if is_scaled:
             unscale = batch.tokens.size / microbatches / scale.factor

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from jaxlm.checkpoint.store import TORN, Store
 from jaxlm.cli.main import main
 from jaxlm.core import faults
 from jaxlm.data.loader import Loader
+from jaxlm.optim.config import Optimizer
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
@@ -405,3 +407,14 @@ def test_a_store_opened_twice_by_its_owner_reads_the_same(tmp_path, unbroken):
     )
     assert json.loads((unbroken / "exit.json").read_text())["step"] == 12
     assert os.stat(unbroken / "lock").st_mode & 0o777 == 0o600
+
+
+@SLOW
+@pytest.mark.parametrize("arm", typing.get_args(Optimizer), ids=lambda arm: arm().name)
+def test_a_run_of_any_optimizer_goes_on_as_if_it_had_not_stopped(arm, config, tmp_path):
+    flags = (f"--config.optim.name={arm().name}", f"--config.optim.lr={arm().lr}")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main(harness.words(config, whole, *flags)) == 0
+    assert main(harness.words(config, cut, *flags, "--stop_at=5")) == 0
+    assert main(harness.words(config, cut, *flags)) == 0
+    assert is_same(cut, whole)

@@ -23,7 +23,9 @@ from jaxlm.optim.config import (
     Nesterov,
     Optimizer,
     RmsProp,
+    ScheduleFree,
     Sgd,
+    Soap,
 )
 
 AXES = {
@@ -53,6 +55,11 @@ class Leaf:
     layer: int
     value: np.ndarray
     seen: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def decays(self) -> bool:
+        """Whether it is a matrix or a table."""
+        return self.path.endswith(("weight", "table"))
 
     @property
     def is_matrix(self) -> bool:
@@ -137,6 +144,19 @@ def rounded(x, book, dim, size, noise):
     return np.sign(x) * book[low + up] * scale
 
 
+def schedule_free(c, leaf, g, t):
+    rate, x, z = 0.01 / t, leaf.value, leaf.seen.get("z", leaf.value)
+    y = c.b1 * x + (1 - c.b1) * z
+    v = leaf.mean("v", c.b2, g * g)
+    decay = c.weight_decay if leaf.decays else 0.0
+    size = rate * np.sqrt(1 - c.b2**t)
+    leaf.seen["z"] = z = z - size * (g / (np.sqrt(v) + c.eps) + decay * y)
+    leaf.seen["sum"] = leaf.seen.get("sum", 0.0) + size**2
+    share = size**2 / leaf.seen["sum"]
+    # As a direction, of which the suite takes `rate` times, with the decay that it adds.
+    return (x - ((1 - share) * x + share * z)) / rate - decay * x
+
+
 def lion(c, leaf, g, t):
     u = np.sign(c.b1 * leaf.seen.get("m", 0.0) + (1 - c.b1) * g)
     leaf.mean("m", c.b2, g)
@@ -166,6 +186,27 @@ def muon(c, leaf, g, t):
     ahead = (c.momentum * m + (1 - c.momentum) * g).reshape(INPUTS[leaf.path], -1)
     ins, outs = ahead.shape
     return (orthogonal(ahead, c.newton_schulz_steps) * max(1, outs / ins) ** 0.5).reshape(g.shape)
+
+
+def soap(c, leaf, g, t):
+    if not leaf.is_matrix:
+        return adam(c, leaf, g, t)
+    x, seen = g.reshape(INPUTS[leaf.path], -1), leaf.seen
+    squares = [x @ x.T, x.T @ x]
+    bases = seen.get("bases", [np.eye(len(square)) for square in squares])
+    u = np.zeros(x.shape)
+    if t > 1:
+        m = leaf.mean("m", c.b1, x) / (1 - c.b1 ** (t - 1))
+        v = leaf.mean("v", c.b2, (bases[0].T @ x @ bases[1]) ** 2) / (1 - c.b2 ** (t - 1))
+        u = bases[0] @ (bases[0].T @ m @ bases[1] / (np.sqrt(v) + c.eps)) @ bases[1].T
+    for side, square in enumerate(squares):
+        mean = leaf.mean(f"square {side}", c.b2, square)
+        if len(square) <= c.longest and t == 1:
+            bases[side] = np.linalg.eigh(mean)[1][:, ::-1]
+        elif len(square) <= c.longest and (t - 1) % c.every == 0:
+            bases[side] = np.linalg.qr(mean @ bases[side])[0]
+    seen["bases"] = bases
+    return u.reshape(g.shape)
 
 
 def orthogonal(x, steps):
@@ -200,11 +241,16 @@ ARMS = {
     Nadam: Arm(Nadam(weight_decay=0.3), nadam, 8),
     AmsGrad: Arm(AmsGrad(weight_decay=0.3), amsgrad, 12),
     AdamW8bit: Arm(AdamW8bit(block=3, weight_decay=0.3), adamw8bit, 2 + 8 / 256),
+    ScheduleFree: Arm(ScheduleFree(weight_decay=5.0), schedule_free, 8),
     Lion: Arm(Lion(weight_decay=0.3), lion, 4),
     Adafactor: Arm(
         Adafactor(factor_from=4, weight_decay=0.3), adafactor, 4 / 512 + 4 / 2048, 2e-4, 2e-5
     ),
     Muon: Arm(
         Muon(newton_schulz_dtype="float32", adam_lr=0.005, weight_decay=0.3), muon, 4, 2e-3, 2e-4
+    ),
+    # Of a side that is longer than the other by two, the first gradient leaves part of the basis open.
+    Soap: Arm(
+        Soap(longest=4, weight_decay=0.3), soap, 8 + 8 * (512 / 2048 + 2048 / 512), 2e-3, 2e-4
     ),
 }

@@ -14,7 +14,6 @@ from tests.optim.arms import ARMS, AXES, SIZES, Leaf
 
 EVERY_ARM = pytest.mark.parametrize("arm", typing.get_args(Optimizer), ids=lambda arm: arm().name)
 NAMES = tree.leaves(AXES, is_leaf=lambda node: isinstance(node, tuple))
-DECAYED = {"embedding/table", *(path for path in NAMES if path.endswith("weight"))}
 
 
 def shapes():
@@ -54,7 +53,7 @@ def expected(config, direction, start, grads):
         values = []
         for layer in layers:
             leaf = Leaf(path, layer, start[path][layer].astype(np.float64))
-            decay = config.weight_decay if path in DECAYED else 0.0
+            decay = config.weight_decay if leaf.decays else 0.0
             for t, grad in enumerate(grads, 1):
                 u = direction(config, leaf, grad[path][layer].astype(np.float64), t)
                 leaf.value = leaf.value - 0.01 / t * (u + decay * leaf.value)
@@ -117,7 +116,7 @@ def test_the_state_of_every_arm_has_axes_that_fit_its_shapes(arm):
 
     def check(leaf, axes):
         assert len(leaf.shape) == len(axes)
-        assert all(axis in (None, *SIZES) for axis in axes)
+        assert set(axes) <= {None, "basis", *SIZES}
         assert all(SIZES.get(axis, n) == n for n, axis in zip(leaf.shape, axes, strict=True))
 
     jax.tree.map(check, state, placed)

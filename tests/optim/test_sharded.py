@@ -10,7 +10,9 @@ import pytest
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError
 from jaxlm.optim import build as optim
+from jaxlm.optim.config import Soap
 from jaxlm.parallel import mesh, rules
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.train import state as states
@@ -72,8 +74,18 @@ def test_an_arm_is_the_same_in_parts_and_from_a_checkpoint_on(arm, zero, tmp_pat
     for path, leaf in tree.leaves(ended[1]).items():
         names = tree.leaves(axes, is_leaf=_is_axes)[path]
         assert leaf.sharding.shard_shape(leaf.shape) == tuple(
-            n // 4 if axis == "embed" else n for n, axis in zip(leaf.shape, names, strict=True)
+            n // 4 if axis in ("embed", "basis") else n
+            for n, axis in zip(leaf.shape, names, strict=True)
         ), path
+
+
+def test_a_state_that_cannot_be_split_is_refused_before_anything_is_compiled():
+    grid = mesh.build(MeshConfig(data=1, fsdp=4), jax.devices()[:4])
+    optimizer = optim.build(Soap(), schedule, AXES)
+    axes = optim.state_axes(Soap(), optimizer, shapes(), AXES)
+    with pytest.raises(ConfigError, match="basis = 6 does not divide by 4") as caught:
+        rules.shardings(grid, axes, jax.eval_shape(optimizer.init, shapes()))
+    assert "--config.mesh.fsdp=" in caught.value.fix
 
 
 def _is_axes(node):

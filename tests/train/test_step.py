@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlm.core import faults, tree
+from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.core.span import Span
@@ -17,10 +18,11 @@ from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.config import LossConfig
+from jaxlm.objectives.loss import Loss
 from jaxlm.objectives.token_nll import token_nll
 from jaxlm.optim import build as optimizers
 from jaxlm.optim import schedules
-from jaxlm.optim.config import AdamW, Optimizer, Sgd
+from jaxlm.optim.config import AdamW, Optimizer, ScheduleFree, Sgd
 from jaxlm.optim.schedule_config import Constant
 from jaxlm.parallel import host, mesh, rules
 from jaxlm.parallel.config import MeshConfig, factorisations
@@ -67,7 +69,8 @@ def pieces(
         family.build(), precision or Precision.float32(), schedule=schedule, remat=remat
     )
     rate = schedules.build(shape or Constant(), lr=1e-2, total=20, tokens_per_step=1)
-    optimizer = optimizers.build(arm(lr=1e-2, **optim), rate, blueprint.axes)
+    config = arm(lr=1e-2, **optim)
+    optimizer = optimizers.build(config, rate, blueprint.axes)
     loss = functools.partial(_loss, blueprint)
     step = steps.build(
         loss,
@@ -78,6 +81,7 @@ def pieces(
         guard=guard,
         layout=layout(blueprint),
         microbatches=microbatches if schedule is None else 1,
+        ahead=optimizers.ahead(config, blueprint.axes),
     )
     return blueprint, optimizer, step
 
@@ -345,6 +349,47 @@ def test_a_skipped_step_leaves_its_norms_by_layer(monkeypatch):
     assert all(norms[path].shape == (2,) for path in stacked)
     bad = [path for path, norm in norms.items() if not np.isfinite(norm).all()]
     assert bad == [next(iter(norms))]
+
+
+def test_schedule_free_takes_its_gradient_ahead_of_the_average_that_are_the_parameters():
+    """(w - 3)^2 of one number, against the published algorithm."""
+    config = ScheduleFree(lr=0.1, weight_decay=0.0, clip_norm=None)
+    axes = {"w": ("embed",)}
+
+    def rate(step):
+        return jnp.float32(0.1)
+
+    def loss(params, batch, key):
+        out = Mean(jnp.square(params["w"] - 3).sum(), jnp.float32(1))
+        return Loss(out, {"loss_nats": out})
+
+    optimizer = optimizers.build(config, rate, axes)
+    step = jax.jit(
+        steps.build(
+            loss,
+            optimizer,
+            rate,
+            key=jax.random.key(0),
+            precision=Precision.float32(),
+            guard=GUARD,
+            ahead=optimizers.ahead(config, axes),
+        )
+    )
+    state = states.fresh({"w": jnp.zeros(1)}, optimizer, GUARD)
+    batch = next(batches(1))
+    x = z = v = weight = 0.0
+    for t in range(1, 31):
+        state, metrics = step(state, batch)
+        y = (1 - config.b1) * z + config.b1 * x
+        assert float(metrics["loss_nats"]) == pytest.approx((y - 3) ** 2, rel=1e-4)
+        g = 2 * (y - 3)
+        v = config.b2 * v + (1 - config.b2) * g * g
+        size = 0.1 * (1 - config.b2**t) ** 0.5
+        z = z - size * g / (v**0.5 + config.eps)
+        weight += size**2
+        x = (1 - size**2 / weight) * x + size**2 / weight * z
+        assert float(state.params["w"][0]) == pytest.approx(x, rel=1e-4)
+    assert x < z, "the average lags behind"
 
 
 @pytest.mark.parametrize("arm", typing.get_args(Optimizer))
