@@ -46,7 +46,7 @@ def run(args: Any, out: Output) -> int:
 
 
 def _peek(args: Any, out: Output) -> int:
-    from jaxlm.data.peek import rendered
+    from jaxlm.data.peek import BOTH_WAYS, rendered
 
     chosen, data = _open(args, out)
     batch = chosen.train.batch
@@ -54,6 +54,8 @@ def _peek(args: Any, out: Output) -> int:
     tokens = data.train.at(args.step, batch=batch, rows=slice(0, rows))
     origins = data.train.origins(args.step, batch=batch)
     answer, lines = [], ["text between \u00ab and \u00bb is trained on"]
+    if tokens.reach is not None:
+        lines.append(f"text between {' and '.join(BOTH_WAYS)} is read both ways")
     for row in range(rows):
         segments = rendered(tokens, data.tokenizer, row)
         sources = [f"{file}, record {record}" for file, record in origins[row]]
@@ -151,13 +153,11 @@ def _check(args: Any, out: Output) -> int:
 
 
 def _open(args: Any, out: Output) -> tuple[Run, Any]:
-    from jaxlm.data import prepare
+    from jaxlm.recipes import reading
 
     chosen = config.load(Run, args.config or args.workdir, args.overrides).value
     with _progress(out) as progress:
-        return chosen, prepare.open_data(
-            chosen.data, seed=chosen.seed, say=out.say, warn=out.say, progress=progress
-        )
+        return chosen, reading.open_data(chosen, say=out.say, warn=out.say, progress=progress)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,9 @@ class Tokens(NamedTuple):
 
     `weights` is 0 where nothing is trained on: padding, prompts, unmasked tokens. `segments` numbers the documents of a
     row from 1, 0 is padding; attention stays inside a segment. `positions` counts from 0 in each segment.
+
+    `reach` is the last slot of the row that each slot sees, where parts are read both ways; None where all is read from
+    left to right.
     """
 
     tokens: Int[Array, "B T"]
@@ -22,3 +25,4 @@ class Tokens(NamedTuple):
     weights: Float[Array, "B T"]
     segments: Int[Array, "B T"]
     positions: Int[Array, "B T"]
+    reach: Int[Array, "B T"] | None = None

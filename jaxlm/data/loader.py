@@ -13,6 +13,7 @@ import numpy as np
 from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.data import damage
 from jaxlm.data.batch import Tokens
+from jaxlm.data.corrupt.rows import Corruption, Key
 from jaxlm.data.joined import AnyShards
 from jaxlm.data.packing import Plan
 from jaxlm.data.shards import Damaged
@@ -32,6 +33,7 @@ class Loader:
 
     Args:
       most_lost: the share of the set's tokens that may weigh nothing because they cannot be read; None ends with the first.
+      corruption: what an objective makes of each row, by the row and its epoch; None leaves rows as they are.
 
     The global batch at a step is a slice of an endless stream of rows: each epoch is all rows, permuted by an O(1)
     function of the seed and the epoch. So the cursor is the step, going to any step costs nothing, and any number of
@@ -45,6 +47,7 @@ class Loader:
     workers: int = 0
     prefetch: int = 8
     most_lost: float | None = None
+    corruption: Corruption | None = None
 
     def batches(
         self,
@@ -100,19 +103,25 @@ class Loader:
 
     def at(self, step: int, *, batch: int, rows: slice) -> Tokens:
         """The given rows of the global batch at `step`."""
+        numbers = range(step * batch + rows.start, step * batch + rows.stop)
         return self._stack(
-            [self._row_at(step * batch + row) for row in range(rows.start, rows.stop)]
+            [Key(self.seed, number // self.plan.rows, self._row_at(number)) for number in numbers]
         )
 
     def evaluation(
         self, *, batch: int, rows: slice | None = None, limit: int | None = None
     ) -> Iterator[Tokens]:
-        """Every row once, in the plan's order, or the first `limit` batches; the last is filled up with rows of weight 0."""
+        """Every row once, in the plan's order, or the first `limit` batches; the last is filled up with rows of weight 0.
+
+        Rows are changed as in the first epoch: the same at each evaluation.
+        """
         total = -(-self.plan.rows // batch)
         rows = rows or slice(0, batch)
         for step in range(total if limit is None else min(limit, total)):
             numbers = range(step * batch + rows.start, step * batch + rows.stop)
-            yield self._stack([n if n < self.plan.rows else None for n in numbers])
+            yield self._stack(
+                [Key(self.seed, 0, n) if n < self.plan.rows else None for n in numbers]
+            )
 
     def origins(self, step: int, *, batch: int) -> list[list[tuple[str, int]]]:
         """For each row of the global batch at `step`, the (file, record) of its documents."""
@@ -154,14 +163,14 @@ class Loader:
                 except Damaged as error:
                     yield piece, error
 
-    def _stack(self, numbers: list[int | None]) -> Tokens:
-        shape = (len(numbers), self.sequence)
+    def _stack(self, keys: list[Key | None]) -> Tokens:
+        shape = (len(keys), self.sequence)
         tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
         weights = np.zeros(shape, np.float32)
-        for row, number in enumerate(numbers):
+        for row, key in enumerate(keys):
             slot = 0
             for segment, (document, start, length) in enumerate(
-                () if number is None else self.plan.pieces(number), 1
+                () if key is None else self.plan.pieces(key.row), 1
             ):
                 here = (row, slice(slot, slot + length))
                 segments[here], positions[here] = segment, np.arange(length)
@@ -173,7 +182,17 @@ class Loader:
                         raise
                 slot += length
         # NumPy until it is placed on devices: the one place where a batch holds anything but JAX arrays.
-        return Tokens(tokens, targets, weights, segments, positions)  # type: ignore[arg-type]
+        batch = Tokens(tokens, targets, weights, segments, positions)  # type: ignore[arg-type]
+        return batch if self.corruption is None else _corrupted(batch, keys, self.corruption)
+
+
+def _corrupted(batch: Tokens, keys: list[Key | None], corruption: Corruption) -> Tokens:
+    """The rows changed, each by its key; those without one are empty."""
+    fields = [each for each in batch if each is not None]
+    rows = [Tokens(*(field[number] for field in fields)) for number in range(len(keys))]
+    changed = [corruption(row, key or Key(0, 0, 0)) for row, key in zip(rows, keys, strict=True)]
+    stacked = Tokens(*map(np.stack, zip(*changed, strict=True)))  # type: ignore[arg-type]
+    return stacked if corruption.both_ways else stacked._replace(reach=None)
 
 
 def _end_with_parent(number: int, count: int) -> None:

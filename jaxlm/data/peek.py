@@ -10,40 +10,59 @@ from jaxlm.data.batch import Tokens
 from jaxlm.data.tokenizer import Tokenizer
 
 MARKS = "\u00ab", "\u00bb"  # around text that is trained on
+BOTH_WAYS = "\u2039", "\u203a"  # around text of which every token sees every other
+
+NONE = "", ""
+
+Item = tuple[int, tuple[str, str]]  # an id, and what stands around it
 
 
 def rendered(
     batch: Tokens, tokenizer: Tokenizer, row: int, marks: tuple[str, str] = MARKS
 ) -> list[str]:
-    """The text of each segment of a row, trained tokens between `marks`.
+    """The text of each segment of a row, trained tokens between `marks`, what is read both ways between others.
 
-    A segment is shown as its first input, which nothing predicts, and then its targets, of which those with a weight
-    above 0 are trained on.
+    Where each token is the target of the one before, a segment is shown as its first input, which nothing predicts, and
+    then its targets, of which those with a weight above 0 are trained on. Elsewhere it is its inputs, each followed by its
+    target if that is trained on.
     """
     segments = batch.segments[row]
-    return [
-        _segment(batch, tokenizer, row, np.flatnonzero(segments == n), marks)
-        for n in range(1, int(segments.max()) + 1)
-    ]
+    found = []
+    for number in range(1, int(segments.max()) + 1):
+        slots = np.flatnonzero(segments == number)
+        tokens, targets, weights = (
+            np.asarray(field[row, slots]) for field in (batch.tokens, batch.targets, batch.weights)
+        )
+        read = [BOTH_WAYS if both else NONE for both in _both_ways(batch, row, slots)]
+        if np.array_equal(tokens[1:], targets[:-1]):
+            ids = [int(tokens[0]), *targets.tolist()]
+            kinds = [
+                marks if weight > 0 else kind
+                for weight, kind in zip(weights, [*read[1:], NONE], strict=True)
+            ]
+            items = list(zip(ids, [read[0], *kinds], strict=True))
+        else:
+            items = []
+            for slot, kind in enumerate(read):
+                items.append((int(tokens[slot]), kind))
+                if weights[slot] > 0:
+                    items.append((int(targets[slot]), marks))
+        found.append("".join(_runs(items, tokenizer)))
+    return found
 
 
-def _segment(
-    batch: Tokens, tokenizer: Tokenizer, row: int, slots: np.ndarray, marks: tuple[str, str]
-) -> str:
-    ids = [int(batch.tokens[row, slots[0]]), *batch.targets[row, slots].tolist()]
-    trained = [False, *(batch.weights[row, slots] > 0).tolist()]
-    opening, closing = marks
-    return "".join(
-        f"{opening}{text}{closing}" if marked else text
-        for marked, text in _runs(ids, trained, tokenizer)
-    )
+def _both_ways(batch: Tokens, row: int, slots: np.ndarray) -> np.ndarray:
+    """Which of these slots see, or are seen by, slots before them."""
+    if batch.reach is None:
+        return np.zeros(len(slots), bool)
+    reach = np.asarray(batch.reach[row, slots])
+    return slots <= max(reach[reach > slots], default=-1)
 
 
-def _runs(ids: list[int], trained: list[bool], tokenizer: Tokenizer) -> Iterator[tuple[bool, str]]:
-    """Neighbouring tokens of the same kind together, so that a character of several tokens is whole."""
-    edges = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1]), len(ids)]
-    for start, stop in itertools.pairwise(edges):
-        yield trained[start], spelt(ids[start:stop], tokenizer)
+def _runs(items: list[Item], tokenizer: Tokenizer) -> Iterator[str]:
+    """Neighbours of one kind together, so that a character of several tokens is whole."""
+    for (opening, closing), run in itertools.groupby(items, key=lambda item: item[1]):
+        yield f"{opening}{spelt([number for number, _ in run], tokenizer)}{closing}"
 
 
 def spelt(ids: list[int], tokenizer: Tokenizer) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError, DataError, JaxlmError
 from jaxlm.data import cache, manifest, packing, parts, tokenizer, train_tokenizer, writer
 from jaxlm.data.config import TOKENIZER_FILES, DataConfig
+from jaxlm.data.corrupt.rows import Corruption, Reading
 from jaxlm.data.documents import Corpus
 from jaxlm.data.joined import AnyShards, open_folders
 from jaxlm.data.loader import Loader
@@ -22,6 +23,7 @@ from jaxlm.data.tokenizer import Tokenizer
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]  # what, bytes of its files read, and of how many
+MakeReading = Callable[[Tokenizer, int], Reading]  # for rows of so many slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,7 @@ def open_data(
     config: DataConfig,
     *,
     seed: int,
+    reading: MakeReading = lambda tokenizer, sequence: Reading(),
     root: Path | None = None,
     say: Say = lambda _: None,
     warn: Say = lambda _: None,
@@ -47,7 +50,7 @@ def open_data(
 ) -> Data:
     """Finds, tokenises and plans what the config names; what was made before comes from the cache under `root`.
 
-    `warn` hears what of the data is not read as it was written, at every opening.
+    `reading` is how the objective reads rows. `warn` hears what of the data is not read as it was written, at every opening.
 
     Raises:
       JaxlmError: where the data is missing, broken, empty, or does not fit the tokenizer.
@@ -55,29 +58,21 @@ def open_data(
     root = cache.default() if root is None else root
     train_part, validation_parts = parts.find(config)
     encoder = _tokenizer(config, train_part, root, say)
+    read = reading(encoder, config.sequence)
 
-    def loader(part: Part, seed: int) -> Loader:
-        opened = _shards(part, encoder, root, say, warn, progress)
-        key = {
-            "shards": opened.manifest.digests,
-            "sequence": config.sequence,
-            "packing": config.packing,
-            "seed": seed,
-        }
-        plan = packing.plan(
-            opened,
-            config.sequence,
-            config.packing,
-            seed,
-            cache.folder(root, "plans", version=packing.VERSION, **key),
-        )
-        return Loader(opened, plan, config.sequence, seed, config.workers, config.prefetch)
+    def shards(part: Part) -> AnyShards:
+        return _shards(part, encoder, root, say, warn, progress)
 
-    train = loader(train_part, seed)
+    train = _loader(shards(train_part), config, root, seed, read.train)
     if config.damaged == "skip":
         train = dataclasses.replace(train, most_lost=config.max_dropped)
     # Runs of any seed are evaluated on the same rows.
-    validation = {part.name: loader(part, 0) for part in validation_parts}
+    opened = {part.name: shards(part) for part in validation_parts}
+    validation = {
+        f"{name}{added}": _loader(held, config, root, 0, corruption)
+        for name, held in opened.items()
+        for added, corruption in read.evaluations.items()
+    }
     fingerprint: dict[str, str | int] = {
         "tokenizer": encoder.digest,
         "sequence": config.sequence,
@@ -85,13 +80,37 @@ def open_data(
         "seed": seed,
         "order": packing.VERSION,
     }
-    for name, part in (("train", train), *((f"validation.{n}", p) for n, p in validation.items())):
-        fingerprint[name] = hashlib.sha256(
-            "".join(part.shards.manifest.digests).encode()
-        ).hexdigest()
-        fingerprint[f"{name}.documents"] = part.shards.documents
-        fingerprint[f"{name}.tokens"] = part.shards.manifest.tokens
+    for name, part in (
+        ("train", train.shards),
+        *((f"validation.{n}", p) for n, p in opened.items()),
+    ):
+        fingerprint[name] = hashlib.sha256("".join(part.manifest.digests).encode()).hexdigest()
+        fingerprint[f"{name}.documents"] = part.documents
+        fingerprint[f"{name}.tokens"] = part.manifest.tokens
     return Data(encoder, train, validation, fingerprint)
+
+
+def _loader(
+    opened: AnyShards, config: DataConfig, root: Path, seed: int, corruption: Corruption | None
+) -> Loader:
+    """The rows of some shards, planned with the room that the corruption needs."""
+    length = config.sequence - (corruption.room if corruption else 0)
+    key = {
+        "shards": opened.manifest.digests,
+        "sequence": length,
+        "packing": config.packing,
+        "seed": seed,
+    }
+    folder = cache.folder(root, "plans", version=packing.VERSION, **key)
+    return Loader(
+        opened,
+        packing.plan(opened, length, config.packing, seed, folder),
+        config.sequence,
+        seed,
+        config.workers,
+        config.prefetch,
+        corruption=corruption,
+    )
 
 
 def open_tokenizer(
@@ -128,16 +147,18 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
     return written
 
 
-def text_loader(corpus: Corpus, encoder: Tokenizer, sequence: int, root: Path, say: Say) -> Loader:
-    """The rows of any text under a given tokenizer, for an evaluation."""
+def text_loaders(
+    corpus: Corpus, encoder: Tokenizer, sequence: int, reading: MakeReading, root: Path, say: Say
+) -> dict[str, Loader]:
+    """The rows of any text under a given tokenizer, for the evaluations of an objective."""
     opened = _shards(
         Part("text", corpus, Selection()), encoder, root, say, say, lambda what, done, total: None
     )
-    key = {"shards": opened.manifest.digests, "sequence": sequence, "packing": "concat", "seed": 0}
-    plan = packing.plan(
-        opened, sequence, "concat", 0, cache.folder(root, "plans", version=packing.VERSION, **key)
-    )
-    return Loader(opened, plan, sequence, 0)
+    config = DataConfig(sequence=sequence)
+    return {
+        f"text{added}": _loader(opened, config, root, 0, corruption)
+        for added, corruption in reading(encoder, sequence).evaluations.items()
+    }
 
 
 def _tokenizer(config: DataConfig, train: Part, root: Path, say: Say) -> Tokenizer:

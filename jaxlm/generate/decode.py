@@ -28,12 +28,13 @@ def build(
     end: int,
     pad: int,
     allowed: Int[Array, "V"] | None = None,
+    both_ways: bool = False,
 ) -> Callable[[Any, Array, Array, Array], Generated]:
     """The function (params, prompts [B, P], lengths [B], key) -> Generated, to be jitted.
 
     Prompts are padded on the right to one length. All rows run until each has drawn `end` or `max_tokens` ids.
     `draw(logits [B, V], key)` picks the next ids; where `allowed` is False an id is never drawn. The cache holds
-    P + max_tokens slots a row.
+    P + max_tokens slots a row. `both_ways` is how prompts are read; what is drawn is read from left to right.
     """
 
     def generate(params: Any, prompts: Array, lengths: Array, key: Array) -> Generated:
@@ -41,7 +42,10 @@ def build(
         rows, longest = prompts.shape
         cache = model.empty_cache(rows, longest + max_tokens)
         positions = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32)[None], prompts.shape)
-        hidden = model(prompts, positions=positions, cache=cache)
+        reach = None
+        if both_ways:
+            reach = jnp.maximum(positions, lengths[:, None] - 1)
+        hidden = model(prompts, positions=positions, reach=reach, cache=cache)
         last = jnp.take_along_axis(hidden.values, (lengths - 1)[:, None, None], axis=1)
         first = pick(model, last, jax.random.fold_in(key, 0))
         ids = jnp.full((rows, max_tokens), pad, jnp.int32).at[:, 0].set(first)

@@ -120,12 +120,14 @@ class Decoder(nnx.Module):
         *,
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"] | None = None,
+        reach: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         key: Array | None = None,
         dealt: int = 1,
     ) -> Hidden:
         """Reads `tokens` from left to right, each segment for itself; after those in `cache`, where there is one.
 
+        With a `reach`, each sees up to that slot of the row, or of the cache, instead of its own.
         `dealt` is the number of devices to which `parallel.context.deal` dealt the tokens of each row, if it did.
         `key` turns dropout on. The cache comes back with these tokens in it; its `length` is the caller's to advance,
         who knows how many of a padded row are real.
@@ -145,9 +147,9 @@ class Decoder(nnx.Module):
             keys[0],
         )
         mask = (
-            masks.causal(tokens.shape[1], segments, parts=dealt)
+            masks.causal(tokens.shape[1], segments, reach, parts=dealt)
             if cache is None
-            else _cache_mask(cache, tokens.shape[1])
+            else _cache_mask(cache, tokens.shape[1], reach)
         )
         layers, start = (None, None) if cache is None else (cache.layers, cache.length)
         written: dict[str, LayerCache] = {}
@@ -194,7 +196,8 @@ class Decoder(nnx.Module):
         return KVCache.empty(shapes, rows, slots, self.precision.compute)
 
 
-def _cache_mask(cache: KVCache, length: int) -> Mask:
-    """Row b's new tokens lie at slots length[b] on, and see every slot up to their own."""
+def _cache_mask(cache: KVCache, length: int, reach: Array | None) -> Mask:
+    """Row b's new tokens lie at slots length[b] on, and see every slot up to their own, or to their reach."""
     query = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    return Mask(query_index=query, key_index=jnp.arange(cache.slots, dtype=jnp.int32)[None])
+    keys = jnp.arange(cache.slots, dtype=jnp.int32)[None]
+    return Mask(query_index=query, key_index=keys, query_reach=reach)

@@ -1,9 +1,14 @@
 """Settings of the objective and of the loss."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Iterator
+from typing import ClassVar, Literal
 
 from jaxlm.core.config import setting
+
+Prompts = Literal[
+    "left to right", "both ways", "none"
+]  # how a model that learnt this reads a prompt to go on from
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,8 +17,147 @@ class Causal:
 
     name: Literal["causal"] = "causal"
 
+    both_ways: ClassVar[bool] = False
+    prompts: ClassVar[Prompts] = "left to right"
 
-Objective = Causal
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """The beginning of each document is read both ways, up to a place that is drawn; the rest is predicted."""
+
+    name: Literal["prefix"] = "prefix"
+
+    both_ways: ClassVar[bool] = True
+    prompts: ClassVar[Prompts] = "both ways"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Masked:
+    """Some tokens are hidden, and predicted where they stood from all others: BERT's masked language modelling."""
+
+    name: Literal["masked"] = "masked"
+    rate: float = setting(0.15, "share of the tokens that are predicted", above=0, below=1)
+    hidden: float = setting(0.8, "share of those that are read as <|mask|>", low=0, high=1)
+    random: float = setting(
+        0.1, "share of those that are read as a random token; the others as they are", low=0, high=1
+    )
+    unit: Literal["token", "word"] = setting(
+        "token", "what is drawn: tokens, or words between white space with all their tokens"
+    )
+    masking: Literal["dynamic", "static"] = setting(
+        "dynamic", "draw anew in every epoch, or the same in all"
+    )
+
+    both_ways: ClassVar[bool] = True
+    prompts: ClassVar[Prompts] = "none"
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """What is hidden and what is random are at most all that is predicted."""
+        if self.hidden + self.random > 1:
+            yield (
+                "random",
+                f"hidden = {self.hidden:g} and random = {self.random:g} of what is predicted are more than all of it",
+                f"--config.objective.random={1 - self.hidden:.3g}",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Span:
+    """Runs of tokens are cut out, and written down after the rest of the text: T5's span corruption, in one row."""
+
+    name: Literal["span"] = "span"
+    rate: float = setting(0.15, "share of the tokens that are cut out", above=0, high=0.8)
+    mean: float = setting(3.0, "mean length of a span", unit="tokens", low=1)
+
+    both_ways: ClassVar[bool] = True
+    prompts: ClassVar[Prompts] = "both ways"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UL2:
+    """Seven denoisers, one drawn for each row: spans short or long, few or many, and the last quarter of a text."""
+
+    name: Literal["ul2"] = "ul2"
+
+    both_ways: ClassVar[bool] = True
+    prompts: ClassVar[Prompts] = "both ways"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FIM:
+    """Some documents are rearranged into prefix, suffix and middle, and all is predicted from left to right."""
+
+    name: Literal["fim"] = "fim"
+    rate: float = setting(0.5, "share of the documents that are rearranged", low=0, high=1)
+    spm: float = setting(
+        0.5,
+        "share of those in the order suffix, prefix, middle; the others have the prefix first",
+        low=0,
+        high=1,
+    )
+    level: Literal["character", "token"] = setting(
+        "character",
+        "where a document may be cut: between characters, its parts encoded anew, or tokens",
+    )
+
+    both_ways: ClassVar[bool] = False
+    prompts: ClassVar[Prompts] = "left to right"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """How often a row is read by each objective, in proportion."""
+
+    causal: float = setting(0.5, "weight of causal", low=0)
+    prefix: float = setting(0.0, "weight of prefix", low=0)
+    masked: float = setting(0.0, "weight of masked", low=0)
+    span: float = setting(0.0, "weight of span", low=0)
+    ul2: float = setting(0.0, "weight of ul2", low=0)
+    fim: float = setting(0.5, "weight of fim", low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Several objectives in one run, one drawn for each row by their weights."""
+
+    name: Literal["mixture"] = "mixture"
+    weights: Weights = setting(Weights(), "how often each is drawn")
+    masked: Masked = setting(Masked(), "masked, where it has a weight")
+    span: Span = setting(Span(), "span, where it has a weight")
+    fim: FIM = setting(FIM(), "fim, where it has a weight")
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether any of them reads parts both ways."""
+        return any(arm.both_ways for arm, _ in self.parts)
+
+    @property
+    def prompts(self) -> Prompts:
+        """From left to right, where that was learnt too."""
+        known = [arm.prompts for arm, _ in self.parts]
+        order: tuple[Prompts, ...] = ("left to right", "both ways", "none")
+        return min(known, key=order.index)
+
+    @property
+    def parts(self) -> tuple[tuple["Simple", float], ...]:
+        """The objectives that have a weight, each with its share."""
+        arms: tuple[Simple, ...] = (Causal(), Prefix(), self.masked, self.span, UL2(), self.fim)
+        weights = [getattr(self.weights, arm.name) for arm in arms]
+        total = sum(weights)
+        return tuple((arm, w / total) for arm, w in zip(arms, weights, strict=True) if w)
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Something has a weight."""
+        if not self.parts:
+            yield (
+                "weights.causal",
+                "no objective has a weight",
+                "--config.objective.weights.causal=1",
+            )
+
+
+Simple = Causal | Prefix | Masked | Span | UL2 | FIM
+Objective = Simple | Mixture
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,12 @@ def score(
     parts = context.ways() if model.config.has_ring else 1
     dealt = context.deal(batch, parts)
     hidden = model(
-        dealt.tokens, positions=dealt.positions, segments=dealt.segments, key=key, dealt=parts
+        dealt.tokens,
+        positions=dealt.positions,
+        segments=dealt.segments,
+        reach=dealt.reach,
+        key=key,
+        dealt=parts,
     )
 
     def of(values: Array, targets: Array) -> TokenScores:

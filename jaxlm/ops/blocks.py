@@ -44,6 +44,7 @@ class Queries(NamedTuple):
     q: Float[Array, "B K G T H"]
     slots: Int[Array, "B 1 1 T"]
     segments: Int[Array, "B 1 1 T"] | None
+    reach: Int[Array, "B 1 1 T"] | None
 
 
 class Keys(NamedTuple):
@@ -104,10 +105,12 @@ class Cut(NamedTuple):
 def operands(
     terms: Terms, query: Array, key: Array, value: Array, asking: Any, held: Any
 ) -> tuple[Queries, Keys]:
-    """Queries by key head and keys by slot, in the compute dtype; `asking` and `held` are (slots, segments) of each."""
+    """Queries by key head and keys by slot, in the compute dtype.
+
+    `asking` is (slots, segments, reach) of the queries, `held` (slots, segments) of the keys.
+    """
     scaled = by_head((query * terms.scale).astype(terms.compute), key)
-    slots, segments = jax.tree.map(lambda x: x[:, None, None], asking)
-    return Queries(scaled, slots, segments), Keys(
+    return Queries(scaled, *jax.tree.map(lambda x: x[:, None, None], asking)), Keys(
         key.astype(terms.compute), value.astype(terms.compute), *held
     )
 
@@ -164,6 +167,7 @@ def _scores(terms: Terms, queries: Queries, keys: Keys) -> tuple[Array, Array | 
         key_index=keys.slots,
         query_segments=None if queries.segments is None else queries.segments[:, 0, 0],
         key_segments=keys.segments,
+        query_reach=None if queries.reach is None else queries.reach[:, 0, 0],
         causal=terms.causal,
         window=terms.window,
     )

@@ -39,8 +39,9 @@ def blockwise(
     """softmax(cap(scale x Q K^T) + mask) V, `block` queries meeting `block` keys at a time.
 
     At most B N block^2 scores exist, forward and backward, which makes them again from the saved normalizers. Blocks that
-    causality or a window hides are left out: half of the products of a causal row. A row that is no multiple of `block` is
-    filled up with slots that nobody sees.
+    causality or a window hides are left out: half of the products of a causal row. Of queries with a reach, each block
+    goes as far as the furthest of them in any row. A row that is no multiple of `block` is filled up with slots that nobody
+    sees.
 
     Raises:
       ValueError: where the mask is not that of whole rows.
@@ -67,21 +68,24 @@ def blockwise(
 
     # No segment has this number, not even padding, which sees itself.
     held = slots, None if segments is None else filled(segments, -1)
-    out = _blockwise(terms, block, *map(filled, (query, key, value)), held)
+    reach = None if mask.query_reach is None else filled(mask.query_reach)
+    if reach is not None:
+        reach = jnp.maximum(reach, slots)  # what fills up the row sees itself
+    out = _blockwise(terms, block, *map(filled, (query, key, value)), (*held, reach))
     return out[:, :length]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _blockwise(
-    terms: Terms, block: int, query: Array, key: Array, value: Array, held: Any
+    terms: Terms, block: int, query: Array, key: Array, value: Array, asking: Any
 ) -> Array:
-    return _forward(terms, block, query, key, value, held)[0]
+    return _forward(terms, block, query, key, value, asking)[0]
 
 
 def _forward(
-    terms: Terms, block: int, query: Array, key: Array, value: Array, held: Any
+    terms: Terms, block: int, query: Array, key: Array, value: Array, asking: Any
 ) -> tuple[Array, Any]:
-    queries, keys = operands(terms, query, key, value, held, held)
+    queries, keys = operands(terms, query, key, value, asking, asking[:2])
     count = query.shape[1] // block
 
     def row(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
@@ -90,17 +94,18 @@ def _forward(
         def meet(j: Array, seen: Softmax) -> Softmax:
             return met(terms, own, Cut(S_AXIS, j * block, block).of(keys), seen)
 
-        seen = lax.fori_loop(*_seen(terms, block, count, i), meet, Softmax.of_none(own))
+        bounds = _seen(terms, block, count, i, own.reach)
+        seen = lax.fori_loop(*bounds, meet, Softmax.of_none(own))
         return None, (seen.out / seen.total[..., None], seen.peak + jnp.log(seen.total))
 
     _, (out, log_normalizer) = lax.scan(row, None, jnp.arange(count))
     out, log_normalizer = by_token(_joined(out), query), _joined(log_normalizer)
-    return out, (query, key, value, held, out, log_normalizer)
+    return out, (query, key, value, asking, out, log_normalizer)
 
 
 def _backward(terms: Terms, block: int, kept: Any, out_grad: Array) -> tuple[Any, ...]:
-    query, key, value, held, out, log_normalizer = kept
-    queries, keys = operands(terms, query, key, value, held, held)
+    query, key, value, asking, out, log_normalizer = kept
+    queries, keys = operands(terms, query, key, value, asking, asking[:2])
     wide = by_head(out_grad.astype(jnp.float32), key)
     mean = (wide * by_head(out.astype(jnp.float32), key)).sum(-1)
     known = Kept(wide.astype(terms.compute), log_normalizer, mean)
@@ -118,7 +123,7 @@ def _backward(terms: Terms, block: int, kept: Any, out_grad: Array) -> tuple[Any
             return q_grad + one, at.into(grads, added)
 
         begun = jnp.zeros(own.q.shape, jnp.float32), grads
-        q_grad, grads = lax.fori_loop(*_seen(terms, block, count, i), meet, begun)
+        q_grad, grads = lax.fori_loop(*_seen(terms, block, count, i, own.reach), meet, begun)
         return grads, q_grad
 
     nothing = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
@@ -134,11 +139,15 @@ def _backward(terms: Terms, block: int, kept: Any, out_grad: Array) -> tuple[Any
 _blockwise.defvjp(_forward, _backward)
 
 
-def _seen(terms: Terms, block: int, count: int, i: Array) -> tuple[Array | int, Array | int]:
+def _seen(
+    terms: Terms, block: int, count: int, i: Array, reach: Array | None = None
+) -> tuple[Array | int, Array | int]:
     """The first block of keys that the i-th block of queries may see, and the one after the last."""
     first: Array | int = 0
     if terms.window is not None:
         first = jnp.maximum(0, (i * block - terms.window + 1) // block)
+    if reach is not None:
+        return first, reach.max() // block + 1
     return first, i + 1 if terms.causal else count
 
 

@@ -24,7 +24,7 @@ def cudnn(
     """softmax(scale x Q K^T + mask) V; operands in `compute`, float16 or bfloat16, scores and softmax in float32.
 
     Causality and a window are the kernel's own. Segments are a mask that it adds to the scores of every head, B T^2
-    numbers of the dtype of `compute`: JAX's function has no other word for them. On the ambient mesh each device computes
+    numbers of the dtype of `compute`: JAX's function has no other word for them; so is a reach. On the ambient mesh each device computes
     its own rows and heads. `implementation` may name another of `jax.nn.dot_product_attention` for the same call.
 
     Raises:
@@ -37,19 +37,27 @@ def cudnn(
         raise ValueError("cudnn attention of other than whole rows")
     run = functools.partial(_own, mask=mask, scale=scale, implementation=implementation)
     low = (x.astype(compute) for x in (query, key, value))
-    return context.of_rows(run)(*low, mask.query_segments).astype(query.dtype)
+    slots = {"segments": mask.query_segments, "reach": mask.query_reach}
+    return context.of_rows(run)(*low, slots).astype(query.dtype)
 
 
 def _own(
-    query: Array, key: Array, value: Array, segments: Array | None, *, mask: Mask, **how: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    of_slots: dict[str, Array | None],
+    *,
+    mask: Mask,
+    **how: Any,
 ) -> Array:
     """Of the rows and heads that a device has."""
     slots = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
     own = Mask(
         query_index=slots,
         key_index=slots,
-        query_segments=segments,
-        key_segments=segments,
+        query_segments=of_slots["segments"],
+        key_segments=of_slots["segments"],
+        query_reach=of_slots["reach"],
         causal=mask.causal,
         window=mask.window,
     )
@@ -62,6 +70,8 @@ def _seen(mask: Mask) -> dict[str, Any]:
     A window goes into the mask where there is one: cuDNN before 9.10.2 has no kernel for both.
     """
     windowed, length = mask.window is not None, mask.query_index.shape[1]
+    if mask.query_reach is not None:
+        return {"is_causal": False, "mask": mask.materialise()[:, None]}
     if mask.query_segments is None and (mask.causal or not windowed):
         # To the left of a query, and itself.
         local = (min(mask.window, length) - 1, 0) if mask.window is not None else None

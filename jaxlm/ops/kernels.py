@@ -39,6 +39,7 @@ class Work:
     cap: float | None = None
     dropout: float = 0.0  # of the attention weights
     stages: int = 1  # of a pipeline, over which the layers are mapped
+    both_ways: bool = False  # queries see keys after their own, as far as a number of each says
 
 
 class Choice(NamedTuple):
@@ -108,6 +109,8 @@ def _price(kernel: Kernel, work: Work) -> str:
 
 
 def _of_splash(work: Work) -> Iterator[Misfit]:
+    if work.both_ways:
+        yield Misfit("its masks are the same for all rows, and parts of these are read both ways")
     if work.length % LANES:
         near = max(round(work.length / LANES), 1) * LANES
         yield Misfit(

@@ -43,7 +43,7 @@ def ring(
     The keys move C - 1 times forward, and again backward, where their float32 gradients go round with them and the
     scores are made again from the saved normalizers. So a device holds the keys of T / C slots and (T / C)^2 scores,
     whatever C is. Where `context.deal` dealt the slots and the mask is causal, each hop computes the half of its
-    products that is not hidden: the same amount on every device.
+    products that is not hidden: the same amount on every device. Queries that see further have no such half.
 
     Raises:
       ValueError: where the slots cannot be split evenly.
@@ -54,7 +54,7 @@ def ring(
     terms = Terms.of(mask, compute, scale=scale, cap=cap)
     if query.shape[1] % (parts := context.ways()):
         raise ValueError(f"{query.shape[1]} slots do not divide over {parts} devices")
-    asking = (mask.query_index, mask.query_segments)
+    asking = (mask.query_index, mask.query_segments, mask.query_reach)
     held = (mask.key_index, mask.key_segments)
     return _ring(terms, query, key, value, asking, held)
 
@@ -142,7 +142,7 @@ def _cuts(terms: Terms, queries: Queries, keys: Keys, number: Array | int) -> li
     device before it, the early queries see the early keys; from one after it, the late queries see the late keys.
     """
     t, s = queries.q.shape[T_AXIS], keys.k.shape[S_AXIS]
-    if not (terms.causal and terms.is_dealt):
+    if not (terms.causal and terms.is_dealt) or queries.reach is not None:
         return [(Cut(T_AXIS, 0, t), Cut(S_AXIS, 0, s))]
     is_after = jnp.asarray(number > context.place(), jnp.int32)
     t, s = t // 2, s // 2

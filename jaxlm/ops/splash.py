@@ -37,12 +37,14 @@ def splash(
     and heads: the compiler cannot split a kernel. With `interpret`, it runs on any platform, slowly.
 
     Raises:
-      ValueError: where the mask is not that of whole rows, or they are no multiple of 128.
+      ValueError: where the mask is not that of whole rows, or has a reach, or they are no multiple of 128.
 
     Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
     """
     if not mask.is_whole:
         raise ValueError("splash attention of other than whole rows")
+    if mask.query_reach is not None:
+        raise ValueError("splash attention of rows that are read both ways")
     if query.shape[1] % LANES:
         raise ValueError(f"splash attention of {query.shape[1]} tokens, no multiple of {LANES}")
     run = functools.partial(

@@ -77,7 +77,7 @@ def on_each(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Call
 
 
 def of_rows(function: Callable[..., Array]) -> Callable[..., Array]:
-    """A `function` of queries, keys and values [B, T, N, H] and segments [B, T], of each device's own rows and heads.
+    """A `function` of queries, keys and values [B, T, N, H] and a tree of [B, T], of each device's own rows and heads.
 
     Of all of them where there is no mesh. A gradient may be taken through here: what is whole on several devices gets the
     sum of their parts.
@@ -85,10 +85,10 @@ def of_rows(function: Callable[..., Array]) -> Callable[..., Array]:
     if jax.sharding.get_abstract_mesh().empty:
         return function
 
-    def placed(query: Array, key: Array, value: Array, segments: Array | None) -> Array:
+    def placed(query: Array, key: Array, value: Array, of_slots: Any) -> Array:
         vectors = spec(key.shape, "batch", "length", "kv_heads", "head_dim")
-        slots = None if segments is None else spec(segments.shape, "batch", "length")
-        return on_each(function, (*(vectors,) * 3, slots), vectors)(query, key, value, segments)
+        slots = jax.tree.map(lambda x: spec(x.shape, "batch", "length"), of_slots)
+        return on_each(function, (*(vectors,) * 3, slots), vectors)(query, key, value, of_slots)
 
     return placed
 

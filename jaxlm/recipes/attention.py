@@ -130,6 +130,7 @@ def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> Work:
         cap=attention.cap,
         dropout=attention.dropout,
         stages=logical.ways(sizes, "stages"),
+        both_ways=run.objective.both_ways,
     )
 
 

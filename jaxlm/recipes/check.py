@@ -151,7 +151,7 @@ def _try(small: Small, grid: Mesh) -> Trial:
 
 
 def _batches(run: Run, ids: int) -> Iterator[Any]:
-    """Rows of two documents each and some padding, of uneven weights."""
+    """Rows of two documents each and some padding, of uneven weights; read both ways here and there, if the objective does."""
     noise = np.random.default_rng(run.seed)
     shape = run.train.batch, run.data.sequence
     slots = np.arange(shape[1], dtype=np.int32)
@@ -166,6 +166,9 @@ def _batches(run: Run, ids: int) -> Iterator[Any]:
             segments=np.where(is_padding, 0, 1 + is_second).astype(np.int32),
             positions=np.where(is_second, slots - middle, slots).astype(np.int32),
         )
+        if run.objective.both_ways:
+            ends = np.where(is_padding, slots, np.where(is_second, end - 1, middle - 1))
+            fields["reach"] = np.where(noise.random(shape) < 0.5, slots, ends).astype(np.int32)
         yield Tokens(**fields)
 
 

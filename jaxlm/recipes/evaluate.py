@@ -12,8 +12,9 @@ from jaxlm.data import cache, prepare
 from jaxlm.data.documents import Corpus
 from jaxlm.data.loader import Loader
 from jaxlm.evals import loss as evals
+from jaxlm.objectives import corruption
 from jaxlm.parallel import host, rules
-from jaxlm.recipes import assembly, attention, trained
+from jaxlm.recipes import assembly, attention, reading, trained
 from jaxlm.recipes.trained import Trained
 
 
@@ -31,7 +32,10 @@ class Options:
 
 
 def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
-    """Figures by set under `sets`, those of the first also at the top; exact totals over every token, once each."""
+    """Figures by set under `sets`, those of the first also at the top; exact totals over every token, once each.
+
+    The objective of the run decides what is predicted, see `objectives.corruption`.
+    """
     opened = trained.open_run(
         options.workdir,
         step=options.step,
@@ -73,11 +77,10 @@ def _loaders(opened: Trained, options: Options, sequence: int, say: Any) -> dict
     run = opened.run
     if options.text:
         corpus = Corpus.find(options.text, run.data.text_key, "text")
-        return {
-            "text": prepare.text_loader(corpus, opened.tokenizer, sequence, cache.default(), say)
-        }
+        read = corruption.reading(run.objective)
+        return prepare.text_loaders(corpus, opened.tokenizer, sequence, read, cache.default(), say)
     data = dataclasses.replace(run.data, sequence=sequence)
-    found = prepare.open_data(data, seed=run.seed, say=say, warn=say)
+    found = reading.open_data(dataclasses.replace(run, data=data), say=say, warn=say)
     if found.tokenizer.digest != opened.tokenizer.digest:
         raise ConfigError(
             "the run's data now gives another tokenizer than the one it was trained with",

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.core.errors import CommandError, Diverged, NotWritable, cannot_write
-from jaxlm.data import parts, prepare
+from jaxlm.data import parts
 from jaxlm.monitor import plots, sinks
 from jaxlm.optim.config import Muon
 from jaxlm.optim.schedules import LearningRate
-from jaxlm.recipes import assembly, devices, fit
+from jaxlm.recipes import assembly, devices, fit, reading
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 
@@ -75,7 +75,7 @@ def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, 
     fit.check(run, len(jax.devices()))
     mesh = devices.build_mesh(run.mesh)
     assembly.check_fit(run, mesh)
-    data = prepare.open_data(run.data, seed=run.seed, say=say, warn=say)
+    data = reading.open_data(run, say=say, warn=say)
     model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
     bare = dataclasses.replace(run, guard=dataclasses.replace(run.guard, sigmas=None))
     with jax.set_mesh(mesh):

@@ -14,7 +14,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
 from jaxlm.core.config import Loaded
 from jaxlm.core.errors import CommandError, ConfigError, Preempted
-from jaxlm.data import parts, prepare
+from jaxlm.data import parts
 from jaxlm.data.prepare import Data
 from jaxlm.monitor import environment, sinks
 from jaxlm.monitor.console import Console
@@ -26,6 +26,7 @@ from jaxlm.recipes import (
     beginning,
     devices,
     fit,
+    reading,
     resume,
     space,
     starts,
@@ -135,7 +136,7 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
         stop = stack.enter_context(crew.stop)
         try:
             with stop.waiting(), crew.in_turn("prepare"):  # the first fills the caches
-                data = prepare.open_data(run.data, seed=run.seed, say=console.say, warn=warn)
+                data = reading.open_data(run, say=console.say, warn=warn)
         except Interrupted as told:
             raise Preempted(
                 f"stopped by {told} while the data was prepared",

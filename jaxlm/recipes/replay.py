@@ -14,12 +14,11 @@ import numpy as np
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError, ConfigError, DataError
-from jaxlm.data import prepare
 from jaxlm.data.batch import Tokens
 from jaxlm.monitor import sinks
 from jaxlm.objectives.token_nll import score
 from jaxlm.parallel import host
-from jaxlm.recipes import assembly, beginning, devices, forensics, resume, starts
+from jaxlm.recipes import assembly, beginning, devices, forensics, reading, resume, starts
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 from jaxlm.recipes.resume import Wish
@@ -88,7 +87,7 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
 
     mesh = devices.build_mesh(run.mesh)
     host.check_rows(mesh, run.train.batch, run.train.microbatches)
-    data = prepare.open_data(run.data, seed=run.seed, say=say, warn=say)
+    data = reading.open_data(run, say=say, warn=say)
     _check_data(way[-1].data, data.fingerprint)
     model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
     with jax.set_mesh(mesh):

@@ -19,7 +19,7 @@ PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths ar
 
 
 class Sampler:
-    """Goes on from prompts. One program is compiled for each number of prompts and padded length.
+    """Goes on from prompts, which are read `both_ways` or not. One program is compiled for each number of prompts and padded length.
 
     Raises:
       ConfigError: where a prompt of the config and what follows it do not fit the model's position table; `flag` is what
@@ -33,6 +33,7 @@ class Sampler:
         tokenizer: Tokenizer,
         seed: int,
         *,
+        both_ways: bool = False,
         flag: str = "--config.sample.",
     ):
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
@@ -50,6 +51,7 @@ class Sampler:
                 end=tokenizer.eos,
                 pad=tokenizer.pad,
                 allowed=jnp.asarray(text),
+                both_ways=both_ways,
             )
         )
 

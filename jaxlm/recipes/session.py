@@ -59,7 +59,14 @@ class Session:
         crew.watch.about["data"] = (
             f"reading {', '.join(run.data.train)} from {engine.data.train.shards.folder}"
         )
-        self.sampler = Sampler(run.sample, blueprint, engine.data.tokenizer, run.seed)
+        self.sampler = Sampler(
+            run.sample,
+            blueprint,
+            engine.data.tokenizer,
+            run.seed,
+            both_ways=run.objective.prompts == "both ways",
+        )
+        self.has_samples = bool(run.sample.prompts) and run.objective.prompts != "none"
         # One for each process.
         self.trace = Trace(run.profile, directory.path / "profile", self._summarise_trace)
         self._program: jax.stages.Compiled | None = None
@@ -158,7 +165,7 @@ class Session:
         hooks = Hooks(
             is_log_due=cadence("log"),
             is_eval_due=cadence("eval") if has_validation else lambda _: False,
-            is_sample_due=cadence("sample") if run.sample.prompts else lambda _: False,
+            is_sample_due=cadence("sample") if self.has_samples else lambda _: False,
             is_save_due=lambda step: is_save_due(step) or self._saves.is_retry_due,
             before=self._before,
             count=lambda tokens, waited: self.clock.add(tokens=tokens, data_wait_seconds=waited),

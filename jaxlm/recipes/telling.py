@@ -46,12 +46,29 @@ def header(session: Session) -> None:
     ]
     facts.append(("plan", _plan(session)))
     facts.append(("attention", attention.told(run, decoder, mesh.shape, devices.target(mesh))))
+    if run.objective.name != "causal":
+        facts.append(("objective", _objective(session)))
     if plan := model.blueprint.schedule:
         facts.append(("pipeline", f"{plan}: each stage idles {plan.bubble:.0%} of the ticks"))
     if session.start:
         facts.append(("resumed", f"after step {session.start}"))
     facts += [("changed", str(change)) for change in session.changes]
     session.console.block(f"jaxlm train, {session.directory.path}", facts)
+
+
+def _objective(session: Session) -> str:
+    """What is learnt, the slots that it needs, and what the validation sets are read as."""
+    run, validation = session.run, session.engine.data.validation
+    known = session.engine.data.train.corruption
+    room = known.room if known else 0
+    told: str = run.objective.name
+    if room:
+        told += f"; rows have {run.data.sequence - room} tokens of text, and {room} slots for what it adds"
+    if any(loader.corruption is None for loader in validation.values()):
+        told += "; evaluated as causal"
+    if run.sample.prompts and not session.has_samples:
+        told += "; no samples: it has not learnt to go on from a prompt"
+    return told
 
 
 def _arithmetic(precision: PrecisionConfig) -> str:
@@ -117,8 +134,10 @@ def finish(session: Session) -> dict[str, Any]:
     if not session.directory.is_writer:
         return answer
     validation = session.engine.data.validation
-    if validation and session.evaluation:
-        text = baselines.stored_text(next(iter(validation.values())).shards)
+    first = next(iter(validation.values()), None)
+    # An objective that predicts a part of the text, or sees more of it, is not to be compared.
+    if first is not None and first.corruption is None and session.evaluation:
+        text = baselines.stored_text(first.shards)
         known = baselines.bits_per_byte(text)
         session.directory.write_json("baselines.json", known)
         ours = session.evaluation["bits_per_byte"]

@@ -30,8 +30,10 @@ def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
     shape = (run.train.batch, run.data.sequence)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=place)
     weights = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
-    fields: Any = (weights if field == "weights" else ids for field in Tokens._fields)
-    batch = Tokens(*fields)
+    fields: Any = {field: weights if field == "weights" else ids for field in Tokens._fields}
+    batch = Tokens(**fields)
+    if not run.objective.both_ways:
+        batch = batch._replace(reach=None)
     (platform,) = {device.platform for device in grid.devices.flat}
     with backend.of(platform), jax.set_mesh(grid):
         return engine.step.lower(engine.abstract(), batch).compile()

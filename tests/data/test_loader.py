@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -73,7 +74,7 @@ def test_any_number_of_hosts_reads_the_same_global_batch_row_by_row(
     for step, batch in enumerate(whole):
         assert _same(
             batch,
-            Tokens(*(np.concatenate(x) for x in zip(*(part[step] for part in parts), strict=True))),
+            jax.tree.map(lambda *x: np.concatenate(x), *(part[step] for part in parts)),
         )
 
 
@@ -92,7 +93,7 @@ def test_an_epoch_reads_every_position_once_in_an_order_of_its_own(loader: Loade
 
 
 def _text(batch: Tokens) -> bytes:
-    return b"".join(array.tobytes() for array in batch)
+    return b"".join(array.tobytes() for array in batch if array is not None)
 
 
 def test_another_seed_reads_another_order(tmp_path: Path, loader: Loader) -> None:
@@ -131,7 +132,8 @@ def test_evaluated_targets_stand_for_every_byte_of_text(loader: Loader) -> None:
 def test_evaluation_on_hosts_is_the_slices_of_the_whole_and_a_limit_cuts_it(loader: Loader) -> None:
     whole = list(loader.evaluation(batch=BATCH))
     half = list(loader.evaluation(batch=BATCH, rows=slice(4, 8)))
-    assert all(_same(Tokens(*(x[4:] for x in a)), b) for a, b in zip(whole, half, strict=True))
+    last = (jax.tree.map(lambda x: x[4:], batch) for batch in whole)
+    assert all(_same(a, b) for a, b in zip(last, half, strict=True))
     assert len(list(loader.evaluation(batch=BATCH, limit=2))) == 2
 
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -74,7 +75,7 @@ def are_same(a: Tokens, b: Tokens) -> bool:
 
 
 def joined(parts: list[Tokens]) -> Tokens:
-    return Tokens(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    return jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
 
 
 def read_by(loader: Loader, hosts: int, start: int, count: int) -> list[Tokens]:

@@ -26,17 +26,13 @@ def built(request):
     return blueprint, params
 
 
-def generate(
-    blueprint, params, prompts, *, max_tokens=8, end=END, temperature=0.0, seed=0, allowed=None
-):
+def generate(blueprint, params, prompts, *, max_tokens=8, end=END, temperature=0.0, seed=0, **how):
     longest = max(map(len, prompts))
     padded = np.full((len(prompts), longest), PAD, np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     draw = functools.partial(sampling.draw, temperature=temperature)
-    run = decode.build(
-        blueprint.merge, draw, max_tokens=max_tokens, end=end, pad=PAD, allowed=allowed
-    )
+    run = decode.build(blueprint.merge, draw, max_tokens=max_tokens, end=end, pad=PAD, **how)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     out = jax.jit(run)(params, padded, lengths, jax.random.key(seed))
     return [
@@ -44,14 +40,18 @@ def generate(
     ]
 
 
-def greedy(blueprint, params, prompt, count):
-    """The full forward, a token at a time; what follows is unseen padding, so that one program does for all lengths."""
+def greedy(blueprint, params, prompt, count, known=0):
+    """The full forward, a token at a time; what follows is unseen padding, so that one program does for all lengths.
+
+    The first `known` tokens are read both ways.
+    """
 
     @jax.jit
     def forward(params, tokens):
         model = blueprint.merge(params)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        return model.logits(model(tokens, positions=positions).values)[0]
+        reach = jnp.maximum(positions, known - 1)
+        return model.logits(model(tokens, positions=positions, reach=reach).values)[0]
 
     length = max(map(len, PROMPTS)) + count
     ids = list(prompt)
@@ -67,6 +67,12 @@ def test_a_batch_of_uneven_prompts_is_the_full_forward_of_each(built):
     out = generate(*built, PROMPTS)
     assert out == [greedy(*built, prompt, 8) for prompt in PROMPTS]
     assert len({tuple(row) for row in out}) == 3
+
+
+def test_prompts_are_read_both_ways_where_that_is_asked_for(built):
+    out = generate(*built, PROMPTS[:1], both_ways=True)
+    assert out == [greedy(*built, PROMPTS[0], 8, known=len(PROMPTS[0]))]
+    assert out != generate(*built, PROMPTS[:1])
 
 
 def test_a_row_ends_with_the_end_token_and_the_others_go_on(built):

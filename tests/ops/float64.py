@@ -20,7 +20,20 @@ def segments_of(length):
     return np.where(at < cuts[:, :1], 1, np.where(at < cuts[:, 1:], 2, 0)).astype(np.int32)
 
 
-def exact(query, key, value, weights, *, causal, window, cap, segments):
+def reach_of(length):
+    """How far each slot sees, of two rows: prefixes of both documents of `segments_of`; and one of a row's first half."""
+    at = np.arange(length)
+    cuts = [(0, length // 4), (length // 3, length // 2)], [(0, length // 2)]
+    rows = []
+    for row in cuts:
+        reach = at.copy()
+        for begin, end in row:
+            reach[begin : end + 1] = end
+        rows.append(reach)
+    return np.array(rows, np.int32)
+
+
+def exact(query, key, value, weights, *, causal, window, cap, segments, reach=None):
     """sum(out x weights) and its gradients by q, k and v, in float64, from the formulas, row by row and head by head."""
     out = np.zeros(query.shape)
     grads = [np.zeros(x.shape) for x in (query, key, value)]
@@ -28,8 +41,10 @@ def exact(query, key, value, weights, *, causal, window, cap, segments):
     t, s = np.mgrid[: query.shape[1], : key.shape[1]]
     for row, head in np.ndindex(query.shape[0], query.shape[2]):
         seen = (s <= t) | (not causal)
+        if reach is not None:
+            seen = s <= reach[row][:, None]
         if window is not None:
-            seen = seen & (t - s < window)
+            seen = seen & ((t - s if reach is None else abs(t - s)) < window)
         if segments is not None:
             seen = seen & (segments[row][:, None] == segments[row][None])
         q, k, v = query[row, :, head], key[row, :, head // groups], value[row, :, head // groups]

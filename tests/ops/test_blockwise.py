@@ -14,15 +14,17 @@ from jaxlm.ops import blockwise, masks
 from jaxlm.ops.attention import attention
 from jaxlm.parallel import collectives, mesh, rules
 from jaxlm.parallel.config import MeshConfig
-from tests.ops.float64 import SCALE, exact, operands, segments_of
+from tests.ops.float64 import SCALE, exact, operands, reach_of, segments_of
 
 BLOCK = 8
 FULL = Precision.float32()
 
 
-def by_blocks(length, heads, kv_heads, *, causal, window, cap, segments, precision=FULL):
+def by_blocks(
+    length, heads, kv_heads, *, causal, window, cap, segments, reach=None, precision=FULL
+):
     query, key, value, weights = operands(length, heads, kv_heads)
-    mask = dataclasses.replace(masks.causal(length, segments), causal=causal, window=window)
+    mask = dataclasses.replace(masks.causal(length, segments, reach), causal=causal, window=window)
 
     def weighed(query, key, value):
         out = blockwise.blockwise(
@@ -55,6 +57,18 @@ def test_outputs_and_gradients_are_those_of_float64(
     terms = dict(causal=causal, window=window, cap=cap, segments=segments)
     expected = exact(*operands(length, heads, kv_heads), **terms)
     got = by_blocks(length, heads, kv_heads, **terms)
+    for one, other in zip(expected, got, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * np.abs(one).max())
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "cap", "is_packed"), [(29, None, 2.0, True), (24, 5, None, False)]
+)
+def test_queries_with_a_reach_see_what_comes_after_them(length, window, cap, is_packed):
+    segments = segments_of(length) if is_packed else None
+    terms = dict(causal=True, window=window, cap=cap, segments=segments, reach=reach_of(length))
+    expected = exact(*operands(length, 4, 2), **terms)
+    got = by_blocks(length, 4, 2, **terms)
     for one, other in zip(expected, got, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * np.abs(one).max())
 
@@ -108,6 +122,11 @@ def test_blocks_that_nothing_is_seen_of_are_not_computed():
     assert seen(1) == 6
     assert seen(BLOCK) == 6 + 5
     assert seen(BLOCK + 2) == 6 + 5 + 4
+    terms = blockwise.Terms(
+        scale=1.0, cap=None, compute=jnp.float32, causal=True, window=None, is_dealt=False
+    )
+    furthest = jnp.array([[3 * BLOCK + 1] + [BLOCK - 1] * (BLOCK - 1)])
+    assert blockwise._seen(terms, BLOCK, 6, jnp.asarray(0), furthest) == (0, 4)
 
 
 def test_what_the_kernels_cannot_do_is_refused():

@@ -19,7 +19,7 @@ from jaxlm.ops.attention import attention
 from jaxlm.ops.cudnn import cudnn
 from jaxlm.parallel import mesh, rules
 from jaxlm.parallel.config import MeshConfig
-from tests.ops.float64 import SCALE, exact, operands, segments_of
+from tests.ops.float64 import SCALE, exact, operands, reach_of, segments_of
 
 LOW = Precision.of(PrecisionConfig(compute="bfloat16"))
 
@@ -56,13 +56,15 @@ def test_the_arguments_of_the_call_mean_the_same_in_float64(
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * max(1.0, np.abs(one).max()))
 
 
+@pytest.mark.parametrize("reach", [None, reach_of(16)], ids=["all", "reach"])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_queries_may_see_what_comes_after_them(window, is_packed):
+def test_queries_may_see_what_comes_after_them(window, is_packed, reach):
     segments = segments_of(16) if is_packed else None
     given = operands(16, 2, 1)
-    expected = exact(*given, causal=False, window=window, cap=None, segments=segments)
-    mask = dataclasses.replace(masks.causal(16, segments), causal=False, window=window)
+    terms = dict(causal=reach is not None, window=window)
+    expected = exact(*given, **terms, cap=None, segments=segments, reach=reach)
+    mask = dataclasses.replace(masks.causal(16, segments, reach), **terms)
     got = computed(mask, jnp.float32, [jnp.asarray(x, jnp.float32) for x in given])
     for one, other in zip(expected, got, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5 * np.abs(one).max())

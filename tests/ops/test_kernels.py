@@ -40,6 +40,8 @@ def test_a_kernel_that_is_named_is_taken(name):
         (TPU, of(length=128, cap=30.0, compute="float32"), "splash", "a kernel made for a tpu"),
         (TPU, of(length=1000), "blockwise", "splash not: rows of 1000 tokens are no multiple of 128"),
         (TPU, of(dropout=0.1), "reference", "splash not: it drops no attention weights"),
+        (TPU, of(both_ways=True), "blockwise", "splash not: its masks are the same for all rows"),
+        (H100, of(both_ways=True), "cudnn", "a kernel made for a gpu"),
         (TPU, of(compute="float16"), "blockwise", "splash not: a TPU has no unit for float16"),
         (H100, LONG, "cudnn", "segments as a mask of 64 MiB a device"),
         (A100, of(compute="float16"), "cudnn", "a kernel made for a gpu"),

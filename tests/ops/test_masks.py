@@ -16,14 +16,14 @@ SEGMENTS = np.array([[1] * 4 + [2] * 6, [1, 2, 2, 3, 3, 3, 0, 0, 0, 0], [0] * LE
 INDEX = np.arange(LENGTH, dtype=np.int32)[None]
 
 
-def by_loop(query_index, key_index, *, causal=True, window=None, query=None, key=None):
+def by_loop(query_index, key_index, *, causal=True, window=None, query=None, key=None, reach=None):
     rows = max(len(each) for each in (query_index, key_index, query, key) if each is not None)
     seen = np.zeros((rows, query_index.shape[1], key_index.shape[1]), bool)
     for row, t, s in np.ndindex(seen.shape):
         i, j = query_index[row % len(query_index), t], key_index[row % len(key_index), s]
         seen[row, t, s] = (
-            (not causal or j <= i)
-            and (window is None or i - j < window)
+            (not causal or j <= (i if reach is None else reach[row, t]))
+            and (window is None or (i - j if reach is None else abs(i - j)) < window)
             and (query is None or query[row, t] == key[row, s])
         )
     return seen
@@ -58,6 +58,23 @@ def test_the_mask_of_a_row_is_causal_within_its_segments():
         masks.causal(LENGTH, SEGMENTS).materialise(),
         by_loop(INDEX, INDEX, query=SEGMENTS, key=SEGMENTS),
     )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_query_with_a_reach_sees_that_far_and_the_window_to_both_sides(window):
+    reach = np.array([[2, 2, 2, 3, 7, 7, 7, 7, 8, 9], [0, 2, 2, 5, 5, 5, 6, 7, 8, 9], [9] * 10])
+    mask = Mask(
+        query_index=INDEX,
+        key_index=INDEX,
+        query_segments=SEGMENTS,
+        key_segments=SEGMENTS,
+        query_reach=reach,
+        window=window,
+    )
+    expected = by_loop(INDEX, INDEX, window=window, query=SEGMENTS, key=SEGMENTS, reach=reach)
+    np.testing.assert_array_equal(mask.materialise(), expected)
+    with pytest.raises(ValueError, match="a reach where nothing is hidden"):
+        Mask(query_index=INDEX, key_index=INDEX, query_reach=reach, causal=False)
 
 
 def test_segments_of_one_side_alone_are_refused():

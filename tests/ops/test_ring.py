@@ -17,6 +17,7 @@ from jaxlm.parallel.config import MeshConfig
 
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 16, 4, 2, 4
 SEGMENTS = np.array([[1] * 5 + [2] * 8 + [0] * 3, [1] * 16], np.int32)
+REACH = np.array([[3] * 4 + [4] + [12] * 8 + [13, 14, 15], [10] * 11 + [*range(11, 16)]], np.int32)
 OPERANDS = tuple(
     jax.random.normal(key, (ROWS, LENGTH, heads, SIZE))
     for key, heads in zip(
@@ -30,39 +31,40 @@ def grid_of(**sizes):
     return mesh.build(MeshConfig(**{"data": 1} | sizes), jax.devices()[:count])
 
 
-def weighed(parts, keys, window, cap, segments, precision, operands):
+def weighed(parts, keys, window, cap, segments, reach, precision, operands):
     """sum of out x weights, with its slots dealt out and put back; and what it is a sum of."""
     query, key, value, weights = context.deal(operands, parts) if parts > 1 else operands
-    dealt = segments if segments is None else context.deal(jnp.asarray(segments), parts)
-    mask = dataclasses.replace(masks.causal(LENGTH, dealt, parts=parts), window=window)
+    dealt = context.deal(jax.tree.map(jnp.asarray, (segments, reach)), parts)
+    mask = dataclasses.replace(masks.causal(LENGTH, *dealt, parts=parts), window=window)
     out = attention(query, key, value, mask, precision, scale=0.7, cap=cap, kernel=keys)
     return (out * weights).sum(), context.undeal(out, parts)
 
 
-def computed(parts, keys, window=None, cap=None, segments=SEGMENTS, precision=None):
+def computed(parts, keys, window=None, cap=None, segments=SEGMENTS, reach=None, precision=None):
     function = functools.partial(
-        weighed, parts, keys, window, cap, segments, precision or Precision.float32()
+        weighed, parts, keys, window, cap, segments, reach, precision or Precision.float32()
     )
     (_, out), gradients = jax.jit(jax.value_and_grad(function, has_aux=True))(OPERANDS)
     return [np.asarray(leaf) for leaf in (out, *gradients)]
 
 
-# dealt, way, mesh, window, cap, segments
+# dealt, way, mesh, window, cap, segments, reach
 CASES = {
-    "gathered": (False, "reference", {"context": 4}, 5, 2.0, SEGMENTS),
-    "ring": (False, "ring", {"context": 4}, None, None, None),
-    "dealt ring of two": (True, "ring", {"context": 2, "data": 2}, None, 2.0, SEGMENTS),
-    "dealt ring of four": (True, "ring", {"context": 4}, 5, None, SEGMENTS),
-    "dealt ring, split heads": (True, "ring", {"context": 2, "tensor": 2}, 5, 2.0, SEGMENTS),
+    "gathered": (False, "reference", {"context": 4}, 5, 2.0, SEGMENTS, None),
+    "ring": (False, "ring", {"context": 4}, None, None, None, None),
+    "dealt ring of two": (True, "ring", {"context": 2, "data": 2}, None, 2.0, SEGMENTS, None),
+    "dealt ring of four": (True, "ring", {"context": 4}, 5, None, SEGMENTS, None),
+    "dealt ring, split heads": (True, "ring", {"context": 2, "tensor": 2}, 5, 2.0, SEGMENTS, None),
+    "dealt ring, both ways": (True, "ring", {"context": 2}, None, None, SEGMENTS, REACH),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_split_rows_give_what_whole_rows_give(case):
-    is_dealt, keys, sizes, window, cap, segments = CASES[case]
-    alone = computed(1, "reference", window, cap, segments)
+    is_dealt, keys, sizes, *terms = CASES[case]
+    alone = computed(1, "reference", *terms)
     with jax.set_mesh(grid_of(**sizes)):
-        split = computed(sizes["context"] if is_dealt else 1, keys, window, cap, segments)
+        split = computed(sizes["context"] if is_dealt else 1, keys, *terms)
     for one, other in zip(alone, split, strict=True):
         np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
 

@@ -131,6 +131,8 @@ def test_what_it_cannot_do_is_refused():
     with backend.of("tpu"):
         with pytest.raises(ValueError, match="other than whole rows"):
             call(query, key, value, cache)
+        with pytest.raises(ValueError, match="read both ways"):
+            call(query, key, value, masks.causal(128, reach=jnp.zeros((2, 128), jnp.int32) + 127))
         with pytest.raises(ValueError, match="of 100 tokens, no multiple of 128"):
             call(*(x[:, :100] for x in (query, key, value)), masks.causal(100))
         with pytest.raises(ValueError, match="attention dropout in splash"):

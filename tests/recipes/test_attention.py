@@ -123,6 +123,7 @@ def test_each_platform_has_its_kernel_and_says_why_not():
         ("cudnn", TPU, {}, "it is for a gpu, and this is a tpu"),
         ("splash", TPU, {"data.sequence": 1000}, "no multiple of 128"),
         ("splash", TPU, {"model.dropout": 0.1}, "it drops no attention weights"),
+        ("splash", TPU, {"objective.name": "prefix"}, "parts of these are read both ways"),
         ("cudnn", H100, {"precision.compute": "float32"}, "it computes no float32"),
         ("cudnn", H100, {"model.dropout": 0.1, "data.sequence": 999}, "tokens are odd"),
     ],

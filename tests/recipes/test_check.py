@@ -4,6 +4,7 @@ import functools
 import json
 
 import jax
+import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
@@ -59,6 +60,17 @@ def sharded_only(monkeypatch):
         return checks.Trial(nothing, nothing, {}, "")
 
     monkeypatch.setattr(checks, "_try", tried)
+
+
+def test_rows_of_noise_are_read_both_ways_where_the_objective_does(file):
+    for name in ("causal", "prefix"):
+        run = config.load(Run, str(file), [("objective.name", name)]).value
+        (batch,) = checks._batches(shrink(run, 1, 4).run, 300)
+        assert (batch.reach is None) == (name == "causal")
+    slots = np.arange(batch.reach.shape[1])
+    assert (batch.reach >= slots).all()
+    assert (batch.reach > slots).any()
+    assert (np.take_along_axis(batch.segments, batch.reach, 1) == batch.segments).all()
 
 
 def test_a_sound_config_passes_and_shows_what_it_sends(file, capsys):

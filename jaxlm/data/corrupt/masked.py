@@ -1,0 +1,76 @@
+"""Masked language modelling: some ids are hidden, and predicted where they stood from all others."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool
+
+from jaxlm.data.corrupt.rows import Ids, Key, Piece
+from jaxlm.data.tokenizer import SPECIALS, Tokenizer
+
+
+class Words:
+    """Which ids begin a word: after white space, or with it. Of special tokens each stands alone."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._opens = np.array([entry[:1].isspace() or not entry for entry in tokenizer.table])
+        self._closes = np.array([entry[-1:].isspace() or not entry for entry in tokenizer.table])
+
+    def __call__(self, ids: Ids) -> Ids:
+        """The number of the word that each id belongs to."""
+        begins = self._opens[ids]
+        begins[1:] |= self._closes[ids[:-1]]
+        return np.cumsum(begins) - begins[:1].astype(np.int64)
+
+
+def masks(
+    ids: Sequence[Ids],
+    free: int,
+    key: Key,
+    *,
+    rate: float,
+    hidden: float,
+    random: float,
+    mask: int,
+    vocab: int,
+    is_fixed: bool,
+    words: Words | None,
+) -> list[Piece]:
+    """Each id, or each word with all its ids, is drawn with probability `rate`; those ids are predicted, where they stood.
+
+    Of them the share `hidden` is read as `mask`, the share `random` as any ordinary id of `vocab`, the others as
+    themselves. Special tokens are never drawn. `is_fixed` draws the same in every epoch: static masking.
+
+    The id after a piece's last slot is in no slot, and so neither read nor predicted here.
+
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1 and appendix A.1 (80, 10 and 10 of 100); dynamic masking Liu et
+    al. 2019, arXiv:1907.11692, section 4.1. BERT draws a fixed number of ids a row; here each is drawn by itself, as in
+    Hugging Face's collator. Its whole words end at punctuation too, ours at white space only.
+    """
+    draw = key.draws(is_fixed=is_fixed)
+    return [_piece(piece[:-1], draw, rate, hidden, random, mask, vocab, words) for piece in ids]
+
+
+def _piece(
+    ids: Ids,
+    draw: np.random.Generator,
+    rate: float,
+    hidden: float,
+    random: float,
+    mask: int,
+    vocab: int,
+    words: Words | None,
+) -> Piece:
+    count = len(ids)
+    units = np.arange(count) if words is None else words(ids)
+    drawn: Bool[np.ndarray, "n"] = (draw.random(count) < rate)[units] & (ids >= len(SPECIALS))
+    fate = draw.random(count)
+    noise = draw.integers(len(SPECIALS), vocab, count, dtype=np.int32)
+    read = np.where(fate < hidden, mask, np.where(fate < hidden + random, noise, ids))
+    return Piece(
+        tokens=np.where(drawn, read, ids).astype(np.int32),
+        targets=ids,
+        weights=drawn.astype(np.float32),
+        positions=np.arange(count, dtype=np.int32),
+        reach=np.full(count, count - 1, np.int32),
+    )

@@ -1,0 +1,143 @@
+"""Packed rows as their documents' pieces, which an objective changes, and laid out again."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxlm.data.batch import Tokens
+
+Ids = Int[np.ndarray, "n"]
+NOISE = (
+    0x6E6F6973  # sets these draws apart from those of the data's order, which have the same seed
+)
+
+
+class Key(NamedTuple):
+    """Where a row is read: all that its draws depend on, so that they are the same on every host and after every resume."""
+
+    seed: int
+    epoch: int
+    row: int  # of the plan
+
+    def draws(self, *more: int, is_fixed: bool = False) -> np.random.Generator:
+        """Random numbers of this row, in every epoch the same where `is_fixed`; `more` numbers give others."""
+        epoch = 0 if is_fixed else self.epoch
+        return np.random.default_rng([NOISE, self.seed, epoch, self.row, *more])
+
+
+class Piece(NamedTuple):
+    """What becomes of one document's piece: slots with what is read, what is predicted there, and how far each sees."""
+
+    tokens: Ids
+    targets: Ids
+    weights: Float[np.ndarray, "n"]
+    positions: Ids
+    reach: Ids  # slots of the piece, counted from 0
+
+
+Change = Callable[[Sequence[Ids], int, Key], list[Piece]]
+
+
+class Reading(NamedTuple):
+    """How rows are read: in training, and in the evaluations, by what each adds to the name of a validation set.
+
+    None reads rows as they are.
+    """
+
+    train: "Corruption | None" = None
+    evaluations: "Mapping[str, Corruption | None]" = MappingProxyType({"": None})
+
+
+@dataclasses.dataclass(frozen=True)
+class Corruption:
+    """How an objective changes rows, as a pure function of a row and of where it is read.
+
+    Args:
+      change: of the ids of the row's pieces, each with the one that its last slot predicts, and the number of slots that
+        are left over: what becomes of each piece. No piece sees another's ids.
+      room: slots of each row that the plan leaves free for what is added.
+      both_ways: whether some slots see further than themselves.
+    """
+
+    change: Change
+    room: int = 0
+    both_ways: bool = False
+
+    def __call__(self, row: Tokens, key: Key) -> Tokens:
+        """One row [T], changed. Pieces that could not be read stay as they are, without weight."""
+        pieces = [
+            np.flatnonzero(row.segments == n) for n in range(1, row.segments.max(initial=0) + 1)
+        ]
+        is_read = [bool(row.weights[slots].any()) for slots in pieces]
+        whole = [
+            np.append(row.tokens[slots], row.targets[slots[-1]])
+            for slots, known in zip(pieces, is_read, strict=True)
+            if known
+        ]
+        free = len(row.tokens) - sum(map(len, pieces))
+        changed = iter(self.change(whole, free, key))
+        laid = [
+            next(changed) if known else _unread(len(slots))
+            for slots, known in zip(pieces, is_read, strict=True)
+        ]
+        return _packed(laid, len(row.tokens))
+
+
+def causal(ids: Sequence[Ids], free: int, key: Key) -> list[Piece]:
+    """Every piece as it is."""
+    return [left_to_right(piece) for piece in ids]
+
+
+def mixture(
+    ids: Sequence[Ids],
+    free: int,
+    key: Key,
+    *,
+    changes: tuple[Change, ...],
+    shares: tuple[float, ...],
+    number: int,
+) -> list[Piece]:
+    """One of `changes` for the whole row, drawn by their shares; mixtures inside of each other have another `number`."""
+    chosen = int(key.draws(number).choice(len(changes), p=shares))
+    return changes[chosen](ids, free, key)
+
+
+def left_to_right(ids: Ids, known: int = 0) -> Piece:
+    """Each id is predicted from those before it, but for the first `known`: they are read both ways, and not trained on."""
+    slots = np.arange(len(ids) - 1, dtype=np.int32)
+    return Piece(
+        tokens=ids[:-1],
+        targets=ids[1:],
+        weights=(slots >= known - 1).astype(np.float32),
+        positions=slots,
+        reach=np.maximum(slots, known - 1),
+    )
+
+
+def _unread(length: int) -> Piece:
+    return left_to_right(np.zeros(length + 1, np.int32), length + 2)
+
+
+def _packed(pieces: list[Piece], length: int) -> Tokens:
+    """The row of these pieces, one after another.
+
+    Raises:
+      ValueError: where they do not fit.
+    """
+    tokens, targets, segments, positions = (np.zeros(length, np.int32) for _ in range(4))
+    weights, reach = np.zeros(length, np.float32), np.arange(length, dtype=np.int32)
+    start = 0
+    for segment, piece in enumerate(pieces, 1):
+        end = start + len(piece.tokens)
+        if end > length:
+            raise ValueError(f"{end} ids or more for a row of {length}")
+        here = slice(start, end)
+        tokens[here], targets[here], weights[here] = piece.tokens, piece.targets, piece.weights
+        segments[here], positions[here] = segment, piece.positions
+        reach[here] = np.minimum(piece.reach + start, end - 1)
+        start = end
+    return Tokens(tokens, targets, weights, segments, positions, reach)  # type: ignore[arg-type]

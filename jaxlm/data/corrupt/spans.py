@@ -1,0 +1,100 @@
+"""Span corruption: runs of ids are cut out, and written down after what is left of the text."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxlm.data.corrupt.rows import Ids, Key, Piece, left_to_right
+from jaxlm.data.tokenizer import SPECIALS, Tokenizer
+
+SHORTEST = 4  # ids, of which spans are cut out
+
+
+def spans(
+    ids: Sequence[Ids], free: int, key: Key, *, rate: float, mean: float, sentinels: Ids
+) -> list[Piece]:
+    """`x <s0> y <s1>`, read both ways, then `<s0> first span <s1> second span <eos>`, predicted from left to right.
+
+    round(rate x n) of a piece's n ids are cut out, in runs of `mean` on average, each replaced by the next of the
+    `sentinels`; of more runs than sentinels, these come again in the same order. A begin or end of text stays where it is.
+
+    A piece needs a free slot for each span and each sentinel before it, and one for the end. Pieces take them in an order
+    that is drawn; one that finds few has fewer spans, and one without, or too short for a span, is cut in two as in
+    `prefix.prefixes`.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, section 3.1.4 and figure 2, there for an encoder and a decoder; in one
+    row Tay et al. 2022, arXiv:2205.05131, section 3.1. As in their code, the last span ends with the end of text, in
+    their figure with a sentinel more.
+    """
+    draw = key.draws()
+    found: dict[int, Piece] = {}
+    for number in draw.permutation(len(ids)).tolist():
+        found[number], used = _cut(ids[number], free, draw, rate, mean, sentinels)
+        free -= used
+    return [found[number] for number in range(len(ids))]
+
+
+def room(sequence: int, rate: float, mean: float) -> int:
+    """Slots of a row that spans take for their sentinels: two for each, and one for each 64 slots and piece."""
+    most = sequence - 1
+    while most > 1 and most + 2 * _count(most, rate, mean)[1] + 1 + most // 64 > sequence:
+        most -= 1
+    return sequence - most
+
+
+def _count(length: int, rate: float, mean: float) -> tuple[int, int]:
+    """How many ids are cut out, and in how many spans; at least one, and at least one id between two."""
+    cut = min(max(round(rate * length), 1), length - 1)
+    return cut, max(min(round(cut / mean), length - cut, cut), 1)
+
+
+def _cut(
+    ids: Ids,
+    free: int,
+    draw: np.random.Generator,
+    rate: float,
+    mean: float,
+    sentinels: Ids,
+) -> tuple[Piece, int]:
+    """The piece, and how many free slots it takes."""
+    begin, end = inside(ids)
+    length = end - begin
+    if length < SHORTEST or free < 3:
+        return left_to_right(ids, int(draw.integers(1, len(ids)))), 0
+    cut, count = _count(length, rate, mean)
+    count = min(count, (free - 1) // 2)
+    starts, stops = runs(cut, length, count, draw)
+    left, right = [ids[:begin]], []
+    at = begin
+    for number, (start, stop) in enumerate(zip(starts + begin, stops + begin, strict=True)):
+        sentinel = sentinels[number % len(sentinels), None]
+        left += [ids[at:start], sentinel]
+        right += [sentinel, ids[start:stop]]
+        at = stop
+    read = np.concatenate([*left, ids[at:]])
+    written = np.concatenate([*right, [Tokenizer.eos]])
+    return left_to_right(np.concatenate([read, written]).astype(np.int32), len(read)), 2 * count + 1
+
+
+def inside(ids: Ids) -> tuple[int, int]:
+    """The part of a piece [begin, end) that is text: without the begin and the end of the document."""
+    return int(ids[0] == Tokenizer.bos), len(ids) - int(ids[-1] == Tokenizer.eos)
+
+
+def runs(cut: int, length: int, count: int, draw: np.random.Generator) -> tuple[Ids, Ids]:
+    """Where `count` runs begin and end, `cut` of `length` places in all, none at the beginning and no two neighbours."""
+    gaps, sizes = _parts(length - cut, count, draw), _parts(cut, count, draw)
+    stops = np.cumsum(gaps + sizes)
+    return stops - sizes, stops
+
+
+def _parts(total: int, count: int, draw: np.random.Generator) -> Ids:
+    """`total` as a sum of `count` numbers above 0, every such sum as likely."""
+    cuts = np.sort(draw.choice(total - 1, count - 1, replace=False)) + 1
+    return np.diff(np.concatenate([[0], cuts, [total]]))
+
+
+def sentinels(tokenizer: Tokenizer) -> Ids:
+    """The ids of the reserved sentinels."""
+    names = [name for name in SPECIALS if name.startswith("<|sentinel_")]
+    return np.array([tokenizer.specials[name] for name in names], np.int32)

@@ -1,0 +1,164 @@
+"""How each objective reads rows: in training, and where it is evaluated."""
+
+import functools
+from collections.abc import Callable, Iterator
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.corrupt import fim, masked, prefix, rows, spans
+from jaxlm.data.corrupt.rows import Change, Corruption, Reading
+from jaxlm.data.tokenizer import SENTINELS, Tokenizer
+from jaxlm.objectives.config import (
+    FIM,
+    UL2,
+    Causal,
+    Masked,
+    Mixture,
+    Objective,
+    Prefix,
+    Simple,
+    Span,
+)
+
+# Rate and mean length of the spans of the denoisers R (the first two) and X; the seventh, S, is a prefix.
+DENOISERS = ((0.15, 3.0), (0.15, 8.0), (0.5, 3.0), (0.5, 8.0), (0.15, 64.0), (0.5, 64.0))
+SEQUENTIAL = 0.25  # share of a text that the denoiser S predicts
+OF_UL2, OF_MIXTURE = 1, 2  # their draws
+
+
+def reading(objective: Objective) -> Callable[[Tokenizer, int], Reading]:
+    """The function (tokenizer, slots of a row) -> Reading.
+
+    What an evaluation means: a validation set is read as in training, with draws that never change, and the loss is that of
+    what is predicted there; bits per byte are those of the bytes predicted. But `fim` is evaluated as `causal`, on
+    documents in their order: so its bits per byte are those of any left-to-right model. A mixture is evaluated for each
+    objective alone: the first that has a weight under the set's name, the others under `NAME.objective`.
+
+    The denoisers of UL2 are drawn evenly, without their mode tokens: no tokenizer reserves any.
+
+    Raises:
+      ConfigError: from the function, where the tokenizer lacks what the objective needs, or a row its room.
+
+    Source: of what is evaluated with fim, Bavarian et al. 2022, arXiv:2207.14255, section 4.1; of UL2 Tay et al. 2022,
+    arXiv:2205.05131, section 3.1.2.
+    """
+    return functools.partial(_reading, objective)
+
+
+def _reading(objective: Objective, tokenizer: Tokenizer, sequence: int) -> Reading:
+    if objective == Causal():
+        return Reading()
+    _check_tokens(objective, tokenizer)
+    training = _corruption(objective, tokenizer, sequence)
+    _check_room(objective, training.room, sequence)
+    parts = objective.parts if isinstance(objective, Mixture) else ((objective, 1.0),)
+    known = {_evaluated(arm): None for arm, _ in parts}
+    evaluations = {
+        f".{arm.name}" if number else "": None
+        if arm == Causal()
+        else _corruption(arm, tokenizer, sequence)
+        for number, arm in enumerate(known)
+    }
+    return Reading(training, evaluations)
+
+
+def _evaluated(arm: Simple) -> Simple:
+    return Causal() if isinstance(arm, FIM) else arm
+
+
+def _corruption(objective: Objective, tokenizer: Tokenizer, sequence: int) -> Corruption:
+    change, room = _change(objective, tokenizer, sequence)
+    return Corruption(change, room, objective.both_ways)
+
+
+def _change(objective: Objective, tokenizer: Tokenizer, sequence: int) -> tuple[Change, int]:
+    """What is done with a row, and the slots that it needs for it."""
+    ids = tokenizer.specials
+    match objective:
+        case Causal():
+            return rows.causal, 0
+        case Prefix():
+            return prefix.prefixes, 0
+        case Masked():
+            change = functools.partial(
+                masked.masks,
+                rate=objective.rate,
+                hidden=objective.hidden,
+                random=objective.random,
+                mask=ids["<|mask|>"],
+                vocab=tokenizer.size,
+                is_fixed=objective.masking == "static",
+                words=masked.Words(tokenizer) if objective.unit == "word" else None,
+            )
+            return change, 0
+        case Span():
+            return _spans(objective.rate, objective.mean, tokenizer, sequence)
+        case UL2():
+            found = [_spans(rate, mean, tokenizer, sequence) for rate, mean in DENOISERS]
+            found.append((functools.partial(prefix.prefixes, share=SEQUENTIAL), 0))
+            return _mixture(found, [1 / len(found)] * len(found), OF_UL2)
+        case FIM():
+            is_split = objective.level == "character"
+            change = functools.partial(
+                fim.infills,
+                rate=objective.rate,
+                spm=objective.spm,
+                marks=fim.Marks(*(ids[f"<|fim_{name}|>"] for name in fim.Marks._fields)),
+                tokenizer=tokenizer if is_split else None,
+            )
+            return change, fim.room(sequence, is_split=is_split)
+        case Mixture():
+            arms, shares = zip(*objective.parts, strict=True)
+            found = [_change(arm, tokenizer, sequence) for arm in arms]
+            return _mixture(found, list(shares), OF_MIXTURE)
+
+
+def _spans(rate: float, mean: float, tokenizer: Tokenizer, sequence: int) -> tuple[Change, int]:
+    sentinels = spans.sentinels(tokenizer)
+    change = functools.partial(spans.spans, rate=rate, mean=mean, sentinels=sentinels)
+    return change, spans.room(sequence, rate, mean)
+
+
+def _mixture(
+    found: list[tuple[Change, int]], shares: list[float], number: int
+) -> tuple[Change, int]:
+    changes, rooms = zip(*found, strict=True)
+    change = functools.partial(
+        rows.mixture, changes=tuple(changes), shares=tuple(shares), number=number
+    )
+    return change, max(rooms)
+
+
+def _needed(objective: Objective) -> Iterator[str]:
+    """The special tokens that an objective writes."""
+    match objective:
+        case Masked():
+            yield "<|mask|>"
+        case Span() | UL2():
+            yield from (f"<|sentinel_{number}|>" for number in range(SENTINELS))
+        case FIM():
+            yield from (f"<|fim_{name}|>" for name in fim.Marks._fields)
+        case Mixture():
+            for arm, _ in objective.parts:
+                yield from _needed(arm)
+
+
+def _check_tokens(objective: Objective, tokenizer: Tokenizer) -> None:
+    lacking = [name for name in _needed(objective) if name not in tokenizer.specials]
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise ConfigError(
+            f"the tokenizer has not the tokens of the objective {objective.name}",
+            where="objective.name",
+            why=f"it lacks {lacking[0]}{more}",
+            fix="--config.data.tokenizer=sentencepiece:4096\n--config.objective.name=causal",
+        )
+
+
+def _check_room(objective: Objective, room: int, sequence: int) -> None:
+    if sequence - room < sequence // 2:
+        raise ConfigError(
+            f"rows of {sequence} tokens are too short for the objective {objective.name}",
+            where="data.sequence",
+            why=f"it adds up to {room} tokens to a row, more than half of it",
+            fix="--config.data.sequence=256\n--config.objective.name=causal",
+        )

@@ -1,0 +1,300 @@
+"""What every objective makes of rows: one table of arms, the same laws for all."""
+
+import dataclasses
+import itertools
+import typing
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.tokenizer import SPECIALS, Bytes, Tokenizer
+from jaxlm.objectives import corruption
+from jaxlm.objectives.config import (
+    FIM,
+    UL2,
+    Causal,
+    Masked,
+    Mixture,
+    Objective,
+    Prefix,
+    Span,
+    Weights,
+)
+from tests.objectives.reading import (
+    FIM as MARKS,
+)
+from tests.objectives.reading import (
+    SENTINEL,
+    Pairs,
+    documents,
+    loader_of,
+    restored,
+    segments,
+    shards_of,
+)
+
+ALL = Weights(causal=1, prefix=1, masked=1, span=1, ul2=1, fim=1)
+ARMS = {
+    "causal": Causal(),
+    "prefix": Prefix(),
+    "masked": Masked(),
+    "masked words": Masked(unit="word", masking="static"),
+    "span": Span(),
+    "many spans": Span(rate=0.5, mean=2),
+    "ul2": UL2(),
+    "fim by tokens": FIM(level="token"),
+    "fim by characters": FIM(rate=1.0),
+    "mixture": Mixture(weights=ALL),
+}
+BATCH, SEQUENCE = 8, 96
+
+
+def test_every_objective_is_in_the_table():
+    assert {type(arm) for arm in ARMS.values()} == set(typing.get_args(Objective))
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return shards_of(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(params=ARMS)
+def arm(request):
+    return ARMS[request.param]
+
+
+@pytest.fixture
+def loader(shards, tmp_path, arm):
+    return loader_of(shards, tmp_path, read_by(arm).train)
+
+
+def read_by(arm, tokenizer=None, sequence=SEQUENCE):
+    return corruption.reading(arm)(tokenizer or Bytes(), sequence)
+
+
+def everything(loader):
+    """Each row of the plan as it is in the first epoch, with its number."""
+    return enumerate(loader.evaluation(batch=1))
+
+
+def are_same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_no_id_is_lost_and_none_crosses_the_border_of_a_document(loader, arm):
+    for row, batch in everything(loader):
+        for whole, (_, tokens, targets, weights, _) in zip(
+            documents(loader, row), segments(batch, 0), strict=True
+        ):
+            in_place = np.where(weights > 0, targets, tokens).tolist() == whole[:-1]
+            if isinstance(arm, Masked) or (isinstance(arm, Mixture) and in_place):
+                assert in_place
+            else:
+                assert restored(tokens, targets, weights) == whole
+
+
+def test_what_is_predicted_is_not_seen(loader, arm):
+    """Where each slot's target is in the next slot, a trained slot does not see that far; masked ones are another test's."""
+    for _, batch in everything(loader):
+        assert (batch.reach is not None) == arm.both_ways
+        padding = batch.segments[0] == 0
+        assert not batch.weights[0][padding].any()
+        for slots, tokens, targets, weights, reach in segments(batch, 0):
+            assert (reach >= slots).all()
+            assert (reach <= slots[-1]).all()
+            if np.array_equal(tokens[1:], targets[:-1]):
+                assert (reach == slots)[weights > 0].all()
+                if not arm.both_ways:
+                    assert weights.all()
+            else:
+                assert (tokens == targets)[weights == 0].all()
+
+
+def test_any_number_of_hosts_reads_the_same_rows(loader):
+    for step in (3, loader.plan.rows // BATCH):  # the second crosses an epoch's edge
+        whole = loader.at(step, batch=BATCH, rows=slice(0, BATCH))
+        halves = [loader.at(step, batch=BATCH, rows=rows) for rows in (slice(0, 4), slice(4, 8))]
+        assert are_same(whole, jax.tree.map(lambda *x: np.concatenate(x), *halves))
+
+
+@pytest.mark.parametrize("arm", [ARMS["mixture"]])
+def test_a_stream_begun_anywhere_goes_on_as_if_never_stopped(loader):
+    whole = itertools.islice(loader.batches(3, batch=BATCH), 4)
+    late = itertools.islice(loader.batches(5, batch=BATCH), 2)
+    for one, other in zip(itertools.islice(whole, 2, 4), late, strict=True):
+        assert are_same(one, other)
+
+
+def test_each_epoch_draws_anew_unless_all_is_fixed(loader, arm):
+    rows = loader.plan.rows
+    first, second = (
+        {_text(loader.at(n, batch=1, rows=slice(0, 1))) for n in range(e * rows, (e + 1) * rows)}
+        for e in range(2)
+    )
+    is_fixed = isinstance(arm, Causal) or getattr(arm, "masking", "") == "static"
+    assert (first == second) == is_fixed
+    again = [_text(batch) for _, batch in everything(loader)]
+    assert again == [_text(batch) for _, batch in everything(loader)]
+
+
+def _text(batch):
+    return b"".join(np.asarray(field).tobytes() for field in jax.tree.leaves(batch))
+
+
+def bounded(count, total, share):
+    """Whether a count is within four deviations of what independent draws give."""
+    return abs(count - share * total) <= 4 * np.sqrt(total * share * (1 - share)) + 1
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    return shards_of(tmp_path_factory.mktemp("many"), count=600)
+
+
+def test_masked_tokens_have_their_rates(many, tmp_path):
+    found = []
+    for _, batch in everything(loader_of(many, tmp_path, read_by(Masked()).train)):
+        kept = (batch.segments > 0) & (batch.targets >= len(SPECIALS))
+        assert not batch.weights[~kept].any(), "special tokens and padding are never drawn"
+        found.append(np.stack([x[kept] for x in (batch.tokens, batch.targets, batch.weights)]))
+    tokens, targets, weights = np.concatenate(found, axis=1)
+    drawn = weights > 0
+    assert bounded(drawn.sum(), len(drawn), 0.15)
+    is_mask = tokens[drawn] == SPECIALS.index("<|mask|>")
+    is_random = ~is_mask & (tokens[drawn] != targets[drawn])
+    assert bounded(is_mask.sum(), drawn.sum(), 0.8)
+    assert bounded(is_random.sum(), drawn.sum(), 0.1 * 255 / 256)
+    assert (tokens[drawn][is_random] >= len(SPECIALS)).all()
+    assert len(set(tokens[drawn][is_random])) > 150
+
+
+def test_whole_words_are_masked_whole(many, tmp_path):
+    sizes = []
+    words = Masked(unit="word", hidden=1.0, random=0.0)
+    for _, batch in everything(loader_of(many, tmp_path, read_by(words).train)):
+        for _, _, targets, weights, _ in segments(batch, 0):
+            text = bytes(max(0, i - len(SPECIALS)) for i in targets.tolist())
+            start = 0
+            for end in [*(i for i, byte in enumerate(text) if byte in b" \0"), len(text)]:
+                assert len(set(weights[start:end])) <= 1, text[start:end]
+                sizes += [weights[start] > 0] if end > start else []
+                start = end + 1
+    assert bounded(sum(sizes), len(sizes), 0.15)
+
+
+@pytest.mark.parametrize("arm", [Span(), Span(rate=0.5, mean=2)], ids=["few", "many"])
+def test_spans_have_their_rate_and_length_and_find_room(many, tmp_path, arm):
+    cut = spans = total = whole = pieces = 0
+    loader = loader_of(many, tmp_path, read_by(arm).train)
+    for row, batch in everything(loader):
+        for known, (_, _, targets, weights, _) in zip(
+            documents(loader, row), segments(batch, 0), strict=True
+        ):
+            pieces += 1
+            written = targets[weights > 0].tolist()
+            count = sum(SENTINEL <= i < len(SPECIALS) for i in written)
+            if not count:
+                continue
+            text = sum(i >= len(SPECIALS) for i in known)
+            assert len(written) - count - 1 == min(max(round(arm.rate * text), 1), text - 1)
+            whole, spans, total = whole + 1, spans + count, total + text
+            cut += len(written) - count - 1
+    assert cut / total == pytest.approx(arm.rate, rel=0.05)
+    assert cut / spans == pytest.approx(arm.mean, rel=0.15)
+    assert whole > 0.8 * pieces
+
+
+def test_documents_are_rearranged_at_their_rate_in_both_orders(many, tmp_path):
+    arm = FIM(rate=0.3, spm=0.25, level="token")
+    found = []
+    for _, batch in everything(loader_of(many, tmp_path, read_by(arm).train, sequence=192)):
+        for _, tokens, targets, _, _ in segments(batch, 0):
+            ids = [*tokens.tolist(), int(targets[-1])]
+            place = [ids.index(mark) if mark in ids else None for mark in MARKS]
+            assert place.count(None) in (0, 3), "all marks or none"
+            found.append(place)
+    changed = [place for place in found if place[0] is not None]
+    # Rows of more than two documents may lack the room for all that are drawn.
+    assert 0.2 * len(found) < len(changed)
+    assert bounded(len(changed), len(found), 0.3) or len(changed) < 0.3 * len(found)
+    assert bounded(sum(suffix == prefix + 1 for prefix, _, suffix in changed), len(changed), 0.25)
+
+
+def test_cut_within_tokens_the_parts_are_encoded_as_prompts_will_be(tmp_path):
+    tokenizer = Pairs()
+    shards = shards_of(tmp_path, tokenizer)
+    loader = loader_of(shards, tmp_path, read_by(FIM(rate=1.0), tokenizer).train)
+    split = rearranged = 0
+    for row, batch in everything(loader):
+        for whole, (_, tokens, targets, weights, _) in zip(
+            documents(loader, row), segments(batch, 0), strict=True
+        ):
+            ids = [*tokens.tolist(), int(targets[-1])]
+            found = restored(tokens, targets, weights)
+            text = b"".join(map(tokenizer.table.__getitem__, whole))
+            assert b"".join(map(tokenizer.table.__getitem__, found)) == text
+            if MARKS[0] not in ids or not is_text(text):
+                continue
+            rearranged, split = rearranged + 1, split + (found != whole)
+            ids = [i for i in ids if i not in (Tokenizer.bos, Tokenizer.eos)]
+            prefix, middle, suffix = (ids.index(mark) for mark in MARKS)
+            parts = [ids[suffix + 1 : middle]]
+            if suffix != prefix + 1:
+                parts += [ids[prefix + 1 : suffix], ids[middle + 1 :]]
+            for part in parts:
+                assert tokenizer.encode(tokenizer.decode(part)) == part
+    assert split > rearranged / 4, "cuts fell within tokens"
+
+
+def is_text(content):
+    """Whether no character is cut at its ends."""
+    return content.decode(errors="replace").encode() == content
+
+
+def test_a_mixture_draws_rows_by_weight_and_is_evaluated_part_by_part(many, tmp_path):
+    arm = Mixture(weights=Weights(causal=0, fim=1, masked=3))
+    read = read_by(arm)
+    masked = total = 0
+    for _, batch in everything(loader_of(many, tmp_path, read.train)):
+        total += 1
+        masked += any(not np.array_equal(s[1][1:], s[2][:-1]) for s in segments(batch, 0))
+    assert bounded(masked, total, 0.75)
+    assert list(read.evaluations) == ["", ".causal"]
+    assert read.evaluations[".causal"] is None
+    assert read.evaluations[""].both_ways
+
+
+def test_what_is_evaluated_is_said_for_every_objective():
+    told = {name: read_by(arm).evaluations for name, arm in ARMS.items()}
+    as_causal = {name for name, each in told.items() if None in each.values()}
+    assert as_causal == {"causal", "fim by tokens", "fim by characters", "mixture"}
+    assert list(told["mixture"]) == ["", ".prefix", ".masked", ".span", ".ul2"]
+
+
+class Bare(Bytes):
+    """As a tokenizer that reserves nothing."""
+
+    specials = {"<|eos|>": 2}
+
+
+def test_without_its_special_tokens_an_objective_is_refused_by_name(arm):
+    if isinstance(arm, Causal | Prefix):
+        assert read_by(arm, Bare())
+        return
+    with pytest.raises(ConfigError, match=f"the tokens of the objective {arm.name}") as caught:
+        read_by(arm, Bare())
+    assert "it lacks <|" in caught.value.why
+
+
+@pytest.mark.parametrize("arm", [FIM(), Span(rate=0.5, mean=1)])
+def test_rows_too_short_for_what_is_added_are_refused(arm):
+    with pytest.raises(ConfigError, match="too short"):
+        read_by(arm, sequence=12)
+
+
+def test_settings_that_contradict_each_other_are_named():
+    assert list(dataclasses.replace(Masked(), hidden=0.9, random=0.2).problems())
+    assert list(Mixture(weights=Weights(causal=0, fim=0)).problems())
+    assert not [*Masked().problems(), *Mixture().problems()]

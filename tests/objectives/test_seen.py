@@ -1,0 +1,68 @@
+"""By gradient: each prediction depends on exactly those slots that its objective lets it see."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core.precision import Precision
+from jaxlm.data.tokenizer import Bytes
+from jaxlm.models.build import Blueprint
+from jaxlm.models.families.llama import Llama
+from jaxlm.objectives import corruption
+from jaxlm.objectives.config import Causal, Masked, Mixture, Prefix, Span, Weights
+from tests.objectives.reading import loader_of, shards_of
+
+SEQUENCE = 32
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return shards_of(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module")
+def dependence():
+    """Which slots' predictions depend on which slots' tokens, of one row: each slot has an id, and so an embedding, of its own."""
+    family = Llama(vocab=SEQUENCE, width=8, depth=1, heads=2, kv_heads=1)
+    blueprint = Blueprint(family.build(), Precision.float32())
+    params = jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
+    slots = jnp.arange(SEQUENCE, dtype=jnp.int32)[None]
+    weights = jax.random.normal(jax.random.key(1), (SEQUENCE,))
+
+    def predictions(table, segments, reach):
+        embedding = params["embedding"] | {"table": table}
+        model = blueprint.merge(params | {"embedding": embedding})
+        hidden = model(slots, positions=slots, segments=segments, reach=reach)
+        return model.logits(hidden.values)[0] @ weights
+
+    def of(batch):
+        reach = np.asarray(slots) if batch.reach is None else batch.reach
+        slopes = jacobian(params["embedding"]["table"], batch.segments, reach)
+        return np.abs(slopes).max(-1) > 0
+
+    jacobian = jax.jit(jax.jacrev(predictions))
+    return of
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [Causal(), Prefix(), Masked(), Span(), Mixture(weights=Weights(causal=1, fim=1))],
+    ids=lambda arm: arm.name,
+)
+def test_a_prediction_depends_on_what_its_objective_lets_it_see(arm, shards, tmp_path, dependence):
+    read = corruption.reading(arm)(Bytes(), SEQUENCE)
+    loader = loader_of(shards, tmp_path, read.train, sequence=SEQUENCE)
+    batch = next(b for b in loader.evaluation(batch=1) if b.segments.max() > 1)
+    found = dependence(batch)
+    at, segments = np.arange(SEQUENCE), batch.segments[0]
+    same = segments[:, None] == segments[None]
+    for t in np.flatnonzero(segments):
+        if isinstance(arm, Masked):
+            seen = same[t]
+        elif not batch.weights[0, t] and arm.both_ways:
+            first = np.flatnonzero(same[t] & (batch.weights[0] > 0))[0]
+            seen = same[t] & (at <= first)  # all up to the slot of the first prediction
+        else:
+            seen = same[t] & (at <= t)
+        np.testing.assert_array_equal(found[t], seen, str(t))

@@ -1,0 +1,117 @@
+"""Every objective through the front door: a few steps, an evaluation, a stop and a replay; and what cannot be is refused."""
+
+import json
+import typing
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core.schema import arm_name
+from jaxlm.objectives.config import Objective
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+EVERY = ("causal", "prefix", "masked", "span", "ul2", "fim")
+MIXED = ["--config.objective.name=mixture"] + [
+    f"--config.objective.weights.{name}=1" for name in EVERY
+]
+SETTINGS = {
+    "train.steps": 4,
+    "data.sequence": 64,
+    "checkpoint.every": 2,
+    "sample.every": "100%",
+    "sample.prompts": ("one",),
+    "sample.max_tokens": 2,
+    "eval.batches": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
+
+
+def losses(workdir):
+    return {(r["split"], r["step"]): float(r["loss_nats"]).hex() for r in harness.records(workdir)}
+
+
+@pytest.mark.parametrize("name", [arm_name(arm) for arm in typing.get_args(Objective)])
+def test_an_objective_trains_evaluates_and_samples(name, config, tmp_path):
+    flags = [f"--config.objective.name={name}"]
+    assert main(harness.words(config, tmp_path / "run", *flags)) == 0
+    found = harness.records(tmp_path / "run")
+    first, *_, last = (r["loss_nats"] for r in found if r["split"] == "train")
+    assert last < first
+    splits = {r["split"] for r in found}
+    assert splits == {"train", "val"}
+    samples = (tmp_path / "run/samples.jsonl").read_text()
+    assert bool(samples) == (name != "masked")
+    log = (tmp_path / "run/log.txt").read_text()
+    assert ("objective  " in log) == (name != "causal")
+    assert ("evaluated as causal" in log) == (name in ("fim", "mixture"))
+    assert (tmp_path / "run/baselines.json").exists() == (name in ("causal", "fim", "mixture"))
+
+
+def test_a_mixture_stopped_and_done_again_is_the_same_in_every_bit(config, tmp_path, capsys):
+    assert main(harness.words(config, tmp_path / "whole", *MIXED)) == 0
+    assert main(harness.words(config, tmp_path / "parts", *MIXED, "--stop_at=2")) == 0
+    assert main(harness.words(config, tmp_path / "parts", *MIXED)) == 0
+    whole = losses(tmp_path / "whole")
+    assert whole == losses(tmp_path / "parts")
+    assert {split for split, _ in whole} == {
+        "train", "val", "val.prefix", "val.masked", "val.span", "val.ul2",
+    }  # fmt: skip
+    capsys.readouterr()
+    assert main(["replay", f"--workdir={tmp_path}/parts", "--step=3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["is_as_logged"]
+
+
+def test_an_evaluation_of_its_own_reads_as_the_run_does(config, tmp_path, capsys):
+    flags = ["--config.objective.name=span", "--config.eval.batches=all"]
+    assert main(harness.words(config, tmp_path / "run", *flags)) == 0
+    logged = [r for r in harness.records(tmp_path / "run") if r["split"] == "val"][-1]
+    capsys.readouterr()
+    assert main(["eval", f"--workdir={tmp_path}/run", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["tokens"] == logged["tokens"]
+    assert again["loss_nats"] == pytest.approx(logged["loss_nats"], rel=1e-6)
+    text = str(tmp_path / "text.txt")
+    with open(text, "w") as file:
+        file.write("one two three four five six " * 20)
+    assert main(["eval", f"--workdir={tmp_path}/run", f"--text={text}", "--json"]) == 0
+    assert 0 < json.loads(capsys.readouterr().out)["tokens"] < 200
+
+
+def test_a_model_that_fills_gaps_is_not_asked_to_go_on(config, tmp_path, capsys):
+    run = tmp_path / "run"
+    flags = ["--config.objective.name=masked", "--config.train.steps=1"]
+    assert main(harness.words(config, run, *flags)) == 0
+    assert "no samples: it has not learnt" in (run / "log.txt").read_text()
+    capsys.readouterr()
+    assert main(["generate", f"--workdir={run}", "--prompt=one", "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "has not learnt to go on" in error["what"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_peek_shows_what_is_read_and_what_is_predicted(name, config, capsys):
+    flags = [f"--config={config}", f"--config.objective.name={name}", "--rows=8"]
+    assert main(["data", "peek", *flags]) == 0
+    said = capsys.readouterr().out
+    assert "\u00ab" in said
+    assert ("\u2039" in said) == (name not in ("causal", "fim"))
+    shown = {"masked": "<|mask|>", "span": "<|sentinel_0|>", "ul2": "<|sentinel_", "fim": "<|fim_"}
+    for other, token in shown.items():
+        assert (token in said) == (
+            other == name or (other, name) in (("span", "ul2"), ("ul2", "span"))
+        )
+
+
+def test_rows_too_short_for_an_objective_are_refused_before_anything_compiles(config, capsys):
+    flags = [f"--config={config}", "--config.objective.name=fim", "--config.data.sequence=8"]
+    assert main(["data", "peek", *flags, "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "too short for the objective fim" in error["what"]
+    for line in error["fix"].splitlines():
+        assert main(["data", "peek", *flags, line]) == 0
