@@ -17,7 +17,7 @@ class Tokens(NamedTuple):
     row from 1, 0 is padding; attention stays inside a segment. `positions` counts from 0 in each segment.
 
     `reach` is the last slot of the row that each slot sees, where parts are read both ways; None where all is read from
-    left to right.
+    left to right. `inner` is a second position, inside of a span that was cut out; None where no objective cuts any so.
     """
 
     tokens: Int[Array, "B T"]
@@ -26,3 +26,4 @@ class Tokens(NamedTuple):
     segments: Int[Array, "B T"]
     positions: Int[Array, "B T"]
     reach: Int[Array, "B T"] | None = None
+    inner: Int[Array, "B T"] | None = None

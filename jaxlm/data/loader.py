@@ -192,7 +192,10 @@ def _corrupted(batch: Tokens, keys: list[Key | None], corruption: Corruption) ->
     rows = [Tokens(*(field[number] for field in fields)) for number in range(len(keys))]
     changed = [corruption(row, key or Key(0, 0, 0)) for row, key in zip(rows, keys, strict=True)]
     stacked = Tokens(*map(np.stack, zip(*changed, strict=True)))  # type: ignore[arg-type]
-    return stacked if corruption.both_ways else stacked._replace(reach=None)
+    return stacked._replace(
+        reach=stacked.reach if corruption.both_ways else None,
+        inner=stacked.inner if corruption.has_inner else None,
+    )
 
 
 def _end_with_parent(number: int, count: int) -> None:

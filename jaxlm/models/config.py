@@ -15,6 +15,7 @@ class Decoder:
     pattern: tuple[BlockConfig, ...]
     prefix: tuple[BlockConfig, ...] = ()
     positions: int | None = None  # rows of a learned position table; None has none
+    inner_positions: int | None = None  # rows of a table of second positions; None has none
     final_norm: NormConfig | None = None
     tied: bool = True
     embed_scale: float = 1.0

@@ -87,6 +87,11 @@ class Decoder(nnx.Module):
         self.positions = (
             None if config.positions is None else table("positions", config.positions, "positions")
         )
+        self.inner = (
+            None
+            if config.inner_positions is None
+            else table("inner", config.inner_positions, "positions")
+        )
         self.prefix = (
             stack("prefix", len(config.prefix), config.prefix, "unroll", axis="prefix")
             if config.prefix
@@ -121,13 +126,15 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"] | None = None,
         reach: Int[Array, "B T"] | None = None,
+        inner: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         key: Array | None = None,
         dealt: int = 1,
     ) -> Hidden:
         """Reads `tokens` from left to right, each segment for itself; after those in `cache`, where there is one.
 
-        With a `reach`, each sees up to that slot of the row, or of the cache, instead of its own.
+        With a `reach`, each sees up to that slot of the row, or of the cache, instead of its own. `inner` are second
+        positions, for a model that has a table of them; None is 0 for all.
         `dealt` is the number of devices to which `parallel.context.deal` dealt the tokens of each row, if it did.
         `key` turns dropout on. The cache comes back with these tokens in it; its `length` is the caller's to advance,
         who knows how many of a padded row are real.
@@ -141,6 +148,8 @@ class Decoder(nnx.Module):
         x = self.embedding(tokens) * self.config.embed_scale
         if self.positions is not None:
             x = x + self.positions(positions)
+        if self.inner is not None:
+            x = x + self.inner(jnp.zeros_like(tokens) if inner is None else inner)
         x = dropout(
             constrain(x.astype(self.precision.activations), "batch", "length", None),
             self.config.dropout,

@@ -59,6 +59,8 @@ def _outside(config: Decoder) -> Iterator[Tensor]:
     yield _tensor("embedding/table", vocab | stream, 1)
     if config.positions is not None:
         yield _tensor("positions/table", {"positions": config.positions} | stream, 1)
+    if config.inner_positions is not None:
+        yield _tensor("inner/table", {"positions": config.inner_positions} | stream, 1)
     yield from _norm("final_norm", config.final_norm, stream)
     if not config.tied:
         yield _tensor("unembedding/weight", stream | vocab, 1)

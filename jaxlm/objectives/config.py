@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from jaxlm.core.config import setting
 
+INNER = 512  # positions inside of a blank that are told apart
 Prompts = Literal[
     "left to right", "both ways", "none"
 ]  # how a model that learnt this reads a prompt to go on from
@@ -74,6 +75,18 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Blank:
+    """Runs of tokens are cut out and written again in a drawn order, each token with a second position: GLM's infilling."""
+
+    name: Literal["blank"] = "blank"
+    rate: float = setting(0.15, "share of the tokens that are cut out", above=0, high=0.8)
+    mean: float = setting(3.0, "mean length of a span", unit="tokens", low=1)
+
+    both_ways: ClassVar[bool] = True
+    prompts: ClassVar[Prompts] = "both ways"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class UL2:
     """Seven denoisers, one drawn for each row: spans short or long, few or many, and the last quarter of a text."""
 
@@ -114,6 +127,7 @@ class Weights:
     span: float = setting(0.0, "weight of span", low=0)
     ul2: float = setting(0.0, "weight of ul2", low=0)
     fim: float = setting(0.5, "weight of fim", low=0)
+    blank: float = setting(0.0, "weight of blank", low=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +139,7 @@ class Mixture:
     masked: Masked = setting(Masked(), "masked, where it has a weight")
     span: Span = setting(Span(), "span, where it has a weight")
     fim: FIM = setting(FIM(), "fim, where it has a weight")
+    blank: Blank = setting(Blank(), "blank, where it has a weight")
 
     @property
     def both_ways(self) -> bool:
@@ -141,7 +156,15 @@ class Mixture:
     @property
     def parts(self) -> tuple[tuple["Simple", float], ...]:
         """The objectives that have a weight, each with its share."""
-        arms: tuple[Simple, ...] = (Causal(), Prefix(), self.masked, self.span, UL2(), self.fim)
+        arms: tuple[Simple, ...] = (
+            Causal(),
+            Prefix(),
+            self.masked,
+            self.span,
+            UL2(),
+            self.fim,
+            self.blank,
+        )
         weights = [getattr(self.weights, arm.name) for arm in arms]
         total = sum(weights)
         return tuple((arm, w / total) for arm, w in zip(arms, weights, strict=True) if w)
@@ -156,8 +179,14 @@ class Mixture:
             )
 
 
-Simple = Causal | Prefix | Masked | Span | UL2 | FIM
+Simple = Causal | Prefix | Masked | Span | UL2 | FIM | Blank
 Objective = Simple | Mixture
+
+
+def has_inner(objective: Objective) -> bool:
+    """Whether tokens have a second position, for which the model needs a table."""
+    arms = objective.parts if isinstance(objective, Mixture) else ((objective, 1.0),)
+    return any(isinstance(arm, Blank) for arm, _ in arms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

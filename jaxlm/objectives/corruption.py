@@ -4,12 +4,14 @@ import functools
 from collections.abc import Callable, Iterator
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.corrupt import fim, masked, prefix, rows, spans
+from jaxlm.data.corrupt import blanks, fim, masked, prefix, rows, spans
 from jaxlm.data.corrupt.rows import Change, Corruption, Reading
 from jaxlm.data.tokenizer import SENTINELS, Tokenizer
 from jaxlm.objectives.config import (
     FIM,
+    INNER,
     UL2,
+    Blank,
     Causal,
     Masked,
     Mixture,
@@ -17,11 +19,13 @@ from jaxlm.objectives.config import (
     Prefix,
     Simple,
     Span,
+    has_inner,
 )
 
 # Rate and mean length of the spans of the denoisers R (the first two) and X; the seventh, S, is a prefix.
 DENOISERS = ((0.15, 3.0), (0.15, 8.0), (0.5, 3.0), (0.5, 8.0), (0.15, 64.0), (0.5, 64.0))
 SEQUENTIAL = 0.25  # share of a text that the denoiser S predicts
+BLANKS = "<|mask|>", "<|sentinel_0|>", "<|sentinel_1|>"  # of GLM: [MASK], [START] and [END]
 OF_UL2, OF_MIXTURE = 1, 2  # their draws
 
 
@@ -67,7 +71,7 @@ def _evaluated(arm: Simple) -> Simple:
 
 def _corruption(objective: Objective, tokenizer: Tokenizer, sequence: int) -> Corruption:
     change, room = _change(objective, tokenizer, sequence)
-    return Corruption(change, room, objective.both_ways)
+    return Corruption(change, room, objective.both_ways, has_inner(objective))
 
 
 def _change(objective: Objective, tokenizer: Tokenizer, sequence: int) -> tuple[Change, int]:
@@ -92,6 +96,15 @@ def _change(objective: Objective, tokenizer: Tokenizer, sequence: int) -> tuple[
             return change, 0
         case Span():
             return _spans(objective.rate, objective.mean, tokenizer, sequence)
+        case Blank():
+            change = functools.partial(
+                blanks.blanks,
+                rate=objective.rate,
+                mean=objective.mean,
+                marks=blanks.Marks(*(ids[name] for name in BLANKS)),
+                inner=INNER,
+            )
+            return change, spans.room(sequence, objective.rate, objective.mean)
         case UL2():
             found = [_spans(rate, mean, tokenizer, sequence) for rate, mean in DENOISERS]
             found.append((functools.partial(prefix.prefixes, share=SEQUENTIAL), 0))
@@ -133,6 +146,8 @@ def _needed(objective: Objective) -> Iterator[str]:
     match objective:
         case Masked():
             yield "<|mask|>"
+        case Blank():
+            yield from BLANKS
         case Span() | UL2():
             yield from (f"<|sentinel_{number}|>" for number in range(SENTINELS))
         case FIM():

@@ -53,6 +53,7 @@ def score(
         positions=dealt.positions,
         segments=dealt.segments,
         reach=dealt.reach,
+        inner=dealt.inner,
         key=key,
         dealt=parts,
     )

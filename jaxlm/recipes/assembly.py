@@ -41,7 +41,7 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
         attention there.
     """
     precision = Precision.of(run.precision)
-    decoder = dataclasses.replace(run.model, vocab=vocab).build()
+    decoder = run.decoder(vocab)
     target = devices.target(mesh)
     attention.check(run, decoder, mesh.shape, target)
     decoder = attention.fitted(run, decoder, mesh.shape, target)

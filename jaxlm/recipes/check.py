@@ -192,7 +192,7 @@ def _axes(spec: PartitionSpec) -> set[str]:
 
 def _accidents(run: Run, whole: dict[str, list[str]]) -> list[dict[str, Any]]:
     """Those matrices that are whole over some axes, and what they are in the config's own model."""
-    decoder = dataclasses.replace(run.model, vocab=topology.vocabulary(run)).build()
+    decoder = run.decoder(topology.vocabulary(run))
     shapes = Blueprint(decoder, Precision.of(run.precision)).shapes
     sizes = {path: math.prod(leaf.shape) for path, leaf in tree.leaves(shapes).items()}
     total = sum(sizes.values())

@@ -11,11 +11,12 @@ from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data.config import DataConfig
 from jaxlm.evals.config import EvalConfig
 from jaxlm.generate.config import SampleConfig
+from jaxlm.models.config import Decoder
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.union import Family
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
-from jaxlm.objectives.config import Causal, LossConfig, Objective
+from jaxlm.objectives.config import INNER, Causal, LossConfig, Objective, has_inner
 from jaxlm.optim.config import AdamW, Optimizer
 from jaxlm.optim.schedule_config import Cosine, Schedule
 from jaxlm.optim.schedule_config import problems as misfits
@@ -67,6 +68,12 @@ class Run:
             section, _, name = path.partition(".")
             raw[section][name] = value
         return config.from_json(Run, raw)
+
+    def decoder(self, vocab: int) -> Decoder:
+        """The model with a vocabulary of so many ids, and what the objective needs of it."""
+        built = dataclasses.replace(self.model, vocab=vocab).build()
+        inner = INNER if has_inner(self.objective) else None
+        return dataclasses.replace(built, inner_positions=inner)
 
     @property
     def tokens_per_step(self) -> int:

@@ -101,7 +101,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     fit.check(run, machine.devices)
     sizes = run.mesh.sizes(machine.devices)
     vocab = vocabulary(run, sizes, assumed)
-    decoder = dataclasses.replace(run.model, vocab=vocab).build()
+    decoder = run.decoder(vocab)
     target = _target(machine.chip)
     attention.check(run, decoder, sizes, target)
     decoder = attention.fitted(run, decoder, sizes, target)

@@ -13,6 +13,7 @@ from jaxlm.core import backend
 from jaxlm.core.errors import CommandError
 from jaxlm.data.batch import Tokens
 from jaxlm.monitor.chips import SLICES, Machine
+from jaxlm.objectives.config import has_inner
 from jaxlm.parallel import collectives, host, mesh
 from jaxlm.parallel.config import shown
 from jaxlm.recipes import devices, fit, stepping, traffic
@@ -34,6 +35,8 @@ def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
     batch = Tokens(**fields)
     if not run.objective.both_ways:
         batch = batch._replace(reach=None)
+    if not has_inner(run.objective):
+        batch = batch._replace(inner=None)
     (platform,) = {device.platform for device in grid.devices.flat}
     with backend.of(platform), jax.set_mesh(grid):
         return engine.step.lower(engine.abstract(), batch).compile()

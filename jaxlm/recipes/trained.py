@@ -95,7 +95,7 @@ def _suited(
     """The run on rows of another length, by kernels that can compute its attention here."""
     data = dataclasses.replace(run.data, sequence=sequence or run.data.sequence)
     run = dataclasses.replace(run, data=data)
-    decoder = dataclasses.replace(run.model, vocab=vocab).build()
+    decoder = run.decoder(vocab)
     free = dataclasses.replace(run, train=dataclasses.replace(run.train, attention="auto"))
     target = devices.target(mesh)
     try:

@@ -73,7 +73,9 @@ def beside():
 CONFIGS = {name: family.build() for name, family in FAMILIES.items()} | {
     "patterned": patterned(),
     "beside": beside(),
-    "shallower than its pattern": dataclasses.replace(patterned(), depth=2),
+    "shallower than its pattern, two positions": dataclasses.replace(
+        patterned(), depth=2, inner_positions=8
+    ),
 }
 
 
@@ -265,6 +267,19 @@ def test_the_closed_form_counts_every_parameter(built):
         path: (leaf.shape, axes[path]) for path, leaf in tree.leaves(params).items()
     }
     assert all(leaf.size for leaf in jax.tree.leaves(params)), "a parameter without a number"
+
+
+@pytest.mark.parametrize("built", ["shallower than its pattern, two positions"], indirect=True)
+def test_second_positions_count_where_there_is_a_table_and_none_are_zeros(built):
+    blueprint, params = built
+    given = inputs()
+    plain = logits(blueprint, params, *given)
+    zeros = jnp.zeros_like(given[0])
+    np.testing.assert_array_equal(plain, logits(blueprint, params, *given, inner=zeros))
+    changed = logits(blueprint, params, *given, inner=zeros.at[0, 5].set(3))
+    differs = np.abs(np.asarray(plain - changed)).max(-1) > 0
+    np.testing.assert_array_equal(differs[0], np.arange(LENGTH) >= 5)
+    assert not differs[1].any()
 
 
 def test_every_parameter_has_axes_of_its_rank(built):

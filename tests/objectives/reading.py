@@ -10,8 +10,9 @@ from jaxlm.data.loader import Loader
 from jaxlm.data.records import Document
 from jaxlm.data.tokenizer import SPECIALS, Bytes, Tokenizer
 
-FIM = tuple(SPECIALS.index(f"<|fim_{name}|>") for name in ("prefix", "middle", "suffix"))
+MARKS = tuple(SPECIALS.index(f"<|fim_{name}|>") for name in ("prefix", "middle", "suffix"))
 SENTINEL = SPECIALS.index("<|sentinel_0|>")
+BLANK, START, END = SPECIALS.index("<|mask|>"), SENTINEL, SENTINEL + 1
 
 
 class Pairs(Tokenizer):
@@ -81,15 +82,30 @@ def restored(tokens, targets, weights) -> list[int]:
     """The ids that a segment was made of, told by its form; not of masked ones."""
     assert np.array_equal(tokens[1:], targets[:-1])
     ids = [*tokens.tolist(), int(targets[-1])]
-    if any(mark in ids for mark in FIM):
+    if any(mark in ids for mark in MARKS):
         return _in_order(ids)
     if any(number >= SENTINEL and number < len(SPECIALS) for number in ids):
         return _filled(ids, int(np.flatnonzero(weights)[0]) + 1)
     return ids
 
 
+def filled(tokens, targets, weights, positions) -> list[int]:
+    """The ids of a segment with blanks, each filled with the span that has its position."""
+    is_text = weights == 0
+    spans: dict[int, list[int]] = {}
+    for place, number in zip(positions[~is_text].tolist(), targets[~is_text].tolist(), strict=True):
+        spans.setdefault(place, []).append(number)
+    assert all(span.pop() == END for span in spans.values())
+    assert all(spans.values()), "no span is empty"
+    return [
+        i
+        for place, number in enumerate(tokens[is_text].tolist())
+        for i in (spans.pop(place) if number == BLANK else [number])
+    ]
+
+
 def _in_order(ids: list[int]) -> list[int]:
-    prefix, middle, suffix = (ids.index(mark) for mark in FIM)
+    prefix, middle, suffix = (ids.index(mark) for mark in MARKS)
     last = len(ids) - 1 if ids[-1] == Tokenizer.eos else len(ids)
     if suffix == prefix + 1:
         # Where the prefix ends and the middle begins is not told, and need not be.

@@ -14,6 +14,7 @@ from jaxlm.objectives import corruption
 from jaxlm.objectives.config import (
     FIM,
     UL2,
+    Blank,
     Causal,
     Masked,
     Mixture,
@@ -23,19 +24,21 @@ from jaxlm.objectives.config import (
     Weights,
 )
 from tests.objectives.reading import (
-    FIM as MARKS,
-)
-from tests.objectives.reading import (
+    BLANK,
+    END,
+    MARKS,
     SENTINEL,
+    START,
     Pairs,
     documents,
+    filled,
     loader_of,
     restored,
     segments,
     shards_of,
 )
 
-ALL = Weights(causal=1, prefix=1, masked=1, span=1, ul2=1, fim=1)
+ALL = Weights(causal=1, prefix=1, masked=1, span=1, ul2=1, fim=1, blank=1)
 ARMS = {
     "causal": Causal(),
     "prefix": Prefix(),
@@ -44,6 +47,7 @@ ARMS = {
     "span": Span(),
     "many spans": Span(rate=0.5, mean=2),
     "ul2": UL2(),
+    "blank": Blank(rate=0.3),
     "fim by tokens": FIM(level="token"),
     "fim by characters": FIM(rate=1.0),
     "mixture": Mixture(weights=ALL),
@@ -85,9 +89,12 @@ def are_same(a, b):
 
 def test_no_id_is_lost_and_none_crosses_the_border_of_a_document(loader, arm):
     for row, batch in everything(loader):
-        for whole, (_, tokens, targets, weights, _) in zip(
+        for whole, (slots, tokens, targets, weights, _) in zip(
             documents(loader, row), segments(batch, 0), strict=True
         ):
+            if START in tokens and BLANK in tokens:
+                assert filled(tokens, targets, weights, batch.positions[0, slots]) == whole
+                continue
             in_place = np.where(weights > 0, targets, tokens).tolist() == whole[:-1]
             if isinstance(arm, Masked) or (isinstance(arm, Mixture) and in_place):
                 assert in_place
@@ -110,6 +117,34 @@ def test_what_is_predicted_is_not_seen(loader, arm):
                     assert weights.all()
             else:
                 assert (tokens == targets)[weights == 0].all()
+                if START in tokens:
+                    assert (reach == slots)[weights > 0].all()
+                    assert (reach[weights == 0] < slots[weights > 0][0]).all()
+
+
+def test_tokens_of_a_blank_have_its_position_and_one_inside(shards, tmp_path):
+    loader = loader_of(shards, tmp_path, read_by(Blank(rate=0.3)).train)
+    found, orders = 0, set()
+    for _, batch in everything(loader):
+        for slots, tokens, targets, weights, _ in segments(batch, 0):
+            positions, inner = batch.positions[0, slots], batch.inner[0, slots]
+            if START not in tokens:
+                assert not inner.any()
+                continue
+            text = weights == 0
+            assert not inner[text].any()
+            np.testing.assert_array_equal(positions[text], np.arange(text.sum()))
+            starts = np.flatnonzero(tokens == START)
+            blanks = np.flatnonzero(tokens == BLANK).tolist()
+            assert sorted(positions[starts]) == blanks
+            orders.add(positions[starts].tolist() == blanks)
+            for start, stop in itertools.pairwise([*starts, len(tokens)]):
+                found += 1
+                np.testing.assert_array_equal(inner[start:stop], np.arange(1, stop - start + 1))
+                assert set(positions[start:stop]) == {positions[start]}
+                assert targets[stop - 1] == END
+    assert found > 20
+    assert orders == {True, False}, "spans come in any order"
 
 
 def test_any_number_of_hosts_reads_the_same_rows(loader):
@@ -270,7 +305,7 @@ def test_what_is_evaluated_is_said_for_every_objective():
     told = {name: read_by(arm).evaluations for name, arm in ARMS.items()}
     as_causal = {name for name, each in told.items() if None in each.values()}
     assert as_causal == {"causal", "fim by tokens", "fim by characters", "mixture"}
-    assert list(told["mixture"]) == ["", ".prefix", ".masked", ".span", ".ul2"]
+    assert list(told["mixture"]) == ["", ".prefix", ".masked", ".span", ".ul2", ".blank"]
 
 
 class Bare(Bytes):

@@ -10,7 +10,7 @@ from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives import corruption
-from jaxlm.objectives.config import Causal, Masked, Mixture, Prefix, Span, Weights
+from jaxlm.objectives.config import Blank, Causal, Masked, Mixture, Prefix, Span, Weights
 from tests.objectives.reading import loader_of, shards_of
 
 SEQUENCE = 32
@@ -47,7 +47,7 @@ def dependence():
 
 @pytest.mark.parametrize(
     "arm",
-    [Causal(), Prefix(), Masked(), Span(), Mixture(weights=Weights(causal=1, fim=1))],
+    [Causal(), Prefix(), Masked(), Span(), Blank(), Mixture(weights=Weights(causal=1, fim=1))],
     ids=lambda arm: arm.name,
 )
 def test_a_prediction_depends_on_what_its_objective_lets_it_see(arm, shards, tmp_path, dependence):
@@ -61,8 +61,10 @@ def test_a_prediction_depends_on_what_its_objective_lets_it_see(arm, shards, tmp
         if isinstance(arm, Masked):
             seen = same[t]
         elif not batch.weights[0, t] and arm.both_ways:
-            first = np.flatnonzero(same[t] & (batch.weights[0] > 0))[0]
-            seen = same[t] & (at <= first)  # all up to the slot of the first prediction
+            # All up to the slot of the first prediction; a blank begins with a slot of its own.
+            is_blank = batch.inner is not None and batch.inner[0][same[t]].any()
+            last = np.flatnonzero(same[t] & (batch.weights[0] > 0))[0] - is_blank
+            seen = same[t] & (at <= last)
         else:
             seen = same[t] & (at <= t)
         np.testing.assert_array_equal(found[t], seen, str(t))

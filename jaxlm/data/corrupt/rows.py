@@ -30,13 +30,17 @@ class Key(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What becomes of one document's piece: slots with what is read, what is predicted there, and how far each sees."""
+    """What becomes of one document's piece: slots with what is read, what is predicted there, and how far each sees.
+
+    `inner` is a second position of each slot; None is 0 for all.
+    """
 
     tokens: Ids
     targets: Ids
     weights: Float[np.ndarray, "n"]
     positions: Ids
     reach: Ids  # slots of the piece, counted from 0
+    inner: Ids | None = None
 
 
 Change = Callable[[Sequence[Ids], int, Key], list[Piece]]
@@ -61,11 +65,13 @@ class Corruption:
         are left over: what becomes of each piece. No piece sees another's ids.
       room: slots of each row that the plan leaves free for what is added.
       both_ways: whether some slots see further than themselves.
+      has_inner: whether slots have a second position.
     """
 
     change: Change
     room: int = 0
     both_ways: bool = False
+    has_inner: bool = False
 
     def __call__(self, row: Tokens, key: Key) -> Tokens:
         """One row [T], changed. Pieces that could not be read stay as they are, without weight."""
@@ -128,7 +134,7 @@ def _packed(pieces: list[Piece], length: int) -> Tokens:
     Raises:
       ValueError: where they do not fit.
     """
-    tokens, targets, segments, positions = (np.zeros(length, np.int32) for _ in range(4))
+    tokens, targets, segments, positions, inner = (np.zeros(length, np.int32) for _ in range(5))
     weights, reach = np.zeros(length, np.float32), np.arange(length, dtype=np.int32)
     start = 0
     for segment, piece in enumerate(pieces, 1):
@@ -139,5 +145,7 @@ def _packed(pieces: list[Piece], length: int) -> Tokens:
         tokens[here], targets[here], weights[here] = piece.tokens, piece.targets, piece.weights
         segments[here], positions[here] = segment, piece.positions
         reach[here] = np.minimum(piece.reach + start, end - 1)
+        if piece.inner is not None:
+            inner[here] = piece.inner
         start = end
-    return Tokens(tokens, targets, weights, segments, positions, reach)  # type: ignore[arg-type]
+    return Tokens(tokens, targets, weights, segments, positions, reach, inner)  # type: ignore[arg-type]

@@ -37,13 +37,13 @@ def spans(
 def room(sequence: int, rate: float, mean: float) -> int:
     """Slots of a row that spans take for their sentinels: two for each, and one for each 64 slots and piece."""
     most = sequence - 1
-    while most > 1 and most + 2 * _count(most, rate, mean)[1] + 1 + most // 64 > sequence:
+    while most > 1 and most + 2 * count_of(most, rate, mean)[1] + 1 + most // 64 > sequence:
         most -= 1
     return sequence - most
 
 
-def _count(length: int, rate: float, mean: float) -> tuple[int, int]:
-    """How many ids are cut out, and in how many spans; at least one, and at least one id between two."""
+def count_of(length: int, rate: float, mean: float) -> tuple[int, int]:
+    """How many of so many ids are cut out, and in how many spans; at least one, and at least one id between two."""
     cut = min(max(round(rate * length), 1), length - 1)
     return cut, max(min(round(cut / mean), length - cut, cut), 1)
 
@@ -61,7 +61,7 @@ def _cut(
     length = end - begin
     if length < SHORTEST or free < 3:
         return left_to_right(ids, int(draw.integers(1, len(ids)))), 0
-    cut, count = _count(length, rate, mean)
+    cut, count = count_of(length, rate, mean)
     count = min(count, (free - 1) // 2)
     starts, stops = runs(cut, length, count, draw)
     left, right = [ids[:begin]], []
