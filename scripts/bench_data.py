@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxlm.data import packing, parts, prepare, writer
+from jaxlm.data import dataset, packing, parts, writer
 from jaxlm.data.config import DataConfig
 from jaxlm.data.loader import Loader
 
@@ -28,7 +28,7 @@ RATE = 40_000.0
 
 def measure(config: DataConfig, rate: float, seconds: float) -> dict[str, Any]:
     """MB of text a second on a core for each stage, and the share of the time that a consumer of `rate` tokens/s waits."""
-    encoder = prepare.open_tokenizer(config)
+    encoder = dataset.open_tokenizer(config)
     train, _ = parts.find(config)
     documents = list(train.documents(Counter()))
     size = sum(len(document.text.encode()) for document in documents)

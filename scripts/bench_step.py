@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxlm.core import config
-from jaxlm.data import prepare
+from jaxlm.data import dataset
 from jaxlm.models import cost
 from jaxlm.monitor import sinks
 from jaxlm.monitor.clock import Clock
@@ -73,7 +73,7 @@ SIZES = {
 Timed = Callable[[int], tuple[float, float]]  # steps -> (seconds, last loss)
 
 
-def ours(run: Run, data: prepare.Data, folder: Path) -> tuple[Any, Timed]:
+def ours(run: Run, data: dataset.Data, folder: Path) -> tuple[Any, Timed]:
     """The parameters that both start from, and `jaxlm train` from its loader to metrics.jsonl."""
     mesh = devices.build_mesh(run.mesh)
     model = assembly.assemble(run, run.model.vocab, mesh)
@@ -294,7 +294,7 @@ def measure(size: str, rounds: int, count: int) -> dict[str, Any]:
     run: Run = config.load(
         Run, str(ROOT / "configs/quickstart.py"), [*SIZES[size].items(), ("train.steps", "1000000")]
     ).value
-    data = prepare.open_data(run.data, seed=run.seed)
+    data = dataset.open_data(run.data, seed=run.seed)
     with tempfile.TemporaryDirectory() as folder:
         start, our_steps = ours(run, data, Path(folder))
         raw = data.train.batches(0, batch=run.train.batch)

@@ -113,11 +113,11 @@ def _described(loader: Any) -> dict[str, Any]:
 
 
 def _tokenize(args: Any, out: Output) -> int:
-    from jaxlm.data import prepare
+    from jaxlm.data import dataset
 
     section = config.load(Run, args.config or args.workdir, args.overrides).value.data
     with _progress(out) as progress:
-        written = prepare.tokenise(section, Path(args.out), out.say, progress)
+        written = dataset.tokenise(section, Path(args.out), out.say, progress)
     answer = {
         name: {
             "folder": str(shards.folder),

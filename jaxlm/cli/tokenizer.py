@@ -93,8 +93,8 @@ def _show(args: Any, out: Output) -> int:
 
 
 def _of_config(args: Any, out: Output) -> Any:
-    from jaxlm.data import prepare
+    from jaxlm.data import dataset
 
-    return prepare.open_tokenizer(
+    return dataset.open_tokenizer(
         config.load(Run, args.config or args.workdir, args.overrides).value.data, say=out.say
     )

@@ -13,7 +13,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import CommandError
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
-from jaxlm.data.prepare import Data
+from jaxlm.data.dataset import Data
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.build import Blueprint
 from jaxlm.parallel import collectives, host, logical, mesh

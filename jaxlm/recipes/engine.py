@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxlm.core import faults, random
 from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
-from jaxlm.data.prepare import Data
+from jaxlm.data.dataset import Data
 from jaxlm.evals import loss as evals
 from jaxlm.objectives.token_nll import token_nll
 from jaxlm.optim import build as optimizers

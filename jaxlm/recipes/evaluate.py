@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import cache, prepare
+from jaxlm.data import cache, dataset
 from jaxlm.data.documents import Corpus
 from jaxlm.data.loader import Loader
 from jaxlm.evals import loss as evals
@@ -78,7 +78,7 @@ def _loaders(opened: Trained, options: Options, sequence: int, say: Any) -> dict
     if options.text:
         corpus = Corpus.find(options.text, run.data.text_key, "text")
         read = corruption.reading(run.objective)
-        return prepare.text_loaders(corpus, opened.tokenizer, sequence, read, cache.default(), say)
+        return dataset.text_loaders(corpus, opened.tokenizer, sequence, read, cache.default(), say)
     data = dataclasses.replace(run.data, sequence=sequence)
     found = reading.open_data(dataclasses.replace(run, data=data), say=say, warn=say)
     if found.tokenizer.digest != opened.tokenizer.digest:

@@ -15,7 +15,7 @@ from jaxlm.core import config
 from jaxlm.core.config import Loaded
 from jaxlm.core.errors import CommandError, ConfigError, Preempted
 from jaxlm.data import parts
-from jaxlm.data.prepare import Data
+from jaxlm.data.dataset import Data
 from jaxlm.monitor import environment, sinks
 from jaxlm.monitor.console import Console
 from jaxlm.parallel import host

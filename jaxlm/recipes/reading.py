@@ -1,7 +1,7 @@
 """The data of a run, read as its objective reads it."""
 
-from jaxlm.data import prepare
-from jaxlm.data.prepare import Data, Progress, Say
+from jaxlm.data import dataset
+from jaxlm.data.dataset import Data, Progress, Say
 from jaxlm.objectives import corruption
 from jaxlm.recipes.config import Run
 
@@ -13,12 +13,12 @@ def open_data(
     warn: Say = lambda _: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Data:
-    """Opens what the run names, see `prepare.open_data`.
+    """Opens what the run names, see `dataset.open_data`.
 
     Raises:
       JaxlmError: where the data is missing, broken, empty, or lacks what the objective needs.
     """
-    return prepare.open_data(
+    return dataset.open_data(
         run.data,
         seed=run.seed,
         reading=corruption.reading(run.objective),

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from jaxlm.core import tree
-from jaxlm.data import prepare
+from jaxlm.data import dataset
 from jaxlm.data.config import DataConfig
-from jaxlm.data.prepare import Data
+from jaxlm.data.dataset import Data
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mixtral import Mixtral
 from jaxlm.optim.config import AdamW
@@ -112,7 +112,7 @@ def follow(run: Run, steps: int, *, begun: dict[str, np.ndarray] | None = None) 
 
     Compiled for speed of compilation: LLVM's optimisations change no collective.
     """
-    engine = engine_of(run, prepare.open_data(run.data, seed=run.seed))
+    engine = engine_of(run, dataset.open_data(run.data, seed=run.seed))
     losses, norms = [], []
     gradients: dict[str, np.ndarray] = {}
     with jax.set_mesh(engine.model.mesh):

@@ -11,7 +11,7 @@ import pytest
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import tree
-from jaxlm.data import prepare
+from jaxlm.data import dataset
 from jaxlm.parallel.config import AXES
 from tests.distributed import laws
 
@@ -85,7 +85,7 @@ def test_an_axis_and_a_pair_on_four_devices_give_the_course_of_one(alone, data, 
 def test_a_checkpoint_moves_through_every_mesh_bit_for_bit(data, tmp_path):
     """Saved on one device, restored and saved on each mesh of the table and with each ZeRO stage, and on one again."""
     stages = [{"fsdp": 8, "zero": zero} for zero in (1, 2)]
-    read = prepare.open_data(data, seed=0)
+    read = dataset.open_data(data, seed=0)
     draw = np.random.default_rng(0)
     value: dict[str, np.ndarray] = {}
     for step, sizes in enumerate([{}, *COMBINATIONS, *stages, {}], 1):

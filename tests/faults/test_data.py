@@ -24,7 +24,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data import documents, packing, prepare, records, tokenizer, train_tokenizer, writer
+from jaxlm.data import dataset, documents, packing, records, tokenizer, train_tokenizer, writer
 from jaxlm.data.batch import Tokens
 from jaxlm.data.blocks import BLOCK
 from jaxlm.data.config import DataConfig
@@ -59,9 +59,9 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
     return writer.write(tmp_path / "shards", made, Bytes(), Counter())
 
 
-def opened(root: Path, train: str, seed: int = 1, **settings: object) -> prepare.Data:
+def opened(root: Path, train: str, seed: int = 1, **settings: object) -> dataset.Data:
     given = {"train": (train,), "validation": ("10%",), "tokenizer": "bytes", "sequence": SEQUENCE}
-    return prepare.open_data(DataConfig(**(given | settings)), seed=seed, root=root)
+    return dataset.open_data(DataConfig(**(given | settings)), seed=seed, root=root)
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
@@ -263,11 +263,11 @@ def test_e4_files_that_are_not_utf8_are_counted_like_records(tmp_path: Path) -> 
 OPEN = """
 import sys, time
 from pathlib import Path
-from jaxlm.data import prepare
+from jaxlm.data import dataset
 from jaxlm.data.config import DataConfig
 begun = time.monotonic()
 config = DataConfig(train=(sys.argv[1],), validation=(), tokenizer=sys.argv[2], sequence=256)
-train = prepare.open_data(config, seed=0, root=Path(sys.argv[3])).train.shards
+train = dataset.open_data(config, seed=0, root=Path(sys.argv[3])).train.shards
 highest = Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
 print(time.monotonic() - begun, int(highest) * 1024, train.documents, train.manifest.bytes)
 """
@@ -693,7 +693,7 @@ BUILD_AND_KILL = """
 import os, random, shutil, signal, sys, time
 from pathlib import Path
 import sentencepiece
-from jaxlm.data import prepare
+from jaxlm.data import dataset
 from jaxlm.data.config import DataConfig
 
 texts, root, kills = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
@@ -704,7 +704,7 @@ def build(folder):
     if child:
         return child
     try:
-        prepare.open_data(config, seed=0, root=folder)
+        dataset.open_data(config, seed=0, root=folder)
         os._exit(0)
     except BaseException as error:
         print(repr(error), file=sys.stderr)

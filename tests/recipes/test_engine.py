@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.data.batch import Tokens
-from jaxlm.data.prepare import Data
+from jaxlm.data.dataset import Data
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.families.llama import Llama
 from jaxlm.parallel import host, mesh

@@ -10,7 +10,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.core import config as configs
-from jaxlm.data import prepare
+from jaxlm.data import dataset
 from jaxlm.optim.config import Muon
 from jaxlm.recipes import assembly, devices
 from jaxlm.recipes.config import Run
@@ -128,7 +128,7 @@ def test_on_the_quickstart_it_finds_a_rate_within_three_of_the_best_of_a_grid(
     assert code == 0
     run = configs.load(Run, "configs/quickstart.py", list(small.items())).value
     mesh = devices.build_mesh(run.mesh)
-    data = prepare.open_data(run.data, seed=run.seed)
+    data = dataset.open_data(run.data, seed=run.seed)
     model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
     ends = {}
     for rate in (0.002, 0.006, 0.02, 0.06, 0.2):

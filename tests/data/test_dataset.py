@@ -11,7 +11,7 @@ import pytest
 import zstandard
 
 from jaxlm.core.errors import ConfigError, DataError, InputMissing, JaxlmError, NotWritable
-from jaxlm.data import baselines, prepare, writer
+from jaxlm.data import baselines, dataset, writer
 from jaxlm.data.config import DataConfig
 
 
@@ -36,12 +36,12 @@ def _config(
 
 def _open(
     config: DataConfig, root: Path, seed: int = 0, said: list[str] | None = None
-) -> prepare.Data:
+) -> dataset.Data:
     say = [].append if said is None else said.append
-    return prepare.open_data(config, seed=seed, root=root / "cache", say=say, warn=say)
+    return dataset.open_data(config, seed=seed, root=root / "cache", say=say, warn=say)
 
 
-def _stored(data: prepare.Data) -> tuple[bytes, bytes]:
+def _stored(data: dataset.Data) -> tuple[bytes, bytes]:
     return baselines.stored_text(data.train.shards), baselines.stored_text(
         data.validation["val"].shards
     )
@@ -171,7 +171,7 @@ def test_characters_that_training_lacks_are_said(texts: str, tmp_path: Path) -> 
 
 
 def test_token_shards_are_read_with_their_own_tokenizer(texts: str, tmp_path: Path) -> None:
-    written = prepare.tokenise(
+    written = dataset.tokenise(
         _config(texts, tokenizer="sentencepiece:512"),
         tmp_path / "out",
         lambda _: None,
@@ -194,7 +194,7 @@ def test_token_shards_are_read_with_their_own_tokenizer(texts: str, tmp_path: Pa
     with pytest.raises(ConfigError, match="cannot be held out of token shards"):
         _open(_config(folders["train"], "5%", tokenizer=fixed), tmp_path)
     with pytest.raises(DataError, match="exists"):
-        prepare.tokenise(
+        dataset.tokenise(
             _config(texts), tmp_path / "out", lambda _: None, lambda what, done, total: None
         )
 
@@ -204,7 +204,7 @@ def test_folders_of_token_shards_are_found_by_glob_and_read_as_one(tmp_path: Pat
     for name, tokenizer in (("a", "bytes"), ("b", "bytes"), ("other", "characters")):
         for number in range(30):
             (tmp_path / f"{number}.{name}").write_text(f"{name} {number} " * (number % 5 + 1))
-        written = prepare.tokenise(
+        written = dataset.tokenise(
             _config(f"{tmp_path}/*.{name}", (), tokenizer=tokenizer),
             tmp_path / "out" / name,
             lambda _: None,
@@ -260,7 +260,7 @@ def test_progress_goes_from_nothing_to_the_size_of_the_files(
             pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
             path.write_bytes(pack(lines))
     told: list[tuple[int, int]] = []
-    prepare.open_data(
+    dataset.open_data(
         _config(f"{tmp_path}/*{ending}", ()),
         seed=0,
         root=tmp_path / "cache",
