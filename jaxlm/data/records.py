@@ -87,7 +87,7 @@ def mended(text: str, counts: Counter[str]) -> str:
 
 
 def _text(path: Path, name: str, counts: Counter[str]) -> Document | Broken:
-    with _whole(name), _open(path) as file:
+    with _whole(name), opened(path) as file:
         data = file.read(_limit(path))
         if len(data) > MOST_UNPACKED and _is_packed(path):
             raise _unpacks_too_far(path, name)
@@ -111,7 +111,7 @@ def _not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
 
 def _json_lines(path: Path, name: str, counts: Counter[str]) -> Iterator[tuple[Any, int]]:
     """Each record, and the bytes of the file that were read up to its end."""
-    with _whole(name), _open(path) as file:
+    with _whole(name), opened(path) as file:
         unpacked = 0
         for number in itertools.count(1):
             line = file.readline(_limit(path, unpacked))
@@ -164,9 +164,9 @@ def _unpacks_too_far(path: Path, where: str) -> DataError:
 
 
 def _place(file: Any) -> int:
-    """Where a file that `_open` opened stands, in bytes on disk."""
+    """Where a file that `opened` gave stands, in bytes on disk."""
     inner = file.fileobj if isinstance(file, gzip.GzipFile) else file.raw
-    return inner.tell() if isinstance(inner, _Zstandard | io.BufferedReader) else file.tell()
+    return inner.tell() if isinstance(inner, Zstandard | io.BufferedReader) else file.tell()
 
 
 def _parquet(path: Path, name: str, text_key: str) -> Iterator[tuple[dict[str, Any], int]]:
@@ -222,22 +222,23 @@ def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
     )
 
 
-def _open(path: Path) -> IO[bytes]:
+def opened(path: Path) -> IO[bytes]:
+    """The bytes of a file; of a `.gz` or `.zst` file as they were before they were packed."""
     if path.suffix == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.suffix == ".zst":
-        return io.BufferedReader(_Zstandard(path), 2**17)
+        return io.BufferedReader(Zstandard(open(path, "rb")), 2**17)
     return open(path, "rb")
 
 
-class _Zstandard(io.RawIOBase):
+class Zstandard(io.RawIOBase):
     """Zstandard frames, end to end. The library's own reader takes a file that was cut for one that ended."""
 
-    def __init__(self, path: Path):
+    def __init__(self, file: IO[bytes]):
         import zstandard
 
         self._decompressor = zstandard.ZstdDecompressor()
-        self._file = open(path, "rb")  # noqa: SIM115 - closed with this reader
+        self._file = file  # closed with this reader
         self._frame = self._decompressor.decompressobj()
         self._ready = memoryview(b"")
         self._begun = False

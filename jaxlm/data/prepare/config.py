@@ -1,0 +1,116 @@
+"""Settings of a recipe: from raw files to a clean corpus."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+from jaxlm.core.config import setting
+from jaxlm.data.prepare.dedup.config import MinHash, Spans
+from jaxlm.data.prepare.filters.config import (
+    C4,
+    Code,
+    Decontaminate,
+    FineWeb,
+    Gopher,
+    Language,
+    Length,
+    Pii,
+    Repetition,
+    Urls,
+)
+
+StageName = Literal[
+    "mojibake",
+    "normalise",
+    "length",
+    "urls",
+    "language",
+    "gopher",
+    "repetition",
+    "c4",
+    "fineweb",
+    "code",
+    "pii",
+    "decontaminate",
+]
+DedupName = Literal["exact", "near", "spans"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a file may hold before it is taken for damage or for an attack."""
+
+    document_bytes: int = setting(
+        2**26, "largest document, and longest line of a file of lines", unit="bytes", low=1
+    )
+    archive_bytes: int = setting(
+        2**34, "most that the members of one archive may unpack to", unit="bytes", low=1
+    )
+    archive_members: int = setting(100_000, "most members of one archive", low=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Raw files, the stages that each document passes in this order, and what is then found twice."""
+
+    source: tuple[str, ...] = setting(
+        ("stdlib:train",),
+        "globs of files to clean; stdlib:train and stdlib:validation are Python's own library",
+    )
+    text_key: str = setting("text", "field of a record that holds its text")
+    unit_bytes: int = setting(
+        2**26,
+        "files are worked on together until they hold this much: what is done again after a kill",
+        unit="bytes",
+        low=1,
+    )
+    reading: Reading = setting(Reading(), "what a file may hold")
+    stages: tuple[StageName, ...] = setting(
+        ("normalise", "length"), "what each document passes, in this order"
+    )
+    dedup: tuple[DedupName, ...] = setting(
+        ("exact",), "what is looked for across all documents that the stages kept"
+    )
+    length: Length = setting(Length(), "how long a document may be")
+    urls: Urls = setting(Urls(), "places that nothing is taken from")
+    language: Language = setting(Language(), "which languages are kept")
+    gopher: Gopher = setting(Gopher(), "Gopher's rules of quality")
+    repetition: Repetition = setting(Repetition(), "Gopher's rules of repetition")
+    c4: C4 = setting(C4(), "C4's rules")
+    fineweb: FineWeb = setting(FineWeb(), "FineWeb's rules")
+    code: Code = setting(Code(), "what source code must be")
+    pii: Pii = setting(Pii(), "personal data")
+    decontaminate: Decontaminate = setting(
+        Decontaminate(), "evaluation sets that nothing may be shared with"
+    )
+    near: MinHash = setting(MinHash(), "near duplicates")
+    spans: Spans = setting(Spans(), "lines or paragraphs that are there twice")
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """A stage stands once, and has what it cannot do without."""
+        for name in ("stages", "dedup"):
+            twice = sorted(
+                {each for each in getattr(self, name) if getattr(self, name).count(each) > 1}
+            )
+            if twice:
+                once = ",".join(dict.fromkeys(getattr(self, name)))
+                yield name, f"{twice[0]} stands there twice", f"--config.{name}={once}"
+        if not self.source:
+            yield "source", "nothing to read", "--config.source='crawl/*.warc.gz'"
+        if "decontaminate" in self.stages and not self.decontaminate.against:
+            yield (
+                "decontaminate.against",
+                "the stage decontaminate has nothing to compare with",
+                "--config.decontaminate.against='evaluations/*.jsonl'",
+            )
+        if "urls" in self.stages and not self.urls.blocked:
+            yield (
+                "urls.blocked",
+                "the stage urls has no list",
+                "--config.urls.blocked='lists/*.txt'",
+            )
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Every place where a document can be lost, in the order in which it comes by."""
+        return ("read", *self.stages, *(name for name in get_args(DedupName) if name in self.dedup))

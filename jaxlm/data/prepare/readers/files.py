@@ -1,0 +1,92 @@
+"""Files of any kind as documents and broken records. What is wrong with one never keeps the others from being read."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from jaxlm.core.errors import JaxlmError
+from jaxlm.data.prepare.config import Recipe
+from jaxlm.data.prepare.document import Broken, Document
+from jaxlm.data.prepare.readers import archives, tables, texts, warc
+from jaxlm.data.prepare.readers.encoding import NotText
+from jaxlm.data.prepare.readers.streams import TooLarge, kind_of, opened, unpacked
+
+Reader = Callable[[IO[bytes], str, Recipe, Counter[str]], Iterator[Document | Broken]]
+READERS: dict[str, Reader] = {
+    ".jsonl": tables.json_lines,
+    ".ndjson": tables.json_lines,
+    ".json": tables.json_lines,
+    ".parquet": tables.parquet,
+    ".csv": tables.comma_separated,
+    ".tsv": tables.tab_separated,
+    ".html": texts.html,
+    ".htm": texts.html,
+    ".xhtml": texts.html,
+    ".warc": warc.records,
+    ".wet": warc.records,
+    ".py": texts.python,
+}
+ARCHIVES = {".zip": archives.zipped, ".tar": archives.tarred}
+TOO_LARGE, DAMAGED, NOT_TEXT, NESTED = "too large", "damaged", "not text", "an archive in another"
+
+
+def read(
+    path: Path, name: str, recipe: Recipe, counts: Counter[str]
+) -> Iterator[Document | Broken]:
+    """Every record of a file. What is no document by its nature, as a request in a WARC file, is only counted.
+
+    Where a file turns out damaged, the records before the damage are there, and then a broken one.
+    """
+    kind = kind_of(name)
+    if kind not in ARCHIVES:
+        yield from _guarded(
+            lambda: opened(path), name, READERS.get(kind, texts.plain), recipe, counts
+        )
+        return
+
+    def members(
+        stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
+    ) -> Iterator[Document | Broken]:
+        for member in ARCHIVES[kind](stream, name, recipe.reading):
+            if isinstance(member, Broken):
+                yield member
+            elif (inner := kind_of(member.name)) in ARCHIVES:
+                yield Broken(NESTED, member.name, 1, "it is not opened")
+            else:
+                reader = READERS.get(inner, texts.plain)
+                yield from _guarded(
+                    functools.partial(_member, member), member.name, reader, recipe, counts
+                )
+
+    yield from _guarded(lambda: opened(path), name, members, recipe, counts)
+
+
+def _member(member: archives.Member) -> IO[bytes]:
+    return unpacked(member.open(), member.name)
+
+
+def _guarded(
+    open_stream: Callable[[], IO[bytes]],
+    name: str,
+    reader: Reader,
+    recipe: Recipe,
+    counts: Counter[str],
+) -> Iterator[Document | Broken]:
+    """What a reader finds, with a broken record in place of what it fails with."""
+    last = 0
+    try:
+        with open_stream() as stream:
+            for each in reader(stream, name, recipe, counts):
+                last = each.record if each.file == name else last
+                yield each
+    except (GeneratorExit, MemoryError, JaxlmError):
+        raise
+    except TooLarge as error:
+        yield Broken(TOO_LARGE, name, last + 1, str(error))
+    except NotText as error:
+        yield Broken(NOT_TEXT, name, last + 1, str(error))
+    # What zlib, lzma, zstandard, zipfile, tarfile, csv and pyarrow raise shares no parent.
+    except Exception as error:
+        yield Broken(DAMAGED, name, last + 1, f"{type(error).__name__}: {str(error)[:200]}")

@@ -1,0 +1,133 @@
+"""Readers of files with a document in each row: JSON lines, Parquet, CSV. The other fields of a row are its meta."""
+
+import csv
+import io
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import IO, Any
+
+from jaxlm.core.errors import InputMissing
+from jaxlm.data.prepare.config import Recipe
+from jaxlm.data.prepare.document import Broken, Document
+from jaxlm.data.prepare.readers.streams import TooLarge, lines, whole
+from jaxlm.data.records import BYTE_ORDER_MARK, NO_TEXT, NOT_JSON, NOT_UTF8, OTHER_TYPE, mended
+
+NOT_A_ROW = "with more or fewer fields than the table"
+TOO_LARGE = "too large"
+
+
+def json_lines(
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
+) -> Iterator[Document | Broken]:
+    """A JSON object a line."""
+    most = recipe.reading.document_bytes
+    for number, line in lines(stream, most):
+        if line is None:
+            yield Broken(TOO_LARGE, name, number, f"a line of more than {most:,} bytes")
+            continue
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode(), parse_constant=lambda _: None)
+        except UnicodeDecodeError as error:
+            yield Broken(NOT_UTF8, name, number, f"byte {error.start}: {error.reason}")
+        except (ValueError, RecursionError) as error:
+            yield Broken(NOT_JSON, name, number, str(error)[:200])
+        else:
+            yield _of_row(row, name, number, recipe, counts)
+
+
+def parquet(
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
+) -> Iterator[Document | Broken]:
+    """A row a document."""
+    try:
+        import pyarrow.parquet as arrow
+    except ImportError as error:
+        raise InputMissing(
+            "reading Parquet needs pyarrow", where=name, fix="pip install 'jaxlm[parquet]'"
+        ) from error
+    seekable = (
+        stream if stream.seekable() else io.BytesIO(whole(stream, recipe.reading.archive_bytes))
+    )
+    batches = arrow.ParquetFile(seekable).iter_batches(batch_size=256)
+    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+    for number, row in enumerate(rows, 1):
+        yield _of_row(row, name, number, recipe, counts)
+
+
+def comma_separated(
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
+) -> Iterator[Document | Broken]:
+    """Rows under a first row of names, as RFC 4180 has them."""
+    yield from _separated(stream, name, recipe, counts, ",")
+
+
+def tab_separated(
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
+) -> Iterator[Document | Broken]:
+    """The same with tabs."""
+    yield from _separated(stream, name, recipe, counts, "\t")
+
+
+def _separated(
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str], mark: str
+) -> Iterator[Document | Broken]:
+    most = recipe.reading.document_bytes
+    csv.field_size_limit(most)  # of the process; 128 kB otherwise
+    rows = csv.reader(_as_text(stream, most), delimiter=mark)
+    names = next(rows, [])
+    for number, cells in enumerate(rows, 1):
+        if not cells:
+            continue
+        if len(cells) != len(names):
+            yield Broken(NOT_A_ROW, name, number, f"{len(cells)} of them, not {len(names)}")
+        elif any(
+            "\udc80" <= letter <= "\udcff"
+            for cell in cells
+            for letter in cell
+            if not cell.isascii()
+        ):
+            yield Broken(NOT_UTF8, name, number, "a cell of the row")
+        else:
+            yield _of_row(dict(zip(names, cells, strict=True)), name, number, recipe, counts)
+
+
+def _as_text(stream: IO[bytes], most: int) -> Iterator[str]:
+    """Lines, in which bytes that are not UTF-8 are halves of surrogate pairs."""
+    for number, line in lines(stream, most):
+        if line is None:
+            raise TooLarge(f"line {number} has more than {most:,} bytes")
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+        yield line.decode(errors="surrogateescape")
+
+
+def _of_row(
+    row: Any, name: str, number: int, recipe: Recipe, counts: Counter[str]
+) -> Document | Broken:
+    key = recipe.text_key
+    if not isinstance(row, dict):
+        return Broken(NO_TEXT, name, number, f"a {type(row).__name__}, not an object")
+    if key not in row:
+        return Broken(NO_TEXT, name, number, f"it has {', '.join(map(str, row))[:200]}")
+    text = row.pop(key)
+    if not isinstance(text, str):
+        return Broken(OTHER_TYPE, name, number, f"a {type(text).__name__}")
+    if len(text) > recipe.reading.document_bytes:
+        return Broken(TOO_LARGE, name, number, f"a text of {len(text):,} characters")
+    return Document(mended(text, counts), name, number, {k: _plain(v) for k, v in row.items()})
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold: it has no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
