@@ -1,0 +1,198 @@
+"""What tells who or where a person is, and what opens their doors: found by form, and by check digits where there are some."""
+
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from jaxlm.data.prepare.document import Document, Removed, Stage
+from jaxlm.data.prepare.filters.config import Pii
+
+
+class Found(NamedTuple):
+    """Where something lies in a text, and of which kind it is."""
+
+    start: int
+    end: int
+    kind: str
+
+
+def pii(config: Pii) -> Stage:
+    """Each find masked as <EMAIL> and the like, or its document removed."""
+
+    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
+        found = find(document.text, config.kinds)
+        if not found:
+            return document
+        if config.action == "remove":
+            return Removed(found[0].kind, f"at character {found[0].start}, {len(found)} in all")
+        pieces, end = [], 0
+        for each in found:
+            counts[f"pii: {each.kind} masked"] += 1
+            pieces += [document.text[end : each.start], f"<{each.kind.upper()}>"]
+            end = each.end
+        return document.with_text("".join(pieces) + document.text[end:])
+
+    return stage
+
+
+def find(text: str, kinds: tuple[str, ...]) -> list[Found]:
+    """Everything of these kinds, in order, none over another: of two the longer, then the one that KINDS has first."""
+    order = list(KINDS)
+    every = [each for kind in kinds for each in _of_kind(text, kind)]
+    every.sort(key=lambda each: (each.start - each.end, order.index(each.kind), each.start))
+    taken: list[Found] = []
+    for each in every:
+        if all(each.end <= other.start or other.end <= each.start for other in taken):
+            taken.append(each)
+    return sorted(taken)
+
+
+def _of_kind(text: str, kind: str) -> Iterator[Found]:
+    needs, pattern, is_right = KINDS[kind]
+    if needs and not needs.search(text):
+        return
+    for match in pattern.finditer(text):
+        if is_right(match[0]):
+            yield Found(match.start(), match.end(), kind)
+
+
+def passes_luhn(digits: str) -> bool:
+    """Whether the last digit is the check of the others: ISO/IEC 7812-1, annex B."""
+    total = 0
+    for place, letter in enumerate(reversed(digits)):
+        value = int(letter) * (1 + place % 2)
+        total += value - 9 * (value > 9)
+    return total % 10 == 0
+
+
+def passes_mod97(code: str) -> bool:
+    """Whether an IBAN, without spaces, is 1 modulo 97 as ISO 13616 has it: first four to the end, letters from A = 10."""
+    return int("".join(str(int(letter, 36)) for letter in code[4:] + code[:4])) % 97 == 1
+
+
+# Length of the whole IBAN by country: SWIFT's registry, of which these are the countries of SEPA and a few more.
+IBAN_LENGTHS = {
+    **dict.fromkeys(("NO",), 15),
+    **dict.fromkeys(("BE",), 16),
+    **dict.fromkeys(("DK", "FI", "NL"), 18),
+    **dict.fromkeys(("SI",), 19),
+    **dict.fromkeys(("AT", "EE", "LT", "LU"), 20),
+    **dict.fromkeys(("CH", "HR", "LI", "LV"), 21),
+    **dict.fromkeys(("BG", "DE", "GB", "IE"), 22),
+    **dict.fromkeys(("AE", "IL"), 23),
+    **dict.fromkeys(("CZ", "ES", "RO", "SE", "SK", "SA"), 24),
+    **dict.fromkeys(("PT",), 25),
+    **dict.fromkeys(("IS", "TR"), 26),
+    **dict.fromkeys(("FR", "GR", "IT", "MC", "SM"), 27),
+    **dict.fromkeys(("CY", "HU", "PL"), 28),
+    **dict.fromkeys(("MT",), 31),
+}
+# Leading digits and lengths that the networks give out: Visa, Mastercard, American Express, Diners, Discover, JCB.
+_CARD = re.compile(
+    r"4\d{12}(?:\d{3}){0,2}|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}|3[47]\d{13}"
+    r"|3(?:0[0-5]|[68]\d)\d{11}|6(?:011|5\d\d)\d{12}|35(?:2[89]|[3-8]\d)\d{12}"
+)
+
+
+def _is_card(text: str) -> bool:
+    digits = re.sub(r"\D", "", text)
+    return bool(_CARD.fullmatch(digits)) and passes_luhn(digits)
+
+
+def _is_iban(text: str) -> bool:
+    code = text.replace(" ", "")
+    return len(code) == IBAN_LENGTHS.get(code[:2]) and passes_mod97(code)
+
+
+def _is_address(text: str) -> bool:
+    """An address of the internet that could be somebody's: private, local and documentation ranges are nobody's."""
+    try:
+        return ipaddress.ip_address(text).is_global
+    except ValueError:
+        return False
+
+
+def _is_phone(text: str) -> bool:
+    digits = re.sub(r"\D", "", text)
+    if text.startswith("+"):
+        return 8 <= len(digits) <= 15  # ITU-T E.164
+    # In North America neither the area nor the exchange begins with 0 or 1, and 555-01xx is for stories.
+    area, exchange, line = digits[-10:-7], digits[-7:-4], digits[-4:]
+    is_story = exchange == "555" and line.startswith("01")
+    return area[0] > "1" and exchange[0] > "1" and not is_story
+
+
+def _is_ssn(text: str) -> bool:
+    """Number ranges that the United States' Social Security Administration never gave out are none."""
+    area, group, serial = text.split("-")
+    return area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
+
+
+def _always(text: str) -> bool:
+    return True
+
+
+class _Kind(NamedTuple):
+    needs: re.Pattern[str] | None  # what a text must have somewhere, and what is quick to look for
+    pattern: re.Pattern[str]
+    is_right: Callable[[str], bool]
+
+
+_KEYS = (
+    r"-----BEGIN (?:[A-Z]{1,20} ){0,3}PRIVATE KEY-----[A-Za-z0-9+/=\s]{20,10000}-----END (?:[A-Z]{1,20} ){0,3}PRIVATE KEY-----",
+    r"\b(?:AKIA|ASIA)[A-Z2-7]{16}\b",  # Amazon
+    r"\bgh[opsur]_[A-Za-z0-9]{36,255}\b|\bgithub_pat_\w{60,255}\b",
+    r"\bglpat-[\w-]{20,64}",  # GitLab
+    r"\bxox[abprs]-[A-Za-z0-9-]{10,250}",  # Slack
+    r"\bAIza[\w-]{35}(?![\w-])",  # Google
+    r"\b[sr]k_live_[A-Za-z0-9]{16,250}\b",  # Stripe
+    r"\bhf_[A-Za-z0-9]{30,64}\b",  # Hugging Face
+    r"\beyJ[\w-]{10,2000}\.eyJ[\w-]{10,4000}\.[\w-]{10,2000}",  # RFC 7519
+)
+# In the order of their claim to a piece of text that several fit.
+KINDS = {
+    "key": _Kind(None, re.compile("|".join(_KEYS)), _always),
+    "email": _Kind(
+        re.compile("@"),
+        # RFC 5322's dot-atom, as far as people use it.
+        re.compile(
+            r"(?<![\w.+%-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,5}@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,6}"
+            r"[A-Za-z]{2,24}(?![\w@-])"
+        ),
+        _always,
+    ),
+    "iban": _Kind(
+        re.compile(r"[A-Z]{2}\d\d"),
+        re.compile(
+            r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?(?![A-Za-z0-9])"
+        ),
+        _is_iban,
+    ),
+    "card": _Kind(
+        re.compile(r"\d{4}"),
+        re.compile(
+            r"(?<![\w.-])(?:\d{4}[ -]?\d{4}[ -]?\d{4}[ -]?\d{1,7}|\d{4}[ -]?\d{6}[ -]?\d{4,5})(?![\w-]|\.\d)"
+        ),
+        _is_card,
+    ),
+    "us_ssn": _Kind(
+        re.compile("-"), re.compile(r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)"), _is_ssn
+    ),
+    "ip": _Kind(
+        re.compile(r"\d\.\d|[0-9A-Fa-f]:"),
+        re.compile(
+            r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)|(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![:.]?\w))"
+        ),
+        _is_address,
+    ),
+    "phone": _Kind(
+        re.compile(r"\d{3}"),
+        re.compile(
+            r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,4})){2,5}|(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4})"
+            r"(?![\w-]|\.\d)"
+        ),
+        _is_phone,
+    ),
+}
