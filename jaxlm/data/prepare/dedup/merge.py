@@ -1,0 +1,115 @@
+"""All units compared: which documents and spans were there before, in the order of files and records.
+
+Memory: 16 bytes a document, 4 x bands x rows more for near duplicates, 12 a long span. What stays of a cluster is its first.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxlm.data.prepare.config import Recipe
+from jaxlm.data.prepare.dedup import minhash
+from jaxlm.data.prepare.dedup.signatures import Signatures
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Documents that are one, by their number among all; `agreement` is that of the pair that tied each to the others."""
+
+    kind: str  # exact or near
+    kept: int
+    removed: tuple[int, ...]
+    agreement: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What is found twice in all units."""
+
+    clusters: tuple[Cluster, ...]
+    cut: dict[int, set[int]]  # long spans to cut out, by document
+
+
+def merge(units: Sequence[Signatures], recipe: Recipe) -> Verdict:
+    """Exact duplicates first, near ones among what is left, then spans of what stays."""
+    count = sum(len(unit.digests) for unit in units)
+    alive = np.ones(count, bool)
+    clusters: list[Cluster] = []
+    if "exact" in recipe.dedup:
+        clusters += _exact(np.concatenate([unit.digests for unit in units]))
+        for cluster in clusters:
+            alive[list(cluster.removed)] = False
+    if "near" in recipe.dedup:
+        has_words = np.concatenate([unit.has_words for unit in units])
+        rows = np.flatnonzero(alive & has_words)
+        near = _near(np.concatenate([unit.minhash for unit in units])[rows], rows, recipe)
+        for cluster in near:
+            alive[list(cluster.removed)] = False
+        clusters += near
+    return Verdict(tuple(clusters), _spans(units, alive) if "spans" in recipe.dedup else {})
+
+
+def _exact(digests: np.ndarray) -> list[Cluster]:
+    order = np.lexsort((np.arange(len(digests)), digests[:, 1], digests[:, 0]))
+    differs = np.any(np.diff(digests[order], axis=0) != 0, axis=1)
+    groups = np.split(order, np.flatnonzero(differs) + 1)
+    found = [
+        Cluster("exact", int(group[0]), tuple(map(int, group[1:])), (1.0,) * (len(group) - 1))
+        for group in groups
+        if len(group) > 1
+    ]
+    return sorted(found, key=lambda cluster: cluster.kept)
+
+
+def _near(signatures: np.ndarray, rows: np.ndarray, recipe: Recipe) -> list[Cluster]:
+    """Connected components of the pairs that are similar, by union of trees whose roots are their first members."""
+    parent = list(range(len(rows)))
+    agreement: dict[int, float] = {}
+
+    def root(row: int) -> int:
+        while parent[row] != row:
+            parent[row] = parent[parent[row]]
+            row = parent[row]
+        return row
+
+    for first, second, share in minhash.similar(signatures, recipe.near):
+        one, other = sorted((root(first), root(second)))
+        parent[other] = one
+        agreement[second] = max(share, agreement.get(second, 0.0))
+        agreement.setdefault(other, share)
+    members: dict[int, list[int]] = {}
+    for row in range(len(rows)):
+        if (top := root(row)) != row:
+            members.setdefault(top, []).append(row)
+    return [
+        Cluster(
+            "near",
+            int(rows[top]),
+            tuple(int(rows[row]) for row in group),
+            tuple(round(agreement[row], 4) for row in group),
+        )
+        for top, group in sorted(members.items())
+    ]
+
+
+def _spans(units: Sequence[Signatures], alive: np.ndarray) -> dict[int, set[int]]:
+    """Spans of documents that stay, which stood earlier in such a document."""
+    begins = np.cumsum([0, *(len(unit.digests) for unit in units)])
+    owners = np.concatenate(
+        [
+            unit.owners.astype(np.int64) + begin
+            for unit, begin in zip(units, begins[:-1], strict=True)
+        ]
+    )
+    numbers = np.concatenate([unit.spans for unit in units])
+    # The number of each span in its document: its place among all less that of the document's first.
+    within = np.arange(len(owners)) - np.searchsorted(owners, owners)
+    stays = alive[owners] if len(owners) else np.zeros(0, bool)
+    owners, numbers, within = owners[stays], numbers[stays], within[stays]
+    later = np.ones(len(numbers), bool)
+    later[np.unique(numbers, return_index=True)[1]] = False
+    cut: dict[int, set[int]] = {}
+    for owner, number in zip(owners[later].tolist(), within[later].tolist(), strict=True):
+        cut.setdefault(owner, set()).add(number)
+    return cut
