@@ -1,18 +1,18 @@
-"""Looks at data, and makes token shards of it.
+"""Cleans text, looks at data, and makes token shards of it.
 
 jaxlm data peek --config=FILE               examples as the model sees them, trained tokens marked
 jaxlm data stats --config=FILE              documents, tokens, rows, and what was left out
 jaxlm data tokenize --config=FILE --out=DIR writes DIR/train and a folder for each validation set
 jaxlm data check DIR                        reads every byte of token shards and compares digests
+jaxlm data run --config=RECIPE --out=DIR    cleans raw files: kept, removed with reasons, and the funnel
 """
 
 import argparse
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxlm.cli import data_run
+from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.quoting import cut
@@ -20,9 +20,9 @@ from jaxlm.recipes.config import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The four actions."""
+    """The five actions."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="peek|stats|tokenize|check"
+        dest="action", required=True, metavar="peek|stats|tokenize|check|run"
     )
     peek = actions.add_parser("peek", help="examples as the model sees them, trained tokens marked")
     peek.add_argument("--rows", type=int, default=2, help="rows to show (2)")
@@ -36,13 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "check", help="compare token shards with the digests in their manifest"
     )
     check.add_argument("folder", metavar="DIR", help="a folder with a manifest.json")
+    data_run.add_arguments(
+        actions.add_parser("run", help="clean raw files by a recipe; the same folder goes on")
+    )
 
 
 def run(args: Any, out: Output) -> int:
     """Does what the action asks."""
-    return {"peek": _peek, "stats": _stats, "tokenize": _tokenize, "check": _check}[args.action](
-        args, out
-    )
+    return {
+        "peek": _peek,
+        "stats": _stats,
+        "tokenize": _tokenize,
+        "check": _check,
+        "run": data_run.run,
+    }[args.action](args, out)
 
 
 def _peek(args: Any, out: Output) -> int:
@@ -116,7 +123,7 @@ def _tokenize(args: Any, out: Output) -> int:
     from jaxlm.data import dataset
 
     section = config.load(Run, args.config or args.workdir, args.overrides).value.data
-    with _progress(out) as progress:
+    with progress_bars(out, "tokenising ") as progress:
         written = dataset.tokenise(section, Path(args.out), out.say, progress)
     answer = {
         name: {
@@ -156,31 +163,5 @@ def _open(args: Any, out: Output) -> tuple[Run, Any]:
     from jaxlm.recipes import reading
 
     chosen = config.load(Run, args.config or args.workdir, args.overrides).value
-    with _progress(out) as progress:
+    with progress_bars(out, "tokenising ") as progress:
         return chosen, reading.open_data(chosen, say=out.say, warn=out.say, progress=progress)
-
-
-@contextlib.contextmanager
-def _progress(out: Output) -> Iterator[Callable[[str, int, int], None]]:
-    """A line that counts on a terminal; nothing in a log, where it would be many."""
-    if out.quiet or not sys.stderr.isatty():
-        yield lambda what, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn("tokenising {task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done)
-
-        yield show

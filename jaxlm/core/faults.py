@@ -30,6 +30,9 @@ POINTS = (
     "restore.read",
     "rewind",
     "eval",
+    "prepare.clean",
+    "prepare.merge",
+    "prepare.finish",
     "exit",
 )
 _FORM = re.compile(

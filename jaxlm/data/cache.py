@@ -62,7 +62,7 @@ def building(target: Path) -> Iterator[Path | None]:
       NotWritable: where a write fails, as on a full disk.
     """
     try:
-        with _built(target) as partial:
+        with built(target) as partial:
             yield partial
     except OSError as error:
         raise NotWritable(
@@ -74,7 +74,8 @@ def building(target: Path) -> Iterator[Path | None]:
 
 
 @contextlib.contextmanager
-def _built(target: Path) -> Iterator[Path | None]:
+def built(target: Path) -> Iterator[Path | None]:
+    """What `building` does, with the errors of the operating system as they are."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     with _locked(target.with_name(f".{target.name}.lock")):

@@ -55,6 +55,11 @@ def test_a_config_that_imports_jax_is_found(house):
     assert "Reading a config starts no accelerator BROKEN" in lint(house).stdout
 
 
+def test_cleaning_that_imports_jax_is_found(house):
+    (house / "jaxlm/data/prepare/filters/scored.py").write_text("import jax\n")
+    assert "Cleaning text needs no accelerator BROKEN" in lint(house).stdout
+
+
 def test_a_room_that_nobody_planned_is_found(house):
     room = house / "jaxlm/utils"
     room.mkdir()

@@ -28,6 +28,7 @@ LIGHT = sorted(
         "cli/*.py",
         "monitor/*.py",
         "data/*.py",
+        "data/prepare/**/*.py",
     )
     for path in (ROOT / "jaxlm").glob(pattern)
 )

@@ -1,0 +1,31 @@
+"""Web text as FineWeb and C4 clean it: English prose, each page once. It needs jaxlm[prepare]; .parquet needs jaxlm[parquet].
+
+    jaxlm data run --config=configs/data/clean_text.py --config.source='crawl/*.warc.gz' --out=clean --workers=8
+    jaxlm data run --config=configs/data/clean_text.py --config.source='crawl/*.warc.gz' --out=preview --sample=1%
+
+Hardware: CPU cores, 1 GiB of memory each, and in one process 0.6 kB a document. scripts/LOG.md has the speed. Expect a few
+percent of the pages of a raw crawl to stay.
+"""
+
+import ml_collections
+
+from jaxlm.core import config
+from jaxlm.data.prepare.config import Recipe
+
+
+def get_config() -> ml_collections.ConfigDict:
+    c = config.new(Recipe)
+    c.source = ("texts/*.jsonl",)
+    c.stages = (
+        "mojibake",
+        "normalise",
+        "length",
+        "language",
+        "gopher",
+        "repetition",
+        "c4",
+        "fineweb",
+        "pii",
+    )
+    c.dedup = ("exact", "near", "spans")
+    return c

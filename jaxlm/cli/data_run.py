@@ -1,0 +1,85 @@
+"""`jaxlm data run`: what it takes, and what it shows."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxlm.cli.arguments import needed
+from jaxlm.cli.bars import progress_bars
+from jaxlm.cli.output import Output
+from jaxlm.core import config
+from jaxlm.core.errors import CommandError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where it writes, with how many processes, how much it reads."""
+    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to go on")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes (1); the bytes are the same"
+    )
+    parser.add_argument(
+        "--sample",
+        default="100%",
+        metavar="SHARE",
+        help="of the records, such as 1%%, for a preview",
+    )
+
+
+def run(args: Any, out: Output) -> int:
+    """Runs a recipe and shows its funnel."""
+    from jaxlm.data.prepare.config import Recipe
+    from jaxlm.data.prepare.report import table
+    from jaxlm.data.prepare.run import run as prepare
+
+    if args.workers < 1:
+        raise CommandError(
+            f"--workers={args.workers} does nothing",
+            where="jaxlm data run",
+            why="at least one process has to work",
+            fix="--workers=1",
+        )
+    recipe = config.load(Recipe, needed(args, "config"), args.overrides).value
+    with progress_bars(out) as progress:
+        outcome = prepare(
+            recipe,
+            Path(args.out),
+            workers=args.workers,
+            sample=_share(args.sample),
+            say=out.say,
+            progress=progress,
+        )
+    speed = {
+        "seconds": outcome.seconds,
+        "bytes": outcome.bytes,
+        "stage_seconds": outcome.stage_seconds,
+        "megabytes_per_second": outcome.bytes / 1e6 / outcome.seconds,
+    }
+    lines = [table(outcome.report)]
+    if outcome.bytes:
+        lines.append(
+            f"{outcome.bytes / 1e6:,.1f} MB of files in {outcome.seconds:,.1f} s; seconds by stage: "
+            + ", ".join(f"{name} {spent:.1f}" for name, spent in outcome.stage_seconds.items())
+        )
+    lines.append(
+        f"next: jaxlm train --config=configs/quickstart.py --config.data.train={args.out}/kept/*.jsonl "
+        "--config.data.validation=5%"
+    )
+    answer = {name: value for name, value in outcome.report.items() if name != "files"}
+    out.result({"out": args.out, **answer, "speed": speed}, "\n".join(lines))
+    return 0
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise CommandError(
+            f"--sample={json.dumps(text)} is no share",
+            where="jaxlm data run",
+            why="it is above 0% and at most 100%",
+            fix="--sample=1%",
+        )
+    return share

@@ -1,0 +1,144 @@
+"""What a folder of output is made of: the recipe, its files, and how they are cut into units of work."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core import config
+from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.data import cache
+from jaxlm.data.documents import Corpus
+from jaxlm.data.prepare.config import Recipe
+from jaxlm.data.prepare.files import changed
+
+FORMAT_VERSION = 1
+RECIPE, WORK, REPORT, CLUSTERS = "recipe.json", "work", "report.json", "clusters.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A recipe over files that are there. The units follow from it, so every process knows them."""
+
+    out: Path
+    recipe: Recipe
+    sample: float  # share of the records that is read
+    files: tuple[tuple[Path, str, int], ...]  # path, name, bytes
+
+    @classmethod
+    def find(cls, recipe: Recipe, out: Path, sample: float) -> "Job":
+        """The job of a recipe on the files that its patterns find now.
+
+        Raises:
+          InputMissing: where a pattern matches no file.
+        """
+        corpus = Corpus.find(recipe.source, recipe.text_key, "source")
+        files = sorted(
+            (name, path, path.stat().st_size)
+            for path, name in zip(corpus.files, corpus.names, strict=True)
+        )
+        return cls(out, recipe, sample, tuple((path, name, size) for name, path, size in files))
+
+    @property
+    def units(self) -> list[list[tuple[Path, str, int]]]:
+        """Files in order, as many together as hold `unit_bytes`, or one that holds more."""
+        units: list[list[tuple[Path, str, int]]] = []
+        room = 0
+        for file in self.files:
+            if not units or file[2] > room:
+                units.append([])
+                room = self.recipe.unit_bytes
+            units[-1].append(file)
+            room -= file[2]
+        return units
+
+    def is_in(self, file: str, record: int) -> bool:
+        """Whether a record is in the sample: by a number drawn from its place, the same in every run."""
+        if self.sample >= 1:
+            return True
+        drawn = hashlib.blake2b(
+            f"{file}\0{record}".encode(errors="replace"), digest_size=8
+        ).digest()
+        return int.from_bytes(drawn, "little") < self.sample * 2**64
+
+    def claim(self) -> None:
+        """Notes what is made here, or finds that it is what was noted before.
+
+        Raises:
+          ConfigError: where another recipe or other files were.
+          DataError: where the folder holds something else.
+        """
+        noted = self.out / RECIPE
+        mine = {
+            "format_version": FORMAT_VERSION,
+            "sample": self.sample,
+            "recipe": config.to_json(self.recipe),
+            "beside": _beside(self.recipe),
+            "files": [[name, size] for _, name, size in self.files],
+        }
+        if noted.exists():
+            self._compare(mine, _noted(noted))
+        elif any(path.name != ".lock" for path in self.out.iterdir()):
+            raise DataError(
+                "the output folder holds something else",
+                where=str(self.out),
+                why=f"it has no {RECIPE}, so it was not begun by this command",
+                fix=f"--out={self.out}-2",
+            )
+        (self.out / WORK).mkdir(exist_ok=True)
+        paths = [os.path.abspath(path) for path, _, _ in self.files]
+        cache.write_file(self.out / WORK / "paths.json", json.dumps(paths).encode())
+        if not noted.exists():
+            cache.write_file(noted, json.dumps(mine, indent=1).encode())
+
+    @classmethod
+    def read(cls, out: Path) -> "Job":
+        """The job that a folder was claimed for, as its workers read it."""
+        noted = json.loads((out / RECIPE).read_text(encoding="utf-8"))
+        paths = json.loads((out / WORK / "paths.json").read_text(encoding="utf-8"))
+        files = tuple(
+            (Path(path), name, size)
+            for path, (name, size) in zip(paths, noted["files"], strict=True)
+        )
+        return cls(out, config.from_json(Recipe, noted["recipe"]), noted["sample"], files)
+
+    def _compare(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+        differ = [name for name in mine if mine[name] != theirs.get(name)]
+        if not differ:
+            return
+        why = f"{', '.join(differ)} differ"
+        if differ == ["recipe"]:
+            before = config.from_json(Recipe, theirs["recipe"])
+            changes = config.diff(before, self.recipe)
+            why = "; ".join(map(str, changes[:5]))
+        raise ConfigError(
+            "the output folder was begun with another recipe or other files",
+            where=str(self.out / RECIPE),
+            why=why,
+            fix=f"--out={self.out}-2",
+        )
+
+
+def _noted(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    except ValueError:
+        pass
+    raise changed(path)
+
+
+def _beside(recipe: Recipe) -> dict[str, str]:
+    """The digest of every list and evaluation set that the stages read."""
+    asked = {"urls": ("urls.blocked", recipe.urls.blocked)}
+    asked["decontaminate"] = ("decontaminate.against", recipe.decontaminate.against)
+    found = {}
+    for stage, (setting, patterns) in asked.items():
+        if stage in recipe.stages:
+            corpus = Corpus.find(patterns, recipe.text_key, setting)
+            for path, name in zip(corpus.files, corpus.names, strict=True):
+                found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found

@@ -1,0 +1,161 @@
+"""From a recipe to a folder with a clean corpus: each unit cleaned, all compared, each written. Stopped anywhere, it goes on.
+
+OUT/recipe.json                      the recipe, its files, the share that is read
+OUT/kept/NNNNN.jsonl                 documents that stay: text, file, record, meta
+OUT/removed/STAGE.RULE/NNNNN.jsonl   each other document as it was there, with reason and detail
+OUT/broken/NNNNN.jsonl               where a record could not be read, and why
+OUT/clusters.jsonl                   duplicates, and which of each was kept
+OUT/units/NNNNN.json                 counts of a unit, digests of its files
+OUT/report.json                      sums of all; it is there when all is done
+OUT/work/                            what is between the steps; gone at the end
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.errors import InUse, cannot_write
+from jaxlm.data import cache
+from jaxlm.data.prepare import stages
+from jaxlm.data.prepare.comparison import compare
+from jaxlm.data.prepare.config import Recipe
+from jaxlm.data.prepare.counts import Counts
+from jaxlm.data.prepare.files import Written, changed, is_whole
+from jaxlm.data.prepare.job import CLUSTERS, REPORT, WORK, Job
+from jaxlm.data.prepare.pool import each
+from jaxlm.data.prepare.report import report
+from jaxlm.data.prepare.unit import Seconds, cleaned, finished, output, verdict
+
+Progress = Callable[
+    [str, int, int], None
+]  # what, bytes of the files that are done, and of how many
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What `report.json` holds, and what this start of the command took."""
+
+    report: dict[str, Any]
+    seconds: float
+    stage_seconds: dict[str, float]  # of all processes
+    bytes: int  # of the files that this start read
+
+
+def run(
+    recipe: Recipe,
+    out: Path,
+    *,
+    workers: int = 1,
+    sample: float = 1.0,
+    say: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda what, done, total: None,
+) -> Outcome:
+    """Does what a recipe says, or what is left of it to do.
+
+    Raises:
+      JaxlmError: where input or a package is missing, the folder belongs to another recipe or process, or cannot be written.
+    """
+    begun = time.perf_counter()
+    job = Job.find(recipe, out, sample)
+    stages.build(recipe)  # what is missing is said before anything is written
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with _owned(out / ".lock"):
+            job.claim()
+            seconds, size = _do(job, workers, say, progress)
+            answer = _concluded(job)
+            shutil.rmtree(out / WORK)
+    except OSError as error:
+        raise cannot_write(
+            "the output folder", error.filename or out, error, fix=f"--out={out}-2, or make room"
+        ) from error
+    return Outcome(answer, time.perf_counter() - begun, dict(seconds), size)
+
+
+def _do(
+    job: Job, workers: int, say: Callable[[str], None], progress: Progress
+) -> tuple[Seconds, int]:
+    """All steps that are not done. Gives the seconds of the stages, and the bytes of the files that were read."""
+    numbers = range(len(job.units))
+    sizes = [sum(size for _, _, size in unit) for unit in job.units]
+    left = [number for number in numbers if not finished(job, number).exists()]
+    seconds = Seconds(float)
+    read = 0
+    if left and not verdict(job, 0).parent.exists():
+        dirty = [number for number in numbers if not cleaned(job, number).exists()]
+        if len(dirty) < len(numbers):
+            say(f"going on: {len(numbers) - len(dirty)} of {len(numbers)} units are cleaned")
+        done = sum(sizes) - sum(sizes[number] for number in dirty)
+        for number, spent in each(job, "clean", dirty, workers):
+            _add(seconds, spent)
+            read, done = read + sizes[number], done + sizes[number]
+            progress("cleaning", done, sum(sizes))
+        begun = time.perf_counter()
+        compare(job)
+        seconds["compare"] = time.perf_counter() - begun
+    done = sum(sizes) - sum(sizes[number] for number in left)
+    for number, spent in each(job, "finish", left, workers):
+        _add(seconds, spent)
+        done += sizes[number]
+        progress("writing", done, sum(sizes))
+    return seconds, read
+
+
+def _add(seconds: Seconds, spent: dict[str, float]) -> None:
+    for stage, more in spent.items():
+        seconds[stage] += more
+
+
+def _concluded(job: Job) -> dict[str, Any]:
+    """The report: written, or as it was, once every file is found as it was written.
+
+    Raises:
+      DataError: where one is not.
+    """
+    counts = Counts()
+    files: dict[str, dict[str, Any]] = {}
+    is_done = (job.out / REPORT).exists()
+    for number in range(len(job.units)):
+        unit = json.loads(finished(job, number).read_text(encoding="utf-8"))
+        counts += Counts.from_json(unit["counts"])
+        for name, fields in unit["files"].items():
+            path = output(job.out, name, number)
+            if is_done and not is_whole(path, Written(**fields)):
+                raise changed(path)
+            files[path.relative_to(job.out).as_posix()] = fields
+    if not is_done:
+        found = verdict(job, 0).with_name(CLUSTERS)
+        cache.write_file(job.out / CLUSTERS, found.read_bytes() if found.exists() else b"")
+    answer = report(job, counts, dict(sorted(files.items())))
+    cache.write_file(job.out / REPORT, json.dumps(answer, indent=1).encode())
+    return answer
+
+
+@contextlib.contextmanager
+def _owned(path: Path) -> Iterator[None]:
+    """Holds the lock of an output folder; the system lets go of it when the process ends, however that happens.
+
+    Raises:
+      InUse: where another process holds it.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InUse(
+                "another process writes to the output folder",
+                where=str(path.parent),
+                why="it holds the lock",
+                fix="wait for it, or take another --out",
+            ) from None
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,204 @@
+"""One unit of work: its files read and cleaned, and later, when all units are compared, written as they stay.
+
+Both halves write under a name that nobody reads and rename at the end, so a unit is there whole or not at all. What they write
+follows from the recipe and the files alone.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core import faults
+from jaxlm.data import cache
+from jaxlm.data.prepare import stages
+from jaxlm.data.prepare.counts import Counts
+from jaxlm.data.prepare.dedup.signatures import Signer, without
+from jaxlm.data.prepare.document import Broken, Document, Removed, from_line, to_line
+from jaxlm.data.prepare.files import LineFiles, Written, checked_lines
+from jaxlm.data.prepare.job import WORK, Job
+from jaxlm.data.prepare.readers.files import read
+
+KEPT, BROKEN, PLACES, SIGNATURES, DONE = "kept", "broken", "places", "signatures", "done.json"
+NOTHING_LEFT, BLANK = "nothing_left", "read.blank"
+
+Seconds = defaultdict[str, float]  # that stages took
+
+
+def cleaned(job: Job, number: int) -> Path:
+    """The folder of a unit between its two halves."""
+    return job.out / WORK / f"{number:05d}"
+
+
+def finished(job: Job, number: int) -> Path:
+    """The file that says that a unit is done, and what it became."""
+    return job.out / "units" / f"{number:05d}.json"
+
+
+def verdict(job: Job, number: int) -> Path:
+    """The file that says which documents of a unit are duplicates."""
+    return job.out / WORK / "verdicts" / f"{number:05d}.json"
+
+
+class Worker:
+    """Does units of a job, one after another; what its stages need is made once."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._stages = stages.build(job.recipe)
+        self._units = job.units
+
+    def clean(self, number: int) -> dict[str, float]:
+        """Reads the files of a unit, and passes each document through the stages. Gives the seconds of each stage."""
+        seconds = Seconds(float)
+        with cache.built(cleaned(self._job, number)) as folder:
+            if folder is None:
+                return {}
+            counts, signer = Counts(), Signer(self._job.recipe)
+            with LineFiles(folder) as out:
+                for found in self._read(number, counts, seconds):
+                    self._pass(found, counts, signer, out, seconds)
+                written = out.written()
+            signer.finish().write(folder / SIGNATURES)
+            counts.check(f"unit {number}")
+            done = {
+                "counts": counts.to_json(),
+                "files": {name: dataclasses.asdict(each) for name, each in written.items()},
+            }
+            (folder / DONE).write_text(json.dumps(done), encoding="utf-8")
+            faults.point("prepare.clean", number)
+        return dict(seconds)
+
+    def _read(self, number: int, counts: Counts, seconds: Seconds) -> Iterator[Document | Broken]:
+        for path, name, _ in self._units[number]:
+            records = read(path, name, self._job.recipe, counts.notes)
+            while True:
+                begun = time.perf_counter()
+                found = next(records, None)
+                seconds["read"] += time.perf_counter() - begun
+                if found is None:
+                    break
+                if self._job.is_in(found.file, found.record):
+                    yield found
+
+    def _pass(
+        self,
+        found: Document | Broken,
+        counts: Counts,
+        signer: Signer,
+        out: LineFiles,
+        seconds: Seconds,
+    ) -> None:
+        """One record through all stages, and to the file where it ends."""
+        if isinstance(found, Broken):
+            counts.add("read")
+            counts.add(f"broken.{found.kind}")
+            out.write(BROKEN, to_line(found))
+            return
+        counts.add("read", found.text)
+        document = found
+        if not found.text.strip():
+            _remove(document, BLANK, "", counts, out)
+            return
+        for name, stage in self._stages:
+            begun = time.perf_counter()
+            after = stage(document, counts.notes)
+            seconds[name] += time.perf_counter() - begun
+            if isinstance(after, Removed):
+                _remove(document, f"{name}.{after.rule}", after.detail, counts, out)
+                return
+            if not after.text.strip():
+                _remove(document, f"{name}.{NOTHING_LEFT}", "", counts, out)
+                return
+            document = after
+        begun = time.perf_counter()
+        signer.add(document)
+        seconds["signatures"] += time.perf_counter() - begun
+        counts.add(KEPT, document.text)
+        out.write(KEPT, to_line(document))
+        out.write(PLACES, json.dumps([document.file, document.record]).encode() + b"\n")
+
+    def finish(self, number: int) -> dict[str, float]:
+        """Writes the output of a unit: what the comparison of all left of it, and what was removed on the way."""
+        job, begun = self._job, time.perf_counter()
+        source = cleaned(job, number)
+        done = json.loads((source / DONE).read_text(encoding="utf-8"))
+        before = {name: Written(**fields) for name, fields in done["files"].items()}
+        counts = Counts.from_json(done["counts"])
+        found = json.loads(verdict(job, number).read_text(encoding="utf-8"))
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(cache.built(source.with_name(f"{number:05d}-out")))
+            if folder is not None:
+                with LineFiles(folder) as out:
+                    for name in sorted(before.keys() - {KEPT, PLACES}):
+                        for line in checked_lines(source / name, before[name]):
+                            out.write(name, line)
+                    if KEPT in before:
+                        lines = checked_lines(source / KEPT, before[KEPT])
+                        self._settle(lines, found, counts, out)
+                    written = out.written()
+                counts.check(f"unit {number}")
+                result = {
+                    "inputs": [[name, size] for _, name, size in self._units[number]],
+                    "counts": counts.to_json(),
+                    "files": {name: dataclasses.asdict(each) for name, each in written.items()},
+                }
+                (folder / DONE).write_text(json.dumps(result, indent=1), encoding="utf-8")
+        faults.point("prepare.finish", number)
+        self._hand_over(source.with_name(f"{number:05d}-out"), number)
+        return {"write": time.perf_counter() - begun}
+
+    def _settle(
+        self, lines: Iterator[bytes], found: dict[str, Any], counts: Counts, out: LineFiles
+    ) -> None:
+        """What of the documents that the stages kept stays now."""
+        for ordinal, line in enumerate(lines):
+            if (fate := found["removed"].get(str(ordinal))) is not None:
+                document = from_line(line)
+                _forget(document, counts)
+                _remove(document, fate[0], fate[1], counts, out)
+            elif (cut := found["cut"].get(str(ordinal))) is not None:
+                document = from_line(line)
+                text = without(document.text, self._job.recipe.spans, set(cut)).strip("\n")
+                _forget(document, counts)
+                counts.notes["spans: cut out"] += len(cut)
+                if text.strip():
+                    counts.add(KEPT, text)
+                    out.write(KEPT, to_line(document.with_text(text)))
+                else:
+                    _remove(document, f"spans.{NOTHING_LEFT}", "", counts, out)
+            else:
+                out.write(KEPT, line)
+
+    def _hand_over(self, folder: Path, number: int) -> None:
+        """Moves what is in a folder to where it stays; a second time it moves what is left. Its note comes last."""
+        out = self._job.out
+        for path in sorted(folder.iterdir()):
+            if path.name != DONE:
+                target = output(out, path.name, number)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, target)
+        finished(self._job, number).parent.mkdir(exist_ok=True)
+        os.replace(folder / DONE, finished(self._job, number))
+        folder.rmdir()
+
+
+def output(out: Path, name: str, number: int) -> Path:
+    """Where a file of a unit stays: `removed.STAGE.RULE` in removed/STAGE.RULE/NNNNN.jsonl."""
+    return out.joinpath(*name.split(".", 1), f"{number:05d}.jsonl")
+
+
+def _remove(document: Document, reason: str, detail: str, counts: Counts, out: LineFiles) -> None:
+    counts.add(f"removed.{reason}", document.text)
+    out.write(f"removed.{reason}", to_line(document, reason=reason, detail=detail))
+
+
+def _forget(document: Document, counts: Counts) -> None:
+    """Takes back that a document was kept."""
+    counts.documents[KEPT] -= 1
+    counts.characters[KEPT] -= len(document.text)

@@ -1,0 +1,347 @@
+"""Files of every kind, whole and broken: read through the command, counted, and the rest of the job finishes."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import os
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from tests.data.prepare.recipes import kept, lines, prose, run, write_lines
+
+PLAIN = ["--config.stages=()", "--config.dedup=()"]
+PAGE = f"""<!doctype html><html><head><title>A  title</title><meta charset="utf-8"><style>p {{}}</style></head>
+<body><nav><a href="/">Home</a> <a href="/b">Everything else that is in this menu and is longer than a word</a></nav>
+<h1>A heading</h1><p>{prose(1)}<br>{prose(2)} &amp; more</p><ul><li><a href="/1">One link</a></li>
+<li><a href="/2">Another link with many words that all lie inside of the link and say nothing here</a></li></ul>
+<script>var text = "never shown in the text of any page";</script><p>{prose(3)}</p><pre>def f():\n    return 1</pre>
+<footer>Copyright, all the rights there are, reserved by somebody who wrote it, again and again, every year</footer>"""
+
+
+def read(capsys, *words):
+    """The answer of a run that changes nothing, over all that is in the folder `in`."""
+    return run(capsys, "--config.source=in/*", *PLAIN, *words)
+
+
+@pytest.fixture
+def into(here):
+    """The folder that is read."""
+    (here / "in").mkdir()
+    return here / "in"
+
+
+def packed(name: str, data: bytes) -> bytes:
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    pack[".zst"] = zstandard.ZstdCompressor().compress
+    return pack[Path(name).suffix](data) if Path(name).suffix in pack else data
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".bz2", ".xz", ".zst"])
+def test_lines_rows_text_and_pages_are_read_packed_or_not(into, capsys, ending):
+    rows = io.StringIO()
+    csv.writer(rows).writerows([("id", "text"), (1, f'{prose(1)}\nsaid "she"'), (2, prose(2))])
+    files = {
+        "a.jsonl": json.dumps({"text": prose(3), "id": 7}).encode() + b"\n",
+        "b.csv": rows.getvalue().encode(),
+        "c.tsv": f"text\tid\n{prose(4).replace(chr(10), ' ')}\t5\n".encode(),
+        "d.md": f"# {prose(5)}".encode(),
+        "e.html": PAGE.encode(),
+        "f.py": b"# coding: latin-1\nname = '\xe9'\n",
+    }
+    for name, data in files.items():
+        (into / f"{name}{ending}").write_bytes(packed(f"{name}{ending}", data))
+    answer = read(capsys)
+    assert answer["kept"] == answer["read"] == 7
+    found = {
+        (row["file"].removesuffix(ending), row["record"]): row for row in lines("kept/*.jsonl")
+    }
+    assert found["in/a.jsonl", 1]["meta"] == {"id": 7}
+    assert found["in/b.csv", 1]["text"].endswith('said "she"')
+    assert found["in/b.csv", 2]["meta"] == {"id": "2"}
+    assert found["in/c.tsv", 1]["meta"] == {"id": "5"}
+    assert found["in/f.py", 1]["text"].endswith("name = '\u00e9'\n")
+
+
+def test_parquet_rows_are_documents_with_their_other_columns(into, capsys):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"text": [prose(1), None, prose(2)], "score": [0.5, 1.0, float("nan")]})
+    pyarrow.parquet.write_table(table, into / "a.parquet")
+    answer = read(capsys)
+    assert answer["broken"] == {"with a text of another type": 1}
+    assert [row["meta"] for row in lines("kept/*.jsonl")] == [{"score": 0.5}, {"score": None}]
+    assert [row["record"] for row in lines("kept/*.jsonl")] == [1, 3]
+
+
+def test_the_main_text_of_a_page_is_its_prose_its_headings_and_its_code(into, capsys):
+    (into / "a.html").write_text(PAGE)
+    read(capsys)
+    (page,) = lines("kept/*.jsonl")
+    one, two, three = (prose(n).replace("\n", " ") for n in (1, 2, 3))
+    assert (
+        page["text"] == f"A heading\n\n{one}\n\n{two} & more\n\n{three}\n\ndef f():\n    return 1"
+    )
+    assert page["meta"]["title"] == "A title"
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "encoding"),
+    [
+        ("na\u00efve caf\u00e9".encode("cp1252"), "na\u00efve caf\u00e9", "cp1252"),
+        (b"\xff\xfe" + "\u0430\u0431\u0432".encode("utf-16-le"), "\u0430\u0431\u0432", "utf-16-le"),
+        (b"\xef\xbb\xbfplain", "plain", None),
+        ("\u65e5\u672c\u8a9e".encode(), "\u65e5\u672c\u8a9e", None),
+    ],
+)
+def test_encodings_are_found(into, capsys, data, text, encoding):
+    (into / "a.txt").write_bytes(data)
+    read(capsys)
+    (found,) = lines("kept/*.jsonl")
+    assert found["text"] == text
+    assert found["meta"].get("encoding") == encoding
+
+
+def test_binary_files_that_are_named_as_text_are_counted(into, capsys):
+    (into / "picture.txt").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
+    (into / "program.md").write_bytes(b"\x7fELF" + bytes(1000))
+    (into / "noise.txt").write_bytes(bytes(range(256)) * 20)
+    (into / "paper.txt").write_bytes(b"%PDF-1.7\n")
+    (into / "fine.txt").write_text(prose(1))
+    answer = read(capsys)
+    assert answer["broken"] == {"not text": 4}
+    assert kept() == [prose(1)]
+
+
+def response(body: bytes, *fields: str, status: str = "200 OK") -> bytes:
+    head = "\r\n".join([f"HTTP/1.1 {status}", *fields])
+    return head.encode() + b"\r\n\r\n" + body
+
+
+def warc(
+    kind: str, block: bytes, url: str = "http://a.example/", length: int | None = None
+) -> bytes:
+    size = len(block) if length is None else length
+    head = (
+        f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {url}\r\nWARC-Date: 2026-01-02T03:04:05Z\r\n"
+        f"Content-Length: {size}\r\n\r\n"
+    )
+    return head.encode() + block + b"\r\n\r\n"
+
+
+HTML = "Content-Type: text/html; charset=ISO-8859-1"
+
+
+def test_web_archives_give_pages_with_their_url_and_count_the_rest(into, capsys):
+    page = PAGE.replace("A heading", "Caf\u00e9").encode("latin-1")
+    chunked = (
+        b"5\r\n"
+        + page[:5]
+        + b"\r\n"
+        + f"{len(page) - 5:x}\r\n".encode()
+        + page[5:]
+        + b"\r\n0\r\n\r\n"
+    )
+    records = [
+        warc("warcinfo", b"software: none\r\n"),
+        warc("request", b"GET / HTTP/1.1\r\n\r\n"),
+        warc("response", response(page, HTML), "http://a.example/1"),
+        warc("response", response(gzip.compress(page), HTML, "Content-Encoding: gzip")),
+        warc("response", response(chunked, HTML, "Transfer-Encoding: chunked")),
+        warc("response", response(b"\x89PNG", "Content-Type: image/png")),
+        warc("response", response(b"gone", HTML, status="404 Not Found")),
+        warc("conversion", prose(9).encode(), "http://b.example/"),
+    ]
+    (into / "a.warc.gz").write_bytes(b"".join(map(gzip.compress, records)))
+    answer = read(capsys)
+    found = lines("kept/*.jsonl")
+    assert [row["record"] for row in found] == [3, 4, 5, 8]
+    assert all(row["text"].startswith("Caf\u00e9\n\n") for row in found[:3])
+    assert len({row["text"] for row in found[:3]}) == 1
+    assert found[0]["meta"]["url"] == "http://a.example/1"
+    assert answer["broken"] == {}
+    assert answer["notes"] == {
+        "passed over: WARC request": 1,
+        "passed over: WARC warcinfo": 1,
+        "passed over: answer image/png": 1,
+        "passed over: answer status 404": 1,
+    }
+
+
+def test_broken_records_of_a_web_archive_are_counted_and_the_next_are_found(into, capsys):
+    good = warc("conversion", prose(1).encode())
+    parts = [
+        good,
+        warc("conversion", b"short and then much more than it said", length=5),
+        good,
+        b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: many\r\n\r\nbody\r\n\r\n",
+        good,
+        b"WARC/1.0\r\nno colon here\r\n\r\n",
+        good,
+        warc("response", b"no http at all"),
+        warc("response", response(b"not gzip", HTML, "Content-Encoding: gzip")),
+        good,
+        warc("conversion", b"cut", length=5000),
+    ]
+    (into / "a.wet").write_bytes(b"".join(parts))
+    answer = read(capsys)
+    assert sum(text == prose(1) for text in kept()) == 5
+    assert answer["broken"] == {
+        "a WARC record that is cut": 1,
+        "no HTTP response": 2,
+        "no WARC record": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.jsonl.gz", "a.jsonl.zst", "a.jsonl.bz2", "a.jsonl.xz", "a.tar.gz", "a.zip", "a.warc.gz"],
+)
+def test_a_cut_file_gives_what_was_before_the_cut_and_is_counted(into, capsys, name):
+    count = 2000 if name.endswith(".bz2") else 400  # its blocks are large
+    rows = b"".join(
+        json.dumps({"text": os.urandom(500).hex()}).encode() + b"\n" for _ in range(count)
+    )
+    if name == "a.zip":
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("a.jsonl", rows)
+        data = buffer.getvalue()
+    elif name == "a.tar.gz":
+        data = gzip.compress(tar_of({f"{n}.jsonl": rows for n in range(3)}))
+    elif name == "a.warc.gz":
+        data = b"".join(gzip.compress(warc("conversion", row)) for row in rows.splitlines())
+    else:
+        data = packed(name, rows)
+    (into / name).write_bytes(data[: len(data) * 2 // 3])
+    (into / "b.txt").write_text(prose(1))
+    answer = read(capsys)
+    # Of an archive, the member that is cut and the others that would have come.
+    assert answer["broken"] == {"damaged": 2 if name == "a.tar.gz" else 1}
+    assert prose(1) in kept()
+    if name != "a.zip":  # its table of contents stands at its end
+        assert answer["kept"] > 1
+
+
+def tar_of(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def test_archives_give_their_members_each_by_its_kind(into, capsys):
+    row = json.dumps({"text": prose(1)}).encode()
+    with zipfile.ZipFile(into / "a.zip", "w") as archive:
+        archive.writestr("texts/one.jsonl", row)
+        archive.writestr("texts/two.txt", prose(2))
+        archive.writestr("inner.zip", b"PK")
+    (into / "b.tgz").write_bytes(
+        gzip.compress(
+            tar_of({"x/three.md": prose(3).encode(), "four.jsonl.zst": packed("a.zst", row)})
+        )
+    )
+    answer = read(capsys)
+    assert [row["file"] for row in lines("kept/*.jsonl")] == [
+        "in/a.zip!texts/one.jsonl",
+        "in/a.zip!texts/two.txt",
+        "in/b.tgz!x/three.md",
+        "in/b.tgz!four.jsonl.zst",
+    ]
+    assert answer["broken"] == {"an archive in another": 1}
+
+
+def test_names_that_lead_out_links_and_devices_are_refused_and_nothing_is_unpacked(
+    into, here, capsys
+):
+    outside = here / "outside.txt"
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name in ("../outside.txt", str(outside), "a/../../outside.txt"):
+            entry = tarfile.TarInfo(name)
+            entry.size = 4
+            archive.addfile(entry, io.BytesIO(b"evil"))
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE):
+            entry = tarfile.TarInfo(f"special{kind!r}")
+            entry.type, entry.linkname = kind, "/etc/passwd"
+            archive.addfile(entry)
+        entry = tarfile.TarInfo("good.txt")
+        entry.size = 4
+        archive.addfile(entry, io.BytesIO(b"good"))
+    (into / "a.tar").write_bytes(buffer.getvalue())
+    with zipfile.ZipFile(into / "b.zip", "w") as archive:
+        archive.writestr("..\\outside.txt", "evil")
+        link = zipfile.ZipInfo("link")
+        link.external_attr = 0o120777 << 16
+        archive.writestr(link, "/etc/passwd")
+    answer = read(capsys)
+    assert answer["broken"] == {
+        "a name that leads out of its archive": 4,
+        "no plain file of an archive": 5,
+    }
+    assert kept() == ["good"]
+    assert not outside.exists()
+
+
+def test_bombs_end_at_the_caps_and_the_rest_of_the_job_finishes(into, capsys):
+    zeros = bytes(30_000_000)
+    (into / "a.txt.gz").write_bytes(gzip.compress(zeros))
+    (into / "b.jsonl.gz").write_bytes(
+        gzip.compress(b'{"text": "' + zeros + b'"}\n{"text": "behind"}\n')
+    )
+    with zipfile.ZipFile(into / "c.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(9):
+            archive.writestr(f"{number}.txt", b"a" * 900_000)
+    with zipfile.ZipFile(into / "d.zip", "w") as archive:
+        for number in range(60):
+            archive.writestr(f"{number}.txt", "b")
+    with zipfile.ZipFile(into / "f.zip", "w") as archive:
+        for number in range(600):
+            archive.writestr(f"{number:0100d}.txt", "b")
+    (into / "e.txt").write_text(prose(1))
+    answer = read(
+        capsys,
+        *("--config.reading.document_bytes=1e6", "--config.reading.archive_bytes=2e6"),
+        "--config.reading.archive_members=50",
+    )
+    found = [(row["file"], row["kind"], row["detail"]) for row in lines("broken/*.jsonl")]
+    assert ("in/a.txt.gz", "too large", "more than 1,000,000 bytes") in found
+    assert ("in/b.jsonl.gz", "too large", "a line of more than 1,000,000 bytes") in found
+    assert ("in/d.zip", "too large", "more than 50 members") in found
+    size = "more than 50 members, by the size of its directory"
+    assert ("in/f.zip", "too large", size) in found
+    # Two members fit, and the budget is spent for all that follow.
+    assert [file for file, _, _ in found if file.startswith("in/c.zip!")] == [
+        f"in/c.zip!{number}.txt" for number in range(2, 9)
+    ]
+    assert {kind for _, kind, _ in found} == {"too large"}
+    assert prose(1) in kept()
+    assert "behind" in kept()
+    assert answer["kept"] == 1 + 1 + 2 + 50
+
+
+def test_rows_that_do_not_fit_are_counted(into, capsys):
+    (into / "a.csv").write_bytes(b"text,id\nfine,1\nno id\n\nthree,2,3\nna\xefve,4\nlast,5\n")
+    write_lines(into / "b.jsonl", [{"text": "fine"}, [1], {"text": 3}, {"other": "x"}, "text"])
+    with open(into / "b.jsonl", "ab") as file:
+        file.write(b"{" * 100_000 + b'\n\n{"text": "half \\ud800 a pair"}\n')
+    answer = read(capsys)
+    assert kept() == ["fine", "last", "fine", "half \ufffd a pair"]
+    assert answer["broken"] == {
+        "not JSON": 1,
+        "not UTF-8": 1,
+        "with a text of another type": 1,
+        "with more or fewer fields than the table": 2,
+        "without the text key": 3,
+    }
+    assert answer["notes"] == {"with a lone surrogate, replaced": 1}
