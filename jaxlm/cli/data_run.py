@@ -52,14 +52,15 @@ def run(args: Any, out: Output) -> int:
     speed = {
         "seconds": outcome.seconds,
         "bytes": outcome.bytes,
-        "stage_seconds": outcome.stage_seconds,
+        "core_seconds": outcome.stage_seconds,
         "megabytes_per_second": outcome.bytes / 1e6 / outcome.seconds,
     }
     lines = [table(outcome.report)]
     if outcome.bytes:
+        core = sum(outcome.stage_seconds.values())
+        parts = ", ".join(f"{name} {spent:.1f}" for name, spent in outcome.stage_seconds.items())
         lines.append(
-            f"{outcome.bytes / 1e6:,.1f} MB of files in {outcome.seconds:,.1f} s; seconds by stage: "
-            + ", ".join(f"{name} {spent:.1f}" for name, spent in outcome.stage_seconds.items())
+            f"{outcome.bytes / 1e6:,.1f} MB of files in {outcome.seconds:,.1f} s; a core's seconds: {core:.1f} ({parts})"
         )
     lines.append(
         f"next: jaxlm train --config=configs/quickstart.py --config.data.train={args.out}/kept/*.jsonl "

@@ -166,7 +166,7 @@ def _unpacks_too_far(path: Path, where: str) -> DataError:
 def _place(file: Any) -> int:
     """Where a file that `opened` gave stands, in bytes on disk."""
     inner = file.fileobj if isinstance(file, gzip.GzipFile) else file.raw
-    return inner.tell() if isinstance(inner, Zstandard | io.BufferedReader) else file.tell()
+    return inner.tell() if isinstance(inner, _Zstandard | io.BufferedReader) else file.tell()
 
 
 def _parquet(path: Path, name: str, text_key: str) -> Iterator[tuple[dict[str, Any], int]]:
@@ -227,12 +227,17 @@ def opened(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.suffix == ".zst":
-        return io.BufferedReader(Zstandard(open(path, "rb")), 2**17)
+        return frames(open(path, "rb"))
     return open(path, "rb")
 
 
-class Zstandard(io.RawIOBase):
-    """Zstandard frames, end to end. The library's own reader takes a file that was cut for one that ended."""
+def frames(file: IO[bytes]) -> IO[bytes]:
+    """The bytes of Zstandard frames as they were before they were packed; closed with `file`."""
+    return io.BufferedReader(_Zstandard(file), 2**17)
+
+
+class _Zstandard(io.RawIOBase):
+    """_Zstandard frames, end to end. The library's own reader takes a file that was cut for one that ended."""
 
     def __init__(self, file: IO[bytes]):
         import zstandard

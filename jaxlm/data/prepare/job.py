@@ -15,7 +15,7 @@ from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.files import changed
 
 FORMAT_VERSION = 1
-RECIPE, WORK, REPORT, CLUSTERS = "recipe.json", "work", "report.json", "clusters.jsonl"
+RECIPE, WORK, REPORT, CLUSTERS = "recipe.json", "unfinished", "report.json", "clusters.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)

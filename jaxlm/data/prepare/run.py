@@ -7,7 +7,7 @@ OUT/broken/NNNNN.jsonl               where a record could not be read, and why
 OUT/clusters.jsonl                   duplicates, and which of each was kept
 OUT/units/NNNNN.json                 counts of a unit, digests of its files
 OUT/report.json                      sums of all; it is there when all is done
-OUT/work/                            what is between the steps; gone at the end
+OUT/unfinished/                      what is between the steps; gone at the end
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Outcome:
 
     report: dict[str, Any]
     seconds: float
-    stage_seconds: dict[str, float]  # of all processes
+    stage_seconds: dict[str, float]  # of a core, whatever else it did meanwhile
     bytes: int  # of the files that this start read
 
 
@@ -97,9 +97,9 @@ def _do(
             _add(seconds, spent)
             read, done = read + sizes[number], done + sizes[number]
             progress("cleaning", done, sum(sizes))
-        begun = time.perf_counter()
+        begun = time.process_time()
         compare(job)
-        seconds["compare"] = time.perf_counter() - begun
+        seconds["compare"] = time.process_time() - begun
     done = sum(sizes) - sum(sizes[number] for number in left)
     for number, spent in each(job, "finish", left, workers):
         _add(seconds, spent)

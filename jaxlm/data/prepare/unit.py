@@ -4,7 +4,6 @@ Both halves write under a name that nobody reads and rename at the end, so a uni
 follows from the recipe and the files alone.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -27,7 +26,7 @@ from jaxlm.data.prepare.readers.files import read
 KEPT, BROKEN, PLACES, SIGNATURES, DONE = "kept", "broken", "places", "signatures", "done.json"
 NOTHING_LEFT, BLANK = "nothing_left", "read.blank"
 
-Seconds = defaultdict[str, float]  # that stages took
+Seconds = defaultdict[str, float]  # of a core, by stage
 
 
 def cleaned(job: Job, number: int) -> Path:
@@ -54,7 +53,7 @@ class Worker:
         self._units = job.units
 
     def clean(self, number: int) -> dict[str, float]:
-        """Reads the files of a unit, and passes each document through the stages. Gives the seconds of each stage."""
+        """Reads the files of a unit, and passes each document through the stages. Gives a core's seconds by stage."""
         seconds = Seconds(float)
         with cache.built(cleaned(self._job, number)) as folder:
             if folder is None:
@@ -78,9 +77,9 @@ class Worker:
         for path, name, _ in self._units[number]:
             records = read(path, name, self._job.recipe, counts.notes)
             while True:
-                begun = time.perf_counter()
+                begun = time.process_time()
                 found = next(records, None)
-                seconds["read"] += time.perf_counter() - begun
+                seconds["read"] += time.process_time() - begun
                 if found is None:
                     break
                 if self._job.is_in(found.file, found.record):
@@ -106,9 +105,9 @@ class Worker:
             _remove(document, BLANK, "", counts, out)
             return
         for name, stage in self._stages:
-            begun = time.perf_counter()
+            begun = time.process_time()
             after = stage(document, counts.notes)
-            seconds[name] += time.perf_counter() - begun
+            seconds[name] += time.process_time() - begun
             if isinstance(after, Removed):
                 _remove(document, f"{name}.{after.rule}", after.detail, counts, out)
                 return
@@ -116,42 +115,45 @@ class Worker:
                 _remove(document, f"{name}.{NOTHING_LEFT}", "", counts, out)
                 return
             document = after
-        begun = time.perf_counter()
+        begun = time.process_time()
         signer.add(document)
-        seconds["signatures"] += time.perf_counter() - begun
+        seconds["signatures"] += time.process_time() - begun
         counts.add(KEPT, document.text)
         out.write(KEPT, to_line(document))
         out.write(PLACES, json.dumps([document.file, document.record]).encode() + b"\n")
 
     def finish(self, number: int) -> dict[str, float]:
         """Writes the output of a unit: what the comparison of all left of it, and what was removed on the way."""
-        job, begun = self._job, time.perf_counter()
-        source = cleaned(job, number)
+        begun = time.process_time()
+        target = cleaned(self._job, number).with_name(f"{number:05d}-out")
+        with cache.built(target) as folder:
+            if folder is not None:
+                self._write(number, folder)
+        faults.point("prepare.finish", number)
+        self._hand_over(target, number)
+        return {"write": time.process_time() - begun}
+
+    def _write(self, number: int, folder: Path) -> None:
+        """Every file of a unit as it stays, and what it became."""
+        source = cleaned(self._job, number)
         done = json.loads((source / DONE).read_text(encoding="utf-8"))
         before = {name: Written(**fields) for name, fields in done["files"].items()}
         counts = Counts.from_json(done["counts"])
-        found = json.loads(verdict(job, number).read_text(encoding="utf-8"))
-        with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(cache.built(source.with_name(f"{number:05d}-out")))
-            if folder is not None:
-                with LineFiles(folder) as out:
-                    for name in sorted(before.keys() - {KEPT, PLACES}):
-                        for line in checked_lines(source / name, before[name]):
-                            out.write(name, line)
-                    if KEPT in before:
-                        lines = checked_lines(source / KEPT, before[KEPT])
-                        self._settle(lines, found, counts, out)
-                    written = out.written()
-                counts.check(f"unit {number}")
-                result = {
-                    "inputs": [[name, size] for _, name, size in self._units[number]],
-                    "counts": counts.to_json(),
-                    "files": {name: dataclasses.asdict(each) for name, each in written.items()},
-                }
-                (folder / DONE).write_text(json.dumps(result, indent=1), encoding="utf-8")
-        faults.point("prepare.finish", number)
-        self._hand_over(source.with_name(f"{number:05d}-out"), number)
-        return {"write": time.perf_counter() - begun}
+        found = json.loads(verdict(self._job, number).read_text(encoding="utf-8"))
+        with LineFiles(folder) as out:
+            for name in sorted(before.keys() - {KEPT, PLACES}):
+                for line in checked_lines(source / name, before[name]):
+                    out.write(name, line)
+            if KEPT in before:
+                self._settle(checked_lines(source / KEPT, before[KEPT]), found, counts, out)
+            written = out.written()
+        counts.check(f"unit {number}")
+        result = {
+            "inputs": [[name, size] for _, name, size in self._units[number]],
+            "counts": counts.to_json(),
+            "files": {name: dataclasses.asdict(each) for name, each in written.items()},
+        }
+        (folder / DONE).write_text(json.dumps(result, indent=1), encoding="utf-8")
 
     def _settle(
         self, lines: Iterator[bytes], found: dict[str, Any], counts: Counts, out: LineFiles

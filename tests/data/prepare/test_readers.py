@@ -92,6 +92,15 @@ def test_the_main_text_of_a_page_is_its_prose_its_headings_and_its_code(into, ca
     assert page["meta"]["title"] == "A title"
 
 
+def test_a_page_whose_tags_are_not_closed_loses_nothing(into, capsys):
+    page = f"<title>T<body><form><h1>Head<p>{prose(1)}<p>{prose(2)} <a>b</a><div>{prose(3)}"
+    (into / "a.html").write_text(page)
+    read(capsys)
+    (text,) = kept()
+    assert text.startswith("Head\n\n")
+    assert all(prose(n).replace("\n", " ") in text for n in (1, 2, 3))
+
+
 @pytest.mark.parametrize(
     ("data", "text", "encoding"),
     [
@@ -261,7 +270,7 @@ def test_archives_give_their_members_each_by_its_kind(into, capsys):
     assert answer["broken"] == {"an archive in another": 1}
 
 
-def test_names_that_lead_out_links_and_devices_are_refused_and_nothing_is_unpacked(
+def test_s4_names_that_lead_out_links_and_devices_are_refused_and_nothing_is_unpacked(
     into, here, capsys
 ):
     outside = here / "outside.txt"
@@ -293,7 +302,7 @@ def test_names_that_lead_out_links_and_devices_are_refused_and_nothing_is_unpack
     assert not outside.exists()
 
 
-def test_bombs_end_at_the_caps_and_the_rest_of_the_job_finishes(into, capsys):
+def test_s4_bombs_end_at_the_caps_and_the_rest_of_the_job_finishes(into, capsys):
     zeros = bytes(30_000_000)
     (into / "a.txt.gz").write_bytes(gzip.compress(zeros))
     (into / "b.jsonl.gz").write_bytes(

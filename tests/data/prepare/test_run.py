@@ -105,7 +105,7 @@ def test_the_bytes_are_the_same_in_any_units_order_and_number_of_processes(crawl
     one = run(capsys, *ALL)
     first = tree(Path("out"))
     assert len(list(Path("out/units").iterdir())) > 2
-    assert not Path("out/work").exists()
+    assert not Path("out/unfinished").exists()
     shutil.rmtree("out")
     run(capsys, *ALL, "--workers=2")
     assert tree(Path("out")) == first
@@ -169,7 +169,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(crawl, capsys):
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAXLM_FAULTS": "prepare.clean:sleep=0.5@1"},
         stdout=subprocess.PIPE,
     )
-    partial = Path("out/work/.00001.partial/done.json")
+    partial = Path("out/unfinished/.00001.partial/done.json")
     while not partial.exists():
         assert running.poll() is None
         time.sleep(0.01)
@@ -190,7 +190,7 @@ def test_a_unit_that_kills_every_worker_is_named_when_the_others_are_done(crawl)
     done = command("--out=out", "--workers=2", JAXLM_FAULTS="prepare.clean:sigkill@1")
     assert done.returncode == 69
     assert "unit 1" in done.stderr
-    names = {path.name for path in Path("out/work").iterdir()}
+    names = {path.name for path in Path("out/unfinished").iterdir()}
     assert {"00000", "00002", "00003"} <= names
     assert "00001" not in names
 

@@ -11,7 +11,7 @@ import html.parser
 import re
 
 SKIPPED = frozenset(
-    "script style noscript template svg math iframe object nav footer aside form button select".split()
+    "script style noscript template svg math iframe object nav footer aside button select".split()
 )
 BREAKS = frozenset(
     "address article blockquote body br caption dd div dl dt fieldset figcaption figure h1 h2 h3 h4 h5 h6 head header hr "
@@ -90,8 +90,10 @@ class _Blocks(html.parser.HTMLParser):
             self._skipped.append(tag)
         if tag in BREAKS:
             self.end_block()
+            # What nobody closed ends where it cannot go on, or a page without </title> would be a title.
+            self._inside.update(dict.fromkeys(("title", *HEADINGS), 0))
         if tag in self._inside:
-            self._inside[tag] += 1
+            self._inside[tag] = 1 if tag == "a" else self._inside[tag] + 1
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in BREAKS:

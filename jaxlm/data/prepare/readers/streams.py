@@ -2,7 +2,6 @@
 
 import bz2
 import gzip
-import io
 import itertools
 import lzma
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ def unpacked(stream: IO[bytes], name: str) -> IO[bytes]:
         case ".xz":
             return lzma.LZMAFile(stream)  # type: ignore[return-value]
         case ".zst":
-            return io.BufferedReader(records.Zstandard(stream), 2**17)
+            return records.frames(stream)
     return stream
 
 
