@@ -36,7 +36,7 @@ def report(job: Job, counts: Counts, files: dict[str, dict[str, Any]]) -> dict[s
 def funnel(job: Job, counts: Counts) -> list[dict[str, Any]]:
     """For each stage: documents that came, that went on, and why the others did not.
 
-    Of a sample, `error` is half the width of the 95% interval of the share: 1.96 sqrt(p (1 - p) / n), Wald's.
+    Of a sample, `interval` is where the share of all lies with 95%.
     """
     lost: dict[str, Counter[str]] = {name: Counter() for name in job.recipe.order}
     for reason, count in counts.under("removed"):
@@ -51,22 +51,39 @@ def funnel(job: Job, counts: Counts) -> list[dict[str, Any]]:
         share = gone / left if left else 0.0
         row: dict[str, Any] = {"stage": name, "in": left, "out": left - gone, "share": share}
         if job.sample < 1:
-            row["error"] = 1.96 * math.sqrt(share * (1 - share) / left) if left else 0.0
+            row["interval"] = interval(gone, left)
         rows.append({**row, "reasons": dict(reasons.most_common())})
         left -= gone
     return rows
 
 
+def interval(found: int, of: int) -> tuple[float, float]:
+    """The 95% interval of a share: (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n) with z = 1.96.
+
+    Source: Wilson 1927, "Probable Inference, the Law of Succession, and Statistical Inference". It holds where nothing was found.
+    """
+    if not of:
+        return 0.0, 1.0
+    share, z = found / of, 1.96
+    middle = share + z**2 / (2 * of)
+    half = z * math.sqrt(share * (1 - share) / of + z**2 / (4 * of**2))
+    scale = 1 + z**2 / of
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
 def table(answer: dict[str, Any]) -> str:
     """The funnel for people."""
     is_sample = answer["sample"] < 1
-    lines = [f"{'stage':<14}{'in':>12}{'out':>12}{'removed':>{18 if is_sample else 10}}  why"]
+    lines = [f"{'stage':<14}{'in':>12}{'out':>12}{'removed':>{26 if is_sample else 10}}  why"]
     for row in answer["funnel"]:
         reasons = [f"{name} {count:,}" for name, count in row["reasons"].items()]
         more = f", {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
-        share = f"{row['share']:.2%}" + (f" ± {row['error']:.2%}" if is_sample else "")
+        share = f"{row['share']:.2%}"
+        if is_sample:
+            low, high = row["interval"]
+            share += f" ({low:.1%} to {high:.1%})"
         lines.append(
-            f"{row['stage']:<14}{row['in']:>12,}{row['out']:>12,}{share:>{18 if is_sample else 10}}  "
+            f"{row['stage']:<14}{row['in']:>12,}{row['out']:>12,}{share:>{26 if is_sample else 10}}  "
             f"{', '.join(reasons[:SHOWN])}{more}".rstrip()
         )
     kept, read = answer["characters"]["kept"], answer["characters"]["read"]

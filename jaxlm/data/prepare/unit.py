@@ -129,7 +129,6 @@ class Worker:
         with cache.built(target) as folder:
             if folder is not None:
                 self._write(number, folder)
-        faults.point("prepare.finish", number)
         self._hand_over(target, number)
         return {"write": time.process_time() - begun}
 
@@ -185,6 +184,7 @@ class Worker:
                 target = output(out, path.name, number)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, target)
+                faults.point("prepare.finish", number)
         finished(self._job, number).parent.mkdir(exist_ok=True)
         os.replace(folder / DONE, finished(self._job, number))
         folder.rmdir()

@@ -239,8 +239,11 @@ def test_a_sample_reads_its_share_and_says_how_sure_it_is(here, capsys):
     answer = run(capsys, *settings)
     assert 340 <= answer["read"] <= 460
     row = next(row for row in answer["funnel"] if row["stage"] == "length")
-    assert abs(row["share"] - 0.25) <= 1.5 * row["error"]
-    assert row["error"] == pytest.approx(1.96 * (0.25 * 0.75 / 400) ** 0.5, rel=0.15)
+    low, high = row["interval"]
+    assert low < 0.25 < high
+    assert high - low == pytest.approx(2 * 1.96 * (0.25 * 0.75 / 400) ** 0.5, rel=0.15)
+    low, high = answer["funnel"][1]["interval"]
+    assert (low, 0 < high < 0.02) == (0, True), "nothing found is not nothing there"
     first = tree(Path("out"))
     shutil.rmtree("out")
     run(capsys, *settings)

@@ -50,12 +50,11 @@ def find(text: str, kinds: tuple[str, ...]) -> list[Found]:
 
 
 def _of_kind(text: str, kind: str) -> Iterator[Found]:
-    needs, pattern, is_right = KINDS[kind]
-    if needs and not needs.search(text):
-        return
-    for match in pattern.finditer(text):
-        if is_right(match[0]):
-            yield Found(match.start(), match.end(), kind)
+    pieces, pattern, is_right = KINDS[kind]
+    for begin, piece in pieces(text):
+        for match in pattern.finditer(piece):
+            if is_right(match[0]):
+                yield Found(begin + match.start(), begin + match.end(), kind)
 
 
 def passes_luhn(digits: str) -> bool:
@@ -134,8 +133,32 @@ def _always(text: str) -> bool:
     return True
 
 
+def _lines_with(sign: str) -> Callable[[str], Iterator[tuple[int, str]]]:
+    """The lines in which a short pattern is found, and where they begin: most text is passed over at this price."""
+    search = re.compile(sign).search
+
+    def pieces(text: str) -> Iterator[tuple[int, str]]:
+        begin = 0
+        for line in text.split("\n"):
+            if search(line):
+                yield begin, line
+            begin += len(line) + 1
+
+    return pieces
+
+
+def _all_with(*signs: str) -> Callable[[str], Iterator[tuple[int, str]]]:
+    """The text, if it holds one of the signs somewhere."""
+
+    def pieces(text: str) -> Iterator[tuple[int, str]]:
+        if any(sign in text for sign in signs):
+            yield 0, text
+
+    return pieces
+
+
 class _Kind(NamedTuple):
-    needs: re.Pattern[str] | None  # what a text must have somewhere, and what is quick to look for
+    pieces: Callable[[str], Iterator[tuple[int, str]]]  # of a text, those that are looked at
     pattern: re.Pattern[str]
     is_right: Callable[[str], bool]
 
@@ -151,11 +174,27 @@ _KEYS = (
     r"\bhf_[A-Za-z0-9]{30,64}\b",  # Hugging Face
     r"\beyJ[\w-]{10,2000}\.eyJ[\w-]{10,4000}\.[\w-]{10,2000}",  # RFC 7519
 )
+_KEY_SIGNS = (
+    *(
+        "PRIVATE KEY",
+        "AKIA",
+        "ASIA",
+        "gho_",
+        "ghp_",
+        "ghs_",
+        "ghu_",
+        "ghr_",
+        "github_pat_",
+        "glpat-",
+        "xox",
+    ),
+    *("AIza", "k_live_", "hf_", "eyJ"),
+)
 # In the order of their claim to a piece of text that several fit.
 KINDS = {
-    "key": _Kind(None, re.compile("|".join(_KEYS)), _always),
+    "key": _Kind(_all_with(*_KEY_SIGNS), re.compile("|".join(_KEYS)), _always),
     "email": _Kind(
-        re.compile("@"),
+        _lines_with("@"),
         # RFC 5322's dot-atom, as far as people use it.
         re.compile(
             r"(?<![\w.+%-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,5}@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,6}"
@@ -164,31 +203,31 @@ KINDS = {
         _always,
     ),
     "iban": _Kind(
-        re.compile(r"[A-Z]{2}\d\d"),
+        _lines_with(r"[A-Z]{2}\d\d"),
         re.compile(
             r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?(?![A-Za-z0-9])"
         ),
         _is_iban,
     ),
     "card": _Kind(
-        re.compile(r"\d{4}"),
+        _lines_with(r"\d{4}"),
         re.compile(
             r"(?<![\w.-])(?:\d{4}[ -]?\d{4}[ -]?\d{4}[ -]?\d{1,7}|\d{4}[ -]?\d{6}[ -]?\d{4,5})(?![\w-]|\.\d)"
         ),
         _is_card,
     ),
     "us_ssn": _Kind(
-        re.compile("-"), re.compile(r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)"), _is_ssn
+        _lines_with(r"\d-\d"), re.compile(r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)"), _is_ssn
     ),
     "ip": _Kind(
-        re.compile(r"\d\.\d|[0-9A-Fa-f]:"),
+        _lines_with(r"\d\.\d|[0-9A-Fa-f]:"),
         re.compile(
             r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)|(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![:.]?\w))"
         ),
         _is_address,
     ),
     "phone": _Kind(
-        re.compile(r"\d{3}"),
+        _lines_with(r"\d\d[)]?[ .-]?[(]?\d"),
         re.compile(
             r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,4})){2,5}|(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4})"
             r"(?![\w-]|\.\d)"
