@@ -3,7 +3,7 @@
     jaxlm data run --config=configs/data/clean_text.py --config.source='crawl/*.warc.gz' --out=clean --workers=8
     jaxlm data run --config=configs/data/clean_text.py --config.source='crawl/*.warc.gz' --out=preview --sample=1%
 
-Hardware: CPU cores, 1 GiB of memory each, and in one process 0.6 kB a document. scripts/LOG.md has the speed. Expect a few
+Hardware: CPU cores, 1 GiB of memory each, and 2 kB a document in the process that compares them. scripts/LOG.md has the speed. Expect a few
 percent of the pages of a raw crawl to stay.
 """
 

@@ -80,18 +80,19 @@ class Job:
         }
         if noted.exists():
             self._compare(mine, _noted(noted))
-        elif any(path.name != ".lock" for path in self.out.iterdir()):
+        elif any(not path.name.startswith(".") for path in self.out.iterdir()):
             raise DataError(
                 "the output folder holds something else",
                 where=str(self.out),
                 why=f"it has no {RECIPE}, so it was not begun by this command",
                 fix=f"--out={self.out}-2",
             )
+        # First of all: by it the folder is known to be ours, whenever a kill comes.
+        if not noted.exists():
+            cache.write_file(noted, json.dumps(mine, indent=1).encode())
         (self.out / WORK).mkdir(exist_ok=True)
         paths = [os.path.abspath(path) for path, _, _ in self.files]
         cache.write_file(self.out / WORK / "paths.json", json.dumps(paths).encode())
-        if not noted.exists():
-            cache.write_file(noted, json.dumps(mine, indent=1).encode())
 
     @classmethod
     def read(cls, out: Path) -> "Job":

@@ -222,6 +222,26 @@ def test_another_recipe_or_other_files_are_refused_with_what_differs(crawl, caps
     ]
 
 
+def test_a_kill_before_anything_was_noted_leaves_a_folder_that_can_be_used(crawl, capsys):
+    Path("out").mkdir()
+    Path("out/.recipe.json.7.tmp").write_text('{"format_ver')
+    run(capsys, *ALL)
+    Path("out/report.json").unlink()
+    Path("out/recipe.json").write_text('{"format_ver')
+    assert run(capsys, *ALL, code=65)["error"]["where"] == "out/recipe.json"
+
+
+def test_what_is_kept_can_be_trained_on(crawl, capsys, monkeypatch):
+    from jaxlm.cli.main import main
+
+    monkeypatch.setenv("JAXLM_CACHE", str(crawl / "cache"))
+    answer = run(capsys, *ALL)
+    words = ["--config.data.train=out/kept/*.jsonl", "--config.data.validation=tail:10%"]
+    assert main(["data", "stats", "--json", *words, "--config.data.tokenizer=bytes"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    assert parts["train"]["documents"] == answer["kept"]
+
+
 def test_a_second_process_is_refused_while_one_runs(crawl, capsys):
     import fcntl
 

@@ -1,6 +1,7 @@
 """All units compared: which documents and spans were there before, in the order of files and records.
 
-Memory: 16 bytes a document, 4 x bands x rows more for near duplicates, 12 a long span. What stays of a cluster is its first.
+Memory: 16 bytes a document and its place; with near duplicates up to three times 4 x bands x rows, about 2 kB; 12 bytes a long
+span. What stays of a cluster is its first.
 """
 
 import dataclasses
