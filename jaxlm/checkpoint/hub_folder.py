@@ -110,11 +110,15 @@ class Folder:
 
     def _inside(self, name: str) -> Path:
         path = self.path / name
-        if not path.resolve().is_relative_to(self._root):
+        try:
+            is_inside = path.resolve().is_relative_to(self._root)
+        except (OSError, ValueError):  # no name that a file can have
+            is_inside = False
+        if not is_inside:
             raise DataError(
                 "a model's folder names a file that lies elsewhere",
                 where=str(self.path),
-                why=f"{name} is {path.resolve()}",
+                why=f"it names {name!r:.200}",
                 fix="copy the file into the folder if it belongs there",
             )
         return path

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.corrupt import blanks, fim, masked, prefix, rows, spans
 from jaxlm.data.corrupt.rows import Change, Corruption, Reading
-from jaxlm.data.tokenizer import SENTINELS, Tokenizer
+from jaxlm.data.tokenizer import SENTINELS, SPECIALS, Tokenizer
 from jaxlm.objectives.config import (
     FIM,
     INNER,
@@ -158,7 +158,9 @@ def _needed(objective: Objective) -> Iterator[str]:
 
 
 def _check_tokens(objective: Objective, tokenizer: Tokenizer) -> None:
-    lacking = [name for name in _needed(objective) if name not in tokenizer.specials]
+    # Where they are ours, so that all below them are special and none above: of an imported model others may be.
+    ours = {name: number for number, name in enumerate(SPECIALS)}
+    lacking = [name for name in _needed(objective) if tokenizer.specials.get(name) != ours[name]]
     if lacking:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         raise ConfigError(

@@ -128,7 +128,7 @@ def described(folder: Folder, say: Callable[[str], None]) -> tuple[Any, dict[str
     """
     raw, where = folder.config, str(folder.path / "config.json")
     kind = raw.get("model_type")
-    if kind not in ARMS:
+    if not isinstance(kind, str) or kind not in ARMS:
         raise DataError(
             f"models of the type {kind!r:.60} are not known",
             where=where,
@@ -141,7 +141,8 @@ def described(folder: Folder, say: Callable[[str], None]) -> tuple[Any, dict[str
     given = Attributes(raw, where)
     family = ARMS[kind].from_hub(given)
     given.finish()
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    dtype = dtype if dtype in ("float32", "bfloat16", "float16") else "float32"
     return config.from_json(ARMS[kind], config.to_json(family), where=where), {"dtype": dtype}
 
 

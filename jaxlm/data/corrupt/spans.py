@@ -78,7 +78,7 @@ def _cut(
 
 def inside(ids: Ids) -> tuple[int, int]:
     """The part of a piece [begin, end) that is text: without the begin and the end of the document."""
-    return int(ids[0] == Tokenizer.bos), len(ids) - int(ids[-1] == Tokenizer.eos)
+    return int(ids[0] == Tokenizer.before[0]), len(ids) - int(ids[-1] == Tokenizer.eos)
 
 
 def runs(cut: int, length: int, count: int, draw: np.random.Generator) -> tuple[Ids, Ids]:

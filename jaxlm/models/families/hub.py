@@ -130,7 +130,7 @@ class Attributes:
         if not isinstance(value, wanted) or (is_truth and bool not in wanted):
             self._problems.append(f"{name} = {value!r:.60} is no {wanted[0].__name__}")
             return default[0] if default else 1
-        if kind is int and not 1 <= value <= most:
+        if isinstance(value, int) and kind is int and not 1 <= value <= most:
             self._problems.append(f"{name} = {value!r:.60} is not from 1 to {most:,}")
             return default[0] if default else 1
         return value
@@ -142,7 +142,7 @@ class Attributes:
     def must(self, name: str, *allowed: Any) -> None:
         """The attribute, where it is there, has one of these values: the only ones that ours computes."""
         self._read.add(name)
-        if name in self._raw and self._raw[name] not in allowed:
+        if name in self._raw and not any(self._raw[name] == value for value in allowed):
             self.refuse(name, f"{' or '.join(map(repr, allowed))}")
 
     def choose(self, name: str, meanings: Mapping[str, T], default: str) -> T:
