@@ -119,6 +119,7 @@ NEVER_SEEN = [
     ("k", {"precision.compute": "bfloat16"}),
     ("k", {"train.remat": "save:attention_out,mlp_out"}),
     ("k", {"optim.name": "adafactor", "train.remat": "full"}),
+    ("k", {"optim.name": "schedule_free", "train.remat": "full"}),
     ("k", {"mesh.tensor": "2", "mesh.fsdp": "2"}),
     ("w", {"train.attention": "reference"}),
     ("w", {"train.remat": "full", "loss.chunk": "1024", "optim.name": "muon"}),

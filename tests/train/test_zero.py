@@ -18,7 +18,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.objectives.loss import Loss
 from jaxlm.optim import build as optimizers
-from jaxlm.optim.config import AdamW, Muon, Optimizer
+from jaxlm.optim.config import AdamW, Muon, Optimizer, Soap
 from jaxlm.parallel import host, logical, mesh
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.train import state as states
@@ -98,12 +98,16 @@ def test_what_is_split_changes_no_loss(zero, sizes):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("arm", typing.get_args(Optimizer), ids=lambda arm: arm().name)
 def test_what_is_split_changes_no_loss_of_any_optimizer(arm, zero):
-    """Nor do two micro-batches. A sign of a gradient near zero may differ, and with it the step of some numbers."""
+    """Nor do two micro-batches. A sign of a gradient near zero may differ, and with it the step of some numbers.
+
+    Where SOAP's first gradient has no rank, rounding chooses the basis: on one device, two micro-batches move its losses
+    by 3e-4.
+    """
     own = {"newton_schulz_dtype": "float32"} if arm is Muon else {}
     one, *_ = trajectory(mesh.build(MeshConfig(data=1), jax.devices()[:1]), STEPS, arm=arm, **own)
     seen, state, _ = trajectory(grid_of(FSDP), STEPS, zero=zero, microbatches=2, arm=arm, **own)
     np.testing.assert_allclose(seen[0], one[0], rtol=1e-6)
-    np.testing.assert_allclose(seen[:, 0], one[:, 0], rtol=3e-4)
+    np.testing.assert_allclose(seen[:, 0], one[:, 0], rtol=3e-3 if arm is Soap else 3e-4)
     assert one[-1, 0] != one[0, 0]
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     assert not moments or held(moments) < 0.6 * tree.size_bytes(moments)
