@@ -25,7 +25,7 @@ class Bigram:
     def __init__(self, table):
         self.table = table
 
-    def __call__(self, tokens, *, positions, segments, key, dealt):
+    def __call__(self, tokens, *, positions, segments, reach, inner, key, dealt):
         return Hidden(jax.nn.one_hot(tokens, VOCAB), None, {})
 
     def logits(self, hidden):
