@@ -70,7 +70,10 @@ class _Crew:
                     process, number = self._busy.pop(pipe)  # type: ignore[call-overload]
                     try:
                         answer = json.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                    except EOFError:
+                    except (
+                        EOFError,
+                        ConnectionResetError,
+                    ):  # the latter where it left a word unread
                         self._mourn(process, number)
                         continue
                     if "error" in answer:
@@ -107,7 +110,7 @@ class _Crew:
     def _give(self, pipe: Connection, process: Any) -> None:
         number = self._waiting.popleft()
         self._busy[pipe] = process, number
-        with contextlib.suppress(BrokenPipeError):  # the answer will be that it is gone
+        with contextlib.suppress(ConnectionError):  # the answer will be that it is gone
             pipe.send_bytes(str(number).encode())
 
     def _mourn(self, process: Any, number: int) -> None:
@@ -126,13 +129,13 @@ class _Crew:
 def _serve(pipe: Connection, out: str, half: Half) -> None:
     """The life of a process: units from the pipe until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(EOFError, ConnectionError):
         try:
             worker = Worker(Job.read(Path(out)))
             while True:
                 number = int(pipe.recv_bytes())
                 pipe.send_bytes(json.dumps({"seconds": _done(worker, half, number)}).encode())
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             raise
         except JaxlmError as error:
             parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
