@@ -209,11 +209,16 @@ def test_s2_a_program_inside_a_run_a_checkpoint_or_a_data_folder_is_never_run(ti
     assert marker.exists()
 
 
+UNPACKERS = {"unpack_archive", "extract", "extractall"}
 ARCHIVES = {"tarfile", "zipfile", "py7zr", "rarfile", "patoolib"}
 
 
 def test_s4_no_source_file_unpacks_an_archive():
-    """gzip and zstd hold one stream and name no file; they are read as text, a line or a document at a time."""
+    """gzip and zstd hold one stream and name no file; they are read as text, a line or a document at a time.
+
+    Members of archives are streams too, in the one file that may know of archives; tests/data/prepare/test_readers.py has bombs
+    and names that lead out.
+    """
     found = []
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -225,9 +230,10 @@ def test_s4_no_source_file_unpacks_an_archive():
                 else []
             )
             found += [(path.name, name) for name in modules if name.partition(".")[0] in ARCHIVES]
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("unpack_archive"):
-                found.append((path.name, "unpack_archive"))
-    assert found == []
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Attribute) and called.attr in UNPACKERS:
+                found.append((path.name, called.attr))
+    assert found == [("archives.py", "tarfile"), ("archives.py", "zipfile")]
 
 
 BOMBS = ("a.txt.gz", "line.jsonl.zst", "blank.jsonl.gz")
