@@ -24,8 +24,9 @@ def recorded(self, start, *, batch, rows=None, **rest):
     own = rows or slice(0, batch)
     with open(os.environ["TRAINER_LOG"], "a") as log:
         for step, read in enumerate(batches(self, start, batch=batch, rows=rows, **rest), start):
+            parts = [part for part in read if part is not None]
             digests = [
-                hashlib.sha256(b"".join(np.asarray(part[row]).tobytes() for part in read))
+                hashlib.sha256(b"".join(np.asarray(part[row]).tobytes() for part in parts))
                 for row in range(own.stop - own.start)
             ]
             line = {
