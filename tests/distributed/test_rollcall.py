@@ -102,7 +102,7 @@ def test_a_rank_that_died_while_it_waited_may_come_again():
     found = []
 
     def go(rank):
-        rollcall.meet(address, rank=rank, count=3, seconds=5)
+        rollcall.meet(address, rank=rank, count=3, seconds=30)
         found.append(rank)
 
     first = threading.Thread(target=go, args=(0,))

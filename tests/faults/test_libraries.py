@@ -84,7 +84,8 @@ def test_s14_what_reads_bytes_from_outside_was_reviewed_on_a_date():
 
 def test_s14_every_library_that_is_imported_is_asked_for():
     known = bounds()
-    module_of = {"ml-collections": "ml_collections", "orbax-checkpoint": "orbax", "absl-py": "absl"}
+    module_of = {"orbax-checkpoint": "orbax", "absl-py": "absl"}
+    module_of |= {"ml-collections": "ml_collections", "ml-dtypes": "ml_dtypes"}
     modules = {module_of.get(name, name): name for name in known}
     imported = set()
     for path in SOURCES:

@@ -273,7 +273,7 @@ def test_cut_within_tokens_the_parts_are_encoded_as_prompts_will_be(tmp_path):
             if MARKS[0] not in ids or not is_text(text):
                 continue
             rearranged, split = rearranged + 1, split + (found != whole)
-            ids = [i for i in ids if i not in (Tokenizer.bos, Tokenizer.eos)]
+            ids = [i for i in ids if i not in (Tokenizer.before[0], Tokenizer.eos)]
             prefix, middle, suffix = (ids.index(mark) for mark in MARKS)
             parts = [ids[suffix + 1 : middle]]
             if suffix != prefix + 1:
