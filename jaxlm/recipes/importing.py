@@ -159,7 +159,15 @@ def read_tokenizer(folder: Folder) -> Imported:
         added = {
             entry["content"]: entry["id"] for entry in parsed.get("added_tokens") or ()
         } | _vocabulary(parsed)
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        begun = _begun(parsed)
+    except (
+        ValueError,
+        RecursionError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+    ) as error:
         raise DataError(
             "tokenizer.json is not the JSON of a tokenizer",
             where=str(folder.path / "tokenizer.json"),
@@ -179,7 +187,7 @@ def read_tokenizer(folder: Folder) -> Imported:
         return [number] if isinstance(number, int) and not isinstance(number, bool) else []
 
     bos = ids("bos")
-    is_begun = settings.get("add_bos_token", _begins_with(parsed, bos))
+    is_begun = settings.get("add_bos_token", bool(bos) and added.get(begun) == bos[0])
     return Imported(
         content,
         before=bos if is_begun else (),
@@ -194,10 +202,14 @@ def _vocabulary(parsed: dict[str, Any]) -> dict[str, int]:
     return found if isinstance(found, dict) else {}
 
 
-def _begins_with(parsed: dict[str, Any], bos: list[int]) -> bool:
-    """Whether what tokenizer.json does after encoding puts the token in front of a text."""
-    text = json.dumps(parsed.get("post_processor") or {})
-    return bool(bos) and '"TemplateProcessing"' in text and str(bos[0]) in text
+def _begun(parsed: dict[str, Any]) -> str | None:
+    """The special token that tokenizer.json puts in front of a text once it is encoded."""
+    after = parsed.get("post_processor") or {}
+    for step in after.get("processors", [after]):
+        first = (step.get("single") or [{}])[0] if step.get("type") == "TemplateProcessing" else {}
+        if "SpecialToken" in first:
+            return str(first["SpecialToken"]["id"])
+    return None
 
 
 def named(tensors: list[Theirs], folder: Folder, optional: str) -> list[Theirs]:

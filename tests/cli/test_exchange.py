@@ -10,12 +10,13 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file, save_file
 
+from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.cli.main import main
 from jaxlm.core.quoting import printable
 from jaxlm.models.families.gemma3 import Gemma3
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.qwen3_moe import Qwen3Moe
-from jaxlm.recipes import exporting
+from jaxlm.recipes import exporting, importing
 from tests.parity import weights
 
 VOCAB = 320
@@ -112,6 +113,21 @@ def test_an_imported_run_is_evaluated_and_goes_on_from_its_own_tokens(capsys, tm
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}")
     assert code == 2
     assert "there is a run in this directory" in answer["error"]["what"]
+
+
+@pytest.mark.parametrize(
+    ("begins", "added", "first"),
+    [(True, None, [256]), (True, False, []), (False, None, []), (False, True, [256])],
+)
+def test_a_document_begins_as_the_tokenizer_begins_a_text(tmp_path, begins, added, first):
+    source = write(tmp_path / "source")
+    write_tokenizer(source, begins=begins)
+    if added is not None:
+        settings = json.loads((source / "tokenizer_config.json").read_text())
+        settings["add_bos_token"] = added
+        (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = importing.read_tokenizer(Folder(source))
+    assert (list(found.before), found.after) == (first, (257,))
 
 
 def test_a_model_of_several_files_is_read_and_written(capsys, tmp_path):

@@ -81,7 +81,7 @@ def living():
 @pytest.mark.parametrize(
     ("devices", "train"),
     [
-        pytest.param(1, {}, id="one device"),
+        pytest.param(1, {}, id="one device", marks=pytest.mark.slow),
         pytest.param(2, OFFLOAD, id="moments on the host", marks=pytest.mark.slow),
         pytest.param(4, {}, id="four devices", marks=pytest.mark.slow),
     ],

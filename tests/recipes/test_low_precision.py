@@ -65,6 +65,7 @@ def test_the_scale_goes_on_after_a_stop_and_a_step_is_done_again_with_its_own(
     assert all(norm for norms in again["layers"].values() for norm in np.ravel(norms))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_float16_with_a_scale_of_its_own(config, tmp_path, one_device):
     trained(config, tmp_path / "run", "--stop_at=4")
     records = trained(config, tmp_path / "run", FLOAT16, "--allow_change=precision.compute")
