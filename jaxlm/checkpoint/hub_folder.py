@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxlm.checkpoint.hub_tensors import Slices, Theirs
-from jaxlm.core.errors import DataError, InputMissing, NotWritable, cannot_write
+from jaxlm.core.errors import DataError, InputMissing, NotWritable
 from jaxlm.monitor import sinks
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -245,10 +245,7 @@ def write_tensors(
 
 def write_json(path: Path, value: Any) -> None:
     """A JSON file as transformers writes it. Raises NotWritable."""
-    try:
-        sinks.replace(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
-    except OSError as error:
-        raise cannot_write(path.name, path, error, fix="--out=another/folder") from error
+    sinks.replace(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _size(tensor: Theirs) -> int:

@@ -17,7 +17,7 @@ from jaxlm.core import config, tree
 from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data.tokenizer import LARGEST_FILE, Imported
 from jaxlm.models import cost
-from jaxlm.models.families.hub import Attributes
+from jaxlm.models.families.hub import Attributes, Hub
 from jaxlm.models.families.union import Family
 from jaxlm.monitor import words
 from jaxlm.recipes import assembly, devices
@@ -59,7 +59,7 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
       JaxlmError: with the whole list told before.
     """
     folder = Folder(options.source)
-    family, rest = described(folder, say)
+    family, dtype = described(folder, say)
     tokenizer = read_tokenizer(folder)
     run = _run(family, options)
     decoder = run.model.build()
@@ -69,8 +69,9 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
             where=str(options.source),
             why="an id without a row cannot be read",
         )
-    tensors = named(layout(decoder, run.model.HUB), folder, run.model.HUB.optional)
-    ignored = compare(tensors, folder, run.model.HUB.buffers, is_tied=decoder.tied, say=say)
+    hub = run.model.HUB
+    tensors = named(layout(decoder, hub), folder, hub.optional)
+    ignored = compare(tensors, folder, hub, is_tied=decoder.tied, say=say)
     if (options.workdir / "config.json").exists():
         raise CommandError(
             "there is a run in this directory",
@@ -89,15 +90,16 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
             is_owner=directory.lock.is_owner,
         )
         with folder.opened() as fetch:
-            _refuse_other_head(decoder.tied, ignored, tensors, folder, fetch)
+            if decoder.tied and hub.head in ignored:
+                _refuse_other_head(hub.head, tensors, folder, fetch)
             params = load(tensors, fetch, assembly.placed(assembled))
-        answer = {
+        answer: dict[str, Any] = {
             "workdir": str(options.workdir),
             "family": run.model.family,
             "parameters": cost.parameters(decoder),
             "tensors": len(tensors),
             "ignored": ignored,
-            "dtype": rest["dtype"],
+            "dtype": dtype,
         }
         directory.write_json("config.json", config.to_json(run))
         directory.write_bytes("tokenizer", tokenizer.serialise())
@@ -116,12 +118,12 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         store.close()
     for name in ignored:
         say(f"not read, as it can be computed again: {name}")
-    say(f"{len(tensors)} tensors, {words.count(answer['parameters'])} parameters, {rest['dtype']}")
+    say(f"{len(tensors)} tensors, {words.count(answer['parameters'])} parameters, {dtype}")
     return answer
 
 
-def described(folder: Folder, say: Callable[[str], None]) -> tuple[Any, dict[str, Any]]:
-    """The family with its sizes, and what else config.json says of the files: their `dtype`.
+def described(folder: Folder, say: Callable[[str], None]) -> tuple[Any, str]:
+    """The family with its sizes, and the dtype that config.json says the numbers have.
 
     Raises:
       DataError: where there is no such family here, or an attribute is not understood.
@@ -143,7 +145,7 @@ def described(folder: Folder, say: Callable[[str], None]) -> tuple[Any, dict[str
     given.finish()
     dtype = raw.get("dtype") or raw.get("torch_dtype")
     dtype = dtype if dtype in ("float32", "bfloat16", "float16") else "float32"
-    return config.from_json(ARMS[kind], config.to_json(family), where=where), {"dtype": dtype}
+    return config.from_json(ARMS[kind], config.to_json(family), where=where), dtype
 
 
 def read_tokenizer(folder: Folder) -> Imported:
@@ -222,7 +224,7 @@ def named(tensors: list[Theirs], folder: Folder, optional: str) -> list[Theirs]:
 def compare(
     tensors: list[Theirs],
     folder: Folder,
-    buffers: tuple[str, ...],
+    hub: Hub,
     *,
     is_tied: bool,
     say: Callable[[str], None],
@@ -233,9 +235,9 @@ def compare(
       DataError: where one is missing, left over, or of another shape or dtype; all of them are told.
     """
     there, wanted = folder.tensors(), {each.name: each.shape for each in tensors}
-    heads = ("lm_head.weight", "embed_out.weight") if is_tied else ()
+    again = (*hub.buffers, hub.head) if is_tied else hub.buffers
     left = there.keys() - wanted.keys()
-    ignored = sorted(name for name in left if name.endswith((*buffers, *heads)))
+    ignored = sorted(name for name in left if name.endswith(again))
     problems = [f"missing     {name} {list(wanted[name])}" for name in wanted if name not in there]
     problems += [f"unexpected  {name}" for name in sorted(left - set(ignored))]
     for name, shape in wanted.items():
@@ -258,24 +260,19 @@ def compare(
     return ignored
 
 
-def _refuse_other_head(
-    is_tied: bool, ignored: list[str], tensors: list[Theirs], folder: Folder, fetch: Fetch
-) -> None:
+def _refuse_other_head(name: str, tensors: list[Theirs], folder: Folder, fetch: Fetch) -> None:
     """A head that is stored although the model is tied must be the embedding itself, of which a part is compared at a time."""
-    for name in ignored if is_tied else ():
-        if not name.endswith(("lm_head.weight", "embed_out.weight")):
-            continue
-        table = next(each for each in tensors if each.parts[0].path == "embedding/table")
-        shape = folder.tensors()[name][1]
-        for first in range(0, shape[0], 4096):
-            cut = (slice(first, min(first + 4096, shape[0])), slice(0, shape[1]))
-            if shape != table.shape or not np.array_equal(fetch(name, cut), fetch(table.name, cut)):
-                raise DataError(
-                    f"{name} is another matrix than the embedding",
-                    where=str(folder.path),
-                    why="config.json says tie_word_embeddings, and one of the two would be lost",
-                    fix='"tie_word_embeddings": false in config.json keeps both',
-                )
+    table = next(each for each in tensors if each.parts[0].path == "embedding/table")
+    shape = folder.tensors()[name][1]
+    for first in range(0, shape[0], 4096):
+        cut = (slice(first, min(first + 4096, shape[0])), slice(0, shape[1]))
+        if shape != table.shape or not np.array_equal(fetch(name, cut), fetch(table.name, cut)):
+            raise DataError(
+                f"{name} is another matrix than the embedding",
+                where=str(folder.path),
+                why="config.json says tie_word_embeddings, and one of the two would be lost",
+                fix='"tie_word_embeddings": false in config.json keeps both',
+            )
 
 
 def load(tensors: list[Theirs], fetch: Fetch, placed: Any) -> Any:

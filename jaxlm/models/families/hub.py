@@ -58,6 +58,11 @@ class Hub:
     optional: str = ""
     buffers: tuple[str, ...] = ()
 
+    @property
+    def head(self) -> str:
+        """The name of the unembedding, which a tied model may store too."""
+        return next(row.theirs for row in self.rows if row.ours == ("unembedding/weight",))
+
 
 def linears(theirs: str, **names: str) -> tuple[Row, ...]:
     """The weight and the bias of torch Linears: `theirs` with each of their names in {}, and our path."""

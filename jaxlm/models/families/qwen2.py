@@ -43,7 +43,7 @@ def refuse_windows(given: Attributes) -> None:
     given.ignore("sliding_window", "max_window_layers")
     if given.take("use_sliding_window", False, kind=bool) is False:
         kinds = given.take("layer_types", [], kind=list)
-        if set(kinds) - {"full_attention"}:
+        if any(kind != "full_attention" for kind in kinds):
             given.refuse("layer_types", "full_attention in every layer")
 
 
