@@ -30,6 +30,7 @@ os.environ.setdefault("JAXLM_CACHE", str(CACHE / "jaxlm"))
 os.environ.setdefault("TPU_LOG_DIR", str(CACHE / "libtpu"))
 Path(os.environ["TPU_LOG_DIR"]).mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("MPLCONFIGDIR", str(CACHE / "matplotlib"))
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
 
 
 def pytest_configure(config):
