@@ -60,6 +60,7 @@ def split(address: str) -> tuple[str, int]:
 def _call(address: str, count: int, deadline: float) -> tuple[list[int], str]:
     """Rank 0: hears who is there, and tells it to all of them."""
     callers: dict[int, socket.socket] = {}
+    twin = None  # the first of two that gave the same rank: it is told as well
     wrong = ""
     with contextlib.ExitStack() as stack:
         with _listener(address, deadline) as listener:
@@ -76,11 +77,13 @@ def _call(address: str, count: int, deadline: float) -> tuple[list[int], str]:
                         wrong = f"rank {rank} was started as one of {name['count']}, rank 0 as one of {count}"
                     elif rank in callers and not _has_gone(callers[rank]):
                         wrong = f"two processes say that they are rank {rank}"
-                        stack.enter_context(callers.pop(rank))
+                        twin = callers[rank]
                     callers[rank] = caller
+                if len(callers) == count - 1:  # one that died while it waited is not there, and may come again
+                    callers = {rank: caller for rank, caller in callers.items() if not _has_gone(caller)}
         # The port is free for JAX before anybody hears that all are there.
         present = sorted([0, *callers])
-        for caller in callers.values():
+        for caller in [*callers.values(), *([twin] if twin else [])]:
             with contextlib.suppress(OSError):
                 _say(caller, {"present": present, "wrong": wrong})
     return present, wrong
@@ -157,6 +160,8 @@ def _has_gone(caller: socket.socket) -> bool:
         return False
     except OSError:
         return True
+    finally:
+        caller.settimeout(PATIENCE_SECONDS)
 
 
 def _listed(ranks: list[int]) -> str:
