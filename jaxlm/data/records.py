@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.data import parquet
 
 # Why a record is left out; these are broken, and few of them are tolerated.
 NOT_UTF8, NOT_JSON = "not UTF-8", "not JSON"
@@ -170,20 +171,10 @@ def _place(file: Any) -> int:
 
 
 def _parquet(path: Path, name: str, text_key: str) -> Iterator[tuple[dict[str, Any], int]]:
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise InputMissing(
-            "reading Parquet needs pyarrow", where=name, fix="pip install 'jaxlm[parquet]'"
-        ) from error
+    size = path.stat().st_size
     with _whole(name):
-        file = parquet.ParquetFile(path)
-        columns = [text_key] if text_key in file.schema_arrow.names else None
-        size, rows, read = path.stat().st_size, max(file.metadata.num_rows, 1), 0
-        for batch in file.iter_batches(batch_size=1024, columns=columns):
-            read += len(batch)
-            for record in batch.to_pylist():
-                yield record, size * read // rows
+        for row in parquet.rows(path, name, text_key):
+            yield row.fields, int(size * row.share)
 
 
 @contextlib.contextmanager
@@ -191,7 +182,7 @@ def _whole(name: str) -> Iterator[None]:
     """Says which file it is that a decompressor or pyarrow cannot read."""
     try:
         yield
-    except (DataError, GeneratorExit):
+    except (DataError, InputMissing, GeneratorExit):
         raise
     except (
         Exception

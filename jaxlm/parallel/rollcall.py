@@ -79,8 +79,12 @@ def _call(address: str, count: int, deadline: float) -> tuple[list[int], str]:
                         wrong = f"two processes say that they are rank {rank}"
                         twin = callers[rank]
                     callers[rank] = caller
-                if len(callers) == count - 1:  # one that died while it waited is not there, and may come again
-                    callers = {rank: caller for rank, caller in callers.items() if not _has_gone(caller)}
+                if (
+                    len(callers) == count - 1
+                ):  # one that died while it waited is not there, and may come again
+                    callers = {
+                        rank: caller for rank, caller in callers.items() if not _has_gone(caller)
+                    }
         # The port is free for JAX before anybody hears that all are there.
         present = sorted([0, *callers])
         for caller in [*callers.values(), *([twin] if twin else [])]:

@@ -62,7 +62,9 @@ def test_d6_without_the_first_rank_the_others_end_in_time():
 
 def test_two_processes_of_one_rank_are_refused():
     errors = meet(0, 1, 1, count=3)
-    assert all(isinstance(error, CommandError) for error in errors), "each was told, none waited to the end"
+    assert all(isinstance(error, CommandError) for error in errors), (
+        "each was told, none waited to the end"
+    )
     assert "two processes say that they are rank 1" in errors[0].why
 
 

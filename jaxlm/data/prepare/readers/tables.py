@@ -2,14 +2,13 @@
 
 import csv
 import io
-import itertools
 import json
 import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import IO, Any
 
-from jaxlm.core.errors import InputMissing
+from jaxlm.data.parquet import rows
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.document import Broken, Document
 from jaxlm.data.prepare.readers.streams import TooLarge, lines, whole
@@ -46,19 +45,11 @@ def parquet(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
 ) -> Iterator[Document | Broken]:
     """A row a document."""
-    try:
-        import pyarrow.parquet as arrow
-    except ImportError as error:
-        raise InputMissing(
-            "reading Parquet needs pyarrow", where=name, fix="pip install 'jaxlm[parquet]'"
-        ) from error
     seekable = (
         stream if stream.seekable() else io.BytesIO(whole(stream, recipe.reading.archive_bytes))
     )
-    batches = arrow.ParquetFile(seekable).iter_batches(batch_size=256)
-    rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-    for number, row in enumerate(rows, 1):
-        yield _of_row(row, name, number, recipe, counts)
+    for number, row in enumerate(rows(seekable, name), 1):
+        yield _of_row(row.fields, name, number, recipe, counts)
 
 
 def comma_separated(
