@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 from types import SimpleNamespace
 
 import jax
@@ -24,6 +23,7 @@ from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import attention, devices, plan, trained
 from jaxlm.recipes.config import Run
 from jaxlm.train.config import TrainConfig
+from tests.faults import harness
 
 GRID = MeshConfig(data=1, context=4).sizes(4)
 WHOLE = MeshConfig(data=4).sizes(4)
@@ -214,55 +214,29 @@ def test_rows_of_another_length_are_refused_with_the_nearest_that_divide():
     assert caught.value.fix == "--sequence=36"
 
 
-CONFIG = """
-from jaxlm.core import config
-from jaxlm.recipes.config import Run
-
-
-def get_config(arg=""):
-    c = config.new(Run)
-    c.data.train = ("{folder}/*.txt",)
-    c.data.validation = ("20%",)
-    c.data.tokenizer = "bytes"
-    c.data.sequence = 32
-    c.data.packing = "first_fit"
-    c.model.width = 16
-    c.model.depth = 2
-    c.model.heads = 4
-    c.model.kv_heads = 2
-    c.model.hidden = 32
-    c.optim.lr = 1e-2
-    c.loss.chunk = 64
-    c.train.steps = 4
-    c.train.batch = 8
-    c.eval.every = 2
-    c.checkpoint.every = 2
-    c.log.every = 1
-    c.sample.every = "50%"
-    c.sample.prompts = ("one", "two three")
-    c.sample.max_tokens = 8
-    c.mesh.data = 8
-    return c
-"""
+SETTINGS = {
+    "model.dropout": 0.0,
+    "loss.chunk": 64,
+    "train.steps": 4,
+    "eval.every": 2,
+    "sample.every": "50%",
+    "sample.prompts": ("one", "two three"),
+    "sample.max_tokens": 8,
+    "mesh.data": 8,
+}
 
 
 @pytest.mark.slow
 def test_runs_by_blocks_and_in_a_ring_learn_sample_and_are_evaluated_as_one_of_all_scores(
     tmp_path, capsys
 ):
-    draw = random.Random(0)
-    words = "one two three four five six seven eight nine ten".split()
-    for number in range(60):
-        text = " ".join(draw.choice(words) for _ in range(draw.randint(3, 60)))
-        (tmp_path / f"{number:03d}.txt").write_text(text)
-    (tmp_path / "config.py").write_text(CONFIG.format(folder=tmp_path))
+    config = harness.write_config(tmp_path, SETTINGS)
     found = {}
     split = ["--config.mesh.data=2", "--config.mesh.context=4", "--config.mesh.context_keys=ring"]
     blocks = ["--config.train.attention=blockwise"]
     for name, flags in {"whole": [], "blocks": blocks, "split": split}.items():
         workdir = tmp_path / name
-        run = ["train", f"--config={tmp_path}/config.py", f"--workdir={workdir}", *flags]
-        assert main([*run, "--quiet", "--config.log.sinks="]) == 0
+        assert main(harness.words(config, workdir, *flags)) == 0
         capsys.readouterr()
         assert main(["eval", f"--workdir={workdir}", "--json"]) == 0
         lines = (workdir / "metrics.jsonl").read_text().splitlines()

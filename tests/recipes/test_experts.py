@@ -25,6 +25,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.train import state as states
 from jaxlm.train import step as steps
 from jaxlm.train.config import GuardConfig, TrainConfig
+from tests.faults import harness
 
 ROWS, LENGTH, VOCAB = 8, 16, 64
 DROPLESS = Mixtral(
@@ -196,48 +197,20 @@ def test_more_experts_a_token_than_there_are_is_refused_with_as_many_as_there_ar
     assert "top_k = 5 of experts = 4" in why
 
 
-CONFIG = """
-from jaxlm.core import config
-from jaxlm.recipes.config import Run
-
-
-def get_config():
-    c = config.new(Run)
-    c.data.train = ("{folder}/*.txt",)
-    c.data.validation = ("20%",)
-    c.data.tokenizer = "bytes"
-    c.data.sequence = 32
-    c.model.family = "mixtral"
-    c.model.width = 32
-    c.model.depth = 2
-    c.model.heads = 2
-    c.model.kv_heads = 2
-    c.model.experts = 4
-    c.model.hidden = 32
-    c.model.router_z = 1e-3
-    c.model.balance_bias = 1e-3
-    c.optim.lr = 1e-2
-    c.train.steps = 8
-    c.train.batch = 8
-    c.eval.every = 8
-    c.checkpoint.every = 8
-    c.log.every = 1
-    c.sample.prompts = ("one",)
-    c.sample.max_tokens = 4
-    return c
-"""
+EXPERTS = (
+    *("--config.model.family=mixtral", "--config.model.width=32", "--config.model.depth=2"),
+    *("--config.model.heads=2", "--config.model.kv_heads=2", "--config.model.hidden=32"),
+    *("--config.model.experts=4", "--config.model.router_z=1e-3"),
+    *("--config.model.balance_bias=1e-3", "--config.optim.lr=1e-2"),
+    *("--config.mesh.data=1", "--config.mesh.expert=4", "--config.mesh.fsdp=2"),
+)
 
 
 @pytest.mark.slow
 def test_a_run_with_experts_writes_their_loads(tmp_path):
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    for number in range(40):
-        (texts / f"{number}.txt").write_text(f"{number} one two three four five six seven " * 8)
-    (texts / "config.py").write_text(CONFIG.format(folder=texts))
-    sizes = ["--config.mesh.data=1", "--config.mesh.expert=4", "--config.mesh.fsdp=2"]
+    config = harness.write_config(tmp_path)
     out = tmp_path / "out"
-    assert main(["train", f"--config={texts}/config.py", f"--workdir={out}", *sizes]) == 0
+    assert main(harness.words(config, out, *EXPERTS)) == 0
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["split"] == "train"]
     assert lines[-1]["loss_nats"] < lines[0]["loss_nats"] - 0.5
