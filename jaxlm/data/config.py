@@ -11,6 +11,7 @@ TOKENIZERS = (
     "bytes, characters, sentencepiece:SIZE, or a path: .model, tokenizer.json, or a run's tokenizer"
 )
 TOKENIZER_FILES = (".model", ".json", "/tokenizer")
+NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")  # of an entry: a set's name, and what is in it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,16 @@ class DataConfig:
     workers: int = setting(0, "processes that read rows; 0 reads in threads of this one", low=0)
     prefetch: int = setting(8, "batches that are read ahead", unit="batches", low=1)
 
+    @property
+    def validation_sets(self) -> dict[str, tuple[str, ...]]:
+        """The entries of each validation set, by its name; without one they are those of `val`."""
+        sets: dict[str, tuple[str, ...]] = {}
+        for entry in self.validation:
+            match = NAMED.fullmatch(entry)
+            name, pattern = (match[1], match[2]) if match else ("val", entry)
+            sets[name] = (*sets.get(name, ()), pattern)
+        return sets
+
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """The tokenizer is one of those there are, and something is read."""
         kind, _, size = self.tokenizer.partition(":")
@@ -64,6 +75,13 @@ class DataConfig:
             )
         if not self.train:
             yield "train", "nothing to read", "--config.data.train='texts/*.txt'"
+        if "train" in self.validation_sets:
+            yield (
+                "validation",
+                "train is what metrics call the training data; a validation set has another name",
+                "--config.data.validation="
+                + ",".join(re.sub("^train=", "held=", entry) for entry in self.validation),
+            )
         shares = [entry for entry in self.validation if entry.endswith("%")]
         if len(shares) > 1:
             yield (

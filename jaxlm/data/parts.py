@@ -3,7 +3,6 @@
 import dataclasses
 import glob
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from jaxlm.data.selection import Selection, held_out
 
 # Not a loss: such a document is in the other part.
 ELSEWHERE = ("held out", "for training")
-NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +49,11 @@ def find(config: DataConfig) -> tuple[Part, list[Part]]:
       InputMissing, DataError: as the checks find.
     """
     train = _part("train", config.train, config, "data.train")
-    entries: dict[str, list[str]] = {}
-    for entry in config.validation:
-        match = NAMED.fullmatch(entry)
-        entries.setdefault((match and match[1]) or "val", []).append(match[2] if match else entry)
     validation = []
-    for name, patterns in entries.items():
+    for name, patterns in config.validation_sets.items():
         sides = held_out(patterns[0]) if len(patterns) == 1 else None
         if sides is None:
-            validation.append(_part(name, tuple(patterns), config, "data.validation"))
+            validation.append(_part(name, patterns, config, "data.validation"))
         elif train.corpus is None:
             raise ConfigError(
                 "a share cannot be held out of token shards",

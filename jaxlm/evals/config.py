@@ -14,6 +14,10 @@ class EvalConfig:
     batch: int | Literal["auto"] = setting(
         "auto", "rows evaluated at a time; auto is train.batch", unit="rows", low=1
     )
+    follow: str = setting(
+        "auto",
+        "the validation set whose loss ranks checkpoints and counts for train.patience; auto is the first",
+    )
     batches: int | Literal["all"] = setting(
         "all", "batches of each validation set while training; the end takes all", low=1
     )

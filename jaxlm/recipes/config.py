@@ -8,6 +8,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.core import config
 from jaxlm.core.config import setting
 from jaxlm.core.precision_config import PrecisionConfig
+from jaxlm.core.spelling import nearest
 from jaxlm.data.config import DataConfig
 from jaxlm.evals.config import EvalConfig
 from jaxlm.generate.config import SampleConfig
@@ -57,6 +58,14 @@ class Run:
                 "data.sequence",
                 f"rows of {self.data.sequence} tokens need as many positions, and the model has {self.model.context}",
                 f"--config.model.context={self.data.sequence}",
+            )
+        sets, followed = list(self.data.validation_sets), self.eval.follow
+        # What an objective adds to a set's name only its tokenizer can tell.
+        if followed != "auto" and followed.partition(".")[0] not in sets:
+            yield (
+                "eval.follow",
+                f"there is no validation set {followed!r}; there is {', '.join(sets) or 'none'}",
+                f"--config.eval.follow={nearest(followed, sets) or 'auto'}",
             )
         for name, why, fix in misfits(self.schedule, self.train.steps, self.tokens_per_step):
             yield f"schedule.{name}", why, fix

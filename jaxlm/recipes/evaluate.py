@@ -32,7 +32,7 @@ class Options:
 
 
 def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
-    """Figures by set under `sets`, those of the first also at the top; exact totals over every token, once each.
+    """Figures by set under `sets`, those of the one that the run follows also at the top; exact totals over every token, once each.
 
     The objective of the run decides what is predicted, see `objectives.corruption`.
     """
@@ -70,7 +70,9 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
             batches = loader.evaluation(batch=batch, rows=rows)
             result = evals.evaluate(functools.partial(step, opened.params), batches, put)
             sets[name] = result.record() | {"reliability": dataclasses.asdict(result.reliability)}
-    return {"step": opened.step, "sequence": sequence, **next(iter(sets.values())), "sets": sets}
+    first = next(iter(sets)) if options.text else reading.followed(run, sets)
+    assert first is not None  # there is at least one set
+    return {"step": opened.step, "sequence": sequence, **sets[first], "sets": sets}
 
 
 def _loaders(opened: Trained, options: Options, sequence: int, say: Any) -> dict[str, Loader]:

@@ -143,6 +143,7 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
                 why="nothing was trained since the last save",
                 fix="run the same command again",
             ) from None
+        reading.followed(run, data.validation)
         crew.agree("data", data.fingerprint)
         if meta:
             resume.check_data(meta["data"], data.fingerprint, options.wish)

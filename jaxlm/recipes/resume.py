@@ -28,6 +28,7 @@ FREE = (
     "data.damaged",
     "data.prefetch",
 )
+NOT_FREE = ("eval.follow",)  # losses of two sets rank nothing together
 FREE_GUARD = ("guard.budget", "guard.rewinds", "guard.reach", "guard.skip", "guard.compare_every")
 FREE_TRAIN = (
     "train.stack",
@@ -215,9 +216,9 @@ def check_data(saved: dict[str, Any], found: dict[str, Any], wish: Wish) -> None
 
 def _is_free(change: config.Change, wanted: Run, allowed: tuple[str, ...], completed: int) -> bool:
     path = change.path
-    if path in (*FREE_TRAIN, *FREE_GUARD) or any(
-        path == free or path.startswith(f"{free}.") for free in FREE
-    ):
+    if path in (*FREE_TRAIN, *FREE_GUARD):
+        return True
+    if path not in NOT_FREE and any(path == free or path.startswith(f"{free}.") for free in FREE):
         return True
     if path == "train.steps" and is_absolute(wanted.schedule) and wanted.train.steps >= completed:
         return True

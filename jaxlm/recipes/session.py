@@ -17,7 +17,7 @@ from jaxlm.monitor.clock import Clock
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.profile import Trace
 from jaxlm.parallel import operations
-from jaxlm.recipes import beginning, forensics, foresight, resume, stepping
+from jaxlm.recipes import beginning, forensics, foresight, reading, resume, stepping
 from jaxlm.recipes.beginning import Origin
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
@@ -53,6 +53,7 @@ class Session:
         self.engine, self.run, self.crew = engine, engine.run, crew
         self.directory, self.console, self.store = directory, console, store
         self.rewinds, self.wish, self.changes = rewinds, wish, changes
+        self.followed = reading.followed(self.run, engine.data.validation)
         self._take_up(meta)
         self._begun_at, self._origin = self.start, origin
         run, blueprint = self.run, engine.model.blueprint
@@ -111,6 +112,8 @@ class Session:
         """What the host knows at the step of a checkpoint; None is the beginning."""
         self.start: int = meta["step"] if meta else 0
         self.progress = Progress(**meta["progress"]) if meta else Progress()
+        if meta and meta["config"]["eval"].get("follow", "auto") != self.run.eval.follow:
+            self.progress.forget()
         self.evaluation: dict[str, Any] | None = meta["evaluation"] if meta else None
         self.directory.step = self.start
 
@@ -302,7 +305,7 @@ class Session:
         self._open_sinks()
 
     def _evaluate(self, state: TrainState, step: int) -> float | None:
-        """Every validation set; the loss of the first ranks checkpoints."""
+        """Every validation set; the loss of the one that is followed ranks checkpoints."""
         run = self.run
         with self.clock.pause(), self.crew.watch.phase("eval"):
             faults.point("eval", step)
@@ -311,8 +314,9 @@ class Session:
             results = self.engine.evaluate(state.params, limit=limit)
             for name, record in results.items():
                 self._write(step, name, record)
-            self.evaluation = next(iter(results.values()))
-            return self.evaluation["loss_nats"]
+            assert self.followed is not None  # else no evaluation is due
+            self.evaluation = results[self.followed]
+            return results[self.followed]["loss_nats"]
 
     def _sample(self, state: TrainState, step: int) -> None:
         with self.clock.pause(), self.crew.watch.phase("eval"):

@@ -46,6 +46,8 @@ def header(session: Session) -> None:
     ]
     facts.append(("plan", _plan(session)))
     facts.append(("attention", attention.told(run, decoder, mesh.shape, devices.target(mesh))))
+    if data.validation:
+        facts.append(("validation", _validation(session)))
     if run.objective.name != "causal":
         facts.append(("objective", _objective(session)))
     if plan := model.blueprint.schedule:
@@ -69,6 +71,16 @@ def _objective(session: Session) -> str:
     if run.sample.prompts and not session.has_samples:
         told += "; no samples: it has not learnt to go on from a prompt"
     return told
+
+
+def _validation(session: Session) -> str:
+    """The sets, and which of them ranks checkpoints where there are several."""
+    sets = [
+        f"{name} ({words.count(loader.shards.manifest.tokens)} tokens)"
+        for name, loader in session.engine.data.validation.items()
+    ]
+    told = ", ".join(sets)
+    return f"{told}; {session.followed} ranks checkpoints" if len(sets) > 1 else told
 
 
 def _arithmetic(precision: PrecisionConfig) -> str:
@@ -133,17 +145,16 @@ def finish(session: Session) -> dict[str, Any]:
     }
     if not session.directory.is_writer:
         return answer
-    validation = session.engine.data.validation
-    first = next(iter(validation.values()), None)
+    followed = session.followed and session.engine.data.validation[session.followed]
     # An objective that predicts a part of the text, or sees more of it, is not to be compared.
-    if first is not None and first.corruption is None and session.evaluation:
-        text = baselines.stored_text(first.shards)
+    if followed and followed.corruption is None and session.evaluation:
+        text = baselines.stored_text(followed.shards)
         known = baselines.bits_per_byte(text)
         session.directory.write_json("baselines.json", known)
         ours = session.evaluation["bits_per_byte"]
         table = sorted([*known.items(), ("this run", ours or math.nan)], key=lambda row: -row[1])
         session.console.block(
-            "validation set, bits per byte",
+            f"validation set {session.followed}, bits per byte",
             [(name, f"{bits:.4f}" + (" <" if name == "this run" else "")) for name, bits in table],
         )
         answer["baselines"] = known
@@ -154,7 +165,7 @@ def finish(session: Session) -> dict[str, Any]:
         [
             (
                 "best",
-                f"step {progress.best_step}, {progress.best_loss:.4f} nats"
+                f"step {progress.best_step}, {progress.best_loss:.4f} nats on {session.followed}"
                 if progress.best_loss is not None
                 else "no evaluation",
             ),

@@ -32,6 +32,10 @@ class Progress:
         self.best_loss, self.best_step, self.evaluations_without_gain = loss, step, 0
         return True
 
+    def forget(self) -> None:
+        """Begins anew to look for the lowest loss: evaluations to come are of another set."""
+        self.best_loss, self.best_step, self.evaluations_without_gain = None, None, 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hooks:

@@ -1,0 +1,75 @@
+"""Several validation sets: each has its name in the metrics, and one of them ranks checkpoints."""
+
+import json
+
+import pytest
+
+from jaxlm.cli.main import main
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+SETTINGS = {"train.steps": 4, "eval.every": 1, "checkpoint.every": 1, "eval.batches": 2}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "other.md").write_text("eleven twelve thirteen fourteen " * 20)
+    sets = ("near=20%", f"far={folder}/*.md")
+    return harness.write_config(folder, SETTINGS | {"data.validation": sets, "eval.follow": "far"})
+
+
+def test_the_followed_set_ranks_checkpoints_and_is_named(config, tmp_path, capsys):
+    assert main(harness.words(config, tmp_path / "run", "--json")) == 0
+    answer = json.loads(capsys.readouterr().out)
+    found = {
+        (r["split"], r["step"]): r["loss_nats"]
+        for r in harness.records(tmp_path / "run")
+        if r["split"] != "train"
+    }
+    assert set(found) == {(name, step) for name in ("near", "far") for step in range(1, 5)}
+    assert answer["loss_nats"] == found["far", 4] != found["near", 4]
+    record = harness.store(tmp_path / "run").record(4)
+    assert record.loss_nats == found["far", 4]
+    best = record.meta["progress"]
+    assert best["best_loss"] == found["far", best["best_step"]]
+    assert best["best_loss"] == min(found["far", step] for step in range(1, 5))
+    log = (tmp_path / "run/log.txt").read_text()
+    assert "far ranks checkpoints" in log
+    assert "nats on far" in log
+    assert main(["eval", f"--workdir={tmp_path}/run", "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert evaluated["loss_nats"] == evaluated["sets"]["far"]["loss_nats"]
+
+    # Another set to follow is another run's, or one's that begins to count anew.
+    more = ["--config.eval.follow=near", "--config.train.steps=5"]
+    assert main(harness.words(config, tmp_path / "run", *more)) == 2
+    assert "eval.follow: far -> near" in capsys.readouterr().err
+    allowed = ["--allow_change=eval.follow,train.steps"]
+    assert main(harness.words(config, tmp_path / "run", *more, *allowed)) == 0
+    went_on = harness.store(tmp_path / "run").record(5)
+    assert went_on.meta["progress"]["best_step"] == 5
+    assert went_on.loss_nats == harness.records(tmp_path / "run")[-2]["loss_nats"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "what", "fix"),
+    [
+        (["--config.eval.follow=fra"], "there is near, far", "--config.eval.follow=far"),
+        (["--config.eval.follow=far.masked"], "no validation set", "--config.eval.follow=far"),
+        (
+            ["--config.data.validation=train=5%", "--config.eval.follow=auto"],
+            "train is what metrics call",
+            "--config.data.validation=held=5%",
+        ),
+    ],
+)
+def test_a_set_that_is_not_there_is_refused_before_anything_is_compiled(
+    flags, what, fix, config, tmp_path, capsys
+):
+    assert main(harness.words(config, tmp_path / "run", *flags)) == 2
+    told = capsys.readouterr().err
+    assert what in told
+    assert fix in told
+    assert "compiling" not in told
