@@ -5,13 +5,14 @@ jaxlm data stats --config=FILE              documents, tokens, rows, and what wa
 jaxlm data tokenize --config=FILE --out=DIR writes DIR/train and a folder for each validation set
 jaxlm data check DIR                        reads every byte of token shards and compares digests
 jaxlm data run --config=RECIPE --out=DIR    cleans raw files: kept, removed with reasons, and the funnel
+jaxlm data clusters DIR                     duplicates that `data run` found, side by side
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli import data_run
+from jaxlm.cli import data_clusters, data_run
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 from jaxlm.core import config
@@ -20,9 +21,9 @@ from jaxlm.recipes.config import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The five actions."""
+    """The actions."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="peek|stats|tokenize|check|run"
+        dest="action", required=True, metavar="peek|stats|tokenize|check|run|clusters"
     )
     peek = actions.add_parser("peek", help="examples as the model sees them, trained tokens marked")
     peek.add_argument("--rows", type=int, default=2, help="rows to show (2)")
@@ -39,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data_run.add_arguments(
         actions.add_parser("run", help="clean raw files by a recipe; the same folder goes on")
     )
+    data_clusters.add_arguments(
+        actions.add_parser("clusters", help="show the duplicates that a run found")
+    )
 
 
 def run(args: Any, out: Output) -> int:
@@ -49,6 +53,7 @@ def run(args: Any, out: Output) -> int:
         "tokenize": _tokenize,
         "check": _check,
         "run": data_run.run,
+        "clusters": data_clusters.run,
     }[args.action](args, out)
 
 

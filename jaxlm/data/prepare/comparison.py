@@ -1,12 +1,17 @@
-"""All units compared: the one step that sees them together. It reads signatures, and writes a verdict for each unit."""
+"""All units compared, with each other and with earlier runs: the one step that sees them together.
 
+It reads signatures, and writes a verdict for each unit.
+"""
+
+import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxlm.core import faults
 from jaxlm.data import cache
+from jaxlm.data.prepare import earlier
 from jaxlm.data.prepare.dedup.merge import Verdict, merge
 from jaxlm.data.prepare.dedup.signatures import Signatures
 from jaxlm.data.prepare.files import LineFiles
@@ -21,24 +26,35 @@ def compare(job: Job) -> None:
     with cache.built(target) as folder:
         if folder is None:
             return
-        signatures = [Signatures.read(cleaned(job, number) / SIGNATURES) for number in range(count)]
-        begins = [0]
-        for each in signatures:
-            begins.append(begins[-1] + len(each.digests))
-        found = merge(signatures, job.recipe)
+        before = earlier.find(job.recipe)
+        signatures = [
+            *(unit.read() for unit in before),
+            *(Signatures.read(cleaned(job, number) / SIGNATURES) for number in range(count)),
+        ]
+        # Documents are numbered through all units, those of earlier runs first.
+        begins = [0, *itertools.accumulate(len(each.digests) for each in signatures)]
+        settled = begins[len(before)]
+        found = merge(signatures, job.recipe, settled)
         del signatures
-        places = [place for number in range(count) for place in _places(job, number)]
-        _write_clusters(folder, found, places)
+        ours = [place for number in range(count) for place in _places(job, number)]
+
+        def place(document: int) -> tuple[str, int]:
+            if document >= settled:
+                return ours[document - settled]
+            unit = bisect_right(begins, document) - 1
+            return str(before[unit].documents), document - begins[unit] + 1
+
+        _write_clusters(folder, found, place)
         verdicts: list[dict[str, dict[str, object]]] = [
             {"removed": {}, "cut": {}} for _ in job.units
         ]
 
         def note(document: int, what: str, value: object) -> None:
             unit = bisect_right(begins, document) - 1
-            verdicts[unit][what][str(document - begins[unit])] = value
+            verdicts[unit - len(before)][what][str(document - begins[unit])] = value
 
         for cluster in found.clusters:
-            file, record = places[cluster.kept]
+            file, record = place(cluster.kept)
             for document, agreement in zip(cluster.removed, cluster.agreement, strict=True):
                 detail = f"{file}, record {record}; agreement {agreement:g}"
                 note(document, "removed", [cluster.kind, detail])
@@ -56,14 +72,14 @@ def _places(job: Job, number: int) -> Iterator[tuple[str, int]]:
             yield from (tuple(json.loads(line)) for line in file)  # type: ignore[misc]
 
 
-def _write_clusters(folder: Path, found: Verdict, places: list[tuple[str, int]]) -> None:
+def _write_clusters(folder: Path, found: Verdict, place: Callable[[int], tuple[str, int]]) -> None:
     with LineFiles(folder) as out:
         for cluster in found.clusters:
             line = {
                 "kind": cluster.kind,
-                "kept": _place(places[cluster.kept]),
+                "kept": _named(place(cluster.kept)),
                 "removed": [
-                    {**_place(places[document]), "agreement": agreement}
+                    {**_named(place(document)), "agreement": agreement}
                     for document, agreement in zip(cluster.removed, cluster.agreement, strict=True)
                 ],
             }
@@ -72,5 +88,5 @@ def _write_clusters(folder: Path, found: Verdict, places: list[tuple[str, int]])
             )
 
 
-def _place(place: tuple[str, int]) -> dict[str, object]:
+def _named(place: tuple[str, int]) -> dict[str, object]:
     return {"file": place[0], "record": place[1]}

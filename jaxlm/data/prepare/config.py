@@ -71,6 +71,9 @@ class Recipe:
     dedup: tuple[DedupName, ...] = setting(
         ("exact",), "what is looked for across all documents that the stages kept"
     )
+    against: tuple[str, ...] = setting(
+        (), "globs of folders that earlier runs wrote: what they kept is no longer new"
+    )
     length: Length = setting(Length(), "how long a document may be")
     urls: Urls = setting(Urls(), "places that nothing is taken from")
     language: Language = setting(Language(), "which languages are kept")

@@ -17,6 +17,13 @@ class Written:
     bytes: int
     sha256: str
 
+    @classmethod
+    def of(cls, path: Path, lines: int) -> "Written":
+        """That of a file, of which it is known what it holds."""
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return cls(lines, path.stat().st_size, digest)
+
 
 class LineFiles:
     """Files in a folder, each opened with its first line. It closes them at the end of its block."""

@@ -133,12 +133,13 @@ def _noted(path: Path) -> dict[str, Any]:
 
 
 def _beside(recipe: Recipe) -> dict[str, str]:
-    """The digest of every list and evaluation set that the stages read."""
+    """The digest of every list and evaluation set that the stages read, and of earlier reports."""
     asked = {"urls": ("urls.blocked", recipe.urls.blocked)}
     asked["decontaminate"] = ("decontaminate.against", recipe.decontaminate.against)
+    asked["against"] = ("against", tuple(f"{folder}/{REPORT}" for folder in recipe.against))
     found = {}
     for stage, (setting, patterns) in asked.items():
-        if stage in recipe.stages:
+        if stage in (*recipe.stages, "against"):
             corpus = Corpus.find(patterns, recipe.text_key, setting)
             for path, name in zip(corpus.files, corpus.names, strict=True):
                 found[name] = hashlib.sha256(path.read_bytes()).hexdigest()

@@ -5,6 +5,7 @@ OUT/kept/NNNNN.jsonl                 documents that stay: text, file, record, me
 OUT/removed/STAGE.RULE/NNNNN.jsonl   each other document as it was there, with reason and detail
 OUT/broken/NNNNN.jsonl               where a record could not be read, and why
 OUT/clusters.jsonl                   duplicates, and which of each was kept
+OUT/signatures/NNNNN.bin             what later runs compare with those that stay
 OUT/units/NNNNN.json                 counts of a unit, digests of its files
 OUT/report.json                      sums of all; it is there when all is done
 OUT/unfinished/                      what is between the steps; gone at the end
@@ -23,7 +24,7 @@ from typing import Any
 
 from jaxlm.core.errors import InUse, cannot_write
 from jaxlm.data import cache
-from jaxlm.data.prepare import stages
+from jaxlm.data.prepare import earlier, stages
 from jaxlm.data.prepare.comparison import compare
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.counts import Counts
@@ -65,6 +66,7 @@ def run(
     begun = time.perf_counter()
     job = Job.find(recipe, out, sample)
     stages.build(recipe)  # what is missing is said before anything is written
+    earlier.find(recipe)
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _owned(out / ".lock"):

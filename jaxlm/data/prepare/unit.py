@@ -17,7 +17,7 @@ from jaxlm.core import faults
 from jaxlm.data import cache
 from jaxlm.data.prepare import stages
 from jaxlm.data.prepare.counts import Counts
-from jaxlm.data.prepare.dedup.signatures import Signer, without
+from jaxlm.data.prepare.dedup.signatures import Signatures, Signer, without
 from jaxlm.data.prepare.document import Broken, Document, Removed, from_line, to_line
 from jaxlm.data.prepare.files import LineFiles, Written, checked_lines
 from jaxlm.data.prepare.job import WORK, Job
@@ -143,9 +143,14 @@ class Worker:
             for name in sorted(before.keys() - {KEPT, PLACES}):
                 for line in checked_lines(source / name, before[name]):
                     out.write(name, line)
+            signer = Signer(self._job.recipe)
             if KEPT in before:
-                self._settle(checked_lines(source / KEPT, before[KEPT]), found, counts, out)
+                documents = checked_lines(source / KEPT, before[KEPT])
+                signatures = Signatures.read(source / SIGNATURES)
+                self._settle(documents, signatures, found, counts, signer, out)
             written = out.written()
+        signer.finish().write(folder / SIGNATURES)
+        written[SIGNATURES] = Written.of(folder / SIGNATURES, counts.documents[KEPT])
         counts.check(f"unit {number}")
         result = {
             "inputs": [[name, size] for _, name, size in self._units[number]],
@@ -155,9 +160,15 @@ class Worker:
         (folder / DONE).write_text(json.dumps(result, indent=1), encoding="utf-8")
 
     def _settle(
-        self, lines: Iterator[bytes], found: dict[str, Any], counts: Counts, out: LineFiles
+        self,
+        lines: Iterator[bytes],
+        signatures: Signatures,
+        found: dict[str, Any],
+        counts: Counts,
+        signer: Signer,
+        out: LineFiles,
     ) -> None:
-        """What of the documents that the stages kept stays now."""
+        """What of the documents that the stages kept stays now, and its signatures."""
         for ordinal, line in enumerate(lines):
             if (fate := found["removed"].get(str(ordinal))) is not None:
                 document = from_line(line)
@@ -170,10 +181,13 @@ class Worker:
                 counts.notes["spans: cut out"] += len(cut)
                 if text.strip():
                     counts.add(KEPT, text)
-                    out.write(KEPT, to_line(document.with_text(text)))
+                    shorter = document.with_text(text)
+                    signer.add(shorter)
+                    out.write(KEPT, to_line(shorter))
                 else:
                     _remove(document, f"spans.{NOTHING_LEFT}", "", counts, out)
             else:
+                signer.add_again(signatures, ordinal)
                 out.write(KEPT, line)
 
     def _hand_over(self, folder: Path, number: int) -> None:
@@ -192,7 +206,8 @@ class Worker:
 
 def output(out: Path, name: str, number: int) -> Path:
     """Where a file of a unit stays: `removed.STAGE.RULE` in removed/STAGE.RULE/NNNNN.jsonl."""
-    return out.joinpath(*name.split(".", 1), f"{number:05d}.jsonl")
+    ending = "bin" if name == SIGNATURES else "jsonl"
+    return out.joinpath(*name.split(".", 1), f"{number:05d}.{ending}")
 
 
 def _remove(document: Document, reason: str, detail: str, counts: Counts, out: LineFiles) -> None:

@@ -323,5 +323,5 @@ def test_the_report_of_a_run_is_its_answer(crawl, capsys):
     assert set(report["files"]) == {
         name
         for name in tree(Path("out"))
-        if name.partition("/")[0] in ("kept", "removed", "broken")
+        if name.partition("/")[0] in ("kept", "removed", "broken", "cut", "signatures")
     }

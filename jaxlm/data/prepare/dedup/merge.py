@@ -5,6 +5,7 @@ span. What stays of a cluster is its first.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,23 +33,41 @@ class Verdict:
     cut: dict[int, set[int]]  # long spans to cut out, by document
 
 
-def merge(units: Sequence[Signatures], recipe: Recipe) -> Verdict:
-    """Exact duplicates first, near ones among what is left, then spans of what stays."""
+def merge(units: Sequence[Signatures], recipe: Recipe, settled: int = 0) -> Verdict:
+    """Exact duplicates first, near ones among what is left, then spans of what stays.
+
+    The first `settled` documents are those of earlier runs: nothing becomes of them, whatever they are like.
+    """
     count = sum(len(unit.digests) for unit in units)
     alive = np.ones(count, bool)
     clusters: list[Cluster] = []
     if "exact" in recipe.dedup:
-        clusters += _exact(np.concatenate([unit.digests for unit in units]))
+        found = _exact(np.concatenate([unit.digests for unit in units]))
+        clusters += _news(found, settled)
         for cluster in clusters:
             alive[list(cluster.removed)] = False
     if "near" in recipe.dedup:
         has_words = np.concatenate([unit.has_words for unit in units])
         rows = np.flatnonzero(alive & has_words)
-        near = _near(np.concatenate([unit.minhash for unit in units])[rows], rows, recipe)
+        found = _near(np.concatenate([unit.minhash for unit in units])[rows], rows, recipe)
+        near = _news(found, settled)
         for cluster in near:
             alive[list(cluster.removed)] = False
         clusters += near
-    return Verdict(tuple(clusters), _spans(units, alive) if "spans" in recipe.dedup else {})
+    cut = _spans(units, alive) if "spans" in recipe.dedup else {}
+    return Verdict(tuple(clusters), {each: cut[each] for each in cut if each >= settled})
+
+
+def _news(clusters: list[Cluster], settled: int) -> list[Cluster]:
+    """The clusters without what an earlier run kept twice."""
+    found = []
+    for cluster in clusters:
+        is_new = [document >= settled for document in cluster.removed]
+        if any(is_new):
+            removed = tuple(itertools.compress(cluster.removed, is_new))
+            agreement = tuple(itertools.compress(cluster.agreement, is_new))
+            found.append(Cluster(cluster.kind, cluster.kept, removed, agreement))
+    return found
 
 
 def _exact(digests: np.ndarray) -> list[Cluster]:

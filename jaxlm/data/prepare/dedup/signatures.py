@@ -61,6 +61,17 @@ class Signer:
                     self._spans.append(int.from_bytes(digest(span.strip(), 8), "little"))
                     self._owners.append(number)
 
+    def add_again(self, signatures: Signatures, number: int) -> None:
+        """A document as it was signed before."""
+        size = len(self._digests)
+        self._digests.append(signatures.digests[number].tobytes())
+        if "near" in self._recipe.dedup:
+            has_words = signatures.has_words[number]
+            self._minhash.append(signatures.minhash[number] if has_words else None)
+        begin, end = np.searchsorted(signatures.owners, (number, number + 1))
+        self._spans += signatures.spans[begin:end].tolist()
+        self._owners += [size] * int(end - begin)
+
     def finish(self) -> Signatures:
         """All of them as arrays."""
         size = self._recipe.near.bands * self._recipe.near.rows

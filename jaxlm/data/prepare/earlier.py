@@ -1,0 +1,102 @@
+"""Corpora that earlier runs made: what is in them already is a duplicate, whatever a new crawl says of it."""
+
+import dataclasses
+import glob
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core import config
+from jaxlm.core.errors import ConfigError, InputMissing
+from jaxlm.data.prepare.config import Recipe
+from jaxlm.data.prepare.dedup.signatures import Signatures
+from jaxlm.data.prepare.files import Written, changed, is_whole
+from jaxlm.data.prepare.job import RECIPE, REPORT
+from jaxlm.data.prepare.unit import KEPT, SIGNATURES, output
+
+# Settings that signatures follow from, by the name of what they are compared for.
+_MADE_BY = {"near": ("words", "bands", "rows"), "spans": ("unit", "characters")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Earlier:
+    """A unit of an earlier run: the file of what it kept, and the signatures of these documents."""
+
+    documents: Path
+    signatures: Path
+    written: Written
+
+    def read(self) -> Signatures:
+        """The signatures.
+
+        Raises:
+          DataError: where they are not what that run wrote.
+        """
+        if not is_whole(self.signatures, self.written):
+            raise changed(self.signatures)
+        return Signatures.read(self.signatures)
+
+
+def find(recipe: Recipe) -> list[Earlier]:
+    """Every unit of the folders that `against` names, in order.
+
+    Raises:
+      InputMissing: where a pattern matches no folder, or one that has not been finished.
+      ConfigError: where a folder lacks signatures that the recipe's dedup compares, or made them in another way.
+    """
+    found: list[Earlier] = []
+    for pattern in recipe.against:
+        folders = sorted(Path(path) for path in glob.glob(pattern, recursive=True))
+        if not folders:
+            raise _missing(f"no folder matches {pattern}", "it is the --out of a finished run")
+        for folder in folders:
+            found += _units(folder, recipe)
+    return found
+
+
+def _units(folder: Path, recipe: Recipe) -> list[Earlier]:
+    if not (folder / REPORT).is_file():
+        raise _missing(f"{folder} is no finished run", f"it has no {REPORT}")
+    before = config.from_json(Recipe, _object(folder / RECIPE)["recipe"])
+    for kind in recipe.dedup:
+        if kind not in before.dedup and kind in _MADE_BY:
+            raise _unlike(folder, recipe, f"its own dedup was {before.dedup}, without {kind}", kind)
+        for name in _MADE_BY.get(kind, ()):
+            mine, theirs = (getattr(getattr(each, kind), name) for each in (recipe, before))
+            if mine != theirs:
+                why = f"{kind}.{name} was {theirs} there and is {mine} here"
+                raise _unlike(folder, recipe, why, kind, f"--config.{kind}.{name}={theirs}")
+    files = _object(folder / REPORT)["files"]
+    units = len(list((folder / "units").iterdir()))
+    names = (
+        (output(folder, KEPT, number), output(folder, SIGNATURES, number))
+        for number in range(units)
+    )
+    return [
+        Earlier(kept, signatures, Written(**files[signatures.relative_to(folder).as_posix()]))
+        for kept, signatures in names
+    ]
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise changed(path) from None
+    if not isinstance(found, dict):
+        raise changed(path)
+    return found
+
+
+def _missing(what: str, why: str) -> InputMissing:
+    return InputMissing(what, where="against", why=why, fix="--config.against=earlier/out")
+
+
+def _unlike(folder: Path, recipe: Recipe, why: str, kind: str, fix: str = "") -> ConfigError:
+    left = ",".join(each for each in recipe.dedup if each != kind)
+    return ConfigError(
+        f"documents cannot be compared with those of {folder}",
+        where=f"against, dedup={kind}",
+        why=why,
+        fix=fix or f"--config.dedup={left or '()'}, or run that recipe again with it",
+    )
