@@ -3,10 +3,11 @@
 It reads signatures, and writes a verdict for each unit.
 """
 
+import functools
 import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jaxlm.core import faults
@@ -16,7 +17,9 @@ from jaxlm.data.prepare.dedup.merge import Verdict, merge
 from jaxlm.data.prepare.dedup.signatures import Signatures
 from jaxlm.data.prepare.files import LineFiles
 from jaxlm.data.prepare.job import CLUSTERS, Job
-from jaxlm.data.prepare.unit import PLACES, SIGNATURES, cleaned, verdict
+from jaxlm.data.prepare.unit import KEPT, PLACES, SIGNATURES, cleaned, verdict
+
+REPEATED = "substrings.repeated"
 
 
 def compare(job: Job) -> None:
@@ -34,7 +37,10 @@ def compare(job: Job) -> None:
         # Documents are numbered through all units, those of earlier runs first.
         begins = [0, *itertools.accumulate(len(each.digests) for each in signatures)]
         settled = begins[len(before)]
-        found = merge(signatures, job.recipe, settled)
+        files = [unit.documents for unit in before]
+        files += [cleaned(job, number) / KEPT for number in range(count)]
+        texts = functools.partial(_texts, files, begins)
+        found = merge(signatures, job.recipe, settled, texts)
         del signatures
         ours = [place for number in range(count) for place in _places(job, number)]
 
@@ -46,7 +52,7 @@ def compare(job: Job) -> None:
 
         _write_clusters(folder, found, place)
         verdicts: list[dict[str, dict[str, object]]] = [
-            {"removed": {}, "cut": {}} for _ in job.units
+            {"removed": {}, "cut": {}, "ranges": {}} for _ in job.units
         ]
 
         def note(document: int, what: str, value: object) -> None:
@@ -60,9 +66,25 @@ def compare(job: Job) -> None:
                 note(document, "removed", [cluster.kind, detail])
         for document, spans in found.cut.items():
             note(document, "cut", sorted(spans))
+        for document, ranges in found.ranges.items():
+            note(document, "ranges", ranges)
+        for document, share in found.repeated.items():
+            note(document, "removed", [REPEATED, f"{share:.1%} of its words stand elsewhere"])
         for number, fates in enumerate(verdicts):
             (folder / f"{number:05d}.json").write_text(json.dumps(fates), encoding="utf-8")
         faults.point("prepare.merge")
+
+
+def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> Iterator[str]:
+    """The texts of documents, by their numbers in order; each file that holds one is read once."""
+    at = 0
+    while at < len(documents):
+        unit = bisect_right(begins, documents[at]) - 1
+        with open(files[unit], "rb") as file:
+            for number, line in enumerate(file, begins[unit]):
+                if at < len(documents) and number == documents[at]:
+                    yield json.loads(line)["text"]
+                    at += 1
 
 
 def _places(job: Job, number: int) -> Iterator[tuple[str, int]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Literal, get_args
 
 from jaxlm.core.config import setting
-from jaxlm.data.prepare.dedup.config import MinHash, Spans
+from jaxlm.data.prepare.dedup.config import MinHash, Spans, Substrings
 from jaxlm.data.prepare.filters.config import (
     C4,
     Code,
@@ -33,7 +33,7 @@ StageName = Literal[
     "pii",
     "decontaminate",
 ]
-DedupName = Literal["exact", "near", "spans"]
+DedupName = Literal["exact", "near", "spans", "substrings"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,7 @@ class Recipe:
     )
     near: MinHash = setting(MinHash(), "near duplicates")
     spans: Spans = setting(Spans(), "lines or paragraphs that are there twice")
+    substrings: Substrings = setting(Substrings(), "runs of words that are there twice")
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """A stage stands once, and has what it cannot do without."""

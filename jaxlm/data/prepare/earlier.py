@@ -15,7 +15,11 @@ from jaxlm.data.prepare.job import RECIPE, REPORT
 from jaxlm.data.prepare.unit import KEPT, SIGNATURES, output
 
 # Settings that signatures follow from, by the name of what they are compared for.
-_MADE_BY = {"near": ("words", "bands", "rows"), "spans": ("unit", "characters")}
+_MADE_BY = {
+    "near": ("words", "bands", "rows"),
+    "spans": ("unit", "characters"),
+    "substrings": ("words",),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 OUT/recipe.json                      the recipe, its files, the share that is read
 OUT/kept/NNNNN.jsonl                 documents that stay: text, file, record, meta
 OUT/removed/STAGE.RULE/NNNNN.jsonl   each other document as it was there, with reason and detail
+OUT/cut/NNNNN.jsonl                  what was cut out of documents that stay, and where
 OUT/broken/NNNNN.jsonl               where a record could not be read, and why
 OUT/clusters.jsonl                   duplicates, and which of each was kept
 OUT/signatures/NNNNN.bin             what later runs compare with those that stay

@@ -17,14 +17,14 @@ from jaxlm.core import faults
 from jaxlm.data import cache
 from jaxlm.data.prepare import stages
 from jaxlm.data.prepare.counts import Counts
-from jaxlm.data.prepare.dedup.signatures import Signatures, Signer, without
+from jaxlm.data.prepare.dedup.signatures import Signatures, Signer, ranges, without
 from jaxlm.data.prepare.document import Broken, Document, Removed, from_line, to_line
 from jaxlm.data.prepare.files import LineFiles, Written, checked_lines
 from jaxlm.data.prepare.job import WORK, Job
 from jaxlm.data.prepare.readers.files import read
 
 KEPT, BROKEN, PLACES, SIGNATURES, DONE = "kept", "broken", "places", "signatures", "done.json"
-NOTHING_LEFT, BLANK = "nothing_left", "read.blank"
+CUT, NOTHING_LEFT, BLANK = "cut", "nothing_left", "read.blank"
 
 Seconds = defaultdict[str, float]  # of a core, by stage
 
@@ -174,21 +174,38 @@ class Worker:
                 document = from_line(line)
                 _forget(document, counts)
                 _remove(document, fate[0], fate[1], counts, out)
-            elif (cut := found["cut"].get(str(ordinal))) is not None:
-                document = from_line(line)
-                text = without(document.text, self._job.recipe.spans, set(cut)).strip("\n")
-                _forget(document, counts)
-                counts.notes["spans: cut out"] += len(cut)
-                if text.strip():
-                    counts.add(KEPT, text)
-                    shorter = document.with_text(text)
-                    signer.add(shorter)
-                    out.write(KEPT, to_line(shorter))
-                else:
-                    _remove(document, f"spans.{NOTHING_LEFT}", "", counts, out)
+            elif str(ordinal) in found["cut"] or str(ordinal) in found["ranges"]:
+                cut = {kind: found[kind].get(str(ordinal), []) for kind in ("cut", "ranges")}
+                self._shorten(from_line(line), cut["cut"], cut["ranges"], counts, signer, out)
             else:
                 signer.add_again(signatures, ordinal)
                 out.write(KEPT, line)
+
+    def _shorten(
+        self,
+        document: Document,
+        spans: list[int],
+        substrings: list[list[int]],
+        counts: Counts,
+        signer: Signer,
+        out: LineFiles,
+    ) -> None:
+        """Writes a document without what stood before, and that beside it."""
+        cut = [("spans", *at) for at in ranges(document.text, self._job.recipe.spans, set(spans))]
+        cut += [("substrings", begin, end) for begin, end in substrings]
+        for kind, begin, end in cut:
+            counts.notes[f"{kind}: cut out"] += 1
+            piece = dataclasses.replace(document, text=document.text[begin:end], meta={})
+            out.write(CUT, to_line(piece, kind=kind, begin=begin))
+        text = without(document.text, (at for _, *at in cut)).strip("\n")
+        _forget(document, counts)
+        if not text.strip():
+            _remove(document, f"{cut[-1][0]}.{NOTHING_LEFT}", "", counts, out)
+            return
+        counts.add(KEPT, text)
+        shorter = document.with_text(text)
+        signer.add(shorter)
+        out.write(KEPT, to_line(shorter))
 
     def _hand_over(self, folder: Path, number: int) -> None:
         """Moves what is in a folder to where it stays; a second time it moves what is left. Its note comes last."""

@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.data.prepare.dedup.config import MinHash, Spans
 from jaxlm.data.prepare.dedup.minhash import recall, signature, similar
-from jaxlm.data.prepare.dedup.signatures import spans, without
+from jaxlm.data.prepare.dedup.signatures import ranges, spans, without
 from jaxlm.data.prepare.ngrams import words
 from tests.data.prepare.recipes import kept, lines, prose, removed, run, write_lines
 
@@ -143,8 +143,8 @@ def test_spans_make_up_the_text_and_those_that_are_cut_are_gone(unit):
     config = Spans(unit=unit, characters=3)
     text = "one\ntwo\n\n \n\nthree\nxx\n\n\nfour\n"
     assert "".join(spans(text, config)) == text
-    assert without(text, config, set()) == text
-    cut = without(text, config, {1})
+    assert without(text, ()) == text
+    cut = without(text, ranges(text, config, {1}))
     assert cut == (
         "one\n\n \n\nthree\nxx\n\n\nfour\n" if unit == "line" else "one\ntwo\n\n \n\nfour\n"
     )
@@ -175,3 +175,9 @@ def test_spans_stay_where_they_stood_first_in_what_stays(here, capsys):
     ]
     assert len(removed()["spans.nothing_left"]) == 2
     assert answer["notes"] == {"spans: cut out": 7}
+    pieces = lines("cut/*.jsonl")
+    assert [piece["text"].strip() for piece in pieces] == [prose(90), *[note] * 6]
+    assert pieces[1] | {"text": ""} == {
+        **{"text": "", "file": "in/b.jsonl", "record": 3, "meta": {}, "kind": "spans"},
+        "begin": len(prose(0)) + 2,
+    }

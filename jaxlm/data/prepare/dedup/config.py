@@ -26,3 +26,19 @@ class Spans:
     characters: int = setting(
         100, "shorter ones stay: what is short is said often", unit="characters", low=1
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Substrings:
+    """Runs of words that stood in an earlier document, or earlier in this one, wherever they begin."""
+
+    words: int = setting(50, "length of a run, in words whatever is between them", low=2)
+    action: Literal["cut", "remove"] = setting(
+        "cut", "cut such runs out, or remove documents that consist of them"
+    )
+    share: float = setting(
+        0.5,
+        "largest share of its words that a document may have in them, else removed",
+        low=0,
+        high=1,
+    )

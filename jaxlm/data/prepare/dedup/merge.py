@@ -1,18 +1,20 @@
 """All units compared: which documents and spans were there before, in the order of files and records.
 
 Memory: 16 bytes a document and its place; with near duplicates up to three times 4 x bands x rows, about 2 kB; 12 bytes a long
-span. What stays of a cluster is its first.
+span; 12 bytes a fingerprint, of which prose has one for about 14 words. What stays of a cluster is its first.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.dedup import minhash
+from jaxlm.data.prepare.dedup.config import Substrings
 from jaxlm.data.prepare.dedup.signatures import Signatures
+from jaxlm.data.prepare.dedup.substrings import Finder, stretches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +33,20 @@ class Verdict:
 
     clusters: tuple[Cluster, ...]
     cut: dict[int, set[int]]  # long spans to cut out, by document
+    ranges: dict[int, tuple[tuple[int, int], ...]]  # characters to cut out, by document
+    repeated: dict[int, float]  # documents that go, and the share of their words that stood before
 
 
-def merge(units: Sequence[Signatures], recipe: Recipe, settled: int = 0) -> Verdict:
-    """Exact duplicates first, near ones among what is left, then spans of what stays.
+def merge(
+    units: Sequence[Signatures],
+    recipe: Recipe,
+    settled: int,
+    texts: Callable[[Sequence[int]], Iterator[str]],
+) -> Verdict:
+    """Exact duplicates first, near ones among what is left, then spans and runs of words of what stays.
 
-    The first `settled` documents are those of earlier runs: nothing becomes of them, whatever they are like.
+    The first `settled` documents are those of earlier runs: nothing becomes of them, whatever they are like. `texts` gives
+    the texts of documents, by their numbers in order.
     """
     count = sum(len(unit.digests) for unit in units)
     alive = np.ones(count, bool)
@@ -55,7 +65,10 @@ def merge(units: Sequence[Signatures], recipe: Recipe, settled: int = 0) -> Verd
             alive[list(cluster.removed)] = False
         clusters += near
     cut = _spans(units, alive) if "spans" in recipe.dedup else {}
-    return Verdict(tuple(clusters), {each: cut[each] for each in cut if each >= settled})
+    verdict = Verdict(tuple(clusters), {each: cut[each] for each in cut if each >= settled}, {}, {})
+    if "substrings" in recipe.dedup:
+        _substrings(units, alive, recipe.substrings, settled, texts, verdict)
+    return verdict
 
 
 def _news(clusters: list[Cluster], settled: int) -> list[Cluster]:
@@ -115,13 +128,7 @@ def _near(signatures: np.ndarray, rows: np.ndarray, recipe: Recipe) -> list[Clus
 
 def _spans(units: Sequence[Signatures], alive: np.ndarray) -> dict[int, set[int]]:
     """Spans of documents that stay, which stood earlier in such a document."""
-    begins = np.cumsum([0, *(len(unit.digests) for unit in units)])
-    owners = np.concatenate(
-        [
-            unit.owners.astype(np.int64) + begin
-            for unit, begin in zip(units, begins[:-1], strict=True)
-        ]
-    )
+    owners = _numbered(units, [unit.owners for unit in units])
     numbers = np.concatenate([unit.spans for unit in units])
     # The number of each span in its document: its place among all less that of the document's first.
     within = np.arange(len(owners)) - np.searchsorted(owners, owners)
@@ -133,3 +140,40 @@ def _spans(units: Sequence[Signatures], alive: np.ndarray) -> dict[int, set[int]
     for owner, number in zip(owners[later].tolist(), within[later].tolist(), strict=True):
         cut.setdefault(owner, set()).add(number)
     return cut
+
+
+def _numbered(units: Sequence[Signatures], owners: Sequence[np.ndarray]) -> np.ndarray:
+    """i64: documents of units by their number among all."""
+    begins = np.cumsum([0, *(len(unit.digests) for unit in units)])[:-1]
+    return np.concatenate(
+        [mine.astype(np.int64) + begin for mine, begin in zip(owners, begins, strict=True)]
+    )
+
+
+def _substrings(
+    units: Sequence[Signatures],
+    alive: np.ndarray,
+    config: Substrings,
+    settled: int,
+    texts: Callable[[Sequence[int]], Iterator[str]],
+    verdict: Verdict,
+) -> None:
+    """Runs of words in documents that stay, which stood earlier in such a document: added to a verdict."""
+    owners = _numbered(units, [unit.print_owners for unit in units])
+    prints = np.concatenate([unit.prints for unit in units])
+    owners, prints = owners[alive[owners]], prints[alive[owners]]
+    values, count = np.unique(prints, return_counts=True)
+    shared = values[count > 1]
+    candidates = np.unique(owners[np.isin(prints, shared)]).tolist()
+    finder = Finder(shared, config)
+    for text in texts(candidates):
+        finder.add(text)
+    for place, (document, text) in enumerate(zip(candidates, texts(candidates), strict=True)):
+        found = stretches(text, finder.later(place), config)
+        is_new = document >= settled
+        if is_new and config.action == "remove" and found.share > config.share:
+            verdict.repeated[document] = found.share
+            continue
+        finder.keep(place)
+        if is_new and config.action == "cut" and found.ranges:
+            verdict.ranges[document] = found.ranges

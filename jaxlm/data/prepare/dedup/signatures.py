@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.dedup.config import Spans
 from jaxlm.data.prepare.dedup.minhash import signature
+from jaxlm.data.prepare.dedup.substrings import fingerprints
 from jaxlm.data.prepare.document import Document
 
 _EMPTY_LINES = re.compile(r"(\n(?:[ \t]*\n)+)")
@@ -18,13 +19,15 @@ _EMPTY_LINES = re.compile(r"(\n(?:[ \t]*\n)+)")
 
 @dataclasses.dataclass(frozen=True)
 class Signatures:
-    """Of each document of a unit, in order: a digest, a MinHash signature, and its long spans."""
+    """Of each document of a unit, in order: a digest, a MinHash signature, its long spans, its fingerprints."""
 
     digests: np.ndarray  # u64[documents, 2]
     minhash: np.ndarray  # u32[documents or 0, bands x rows]
     has_words: np.ndarray  # bool[documents or 0]: others have no signature
     spans: np.ndarray  # u64[spans]
     owners: np.ndarray  # u32[spans]: the document of each
+    prints: np.ndarray  # u64[fingerprints]
+    print_owners: np.ndarray  # u32[fingerprints]
 
     def write(self, path: Path) -> None:
         """Arrays one behind another, as NumPy writes them: an .npz would hold the time."""
@@ -48,6 +51,7 @@ class Signer:
         self._minhash: list[np.ndarray | None] = []
         self._spans: list[int] = []
         self._owners: list[int] = []
+        self._prints: list[np.ndarray] = []
 
     def add(self, document: Document) -> None:
         """The next document."""
@@ -60,6 +64,8 @@ class Signer:
                 if _is_long(span, recipe.spans):
                     self._spans.append(int.from_bytes(digest(span.strip(), 8), "little"))
                     self._owners.append(number)
+        if "substrings" in recipe.dedup:
+            self._prints.append(fingerprints(document.text, recipe.substrings))
 
     def add_again(self, signatures: Signatures, number: int) -> None:
         """A document as it was signed before."""
@@ -71,6 +77,9 @@ class Signer:
         begin, end = np.searchsorted(signatures.owners, (number, number + 1))
         self._spans += signatures.spans[begin:end].tolist()
         self._owners += [size] * int(end - begin)
+        if "substrings" in self._recipe.dedup:
+            begin, end = np.searchsorted(signatures.print_owners, (number, number + 1))
+            self._prints.append(signatures.prints[begin:end])
 
     def finish(self) -> Signatures:
         """All of them as arrays."""
@@ -83,6 +92,10 @@ class Signer:
             has_words=np.array([each is not None for each in self._minhash], bool),
             spans=np.array(self._spans, np.uint64),
             owners=np.array(self._owners, np.uint32),
+            prints=np.concatenate([*self._prints, np.zeros(0, np.uint64)]),
+            print_owners=np.repeat(
+                np.arange(len(self._prints), dtype=np.uint32), [len(each) for each in self._prints]
+            ),
         )
 
 
@@ -101,16 +114,24 @@ def spans(text: str, config: Spans) -> Iterator[str]:
         yield paragraph + gap
 
 
-def without(text: str, config: Spans, cut: set[int]) -> str:
-    """A text without some of its long spans, which are numbered from 0."""
-    kept, number = [], 0
+def ranges(text: str, config: Spans, cut: set[int]) -> Iterator[tuple[int, int]]:
+    """Where some of the long spans of a text lie, which are numbered from 0."""
+    number = end = 0
     for span in spans(text, config):
+        begin, end = end, end + len(span)
         if _is_long(span, config):
             number += 1
             if number - 1 in cut:
-                continue
-        kept.append(span)
-    return "".join(kept)
+                yield begin, end
+
+
+def without(text: str, cut: Iterable[Sequence[int]]) -> str:
+    """A text without ranges of its characters, which may overlap."""
+    kept, end = [], 0
+    for begin, after in sorted(map(tuple, cut)):
+        kept.append(text[end:begin])
+        end = max(end, after)
+    return "".join([*kept, text[end:]])
 
 
 def _is_long(span: str, config: Spans) -> bool:
