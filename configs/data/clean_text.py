@@ -3,6 +3,9 @@
     jaxlm data run --config=configs/data/clean_text.py --config.source='crawl/*.warc.gz' --out=clean --workers=8
     jaxlm data run --config=configs/data/clean_text.py --config.source='crawl/*.warc.gz' --out=preview --sample=1%
 
+On many machines that share the folders, with jaxlm[prepare,ray] on each: `ray start --head` on one, `ray start
+--address=THAT_ONE:6379` on the others, then on the first the first line with --engine=ray --workers=THEIR_CORES.
+
 Hardware: CPU cores, 1 GiB of memory each, and 2 kB a document in the process that compares them. scripts/LOG.md has the speed. Expect a few
 percent of the pages of a raw crawl to stay.
 """

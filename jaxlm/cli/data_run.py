@@ -19,6 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, default=1, help="processes (1); the bytes are the same"
     )
     parser.add_argument(
+        "--engine",
+        choices=("processes", "ray"),
+        default="processes",
+        help="what works: processes of this machine, or a Ray cluster that shares the folders; the bytes are the same",
+    )
+    parser.add_argument(
         "--sample",
         default="100%",
         metavar="SHARE",
@@ -45,6 +51,7 @@ def run(args: Any, out: Output) -> int:
             recipe,
             Path(args.out),
             workers=args.workers,
+            engine=args.engine,
             sample=_share(args.sample),
             say=out.say,
             progress=progress,

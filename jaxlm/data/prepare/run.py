@@ -25,15 +25,15 @@ from typing import Any
 
 from jaxlm.core.errors import InUse, cannot_write
 from jaxlm.data import cache
-from jaxlm.data.prepare import earlier, stages
+from jaxlm.data.prepare import earlier, engines, stages
 from jaxlm.data.prepare.comparison import compare
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.counts import Counts
+from jaxlm.data.prepare.engines import Each, EngineName
 from jaxlm.data.prepare.files import Written, changed, is_whole
 from jaxlm.data.prepare.job import CLUSTERS, REPORT, WORK, Job
-from jaxlm.data.prepare.pool import each
 from jaxlm.data.prepare.report import report
-from jaxlm.data.prepare.unit import Seconds, cleaned, finished, output, verdict
+from jaxlm.data.prepare.unit import Half, Seconds, cleaned, finished, output, verdict
 
 Progress = Callable[
     [str, int, int], None
@@ -55,6 +55,7 @@ def run(
     out: Path,
     *,
     workers: int = 1,
+    engine: EngineName = "processes",
     sample: float = 1.0,
     say: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda what, done, total: None,
@@ -72,7 +73,11 @@ def run(
         out.mkdir(parents=True, exist_ok=True)
         with _owned(out / ".lock"):
             job.claim()
-            seconds, size = _do(job, workers, say, progress)
+            left = [n for n in range(len(job.units)) if not finished(job, n).exists()]
+            seconds, size = Seconds(float), 0
+            if left:
+                with engines.opened(engine, workers, say) as each:
+                    seconds, size = _do(job, left, each, say, progress)
             answer = _concluded(job)
             shutil.rmtree(out / WORK)
     except OSError as error:
@@ -83,20 +88,19 @@ def run(
 
 
 def _do(
-    job: Job, workers: int, say: Callable[[str], None], progress: Progress
+    job: Job, left: list[int], each: Each, say: Callable[[str], None], progress: Progress
 ) -> tuple[Seconds, int]:
-    """All steps that are not done. Gives the seconds of the stages, and the bytes of the files that were read."""
+    """All steps of the units that are left. Gives the seconds of the stages, and the bytes of the files that were read."""
     numbers = range(len(job.units))
     sizes = [sum(size for _, _, size in unit) for unit in job.units]
-    left = [number for number in numbers if not finished(job, number).exists()]
     seconds = Seconds(float)
     read = 0
-    if left and not verdict(job, 0).parent.exists():
+    if not verdict(job, 0).parent.exists():
         dirty = [number for number in numbers if not cleaned(job, number).exists()]
         if len(dirty) < len(numbers):
             say(f"going on: {len(numbers) - len(dirty)} of {len(numbers)} units are cleaned")
         done = sum(sizes) - sum(sizes[number] for number in dirty)
-        for number, spent in each(job, "clean", dirty, workers):
+        for number, spent in each(Half(job.out, "clean"), dirty):
             _add(seconds, spent)
             read, done = read + sizes[number], done + sizes[number]
             progress("cleaning", done, sum(sizes))
@@ -104,7 +108,7 @@ def _do(
         compare(job)
         seconds["compare"] = time.process_time() - begun
     done = sum(sizes) - sum(sizes[number] for number in left)
-    for number, spent in each(job, "finish", left, workers):
+    for number, spent in each(Half(job.out, "finish"), left):
         _add(seconds, spent)
         done += sizes[number]
         progress("writing", done, sum(sizes))

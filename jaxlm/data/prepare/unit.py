@@ -5,23 +5,25 @@ follows from the recipe and the files alone.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxlm.core import faults
 from jaxlm.data import cache
 from jaxlm.data.prepare import stages
 from jaxlm.data.prepare.counts import Counts
 from jaxlm.data.prepare.dedup.signatures import Signatures, Signer, ranges, without
-from jaxlm.data.prepare.document import Broken, Document, Removed, from_line, to_line
+from jaxlm.data.prepare.document import Broken, Document, Removed, Stage, from_line, to_line
 from jaxlm.data.prepare.files import LineFiles, Written, checked_lines
 from jaxlm.data.prepare.job import WORK, Job
 from jaxlm.data.prepare.readers.files import read
+from jaxlm.data.prepare.task import Task
 
 KEPT, BROKEN, PLACES, SIGNATURES, DONE = "kept", "broken", "places", "signatures", "done.json"
 CUT, NOTHING_LEFT, BLANK = "cut", "nothing_left", "read.blank"
@@ -44,13 +46,27 @@ def verdict(job: Job, number: int) -> Path:
     return job.out / WORK / "verdicts" / f"{number:05d}.json"
 
 
-class Worker:
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """One of the two halves of every unit of the job in a folder, in whatever process does it."""
+
+    out: Path
+    name: Literal["clean", "finish"]
+
+    def __call__(self) -> Task:
+        return getattr(Units(Job.read(self.out)), self.name)
+
+
+class Units:
     """Does units of a job, one after another; what its stages need is made once."""
 
     def __init__(self, job: Job):
         self._job = job
-        self._stages = stages.build(job.recipe)
         self._units = job.units
+
+    @functools.cached_property
+    def _stages(self) -> list[tuple[str, Stage]]:
+        return stages.build(self._job.recipe)
 
     def clean(self, number: int) -> dict[str, float]:
         """Reads the files of a unit, and passes each document through the stages. Gives a core's seconds by stage."""
