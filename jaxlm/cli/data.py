@@ -6,13 +6,14 @@ jaxlm data tokenize --config=FILE --out=DIR writes DIR/train and a folder for ea
 jaxlm data check DIR                        reads every byte of token shards and compares digests
 jaxlm data run --config=RECIPE --out=DIR    cleans raw files: kept, removed with reasons, and the funnel
 jaxlm data clusters DIR                     duplicates that `data run` found, side by side
+jaxlm data mix --config.sources=web=DIR,code=DIR --out=DIR   token shards of cleaned folders, with a data card
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli import data_clusters, data_run
+from jaxlm.cli import data_clusters, data_mix, data_run
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 from jaxlm.core import config
@@ -23,7 +24,7 @@ from jaxlm.recipes.config import Run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The actions."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="peek|stats|tokenize|check|run|clusters"
+        dest="action", required=True, metavar="peek|stats|tokenize|check|run|clusters|mix"
     )
     peek = actions.add_parser("peek", help="examples as the model sees them, trained tokens marked")
     peek.add_argument("--rows", type=int, default=2, help="rows to show (2)")
@@ -43,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data_clusters.add_arguments(
         actions.add_parser("clusters", help="show the duplicates that a run found")
     )
+    data_mix.add_arguments(
+        actions.add_parser("mix", help="write token shards of cleaned folders, and a data card")
+    )
 
 
 def run(args: Any, out: Output) -> int:
@@ -54,6 +58,7 @@ def run(args: Any, out: Output) -> int:
         "check": _check,
         "run": data_run.run,
         "clusters": data_clusters.run,
+        "mix": data_mix.run,
     }[args.action](args, out)
 
 

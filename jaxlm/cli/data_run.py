@@ -15,6 +15,17 @@ from jaxlm.core.errors import CommandError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where it writes, with how many processes, how much it reads."""
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to go on")
+    add_engine(parser)
+    parser.add_argument(
+        "--sample",
+        default="100%",
+        metavar="SHARE",
+        help="of the records, such as 1%%, for a preview",
+    )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """What works, and how much of it."""
     parser.add_argument(
         "--workers", type=int, default=1, help="processes (1); the bytes are the same"
     )
@@ -24,12 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="processes",
         help="what works: processes of this machine, or a Ray cluster that shares the folders; the bytes are the same",
     )
-    parser.add_argument(
-        "--sample",
-        default="100%",
-        metavar="SHARE",
-        help="of the records, such as 1%%, for a preview",
-    )
+
+
+def check_workers(args: Any) -> None:
+    """Raises CommandError where nothing is to work."""
+    if args.workers < 1:
+        raise CommandError(
+            f"--workers={args.workers} does nothing",
+            where=f"jaxlm data {args.action}",
+            why="at least one process has to work",
+            fix="--workers=1",
+        )
 
 
 def run(args: Any, out: Output) -> int:
@@ -38,13 +54,7 @@ def run(args: Any, out: Output) -> int:
     from jaxlm.data.prepare.report import table
     from jaxlm.data.prepare.run import run as prepare
 
-    if args.workers < 1:
-        raise CommandError(
-            f"--workers={args.workers} does nothing",
-            where="jaxlm data run",
-            why="at least one process has to work",
-            fix="--workers=1",
-        )
+    check_workers(args)
     recipe = config.load(Recipe, needed(args, "config"), args.overrides).value
     with progress_bars(out) as progress:
         outcome = prepare(

@@ -33,6 +33,7 @@ POINTS = (
     "prepare.clean",
     "prepare.merge",
     "prepare.finish",
+    "prepare.tokenise",
     "exit",
 )
 _FORM = re.compile(

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,11 +32,12 @@ def write(
     progress: Callable[[int], None] = lambda _: None,
     *,
     name: str = "",
+    files: Sequence[str] = (),
 ) -> Shards:
     """Encodes documents into a new folder, which appears whole or not at all.
 
     `left_out` is what the reader of `documents` counts while it is read. `progress` gets the place of the document that was written last, now and then.
-    `name` is what an error calls the documents.
+    `name` is what an error calls the documents. `files` are numbered first, in this order, so that folders written apart agree.
 
     Raises:
       DataError: where there is no document, or the tokenizer gives an id outside its own table.
@@ -44,12 +45,12 @@ def write(
     with cache.building(folder) as partial:
         if partial is None:
             return Shards.open(folder)
-        writer = _Writer(partial, tokenizer)
+        writer = _Writer(partial, tokenizer, files)
         try:
             writer.add(documents, progress)
         finally:
             writer.close()
-        if not writer.files:
+        if not any(shard.documents for shard in writer.shards):
             raise DataError(
                 "there is no document in the data",
                 where=name or str(folder),
@@ -69,10 +70,10 @@ class _Piece(NamedTuple):
 
 
 class _Writer:
-    def __init__(self, folder: Path, tokenizer: Tokenizer):
+    def __init__(self, folder: Path, tokenizer: Tokenizer, files: Sequence[str]):
         self.folder, self.tokenizer = folder, tokenizer
         self.dtype = np.dtype(np.uint16 if tokenizer.size <= 2**16 else np.uint32)
-        self.files: dict[str, int] = {}
+        self.files = {name: number for number, name in enumerate(files)}
         self.shards: list[Shard] = []
         self.totals = Counter[str]()
         self._before, self._after = (

@@ -71,7 +71,7 @@ def run(
     earlier.find(recipe)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with _owned(out / ".lock"):
+        with owned(out / ".lock"):
             job.claim()
             left = [n for n in range(len(job.units)) if not finished(job, n).exists()]
             seconds, size = Seconds(float), 0
@@ -146,7 +146,7 @@ def _concluded(job: Job) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _owned(path: Path) -> Iterator[None]:
+def owned(path: Path) -> Iterator[None]:
     """Holds the lock of an output folder; the system lets go of it when the process ends, however that happens.
 
     Raises:

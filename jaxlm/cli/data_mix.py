@@ -1,0 +1,52 @@
+"""`jaxlm data mix`: what it takes, and what it shows."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from jaxlm.cli import data_run
+from jaxlm.cli.bars import progress_bars
+from jaxlm.cli.output import Output
+from jaxlm.core import config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where it writes, and what works."""
+    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to go on")
+    data_run.add_engine(parser)
+
+
+def run(args: Any, out: Output) -> int:
+    """Makes token shards of cleaned corpora."""
+    from jaxlm.data.prepare.mix.config import Mix
+    from jaxlm.data.prepare.mix.run import run as mix_sources
+
+    data_run.check_workers(args)
+    mix = config.load(Mix, args.config, args.overrides).value
+    with progress_bars(out) as progress:
+        answer = mix_sources(
+            mix,
+            Path(args.out),
+            workers=args.workers,
+            engine=args.engine,
+            say=out.say,
+            progress=progress,
+        )
+    lines = [f"{'set':<12}{'source':<16}{'documents':>12}{'tokens':>16}{'share':>8}"]
+    for side, sets in answer["sets"].items():
+        lines += [
+            f"{side:<12}{name:<16}{each['documents']:>12,}{each['tokens']:>16,}{each['share']:>8.1%}"
+            for name, each in sets.items()
+        ]
+    made = answer["tokenizer"]
+    lines.append(f"tokenizer   {made['size']:,} ids, sha256 {made['sha256'][:12]}")
+    lines.append(f"data card   {args.out}/CARD.md")
+    train = ",".join(f"{args.out}/train/{name}" for name in answer["sets"]["train"])
+    held = answer["sets"].get("validation", {})
+    validation = ",".join(f"{name}={args.out}/validation/{name}" for name in held)
+    flags = f" --config.data.validation={validation}" if validation else ""
+    lines.append(
+        f"next: jaxlm train --config=configs/quickstart.py --config.data.train={train}{flags}"
+    )
+    out.result({"out": args.out, **answer}, "\n".join(lines))
+    return 0

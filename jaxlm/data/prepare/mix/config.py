@@ -1,0 +1,85 @@
+"""Settings of a mix: cleaned corpora to token shards."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+
+from jaxlm.core.config import setting
+from jaxlm.data.config import TOKENIZER_FILES, TOKENIZERS
+
+_NAME = re.compile(r"[A-Za-z]\w*")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mix:
+    """Which cleaned corpora become token shards, in which shares, with which tokenizer."""
+
+    sources: tuple[str, ...] = setting((), "NAME=FOLDER, each a folder that jaxlm data run wrote")
+    weights: tuple[str, ...] = setting(
+        (),
+        "NAME=WEIGHT for each source: documents are left out until the sources stand in these shares of characters; "
+        "none takes all documents",
+    )
+    licences: tuple[str, ...] = setting((), "NAME=LICENCE, for the data card")
+    tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)
+    held_out: float = setting(
+        0.0, "share of the documents that goes to the validation sets", low=0.0, below=1.0
+    )
+    unit_bytes: int = setting(
+        2**28,
+        "files of one source are worked on together until they hold this much",
+        unit="bytes",
+        low=1,
+    )
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Each source has one name, each weight and licence a source, and the tokenizer is one of those there are."""
+        if not self.sources:
+            yield "sources", "nothing to read", "--config.sources=web=clean"
+        known = named(self.sources)
+        for setting_name in ("sources", "weights", "licences"):
+            entries = getattr(self, setting_name)
+            right: list[str] = []
+            wrong: list[str] = []
+            for entry in entries:
+                name, equals, value = entry.partition("=")
+                if not (_NAME.fullmatch(name) and equals and value):
+                    wrong.append(f"{entry!r} is not NAME=VALUE")
+                elif name not in known:
+                    wrong.append(f"{name!r} is no source; there are {', '.join(known)}")
+                elif name in named(tuple(right)):
+                    wrong.append(f"{name!r} stands there twice")
+                else:
+                    right.append(entry)
+            nothing = "web=clean" if setting_name == "sources" else "()"
+            for what in wrong:
+                yield setting_name, what, f"--config.{setting_name}={','.join(right) or nothing}"
+        for name, text in named(self.weights).items():
+            if not re.fullmatch(r"[0-9]*\.?[0-9]+", text) or not float(text):
+                fix = ",".join(
+                    f"{n}={1 if n == name else w}" for n, w in named(self.weights).items()
+                )
+                yield (
+                    "weights",
+                    f"the weight {text!r} of {name!r} is no number above 0",
+                    f"--config.weights={fix}",
+                )
+        if self.weights and (without := named(self.sources).keys() - named(self.weights)):
+            missing = sorted(without)[0]
+            fix = f"--config.weights={','.join((*self.weights, f'{missing}=1'))}"
+            yield "weights", f"{missing!r} has none", fix
+        kind, _, size = self.tokenizer.partition(":")
+        is_trained = kind == "sentencepiece" and size.isdigit() and int(size) >= 512
+        if not (
+            is_trained or self.tokenizer in ("bytes", "characters")
+        ) and not self.tokenizer.endswith(TOKENIZER_FILES):
+            yield (
+                "tokenizer",
+                f"{self.tokenizer!r} is none of: {TOKENIZERS}",
+                "--config.tokenizer=sentencepiece:4096",
+            )
+
+
+def named(entries: tuple[str, ...]) -> dict[str, str]:
+    """What a setting of entries NAME=VALUE says, by name."""
+    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
