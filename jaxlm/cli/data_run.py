@@ -79,6 +79,7 @@ def run(args: Any, out: Output) -> int:
         lines.append(
             f"{outcome.bytes / 1e6:,.1f} MB of files in {outcome.seconds:,.1f} s; a core's seconds: {core:.1f} ({parts})"
         )
+    lines.append(f"report: {args.out}/report.html")
     lines.append(
         f"next: jaxlm train --config=configs/quickstart.py --config.data.train={args.out}/kept/*.jsonl "
         "--config.data.validation=5%"

@@ -15,7 +15,8 @@ from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.files import changed
 
 FORMAT_VERSION = 1
-RECIPE, WORK, REPORT, CLUSTERS = "recipe.json", "unfinished", "report.json", "clusters.jsonl"
+RECIPE, WORK, CLUSTERS = "recipe.json", "unfinished", "clusters.jsonl"
+REPORT, PAGE = "report.json", "report.html"
 
 
 @dataclasses.dataclass(frozen=True)

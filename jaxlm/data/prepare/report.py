@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
+from jaxlm.data.prepare.config import DedupName
 from jaxlm.data.prepare.counts import Counts
 from jaxlm.data.prepare.dedup.minhash import recall
 from jaxlm.data.prepare.job import FORMAT_VERSION, Job
@@ -36,7 +37,7 @@ def report(job: Job, counts: Counts, files: dict[str, dict[str, Any]]) -> dict[s
 def funnel(job: Job, counts: Counts) -> list[dict[str, Any]]:
     """For each stage: documents that came, that went on, and why the others did not.
 
-    Of a sample, `interval` is where the share of all lies with 95%.
+    Of a sample, `interval` is where the share of all lies with 95%; the share of duplicates is `at_least` as large in all.
     """
     lost: dict[str, Counter[str]] = {name: Counter() for name in job.recipe.order}
     for reason, count in counts.under("removed"):
@@ -50,7 +51,9 @@ def funnel(job: Job, counts: Counts) -> list[dict[str, Any]]:
         gone = sum(reasons.values())
         share = gone / left if left else 0.0
         row: dict[str, Any] = {"stage": name, "in": left, "out": left - gone, "share": share}
-        if job.sample < 1:
+        if job.sample < 1 and name in get_args(DedupName):
+            row["at_least"] = True  # a duplicate is seen where both are in the sample
+        elif job.sample < 1:
             row["interval"] = interval(gone, left)
         rows.append({**row, "reasons": dict(reasons.most_common())})
         left -= gone
@@ -71,6 +74,15 @@ def interval(found: int, of: int) -> tuple[float, float]:
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
+def shown_share(row: dict[str, Any]) -> str:
+    """What a row of the funnel removes, and how sure that is of a sample."""
+    share = f"{row['share']:.2%}"
+    if "interval" in row:
+        low, high = row["interval"]
+        share += f" ({low:.1%} to {high:.1%})"
+    return f"at least {share}" if "at_least" in row else share
+
+
 def table(answer: dict[str, Any]) -> str:
     """The funnel for people."""
     is_sample = answer["sample"] < 1
@@ -78,12 +90,8 @@ def table(answer: dict[str, Any]) -> str:
     for row in answer["funnel"]:
         reasons = [f"{name} {count:,}" for name, count in row["reasons"].items()]
         more = f", {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
-        share = f"{row['share']:.2%}"
-        if is_sample:
-            low, high = row["interval"]
-            share += f" ({low:.1%} to {high:.1%})"
         lines.append(
-            f"{row['stage']:<14}{row['in']:>12,}{row['out']:>12,}{share:>{26 if is_sample else 10}}  "
+            f"{row['stage']:<14}{row['in']:>12,}{row['out']:>12,}{shown_share(row):>{26 if is_sample else 10}}  "
             f"{', '.join(reasons[:SHOWN])}{more}".rstrip()
         )
     kept, read = answer["characters"]["kept"], answer["characters"]["read"]

@@ -9,6 +9,7 @@ OUT/clusters.jsonl                   duplicates, and which of each was kept
 OUT/signatures/NNNNN.bin             what later runs compare with those that stay
 OUT/units/NNNNN.json                 counts of a unit, digests of its files
 OUT/report.json                      sums of all; it is there when all is done
+OUT/report.html                      the same for people, with samples
 OUT/unfinished/                      what is between the steps; gone at the end
 """
 
@@ -25,13 +26,13 @@ from typing import Any
 
 from jaxlm.core.errors import InUse, cannot_write
 from jaxlm.data import cache
-from jaxlm.data.prepare import earlier, engines, stages
+from jaxlm.data.prepare import earlier, engines, page, stages
 from jaxlm.data.prepare.comparison import compare
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.counts import Counts
 from jaxlm.data.prepare.engines import Each, EngineName
 from jaxlm.data.prepare.files import Written, changed, is_whole
-from jaxlm.data.prepare.job import CLUSTERS, REPORT, WORK, Job
+from jaxlm.data.prepare.job import CLUSTERS, PAGE, REPORT, WORK, Job
 from jaxlm.data.prepare.report import report
 from jaxlm.data.prepare.unit import Half, Seconds, cleaned, finished, output, verdict
 
@@ -141,6 +142,7 @@ def _concluded(job: Job) -> dict[str, Any]:
         found = verdict(job, 0).with_name(CLUSTERS)
         cache.write_file(job.out / CLUSTERS, found.read_bytes() if found.exists() else b"")
     answer = report(job, counts, dict(sorted(files.items())))
+    cache.write_file(job.out / PAGE, page.render(job.out, answer).encode())
     cache.write_file(job.out / REPORT, json.dumps(answer, indent=1).encode())
     return answer
 

@@ -1,6 +1,7 @@
 """A recipe from the command line: what stays, what goes and why, kills, several processes, samples."""
 
 import contextlib
+import html.parser
 import itertools
 import json
 import os
@@ -275,6 +276,57 @@ def test_a_sample_reads_its_share_and_says_how_sure_it_is(here, capsys):
     assert tree(Path("out")) == first
     shutil.rmtree("out")
     assert "at most 100%" in run(capsys, *settings, "--sample=0%", code=2)["error"]["why"]
+
+
+def test_of_a_sample_the_share_of_duplicates_is_a_lower_bound_and_said_to_be(here, capsys):
+    rows = [{"text": prose(n % 300)} for n in range(600)]
+    write_lines(here / "in/a.jsonl", rows)
+    settings = ["--config.source=in/*.jsonl", "--config.dedup=exact", "--sample=20%"]
+    row = run(capsys, *settings)["funnel"][-1]
+    assert (row["stage"], row["at_least"]) == ("exact", True)
+    assert "interval" not in row
+    assert row["share"] < 0.25, "half of all are duplicates"
+    assert (
+        "duplicates of what is not in the sample are not seen"
+        in Path("out/report.html").read_text()
+    )
+
+
+def test_the_page_shows_the_funnel_reasons_and_samples_and_runs_nothing_of_theirs(here, capsys):
+    hostile = "<script>alert(1)</script>\x1b[31m&amp;"
+    rows = [{"text": f"{prose(n)} {hostile}"} for n in range(4)]
+    write_lines(here / "in/<b>.jsonl", [*rows, {"text": hostile}, {"words": 1}])
+    answer = run(capsys, "--config.source=in/*.jsonl", "--config.stages=length")
+    page = Path("out/report.html").read_text()
+    parsed = Page(page)
+    assert set(parsed.tags) <= set(
+        "html head meta title style body h1 h2 p div table tr th td i details summary pre".split()
+    )
+    assert not parsed.links
+    assert "\x1b" not in page
+    said = "".join(parsed.text)
+    for row in answer["funnel"]:
+        assert f"{row['stage']}{row['in']:,}{row['out']:,}{row['share']:.2%}" in said
+    assert "length.short: 1 of 6, 16.67%" in said
+    assert f"in/<b>.jsonl, record 5 · length.short · {len(hostile)} characters" in said
+    assert "without the text key" in said
+    assert said.count("<script>alert(1)</script>\\x1b[31m&amp;") == 4, "three kept, one removed"
+
+
+class Page(html.parser.HTMLParser):
+    """The tags, links and text of a page."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.links, self.text = [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href", "onload")]
+
+    def handle_data(self, data):
+        self.text.append(data)
 
 
 def test_the_table_names_stages_reasons_and_the_next_command(crawl, capsys):
