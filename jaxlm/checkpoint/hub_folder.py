@@ -5,7 +5,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,28 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class Source(Protocol):
+    """A model with what came beside it, by the names that a folder of Hugging Face has."""
+
+    path: Path
+    config: dict[str, Any]
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+
+    def read(self, name: str, largest: int) -> bytes:
+        """A file as it is. Raises InputMissing, and DataError where it is too large or lies elsewhere."""
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A JSON object. Raises InputMissing where it is not there, DataError where it is none."""
+
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and the shape of every tensor, by name."""
+
+    def opened(self) -> contextlib.AbstractContextManager[Callable[[str, Slices], np.ndarray]]:
+        """What reads a part of a tensor."""
 
 
 class Folder:

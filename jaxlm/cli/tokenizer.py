@@ -81,7 +81,7 @@ def _show(args: Any, out: Output) -> int:
         "special": tokenizer.specials,
         "ids": ids,
         "pieces": pieces,
-        "lossless": tokenizer.decode(ids) == args.text,
+        "lossless": tokenizer.decode(ids).removeprefix(tokenizer.lead) == args.text,
     }
     lines = [
         f"{answer['kind']}, {tokenizer.size:,} ids, {len(tokenizer.specials)} of them special, sha256 {tokenizer.digest[:12]}",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.core.errors import DataError, InputMissing, JaxlmError
 
 SENTINELS = 32
 # Reserved in every tokenizer from the start, so that a model trained today can learn infilling tomorrow.
@@ -34,12 +34,14 @@ class Tokenizer(abc.ABC):
     """Ids 0 to 39 are `SPECIALS`, in that order, but for a model's own; text never encodes to specials, even where it spells them.
 
     `table[i]` are the bytes that id i stands for, none for specials, so decoding is joining them. `before` and `after` are
-    the ids around each document, `eos` is the first of those after it, and `pad` fills rows up.
+    the ids around each document, `eos` is the first of those after it, and `pad` fills rows up. `lead` is what encoding puts
+    in front of a text, and decoding gives back: a space, in many an imported one.
     """
 
     pad, eos, unk = 0, 2, 3
     before: tuple[int, ...] = (1,)
     after: tuple[int, ...] = (2,)
+    lead = ""
     specials = {name: number for number, name in enumerate(SPECIALS)}
 
     def __init__(self, table: list[bytes]):
@@ -178,7 +180,7 @@ class HuggingFace(Tokenizer):
         import tokenizers
 
         self.content, self._where = content, where
-        with _rust("a tokenizer.json cannot be read", where):
+        with rust_errors("a tokenizer.json cannot be read", where):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -197,15 +199,22 @@ class HuggingFace(Tokenizer):
                 why=f"id {size - 1:,}, and ids below {LARGEST_VOCABULARY:,} are allowed",
                 fix="--config.data.tokenizer=sentencepiece:4096 trains one",
             )
-        byte_level = "ByteLevel" in json.dumps(json.loads(content).get("decoder") or {})
-        table = [self._bytes(i, byte_level) for i in range(size)]
+        parsed = json.loads(content)
+        self._is_byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})
+        is_words = parsed["model"].get("type") == "WordPiece"
+        self._inside = parsed["model"].get("continuing_subword_prefix", "##") if is_words else None
+        table = [self._bytes(i) for i in range(size)]
         super().__init__([b""] * self.shift + table)
 
-    def _bytes(self, number: int, byte_level: bool) -> bytes:
+    def _bytes(self, number: int) -> bytes:
         piece = self._tokenizer.id_to_token(number)
         if piece is None or number in self._special:
             return b""
-        if byte_level:
+        if self._inside is not None:
+            return (
+                piece[len(self._inside) :] if piece.startswith(self._inside) else f" {piece}"
+            ).encode()
+        if self._is_byte_level:
             return (
                 bytes(BYTE_OF_CHARACTER[c] for c in piece)
                 if all(c in BYTE_OF_CHARACTER for c in piece)
@@ -216,7 +225,7 @@ class HuggingFace(Tokenizer):
         return piece.replace(SentencePiece.SPACE, " ").encode()
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        with _rust("a tokenizer.json cannot encode a text", self._where):
+        with rust_errors("a tokenizer.json cannot encode a text", self._where):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [
             [self.unk if i in self._special else i + self.shift for i in one.ids] for one in encoded
@@ -260,10 +269,14 @@ class Imported(HuggingFace):
                 fix="config.json or tokenizer_config.json of the model names them: eos_token, bos_token",
             )
         self.pad = self.eos = self.after[0]
-        unknown = self._tokenizer.token_to_id(json.loads(content)["model"].get("unk_token") or "")
+        model = json.loads(content)["model"]
+        unknown = model.get("unk_id")
+        if unknown is None:
+            unknown = self._tokenizer.token_to_id(model.get("unk_token") or "")
         self.unk = self.eos if unknown is None else unknown
         tokens = self._tokenizer.get_added_tokens_decoder()
         self.specials = {tokens[number].content: number for number in sorted(self._special)}
+        self.lead = " " if self.decode(self.encode("a")).startswith(" ") else ""
 
     def serialise(self) -> bytes:
         own = {"kind": "imported", "before": self.before, "after": self.after}
@@ -271,10 +284,12 @@ class Imported(HuggingFace):
 
 
 @contextlib.contextmanager
-def _rust(what: str, where: str) -> Iterator[None]:
+def rust_errors(what: str, where: str) -> Iterator[None]:
     """Turns what the Rust side of `tokenizers` raises into a DataError: a plain Exception, or a panic, which is none."""
     try:
         yield
+    except JaxlmError:
+        raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise DataError(

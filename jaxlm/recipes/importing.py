@@ -1,7 +1,6 @@
 """A model of somebody else made a run of ours: config, tokenizer and weights of a folder of Hugging Face."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -10,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.hub_folder import DTYPES, Folder
+from jaxlm.checkpoint.hub_folder import DTYPES, Folder, Source
 from jaxlm.checkpoint.hub_tensors import Fetch, Reader, Theirs, layout
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, tree
@@ -22,6 +21,7 @@ from jaxlm.models.families.union import Family
 from jaxlm.monitor import words
 from jaxlm.recipes import assembly, devices
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.import_tokenizer import SENTENCEPIECE, read_tokenizer
 from jaxlm.train.loop import Progress
 from jaxlm.train.rundir import RunDir
 
@@ -31,6 +31,10 @@ BESIDE = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
+    *SENTENCEPIECE,
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -60,7 +64,7 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
     """
     folder = Folder(options.source)
     family, dtype = described(folder, say)
-    tokenizer = read_tokenizer(folder)
+    tokenizer = read_tokenizer(folder, say)
     run = _run(family, options)
     decoder = run.model.build()
     if tokenizer.size > decoder.vocab:
@@ -103,7 +107,7 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         }
         directory.write_json("config.json", config.to_json(run))
         directory.write_bytes("tokenizer", tokenizer.serialise())
-        _keep(folder, directory.path / FOLDER)
+        _keep(folder, tokenizer, directory.path / FOLDER)
         directory.write_json("imported.json", answer | {"source": options.source.name})
         meta = {
             "step": 0,
@@ -122,7 +126,7 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
     return answer
 
 
-def described(folder: Folder, say: Callable[[str], None]) -> tuple[Any, str]:
+def described(folder: Source, say: Callable[[str], None]) -> tuple[Any, str]:
     """The family with its sizes, and the dtype that config.json says the numbers have.
 
     Raises:
@@ -148,73 +152,7 @@ def described(folder: Folder, say: Callable[[str], None]) -> tuple[Any, str]:
     return config.from_json(ARMS[kind], config.to_json(family), where=where), dtype
 
 
-def read_tokenizer(folder: Folder) -> Imported:
-    """The model's tokenizer, with the tokens that its documents begin and end with.
-
-    Raises:
-      InputMissing: where the folder has no tokenizer.json.
-      DataError: where it is none, or nothing says what ends a document.
-    """
-    content = folder.read("tokenizer.json", LARGEST_FILE)
-    try:
-        parsed = json.loads(content)
-        added = {
-            entry["content"]: entry["id"] for entry in parsed.get("added_tokens") or ()
-        } | _vocabulary(parsed)
-        begun = _begun(parsed)
-    except (
-        ValueError,
-        RecursionError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-    ) as error:
-        raise DataError(
-            "tokenizer.json is not the JSON of a tokenizer",
-            where=str(folder.path / "tokenizer.json"),
-            why=f"{type(error).__name__}: {error}"[:300],
-        ) from error
-    settings = (
-        folder.read_json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}
-    )
-
-    def ids(name: str) -> list[int]:
-        token = settings.get(f"{name}_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str) and text in added:
-            return [added[text]]
-        number = folder.config.get(f"{name}_token_id")
-        number = number[0] if isinstance(number, list) and number else number
-        return [number] if isinstance(number, int) and not isinstance(number, bool) else []
-
-    bos = ids("bos")
-    is_begun = settings.get("add_bos_token", bool(bos) and added.get(begun) == bos[0])
-    return Imported(
-        content,
-        before=bos if is_begun else (),
-        after=ids("eos"),
-        where=str(folder.path / "tokenizer.json"),
-    )
-
-
-def _vocabulary(parsed: dict[str, Any]) -> dict[str, int]:
-    """Pieces by text, where the model keeps them so."""
-    found = parsed["model"].get("vocab")
-    return found if isinstance(found, dict) else {}
-
-
-def _begun(parsed: dict[str, Any]) -> str | None:
-    """The special token that tokenizer.json puts in front of a text once it is encoded."""
-    after = parsed.get("post_processor") or {}
-    for step in after.get("processors", [after]):
-        first = (step.get("single") or [{}])[0] if step.get("type") == "TemplateProcessing" else {}
-        if "SpecialToken" in first:
-            return str(first["SpecialToken"]["id"])
-    return None
-
-
-def named(tensors: list[Theirs], folder: Folder, optional: str) -> list[Theirs]:
+def named(tensors: list[Theirs], folder: Source, optional: str) -> list[Theirs]:
     """The tensors by the names that the folder uses, which may leave out what is `optional` in front."""
     if not optional or any(name.startswith(optional) for name in folder.tensors()):
         return tensors
@@ -223,7 +161,7 @@ def named(tensors: list[Theirs], folder: Folder, optional: str) -> list[Theirs]:
 
 def compare(
     tensors: list[Theirs],
-    folder: Folder,
+    folder: Source,
     hub: Hub,
     *,
     is_tied: bool,
@@ -260,7 +198,7 @@ def compare(
     return ignored
 
 
-def _refuse_other_head(name: str, tensors: list[Theirs], folder: Folder, fetch: Fetch) -> None:
+def _refuse_other_head(name: str, tensors: list[Theirs], folder: Source, fetch: Fetch) -> None:
     """A head that is stored although the model is tied must be the embedding itself, of which a part is compared at a time."""
     table = next(each for each in tensors if each.parts[0].path == "embedding/table")
     shape = folder.tensors()[name][1]
@@ -302,9 +240,10 @@ def _run(family: Any, options: Options) -> Run:
     return config.from_json(Run, raw, where=str(options.source), overrides=options.overrides)
 
 
-def _keep(folder: Folder, place: Path) -> None:
-    """Copies what came with the weights, for an export."""
+def _keep(folder: Source, tokenizer: Imported, place: Path) -> None:
+    """Copies what came with the weights, for an export, and the tokenizer.json where it was made of another form."""
     place.mkdir(exist_ok=True)
     for name in BESIDE:
         if folder.has(name):
             (place / name).write_bytes(folder.read(name, LARGEST_FILE))
+    (place / "tokenizer.json").write_bytes(tokenizer.content)
