@@ -169,7 +169,7 @@ class Store:
             files={},
         )
         try:
-            self._orbax.save(self._path(step), args=ocp.args.StandardSave(state))
+            self._orbax.save(self._path(step), args=ocp.args.StandardSave(_parts(state)))
             faults.point("save.files", step)
         except Exception as error:  # Orbax and its array store raise what they like
             raise self._failed(error) from error
@@ -196,7 +196,9 @@ class Store:
         """
         self._compare(step, _layout(abstract), self.layout(step))
         faults.point("restore.read", step)
-        return self._orbax.restore(self._path(step), args=ocp.args.StandardRestore(abstract))
+        wanted = ocp.args.StandardRestore(_parts(abstract))
+        restored = self._orbax.restore(self._path(step), args=wanted)
+        return abstract._replace(**restored) if hasattr(abstract, "_replace") else restored
 
     def restore_part(self, step: int, name: str, abstract: Any) -> Any:
         """One part of the state, such as `params`, without reading the others. Raises DataError as `restore` does."""
@@ -351,6 +353,13 @@ def _listed(items: list[str]) -> str:
     width = -(-len(items) // LINES)
     lines = (items[first : first + width] for first in range(0, len(items), width))
     return "\n".join("; ".join(line) for line in lines)
+
+
+def _parts(state: Any) -> Any:
+    """The parts of a state by name, without those that it has not: Orbax would store that one is missing, and ask for it."""
+    if not hasattr(state, "_asdict"):
+        return state
+    return {name: part for name, part in state._asdict().items() if part is not None}
 
 
 def _layout(tree: Any) -> dict[str, str]:

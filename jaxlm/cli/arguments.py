@@ -91,6 +91,16 @@ def needed(args: Any, name: str) -> str:
     return value
 
 
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Which of a run's weights are used: its parameters, or an average of them."""
+    parser.add_argument(
+        "--weights",
+        choices=["raw", "ema", "swa"],
+        default="raw",
+        help="the parameters as they are, or the average that the run keeps of them (raw)",
+    )
+
+
 def _example(name: str) -> str:
     return {"--config": "configs/quickstart.py", "--workdir": "runs/a"}.get(name, "VALUE")
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from jaxlm.cli.arguments import needed
+from jaxlm.cli.arguments import add_weights, needed
 from jaxlm.cli.output import Output
 
 
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--best", action="store_true", help="the step with the lowest validation loss"
     )
+    add_weights(parser)
     parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices")
 
 
@@ -35,6 +36,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         workdir=workdir,
         step=args.step,
         best=args.best,
+        weights=args.weights,
         text=tuple(args.text),
         sequence=args.sequence,
         batch=args.batch,

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from jaxlm.cli.arguments import needed
+from jaxlm.cli.arguments import add_weights, needed
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--best", action="store_true", help="the step with the lowest validation loss"
     )
+    add_weights(parser)
     parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices")
 
 
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         seed=args.seed,
         step=args.step,
         best=args.best,
+        weights=args.weights,
         cpu_devices=args.cpu_devices,
         say=out.say,
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.optim.average_config import Average, Swa
 from jaxlm.optim.schedule_config import (
     Constant,
     Cosine,
@@ -63,6 +64,33 @@ def course(config: Schedule, *, total: int, tokens_per_step: int, xp: Any) -> Ca
         return xp.where(now < warmup, _rising(config, warmup, now, xp), after)
 
     return factor
+
+
+def averaged(
+    average: Average | None,
+    factor: Callable[[Any], Any],
+    *,
+    total: int,
+    tokens_per_step: int,
+    xp: Any,
+) -> Callable[[Any], Any]:
+    """A course that from swa's `begin` on is that of its cycles of c updates, where it has a rate of its own.
+
+    Of the update that follows t completed ones it is then high + (low - high) i / (c - 1), with i = (t - begin) mod c.
+
+    Source: Izmailov et al. 2018, arXiv:1803.05407, section 3.2; there i counts from 1, and no update has `high` itself.
+    """
+    if not isinstance(average, Swa) or average.high is None:
+        return factor
+    begin = average.begin.steps(total, tokens_per_step)
+    every = average.every.steps(total, tokens_per_step)
+    high, low = average.high, average.low
+
+    def cyclic(now: Any) -> Any:
+        place = (now - begin) % every
+        return xp.where(now < begin, factor(now), high + (low - high) * place / max(every - 1, 1))
+
+    return cyclic
 
 
 def _rising(config: Schedule, warmup: int, now: Any, xp: Any) -> Any:

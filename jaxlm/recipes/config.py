@@ -18,6 +18,8 @@ from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.union import Family
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
 from jaxlm.objectives.config import INNER, Causal, LossConfig, Objective, has_inner
+from jaxlm.optim.average_config import Average, NoAverage
+from jaxlm.optim.average_config import problems as misaveraged
 from jaxlm.optim.config import AdamW, Optimizer
 from jaxlm.optim.schedule_config import Cosine, Schedule
 from jaxlm.optim.schedule_config import problems as misfits
@@ -40,6 +42,7 @@ class Run:
     loss: LossConfig = setting(LossConfig(), "how the loss is computed")
     optim: Optimizer = setting(AdamW(), "how parameters move")
     schedule: Schedule = setting(Cosine(), "the learning rate over time")
+    average: Average = setting(NoAverage(), "which average of the parameters is kept")
     train: TrainConfig = setting(TrainConfig(), "the loop")
     guard: GuardConfig = setting(GuardConfig(), "which steps are not applied")
     mesh: MeshConfig = setting(MeshConfig(), "which device holds what")
@@ -69,6 +72,8 @@ class Run:
             )
         for name, why, fix in misfits(self.schedule, self.train.steps, self.tokens_per_step):
             yield f"schedule.{name}", why, fix
+        for name, why, fix in misaveraged(self.average, self.train.steps, self.tokens_per_step):
+            yield f"average.{name}", why, fix
 
     def changed(self, settings: Mapping[str, Any]) -> "Run":
         """The run with other settings, by path. Raises ConfigError where they do not suit it."""

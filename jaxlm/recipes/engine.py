@@ -17,8 +17,9 @@ from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
 from jaxlm.evals import loss as evals
 from jaxlm.objectives.token_nll import token_nll
+from jaxlm.optim import average, schedules
 from jaxlm.optim import build as optimizers
-from jaxlm.optim import schedules
+from jaxlm.optim.average_config import NoAverage
 from jaxlm.optim.schedules import LearningRate
 from jaxlm.parallel import host, rules
 from jaxlm.parallel.replicas import Replicas
@@ -43,11 +44,9 @@ class Engine:
     def __init__(self, run: Run, data: Data, model: Assembly, schedule: LearningRate | None = None):
         self.run, self.data, self.model = run, data, model
         blueprint = model.blueprint
+        length = {"total": run.train.steps, "tokens_per_step": run.tokens_per_step}
         schedule = schedule or schedules.build(
-            run.schedule,
-            lr=run.optim.lr,
-            total=run.train.steps,
-            tokens_per_step=run.tokens_per_step,
+            run.schedule, lr=run.optim.lr, average=run.average, **length
         )
         self.optimizer = optimizers.build(run.optim, schedule, blueprint.axes)
         self._ahead = optimizers.ahead(run.optim, blueprint.axes)
@@ -64,6 +63,7 @@ class Engine:
             microbatches=run.train.microbatches if blueprint.schedule is None else 1,
             is_measured=_is_logged(run),
             ahead=self._ahead,
+            average=average.build(run.average, **length),
         )
         if run.train.offload:
             step = functools.partial(_fetching, step, self._shardings(is_fetched=True))
@@ -81,7 +81,8 @@ class Engine:
     def traced(self) -> TrainState:
         """The state before the first update; to be traced, not called."""
         params = self.model.blueprint.init(random.key(self.run.seed, "init"))
-        return states.fresh(params, self.optimizer, self.run.guard)
+        averaged = None if isinstance(self.run.average, NoAverage) else average.first(params)
+        return states.fresh(params, self.optimizer, self.run.guard, averaged)
 
     def fresh(self) -> TrainState:
         """The state before the first update, on the mesh from birth."""
@@ -90,6 +91,10 @@ class Engine:
     def seen(self, state: TrainState) -> Any:
         """The parameters at which the next step takes its gradient."""
         return self._ahead(state.params, state.opt_state) if self._ahead else state.params
+
+    def averaged(self, state: TrainState) -> Any:
+        """The average of the parameters, in their dtypes; the run keeps one."""
+        return jax.tree.map(lambda a, p: a.astype(p.dtype), state.average, state.params)
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for a restore."""
@@ -119,7 +124,7 @@ class Engine:
         }
 
     def held(self) -> dict[str, int]:
-        """Bytes on each device by what they are: parameters, gradients (while a step is computed), optimizer's state."""
+        """Bytes on each device by what they are: parameters, gradients (while a step is computed), optimizer's state, average."""
         model, state = self.model, self.abstract()
 
         def size(leaves: Any, layout: Any) -> int:
@@ -137,7 +142,7 @@ class Engine:
                 jax.eval_shape(model.precision.reduced, state.params), model.gradients
             ),
             "optimizer": size(state.opt_state, sharding.opt_state),
-        }
+        } | ({"average": size(state.average, sharding.average)} if state.average else {})
 
     def _shardings(self, *, is_fetched: bool = False) -> Any:
         """Where each leaf of the state lies, between steps or while one `is_fetched` to the devices."""
@@ -159,6 +164,7 @@ class Engine:
             params=self.model.shardings,
             opt_state=opt_state,
             guard=jax.tree.map(lambda _: replicated, shapes.guard),
+            average=None if shapes.average is None else self.model.shardings,
         )
 
 

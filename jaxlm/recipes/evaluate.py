@@ -15,7 +15,7 @@ from jaxlm.evals import loss as evals
 from jaxlm.objectives import corruption
 from jaxlm.parallel import host, rules
 from jaxlm.recipes import assembly, attention, reading, trained
-from jaxlm.recipes.trained import Trained
+from jaxlm.recipes.trained import Trained, Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Options:
     workdir: Path
     step: int | None = None
     best: bool = False
+    weights: Weights = "raw"
     text: tuple[str, ...] = ()  # globs; none means the run's own validation sets
     sequence: int | None = None
     batch: int | None = None
@@ -40,6 +41,7 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
         options.workdir,
         step=options.step,
         best=options.best,
+        weights=options.weights,
         sequence=options.sequence,
         cpu_devices=options.cpu_devices,
         say=say,

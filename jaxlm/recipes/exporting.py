@@ -21,7 +21,7 @@ from jaxlm.data import tokenizer_json
 from jaxlm.models import cost
 from jaxlm.parallel import rules
 from jaxlm.recipes import assembly, importing, trained
-from jaxlm.recipes.trained import Trained
+from jaxlm.recipes.trained import Trained, Weights
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[Dtype, np.dtype] = {
@@ -48,6 +48,7 @@ class Options:
     out: Path
     step: int | None = None
     best: bool = False
+    weights: Weights = "raw"
     dtype: Dtype | None = None  # None is that of the model it was imported from, else float32
     shard_bytes: int = SHARD_BYTES
     cpu_devices: int | None = None
@@ -73,6 +74,7 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         options.workdir,
         step=options.step,
         best=options.best,
+        weights=options.weights,
         cpu_devices=options.cpu_devices,
         say=say,
     )

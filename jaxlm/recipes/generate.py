@@ -10,6 +10,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.generate.config import SampleConfig
 from jaxlm.recipes import trained
 from jaxlm.recipes.sample import Sampler
+from jaxlm.recipes.trained import Weights
 
 
 def generate(
@@ -19,6 +20,7 @@ def generate(
     seed: int,
     step: int | None = None,
     best: bool = False,
+    weights: Weights = "raw",
     cpu_devices: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
@@ -28,7 +30,9 @@ def generate(
       ConfigError: where a prompt and what follows it do not fit the model's position table, or the model has not learnt to
         go on from any.
     """
-    opened = trained.open_run(workdir, step=step, best=best, cpu_devices=cpu_devices, say=say)
+    opened = trained.open_run(
+        workdir, step=step, best=best, weights=weights, cpu_devices=cpu_devices, say=say
+    )
     if opened.run.objective.prompts == "none":
         raise ConfigError(
             "this model has not learnt to go on from a text",

@@ -111,7 +111,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     used = held | plan_memory.temporary_bytes(run, decoder, share, sizes, held)
     if is_cpu:
         # Activations are gone by then: the larger of the two counts.
-        coming = sum(used.values()) - held["parameters"] - held["optimizer"]
+        coming = held["gradients"] + sum(used.values()) - sum(held.values())
         used["update"] = max(CPU_COPIES * held["parameters"] - coming, 0.0)
     used["total"] = sum(used.values())
     peak = peak_flops(run.precision.compute, machine.chip, assumed)
@@ -243,7 +243,7 @@ def _saved(run: Run, decoder: Decoder) -> float:
         run, train=dataclasses.replace(run.train, offload=())
     )  # offloaded state is saved too
     held = plan_memory.held_bytes(one, decoder, whole)
-    return held["parameters"] + held["optimizer"]
+    return sum(held.values()) - held["gradients"]
 
 
 def _risks(run: Run, machine: Machine, decoder: Decoder) -> Iterator[str]:

@@ -10,6 +10,7 @@ from jaxlm.models.activations import Share
 from jaxlm.models.config import Decoder
 from jaxlm.models.tensors import Tensor, tensors
 from jaxlm.ops.kernels import BLOCK
+from jaxlm.optim.average_config import NoAverage
 from jaxlm.optim.config import ScheduleFree
 from jaxlm.optim.moments import moments
 from jaxlm.parallel import logical
@@ -20,14 +21,16 @@ LOOSE = 1.1  # a buffer's place is found in a heap with holes
 
 
 def held_bytes(run: Run, decoder: Decoder, sizes: Sizes) -> dict[str, float]:
-    """Bytes on each device by what they are: parameters, gradients (while a step is computed), optimizer's state.
+    """Bytes on each device by what they are: parameters, gradients (while a step is computed), optimizer's state, average.
 
     `mesh.zero` says which of them fsdp splits.
     """
     item, zero = ITEM_BYTES[run.precision.params], run.mesh.zero
     found = list(tensors(decoder))
+    numbers = sum(_part(each, sizes, is_split=zero == 3) for each in found)
+    average = {} if isinstance(run.average, NoAverage) else {"average": 4.0 * numbers}
     return {
-        "parameters": sum(_part(each, sizes, is_split=zero == 3) for each in found) * item,
+        "parameters": numbers * item,
         "gradients": sum(_part(each, sizes, is_split=zero >= 2) for each in found)
         * ITEM_BYTES[run.precision.reduce],
         "optimizer": sum(
@@ -36,7 +39,7 @@ def held_bytes(run: Run, decoder: Decoder, sizes: Sizes) -> dict[str, float]:
             for kept in moments(run.optim, each.shape, each.axes)
         )
         * (0 if "optimizer" in run.train.offload else 1),
-    }
+    } | average
 
 
 def sharding(decoder: Decoder, sizes: Sizes, zero: int) -> list[dict[str, Any]]:

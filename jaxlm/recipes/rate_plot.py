@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlm.core.errors import cannot_write
 from jaxlm.monitor import plots, sinks
-from jaxlm.optim.course import course
+from jaxlm.optim.course import averaged, course
 from jaxlm.recipes.config import Run
 
 MOST = 1000  # points of a curve
@@ -22,7 +22,12 @@ def draw(run: Run, target: Path) -> dict[str, Any]:
       NotWritable: where the picture cannot be written.
     """
     steps = np.unique(np.linspace(1, run.train.steps, MOST).round().astype(int))
-    factor = course(run.schedule, total=run.train.steps, tokens_per_step=run.tokens_per_step, xp=np)
+    length: dict[str, Any] = {
+        "total": run.train.steps,
+        "tokens_per_step": run.tokens_per_step,
+        "xp": np,
+    }
+    factor = averaged(run.average, course(run.schedule, **length), **length)
     rates = run.optim.lr * factor(steps - 1.0)
     points = list(zip(steps.tolist(), rates.tolist(), strict=True))
     _open(target.parent)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, tree
 from jaxlm.core.errors import CommandError, ConfigError, DataError
+from jaxlm.optim import average
 from jaxlm.optim.schedule_config import Schedule, spans
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
@@ -108,25 +109,32 @@ def find(store: Store, wish: Wish, say: Callable[[str], None]) -> int | None:
 
 
 def state(engine: Engine, store: Store, step: int, wish: Wish) -> TrainState:
-    """The state of a step on this run's mesh.
+    """The state of a step on this run's mesh. An average that the step has not begins at its parameters; one that the run keeps no more is left out.
 
     Raises:
       DataError: where it does not fit the model, or has other dtypes and no cast was asked for.
     """
-    wanted = engine.abstract()
-    stored = _in_stored_dtypes(wanted, store.layout(step)) if wish.cast else wanted
-    if wish.reset_optimizer:
-        params = store.restore_part(step, "params", stored.params)
-        guard = store.restore_part(step, "guard", stored.guard)
-        restored = stored._replace(
-            step=jnp.int32(step),
-            params=params,
-            opt_state=engine.optimizer.init(params),
-            guard=guard,
-        )
-    else:
+    wanted, layout = engine.abstract(), store.layout(step)
+    stored = _in_stored_dtypes(wanted, layout) if wish.cast else wanted
+    has_average = any(path.startswith("average/") for path in layout)
+    if not wish.reset_optimizer and has_average == (wanted.average is not None):
         restored = store.restore(step, stored)
-    return _cast(restored, wanted) if wish.cast or wish.reset_optimizer else restored
+        return _cast(restored, wanted) if wish.cast else restored
+
+    def part(name: str) -> Any:
+        return store.restore_part(step, name, getattr(stored, name))
+
+    params, averaged = part("params"), None
+    if wanted.average is not None:
+        averaged = part("average") if has_average else average.first(params)
+    restored = TrainState(
+        step=jnp.int32(step),
+        params=params,
+        opt_state=engine.optimizer.init(params) if wish.reset_optimizer else part("opt_state"),
+        guard=part("guard"),
+        average=averaged,
+    )
+    return _cast(restored, wanted)
 
 
 def parameters(engine: Engine, store: Store, step: int, fresh: TrainState) -> TrainState:
@@ -137,8 +145,10 @@ def parameters(engine: Engine, store: Store, step: int, fresh: TrainState) -> Tr
     """
     wanted = engine.abstract()
     stored = _in_stored_dtypes(wanted, store.layout(step))
-    params = store.restore_part(step, "params", stored.params)
-    return fresh._replace(params=_cast(params, wanted.params))
+    params = _cast(store.restore_part(step, "params", stored.params), wanted.params)
+    if fresh.average is None:
+        return fresh._replace(params=params)
+    return fresh._replace(params=params, average=_cast(average.first(params), wanted.average))
 
 
 def _cast(values: Any, wanted: Any) -> Any:

@@ -16,6 +16,7 @@ from jaxlm.monitor import chips, memory, sinks, traced, words
 from jaxlm.monitor.clock import Clock
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.profile import Trace
+from jaxlm.optim.average_config import NoAverage, start
 from jaxlm.parallel import operations
 from jaxlm.recipes import beginning, forensics, foresight, reading, resume, stepping
 from jaxlm.recipes.beginning import Origin
@@ -305,13 +306,19 @@ class Session:
         self._open_sinks()
 
     def _evaluate(self, state: TrainState, step: int) -> float | None:
-        """Every validation set; the loss of the one that is followed ranks checkpoints."""
+        """Every validation set, of the average as NAME.ema or NAME.swa too; the loss of the one followed ranks checkpoints."""
         run = self.run
         with self.clock.pause(), self.crew.watch.phase("eval"):
             faults.point("eval", step)
             every = None if run.eval.batches == "all" else run.eval.batches
             limit = None if step == run.train.steps else every
             results = self.engine.evaluate(state.params, limit=limit)
+            kept = run.average
+            if not isinstance(kept, NoAverage) and step >= start(
+                kept, run.train.steps, run.tokens_per_step
+            ):
+                of_average = self.engine.evaluate(self.engine.averaged(state), limit=limit)
+                results |= {f"{name}.{kept.name}": each for name, each in of_average.items()}
             for name, record in results.items():
                 self._write(step, name, record)
             assert self.followed is not None  # else no evaluation is due

@@ -3,22 +3,26 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
-from jaxlm.core.errors import ConfigError, DataError, InputMissing
+from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing
 from jaxlm.data import tokenizer as tokenizers
 from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.optim.average_config import NoAverage
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import assembly, attention, devices
 from jaxlm.recipes.assembly import Assembly
 from jaxlm.recipes.config import Run
 from jaxlm.train.rundir import read_json
+
+Weights = Literal["raw", "ema", "swa"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,30 +41,51 @@ def open_run(
     *,
     step: int | None = None,
     best: bool = False,
+    weights: Weights = "raw",
     sequence: int | None = None,
     cpu_devices: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Trained:
     """Opens the newest step of a run, the best one, or the one named; to be used on rows of `sequence` tokens, or its own.
 
+    `weights` are its parameters, or the average of them that it keeps, in their dtypes.
+
     Attention is computed as suits these devices and rows, where the kernel that it was trained with cannot; that is said.
 
     Raises:
       InputMissing: where there is no run or no such step.
       DataError: where the step is damaged.
+      CommandError: where the run keeps no such average.
     """
     run = config.from_json(
         Run, read_json(workdir, "config.json"), where=str(workdir / "config.json")
     )
     encoder = tokenizers.read(workdir / "tokenizer")
+    if weights not in ("raw", run.average.name):
+        raise CommandError(
+            f"the run keeps no {weights} of its parameters",
+            where=f"--weights={weights}",
+            why=f"its average.name is {run.average.name}",
+            fix=f"--weights={'raw' if isinstance(run.average, NoAverage) else run.average.name}",
+        )
     devices.start(cpu_devices)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
     chosen = choose(store, step, best, say)
     mesh = devices.build_mesh(run.mesh if _fits(run.mesh) else MeshConfig())
     vocab = assembly.vocabulary(run, encoder.size)
     model = assembly.assemble(_suited(run, vocab, mesh, sequence, say), vocab, mesh)
-    params = store.restore_part(chosen, "params", assembly.placed(model))
+    params = _restored(store, chosen, assembly.placed(model), weights)
     return Trained(run, chosen, model, params, encoder)
+
+
+def _restored(store: Store, step: int, placed: Any, weights: Weights) -> Any:
+    if weights == "raw":
+        return store.restore_part(step, "params", placed)
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), placed
+    )
+    average = store.restore_part(step, "average", wanted)
+    return jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), average, placed)
 
 
 def choose(store: Store, step: int | None, best: bool, say: Callable[[str], None]) -> int:

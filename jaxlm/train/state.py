@@ -24,11 +24,19 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     guard: GuardState
+    average: Any = None  # of the parameters, in float32; None where the run keeps none
 
 
-def fresh(params: Any, optimizer: optax.GradientTransformation, guard: GuardConfig) -> TrainState:
+def fresh(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    guard: GuardConfig,
+    average: Any = None,
+) -> TrainState:
     """The state before the first update."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), guards.fresh(guard))
+    return TrainState(
+        jnp.zeros((), jnp.int32), params, optimizer.init(params), guards.fresh(guard), average
+    )
 
 
 def abstract(shapes: TrainState, shardings: TrainState) -> TrainState:

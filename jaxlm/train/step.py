@@ -35,6 +35,7 @@ def build(
     microbatches: int = 1,
     is_measured: Callable[[Array], Array] | None = None,
     ahead: Callable[[Any, Any], Any] | None = None,
+    average: Callable[[Any, Any, Array], Any] | None = None,
 ) -> Step:
     """The function (state, batch) -> (state, metrics), to be jitted once with its state donated.
 
@@ -42,10 +43,11 @@ def build(
     divided once by the weight of the whole batch, so k micro-batches give the gradient of one batch however
     unevenly their tokens weigh. `key` is the root of the step's random numbers. `layout` is the sharding of each gradient,
     which the sums over micro-batches have too; None leaves it to the compiler. The gradient is taken at the parameters,
-    or where `ahead(params, opt_state)` says.
+    or where `ahead(params, opt_state)` says. `average(average, params, updates)` is the average of the parameters after so many
+    applied updates.
 
-    The guard decides whether the update is applied; where not, parameters and optimizer stay as they are, bit for bit,
-    and only the step's number and the guard's counters move. The learning rate follows the applied updates.
+    The guard decides whether the update is applied; where not, parameters, optimizer and average stay as they are, bit
+    for bit, and only the step's number and the guard's counters move. The learning rate follows the applied updates.
 
     Where gradients pass through float16, what is differentiated is the sum times scale / tokens of the micro-batch: about
     the mean times the scale, so the same scale fits batches of any size. The gradient is divided by it in float32,
@@ -105,8 +107,10 @@ def build(
         # Computed in the gradients' dtype, kept in that of the parameters, which may be lower.
         opt_state = jax.tree.map(lambda x, old: x.astype(old.dtype), opt_state, state.opt_state)
         params = optax.apply_updates(state.params, updates)
-        params, opt_state = guards.select(
-            is_good, (params, opt_state), (state.params, state.opt_state)
+        applied = state.step - state.guard.skipped - scale.overflows
+        averaged = None if average is None else average(state.average, params, applied + 1)
+        params, opt_state, averaged = guards.select(
+            is_good, (params, opt_state, averaged), (state.params, state.opt_state, state.average)
         )
 
         def norms() -> tuple[Array, Array]:
@@ -120,7 +124,6 @@ def build(
             param_norm, update_ratio = jax.lax.cond(
                 is_measured(state.step + 1), norms, lambda: (unknown, unknown)
             )
-        applied = state.step - state.guard.skipped - scale.overflows
         metrics = {name: mean.value for name, mean in part.metrics.items()} | {
             "tokens": jnp.where(is_good, part.objective.weight, 0.0),
             "learning_rate": jnp.asarray(schedule(applied), jnp.float32),
@@ -137,7 +140,7 @@ def build(
                 "loss_scale": guarded.scale.factor,
                 "overflows_total": guarded.scale.overflows,
             }
-        return TrainState(state.step + 1, params, opt_state, guarded), metrics
+        return TrainState(state.step + 1, params, opt_state, guarded, averaged), metrics
 
     return step
 

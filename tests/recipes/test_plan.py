@@ -71,6 +71,7 @@ def planned(run, devices=1):
             4,
         ),
         ({"train.offload": "('optimizer',)"}, 1),
+        ({"precision.params": "bfloat16", "mesh.fsdp": "4", "average.name": "ema"}, 4),
         *(
             ({"mesh.fsdp": "2", "mesh.tensor": "2", "mesh.zero": "1", "optim.name": arm().name}, 4)
             for arm in typing.get_args(Optimizer)

@@ -1,0 +1,56 @@
+"""The average of the parameters: an exponential one, or stochastic weight averaging."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxlm.optim.average_config import Average, Ema, NoAverage, Swa
+
+Averaging = Callable[[Any, Any, Array], Any]
+
+
+def first(params: Any) -> Any:
+    """The average before the first update: the parameters, in float32, in which small steps towards them are not lost."""
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+
+
+def build(config: Average, *, total: int, tokens_per_step: int) -> Averaging | None:
+    """The function (average, parameters, updates) -> average once so many updates were applied; None for no average.
+
+    With n the updates since `begin`, an average a goes to a + w (p - a), where w is
+
+        ema   1 - min(decay, (1 + n) / (10 + n))
+        swa   1 / k where n = k every, else 0
+
+    and to p itself for n < 1, or with swa for k = 1 and before. Nothing but the number of updates is remembered.
+
+    Source: Polyak and Juditsky 1992 (averaging of iterates); TensorFlow's `ExponentialMovingAverage` (the limit while n is
+    small); Izmailov et al. 2018, arXiv:1803.05407, algorithm 1 (swa).
+    """
+    if isinstance(config, NoAverage):
+        return None
+    begin = config.begin.steps(total, tokens_per_step)
+    every = config.every.steps(total, tokens_per_step) if isinstance(config, Swa) else 1
+
+    def update(average: Any, params: Any, updates: Array) -> Any:
+        weight = _weight(config, updates - begin, every)
+
+        def leaf(a: Array, p: Array) -> Array:
+            p = p.astype(a.dtype)
+            return jnp.where(weight == 1, p, a + weight * (p - a))
+
+        return jax.tree.map(leaf, average, params)
+
+    return update
+
+
+def _weight(config: Ema | Swa, n: Array, every: int) -> Array:
+    count = n.astype(jnp.float32)
+    if isinstance(config, Swa):
+        weight = jnp.where(n % every == 0, every / jnp.maximum(count, 1), 0.0)
+        return jnp.where(n <= every, 1.0, weight)
+    kept = jnp.minimum(config.decay, (1 + count) / (10 + count))
+    return jnp.where(n < 1, 1.0, 1 - kept)

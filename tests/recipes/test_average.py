@@ -1,0 +1,131 @@
+"""Averages through the front door: kept, saved, resumed, evaluated, used, and made of checkpoints."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+SETTINGS = {
+    "checkpoint.every": 1,
+    "checkpoint.keep_last": 20,
+    "eval.every": 6,
+    "average.name": "ema",
+    "average.decay": 0.9,
+    "average.begin": "3",
+    "train.steps": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def run(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "ema"
+    assert main([*harness.words(config, workdir), "--stop_at=5"]) == 0
+    assert main(harness.words(config, workdir)) == 0
+    return workdir
+
+
+def params(run, step):
+    """The parameters of a step, by path, in float64."""
+    return {
+        path.removeprefix("params/"): np.asarray(leaf, np.float64)
+        for path, leaf in harness.store(run).arrays(step).items()
+        if path.startswith("params/")
+    }
+
+
+def answer(capsys, *words):
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_what_is_saved_is_the_average_of_what_was_saved_before(run):
+    arrays = harness.store(run).arrays(8)
+    kept = params(run, 3)
+    for n in range(1, 6):
+        decay = min(0.9, (1 + n) / (10 + n))
+        for path, p in params(run, 3 + n).items():
+            kept[path] = decay * kept[path] + (1 - decay) * p
+    for path, wanted in kept.items():
+        np.testing.assert_allclose(arrays[f"average/{path}"], wanted, rtol=1e-5, atol=1e-7)
+        assert (arrays[f"average/{path}"] != arrays[f"params/{path}"]).any()
+
+
+@pytest.mark.slow
+def test_stopping_and_going_on_changed_no_bit_of_it(config, run, tmp_path):
+    assert main(harness.words(config, tmp_path / "run")) == 0
+    assert harness.state_digest(tmp_path / "run") == harness.state_digest(run)
+    assert harness.losses(tmp_path / "run") == harness.losses(run)
+
+
+def test_it_is_evaluated_beside_the_parameters_and_on_demand(run, capsys):
+    rows = {(r["split"], r["step"]): r for r in harness.records(run) if r["split"] != "train"}
+    assert set(rows) == {(name, step) for name in ("val", "val.ema") for step in (6, 8)}
+    found = {
+        name: answer(capsys, "eval", f"--workdir={run}", *flags)["loss_nats"]
+        for name, flags in (("val", ()), ("val.ema", ("--weights=ema",)))
+    }
+    for name, loss in found.items():
+        assert loss == pytest.approx(rows[name, 8]["loss_nats"], rel=1e-6)
+    assert abs(found["val"] - found["val.ema"]) > 1e-4
+
+
+def test_it_writes_text_and_is_exported(run, tmp_path, capsys):
+    words = ["generate", f"--workdir={run}", "--temperature=0", "--max_tokens=4", "--prompt=one"]
+    assert len(answer(capsys, *words, "--weights=ema")["samples"][0]["ids"]) > 0
+    out = tmp_path / "hub"
+    answer(capsys, "export", f"--workdir={run}", f"--out={out}", "--weights=ema")
+    from safetensors.numpy import load_file
+
+    table = load_file(out / "model.safetensors")["model.embed_tokens.weight"]
+    assert (table == harness.store(run).arrays(8)["average/embedding/table"]).all()
+
+
+def test_an_average_that_the_run_has_not_is_refused(run, capsys):
+    assert main(["eval", f"--workdir={run}", "--weights=swa"]) == 2
+    said = capsys.readouterr().err
+    assert "keeps no swa" in said
+    assert "--weights=ema" in said
+
+
+@pytest.mark.slow
+def test_a_run_may_begin_to_average_later_and_stop_to(config, run, tmp_path):
+    """With the user's word. It begins at the parameters that are there."""
+    workdir = tmp_path / "run"
+    none = "--config.average.name=none"
+    assert main([*harness.words(config, workdir), none, "--stop_at=4"]) == 0
+    assert not any(path.startswith("average/") for path in harness.store(workdir).arrays(4))
+    assert main(harness.words(config, workdir)) == 2
+    allowed = [*harness.words(config, workdir), "--allow_change=average"]
+    assert main([*allowed, "--stop_at=5"]) == 0
+    before, arrays = params(workdir, 4), harness.store(workdir).arrays(5)
+    kept = min(0.9, 3 / 12)
+    for path, p in params(workdir, 5).items():
+        wanted = kept * before[path] + (1 - kept) * p
+        np.testing.assert_allclose(arrays[f"average/{path}"], wanted, rtol=1e-5, atol=1e-7)
+    assert main([*allowed, none, "--stop_at=6"]) == 0
+    assert not any(path.startswith("average/") for path in harness.store(workdir).arrays(6))
+    assert params(workdir, 6).keys() == before.keys()
+    for path, p in params(workdir, 6).items():
+        np.testing.assert_array_equal(p, params(run, 6)[path])
+
+
+@pytest.mark.slow
+def test_a_run_from_anothers_weights_begins_its_average_there(config, run, tmp_path):
+    workdir = tmp_path / "run"
+    words = [*harness.words(config, workdir), f"--init_from={run}", "--stop_at=1"]
+    assert main([*words, "--config.average.begin=0"]) == 0
+    arrays = harness.store(workdir).arrays(0)
+    for path, p in params(run, 8).items():
+        np.testing.assert_array_equal(arrays[f"average/{path}"], p)
+    assert math.isfinite(harness.records(workdir)[0]["loss_nats"])
