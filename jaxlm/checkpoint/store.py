@@ -231,6 +231,15 @@ class Store:
         reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
         return leaves(reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy)))
 
+    def leaf(self, step: int, path: str) -> np.ndarray:
+        """One array of the parameters by its path, whole, in host memory; no other is read."""
+        item: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+        for part in reversed(["params", *path.split("/")]):
+            item = {part: item}
+        args = ocp.args.PyTreeRestore(item=item, restore_args=item, partial_restore=True)
+        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        return next(iter(leaves(reader.restore(self._path(step), args=args)).values()))
+
     def close(self) -> None:
         """Waits for what is being written; raises SaveFailed where it failed."""
         self.wait()

@@ -30,6 +30,9 @@ VERBS = {
     "launch": Verb("jaxlm.cli.launch", "train with several processes, started again", "Train"),
     "eval": Verb("jaxlm.cli.evaluate", "loss, bits per byte and calibration of a run", "Use a run"),
     "generate": Verb("jaxlm.cli.generate", "write text with a run", "Use a run"),
+    "average": Verb(
+        "jaxlm.cli.average", "average checkpoints into a run of their own", "Use a run"
+    ),
     "report": Verb("jaxlm.cli.report", "draw the plots and write report.html again", "Use a run"),
     "checkpoint": Verb(
         "jaxlm.cli.checkpoint", "list, inspect, compare and verify checkpoints", "Use a run"

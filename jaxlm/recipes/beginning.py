@@ -29,8 +29,13 @@ class Origin:
     store: Store
     step: int
 
+    @property
+    def workdir(self) -> Path:
+        """The directory of the run."""
+        return Path(str(self.store.directory.parent))
+
     def __str__(self) -> str:
-        return f"step {self.step} of {self.store.directory.parent}"
+        return f"step {self.step} of {self.workdir}"
 
 
 def find(place: str, wanted: Run, say: Callable[[str], None]) -> Origin:
@@ -42,19 +47,8 @@ def find(place: str, wanted: Run, say: Callable[[str], None]) -> Origin:
       DataError: where it is damaged.
       ConfigError: where its model is another one.
     """
-    path, at, text = place.rpartition("@")
-    named = Path(path if at else place)
-    if at and not text.isdigit():
-        raise CommandError(
-            "the step to begin from is no number",
-            where=f"--init_from={place}",
-            fix=f"--init_from={named} begins from its newest step",
-        )
-    run = config.from_json(Run, read_json(named, "config.json"), where=str(named / "config.json"))
-    store = Store(named / "checkpoints", CheckpointConfig(), read_only=True)
-    step = trained.choose(store, int(text) if at else None, False, say)
-    changes = [each for each in config.diff(run, wanted) if each.path.startswith("model.")]
-    if others := [each for each in changes if each.path not in FREE]:
+    origin = opened(place, "--init_from", say)
+    if others := differences(origin.run, wanted):
         more = f"\nand {len(others) - 3} more" if len(others) > 3 else ""
         raise ConfigError(
             "the model is not that of the run to begin from",
@@ -62,12 +56,39 @@ def find(place: str, wanted: Run, say: Callable[[str], None]) -> Origin:
             why="\n".join(map(str, others[:3])) + more,
             fix=shlex.join(f"--config.{each.path}={each.old}" for each in others),
         )
-    return Origin(run, store, step)
+    return origin
+
+
+def opened(place: str, flag: str, say: Callable[[str], None]) -> Origin:
+    """The run and the step of RUN[@STEP], the newest where none is named; what `flag` asked for.
+
+    Raises:
+      CommandError: where STEP is no number.
+      InputMissing: where there is no such run or step.
+      DataError: where it is damaged.
+    """
+    path, at, text = place.rpartition("@")
+    named = Path(path if at else place)
+    if at and not text.isdigit():
+        raise CommandError(
+            "the step to begin from is no number",
+            where=f"{flag}={place}",
+            fix=f"{flag}={named} begins from its newest step",
+        )
+    run = config.from_json(Run, read_json(named, "config.json"), where=str(named / "config.json"))
+    store = Store(named / "checkpoints", CheckpointConfig(), read_only=True)
+    return Origin(run, store, trained.choose(store, int(text) if at else None, False, say))
+
+
+def differences(run: Run, wanted: Run) -> list[config.Change]:
+    """The settings of two models in which they differ, but for those that change nothing of what weights mean."""
+    changes = config.diff(run, wanted)
+    return [each for each in changes if each.path.startswith("model.") and each.path not in FREE]
 
 
 def check_tokenizer(origin: Origin, digest: str) -> None:
     """Raises ConfigError where text becomes other ids than those that the weights were trained on."""
-    place = Path(str(origin.store.directory.parent)) / "tokenizer"
+    place = origin.workdir / "tokenizer"
     if tokenizers.read(place).digest != digest:
         raise ConfigError(
             "the tokenizer is not that of the run to begin from",

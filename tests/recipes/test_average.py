@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -129,3 +130,46 @@ def test_a_run_from_anothers_weights_begins_its_average_there(config, run, tmp_p
     for path, p in params(run, 8).items():
         np.testing.assert_array_equal(arrays[f"average/{path}"], p)
     assert math.isfinite(harness.records(workdir)[0]["loss_nats"])
+
+
+def test_checkpoints_are_averaged_into_a_run_that_can_be_used(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = ["average", f"--workdir={run}", "--steps=6,7", f"--with={run}@8", "--proportions=1,2,5"]
+    found = answer(capsys, *words, f"--out={out}")
+    assert [each["share"] for each in found["of"]] == [1 / 8, 2 / 8, 5 / 8]
+    mixed = [params(run, step) for step in (6, 7, 8)]
+    for path, leaf in harness.store(out).arrays(0).items():
+        p, q, r = (each[path.removeprefix("params/")] for each in mixed)
+        assert (leaf == ((p + 2 * q + 5 * r) / 8).astype(np.float32)).all()
+        assert leaf.dtype == np.float32
+    assert found["parameters"] == sum(each.size for each in mixed[0].values())
+    assert math.isfinite(answer(capsys, "eval", f"--workdir={out}")["loss_nats"])
+    assert main([*words, f"--out={out}"]) == 2, "nothing is overwritten"
+
+
+def test_what_cannot_be_averaged_is_refused(run, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    changed = json.loads((other / "config.json").read_text())
+    changed["model"]["norm_eps"] = 1e-3
+    (other / "config.json").write_text(json.dumps(changed))
+
+    def said(*flags):
+        code = main(["average", f"--workdir={run}", f"--out={tmp_path / 'out'}", *flags])
+        return code, capsys.readouterr().err
+
+    for flags, code, word in (
+        (("--steps=7", f"--with={other}@8"), 65, "model.norm_eps"),
+        (("--newest=2", "--proportions=1,2,3"), 2, "--proportions=1,1"),
+        (("--newest=2", "--proportions=1,-1"), 2, "below zero"),
+        (("--newest=2", "--proportions=1,x"), 2, "not a number"),
+        (("--newest=99",), 2, "committed steps"),
+        (("--steps=7",), 2, "several"),
+        (("--steps=7,7",), 2, "several"),
+        (("--steps=7,99",), 66, "no checkpoint of step 99"),
+        ((), 2, "no step is named"),
+    ):
+        found = said(*flags)
+        assert found[0] == code, (flags, found)
+        assert word in found[1]
+    assert not (tmp_path / "out").exists()
