@@ -81,6 +81,7 @@ class Decoder(nnx.Module):
                 remat=remat,
                 schedule=schedule,
                 axis=axis,
+                name=name,
             )
 
         self.embedding = table("embedding", config.vocab, "vocab")

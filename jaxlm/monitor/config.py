@@ -6,6 +6,8 @@ from typing import Literal
 
 from jaxlm.core.config import Span, setting
 
+Watched = Literal["norms", "activations", "attention", "noise"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
@@ -15,6 +17,24 @@ class LogConfig:
     sinks: tuple[Literal["console", "tensorboard"], ...] = setting(
         ("console", "tensorboard"), "who else gets each logged step: console (rows), tensorboard"
     )
+    watch: tuple[Watched, ...] = setting(
+        (),
+        "figures of every layer in a logged step: norms (gradient, parameter, update), activations (their size, dead units, load of experts), attention (entropy, largest logit); and noise (of the gradient, against the batch)",
+    )
+    watch_every: Span = setting(
+        Span.parse("5%"),
+        "how often, at the next logged step; each time costs about one more step",
+    )
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Before a step that is watched, it must be known that it is."""
+        for name, span in (("every", self.every), ("watch_every", self.watch_every)):
+            if self.watch and span.unit == "second":
+                yield (
+                    name,
+                    f"layers are watched at steps that are known before, not at a time, {span}",
+                    f"--config.log.{name}=1%",
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

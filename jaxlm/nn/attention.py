@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlm.core.precision import Precision
+from jaxlm.nn import noted
 from jaxlm.nn.cache import LayerCache
 from jaxlm.nn.config import AttentionConfig
 from jaxlm.nn.init import Initializer
@@ -14,6 +15,7 @@ from jaxlm.nn.linear import Linear
 from jaxlm.nn.norm import Norm
 from jaxlm.ops import attention as ops
 from jaxlm.ops import rope
+from jaxlm.ops.attention_figures import attention_figures
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.rules import constrain
 
@@ -92,16 +94,38 @@ class Attention(nnx.Module):
             assert start is not None
             cache = cache.write(keys, values, start)
             keys, values = cache
+        mask = dataclasses.replace(mask, window=config.window)
+        scale = config.head_dim**-0.5 if config.scale is None else config.scale
+        self._note(query, keys, mask, scale)
         out = ops.attention(
             query,
             keys,
             values,
-            dataclasses.replace(mask, window=config.window),
+            mask,
             self.precision,
-            scale=config.head_dim**-0.5 if config.scale is None else config.scale,
+            scale=scale,
             cap=config.cap,
             dropout=config.dropout,
             dropout_key=key,
             kernel=config.kernel if cache is None else "reference",
         )
         return self.out(constrain(out, "batch", "length", "heads", "head_dim")), cache
+
+    def _note(self, query: Array, keys: Array, mask: Mask, scale: float) -> None:
+        """Each head's largest score and its entropy, of queries that are not padding."""
+        entropy = noted.is_asked("entropy")
+        if not (entropy or noted.is_asked("logits")):
+            return
+        peak, spread, queries = attention_figures(
+            query,
+            keys,
+            mask,
+            self.precision.compute,
+            scale=scale,
+            cap=self.config.cap,
+            entropy=entropy,
+        )
+        noted.peak("logit_max", peak)
+        if spread is not None:
+            noted.add("entropy", spread)
+            noted.add("queries", queries)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
+from jaxlm.nn import noted
 from jaxlm.nn.attention import Attention
 from jaxlm.nn.cache import LayerCache
 from jaxlm.nn.config import NORMS, BlockConfig, MoeConfig
@@ -79,19 +80,26 @@ class Block(nnx.Module):
             read, positions=positions, mask=mask, cache=cache, start=start, key=keys[0]
         )
         added = _normed(self.attention_out_norm, added)
+        _note("attention_out", added, mask)
         added = dropout(checkpoint_name(added, "attention_out"), rate, keys[1])
         if residual in ("parallel", "parallel_norms"):
             read = read if self.mlp_norm is None else self.mlp_norm(x)
             beside, losses = self._feed_forward(read, mask, is_whole)
-            return self._stream(x + added + dropout(beside, rate, keys[2])), cache, losses
+            _note("mlp_out", beside, mask)
+            x = self._stream(x + added + dropout(beside, rate, keys[2]))
+            _note("stream", x, mask)
+            return x, cache, losses
         x = self._stream(x + added)
         x = _normed(self.attention_norm if is_post else None, x)
         added, losses = self._feed_forward(
             _normed(None if is_post else self.mlp_norm, x), mask, is_whole
         )
         added = _normed(self.mlp_out_norm, added)
+        _note("mlp_out", added, mask)
         x = self._stream(x + dropout(added, rate, keys[2]))
-        return _normed(self.mlp_norm if is_post else None, x), cache, losses
+        x = _normed(self.mlp_norm if is_post else None, x)
+        _note("stream", x, mask)
+        return x, cache, losses
 
     def _feed_forward(self, x: Array, mask: Mask, is_whole: bool) -> tuple[Array, dict[str, Mean]]:
         losses: dict[str, Mean] = {}
@@ -111,3 +119,15 @@ class Block(nnx.Module):
 
 def _normed(norm: Norm | None, x: Array) -> Array:
     return x if norm is None else norm(x)
+
+
+def _note(name: str, x: Array, mask: Mask) -> None:
+    """The mean square of each token, summed over those that are not padding; and their number, with the stream's."""
+    if not noted.is_asked("activations"):
+        return
+    segments = mask.query_segments
+    counted = jnp.ones(x.shape[:2], bool) if segments is None else segments > 0
+    squares = jnp.square(x.astype(jnp.float32)).mean(-1)
+    noted.add(f"{name}_square", jnp.where(counted, squares, 0.0).sum())
+    if name == "stream":
+        noted.add("tokens", counted.sum(dtype=jnp.float32))

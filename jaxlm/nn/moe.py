@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
+from jaxlm.nn import noted
 from jaxlm.nn.config import MlpConfig, MoeConfig
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import GroupedLinear, Linear
@@ -142,6 +143,8 @@ class Moe(nnx.Module):
         config = self.config
         spread = routing.spread(routes, counted)
         tokens = counted.sum(-1)
+        if noted.is_asked("activations"):
+            noted.add("load", spread.loads.sum(0))
         z = Mean.of(jnp.square(jax.nn.logsumexp(logits, axis=-1)), counted)
         balance = Mean.of(spread.balance, tokens)
         added = config.balance * balance.total + config.router_z * z.total

@@ -13,10 +13,12 @@ from jaxtyping import Float, Int
 
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
+from jaxlm.nn import noted
 from jaxlm.nn.block import Block
 from jaxlm.nn.cache import LayerCache
 from jaxlm.nn.config import BlockConfig
 from jaxlm.nn.init import Initializer
+from jaxlm.nn.noted import Notes
 from jaxlm.nn.remat import rematerialised
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel import pipeline
@@ -24,6 +26,7 @@ from jaxlm.parallel.pipeline import Schedule
 
 Layers = Literal["scan", "unroll"]
 Parts = dict[str, tuple[Any, LayerCache | None, Array | None]]  # by kind: state, cache, key
+Kept = tuple[LayerCache | None, Notes]  # what a layer gives back beside the stream and its losses
 
 
 class Stack(nnx.Module):
@@ -54,11 +57,12 @@ class Stack(nnx.Module):
         remat: str,
         schedule: Schedule | None = None,
         axis: str = "layers",
+        name: str = "stack",
     ):
         # Kinds that a shallow stack never reaches would be parameters without a layer.
         pattern = pattern[:depth]
         self.depth, self.kinds, self.layers, self.remat = depth, len(pattern), layers, remat
-        self.schedule, self.axis = schedule, axis
+        self.schedule, self.axis, self.name = schedule, axis, name
         keys = jax.random.split(key, depth)
         for kind, config in enumerate(pattern):
 
@@ -103,8 +107,10 @@ class Stack(nnx.Module):
         schedule = self.schedule and caches is None and self.schedule.fitted(x.shape[0])
         if not schedule:
             run = functools.partial(_layer, blocks, positions, mask, start)
-            x, written, losses = self._loop(run, x, layers, self.depth)
-            return x, written if caches else None, losses
+            x, kept, losses = self._loop(run, x, layers, self.depth)
+            noted.put(self.name, {name: notes for name, (_, notes) in kept.items()})
+            written = {name: cache for name, (cache, _) in kept.items() if cache is not None}
+            return x, written or None, losses
         dealt = jax.tree.map(
             lambda rows: pipeline.deal(rows, schedule.microbatches),
             {"positions": positions} | _rows(mask, x.shape[0]),
@@ -131,13 +137,13 @@ class Stack(nnx.Module):
 
     def _loop(
         self,
-        run: Callable[..., tuple[Array, LayerCache | None, dict[str, Mean]]],
+        run: Callable[..., tuple[Array, Kept, dict[str, Mean]]],
         x: Array,
         layers: Parts,
         depth: int,
         *,
         mapped: bool = False,
-    ) -> tuple[Array, dict[str, LayerCache], dict[str, Mean]]:
+    ) -> tuple[Array, dict[str, Kept], dict[str, Mean]]:
         """Runs `depth` layers. `mapped` says that this is done for several stages at once."""
         policies = self.remat.split("/")
         # One turn of the scan is the shortest run of layers after which kinds and policies begin again.
@@ -156,8 +162,8 @@ class Stack(nnx.Module):
                 layer = rematerialised(
                     functools.partial(run, name), policy, looped=looped, mapped=mapped
                 )
-                x, cache, added = layer(x, *layers[name][place // self.kinds])
-                written[name].append(cache)
+                x, kept, added = layer(x, *layers[name][place // self.kinds])
+                written[name].append(kept)
                 losses.append(added)
             return x, written, Mean.merged(*losses)
 
@@ -203,9 +209,13 @@ def _layer(
     state: Any,
     cache: LayerCache | None,
     key: Array | None,
-) -> tuple[Array, LayerCache | None, dict[str, Mean]]:
+) -> tuple[Array, Kept, dict[str, Mean]]:
     block = nnx.merge(blocks[name], state)
-    return block(x, positions=positions, mask=mask, cache=cache, start=start, key=key)
+    with noted.of_layer() as notes:
+        x, cache, losses = block(
+            x, positions=positions, mask=mask, cache=cache, start=start, key=key
+        )
+    return x, (cache, notes), losses
 
 
 def _rows(mask: Mask, rows: int) -> dict[str, Array]:

@@ -61,6 +61,15 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
     )
 
 
+def watched(run: Run, model: Assembly) -> Blueprint:
+    """The model as training computes it, but for a pipeline, in which a layer's figures would be of several micro-batches."""
+    if model.trained.schedule is None:
+        return model.trained
+    return Blueprint(
+        model.trained.config, model.precision, layers=run.train.stack, remat=run.train.remat
+    )
+
+
 def schedule(run: Run, mesh: Mesh) -> Schedule | None:
     """How micro-batches go through the stages; None where the mesh has one stage."""
     stages = rules.split(mesh, "stages")

@@ -23,9 +23,10 @@ from jaxlm.optim.average_config import NoAverage
 from jaxlm.optim.schedules import LearningRate
 from jaxlm.parallel import host, rules
 from jaxlm.parallel.replicas import Replicas
-from jaxlm.recipes import assembly
+from jaxlm.recipes import assembly, watching
 from jaxlm.recipes.assembly import Assembly
 from jaxlm.recipes.config import Run
+from jaxlm.train import observe
 from jaxlm.train import state as states
 from jaxlm.train import step as steps
 from jaxlm.train.state import TrainState
@@ -65,8 +66,22 @@ class Engine:
             ahead=self._ahead,
             average=average.build(run.average, **length),
         )
+        observer = observe.build(
+            functools.partial(_loss, assembly.watched(run, model).merge, run.loss),
+            self.optimizer,
+            key=random.stream(jax.random.key(run.seed), "train"),
+            precision=model.precision,
+            axes=blueprint.axes,
+            kinds=run.log.watch,
+            layout=model.gradients,
+            microbatches=watching.parts(run, dict(model.mesh.shape)),
+            ahead=self._ahead,
+        )
         if run.train.offload:
-            step = functools.partial(_fetching, step, self._shardings(is_fetched=True))
+            fetched = self._shardings(is_fetched=True)
+            step = functools.partial(_fetching, step, fetched)
+            observer = functools.partial(_fetching, observer, fetched)
+        self.observe = jax.jit(observer, out_shardings=states.replicated(model.mesh))
         self.step = jax.jit(step, donate_argnums=0, out_shardings=(self._shardings(), None))
         self._eval_step = jax.jit(
             evals.build(
@@ -175,7 +190,7 @@ def of_sizes(run: Run, grid: Mesh, vocab: int) -> Engine:
     return Engine(run, SimpleNamespace(tokenizer=tokenizer), model)  # type: ignore[arg-type]
 
 
-def _fetching(step: Step, layout: TrainState, state: TrainState, batch: Tokens) -> Any:
+def _fetching(step: Callable[..., Any], layout: TrainState, state: TrainState, batch: Tokens) -> Any:
     """A step of a state that may lie elsewhere. Where it comes out again is for `jax.jit` to say."""
     return step(jax.device_put(state, layout), batch)
 

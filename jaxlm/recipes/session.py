@@ -27,6 +27,7 @@ from jaxlm.recipes.rewinding import Rewinds
 from jaxlm.recipes.sample import Sampler
 from jaxlm.recipes.saving import Moment, Saves
 from jaxlm.recipes.stepping import Stepper
+from jaxlm.recipes.watching import Watching
 from jaxlm.train import guard, loop
 from jaxlm.train.cadence import Cadence
 from jaxlm.train.loop import BudgetSpent, Hooks, Progress
@@ -74,7 +75,7 @@ class Session:
         self._program: jax.stages.Compiled | None = None
         self._open = contextlib.ExitStack()
         self.forecast = foresight.own(run, blueprint.config)
-        self._step = Stepper(engine, crew, console, self._compiled)
+        self._step = Stepper(engine, crew, console, self._compiled, self._watching)
         self._saves = Saves(engine, crew, directory, console, store, rewinds)
         flops = functools.partial(cost.flops_per_token, blueprint.config, run.data.sequence)
         kinds = [device.device_kind for device in engine.model.mesh.devices.flat]
@@ -209,6 +210,12 @@ class Session:
         foresight.check(self.run, self.forecast, held["total"])
         self._start_clock()
 
+    def _watching(self, program: jax.stages.Compiled) -> Watching:
+        """What watches the layers, where it fits the device, going on with the noise that it saw before."""
+        foresight.check(self.run, self.forecast, stepping.held(program)["total"])
+        before = sinks.read(self.directory.path / "metrics.jsonl")
+        return Watching(program, self.run, dict(self.engine.model.mesh.shape), before)
+
     def _before(self, completed: int) -> None:
         self._step.completed = completed
         if self.trace.is_due(completed):
@@ -247,6 +254,8 @@ class Session:
         }
         record |= self.clock.read(step) | {"tokens": self.progress.tokens}
         record["peak_bytes"] = memory.peak(jax.local_devices()).bytes
+        if self._step.watching is not None:
+            record |= self._step.watching.take(step)
         self._write(step, "train", record)
 
     def _write(self, step: int, split: str, record: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from jaxlm.core.errors import Diverged
 from jaxlm.monitor.console import Console
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
+from jaxlm.recipes.watching import Watching
 from jaxlm.train.state import TrainState
 from jaxlm.train.step import Metrics
 
@@ -21,9 +22,10 @@ class Stepper:
     """The step of a run. It is compiled at its first call, where a person can see how long that takes.
 
     Before it is due by `guard.compare_every` the copies of the parameters on several devices are compared; a step that is
-    due by `guard.repeat_every` is computed twice.
+    due by `guard.repeat_every` is computed twice. One whose layers are watched is observed before.
 
     Args:
+      watch: makes what watches, of the compiled program.
       compiled: called with the step once it is compiled, before it first runs.
     """
 
@@ -33,8 +35,11 @@ class Stepper:
         crew: Crew,
         console: Console,
         compiled: Callable[[jax.stages.Compiled], object],
+        watch: Callable[[jax.stages.Compiled], Watching],
     ):
         self._engine, self._crew, self._console, self._then = engine, crew, console, compiled
+        self._watch = watch
+        self.watching: Watching | None = None
         self._step: jax.stages.Compiled | None = None
         self.completed = 0  # steps before the one that comes next
 
@@ -44,8 +49,16 @@ class Stepper:
             with self._crew.watch.phase("compile"), self._console.timer("compiling the step"):
                 faults.point("compile")
                 self._step = self._engine.step.lower(state, batch).compile()
+            if self._engine.run.log.watch:
+                with self._crew.watch.phase("compile"):
+                    with self._console.timer("compiling what watches the layers"):
+                        self.watching = self._watch(
+                            self._engine.observe.lower(state, batch).compile()
+                        )
             self._then(self._step)
         limits, number = self._engine.run.guard, self.completed + 1
+        if self.watching is not None:
+            self.watching.look(state, batch, number)
         if limits.compare_every and number % limits.compare_every == 0:
             self._compare(state)
         if limits.repeat_every and number % limits.repeat_every == 0:

@@ -8,16 +8,15 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jaxlm.core import faults, tree
+from jaxlm.core import faults
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
-from jaxlm.objectives.loss import Loss
-from jaxlm.parallel import logical, pipeline
+from jaxlm.train import gradient as gradients
 from jaxlm.train import guard as guards
 from jaxlm.train.config import GuardConfig
+from jaxlm.train.gradient import LossOfParams
 from jaxlm.train.state import TrainState
 
-LossOfParams = Callable[[Any, Tokens, Array], Loss]
 Metrics = dict[str, Any]
 Step = Callable[[TrainState, Tokens], tuple[TrainState, Metrics]]
 
@@ -39,19 +38,12 @@ def build(
 ) -> Step:
     """The function (state, batch) -> (state, metrics), to be jitted once with its state donated.
 
-    `loss(params, batch, key)` is a sum and a weight. Sums and their gradients are added over the micro-batches and
-    divided once by the weight of the whole batch, so k micro-batches give the gradient of one batch however
-    unevenly their tokens weigh. `key` is the root of the step's random numbers. `layout` is the sharding of each gradient,
-    which the sums over micro-batches have too; None leaves it to the compiler. The gradient is taken at the parameters,
-    or where `ahead(params, opt_state)` says. `average(average, params, updates)` is the average of the parameters after so many
-    applied updates.
+    `loss`, `layout` and `microbatches` are those of `gradient.build`. `key` is the root of the step's random numbers. The
+    gradient is taken at the parameters, or where `ahead(params, opt_state)` says. `average(average, params, updates)` is the
+    average of the parameters after so many applied updates.
 
     The guard decides whether the update is applied; where not, parameters, optimizer and average stay as they are, bit
     for bit, and only the step's number and the guard's counters move. The learning rate follows the applied updates.
-
-    Where gradients pass through float16, what is differentiated is the sum times scale / tokens of the micro-batch: about
-    the mean times the scale, so the same scale fits batches of any size. The gradient is divided by it in float32,
-    before the guard sees it.
 
     Metrics are scalars on the device: those of the objective, `learning_rate`, `grad_norm` (before clipping),
     `param_norm`, `update_ratio` (norm of the update over norm of the parameters), `tokens` (weight of the batch, 0 where
@@ -62,44 +54,14 @@ def build(
     parameters; in others they are NaN. None takes them in all.
     """
     is_scaled = precision.is_scaled
-
-    def gradient(params: Any, batch: Tokens, key: Array, scale: Array) -> tuple[Any, Loss]:
-        def total(params: Any) -> tuple[Array, Loss]:
-            part = loss(params, batch, key)
-            total = part.objective.total
-            return (total * (scale / batch.tokens.size) if is_scaled else total), part
-
-        (_, part), grads = jax.value_and_grad(total, has_aux=True)(params)
-        return laid_out(precision.reduced(grads)), part
-
-    def laid_out(grads: Any) -> Any:
-        return grads if layout is None else jax.lax.with_sharding_constraint(grads, layout)
-
-    def summed(params: Any, batch: Tokens, key: Array, scale: Array) -> tuple[Any, Loss]:
-        if microbatches == 1:
-            return gradient(params, batch, key, scale)
-        parts = jax.tree.map(lambda x: pipeline.deal(x, microbatches), batch)
-        keys = jax.random.split(key, microbatches)
-
-        def add(carry: Any, part: tuple[Tokens, Array]) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, carry, gradient(params, *part, scale)), None
-
-        first = jax.tree.map(lambda x: x[0], parts)
-        shapes = jax.eval_shape(gradient, params, first, key, scale)
-        grads, part = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return jax.lax.scan(add, (laid_out(grads), part), (parts, keys))[0]
+    gradient = gradients.build(loss, precision=precision, layout=layout, microbatches=microbatches)
 
     def step(state: TrainState, batch: Tokens) -> tuple[TrainState, Metrics]:
         scale = state.guard.scale
         at = state.params if ahead is None else ahead(state.params, state.opt_state)
-        grads, part = summed(at, batch, jax.random.fold_in(key, state.step), scale.factor)
-        inverse = 1.0 / jnp.maximum(part.objective.weight, 1.0)
-        if is_scaled:
-            unscale = batch.tokens.size / microbatches / scale.factor
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32) * unscale, grads)
-        grads = jax.tree.map(lambda g: g * inverse.astype(g.dtype), grads)
+        grads, part, _ = gradient(at, batch, jax.random.fold_in(key, state.step), scale.factor)
         grads = _broken(grads, state.step)
-        grad_norm = _norm(grads)
+        grad_norm = gradients.norm(grads)
         is_good, verdict, guarded = guards.judge(
             state.guard, part.metrics["loss_nats"].value, grad_norm, guard, is_scaled=is_scaled
         )
@@ -114,8 +76,8 @@ def build(
         )
 
         def norms() -> tuple[Array, Array]:
-            param_norm = _norm(params)
-            return param_norm, _norm(updates) / jnp.maximum(param_norm, 1e-30)
+            param_norm = gradients.norm(params)
+            return param_norm, gradients.norm(updates) / jnp.maximum(param_norm, 1e-30)
 
         if is_measured is None:
             param_norm, update_ratio = norms()
@@ -145,29 +107,11 @@ def build(
     return step
 
 
-def _norm(tree: Any) -> Array:
-    """The global norm, added up in float32 whatever the leaves are."""
-    return jnp.asarray(
-        optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree)), jnp.float32
-    )
-
-
 def _layer_norms(is_wanted: Array, grads: Any, axes: Any) -> Any:
-    """The norm of each gradient, [L] where it has an axis of layers; zeros, at no cost, where they are not wanted."""
-
-    def rest(g: Array, names: Any) -> tuple[int, ...]:
-        return tuple(range(1 if names and names[0] in logical.LAYERS else 0, g.ndim))
-
-    if axes is None:
-        axes = jax.tree.map(lambda _: (), grads)
-    names = tree.leaves(axes, is_leaf=lambda node: isinstance(node, tuple))
-    values = tree.leaves(grads)
+    """The norm of each gradient by layer; zeros, at no cost, where they are not wanted."""
 
     def norms() -> dict[str, Array]:
-        return {
-            path: jnp.sqrt(jnp.sum(jnp.square(g.astype(jnp.float32)), rest(g, names[path])))
-            for path, g in values.items()
-        }
+        return gradients.norms_by_layer(grads, axes)
 
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(norms))
     return jax.lax.cond(is_wanted, norms, lambda: zeros)

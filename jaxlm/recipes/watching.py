@@ -1,0 +1,95 @@
+"""Figures of layers while a run is trained."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from jaxlm.core.divisors import divisors
+from jaxlm.core.errors import ConfigError
+from jaxlm.parallel import host, logical
+from jaxlm.parallel.logical import Sizes
+from jaxlm.recipes.config import Run
+from jaxlm.train import figures
+from jaxlm.train.figures import Noise
+from jaxlm.train.observe import Observe, Observed
+from jaxlm.train.state import TrainState
+
+MOST_PARTS = 8  # of a batch, for the noise of its gradient, where the step has no micro-batches
+MEANT = 20  # estimates of the noise whose mean is taken
+
+
+def parts(run: Run, sizes: Sizes) -> int:
+    """Micro-batches of what watches: the step's own, or enough to tell the gradient's noise.
+
+    Raises:
+      ConfigError: where noise is to be told and a device has one row.
+    """
+    own = run.train.microbatches
+    if "noise" not in run.log.watch or own > 1:
+        return own
+    ways = logical.ways(sizes, "batch")
+    found = max(n for n in divisors(max(run.train.batch // ways, 1)) if n <= MOST_PARTS)
+    if found == 1:
+        raise ConfigError(
+            "the noise of the gradient cannot be told",
+            where="log.watch",
+            why=f"batch = {run.train.batch} rows on {ways} devices do not divide into equal parts of whole rows, and "
+            "noise is the difference between a part's gradient and the batch's",
+            fix=f"--config.train.batch={2 * run.train.batch}",
+        )
+    return found
+
+
+def is_due(run: Run, completed: int) -> bool:
+    """Whether the step that completes so many is watched: the first logged one from each multiple of `log.watch_every` on."""
+    if not run.log.watch:
+        return False
+    total, tokens = run.train.steps, run.tokens_per_step
+    every = max(run.log.every.steps(total, tokens), 1)
+    span = run.log.watch_every.steps(total, tokens)
+    if completed == total:
+        return True
+    return span > 0 and completed % every == 0 and completed % span < every
+
+
+class Watching:
+    """Observes the steps that are due, and keeps what it saw until they are logged.
+
+    Args:
+      observe: compiled.
+      sizes: of the mesh's axes.
+      before: the run's earlier records, in which are the estimates of its noise.
+    """
+
+    def __init__(
+        self, observe: Observe, run: Run, sizes: Sizes, before: Iterable[Mapping[str, Any]]
+    ):
+        self._observe, self._run, self._parts = observe, run, parts(run, sizes)
+        self._seen: tuple[int, Observed] | None = None
+        self._noises = [
+            Noise(record["gradient_square"], record["gradient_noise"])
+            for record in before
+            if record.get("gradient_noise") is not None
+        ]
+
+    def look(self, state: TrainState, batch: Any, completed: int) -> None:
+        """Observes the step that will complete so many, where that is due. To be called before it."""
+        if is_due(self._run, completed):
+            self._seen = completed, self._observe(state, batch)
+
+    def take(self, step: int) -> dict[str, float]:
+        """The figures of a step as parts of its record; none where it was not observed."""
+        if self._seen is None or self._seen[0] != step:
+            return {}
+        found = jax.tree.map(host.fetch, self._seen[1])
+        self._seen = None
+        record = figures.by_layer(found)
+        if "noise" in self._run.log.watch:
+            self._noises.append(figures.noise(found, self._parts))
+            last = self._noises[-1]
+            square, trace = (sum(part) for part in zip(*self._noises[-MEANT:], strict=True))
+            record |= {"gradient_square": last.square, "gradient_noise": last.trace}
+            if square > 0:
+                record["noise_scale_tokens"] = trace / square
+        return record

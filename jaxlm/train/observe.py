@@ -1,0 +1,77 @@
+"""What a step finds and would do, layer by layer, without doing it."""
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax import Array
+
+from jaxlm.core.precision import Precision
+from jaxlm.data.batch import Tokens
+from jaxlm.monitor.config import Watched
+from jaxlm.nn.noted import Kind, Notes
+from jaxlm.train import gradient as gradients
+from jaxlm.train.gradient import LossOfParams
+from jaxlm.train.state import TrainState
+
+KINDS: dict[Watched, tuple[Kind, ...]] = {
+    "norms": (),
+    "activations": ("activations",),
+    "attention": ("entropy",),
+    "noise": (),
+}
+
+
+class Observed(NamedTuple):
+    """Norms by kind and by the path of a leaf, [L] in stacks; what layers noted; the gradient's squared norm and weight."""
+
+    norms: dict[str, dict[str, Array]]
+    notes: Notes
+    square: Array
+    weight: Array
+
+
+Observe = Callable[[TrainState, Tokens], Observed]
+
+
+def build(
+    loss: LossOfParams,
+    optimizer: optax.GradientTransformation,
+    *,
+    key: Array,
+    precision: Precision,
+    axes: Any,
+    kinds: Collection[Watched],
+    layout: Any = None,
+    microbatches: int = 1,
+    ahead: Callable[[Any, Any], Any] | None = None,
+) -> Observe:
+    """The function (state, batch) -> what the step from there on that batch finds, to be jitted beside the step.
+
+    It is a program of its own, and gives no state back: so a run that is watched has the numbers of one that is not, in
+    every bit, and its steps are the same program. What it costs is one more step, whenever it is called.
+
+    Arguments are those of `step.build`. Where `microbatches` is not the step's, dropout draws other numbers than there.
+    """
+    gradient = gradients.build(
+        loss,
+        precision=precision,
+        layout=layout,
+        microbatches=microbatches,
+        kinds=[kind for name in kinds for kind in KINDS[name]],
+        squares="noise" in kinds,
+    )
+
+    def observe(state: TrainState, batch: Tokens) -> Observed:
+        at = state.params if ahead is None else ahead(state.params, state.opt_state)
+        key_now = jax.random.fold_in(key, state.step)
+        grads, part, notes = gradient(at, batch, key_now, state.guard.scale.factor)
+        norms: dict[str, dict[str, Array]] = {}
+        if "norms" in kinds:
+            updates, _ = optimizer.update(grads, state.opt_state, state.params)
+            trees = {"grad_norm": grads, "param_norm": state.params, "update_norm": updates}
+            norms = {name: gradients.norms_by_layer(values, axes) for name, values in trees.items()}
+        return Observed(norms, notes, gradients.norm(grads) ** 2, part.objective.weight)
+
+    return observe

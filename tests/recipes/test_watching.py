@@ -1,0 +1,110 @@
+"""Layers watched through the front door: what is written when, and that nothing else moves."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.span import Span
+from jaxlm.monitor.config import LogConfig
+from jaxlm.nn.noted import Notes
+from jaxlm.recipes import watching
+from jaxlm.recipes.config import Run
+from jaxlm.train import figures
+from jaxlm.train.config import TrainConfig
+from jaxlm.train.gradient import SQUARE
+from jaxlm.train.observe import Observed
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+SETTINGS = {"train.steps": 6, "checkpoint.every": "100%", "data.validation": (), "log.every": 2}
+WATCH = "--config.log.watch=('norms','activations','attention','noise')"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run without its layers watched, and one with."""
+    folder = tmp_path_factory.mktemp("texts")
+    config = harness.write_config(folder, SETTINGS)
+    plain, watched = folder / "plain", folder / "watched"
+    assert main(harness.words(config, plain)) == 0
+    flags = (WATCH, "--config.log.watch_every=3", "--config.log.sinks=('tensorboard',)")
+    assert main(harness.words(config, watched, *flags)) == 0
+    return plain, watched
+
+
+@pytest.mark.slow
+def test_watching_changes_no_bit_of_the_run(runs):
+    plain, watched = runs
+    assert harness.losses(plain) == harness.losses(watched)
+    assert harness.state_digest(plain) == harness.state_digest(watched)
+
+
+@pytest.mark.slow
+def test_figures_of_layers_stand_in_the_first_logged_step_of_each_interval(runs):
+    plain, watched = (harness.records(run) for run in runs)
+    assert not any(name.startswith("layers/") for record in plain for name in record)
+    by_step = {record["step"]: record for record in watched}
+    assert [step for step, record in by_step.items() if "layers/0/grad_norm" in record] == [4, 6]
+    record = by_step[6]
+    for layer in range(2):
+        for name in ("grad_norm", "mlp/down/weight/update_norm", "stream_rms", "dead_units"):
+            assert f"layers/{layer}/{name}" in record
+    parts = ("0", "1", "embedding/table", "final_norm/scale", "unembedding/weight")
+    whole = np.linalg.norm([record[f"layers/{part}/grad_norm"] for part in parts])
+    # Dropout draws by micro-batch, and noise is told from more of them than the step has.
+    np.testing.assert_allclose(whole, record["grad_norm"], rtol=0.03)
+    assert record["gradient_noise"] > 0
+    assert runs[1].joinpath("events").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("every", "span", "due"),
+    [
+        (1, "50%", [6, 12]),
+        (5, 5, [5, 10, 12]),
+        (5, 6, [10, 12]),
+        (4, 1, [4, 8, 12]),
+        (1, 0, [12]),
+    ],
+)
+def test_a_step_is_watched_where_it_is_logged(every, span, due):
+    log = LogConfig(watch=("norms",), every=Span.parse(every), watch_every=Span.parse(span))
+    run = Run(train=TrainConfig(steps=12), log=log)
+    assert [step for step in range(1, 13) if watching.is_due(run, step)] == due
+    off = dataclasses.replace(run, log=dataclasses.replace(log, watch=()))
+    assert not any(watching.is_due(off, step) for step in range(1, 13))
+
+
+def test_a_clock_cannot_say_beforehand_which_step_is_logged():
+    log = LogConfig(watch=("norms",), every=Span.parse("10s"), watch_every=Span.parse("1m"))
+    assert [field for field, _, _ in log.problems()] == ["every", "watch_every"]
+    assert not list(LogConfig(every=Span.parse("10s")).problems())
+
+
+def test_one_row_a_device_has_no_noise_to_tell():
+    run = Run(train=TrainConfig(batch=8), log=LogConfig(watch=("noise",)))
+    assert watching.parts(run, {"data": 2}) == 4
+    with pytest.raises(ConfigError, match="noise"):
+        watching.parts(run, {"data": 8})
+    many = dataclasses.replace(run, train=TrainConfig(batch=8, microbatches=2))
+    assert watching.parts(many, {"data": 4}) == 2
+
+
+def test_the_noise_scale_of_a_known_problem_is_found():
+    """Gradients g of tokens are G plus normal noise of covariance S: the ratio is tr(S) / |G|^2, by hand."""
+    draw = np.random.default_rng(0)
+    true, deviations = np.array([1.0, -2.0, 0.5]), np.array([3.0, 1.0, 5.0])
+    tokens, parts, estimates = 64, 4, []
+    for _ in range(4000):
+        each = true + deviations * draw.standard_normal((tokens, 3))
+        means = each.reshape(parts, -1, 3).mean(1)
+        square = (means.mean(0) ** 2).sum()
+        notes = Notes({SQUARE: np.float64((means**2).sum())}, {})
+        estimates.append(figures.noise(Observed({}, notes, square, np.float64(tokens)), parts))
+    found = np.mean(estimates, axis=0)
+    np.testing.assert_allclose(found[0], (true**2).sum(), rtol=0.03)
+    np.testing.assert_allclose(found[1], (deviations**2).sum(), rtol=0.03)
