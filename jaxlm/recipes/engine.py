@@ -30,7 +30,6 @@ from jaxlm.train import observe
 from jaxlm.train import state as states
 from jaxlm.train import step as steps
 from jaxlm.train.state import TrainState
-from jaxlm.train.step import Step
 
 Skips = tuple[tuple[int, int], ...]
 
@@ -190,7 +189,9 @@ def of_sizes(run: Run, grid: Mesh, vocab: int) -> Engine:
     return Engine(run, SimpleNamespace(tokenizer=tokenizer), model)  # type: ignore[arg-type]
 
 
-def _fetching(step: Callable[..., Any], layout: TrainState, state: TrainState, batch: Tokens) -> Any:
+def _fetching(
+    step: Callable[..., Any], layout: TrainState, state: TrainState, batch: Tokens
+) -> Any:
     """A step of a state that may lie elsewhere. Where it comes out again is for `jax.jit` to say."""
     return step(jax.device_put(state, layout), batch)
 
