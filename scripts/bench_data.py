@@ -30,7 +30,7 @@ def measure(config: DataConfig, rate: float, seconds: float) -> dict[str, Any]:
     """MB of text a second on a core for each stage, and the share of the time that a consumer of `rate` tokens/s waits."""
     encoder = dataset.open_tokenizer(config)
     train, _ = parts.find(config)
-    documents = list(train.documents(Counter()))
+    documents = [document for part in train for document in part.documents(Counter())]
     size = sum(len(document.text.encode()) for document in documents)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -63,6 +63,7 @@ def run(args: Any, out: Output) -> int:
 
 
 def _peek(args: Any, out: Output) -> int:
+    from jaxlm.data.mixture import Mixture
     from jaxlm.data.peek import BOTH_WAYS, rendered
 
     chosen, data = _open(args, out)
@@ -70,12 +71,17 @@ def _peek(args: Any, out: Output) -> int:
     rows = min(args.rows, batch)
     tokens = data.train.at(args.step, batch=batch, rows=slice(0, rows))
     origins = data.train.origins(args.step, batch=batch)
+    mixture = data.train if isinstance(data.train, Mixture) else None
+    first = args.step * batch
     answer, lines = [], ["text between \u00ab and \u00bb is trained on"]
     if tokens.reach is not None:
         lines.append(f"text between {' and '.join(BOTH_WAYS)} is read both ways")
     for row in range(rows):
         segments = rendered(tokens, data.tokenizer, row)
         sources = [f"{file}, record {record}" for file, record in origins[row]]
+        if mixture is not None:
+            name = mixture.source(mixture.keys(first + row, first + row + 1)[0])
+            sources = [f"{name}, {source}" for source in sources]
         answer.append(
             [
                 {"source": source, "text": text}
@@ -93,17 +99,27 @@ def _peek(args: Any, out: Output) -> int:
 
 
 def _stats(args: Any, out: Output) -> int:
-    _, data = _open(args, out)
-    answer = {
-        name: _described(loader)
-        for name, loader in (("train", data.train), *data.validation.items())
-    }
+    from jaxlm.data.mixture import Mixture
+
+    chosen, data = _open(args, out)
+    sources, told = {}, []
+    if isinstance(data.train, Mixture):
+        sources = {
+            f"train/{name}": loader
+            for name, loader in zip(data.train.names, data.train.sources, strict=True)
+        }
+        told = [f"mixture     {line}" for line in data.train.told(chosen.rows)]
+    parts = {"train": data.train, **sources, **data.validation}
+    answer = {name: _described(loader) for name, loader in parts.items()}
+    for name, seen in (data.train.seen(chosen.rows) if sources else {}).items():
+        answer[f"train/{name}"] |= seen
     columns = ("documents", "tokens", "bytes", "bytes_per_token", "rows", "padding")
     lines = [f"{'':<12}" + "".join(f"{column:>16}" for column in columns)]
     for name, row in answer.items():
         cells = (f"{row[c]:,.3f}" if isinstance(row[c], float) else f"{row[c]:,}" for c in columns)
         lines.append(f"{name:<12}" + "".join(f"{cell:>16}" for cell in cells))
         lines += [f"{'':<12}{count:,} {reason}" for reason, count in row["left_out"].items()]
+    lines += told
     lines.append(f"tokenizer   {data.tokenizer.size:,} ids, sha256 {data.tokenizer.digest[:12]}")
     out.result(
         {
@@ -147,11 +163,12 @@ def _tokenize(args: Any, out: Output) -> int:
         f"{part['folder']}: {part['documents']:,} documents, {part['tokens']:,} tokens"
         for part in answer.values()
     ]
-    validation = ",".join(
-        f"{name}={part['folder']}" for name, part in answer.items() if name != "train"
-    )
-    flags = f" --config.data.validation={validation}" if validation else ""
-    lines.append(f"next: jaxlm train --config.data.train={answer['train']['folder']}{flags}")
+    named = {name: f"{name.rpartition('/')[2]}={part['folder']}" for name, part in answer.items()}
+    train = [text for name, text in named.items() if name.startswith("train/")]
+    validation = [text for name, text in named.items() if name.partition("/")[0] != "train"]
+    flags = f" --config.data.validation={','.join(validation)}" if validation else ""
+    sources = ",".join(train) or answer["train"]["folder"]
+    lines.append(f"next: jaxlm train --config.data.train={sources}{flags}")
     out.result(answer, "\n".join(lines))
     return 0
 

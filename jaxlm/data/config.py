@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from jaxlm.core.config import setting
+from jaxlm.data import mixture_config
+from jaxlm.data.mixture_config import Mixture, Temperature
 
 TOKENIZERS = (
     "bytes, characters, sentencepiece:SIZE, or a path: .model, tokenizer.json, or a run's tokenizer"
@@ -20,8 +22,9 @@ class DataConfig:
 
     train: tuple[str, ...] = setting(
         ("stdlib:train",),
-        "globs of text, .jsonl, .parquet or token shards; stdlib:train is Python's own library",
+        "globs of text, .jsonl, .parquet or token shards, or NAME=GLOB for each source of a mixture; stdlib:train is Python's own library",
     )
+    mixture: Mixture = setting(Temperature(), "how often each source of train is read")
     validation: tuple[str, ...] = setting(
         ("stdlib:validation",),
         "globs, or NAME=GLOB; or what is held out of train: 5% of its documents, or tail:10% of each document",
@@ -47,14 +50,23 @@ class DataConfig:
     prefetch: int = setting(8, "batches that are read ahead", unit="batches", low=1)
 
     @property
+    def sources(self) -> dict[str, tuple[str, ...]]:
+        """The entries of each source of the training data, by its name; without one they are those of `train`."""
+        return _by_name(self.train, "train")
+
+    @property
     def validation_sets(self) -> dict[str, tuple[str, ...]]:
         """The entries of each validation set, by its name; without one they are those of `val`."""
-        sets: dict[str, tuple[str, ...]] = {}
-        for entry in self.validation:
-            match = NAMED.fullmatch(entry)
-            name, pattern = (match[1], match[2]) if match else ("val", entry)
-            sets[name] = (*sets.get(name, ()), pattern)
-        return sets
+        return _by_name(self.validation, "val")
+
+    @property
+    def validation_names(self) -> list[str]:
+        """The names of the sets, as metrics have them: a share that is held out of several sources is one of each."""
+        names = []
+        for name, patterns in self.validation_sets.items():
+            is_share = len(patterns) == 1 and patterns[0].endswith("%") and len(self.sources) > 1
+            names += [f"{name}_{source}" for source in self.sources] if is_share else [name]
+        return names
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """The tokenizer is one of those there are, and something is read."""
@@ -75,6 +87,23 @@ class DataConfig:
             )
         if not self.train:
             yield "train", "nothing to read", "--config.data.train='texts/*.txt'"
+        sources = self.sources
+        if len(sources) > 1 and "train" in sources:
+            yield (
+                "train",
+                f"{sources['train'][0]!r} has no name, and other sources have; train is the name of them all",
+                f"--config.data.train={','.join(_named(self.train))}",
+            )
+        else:
+            named = list(sources) if "train" not in sources else []
+            yield from mixture_config.problems(self.mixture, named)
+        names = self.validation_names
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            yield (
+                "validation",
+                f"{twice[0]} would be the name of two sets",
+                "--config.data.validation=5%",
+            )
         if "train" in self.validation_sets:
             yield (
                 "validation",
@@ -97,3 +126,17 @@ class DataConfig:
                     f"{share!r} is not a share above 0% and below 100%",
                     "--config.data.validation=5%",
                 )
+
+
+def _by_name(given: tuple[str, ...], default: str) -> dict[str, tuple[str, ...]]:
+    sets: dict[str, tuple[str, ...]] = {}
+    for entry in given:
+        match = NAMED.fullmatch(entry)
+        name, pattern = (match[1], match[2]) if match else (default, entry)
+        sets[name] = (*sets.get(name, ()), pattern)
+    return sets
+
+
+def _named(given: tuple[str, ...]) -> list[str]:
+    """The entries, those without a name as the source `other`."""
+    return [entry if NAMED.fullmatch(entry) else f"other={entry}" for entry in given]

@@ -7,14 +7,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from jaxlm.core.config import Span
 from jaxlm.core.errors import ConfigError, DataError, JaxlmError
-from jaxlm.data import cache, manifest, packing, parts, tokenizer, train_tokenizer, writer
+from jaxlm.data import (
+    cache,
+    manifest,
+    mixture,
+    packing,
+    parts,
+    tokenizer,
+    train_tokenizer,
+    writer,
+)
 from jaxlm.data.config import TOKENIZER_FILES, DataConfig
 from jaxlm.data.corrupt.rows import Corruption, Reading
 from jaxlm.data.documents import Corpus
-from jaxlm.data.joined import AnyShards, open_folders
+from jaxlm.data.joined import AnyShards, join, open_folders
 from jaxlm.data.loader import Loader
 from jaxlm.data.manifest import Manifest
+from jaxlm.data.mixture import Mixture
 from jaxlm.data.parts import Part
 from jaxlm.data.records import MENDED
 from jaxlm.data.selection import Selection
@@ -43,6 +54,8 @@ def open_data(
     *,
     seed: int,
     reading: MakeReading = lambda tokenizer, sequence: Reading(),
+    row_at: Callable[[Span], int] = lambda span: int(span.amount),
+    rows: int = 0,
     root: Path | None = None,
     say: Say = lambda _: None,
     warn: Say = lambda _: None,
@@ -50,20 +63,27 @@ def open_data(
 ) -> Data:
     """Finds, tokenises and plans what the config names; what was made before comes from the cache under `root`.
 
-    `reading` is how the objective reads rows. `warn` hears what of the data is not read as it was written, at every opening.
+    `reading` is how the objective reads rows. Weights that change over the run need to know at which row a span of it ends, and
+    how many `rows` it has in all. `warn` hears what of the data is not read as it was written, at every opening.
 
     Raises:
       JaxlmError: where the data is missing, broken, empty, or does not fit the tokenizer.
     """
     root = cache.default() if root is None else root
-    train_part, validation_parts = parts.find(config)
-    encoder = _tokenizer(config, train_part, root, say)
+    train_parts, validation_parts = parts.find(config)
+    encoder = _tokenizer(config, train_parts, root, say)
     read = reading(encoder, config.sequence)
 
     def shards(part: Part) -> AnyShards:
         return _shards(part, encoder, root, say, warn, progress)
 
-    train = _loader(shards(train_part), config, root, seed, read.train)
+    sources = {
+        part.source: _loader(shards(part), config, root, seed, read.train) for part in train_parts
+    }
+    train = sources.get(parts.TRAIN)
+    if train is None:
+        joined = join([loader.shards for loader in sources.values()])
+        train = mixture.mixed(sources, joined, config, row_at=row_at, rows=rows)
     if config.damaged == "skip":
         train = dataclasses.replace(train, most_lost=config.max_dropped)
     # Runs of any seed are evaluated on the same rows.
@@ -80,8 +100,11 @@ def open_data(
         "seed": seed,
         "order": packing.VERSION,
     }
+    if isinstance(train, Mixture):
+        fingerprint["mixture"] = mixture.VERSION
     for name, part in (
         ("train", train.shards),
+        *((f"train.{n}", s.shards) for n, s in sources.items() if n != parts.TRAIN),
         *((f"validation.{n}", p) for n, p in opened.items()),
     ):
         fingerprint[name] = hashlib.sha256("".join(part.manifest.digests).encode()).hexdigest()
@@ -126,7 +149,7 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
     train, validation = parts.find(config)
     encoder = _tokenizer(config, train, cache.default(), say)
     written = {}
-    for part in (train, *validation):
+    for part in (*train, *validation):
         if part.corpus is None:
             raise ConfigError(
                 "this is tokenised already",
@@ -161,19 +184,19 @@ def text_loaders(
     }
 
 
-def _tokenizer(config: DataConfig, train: Part, root: Path, say: Say) -> Tokenizer:
+def _tokenizer(config: DataConfig, train: list[Part], root: Path, say: Say) -> Tokenizer:
     kind = config.tokenizer
-    if train.folders:
-        return _tokenizer_of_shards(open_folders(train.folders), kind)
+    if folders := tuple(folder for part in train for folder in part.folders):
+        return _tokenizer_of_shards(open_folders(folders), kind)
     if kind == "bytes":
         return tokenizer.Bytes()
     if kind.endswith(TOKENIZER_FILES):
         return tokenizer.read(kind)
-    assert train.corpus is not None
+    corpora = [part.corpus.digest() for part in train if part.corpus is not None]
     made_from = {
         "kind": kind,
-        "corpus": train.corpus.digest(),
-        "selection": dataclasses.asdict(train.selection),
+        "corpus": corpora[0] if len(corpora) == 1 else corpora,
+        "selection": dataclasses.asdict(train[0].selection),  # that of all
         "version": 2,
     }
     folder = cache.folder(root, "tokenizers", **made_from)
@@ -182,7 +205,7 @@ def _tokenizer(config: DataConfig, train: Part, root: Path, say: Say) -> Tokeniz
         with cache.building(folder) as partial:
             if partial is not None:
                 say(f"training the tokenizer {kind}")
-                texts = (document.text for document in train.documents(Counter()))
+                texts = (document.text for part in train for document in part.documents(Counter()))
                 (partial / path.name).write_bytes(train_tokenizer.train(kind, texts).serialise())
     return tokenizer.load(path.read_bytes(), str(path))
 

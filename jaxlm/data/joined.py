@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,15 @@ def open_folders(folders: tuple[Path, ...]) -> AnyShards:
     """The token shards in one folder or several. Raises DataError, as opening each does."""
     parts = tuple(map(Shards.open, folders))
     return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def join(sets: Sequence[AnyShards]) -> Joined:
+    """Several shard sets as one, end to end. Raises DataError where they were made with different tokenizers."""
+    return Joined(
+        tuple(
+            part for each in sets for part in (each.parts if isinstance(each, Joined) else (each,))
+        )
+    )
 
 
 def _sum(manifests: list[Manifest]) -> Manifest:

@@ -103,10 +103,16 @@ class Loader:
 
     def at(self, step: int, *, batch: int, rows: slice) -> Tokens:
         """The given rows of the global batch at `step`."""
-        numbers = range(step * batch + rows.start, step * batch + rows.stop)
-        return self._stack(
-            [Key(self.seed, number // self.plan.rows, self._row_at(number)) for number in numbers]
-        )
+        return self._stack(self.keys(step * batch + rows.start, step * batch + rows.stop))
+
+    def keys(self, start: int, stop: int) -> list[Key]:
+        """Where the rows of the stream from `start` up to `stop` are read."""
+        size = self.plan.rows
+        numbers = (divmod(number, size) for number in range(start, stop))
+        return [
+            Key(self.seed, epoch, shuffled(index, size, [self.seed, epoch]))
+            for epoch, index in numbers
+        ]
 
     def evaluation(
         self, *, batch: int, rows: slice | None = None, limit: int | None = None
@@ -125,9 +131,9 @@ class Loader:
 
     def origins(self, step: int, *, batch: int) -> list[list[tuple[str, int]]]:
         """For each row of the global batch at `step`, the (file, record) of its documents."""
-        numbers = [self._row_at(step * batch + row) for row in range(batch)]
         return [
-            [self.shards.origin(int(d)) for d in self.plan.pieces(n)["document"]] for n in numbers
+            [self.shards.origin(int(d)) for d in self.plan.pieces(key.row)["document"]]
+            for key in self.keys(step * batch, (step + 1) * batch)
         ]
 
     def epochs(self, steps: int, batch: int) -> float:
@@ -144,26 +150,17 @@ class Loader:
             fix=f"--config.train.batch={rows}, {f'or --config.data.sequence={shorter}, ' if shorter else ''}or name more files",
         )
 
-    def _row_at(self, number: int) -> int:
-        from grain.experimental import index_shuffle
-
-        epoch, index = divmod(number, self.plan.rows)
-        if self.plan.rows == 1:
-            return 0
-        seed = int(np.random.default_rng([self.seed, epoch]).integers(2**31))
-        return index_shuffle(index, max_index=self.plan.rows - 1, seed=seed, rounds=ROUNDS)
-
     def _losses_at(self, step: int, batch: int, rows: slice) -> Iterator[damage.Loss]:
         """What of the given rows of the global batch at `step` cannot be read."""
-        for row in range(rows.start, rows.stop):
-            for piece in self.plan.pieces(self._row_at(step * batch + row)).tolist():
+        for key in self.keys(step * batch + rows.start, step * batch + rows.stop):
+            for piece in self.plan.pieces(key.row).tolist():
                 document, start, length = piece
                 try:
                     self.shards.read(document, start, start + length + 1)
                 except Damaged as error:
                     yield piece, error
 
-    def _stack(self, keys: list[Key | None]) -> Tokens:
+    def _stack(self, keys: Sequence[Key | None]) -> Tokens:
         shape = (len(keys), self.sequence)
         tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
         weights = np.zeros(shape, np.float32)
@@ -186,7 +183,21 @@ class Loader:
         return batch if self.corruption is None else _corrupted(batch, keys, self.corruption)
 
 
-def _corrupted(batch: Tokens, keys: list[Key | None], corruption: Corruption) -> Tokens:
+def shuffled(index: int, size: int, seed: Sequence[int]) -> int:
+    """Where a permutation of `size` rows has its row `index`; in time that does not grow with the size."""
+    from grain.experimental import index_shuffle
+
+    if size == 1:
+        return 0
+    return index_shuffle(index, max_index=size - 1, seed=_drawn(*seed), rounds=ROUNDS)
+
+
+@functools.lru_cache(1024)
+def _drawn(*seed: int) -> int:
+    return int(np.random.default_rng(seed).integers(2**31))
+
+
+def _corrupted(batch: Tokens, keys: Sequence[Key | None], corruption: Corruption) -> Tokens:
     """The rows changed, each by its key; those without one are empty."""
     fields = [each for each in batch if each is not None]
     rows = [Tokens(*(field[number] for field in fields)) for number in range(len(keys))]

@@ -3,6 +3,7 @@
 import dataclasses
 import glob
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,15 @@ from jaxlm.data.selection import Selection, held_out
 
 # Not a loss: such a document is in the other part.
 ELSEWHERE = ("held out", "for training")
+TRAIN = "train"
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One side of a corpus that becomes a shard set; or folders that are some already."""
+    """One side of a corpus that becomes a shard set; or folders that are some already.
+
+    `name` is `train` for all of the training data, `train/NAME` for one of its sources, and that of a validation set.
+    """
 
     name: str
     corpus: Corpus | None
@@ -30,7 +35,15 @@ class Part:
     @property
     def setting(self) -> str:
         """Where an error sends the reader."""
-        return "data.train" if self.name == "train" else f"data.validation ({self.name})"
+        if self.name == TRAIN:
+            return "data.train"
+        section, slash, source = self.name.partition("/")
+        return f"data.{section} ({source})" if slash else f"data.validation ({self.name})"
+
+    @property
+    def source(self) -> str:
+        """The source that it is, of those of the training data."""
+        return self.name.rpartition("/")[2]
 
     def documents(self, counts: Counter[str]) -> Iterator[Document]:
         """The documents on this side; those that are all on the other are counted."""
@@ -42,30 +55,39 @@ class Part:
                 counts[ELSEWHERE[self.selection.held_out]] += 1
 
 
-def find(config: DataConfig) -> tuple[Part, list[Part]]:
-    """What to read, checked: the files are there, their first records have text, and no file is on both sides.
+def find(config: DataConfig) -> tuple[list[Part], list[Part]]:
+    """The sources to train on and the validation sets, checked: the files are there, their first records have text, none is in two.
 
     Raises:
       InputMissing, DataError: as the checks find.
     """
-    train = _part("train", config.train, config, "data.train")
+    train = [
+        _part(TRAIN if name == TRAIN else f"{TRAIN}/{name}", patterns, config, "data.train")
+        for name, patterns in config.sources.items()
+    ]
     validation = []
     for name, patterns in config.validation_sets.items():
         sides = held_out(patterns[0]) if len(patterns) == 1 else None
         if sides is None:
             validation.append(_part(name, patterns, config, "data.validation"))
-        elif train.corpus is None:
-            raise ConfigError(
-                "a share cannot be held out of token shards",
-                where=f"data.validation = {patterns[0]}",
-                why=f"{train.folders[0]} was tokenised as a whole",
-                fix=f"jaxlm data tokenize --config.data.validation={patterns[0]} --out=DIR writes both sides",
-            )
-        else:
-            train = dataclasses.replace(train, selection=sides[0])
-            validation.append(Part(name, train.corpus, sides[1]))
-    _refuse_overlap(train, validation)
-    for part in (train, *validation):
+            continue
+        for source in train:
+            if source.corpus is None:
+                raise ConfigError(
+                    "a share cannot be held out of token shards",
+                    where=f"data.validation = {patterns[0]}",
+                    why=f"{source.folders[0]} was tokenised as a whole",
+                    fix=f"jaxlm data tokenize --config.data.validation={patterns[0]} --out=DIR writes both sides",
+                )
+            own = name if len(train) == 1 else f"{name}_{source.source}"
+            validation.append(Part(own, source.corpus, sides[1]))
+        train = [dataclasses.replace(source, selection=sides[0]) for source in train]
+    for one, other in itertools.combinations(train, 2):
+        _refuse_overlap(one, other, "in two sources of the training data")
+    for source, part in itertools.product(train, validation):
+        if not part.selection.held_out:
+            _refuse_overlap(source, part, "both trained on and validated on")
+    for part in (*train, *validation):
         if part.corpus is not None and not part.selection.held_out:
             _probe(part.corpus, part.setting)
     return train, validation
@@ -114,19 +136,19 @@ def _tokens(folder: Path) -> list[str]:
     return [shard.tokens_sha256 for shard in manifest.read(folder).shards]
 
 
-def _refuse_overlap(train: Part, validation: list[Part]) -> None:
-    """Raises DataError where a file is both trained on and validated on: itself, through a link, or a copy of it."""
-    for part in validation:
-        if part.selection.held_out:
-            continue
-        both = sorted(_overlap(train, part))
-        if both:
-            raise DataError(
-                f"{len(both)} file{'s are' if len(both) > 1 else ' is'} both trained on and validated on",
-                where=f"data.train and {part.setting}",
-                why=", ".join(both[:3]),
-                fix="--config.data.validation=5% holds documents out instead",
-            )
+def _refuse_overlap(one: Part, other: Part, told: str) -> None:
+    """Raises DataError where a file is in both: itself, through a link, or a copy of it."""
+    both = sorted(_overlap(one, other))
+    if both:
+        held = other.name.startswith(f"{TRAIN}/")
+        raise DataError(
+            f"{len(both)} file{'s are' if len(both) > 1 else ' is'} {told}",
+            where=f"{one.setting} and {other.setting}",
+            why=", ".join(both[:3]),
+            fix="name each file in one source: patterns that do not overlap, and no copies"
+            if held
+            else "--config.data.validation=5% holds documents out instead",
+        )
 
 
 def _overlap(train: Part, part: Part) -> Iterator[str]:

@@ -6,9 +6,10 @@ from typing import Any
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.core import config
-from jaxlm.core.config import setting
+from jaxlm.core.config import Span, setting
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.core.spelling import nearest
+from jaxlm.data import mixture_config
 from jaxlm.data.config import DataConfig
 from jaxlm.evals.config import EvalConfig
 from jaxlm.generate.config import SampleConfig
@@ -62,7 +63,7 @@ class Run:
                 f"rows of {self.data.sequence} tokens need as many positions, and the model has {self.model.context}",
                 f"--config.model.context={self.data.sequence}",
             )
-        sets, followed = list(self.data.validation_sets), self.eval.follow
+        sets, followed = self.data.validation_names, self.eval.follow
         # What an objective adds to a set's name only its tokenizer can tell.
         if followed != "auto" and followed.partition(".")[0] not in sets:
             yield (
@@ -74,6 +75,8 @@ class Run:
             yield f"schedule.{name}", why, fix
         for name, why, fix in misaveraged(self.average, self.train.steps, self.tokens_per_step):
             yield f"average.{name}", why, fix
+        for name, why, fix in mixture_config.misfits(self.data.mixture, self.row_at, self.rows):
+            yield f"data.{name}", why, fix
 
     def changed(self, settings: Mapping[str, Any]) -> "Run":
         """The run with other settings, by path. Raises ConfigError where they do not suit it."""
@@ -88,6 +91,15 @@ class Run:
         built = dataclasses.replace(self.model, vocab=vocab).build()
         inner = INNER if has_inner(self.objective) else None
         return dataclasses.replace(built, inner_positions=inner)
+
+    @property
+    def rows(self) -> int:
+        """Rows that the whole run reads."""
+        return self.train.steps * self.train.batch
+
+    def row_at(self, span: Span) -> int:
+        """The first row of the stream after a span of the run."""
+        return span.steps(self.train.steps, self.tokens_per_step) * self.train.batch
 
     @property
     def tokens_per_step(self) -> int:

@@ -11,6 +11,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.data import cache, dataset
 from jaxlm.data.documents import Corpus
 from jaxlm.data.loader import Loader
+from jaxlm.data.mixture_config import Temperature
 from jaxlm.evals import loss as evals
 from jaxlm.objectives import corruption
 from jaxlm.parallel import host, rules
@@ -83,7 +84,8 @@ def _loaders(opened: Trained, options: Options, sequence: int, say: Any) -> dict
         corpus = Corpus.find(options.text, run.data.text_key, "text")
         read = corruption.reading(run.objective)
         return dataset.text_loaders(corpus, opened.tokenizer, sequence, read, cache.default(), say)
-    data = dataclasses.replace(run.data, sequence=sequence)
+    # How often sources are read says nothing of the validation sets, and rows of another length are of another number.
+    data = dataclasses.replace(run.data, sequence=sequence, mixture=Temperature())
     found = reading.open_data(dataclasses.replace(run, data=data), say=say, warn=say)
     if found.tokenizer.digest != opened.tokenizer.digest:
         raise ConfigError(

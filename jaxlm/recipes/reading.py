@@ -26,6 +26,8 @@ def open_data(
         run.data,
         seed=run.seed,
         reading=corruption.reading(run.objective),
+        row_at=run.row_at,
+        rows=run.rows,
         say=say,
         warn=warn,
         progress=progress,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, tree
 from jaxlm.core.errors import CommandError, ConfigError, DataError
+from jaxlm.data import mixture_config
 from jaxlm.optim import average
 from jaxlm.optim.schedule_config import Schedule, spans
 from jaxlm.recipes.config import Run
@@ -230,8 +231,10 @@ def _is_free(change: config.Change, wanted: Run, allowed: tuple[str, ...], compl
         return True
     if path not in NOT_FREE and any(path == free or path.startswith(f"{free}.") for free in FREE):
         return True
-    if path == "train.steps" and is_absolute(wanted.schedule) and wanted.train.steps >= completed:
-        return True
+    if path == "train.steps" and wanted.train.steps >= completed:
+        is_fixed = all(span.unit != "share" for span in mixture_config.spans(wanted.data.mixture))
+        if is_fixed and is_absolute(wanted.schedule):
+            return True
     return any(path == name or path.startswith(f"{name}.") for name in allowed)
 
 

@@ -1,6 +1,7 @@
 """What a training run says before its first step and after its last."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax
 from jaxlm.core import tree
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data import baselines, peek
+from jaxlm.data.mixture import Mixture
 from jaxlm.models import cost
 from jaxlm.monitor import plots, report, words
 from jaxlm.parallel import mesh as meshes
@@ -33,8 +35,13 @@ def header(session: Session) -> None:
         (
             "data",
             f"{words.count(train.documents)} documents, {words.count(train.tokens)} tokens, {words.size(train.bytes)}; "
-            f"{data.train.epochs(run.train.steps, run.train.batch):.2f} epochs",
+            + (
+                f"{len(data.train.sources)} sources"
+                if isinstance(data.train, Mixture)
+                else f"{data.train.epochs(run.train.steps, run.train.batch):.2f} epochs"
+            ),
         ),
+        *(("source", told) for told in _sources(session)),
         ("", _example(session)),
         ("memory", _memory(session)),
         (
@@ -71,6 +78,13 @@ def _objective(session: Session) -> str:
     if run.sample.prompts and not session.has_samples:
         told += "; no samples: it has not learnt to go on from a prompt"
     return told
+
+
+def _sources(session: Session) -> Iterator[str]:
+    """What the run will have read of each source of a mixture."""
+    train, run = session.engine.data.train, session.run
+    if isinstance(train, Mixture):
+        yield from train.told(run.rows)
 
 
 def _validation(session: Session) -> str:

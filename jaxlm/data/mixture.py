@@ -1,0 +1,183 @@
+"""Several sources of training data read as one stream, each with its share of the rows and in epochs of its own."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jaxlm.core.config import Span
+from jaxlm.core.errors import ConfigError
+from jaxlm.data import mixture_config, shares
+from jaxlm.data.config import DataConfig
+from jaxlm.data.corrupt.rows import Key
+from jaxlm.data.joined import AnyShards, Joined
+from jaxlm.data.loader import Loader, shuffled
+from jaxlm.data.mixture_config import Temperature
+from jaxlm.data.packing import Plan
+from jaxlm.data.shares import Shares
+
+VERSION = 1  # of which source a row comes from
+
+
+class JoinedPlan(Plan):
+    """The rows of several shard sets end to end; documents are numbered through."""
+
+    def __init__(self, plans: tuple[Plan, ...], documents: tuple[int, ...]):
+        self._plans, self._documents = plans, documents
+        self.first = tuple(itertools.accumulate((plan.rows for plan in plans), initial=0))
+        self._before = tuple(itertools.accumulate(documents, initial=0))
+
+    def __reduce__(self) -> tuple[type["JoinedPlan"], tuple[object, ...]]:  # type: ignore[override]
+        return JoinedPlan, (self._plans, self._documents)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.first[-1]
+
+    def pieces(self, row: int) -> np.ndarray:
+        """The pieces of a row, in order: (document, start, length)."""
+        number = int(np.searchsorted(self.first, row, side="right")) - 1
+        pieces = self._plans[number].pieces(row - self.first[number]).copy()
+        pieces["document"] += self._before[number]
+        return pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture(Loader):
+    """The rows of several shard sets, each row of the stream from one of them.
+
+    Which one, and the how manieth of its rows, is a function of the row's number alone (`data.shares`). The rows of a
+    source are in shuffled epochs of its own. So the cursor is the step here too.
+    """
+
+    names: tuple[str, ...] = ()
+    shares: Shares = dataclasses.field(kw_only=True)
+    sources: tuple[Loader, ...] = ()
+
+    def keys(self, start: int, stop: int) -> list[Key]:
+        """Where the rows of the stream from `start` up to `stop` are read, as `Loader.keys`."""
+        sources, nth, _ = self.shares.choose(start, stop)
+        if len(sources) < stop - start:
+            raise _all_read(self.names, start + len(sources))
+        plan = self.plan
+        assert isinstance(plan, JoinedPlan)
+        found = []
+        for source, number in zip(sources.tolist(), nth.tolist(), strict=True):
+            first, rows = plan.first[source], self.sources[source].plan.rows
+            epoch, index = divmod(number, rows)
+            row = first + shuffled(index, rows, [self.seed, epoch, source])
+            found.append(Key(self.seed, epoch, row))
+        return found
+
+    def source(self, key: Key) -> str:
+        """The name of the source of a row."""
+        assert isinstance(self.plan, JoinedPlan)
+        return self.names[int(np.searchsorted(self.plan.first, key.row, side="right")) - 1]
+
+    def read(self, start: int, stop: int) -> dict[str, tuple[int, int]]:
+        """The rows of each source, and their tokens that have a next one, from row `start` of the stream up to `stop`."""
+        found = dict.fromkeys(self.names, (0, 0))
+        for key in self.keys(start, stop):
+            name = self.source(key)
+            rows, tokens = found[name]
+            found[name] = rows + 1, tokens + int(self.plan.pieces(key.row)["length"].sum())
+        return found
+
+    def seen(self, rows: int) -> dict[str, dict[str, float]]:
+        """What the first `rows` rows of the stream read of each source: rows, their share, and epochs of the source."""
+        counts = self.shares.counts(rows).tolist()
+        return {
+            name: {
+                "read_rows": count,
+                "share": count / max(rows, 1),
+                "epochs": count / source.plan.rows,
+            }
+            for name, source, count in zip(self.names, self.sources, counts, strict=True)
+        }
+
+    def told(self, rows: int) -> Iterator[str]:
+        """The same in words, and which source comes to its most."""
+        for number, (name, seen) in enumerate(self.seen(rows).items()):
+            told = f"{name} {seen['share']:.1%} of the rows, {seen['epochs']:.2f} epochs"
+            if (end := self.shares.ends.get(number, math.inf)) <= rows:
+                told += f", its most: from row {math.ceil(end)} on its weight is the others'"
+            yield told
+
+
+def mixed(
+    sources: dict[str, Loader],
+    joined: AnyShards,
+    config: DataConfig,
+    *,
+    row_at: Callable[[Span], int],
+    rows: int,
+) -> Mixture:
+    """The mixture of some loaders that `config.mixture` asks for, for a run of `rows` rows.
+
+    Raises:
+      ConfigError: where the sources have too few rows for the run under their most epochs.
+    """
+    assert isinstance(joined, Joined)
+    first, *_ = loaders = tuple(sources.values())
+    names, wanted = tuple(sources), mixture_config.caps(config.mixture)
+    caps = np.array(
+        [
+            math.floor(wanted[name] * loader.plan.rows + 1e-9) if name in wanted else math.inf
+            for name, loader in sources.items()
+        ]
+    )
+    course = shares.build(_knots(config, sources, row_at), caps, names)
+    if (most := float(caps.sum())) < rows:
+        raise ConfigError(
+            f"the run takes {rows} rows, and under their most epochs the sources have {most:.0f}",
+            where="data.mixture.epochs",
+            why=", ".join(
+                f"{name}: {cap:.0f} of {loader.plan.rows} rows x {wanted[name]:g}"
+                for (name, loader), cap in zip(sources.items(), caps, strict=True)
+            ),
+            fix="--config.data.mixture.epochs="
+            + ",".join(f"{name}={wanted[name] * rows / most * 1.01:.3g}" for name in names),
+        )
+    return Mixture(
+        joined,
+        JoinedPlan(
+            tuple(loader.plan for loader in loaders),
+            tuple(loader.shards.documents for loader in loaders),
+        ),
+        config.sequence,
+        first.seed,
+        config.workers,
+        config.prefetch,
+        corruption=first.corruption,
+        names=names,
+        shares=course,
+        sources=loaders,
+    )
+
+
+def _knots(
+    config: DataConfig, sources: dict[str, Loader], row_at: Callable[[Span], int]
+) -> list[shares.Knot]:
+    """The weights of the sources wherever a line of one of them begins or ends."""
+    mixture = config.mixture
+    if isinstance(mixture, Temperature):
+        sizes = np.array([loader.shards.manifest.tokens for loader in sources.values()], float)
+        return [(0.0, (sizes / sizes.max()) ** (1 / mixture.temperature))]
+    known = mixture.points
+    rows = sorted({0, *map(row_at, mixture_config.spans(mixture))})
+    return [
+        (row, np.array([mixture_config.weight_at(known[name], row, row_at) for name in sources]))
+        for row in rows
+    ]
+
+
+def _all_read(names: tuple[str, ...], row: int) -> ConfigError:
+    return ConfigError(
+        "every source has been read as often as it may",
+        where="data.mixture.epochs",
+        why=f"{', '.join(names)} end at row {row}",
+        fix="--config.data.mixture.epochs=() sets no most, with --allow_change=data.mixture.epochs",
+    )
