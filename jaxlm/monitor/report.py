@@ -62,6 +62,7 @@ def render(run: Path) -> str:
     title = html.escape(f"jaxlm run {run.resolve().name}")
     sections = (
         ("Result", _result(run, records)),
+        ("Sources", _sources(records)),
         ("Plan", _plan(run, records)),
         ("Curves", _curves(run)),
         ("Samples", _samples(sinks.read(run / "samples.jsonl", SAMPLES))),
@@ -144,6 +145,35 @@ def _result(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"<p>Median {words.count(middle)} tokens per second. MFU {shown} (6 x parameters that multiply x tokens, "
             f"and attention at the causal half). Peak memory {words.size(peak or None)}.</p>"
         )
+
+
+def _sources(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What was read of each source of a mixture, by the last record of the training."""
+    trained = [r for r in records if r.get("split") == "train"]
+    last = trained[-1] if trained else {}
+    found: dict[str, dict[str, Any]] = {}
+    for path, value in last.items():
+        section, _, rest = path.partition("/")
+        name, _, what = rest.partition("/")
+        if section == "sources" and sinks.is_number(value):
+            found.setdefault(name, {})[what] = value
+    whole = {what: sum(f.get(what, 0) for f in found.values()) for what in ("rows", "tokens")}
+    if not whole["rows"]:
+        return
+    rows = [
+        [
+            name,
+            f"{values.get('rows', 0):,}",
+            f"{values.get('rows', 0) / whole['rows']:.2%}",
+            f"{values.get('tokens', 0):,}",
+            f"{values.get('epochs', 0):.3f}",
+            _figure(values.get("weight")),
+        ]
+        for name, values in found.items()
+    ]
+    rows.append(["all", f"{whole['rows']:,}", "", f"{whole['tokens']:,}", "", ""])
+    head = ["source", "rows read", "share", "tokens", "epochs", "weight now"]
+    yield _table(head, rows, numbers=True)
 
 
 def _plan(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import jax
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, faults
 from jaxlm.core.errors import Diverged, Preempted, is_out_of_memory
+from jaxlm.data import loader as loaders
 from jaxlm.models import cost
 from jaxlm.monitor import chips, memory, sinks, traced, words
 from jaxlm.monitor.clock import Clock
@@ -18,7 +19,7 @@ from jaxlm.monitor.console import Console
 from jaxlm.monitor.profile import Trace
 from jaxlm.optim.average_config import NoAverage, start
 from jaxlm.parallel import operations
-from jaxlm.recipes import beginning, forensics, foresight, reading, resume, stepping
+from jaxlm.recipes import beginning, forensics, foresight, reading, resume, sources, stepping
 from jaxlm.recipes.beginning import Origin
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
@@ -117,7 +118,7 @@ class Session:
         if meta and meta["config"]["eval"].get("follow", "auto") != self.run.eval.follow:
             self.progress.forget()
         self.evaluation: dict[str, Any] | None = meta["evaluation"] if meta else None
-        self.directory.step = self.start
+        self.directory.step = self._counted = self.start
 
     def _open_sinks(self) -> None:
         """Opens what is written to; lines and events of later steps than the first go, as those steps come again."""
@@ -173,7 +174,7 @@ class Session:
             is_sample_due=cadence("sample") if self.has_samples else lambda _: False,
             is_save_due=lambda step: is_save_due(step) or self._saves.is_retry_due,
             before=self._before,
-            count=lambda tokens, waited: self.clock.add(tokens=tokens, data_wait_seconds=waited),
+            count=self._count,
             log=self._log,
             skipped=self._note_skipped,
             evaluate=self._evaluate,
@@ -244,6 +245,13 @@ class Session:
         title = f"trace of {found['steps']} steps, {words.duration(found['seconds'])}, {self.trace.folder}"
         self.console.block(title, traced.facts(found))
 
+    def _count(self, tokens: float, waited: float) -> None:
+        """Counts one more completed step."""
+        self.clock.add(tokens=tokens, data_wait_seconds=waited)
+        number = loaders.number(self._counted, self.rewinds.skips)
+        self._counted += 1
+        sources.count(self.engine, number, self.progress.read)
+
     def _log(self, step: int, values: dict[str, float]) -> None:
         inner = ("verdict", "skipped_in_a_row")
         counts = ("skipped_total", "overflows_total")
@@ -253,6 +261,7 @@ class Session:
             if name not in inner
         }
         record |= self.clock.read(step) | {"tokens": self.progress.tokens}
+        record |= sources.record(self.engine, step, self.progress.read, self.rewinds.skips)
         record["peak_bytes"] = memory.peak(jax.local_devices()).bytes
         if self._step.watching is not None:
             record |= self._step.watching.take(step)

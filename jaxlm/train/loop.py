@@ -23,6 +23,9 @@ class Progress:
     best_step: int | None = None
     evaluations_without_gain: int = 0
     last_skipped: int | None = None  # the newest step that the guard did not apply
+    read: dict[str, list[int]] = dataclasses.field(
+        default_factory=dict
+    )  # rows and tokens of each source of a mixture
 
     def note(self, loss: float, step: int) -> bool:
         """Counts an evaluation; whether its loss is the lowest so far."""
