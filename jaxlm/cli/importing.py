@@ -1,4 +1,4 @@
-"""Makes a run of a model that somebody else trained: a folder of Hugging Face with config.json and safetensors."""
+"""Makes a run of a model that somebody else trained: a folder of Hugging Face with config.json and safetensors, or a GGUF."""
 
 import argparse
 from pathlib import Path
@@ -12,8 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="source",
         required=True,
-        metavar="DIR",
-        help="the model's folder, as save_pretrained wrote it",
+        metavar="DIR|FILE.gguf",
+        help="the model's folder, as save_pretrained wrote it, or its file in llama.cpp's format",
     )
     parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices")
 

@@ -1,4 +1,4 @@
-"""A model of somebody else made a run of ours: config, tokenizer and weights of a folder of Hugging Face."""
+"""A model of somebody else made a run of ours: config, tokenizer and weights of a folder of Hugging Face, or of a GGUF."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.hub_folder import DTYPES, Folder, Source
 from jaxlm.checkpoint.hub_tensors import Fetch, Reader, Theirs, layout
 from jaxlm.checkpoint.store import Store
@@ -62,7 +63,8 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
     Raises:
       JaxlmError: with the whole list told before.
     """
-    folder = Folder(options.source)
+    is_file = options.source.suffix == ".gguf"
+    folder: Source = Gguf(options.source) if is_file else Folder(options.source)
     family, dtype = described(folder, say)
     tokenizer = read_tokenizer(folder, say)
     run = _run(family, options)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from jaxlm.core.errors import DataError
 from jaxlm.data.tokenizer import BYTE_OF_CHARACTER, LARGEST_VOCABULARY, rust_errors
 from jaxlm.data.vocabularies.patterns import Pattern, cutter
+from jaxlm.data.vocabularies.pieces import MOST_CHARACTERS
 
 LONGEST_TOKEN = 1000  # bytes; each way to cut a token in two is looked at
 CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
@@ -71,6 +72,12 @@ def ranks(content: bytes, where: str) -> dict[bytes, int]:
                 why=str(error)[:300],
             ) from error
         found[token] = int(rank)
+    if (total := sum(map(len, found))) > MOST_CHARACTERS:
+        raise DataError(
+            "the tokens of a file of ranks are too long",
+            where=where,
+            why=f"they have {total:,} bytes together, and {MOST_CHARACTERS:,} are allowed",
+        )
     if len(set(found.values())) < len(found):
         raise DataError("two tokens of a file of ranks have the same rank", where=where)
     if missing := [byte for byte in range(256) if bytes([byte]) not in found]:

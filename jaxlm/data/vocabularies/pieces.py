@@ -10,6 +10,7 @@ from jaxlm.data.tokenizer import LARGEST_VOCABULARY, SentencePiece, rust_errors
 
 SPACE = SentencePiece.SPACE
 LONGEST_PIECE = 1000  # characters; each way to cut a piece in two is looked at
+MOST_CHARACTERS = 8_000_000  # of all pieces; the largest vocabularies in use have a fourth of it
 # The score of what text never becomes: below any path, for scores are logarithms of probabilities of pieces.
 NEVER = -1e4
 
@@ -119,6 +120,8 @@ def checked(found: Pieces, where: str) -> Pieces:
         raise _refused("it has no piece for what is unknown", where)
     if (longest := max(map(len, texts))) > LONGEST_PIECE:
         raise _refused(f"a piece has {longest:,} characters", where)
+    if (total := sum(map(len, texts))) > MOST_CHARACTERS:
+        raise _refused(f"its pieces have {total:,} characters together", where)
     return found
 
 

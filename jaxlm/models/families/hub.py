@@ -109,8 +109,8 @@ class Attributes:
         under which the model would compute something else than ours.
     """
 
-    def __init__(self, raw: Mapping[str, Any], where: str):
-        self._raw, self._where = dict(raw), where
+    def __init__(self, raw: Mapping[str, Any], where: str, *, what: str = "a model's config.json"):
+        self._raw, self._where, self._what = dict(raw), where, what
         self._read: set[str] = set()
         self._problems: list[str] = []
 
@@ -204,7 +204,7 @@ class Attributes:
             shown = self._problems[:5]
             more = len(self._problems) - len(shown)
             raise DataError(
-                f"{len(self._problems)} attributes of a model's config.json are not understood",
+                f"{len(self._problems)} attributes of {self._what} are not understood",
                 where=self._where,
                 why="\n".join(shown) + (f"\nand {more} more" if more else ""),
                 fix="a model that computes something else would be imported wrongly, so it is not imported",

@@ -112,6 +112,7 @@ def test_a_file_of_ranks_is_read_as_it_was_written():
         (lines({b"a": 0}), "no token for some bytes"),
         (lines(BYTES) + base64.b64encode(b"a" * 10_000_000) + b" 256\n", "10,000,000 bytes"),
         (b"\0" * 1_000_000, "line 1"),
+        (lines({b"%0999d" % n: n for n in range(9000)}), "8,991,000 bytes together"),
     ],
 )
 def test_a_file_that_holds_no_ranks_is_refused_where_it_goes_wrong(content, said):

@@ -124,6 +124,15 @@ def with_piece(**fields) -> bytes:
     return proto.SerializeToString()
 
 
+def test_pieces_too_long_to_look_through_are_refused():
+    many = tuple(pieces.Piece(f"{n:0999}", 0.0, pieces.Kind.NORMAL) for n in range(9000))
+    unknown = pieces.Piece("<unk>", 0.0, pieces.Kind.UNKNOWN)
+    found = pieces.Pieces(pieces=(unknown, *many), algorithm="bpe", prefixed=True, squeezed=False)
+    with pytest.raises(DataError) as caught:
+        pieces.checked(found, "x")
+    assert "8,991,005 characters together" in caught.value.why
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

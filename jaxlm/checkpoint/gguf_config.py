@@ -1,0 +1,168 @@
+"""The metadata of a GGUF as the config.json that transformers would have. Free of JAX."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxlm.checkpoint.gguf_names import ARCHITECTURES, Architecture
+from jaxlm.core.errors import DataError
+from jaxlm.models.families.hub import DEEPEST, Attributes
+from jaxlm.nn.rotary import Llama3Scaling
+
+WHAT = "a GGUF's metadata"
+# What does not change what the model computes; the tokenizer's own are read with the tokenizer.
+NEUTRAL = ("general.", "tokenizer.", "quantize.", "imatrix.", "mradermacher.")
+LARGEST_SIZES = {
+    "gemma2": 46,
+    "gemma3": 62,
+}  # layers of the sizes that scale scores by width / heads
+
+
+def architecture(metadata: Mapping[str, Any], where: str) -> Architecture:
+    """What llama.cpp calls the model's architecture. Raises DataError where it is none of those known."""
+    name = metadata.get("general.architecture")
+    if metadata.get("general.type", "model") != "model" or metadata.get("split.count", 1) > 1:
+        raise DataError(
+            "a GGUF is not a whole model",
+            where=where,
+            why="it is a part of one, or what changes one",
+            fix="llama-gguf-split --merge FIRST_PART OUT makes one file of several",
+        )
+    if name == "llama" and metadata.get("llama.expert_count"):
+        name = "llama with experts"
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise DataError(
+            f"a GGUF of the architecture {name!r:.60} is not known",
+            where=where,
+            why=f"known are {', '.join(each for each in ARCHITECTURES if ' ' not in each)}",
+        )
+    return ARCHITECTURES[name]
+
+
+def attributes(
+    metadata: Mapping[str, Any],
+    where: str,
+    *,
+    vocab: int,
+    is_tied: bool,
+    frequencies: np.ndarray | None,
+) -> dict[str, Any]:
+    """The attributes of config.json.
+
+    Args:
+      metadata: of the file.
+      where: for errors.
+      vocab: rows of the embedding.
+      is_tied: there is no other matrix for the logits.
+      frequencies: what rotary frequencies are divided by, float32 [head_dim / 2], where the file says.
+
+    Raises:
+      DataError: with everything that is missing, or that is there and not understood.
+    """
+    found = architecture(metadata, where)
+    prefix = f"{metadata['general.architecture']}."
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if not key.startswith(NEUTRAL)}  # fmt: skip
+    given = Attributes(own, where, what=WHAT)
+    given.ignore("vocab_size", "split.count", "split.no", "split.tensors.count")
+    heads, width = given.take("attention.head_count"), given.take("embedding_length")
+    depth = given.take("block_count", most=DEEPEST)
+    size = given.take("attention.key_length", max(1, width // heads))
+    given.must("attention.value_length", size)
+    given.must("rope.dimension_count", size)
+    theta = given.take("rope.freq_base", 10_000.0, kind=float)
+    context = given.take("context_length")
+    config: dict[str, Any] = {
+        "model_type": found.model_type,
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "num_hidden_layers": depth,
+        "intermediate_size": given.take("feed_forward_length", width),
+        "num_attention_heads": heads,
+        "num_key_value_heads": given.take("attention.head_count_kv", heads),
+        "head_dim": size,
+        "max_position_embeddings": context,
+        "rms_norm_eps": given.take("attention.layer_norm_rms_epsilon", kind=float),
+        "rope_theta": theta,
+        "rope_scaling": _scaling(given, context, theta, size, frequencies),
+        "tie_word_embeddings": is_tied,
+    }
+    if found.model_type in ("mixtral", "qwen3_moe"):
+        config |= _experts(given, found.model_type)
+    if found.model_type in ("gemma2", "gemma3_text"):
+        given.ignore("attention.sliding_window_pattern")
+        is_largest = LARGEST_SIZES[prefix[:-1]] == depth
+        config |= {
+            "sliding_window": given.take("attention.sliding_window", 4096),
+            "query_pre_attn_scalar": width // heads if is_largest else size,
+            "attn_logit_softcapping": given.take("attn_logit_softcapping", None, kind=float),
+            "final_logit_softcapping": given.take("final_logit_softcapping", None, kind=float),
+        }
+    if found.model_type == "gemma3_text":
+        config["rope_local_base_freq"] = given.take("rope.freq_base_swa", 10_000.0, kind=float)
+    given.finish()
+    return config
+
+
+def _experts(given: Attributes, kind: str) -> dict[str, Any]:
+    count, used = given.take("expert_count"), given.take("expert_used_count")
+    if kind == "mixtral":
+        return {"num_local_experts": count, "num_experts_per_tok": used}
+    given.must("expert_gating_func", 1)  # softmax
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": given.take("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _scaling(
+    given: Attributes, context: int, theta: float, size: int, frequencies: np.ndarray | None
+) -> dict[str, Any] | None:
+    """How rotary positions are stretched, as config.json says it."""
+    given.ignore("rope.scaling.finetuned")
+    kind = given.take("rope.scaling.type", "none", kind=str)
+    given.must("rope.scaling.attn_factor", 1.0)
+    if frequencies is not None:
+        given.must("rope.scaling.type", "none")
+        return _blended(given, theta, size, frequencies)
+    if kind == "none":
+        given.must("rope.scaling.factor", 1.0, 0.0)
+        return None
+    found: dict[str, Any] = {
+        "rope_type": kind,
+        "factor": given.take("rope.scaling.factor", kind=float),
+    }
+    original = given.take("rope.scaling.original_context_length", context)
+    given.must("rope.scaling.type", "linear", "yarn")
+    if kind == "yarn":
+        found["original_max_position_embeddings"] = original
+        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            found[ours] = given.take(f"rope.scaling.{theirs}", None, kind=float)
+    return found
+
+
+def _blended(
+    given: Attributes, theta: float, size: int, frequencies: np.ndarray
+) -> dict[str, Any] | None:
+    """Llama 3.1's scaling, of which a file holds only what each frequency is divided by.
+
+    What low frequencies are divided by is the largest. Contexts, and the turns that are low and high, only count by their
+    ratios, so with turns of 1 and 4 the context is looked for.
+    """
+    whole = [theta ** (-2 * i / size) for i in range(size // 2)]
+    factor = float(frequencies.max(initial=1.0))
+    for original in (2**power for power in range(4, 24)):
+        scaling = Llama3Scaling(factor=max(1.0, factor), original=original)
+        expected = 1 / np.array(scaling.factors(whole, theta))
+        if frequencies.shape == expected.shape and np.allclose(frequencies, expected, rtol=1e-5):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": scaling.low,
+                "high_freq_factor": scaling.high,
+                "original_max_position_embeddings": original,
+            }
+    given.note("rope_freqs.weight divides rotary frequencies by what is not Llama 3.1's scaling")
+    return None

@@ -1,0 +1,228 @@
+"""A file in llama.cpp's format, GGUF: what its header says, and the numbers of a tensor row by row. Free of JAX.
+
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+import itertools
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jaxlm.core.errors import DataError, InputMissing
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+LARGEST_HEADER = 512 * 2**20  # bytes; those of the largest vocabularies take a fiftieth of it
+MOST_DIMENSIONS = 4
+CHUNK = 2**22  # numbers that are dequantised at a time
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # fmt: skip
+STRING, ARRAY = 8, 9
+
+
+class Storage(NamedTuple):
+    """How numbers are kept: so many of them in a block of so many bytes."""
+
+    name: str
+    numbers: int
+    bytes: int
+
+
+PLAIN = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+STORAGES = {
+    0: Storage("F32", 1, 4),
+    1: Storage("F16", 1, 2),
+    2: Storage("Q4_0", 32, 18),
+    3: Storage("Q4_1", 32, 20),
+    6: Storage("Q5_0", 32, 22),
+    7: Storage("Q5_1", 32, 24),
+    8: Storage("Q8_0", 32, 34),
+    10: Storage("Q2_K", 256, 84),
+    11: Storage("Q3_K", 256, 110),
+    12: Storage("Q4_K", 256, 144),
+    13: Storage("Q5_K", 256, 176),
+    14: Storage("Q6_K", 256, 210),
+    30: Storage("BF16", 1, 2),
+}
+
+
+class Entry(NamedTuple):
+    """One tensor of the file."""
+
+    shape: tuple[int, ...]  # the last dimension is that of a row, which lies together
+    storage: Storage
+    start: int  # byte of the file
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the last dimension."""
+        return self.shape[-1] // self.storage.numbers * self.storage.bytes
+
+
+class File:
+    """The metadata and the tensors of a file; of the tensors nothing is read before it is asked for.
+
+    `unread` are the tensors whose numbers are kept in a way that is not known here, with the number of that way and the shape.
+
+    Raises:
+      InputMissing: where there is no such file.
+      DataError: where the header is damaged, says what cannot be, or tensors do not lie in the file, each by itself.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        if not path.is_file():
+            raise InputMissing(f"there is no file {path}", where="--from")
+        self._size = path.stat().st_size
+        with path.open("rb") as file:
+            self._header = file.read(min(self._size, LARGEST_HEADER))
+        self._at = 0
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, Entry] = {}
+        self.unread: dict[str, tuple[int, tuple[int, ...]]] = {}
+        try:
+            self._read()
+        except (struct.error, UnicodeDecodeError, IndexError) as error:
+            raise self._damaged(f"it ends, or is no text, at byte {self._at:,}: {error}") from error
+        del self._header
+
+    def rows(self, entry: Entry, rows: np.ndarray | slice) -> np.ndarray:
+        """Some rows of a tensor, all of its first dimensions as one; float32 where it is quantised."""
+        count = math.prod(entry.shape[:-1])
+        whole = np.memmap(
+            self.path, np.uint8, "r", offset=entry.start, shape=(count, entry.row_bytes)
+        )
+        name = entry.storage.name
+        if name in PLAIN:
+            return np.ascontiguousarray(whole[rows]).view(PLAIN[name])
+        part = np.arange(count)[rows]
+        out = np.empty((len(part), entry.shape[-1]), np.float32)
+        step = max(1, CHUNK // entry.shape[-1])
+        for first in range(0, len(part), step):
+            at = slice(first, first + step)
+            out[at] = _dequantised(np.ascontiguousarray(whole[part[at]]), name, self.path)
+        return out
+
+    def _read(self) -> None:
+        if self._header[:4] != MAGIC:
+            raise self._damaged("it does not begin with GGUF")
+        self._at = 4
+        version, tensors, pairs = self._take("IQQ")
+        if version not in VERSIONS:
+            swapped = struct.unpack(">I", struct.pack("<I", version))[0]
+            raise self._damaged(
+                "its numbers are big-endian"
+                if swapped in VERSIONS
+                else f"its version is {version}, and {' and '.join(map(str, VERSIONS))} are read"
+            )
+        self._room(tensors, 24, "tensors")
+        self._room(pairs, 13, "settings")
+        for _ in range(pairs):
+            name, (kind,) = self._string(), self._take("I")
+            if name in self.metadata:
+                raise self._damaged(f"{name!r:.80} is said twice")
+            self.metadata[name] = self._value(kind, name)
+        self._locate(list(self._infos(tensors)))
+
+    def _infos(self, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        for _ in range(count):
+            name, (dimensions,) = self._string(), self._take("I")
+            if not 1 <= dimensions <= MOST_DIMENSIONS:
+                raise self._damaged(f"{name!r:.80} has {dimensions:,} dimensions")
+            shape = self._take("Q" * dimensions)[::-1]
+            kind, offset = self._take("IQ")
+            yield name, shape, kind, offset
+
+    def _locate(self, infos: list[tuple[str, tuple[int, ...], int, int]]) -> None:
+        step = self.metadata.get("general.alignment", 32)
+        if not isinstance(step, int) or step < 1 or step & (step - 1):
+            raise self._damaged(f"general.alignment is {step!r:.40}, and no power of two")
+        data = -(-self._at // step) * step
+        taken: list[tuple[int, int, str]] = []
+        for name, shape, kind, offset in infos:
+            if name in self.tensors or name in self.unread:
+                raise self._damaged(f"{name!r:.80} is there twice")
+            if kind not in STORAGES:
+                self.unread[name] = kind, shape
+                continue
+            storage = STORAGES[kind]
+            if 0 in shape or shape[-1] % storage.numbers:
+                raise self._damaged(f"{name!r:.80} has the shape {list(shape)} in {storage.name}")
+            entry = Entry(shape, storage, data + offset)
+            end = entry.start + math.prod(shape[:-1]) * entry.row_bytes
+            if offset % step or end > self._size:
+                raise self._damaged(
+                    f"{name!r:.80} would lie from byte {entry.start:,} to {end:,} of {self._size:,}"
+                )
+            taken.append((entry.start, end, name))
+            self.tensors[name] = entry
+        taken.sort()
+        for (_, end, one), (start, _, other) in itertools.pairwise(taken):
+            if start < end:
+                raise self._damaged(f"{one!r:.80} and {other!r:.80} lie on each other")
+
+    def _value(self, kind: int, name: str) -> Any:
+        if kind in SCALARS:
+            (found,) = self._take(SCALARS[kind])
+            # 1e-5 was rounded to float32 when it was written: as text of that precision it is 1e-5 again.
+            return float(str(np.float32(found))) if SCALARS[kind] == "f" else found
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            raise self._damaged(f"{name!r:.80} is of the type {kind}, which there is not")
+        inner, count = self._take("IQ")
+        if inner == STRING:
+            self._room(count, 8, name)
+            return [self._string() for _ in range(count)]
+        if inner not in SCALARS:
+            raise self._damaged(f"{name!r:.80} is a list of the type {inner}, which is not read")
+        size = struct.calcsize(f"<{SCALARS[inner]}")
+        self._room(count, size, name)
+        found = np.frombuffer(self._header, np.dtype(f"<{SCALARS[inner]}"), count, self._at)
+        self._at += count * size
+        return found.tolist()
+
+    def _take(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(f"<{form}", self._header, self._at)
+        self._at += struct.calcsize(f"<{form}")
+        return found
+
+    def _string(self) -> str:
+        (size,) = self._take("Q")
+        self._room(size, 1, "bytes of a text")
+        found = self._header[self._at : self._at + size].decode()
+        self._at += size
+        return found
+
+    def _room(self, count: int, size: int, what: str) -> None:
+        """Refuses a count of things of at least this size that the rest of the header cannot hold."""
+        left = len(self._header) - self._at
+        if count * size > left:
+            raise self._damaged(f"it says {count:,} {what!s:.80}, and {left:,} bytes are left")
+
+    def _damaged(self, why: str) -> DataError:
+        return DataError(
+            "a file is not a whole GGUF",
+            where=str(self.path),
+            why=why,
+            fix="download the file again",
+        )
+
+
+def _dequantised(rows: np.ndarray, name: str, path: Path) -> np.ndarray:
+    """float32 [rows, numbers] of uint8 [rows, bytes]."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise InputMissing(
+            f"reading {name} needs gguf", where=str(path), fix="pip install 'jaxlm[gguf]'"
+        ) from error
+    return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name])

@@ -1,0 +1,86 @@
+"""What llama.cpp and Hugging Face call the same tensor, and how its numbers differ. Free of JAX.
+
+llama.cpp rotates neighbours of a head where transformers rotates its halves, so that for some architectures rows of
+queries and keys lie in another order; and it counts a norm's scale from zero where Gemma counts from one.
+"""
+
+import dataclasses
+import re
+
+LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+SANDWICH = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{e}.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.{e}.w2",
+    "ffn_up_exps": "block_sparse_moe.experts.{e}.w3",
+}
+QWEN_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{e}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{e}.up_proj",
+    "ffn_down_exps": "mlp.experts.{e}.down_proj",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What llama.cpp calls an architecture: the model_type of transformers, and its tensors in a layer."""
+
+    model_type: str
+    layer: dict[str, str]
+    is_rotated_by_neighbours: bool = False
+    counts_from_zero: bool = False  # the scales of norms, which Gemma counts from one
+
+    def theirs(self, name: str) -> str:
+        """Hugging Face's name, which may have {e} for the expert; a name that is not known stays as it is."""
+        match = LAYER.fullmatch(name)
+        if match is None:
+            return OUTSIDE.get(name, name)
+        layer, stem, kind = match.groups()
+        return f"model.layers.{layer}.{self.layer[stem]}.{kind}" if stem in self.layer else name
+
+    def rotated(self, name: str) -> str | None:
+        """Whether a tensor's rows are those of queries ("q") or of keys ("k") in another order."""
+        match = LAYER.fullmatch(name) if self.is_rotated_by_neighbours else None
+        return match[2][-1] if match is not None and match[2] in ("attn_q", "attn_k") else None
+
+    def is_scale(self, name: str) -> bool:
+        """Whether a tensor is a norm's scale that is counted from zero."""
+        return self.counts_from_zero and name.endswith("norm.weight")
+
+
+LLAMA = ATTENTION | NORMS | MLP
+GEMMA2 = ATTENTION | SANDWICH | MLP
+ARCHITECTURES = {
+    "llama": Architecture(model_type="llama", layer=LLAMA, is_rotated_by_neighbours=True),
+    "llama with experts": Architecture(
+        model_type="mixtral", layer=ATTENTION | NORMS | MIXTRAL, is_rotated_by_neighbours=True
+    ),
+    "qwen2": Architecture(model_type="qwen2", layer=LLAMA),
+    "qwen3": Architecture(model_type="qwen3", layer=LLAMA),
+    "qwen3moe": Architecture(model_type="qwen3_moe", layer=ATTENTION | NORMS | QWEN_EXPERTS),
+    "gemma": Architecture(model_type="gemma", layer=LLAMA, counts_from_zero=True),
+    "gemma2": Architecture(model_type="gemma2", layer=GEMMA2, counts_from_zero=True),
+    "gemma3": Architecture(model_type="gemma3_text", layer=GEMMA2, counts_from_zero=True),
+}

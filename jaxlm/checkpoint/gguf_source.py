@@ -1,0 +1,131 @@
+"""A GGUF read as if it were a folder of Hugging Face: the same names, shapes and order of numbers. Free of JAX."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxlm.checkpoint import gguf_config
+from jaxlm.checkpoint.gguf_file import PLAIN, Entry, File
+from jaxlm.checkpoint.gguf_names import Architecture
+from jaxlm.checkpoint.hub_tensors import Slices
+from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.data.vocabularies import gguf_tokens
+
+MOST_EXPERTS = 10_000  # of a layer; each has tensors of its own there
+FREQUENCIES = (
+    "rope_freqs.weight"  # a table that follows from the settings, as transformers keeps it
+)
+
+
+class Lying(NamedTuple):
+    """Where a tensor of Hugging Face's lies: a tensor of the file, or the part of one expert."""
+
+    name: str
+    entry: Entry
+    expert: int | None
+
+
+class Gguf:
+    """The model of one file; `path` is the file.
+
+    Raises:
+      InputMissing: where there is no such file.
+      DataError: where it is damaged, of an architecture that is not known, or says what is not understood.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = File(path)
+        metadata, tensors = self._file.metadata, self._file.tensors
+        self._architecture: Architecture = gguf_config.architecture(metadata, str(path))
+        table = tensors.get("token_embd.weight")
+        if table is None:
+            raise DataError("a GGUF has no token_embd.weight", where=str(path))
+        turned = tensors.get(FREQUENCIES)
+        self.config = gguf_config.attributes(
+            metadata,
+            str(path),
+            vocab=table.shape[0],
+            is_tied="output.weight" not in tensors,
+            frequencies=None if turned is None else self._file.rows(turned, slice(None))[0],
+        )
+        self._theirs = dict(self._named())
+        self.config["dtype"] = self._dtype()
+        tokenizer, settings = gguf_tokens.as_json(metadata, str(path))
+        self._beside = {
+            "config.json": _json(self.config),
+            "tokenizer.json": tokenizer,
+            "tokenizer_config.json": _json(settings),
+        }
+
+    def has(self, name: str) -> bool:
+        """Whether a folder would have such a file."""
+        return name in self._beside
+
+    def read(self, name: str, largest: int) -> bytes:
+        """The file that a folder would have. Raises InputMissing, DataError where it is too large."""
+        if name not in self._beside:
+            raise InputMissing(f"there is no {name} in a GGUF", where=str(self.path))
+        if (size := len(self._beside[name])) > largest:
+            raise DataError(f"{name} has {size:,} bytes", where=str(self.path))
+        return self._beside[name]
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The same as an object."""
+        return json.loads(self.read(name, 2**31))
+
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and the shape of every tensor, by Hugging Face's name; what is quantised is read as F32."""
+        found: dict[str, tuple[str, tuple[int, ...]]] = {
+            name: (
+                each.entry.storage.name if each.entry.storage.name in PLAIN else "F32",
+                each.entry.shape[each.expert is not None :],
+            )
+            for name, each in self._theirs.items()
+        }
+        return found | {
+            self._architecture.theirs(name): (f"GGML's {kind}", shape)
+            for name, (kind, shape) in self._file.unread.items()
+        }
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Callable[[str, Slices], np.ndarray]]:
+        """What reads a part of a tensor: only the rows that are asked for are dequantised."""
+        yield self._fetch
+
+    def _fetch(self, name: str, within: Slices) -> np.ndarray:
+        own, entry, expert = self._theirs[name]
+        if len(entry.shape) == 1:
+            (found,) = self._file.rows(entry, slice(None))
+            part = found[within[0]]
+            return part - np.ones_like(part) if self._architecture.is_scale(own) else part
+        rows, columns = within
+        count = entry.shape[-2]
+        places = np.arange(count)
+        if (kind := self._architecture.rotated(own)) is not None:
+            heads = self.config["num_attention_heads" if kind == "q" else "num_key_value_heads"]
+            # Row (h, i, half) of the file is row (h, half, i) of transformers.
+            places = places.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return self._file.rows(entry, places[rows] + count * (expert or 0))[:, columns]
+
+    def _named(self) -> Iterator[tuple[str, Lying]]:
+        for name, entry in self._file.tensors.items():
+            theirs = self._architecture.theirs(name)
+            if "{e}" in theirs and len(entry.shape) == 3 and entry.shape[0] <= MOST_EXPERTS:
+                for expert in range(entry.shape[0]):
+                    yield theirs.replace("{e}", str(expert)), Lying(name, entry, expert)
+            elif name != FREQUENCIES:
+                yield theirs, Lying(name, entry, None)
+
+    def _dtype(self) -> str:
+        """That of the matrices, where all are of one; float32 of others, as of what is quantised."""
+        names = {each.storage.name for each in self._file.tensors.values() if len(each.shape) > 1}
+        return {"F16": "float16", "BF16": "bfloat16"}.get("".join(names), "float32")
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=2, sort_keys=True).encode()

@@ -1,0 +1,227 @@
+"""A GGUF's numbers are those of the format's own dequantiser, and a damaged one is refused at once."""
+
+import resource
+import struct
+import time
+from pathlib import Path
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxlm.checkpoint import gguf_file
+from jaxlm.checkpoint.gguf_file import STORAGES, File
+from jaxlm.core.errors import DataError, InputMissing
+from tests.checkpoint import ggufs
+from tests.parity.weights import FAMILIES
+
+COLUMNS, ROWS = 512, 37
+DRAW = np.random.default_rng(0)
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def blocks(name: str, rows: int = ROWS) -> np.ndarray:
+    """Rows as they are stored: quantised where the package can, else blocks of drawn bits with scales that are numbers."""
+    numbers = DRAW.normal(size=(rows, COLUMNS)).astype(np.float32)
+    if name not in HALVES:
+        return gguf.quants.quantize(numbers, gguf.GGMLQuantizationType[name])
+    size = next(each for each in STORAGES.values() if each.name == name).bytes
+    found = DRAW.integers(0, 256, (rows, COLUMNS // 256, size), np.uint8)
+    for place in HALVES[name]:
+        scales = DRAW.normal(size=(rows, COLUMNS // 256, 1)).astype(np.float16)
+        found[..., place : place + 2] = scales.view(np.uint8)
+    return found.reshape(rows, -1)
+
+
+def write(path: Path, **tensors: tuple[str, np.ndarray]) -> File:
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, (kind, array) in tensors.items():
+        writer.add_tensor(name, array, raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return File(path)
+
+
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=lambda each: each.name)
+def test_rows_are_those_of_the_formats_own_dequantiser(storage, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_file, "CHUNK", 5 * COLUMNS)  # the last part is a short one
+    stored = blocks(storage.name)
+    file = write(tmp_path / "x.gguf", first=("F32", np.ones(3, np.float32)), x=(storage.name, stored))  # fmt: skip
+    expected = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[storage.name])
+    assert np.isfinite(expected).all()
+    assert np.ptp(expected) > 1
+    entry = file.tensors["x"]
+    assert entry.shape == (ROWS, COLUMNS)
+    order = DRAW.permutation(ROWS)
+    for rows in (slice(None), slice(3, 20), slice(5, 5), order):
+        np.testing.assert_array_equal(file.rows(entry, rows).astype(np.float32), expected[rows])
+
+
+def q4_k(block: np.ndarray) -> list[float]:
+    """The 256 numbers of a block of Q4_K, one by one, in float64 (ggml-common.h, block_q4_K)."""
+    scale, least = block[:4].view(np.float16).astype(np.float64)
+    packed, quants = [int(byte) for byte in block[4:16]], [int(byte) for byte in block[16:]]
+    found = []
+    for group in range(8):
+        if group < 4:
+            s, m = packed[group] & 63, packed[group + 4] & 63
+        else:
+            s = packed[group + 4] & 15 | packed[group - 4] >> 6 << 4
+            m = packed[group + 4] >> 4 | packed[group] >> 6 << 4
+        for i in range(32):
+            byte = quants[32 * (group // 2) + i]
+            found.append(scale * s * (byte >> 4 if group % 2 else byte & 15) - least * m)
+    return found
+
+
+def q6_k(block: np.ndarray) -> list[float]:
+    """The same of Q6_K (block_q6_K)."""
+    low, high = [int(b) for b in block[:128]], [int(b) for b in block[128:192]]
+    scales, scale = block[192:208].view(np.int8), block[208:].view(np.float16).astype(np.float64)[0]
+    found = []
+    for at in range(256):
+        half, rest = divmod(at, 128)
+        quarter, i = divmod(rest, 32)
+        byte = low[64 * half + 32 * (quarter % 2) + i]
+        nibble = byte >> 4 if quarter > 1 else byte & 15
+        bits = high[32 * half + i] >> 2 * quarter & 3
+        found.append(scale * int(scales[at // 16]) * ((nibble | bits << 4) - 32))
+    return found
+
+
+@pytest.mark.parametrize(("name", "one"), [("Q4_K", q4_k), ("Q6_K", q6_k)])
+def test_numbers_of_a_block_are_those_of_the_formats_definition(name, one, tmp_path):
+    stored = blocks(name, rows=2)
+    file = write(tmp_path / "x.gguf", x=(name, stored))
+    expected = [one(block) for block in stored.reshape(4, -1)]
+    found = file.rows(file.tensors["x"], slice(None)).reshape(4, -1)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_plain_numbers_keep_their_dtype(tmp_path):
+    stored = blocks("BF16")
+    file = write(tmp_path / "x.gguf", x=("BF16", stored))
+    found = file.rows(file.tensors["x"], slice(0, 2))
+    assert found.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(found, stored[:2].view(ml_dtypes.bfloat16))
+
+
+def test_rows_of_a_large_tensor_take_the_memory_of_the_result_alone(tmp_path):
+    rows = 20_000  # of 512 numbers: 41 MB as float32, of which a tenth is asked for
+    one = blocks("Q8_0")
+    file = write(tmp_path / "x.gguf", x=("Q8_0", np.tile(one, (rows // ROWS + 1, 1))))
+    file.rows(file.tensors["x"], slice(0, 10))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    file.rows(file.tensors["x"], slice(0, rows // 10))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40_000  # KB
+
+
+def test_quantised_numbers_without_the_package_are_refused_with_the_way_out(tmp_path, monkeypatch):
+    file = write(tmp_path / "x.gguf", x=("Q8_0", blocks("Q8_0")))
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(InputMissing, match="reading Q8_0 needs gguf") as caught:
+        file.rows(file.tensors["x"], slice(None))
+    assert caught.value.fix == "pip install 'jaxlm[gguf]'"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("whole") / "model.gguf"
+    ggufs.write(path, FAMILIES["llama"])
+    return path.read_bytes()
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def header(*parts: bytes, tensors: int = 0, pairs: int = 0, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, pairs) + b"".join(parts)
+
+
+def info(name: bytes, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+HUGE = 2**60
+PAIR = text(b"a") + struct.pack("<I", 4) + struct.pack("<I", 7)
+DAMAGES = {
+    "nothing": (b"", "does not begin with GGUF"),
+    "a pickle": (b"\x80\x04\x95" + b"x" * 100, "does not begin with GGUF"),
+    "four bytes": (b"GGUF", "it ends"),
+    "another version": (header(version=1), "its version is 1"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+    "huge count of tensors": (header(tensors=HUGE), "it says 1,152,921,504,606,846,976 tensors"),
+    "huge count of settings": (header(pairs=HUGE), "settings, and 0 bytes are left"),
+    "huge text": (header(struct.pack("<Q", HUGE) + b"x" * 99, pairs=1), "bytes of a text"),
+    "huge list": (
+        header(text(b"a") + struct.pack("<IIQ", 9, 4, HUGE), pairs=1),
+        "it says 1,152,921,504,606,846,976 a",
+    ),
+    "huge list of texts": (
+        header(text(b"a") + struct.pack("<IIQ", 9, 8, HUGE), pairs=1),
+        "it says 1,152,921,504,606,846,976 a",
+    ),
+    "lists in lists": (
+        header(text(b"a") + struct.pack("<IIQ", 9, 9, 1), b"\0" * 50, pairs=1),
+        "list of the type 9",
+    ),
+    "unknown type": (header(text(b"a") + struct.pack("<I", 99), pairs=1), "type 99"),
+    "a name that is no text": (header(text(b"\xff\xfe") + b"\0" * 9, pairs=1), "is no text"),
+    "a name twice": (header(PAIR, PAIR, pairs=2), "'a' is said twice"),
+    "alignment": (
+        header(text(b"general.alignment") + struct.pack("<II", 4, 3), pairs=1),
+        "no power of two",
+    ),
+    "many dimensions": (header(info(b"x", (1,) * 9), tensors=1), "9 dimensions"),
+    "no dimensions": (header(info(b"x", ()), b"\0" * 99, tensors=1), "0 dimensions"),
+    "a dimension of none": (header(info(b"x", (0, 4)), tensors=1), "has the shape [4, 0]"),
+    "broken blocks": (header(info(b"x", (31,), kind=8), tensors=1), "the shape [31] in Q8_0"),
+    "far beyond the end": (header(info(b"x", (HUGE, 4)), tensors=1), "would lie from byte"),
+    "a far offset": (
+        header(info(b"x", (4,), offset=2**63), tensors=1),
+        "would lie from byte",
+    ),
+    "not aligned": (header(info(b"x", (4,), offset=7), b"\0" * 99, tensors=1), "would lie from"),
+    "a tensor twice": (header(info(b"x", (1,)) * 2, b"\0" * 99, tensors=2), "'x' is there twice"),
+    "one on another": (
+        header(info(b"x", (16,)), info(b"y", (16,), offset=32), b"\0" * 200, tensors=2),
+        "'x' and 'y' lie on each other",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused_at_once(damage, tmp_path):
+    content, said = DAMAGES[damage]
+    (tmp_path / "x.gguf").write_bytes(content)
+    begun = time.process_time()
+    with pytest.raises(DataError) as caught:
+        File(tmp_path / "x.gguf")
+    assert said in caught.value.why
+    assert time.process_time() - begun < 1
+
+
+def test_a_file_that_is_cut_off_anywhere_is_refused(whole, tmp_path):
+    path = tmp_path / "x.gguf"
+    cuts = np.random.default_rng(0).integers(0, len(whole) - 32, 60)
+    for cut in cuts:
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError):
+            File(path)
+    path.write_bytes(whole)
+    assert len(File(path).tensors) == 30
+
+
+def test_a_tensor_whose_numbers_are_kept_in_a_way_that_is_not_known_is_named(tmp_path):
+    content = header(info(b"x", (4,), kind=77), b"\0" * 64, tensors=1)
+    (tmp_path / "x.gguf").write_bytes(content)
+    assert File(tmp_path / "x.gguf").unread == {"x": (77, (4,))}
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(InputMissing, match=r"nowhere\.gguf"):
+        File(tmp_path / "nowhere.gguf")

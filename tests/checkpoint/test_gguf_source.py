@@ -1,0 +1,105 @@
+"""A GGUF gives the settings and the tensors that the same model has as a folder of Hugging Face."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxlm.checkpoint.gguf_source import Gguf
+from jaxlm.core.errors import DataError
+from jaxlm.models.families.gemma import Gemma
+from jaxlm.models.families.gemma2 import Gemma2
+from jaxlm.models.families.gemma3 import Gemma3
+from jaxlm.recipes import importing
+from tests.checkpoint import ggufs
+from tests.parity import weights
+
+VOCAB = 300
+FAMILIES = {
+    name: dataclasses.replace(family, vocab=VOCAB)
+    for name, family in weights.FAMILIES.items()
+    if type(family) in ggufs.NAMES and name != "qwen3_moe"  # which sums to one, in llama.cpp
+} | {
+    "gemma2": Gemma2(
+        **weights.GROUPED | dict(vocab=VOCAB), head_dim=12, window=5, query_scale=12, attention_cap=2.0, logit_cap=3.0
+    ),
+    "gemma3": Gemma3(**weights.GROUPED | dict(vocab=VOCAB, depth=7), head_dim=12, window=5, query_scale=12),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_file_has_the_settings_and_tensors_of_the_folder(name, tmp_path):
+    family = FAMILIES[name]
+    ggufs.write(tmp_path / "model.gguf", family)
+    source = Gguf(tmp_path / "model.gguf")
+    read, dtype = importing.described(source, lambda _: None)
+    assert read.build() == family.build()
+    assert dtype == "float32"
+    wanted = {each.name: each.shape for each in weights.tensors(family)}
+    assert {key: shape for key, (_, shape) in source.tensors().items()} == wanted
+    close = dict(rtol=0, atol=1e-6) if isinstance(family, Gemma) else dict(rtol=0, atol=0)
+    with source.opened() as fetch:
+        for key, shape in wanted.items():
+            expected = weights.weight(key, shape)
+            part = tuple(slice(size // 3, size - size // 4) for size in shape)
+            for within in (tuple(slice(0, size) for size in shape), part):
+                found = fetch(key, within)
+                assert found.dtype == np.float32
+                np.testing.assert_allclose(found, expected[within], **close, err_msg=key)
+
+
+LLAMA = FAMILIES["llama"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: w.add_logit_scale(2.0), "logit_scale = 2.0 is not known"),
+        (lambda w: w.add_sliding_window(7), "attention.sliding_window = 7 is not known"),
+        (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "rope.scaling.type = 'longrope'"),
+        (lambda w: w.add_float32("llama.rope.scaling.attn_factor", 2.0), "rope.scaling.attn_factor = 2.0"),
+        (lambda w: w.add_string("odd.key", "x"), "odd.key = 'x' is not known"),
+        (lambda w: w.add_bool("tokenizer.ggml.clever", True), "'tokenizer.ggml.clever' is not known"),
+        (lambda w: w.add_uint16("split.count", 3), "a part of one"),
+        (lambda w: w.add_string("general.type", "adapter"), "what changes one"),
+        (lambda w: w.add_tensor("rope_freqs.weight", np.full(4, 2.5, np.float32)), "not Llama 3.1's scaling"),
+    ],
+)  # fmt: skip
+def test_metadata_that_changes_the_function_and_is_not_understood_is_refused(
+    change, said, tmp_path
+):
+    ggufs.write(tmp_path / "model.gguf", LLAMA, change=change)
+    with pytest.raises(DataError) as caught:
+        Gguf(tmp_path / "model.gguf")
+    assert said in f"{caught.value.what} {caught.value.why}"
+
+
+def test_everything_that_is_not_understood_is_told_at_once(tmp_path):
+    def change(writer):
+        writer.add_logit_scale(2.0)
+        writer.add_clamp_kqv(8.0)
+
+    ggufs.write(tmp_path / "model.gguf", LLAMA, change=change)
+    with pytest.raises(DataError, match="2 attributes of a GGUF's metadata") as caught:
+        Gguf(tmp_path / "model.gguf")
+    assert "clamp_kqv" in caught.value.why
+    assert "logit_scale" in caught.value.why
+
+
+def test_what_changes_nothing_is_taken(tmp_path):
+    def change(writer):
+        writer.add_author("nobody")
+        writer.add_quantization_version(2)
+        writer.add_string("quantize.imatrix.file", "x")
+        writer.add_eot_token_id(2)
+        writer.add_add_space_prefix(False)
+
+    ggufs.write(tmp_path / "model.gguf", LLAMA, change=change)
+    read, _ = importing.described(Gguf(tmp_path / "model.gguf"), lambda _: None)
+    assert read.build() == LLAMA.build()
+
+
+@pytest.mark.parametrize(("storage", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float32")])  # fmt: skip
+def test_numbers_are_called_what_the_matrices_are_kept_as(storage, dtype, tmp_path):
+    ggufs.write(tmp_path / "model.gguf", dataclasses.replace(LLAMA, hidden=64), storage=storage)
+    assert importing.described(Gguf(tmp_path / "model.gguf"), lambda _: None)[1] == dtype
