@@ -1,11 +1,13 @@
 """Writes text with a run. Several --prompt are answered as one batch."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from jaxlm.cli.arguments import add_weights, needed
 from jaxlm.cli.output import Output
 from jaxlm.core import config
+from jaxlm.core.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +29,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top_p", type=float, metavar="P", help="draw from the likeliest that add up to P"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="the same seed draws the same text (0)"
+        "--min_p",
+        type=float,
+        metavar="P",
+        help="draw from those at least P times as likely as the likeliest",
+    )
+    parser.add_argument(
+        "--repetition_penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="divides positive logits of tokens in prompt or text, multiplies negative (1)",
+    )
+    parser.add_argument(
+        "--presence_penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="taken from logits of tokens in the text (0)",
+    )
+    parser.add_argument(
+        "--frequency_penalty",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="taken from them as often as they are there (0)",
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end a text before this string"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        action="append",
+        metavar="N",
+        help="the same seed draws the same text; once, or once for each prompt (0)",
+    )
+    parser.add_argument(
+        "--kv_cache_dtype",
+        default="auto",
+        metavar="NAME",
+        help="int8 rounds keys and values, for a cache of a quarter to a half (auto)",
     )
     parser.add_argument(
         "--step", type=int, metavar="STEP", help="a committed step; the newest unless named"
@@ -42,19 +84,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     workdir = Path(needed(args, "workdir"))
 
-    from jaxlm.generate.config import SampleConfig
+    from jaxlm.generate.config import GenerateConfig
 
-    flags = {name: getattr(args, name) for name in ("max_tokens", "temperature", "top_k", "top_p")}
-    settings = config.from_json(
-        SampleConfig, {**flags, "prompts": args.prompt or [""]}, where="command line"
-    )
+    lists = {"prompts": args.prompt or [""], "stop": args.stop, "seed": args.seed or [0]}
+    flags = {
+        field.name: getattr(args, field.name)
+        for field in dataclasses.fields(GenerateConfig)
+        if field.name not in lists
+    }
+    try:
+        settings = config.from_json(GenerateConfig, flags | lists, where="command line")
+    except ConfigError as error:  # these settings are flags of the verb
+        error.fix = error.fix.replace("--config.", "--")
+        raise
 
     from jaxlm.recipes.generate import generate
 
     answer = generate(
         workdir,
         settings,
-        seed=args.seed,
         step=args.step,
         best=args.best,
         weights=args.weights,

@@ -1,6 +1,8 @@
 """Settings of sampling."""
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Literal
 
 from jaxlm.core.config import Span, setting
 
@@ -19,3 +21,64 @@ class SampleConfig:
     top_p: float | None = setting(
         None, "draw from the likeliest tokens that add up to this; None from all", above=0, high=1
     )
+
+    @property
+    def request(self) -> "GenerateConfig":
+        """The same for `generate`."""
+        shared = ("prompts", "max_tokens", "temperature", "top_k", "top_p")
+        return GenerateConfig(**{name: getattr(self, name) for name in shared})
+
+
+STOP_BYTES = (
+    256  # of all stops together: the table of their states has as many rows, of two bytes an id
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """What is written after which prompts, and how each token is chosen."""
+
+    prompts: tuple[str, ...] = setting(("",), "texts to go on from, as one batch")
+    max_tokens: int = setting(100, "most new tokens of a prompt", unit="tokens", low=1)
+    temperature: float = setting(
+        0.8, "logits are divided by this before a token is drawn; 0 takes the likeliest", low=0
+    )
+    top_k: int | None = setting(None, "draw from the k likeliest tokens; None from all", low=1)
+    top_p: float | None = setting(
+        None, "draw from the likeliest tokens that add up to this; None from all", above=0, high=1
+    )
+    min_p: float | None = setting(
+        None,
+        "draw from tokens at least this share as likely as the likeliest; None from all",
+        above=0,
+        high=1,
+    )
+    repetition_penalty: float = setting(
+        1.0, "divides positive logits of tokens in the prompt or text, multiplies negative", above=0
+    )
+    presence_penalty: float = setting(0.0, "taken from the logits of tokens in the text")
+    frequency_penalty: float = setting(
+        0.0, "taken from the logit of a token as often as it is in the text"
+    )
+    stop: tuple[str, ...] = setting((), "strings before which a text ends")
+    seed: tuple[int, ...] = setting((0,), "the same seed draws the same text; one, or one a prompt")
+    kv_cache_dtype: Literal["auto", "int8"] = setting(
+        "auto", "numbers of the key-value cache; auto is precision.compute"
+    )
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """There is a seed for each prompt, and stops are something."""
+        if len(self.seed) not in (1, len(self.prompts)):
+            yield (
+                "seed",
+                f"{len(self.seed)} seeds for {len(self.prompts)} prompts: give one, or one for each prompt",
+                "--seed=0",
+            )
+        if "" in self.stop:
+            yield "stop", "an empty string is before every text", "--stop='\\n\\n'"
+        if (size := sum(len(text.encode()) for text in self.stop)) > STOP_BYTES:
+            yield (
+                "stop",
+                f"{size} bytes, and {STOP_BYTES} are allowed for all stops",
+                "--stop=END",
+            )

@@ -78,9 +78,12 @@ def state_bytes(config: Decoder, *, param_bytes: int = 4, moments: int = 2) -> S
 
 
 def cache_bytes(config: Decoder, slots: int, *, element_bytes: int) -> int:
-    """Keys and values of one sequence of up to `slots` tokens."""
-    heads = sum(block.attention.kv_heads * block.attention.head_dim for block in config.layers)
-    return 2 * heads * slots * element_bytes
+    """Keys and values of one sequence of up to `slots` tokens, of which a window keeps its last."""
+    numbers = sum(
+        min(own.window or slots, slots) * own.kv_heads * own.head_dim
+        for own in (block.attention for block in config.layers)
+    )
+    return 2 * numbers * element_bytes
 
 
 def _matrices(block: BlockConfig, width: int, *, is_active: bool = False) -> int:

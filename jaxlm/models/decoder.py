@@ -1,6 +1,6 @@
 """The decoder-only language model."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
 from jaxlm.nn.norm import Norm
 from jaxlm.nn.stack import Layers, Stack
+from jaxlm.nn.unstacked import Caches
 from jaxlm.ops import masks
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.pipeline import Schedule
@@ -129,6 +130,7 @@ class Decoder(nnx.Module):
         reach: Int[Array, "B T"] | None = None,
         inner: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
+        count: Int[Array, "B"] | None = None,
         key: Array | None = None,
         dealt: int = 1,
     ) -> Hidden:
@@ -138,7 +140,7 @@ class Decoder(nnx.Module):
         positions, for a model that has a table of them; None is 0 for all.
         `dealt` is the number of devices to which `parallel.context.deal` dealt the tokens of each row, if it did.
         `key` turns dropout on. The cache comes back with these tokens in it; its `length` is the caller's to advance,
-        who knows how many of a padded row are real.
+        who knows how many of a padded row are real: the first `count`, or all.
 
         Raises:
           ValueError: where both segments and a cache are given: a cache keeps no segments, so its keys would be seen by all.
@@ -159,10 +161,10 @@ class Decoder(nnx.Module):
         mask = (
             masks.causal(tokens.shape[1], segments, reach, parts=dealt)
             if cache is None
-            else _cache_mask(cache, tokens.shape[1], reach)
+            else _cache_mask(cache, tokens.shape[1], reach, count)
         )
         layers, start = (None, None) if cache is None else (cache.layers, cache.length)
-        written: dict[str, LayerCache] = {}
+        written: Caches = {}
         losses: dict[str, Mean] = {}
         for prefix, stack, stack_key in (
             ("prefix/", self.prefix, keys[1]),
@@ -193,21 +195,43 @@ class Decoder(nnx.Module):
         cap = self.config.logit_cap
         return out if cap is None else cap * jnp.tanh(out / cap)
 
-    def empty_cache(self, rows: int, slots: int) -> KVCache:
-        """A cache for `rows` sequences of up to `slots` tokens, in the compute dtype."""
-        shapes: dict[str, tuple[int, ...]] = {}
+    def unstacked(self) -> Self:
+        """The same model, changed in place for a trace: layers and weights as they are used, with a cache alone.
+
+        Costs a second copy of the weights, which a loop over tokens then reads without cutting or casting them.
+        """
+        for name in ("prefix", "stack"):
+            if (stack := getattr(self, name)) is not None:
+                blocks = stack.unstacked()
+                blocks.cast()
+                setattr(self, name, blocks)
+        if self.unembedding is None:
+            self.embedding.turn()
+        else:
+            self.unembedding.cast()
+        return self
+
+    def empty_cache(self, rows: int, slots: int, *, is_int8: bool = False) -> KVCache:
+        """A cache for `rows` sequences of up to `slots` tokens, in the compute dtype or rounded to int8."""
         config = self.config
-        for index, block in enumerate(config.prefix):
-            shapes[f"prefix/{index}"] = (1, block.attention.kv_heads, block.attention.head_dim)
-        repeated = config.depth - len(config.prefix)
+        dtype = jnp.dtype(jnp.int8) if is_int8 else self.precision.compute
+
+        def empty(block: BlockConfig) -> LayerCache:
+            own = block.attention
+            return LayerCache.empty(rows, slots, own.kv_heads, own.head_dim, dtype, own.window)
+
+        layers: Caches = {f"prefix/{i}": (empty(block),) for i, block in enumerate(config.prefix)}
+        repeated, kinds = config.depth - len(config.prefix), len(config.pattern)
         for kind, block in enumerate(config.pattern[:repeated]):
-            count = len(range(kind, repeated, len(config.pattern)))
-            shapes[f"stack/{kind}"] = (count, block.attention.kv_heads, block.attention.head_dim)
-        return KVCache.empty(shapes, rows, slots, self.precision.compute)
+            count = len(range(kind, repeated, kinds))
+            layers[f"stack/{kind}"] = tuple(empty(block) for _ in range(count))
+        return KVCache(layers, jnp.zeros((rows,), jnp.int32))
 
 
-def _cache_mask(cache: KVCache, length: int, reach: Array | None) -> Mask:
-    """Row b's new tokens lie at slots length[b] on, and see every slot up to their own, or to their reach."""
+def _cache_mask(cache: KVCache, length: int, reach: Array | None, count: Array | None) -> Mask:
+    """Row b's new tokens lie at slots length[b] on, and see every slot up to their own, or to their reach.
+
+    The indices of keys are for each layer's cache to say.
+    """
     query = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    keys = jnp.arange(cache.slots, dtype=jnp.int32)[None]
-    return Mask(query_index=query, key_index=keys, query_reach=reach)
+    return Mask(query_index=query, key_index=query, query_reach=reach, query_count=count)

@@ -92,8 +92,8 @@ class Attention(nnx.Module):
             query, keys = rope.rotate(query, *turns), rope.rotate(keys, *turns)
         if cache is not None:
             assert start is not None
-            cache = cache.write(keys, values, start)
-            keys, values = cache
+            cache, (keys, values, index) = cache.extended(keys, values, start, mask.query_count)
+            mask = dataclasses.replace(mask, key_index=index)
         mask = dataclasses.replace(mask, window=config.window)
         scale = config.head_dim**-0.5 if config.scale is None else config.scale
         self._note(query, keys, mask, scale)

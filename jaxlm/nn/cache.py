@@ -1,5 +1,8 @@
 """Keys and values of tokens already read."""
 
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import jax
@@ -7,49 +10,129 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from jaxlm.ops import quantize
+from jaxlm.parallel.rules import constrain
 
-class LayerCache(NamedTuple):
-    """One layer's keys and values (with a leading layer axis where layers are stacked)."""
+NOWHERE = jnp.iinfo(jnp.int32).max  # the index of a slot that holds nothing: no query sees as far
+
+
+class Read(NamedTuple):
+    """What new queries attend to."""
 
     keys: Float[Array, "B S K H"]
     values: Float[Array, "B S K H"]
+    places: Int[Array, "B S"] | Int[Array, "1 S"]  # of each key in its row
 
-    def write(
-        self, keys: Float[Array, "B T K H"], values: Float[Array, "B T K H"], start: Int[Array, "B"]
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("keys", "values", "key_scale", "value_scale"),
+    meta_fields=("is_ring",),
+)
+@dataclasses.dataclass(frozen=True)
+class LayerCache:
+    """One layer's keys and values.
+
+    Token i of a row lies in slot i, or in a ring in slot i % S, over token i - S: a layer whose queries see a window of S
+    keys needs no more. With scales, the numbers are int8: each is within half a scale of what was written, and the scale
+    is the largest magnitude of a head's key or value over 127, so within 0.4% of that.
+    """
+
+    keys: Array  # [B, S, K, H]
+    values: Array
+    key_scale: Float[Array, "B S K 1"] | None = None
+    value_scale: Float[Array, "B S K 1"] | None = None
+    is_ring: bool = False
+
+    @classmethod
+    def empty(
+        cls, rows: int, slots: int, heads: int, size: int, dtype: jnp.dtype, window: int | None
     ) -> Self:
-        """Puts T new entries into each row from its own slot `start` on."""
+        """Zeros; a ring where the window is shorter than the row."""
+        is_ring = window is not None and window < slots
+        length = window if is_ring else slots
+        numbers = jnp.zeros((rows, length, heads, size), dtype)
+        scale = jnp.zeros((rows, length, heads, 1)) if dtype == jnp.int8 else None
+        return cls(numbers, numbers, scale, scale, is_ring)
 
-        def place(cache: Array, new: Array, slot: Array) -> Array:
-            return jax.lax.dynamic_update_slice(cache, new.astype(cache.dtype), (slot, 0, 0))
+    @property
+    def slots(self) -> int:
+        """Tokens that it holds of a row."""
+        return self.keys.shape[1]
 
-        return type(self)(
-            jax.vmap(place)(self.keys, keys, start), jax.vmap(place)(self.values, values, start)
+    def extended(
+        self,
+        keys: Float[Array, "B T K H"],
+        values: Float[Array, "B T K H"],
+        start: Int[Array, "B"],
+        count: Int[Array, "B"] | None,
+    ) -> tuple[Self, Read]:
+        """With T new tokens from each row's own index `start` on, and what these attend to.
+
+        A ring keeps only the first `count` of them, as what lies behind is padding and would be written over tokens; in
+        another cache the next write covers padding. What comes of a token does not depend on how many are written at once.
+        """
+        new = type(self)(*self._packed(keys, values), is_ring=self.is_ring)
+        rows, length = keys.shape[:2]
+        index = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        if not self.is_ring:
+            written = self._map(lambda cache, part: _placed(cache, part, start), new)
+            return written, written._read(jnp.arange(self.slots, dtype=jnp.int32)[None])
+        stop = start + (length if count is None else count)
+        is_kept = (index < stop[:, None]) & (index >= stop[:, None] - self.slots)
+        slot = jnp.where(is_kept, index % self.slots, self.slots)
+        row = jnp.arange(rows)[:, None]
+        written = self._map(lambda ring, part: ring.at[row, slot].set(part, mode="drop"), new)
+        if length == 1:
+            return written, written._read(_in_ring(stop, self.slots))
+        # The first of the new tokens still see what the last of them are written over.
+        both = self._map(lambda ring, part: jnp.concatenate((ring, part), axis=1), new)
+        return written, both._read(jnp.concatenate((_in_ring(start, self.slots), index), axis=1))
+
+    def _packed(
+        self, keys: Array, values: Array
+    ) -> tuple[Array, Array, Array | None, Array | None]:
+        if self.key_scale is None:
+            return keys.astype(self.keys.dtype), values.astype(self.values.dtype), None, None
+        # A scale for each index but that within the head.
+        (keys, key_scale), (values, value_scale) = (
+            quantize.rounded(x, quantize.INT8, (3,)) for x in (keys, values)
         )
+        return keys, values, key_scale, value_scale
+
+    def _map(self, function: Callable[[Array, Array], Array], new: Self) -> Self:
+        """A cache made part by part of this one and of new tokens."""
+        made = jax.tree.map(function, self, new)
+        placed = [constrain(x, "batch", None, "kv_heads", None) for x in jax.tree.leaves(made)]
+        return jax.tree.unflatten(jax.tree.structure(made), placed)
+
+    def _read(self, index: Array) -> Read:
+        if self.key_scale is None or self.value_scale is None:
+            return Read(self.keys, self.values, index)
+        return Read(self.keys * self.key_scale, self.values * self.value_scale, index)
+
+
+def _placed(cache: Array, new: Array, start: Array) -> Array:
+    """The cache with each row's new entries from its own slot on."""
+
+    def place(row: Array, part: Array, slot: Array) -> Array:
+        return jax.lax.dynamic_update_slice(row, part, (slot, 0, 0))
+
+    return jax.vmap(place)(cache, new, start)
+
+
+def _in_ring(length: Array, slots: int) -> Int[Array, "B S"]:
+    """The index of the token in each slot of a ring, once rows have these lengths."""
+    last = length[:, None] - 1
+    index = last - (last - jnp.arange(slots, dtype=jnp.int32)[None]) % slots
+    return jnp.where(index < 0, NOWHERE, index)
 
 
 class KVCache(NamedTuple):
-    """The cache of a whole model: `layers` mirrors its stack, `length` counts the tokens read in each row.
+    """The cache of a whole model: `layers` mirrors its stacks, a cache for each layer of a kind; `length` counts the tokens read in each row.
 
     Slots from `length` on may hold anything: no query looks beyond its own index, and the next write covers them.
     """
 
-    layers: dict[str, LayerCache]
+    layers: dict[str, tuple[LayerCache, ...]]
     length: Int[Array, "B"]
-
-    @classmethod
-    def empty(
-        cls, shapes: dict[str, tuple[int, ...]], rows: int, slots: int, dtype: jnp.dtype
-    ) -> Self:
-        """Zeroed caches. A shape is (kv_heads, head_dim), with the number of stacked layers in front where there are any."""
-
-        def zeros(shape: tuple[int, ...]) -> Array:
-            *stacked, heads, size = shape
-            return jnp.zeros((*stacked, rows, slots, heads, size), dtype)
-
-        layers = {name: LayerCache(zeros(shape), zeros(shape)) for name, shape in shapes.items()}
-        return cls(layers, jnp.zeros((rows,), jnp.int32))
-
-    @property
-    def slots(self) -> int:
-        """Tokens a row can hold."""
-        return next(iter(self.layers.values())).keys.shape[-3]

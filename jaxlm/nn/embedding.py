@@ -26,6 +26,7 @@ class Embedding(nnx.Module):
     ):
         self.precision, self.axis = precision, axis
         self.table = parameter(init.table(key, (rows, width)), axis, "embed")
+        self._turned: Array | None = None
 
     def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The rows of `ids`.
@@ -38,4 +39,9 @@ class Embedding(nnx.Module):
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The dot product of `x` with every row, in float32: the tied output layer."""
-        return matmul(x, self.table[...].T, self.precision, jnp.dtype(jnp.float32))
+        turned = self.table[...].T if self._turned is None else self._turned
+        return matmul(x, turned, self.precision, jnp.dtype(jnp.float32))
+
+    def turn(self) -> None:
+        """Keeps the table as `unembed` multiplies it, so that no product turns and casts it again; for a trace."""
+        self._turned = self.table[...].T.astype(self.precision.compute)

@@ -42,6 +42,10 @@ class Linear(nnx.Module):
         self.weight = parameter(weight, *ins, *outs)
         self.bias = parameter(jnp.zeros(self.outs, init.dtype), *outs) if bias else None
 
+    def cast(self) -> None:
+        """Holds the weight in the dtype in which it is multiplied, so that no product casts it again."""
+        self.weight[...] = self.weight[...].astype(self.precision.compute)
+
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """2 x ins x outs FLOPs a token."""
         leading = x.shape[: x.ndim - len(self.ins)]
@@ -75,6 +79,10 @@ class GroupedLinear(nnx.Module):
             return init.weight(key, shape, ends_on_residual=ends_on_residual)
 
         self.weight = parameter(jax.vmap(weight)(jax.random.split(key, experts)), *self.axes)
+
+    def cast(self) -> None:
+        """As `Linear.cast`."""
+        self.weight[...] = self.weight[...].astype(self.precision.compute)
 
     def __call__(
         self, x: Float[Array, "..."], weight: Float[Array, "E I O"], sizes: Array | None

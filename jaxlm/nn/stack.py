@@ -15,18 +15,17 @@ from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.nn import noted
 from jaxlm.nn.block import Block
-from jaxlm.nn.cache import LayerCache
 from jaxlm.nn.config import BlockConfig
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.noted import Notes
 from jaxlm.nn.remat import rematerialised
+from jaxlm.nn.unstacked import Caches, Unstacked
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel import pipeline
 from jaxlm.parallel.pipeline import Schedule
 
 Layers = Literal["scan", "unroll"]
-Parts = dict[str, tuple[Any, LayerCache | None, Array | None]]  # by kind: state, cache, key
-Kept = tuple[LayerCache | None, Notes]  # what a layer gives back beside the stream and its losses
+Parts = dict[str, tuple[Any, Array | None]]  # by kind: state, key
 
 
 class Stack(nnx.Module):
@@ -34,7 +33,7 @@ class Stack(nnx.Module):
 
     The blocks of one kind keep their parameters stacked along a first axis, whether they are run as a scan,
     unrolled, or as a pipeline: the tree is the same, and so are checkpoints. A pattern repeats under one scan; layers left
-    over at the end are unrolled.
+    over at the end are unrolled. With caches they are always, see `nn.unstacked`.
 
     With a `schedule`, the layers are run as a pipeline, each stage looping over its own; but not with caches, nor for a
     batch too small for it: there the loop is the plain one, and reads each layer's parameters from the stage that has
@@ -88,29 +87,31 @@ class Stack(nnx.Module):
         *,
         positions: Int[Array, "B T"],
         mask: Mask,
-        caches: dict[str, LayerCache] | None = None,
+        caches: Caches | None = None,
         start: Int[Array, "B"] | None = None,
         key: Array | None = None,
-    ) -> tuple[Float[Array, "B T D"], dict[str, LayerCache] | None, dict[str, Mean]]:
+    ) -> tuple[Float[Array, "B T D"], Caches | None, dict[str, Mean]]:
         """The stream after all layers, every layer's cache, and what layers add to the objective, summed over them."""
-        names = [str(kind) for kind in range(self.kinds)]
-        split = {name: nnx.split(getattr(self, name)) for name in names}
+        if caches is not None:
+            assert start is not None
+            return self.unstacked()(
+                x, positions=positions, mask=mask, caches=caches, start=start, key=key
+            )
+        split = self._split()
         blocks = {name: graphdef for name, (graphdef, _) in split.items()}
         layers: Parts = {
             name: (
                 state,
-                caches[name] if caches else None,
                 None if key is None else _kind_keys(key, self.depth, self.kinds, int(name)),
             )
             for name, (_, state) in split.items()
         }
-        schedule = self.schedule and caches is None and self.schedule.fitted(x.shape[0])
+        schedule = self.schedule and self.schedule.fitted(x.shape[0])
         if not schedule:
-            run = functools.partial(_layer, blocks, positions, mask, start)
-            x, kept, losses = self._loop(run, x, layers, self.depth)
-            noted.put(self.name, {name: notes for name, (_, notes) in kept.items()})
-            written = {name: cache for name, (cache, _) in kept.items() if cache is not None}
-            return x, written or None, losses
+            run = functools.partial(_layer, blocks, positions, mask)
+            x, notes, losses = self._loop(run, x, layers, self.depth)
+            noted.put(self.name, notes)
+            return x, None, losses
         dealt = jax.tree.map(
             lambda rows: pipeline.deal(rows, schedule.microbatches),
             {"positions": positions} | _rows(mask, x.shape[0]),
@@ -122,12 +123,10 @@ class Stack(nnx.Module):
             )
             positions = rows.pop("positions")
             own: Parts = {
-                name: (state, None, keys if keys is None else _folded(keys, microbatch))
-                for name, (state, _, keys) in layers.items()
+                name: (state, keys if keys is None else _folded(keys, microbatch))
+                for name, (state, keys) in layers.items()
             }
-            run = functools.partial(
-                _layer, blocks, positions, dataclasses.replace(mask, **rows), None
-            )
+            run = functools.partial(_layer, blocks, positions, dataclasses.replace(mask, **rows))
             depth = self.depth // (schedule.stages * schedule.repeats)
             x, _, losses = self._loop(run, x, own, depth, mapped=True)
             return x, losses
@@ -135,15 +134,23 @@ class Stack(nnx.Module):
         x, losses = pipeline.run(stage, layers, pipeline.deal(x, schedule.microbatches), schedule)
         return pipeline.collect(x), None, losses
 
+    def unstacked(self) -> Unstacked:
+        """The blocks, cut out one by one."""
+        return Unstacked.of(self._split(), self.depth)
+
+    def _split(self) -> dict[str, tuple[Any, Any]]:
+        """By kind: the graph of a block, and the state of all of them."""
+        return {str(kind): nnx.split(getattr(self, str(kind))) for kind in range(self.kinds)}
+
     def _loop(
         self,
-        run: Callable[..., tuple[Array, Kept, dict[str, Mean]]],
+        run: Callable[..., tuple[Array, Notes, dict[str, Mean]]],
         x: Array,
         layers: Parts,
         depth: int,
         *,
         mapped: bool = False,
-    ) -> tuple[Array, dict[str, Kept], dict[str, Mean]]:
+    ) -> tuple[Array, dict[str, Notes], dict[str, Mean]]:
         """Runs `depth` layers. `mapped` says that this is done for several stages at once."""
         policies = self.remat.split("/")
         # One turn of the scan is the shortest run of layers after which kinds and policies begin again.
@@ -153,49 +160,49 @@ class Stack(nnx.Module):
 
         def together(
             x: Array, layers: dict[str, list[Any]], numbers: range, *, looped: bool
-        ) -> tuple[Array, dict[str, list[Any]], dict[str, Mean]]:
+        ) -> tuple[Array, dict[str, list[Notes]], dict[str, Mean]]:
             """Runs the layers of these numbers, the first of which begins a pattern; `layers` has them by kind."""
-            written: dict[str, list[Any]] = {name: [] for name in layers}
+            notes: dict[str, list[Notes]] = {name: [] for name in layers}
             losses = []
             for place, number in enumerate(numbers):
                 name, policy = str(number % self.kinds), policies[number % len(policies)]
                 layer = rematerialised(
                     functools.partial(run, name), policy, looped=looped, mapped=mapped
                 )
-                x, kept, added = layer(x, *layers[name][place // self.kinds])
-                written[name].append(kept)
+                x, own, added = layer(x, *layers[name][place // self.kinds])
+                notes[name].append(own)
                 losses.append(added)
-            return x, written, Mean.merged(*losses)
+            return x, notes, Mean.merged(*losses)
 
         def body(x: Array, own: dict[str, list[Any]]) -> tuple[Array, Any]:
-            x, written, added = together(x, own, range(turn), looped=True)
-            return x, ({name: _stack(each) for name, each in written.items()}, added)
+            x, notes, added = together(x, own, range(turn), looped=True)
+            return x, ({name: _stack(each) for name, each in notes.items()}, added)
 
-        written: dict[str, list[Any]] = {name: [] for name in layers}
+        notes: dict[str, list[Notes]] = {name: [] for name in layers}
         losses: list[dict[str, Mean]] = []
         if turns:
             # Each layer of a turn is an argument of its own: of what is cut out of one inside the loop, as weights are
             # read again going back, the scan would keep a copy for every turn.
-            each = inside // turns
+            count = inside // turns
             dealt = {
                 name: [
-                    jax.tree.map(lambda leaf, j=j: leaf[j:inside:each], own) for j in range(each)
+                    jax.tree.map(lambda leaf, j=j: leaf[j:inside:count], own) for j in range(count)
                 ]
                 for name, own in layers.items()
             }
-            x, (caches, added) = lax.scan(body, x, dealt)
-            for name, cache in caches.items():
-                written[name].append(jax.tree.map(_joined, cache))
+            x, (of_turns, added) = lax.scan(body, x, dealt)
+            for name, each in of_turns.items():
+                notes[name].append(jax.tree.map(_joined, each))
             losses.append(jax.tree.map(lambda layers: layers.sum(0), added))
         if turns * turn < depth:
             left = jax.tree.map(lambda leaf: leaf[inside:], layers)
             own = {name: _unstack(each) for name, each in left.items()}
-            x, caches, added = together(x, own, range(turns * turn, depth), looped=False)
-            for name, cache in caches.items():
-                if cache:
-                    written[name].append(_stack(cache))
+            x, of_rest, added = together(x, own, range(turns * turn, depth), looped=False)
+            for name, each in of_rest.items():
+                if each:
+                    notes[name].append(_stack(each))
             losses.append(added)
-        stacked = {name: _concatenated(each) for name, each in written.items()}
+        stacked = {name: _concatenated(each) for name, each in notes.items()}
         return x, stacked, Mean.merged(*losses)
 
 
@@ -203,19 +210,15 @@ def _layer(
     blocks: dict[str, Any],
     positions: Array,
     mask: Mask,
-    start: Array | None,
     name: str,
     x: Array,
     state: Any,
-    cache: LayerCache | None,
     key: Array | None,
-) -> tuple[Array, Kept, dict[str, Mean]]:
+) -> tuple[Array, Notes, dict[str, Mean]]:
     block = nnx.merge(blocks[name], state)
     with noted.of_layer() as notes:
-        x, cache, losses = block(
-            x, positions=positions, mask=mask, cache=cache, start=start, key=key
-        )
-    return x, (cache, notes), losses
+        x, _, losses = block(x, positions=positions, mask=mask, key=key)
+    return x, notes, losses
 
 
 def _rows(mask: Mask, rows: int) -> dict[str, Array]:
@@ -250,18 +253,18 @@ def _unstack(tree: Any) -> list[Any]:
     return [jax.tree.unflatten(treedef, row) for row in zip(*columns, strict=True)]
 
 
-def _is_key(leaf: Array) -> bool:
-    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _stack(trees: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *trees)
 
 
 def _joined(leaf: Array) -> Array:
-    """The first two dimensions as one."""
+    """Turns and the layers of a turn as one axis."""
     return leaf.reshape(-1, *leaf.shape[2:])
 
 
-def _concatenated(trees: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jax.numpy.concatenate(leaves), *trees)
+def _concatenated(parts: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jax.numpy.concatenate(leaves), *parts)
+
+
+def _is_key(leaf: Array) -> bool:
+    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)

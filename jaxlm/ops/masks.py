@@ -21,6 +21,8 @@ class Mask:
     `query_reach` is the highest index that each query sees instead of its own, and not below it: the end of a prefix that
     is read both ways, or of the segment. A window then has `window` - 1 keys to either side.
 
+    `query_count` is how many of each row's queries are tokens; those behind them are padding, of which no cache need know.
+
     `is_dealt` says that the slots lie in the order of `context.order` over the ambient mesh, `is_whole` that queries and
     keys are those of one row, slot by slot.
     """
@@ -30,6 +32,7 @@ class Mask:
     query_segments: Int[Array, "B T"] | None = None
     key_segments: Int[Array, "B S"] | None = None
     query_reach: Int[Array, "B T"] | None = None
+    query_count: Int[Array, "B"] | None = None
     causal: bool = True
     window: int | None = None
     is_dealt: bool = False

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.generate.config import SampleConfig
+from jaxlm.generate.config import GenerateConfig
 from jaxlm.recipes import trained
 from jaxlm.recipes.sample import Sampler
 from jaxlm.recipes.trained import Weights
@@ -15,16 +15,18 @@ from jaxlm.recipes.trained import Weights
 
 def generate(
     workdir: Path,
-    settings: SampleConfig,
+    settings: GenerateConfig,
     *,
-    seed: int,
     step: int | None = None,
     best: bool = False,
     weights: Weights = "raw",
     cpu_devices: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """`samples`: for each prompt of `settings` its `prompt`, new `ids`, and their `text`.
+    """`samples`: for each prompt of `settings` its `prompt`, new `ids`, their `log_probabilities`, `text`, and `finish_reason`.
+
+    Log-probabilities are those that the model itself gives, before temperature, penalties and cuts. The reason is one of
+    `length`, `eos_token`, `stop_sequence`.
 
     Raises:
       ConfigError: where a prompt and what follows it do not fit the model's position table, or the model has not learnt to
@@ -45,13 +47,9 @@ def generate(
             settings,
             opened.model.blueprint,
             opened.tokenizer,
-            seed,
             both_ways=opened.run.objective.prompts == "both ways",
+            is_scored=True,
             flag="--",
         )
-        ids = sampler.ids(opened.params, settings.prompts)
-    samples = [
-        {"prompt": prompt, "ids": row, "text": opened.tokenizer.decode(row)}
-        for prompt, row in zip(settings.prompts, ids, strict=True)
-    ]
-    return {"step": opened.step, "samples": samples}
+        written = sampler.write(opened.params)
+    return {"step": opened.step, "samples": [each.as_json() for each in written]}

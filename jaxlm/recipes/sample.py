@@ -1,7 +1,7 @@
 """Text from a model: the same prompts, drawn with the same keys, at any step."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,30 @@ import numpy as np
 from jaxlm.core import random
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.generate import decode, sampling
-from jaxlm.generate.config import SampleConfig
+from jaxlm.generate import decode, sampling, stops
+from jaxlm.generate.config import GenerateConfig
+from jaxlm.generate.penalties import Penalties
 from jaxlm.models.build import Blueprint
 from jaxlm.parallel import host, rules
 
-PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
+SHORTEST = (
+    32  # slots of a prompt; longer ones have a power of two, so that few lengths are compiled
+)
+REASONS = {decode.LENGTH: "length", decode.END: "eos_token", decode.STOP: "stop_sequence"}
+
+
+class Written(NamedTuple):
+    """What follows a prompt."""
+
+    prompt: str
+    ids: list[int]  # without the end token; the last may reach beyond the stop that cut the text
+    text: str
+    log_probabilities: list[float] | None  # of each id
+    finish_reason: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Under these names; without log-probabilities where they were not asked for."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 class Sampler:
@@ -28,30 +46,41 @@ class Sampler:
 
     def __init__(
         self,
-        config: SampleConfig,
+        config: GenerateConfig,
         blueprint: Blueprint,
         tokenizer: Tokenizer,
-        seed: int,
         *,
         both_ways: bool = False,
+        is_scored: bool = False,
         flag: str = "--config.sample.",
     ):
-        self.config, self.tokenizer, self.seed = config, tokenizer, seed
+        self.config, self.tokenizer = config, tokenizer
         self._check_room(blueprint.config.positions, flag)
         ids = np.arange(blueprint.config.vocab)
         text = np.isin(ids, np.flatnonzero(tokenizer.token_bytes > 0)) | (ids == tokenizer.eos)
-        draw = functools.partial(
-            sampling.draw, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p
-        )
+        self._stops = tuple(stop.encode() for stop in config.stop)
+        shared = ("temperature", "top_k", "top_p", "min_p")
         self._generate = jax.jit(
             decode.build(
                 blueprint.merge,
-                draw,
+                functools.partial(
+                    sampling.draw, **{name: getattr(config, name) for name in shared}
+                ),
                 max_tokens=config.max_tokens,
                 end=tokenizer.eos,
                 pad=tokenizer.pad,
                 allowed=jnp.asarray(text),
                 both_ways=both_ways,
+                penalties=Penalties(
+                    repetition=config.repetition_penalty,
+                    presence=config.presence_penalty,
+                    frequency=config.frequency_penalty,
+                ),
+                stops=jnp.asarray(stops.automaton(self._stops, tokenizer.table))
+                if self._stops
+                else None,
+                is_scored=is_scored,
+                is_int8=config.kv_cache_dtype == "int8",
             )
         )
 
@@ -73,27 +102,33 @@ class Sampler:
         encoded = self.tokenizer.encode_many(prompts)
         return [[*(first if first or ids else self.tokenizer.after), *ids] for ids in encoded]
 
-    def draw(self, params: Any) -> list[tuple[str, str]]:
-        """(prompt, text) for each prompt of the config."""
-        ids = self.ids(params, self.config.prompts)
-        return [
-            (prompt, self.tokenizer.decode(row))
-            for prompt, row in zip(self.config.prompts, ids, strict=True)
-        ]
-
-    def ids(self, params: Any, prompts: tuple[str, ...]) -> list[list[int]]:
-        """The new ids after each prompt, without the end token."""
-        tokenizer = self.tokenizer
-        rows = self._rows(prompts)
+    def write(self, params: Any) -> list[Written]:
+        """What follows each prompt of the config. Depends on that prompt and its seed, not on what is beside it."""
+        config, tokenizer = self.config, self.tokenizer
+        rows = self._rows(config.prompts)
+        seeds = config.seed if len(config.seed) > 1 else config.seed * len(rows)
         # Rows that only fill up to the devices hold one token, and are dropped again.
-        ways = rules.split(jax.sharding.get_abstract_mesh(), "batch")
-        rows += [[tokenizer.eos]] * (-len(rows) % ways)
-        longest = -(-max(map(len, rows)) // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
+        spare = -len(rows) % rules.split(jax.sharding.get_abstract_mesh(), "batch")
+        rows += [[tokenizer.eos]] * spare
+        longest = max(SHORTEST, 1 << (max(map(len, rows)) - 1).bit_length())
         padded = np.full((len(rows), longest), tokenizer.pad, np.int32)
         for row, ids in zip(padded, rows, strict=True):
             row[: len(ids)] = ids
         lengths = np.array([len(ids) for ids in rows], np.int32)
-        out = self._generate(params, padded, lengths, random.key(self.seed, "sample"))
-        ids, counts = host.fetch((out.ids, out.length))
-        drawn = [row[:count].tolist() for row, count in zip(ids, counts, strict=True)]
-        return [[i for i in row if i != tokenizer.eos] for row in drawn[: len(prompts)]]
+        keys = jnp.stack([random.key(seed, "sample") for seed in (*seeds, *(0,) * spare)])
+        out = host.fetch(self._generate(params, padded, lengths, keys))
+        return [self._written(prompt, row, out) for row, prompt in enumerate(config.prompts)]
+
+    def _written(self, prompt: str, row: int, out: Any) -> Written:
+        reason, count = int(out.reason[row]), int(out.length[row])
+        count -= reason == decode.END
+        ids = out.ids[row, :count].tolist()
+        text = b"".join(self.tokenizer.table[i] for i in ids)
+        found = out.log_probabilities
+        return Written(
+            prompt=prompt,
+            ids=ids,
+            text=stops.cut(text, self._stops).decode("utf-8", "replace"),
+            log_probabilities=None if found is None else found[row, :count].tolist(),
+            finish_reason=REASONS[reason],
+        )

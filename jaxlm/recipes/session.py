@@ -1,6 +1,7 @@
 """A run while it is trained: what the loop's hooks do, and what they share."""
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -64,10 +65,9 @@ class Session:
             f"reading {', '.join(run.data.train)} from {engine.data.train.shards.folder}"
         )
         self.sampler = Sampler(
-            run.sample,
+            dataclasses.replace(run.sample.request, seed=(run.seed,)),
             blueprint,
             engine.data.tokenizer,
-            run.seed,
             both_ways=run.objective.prompts == "both ways",
         )
         self.has_samples = bool(run.sample.prompts) and run.objective.prompts != "none"
@@ -345,8 +345,8 @@ class Session:
 
     def _sample(self, state: TrainState, step: int) -> None:
         with self.clock.pause(), self.crew.watch.phase("eval"):
-            for prompt, text in self.sampler.draw(state.params):
-                self.samples.write({"step": step, "prompt": prompt, "text": text})
+            for each in self.sampler.write(state.params):
+                self.samples.write({"step": step, "prompt": each.prompt, "text": each.text})
 
     def _save(self, state: TrainState, step: int, loss_nats: float | None) -> None:
         """Saves, once what happened before is on disk."""

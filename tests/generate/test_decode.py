@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxlm.core.precision import Precision
-from jaxlm.generate import decode, sampling
+from jaxlm.generate import decode, sampling, stops
+from jaxlm.generate.penalties import Penalties
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
@@ -15,29 +16,50 @@ VOCAB, END, PAD = 40, 2, 0
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [20, 21, 22]]
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2"])
+FAMILIES = {
+    "llama": Llama(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2),
+    "gpt2": GPT2(vocab=VOCAB, width=32, depth=2, heads=4, context=64),
+}
+
+
+def made(name):
+    blueprint = Blueprint(FAMILIES[name].build(), Precision.float32())
+    return blueprint, jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def built(request):
-    family = {
-        "llama": Llama(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2),
-        "gpt2": GPT2(vocab=VOCAB, width=32, depth=2, heads=4, context=64),
-    }[request.param]
-    blueprint = Blueprint(family.build(), Precision.float32())
-    params = jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
-    return blueprint, params
+    return made(request.param)
 
 
-def generate(blueprint, params, prompts, *, max_tokens=8, end=END, temperature=0.0, seed=0, **how):
-    longest = max(map(len, prompts))
-    padded = np.full((len(prompts), longest), PAD, np.int32)
-    for row, prompt in zip(padded, prompts, strict=True):
-        row[: len(prompt)] = prompt
+@pytest.fixture(scope="module")
+def llama():
+    return made("llama")
+
+
+def program(blueprint, params, *, max_tokens=8, end=END, temperature=0.0, **how):
+    """What goes on from prompts, compiled once for all that are as many and as long."""
     draw = functools.partial(sampling.draw, temperature=temperature)
-    run = decode.build(blueprint.merge, draw, max_tokens=max_tokens, end=end, pad=PAD, **how)
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    out = jax.jit(run)(params, padded, lengths, jax.random.key(seed))
-    return [
-        ids[:n].tolist() for ids, n in zip(np.asarray(out.ids), np.asarray(out.length), strict=True)
-    ]
+    built = decode.build(blueprint.merge, draw, max_tokens=max_tokens, end=end, pad=PAD, **how)
+    compiled = jax.jit(built)
+
+    def run(prompts, seeds=(0, 1, 2)):
+        padded = np.full((len(prompts), max(map(len, PROMPTS))), PAD, np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        keys = jnp.stack([jax.random.key(seed) for seed in seeds[: len(prompts)]])
+        return jax.tree.map(np.asarray, compiled(params, padded, lengths, keys))
+
+    return run
+
+
+def rows(out):
+    return [ids[:n].tolist() for ids, n in zip(out.ids, out.length, strict=True)]
+
+
+def generate(blueprint, params, prompts, **how):
+    return rows(program(blueprint, params, **how)(prompts))
 
 
 def greedy(blueprint, params, prompt, count, known=0):
@@ -69,30 +91,103 @@ def test_a_batch_of_uneven_prompts_is_the_full_forward_of_each(built):
     assert len({tuple(row) for row in out}) == 3
 
 
-def test_prompts_are_read_both_ways_where_that_is_asked_for(built):
-    out = generate(*built, PROMPTS[:1], both_ways=True)
-    assert out == [greedy(*built, PROMPTS[0], 8, known=len(PROMPTS[0]))]
-    assert out != generate(*built, PROMPTS[:1])
+def test_prompts_are_read_both_ways_where_that_is_asked_for(llama):
+    out = generate(*llama, PROMPTS[:1], both_ways=True)
+    assert out == [greedy(*llama, PROMPTS[0], 8, known=len(PROMPTS[0]))]
+    assert out != generate(*llama, PROMPTS[:1])
 
 
-def test_a_row_ends_with_the_end_token_and_the_others_go_on(built):
-    whole = generate(*built, PROMPTS, end=-1)
+def test_a_row_ends_with_the_end_token_and_the_others_go_on(llama):
+    whole = generate(*llama, PROMPTS, end=-1)
     end = whole[0][2]
-    out = generate(*built, PROMPTS, end=end)
+    out = generate(*llama, PROMPTS, end=end)
     for row, full in zip(out, whole, strict=True):
         stop = full.index(end) + 1 if end in full else len(full)
         assert row == full[:stop]
     assert len(out[0]) <= 3
 
 
-def test_ids_that_are_not_allowed_are_never_drawn(built):
+def test_ids_that_are_not_allowed_are_never_drawn(llama):
     allowed = jnp.asarray([i % 2 == 0 for i in range(VOCAB)])
-    out = generate(*built, PROMPTS, temperature=2.0, allowed=allowed, end=-1)
+    out = generate(*llama, PROMPTS, temperature=2.0, allowed=allowed, end=-1)
     assert {i % 2 for row in out for i in row} == {0}
 
 
-def test_a_seed_draws_the_same_text_and_another_seed_another(built):
-    first, again, other = (
-        generate(*built, PROMPTS, temperature=1.5, seed=seed, end=-1) for seed in (0, 0, 1)
-    )
-    assert first == again != other
+def test_a_seed_draws_the_same_text_alone_in_a_batch_and_at_any_place_in_it(llama):
+    run = program(*llama, temperature=1.5, end=-1)
+    batch = rows(run(PROMPTS, (4, 5, 6)))
+    assert batch == rows(run(PROMPTS[::-1], (6, 5, 4)))[::-1]
+    assert batch[1:2] == rows(run(PROMPTS[1:2], (5,)))
+    other = rows(run(PROMPTS, (4, 7, 6)))
+    assert [a == b for a, b in zip(batch, other, strict=True)] == [True, False, True]
+
+
+@pytest.fixture(scope="module")
+def forward(llama):
+    """Logits of the full forward in float64, one program for all lengths; what follows is unseen padding."""
+    blueprint, params = llama
+
+    @jax.jit
+    def compiled(tokens):
+        model = blueprint.merge(params)
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        return model.logits(model(tokens, positions=positions).values)[0]
+
+    def logits(ids):
+        padded = jnp.asarray([ids + [PAD] * (16 - len(ids))], jnp.int32)
+        return np.asarray(compiled(padded)[: len(ids)], np.float64)
+
+    return logits
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_penalties_and_log_probabilities_are_those_of_the_numbers_written_out(
+    llama, forward, is_int8
+):
+    """Beside a float64 loop over the full forward. With an int8 cache log-probabilities are within 0.15 nats here."""
+    penalties = Penalties(repetition=1.3, presence=0.2, frequency=0.4)
+    out = program(*llama, penalties=penalties, end=-1, is_scored=True, is_int8=is_int8)(PROMPTS)
+    for prompt, drawn, found in zip(PROMPTS, rows(out), out.log_probabilities, strict=True):
+        every = forward(prompt + drawn)[len(prompt) - 1 : -1]
+        exact = every - np.log(np.exp(every).sum(-1, keepdims=True))
+        wanted = exact[np.arange(len(drawn)), drawn]
+        np.testing.assert_allclose(found, wanted, atol=0.15 if is_int8 else 5e-5)
+        for place, (chosen, logits) in enumerate(zip(drawn, every, strict=True)):
+            for i in range(VOCAB):
+                if i in prompt + drawn[:place]:
+                    logits[i] = logits[i] / 1.3 if logits[i] > 0 else logits[i] * 1.3
+                count = drawn[:place].count(i)
+                logits[i] -= 0.2 * (count > 0) + 0.4 * count
+            assert is_int8 or chosen == logits.argmax()
+
+
+def test_a_row_stops_at_its_stop_and_others_go_on(llama):
+    table = [bytes([97 + i % 26]) * (i % 3) for i in range(VOCAB)]
+    whole = generate(*llama, PROMPTS, end=-1)
+    stop = b"".join(table[i] for i in whole[0])[3:6]
+    states = jnp.asarray(stops.automaton([stop], table))
+    out = program(*llama, end=-1, stops=states, is_scored=True)(PROMPTS)
+    for row, ids in enumerate(whole):
+        texts = [b"".join(table[i] for i in ids[:n]) for n in range(len(ids) + 1)]
+        first = next((n for n, text in enumerate(texts) if stop in text), None)
+        count = len(ids) if first is None else first
+        assert out.length[row] == count
+        assert out.reason[row] == (decode.LENGTH if first is None else decode.STOP)
+        assert out.ids[row].tolist() == ids[:count] + [PAD] * (len(ids) - count)
+        assert not out.log_probabilities[row, count:].any()
+    assert out.reason[0] == decode.STOP
+    assert decode.LENGTH in out.reason
+
+
+def test_no_step_is_made_once_all_rows_have_ended(llama):
+    made = []
+
+    def draw(logits, keys):
+        jax.debug.callback(lambda: made.append(1))
+        return jnp.full(logits.shape[:1], END, jnp.int32)
+
+    built = decode.build(llama[0].merge, draw, max_tokens=50, end=END, pad=PAD)
+    keys = jax.random.split(jax.random.key(0))
+    out = jax.jit(built)(llama[1], jnp.ones((2, 4), jnp.int32), jnp.array([4, 2]), keys)
+    jax.effects_barrier()
+    assert (out.length.tolist(), out.reason.tolist(), len(made)) == ([1, 1], [decode.END] * 2, 1)

@@ -214,22 +214,22 @@ def test_cached_decoding_is_the_full_forward_row_by_row(built):
     lengths = jnp.asarray([4, 7, 2], jnp.int32)
 
     @jax.jit  # for the prompt and for each token after it: one program compiles faster than each of its operations
-    def forward(tokens, positions, cache):
+    def forward(tokens, positions, cache, count):
         model = blueprint.merge(params)
-        hidden = model(tokens, positions=positions, cache=cache)
+        hidden = model(tokens, positions=positions, cache=cache, count=count)
         return model.logits(hidden.values), hidden.cache
 
     cache = blueprint.merge(params).empty_cache(3, LENGTH)
     held = tree.size_bytes(cache.layers)
     assert held == 3 * cost.cache_bytes(blueprint.config, LENGTH, element_bytes=4)
-    got, cache = forward(tokens[:, :7], positions[:, :7], cache)
+    got, cache = forward(tokens[:, :7], positions[:, :7], cache, lengths)
     for row, length in enumerate(lengths.tolist()):
         np.testing.assert_allclose(got[row, :length], full[row, :length], rtol=1e-4, atol=1e-5)
     cache = cache._replace(length=lengths)
     for _ in range(4):  # the rows go on from different places, over what the padding left behind
         index = cache.length[:, None]
         token = jnp.take_along_axis(tokens, index, axis=1)
-        got, cache = forward(token, index, cache)
+        got, cache = forward(token, index, cache, jnp.ones_like(lengths))
         np.testing.assert_allclose(
             got[:, 0],
             jnp.take_along_axis(full, index[..., None], axis=1)[:, 0],

@@ -99,14 +99,14 @@ def test_an_evaluation_of_other_rows_runs_without_a_pipeline_where_it_must():
 
 
 def test_caches_are_written_without_a_pipeline():
-    cache = LayerCache(*(jnp.zeros((4, ROWS, LENGTH, 1, 4)),) * 2)
+    cache = LayerCache.empty(ROWS, LENGTH, 1, 4, jnp.dtype(jnp.float32), None)
     x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
     outs = [
         made(plan)(
             x,
             positions=POSITIONS,
             mask=masks.causal(LENGTH),
-            caches={"0": cache},
+            caches={"0": (cache,) * 4},
             start=jnp.zeros((ROWS,), jnp.int32),
         )[:2]
         for plan in (None, Schedule(2, 4))

@@ -1,0 +1,42 @@
+"""Strings that end a text, found across the borders of tokens. Free of JAX."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+
+def automaton(stops: Sequence[bytes], table: Sequence[bytes]) -> Int[np.ndarray, "S V"]:
+    """next[state, id]: how far a text is on the way to a stop, once the bytes table[id] follow; the last state is at one.
+
+    A text begins in state 0, and never leaves the last. One state for each beginning of a stop, so that a step costs one
+    look-up whatever the stops; 2 S V bytes, and as many operations as the table has bytes, times S.
+
+    Source: Aho & Corasick 1975, doi:10.1145/360825.360855, sections 2 to 4.
+    """
+    begun = {stop[:size] for stop in stops for size in range(len(stop))} | {b""}
+    states = {text: number for number, text in enumerate(sorted(begun, key=lambda x: (len(x), x)))}
+    found = len(states)
+    by_byte = np.full((found + 1, 256), found, np.int16)
+    for text, number in states.items():
+        for value in range(256):
+            seen = text + bytes([value])
+            if not seen.endswith(tuple(stops)):
+                tails = (seen[cut:] for cut in range(len(seen) + 1))
+                by_byte[number, value] = next(states[tail] for tail in tails if tail in states)
+    sizes = np.array([len(entry) for entry in table])
+    out = np.repeat(np.arange(found + 1, dtype=np.int16)[:, None], len(table), axis=1)
+    for place in range(int(sizes.max(initial=0))):
+        ids = np.flatnonzero(sizes > place)
+        byte = np.array([table[int(i)][place] for i in ids])
+        out[:, ids] = by_byte[out[:, ids], byte]
+    return out
+
+
+def cut(text: bytes, stops: Sequence[bytes]) -> bytes:
+    """The text before the stop that is complete first, of several the longest; all of it where there is none."""
+    ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
+    if not ends:
+        return text
+    end, size = min(ends)
+    return text[: end + size]

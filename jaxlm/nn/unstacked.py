@@ -1,0 +1,70 @@
+"""Layers one after the other, each with parameters and a cache of its own."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+from jaxtyping import Float, Int
+
+from jaxlm.core.mean import Mean
+from jaxlm.nn.block import Block
+from jaxlm.nn.cache import LayerCache
+from jaxlm.nn.linear import GroupedLinear, Linear
+from jaxlm.ops.masks import Mask
+
+Caches = dict[str, tuple[LayerCache, ...]]  # by kind: one for each layer of it
+
+
+class Unstacked:
+    """The blocks of a stack in a row; layer i is of kind i % kinds."""
+
+    def __init__(self, blocks: list[Block], kinds: int):
+        self.blocks, self.kinds = blocks, kinds
+
+    @classmethod
+    def of(cls, stacked: dict[str, tuple[Any, Any]], depth: int) -> "Unstacked":
+        """Cut out of what is stacked: for each kind, the graph of one block and the state of all of them."""
+        kinds = len(stacked)
+        blocks = []
+        for number in range(depth):
+            graphdef, state = stacked[str(number % kinds)]
+            own = jax.tree.map(lambda leaf, at=number // kinds: leaf[at], state)
+            blocks.append(nnx.merge(graphdef, own))
+        return cls(blocks, kinds)
+
+    def cast(self) -> None:
+        """Holds each weight in the dtype in which it is multiplied, so that no product casts it again."""
+        for block in self.blocks:
+            for _, module in nnx.iter_graph(block):
+                if isinstance(module, (Linear, GroupedLinear)):
+                    module.cast()
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"],
+        mask: Mask,
+        caches: Caches,
+        start: Int[Array, "B"],
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T D"], Caches, dict[str, Mean]]:
+        """As `Stack`, whose caches are never put together: a step then writes into each where it lies."""
+        keys = [None] * len(self.blocks) if key is None else jax.random.split(key, len(self.blocks))
+        written: dict[str, tuple[LayerCache, ...]] = dict.fromkeys(caches, ())
+        losses = []
+        for number, (block, own) in enumerate(zip(self.blocks, keys, strict=True)):
+            name = str(number % self.kinds)
+            x, cache, added = block(
+                x,
+                positions=positions,
+                mask=mask,
+                cache=caches[name][number // self.kinds],
+                start=start,
+                key=own,
+            )
+            assert cache is not None
+            written[name] += (cache,)
+            losses.append(added)
+        return x, written, Mean.merged(*losses)

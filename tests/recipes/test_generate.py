@@ -1,0 +1,71 @@
+"""`jaxlm generate` on an imported model: what it answers, and what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from tests.cli.test_exchange import write
+
+PROMPTS = ("--prompt=def ", "--prompt=import os\nimport ")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, one_device):
+    folder = tmp_path_factory.mktemp("generate")
+    source = write(folder / "source")
+    assert main(["import", f"--from={source}", f"--workdir={folder / 'run'}", "--quiet"]) == 0
+    return folder / "run"
+
+
+def call(capsys, run, *words):
+    capsys.readouterr()
+    code = main(["generate", f"--workdir={run}", "--max_tokens=12", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_each_request_has_its_own_seed_and_reason(capsys, run):
+    code, answer = call(capsys, run, *PROMPTS, "--seed=3", "--seed=4", "--min_p=0.001")
+    assert code == 0
+    for sample in answer["samples"]:
+        assert sample.keys() == {"prompt", "ids", "text", "log_probabilities", "finish_reason"}
+        assert len(sample["ids"]) == len(sample["log_probabilities"]) <= 12
+        assert max(sample["log_probabilities"]) <= 0
+        assert (sample["finish_reason"] == "length") == (len(sample["ids"]) == 12)
+    # The padding of the prompt is another one, and it is alone.
+    code, alone = call(capsys, run, PROMPTS[0], "--seed=3", "--min_p=0.001")
+    assert alone["samples"][0]["ids"] == answer["samples"][0]["ids"]
+    found, wanted = (each["samples"][0]["log_probabilities"] for each in (alone, answer))
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_a_text_is_cut_before_its_stop(capsys, run):
+    words = (PROMPTS[0], "--temperature=0", "--repetition_penalty=1.5")
+    _, answer = call(capsys, run, *words)
+    (whole,) = answer["samples"]
+    stop = next(c for c in whole["text"][1:] if c.isascii() and c.isprintable())
+    code, answer = call(capsys, run, *words, f"--stop={stop}", "--stop=never there")
+    (sample,) = answer["samples"]
+    assert (code, sample["finish_reason"]) == (0, "stop_sequence")
+    assert sample["text"] == whole["text"][: whole["text"].index(stop)]
+    assert sample["ids"] == whole["ids"][: len(sample["ids"])]
+    assert len(sample["ids"]) == len(sample["log_probabilities"]) < 12
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "fix"),
+    [
+        (("--seed=1", "--seed=2", "--seed=3"), "seed", "--seed=0"),
+        (("--stop=",), "stop", "--stop"),
+        (("--stop=" + "x" * 300,), "stop", "--stop=END"),
+        (("--min_p=1.5",), "min_p", "--min_p=1"),
+        (("--repetition_penalty=0",), "repetition_penalty", "--repetition_penalty="),
+        (("--kv_cache_dtype=int4",), "kv_cache_dtype", "--kv_cache_dtype=int8"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_opened(capsys, words, named, fix):
+    code, answer = call(capsys, "/nowhere", *PROMPTS, *words)
+    assert code == 2
+    assert named in answer["error"]["what"]
+    assert fix in answer["error"]["fix"]
