@@ -1,8 +1,19 @@
 """What a model is made of: frozen, hashable, and free of JAX."""
 
 import dataclasses
+from typing import Literal
 
 from jaxlm.nn.config import BlockConfig, Init, NormConfig
+
+HeadKind = Literal["sequential", "parallel"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """The heads that predict tokens beyond the next; `models.heads` says what each kind computes."""
+
+    tokens: int  # beyond the next: one head each
+    kind: HeadKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,6 +27,7 @@ class Decoder:
     prefix: tuple[BlockConfig, ...] = ()
     positions: int | None = None  # rows of a learned position table; None has none
     inner_positions: int | None = None  # rows of a table of second positions; None has none
+    ahead: Ahead | None = None  # heads for further tokens; None predicts the next alone
     final_norm: NormConfig | None = None
     tied: bool = True
     embed_scale: float = 1.0
@@ -37,6 +49,11 @@ class Decoder:
         """Every layer's config, first to last."""
         repeated = self.depth - len(self.prefix)
         return self.prefix + tuple(self.pattern[i % len(self.pattern)] for i in range(repeated))
+
+    @property
+    def heads(self) -> tuple[BlockConfig, ...]:
+        """The config of each further head's layer, which is of the last layer's kind."""
+        return self.layers[-1:] * (self.ahead.tokens if self.ahead else 0)
 
     @property
     def has_ring(self) -> bool:

@@ -16,15 +16,21 @@ def active_parameters(config: Decoder) -> int:
     """Those that one token meets: all but the experts that it is not sent to."""
     return parameters(config) - sum(
         _matrices(block, config.width) - _matrices(block, config.width, is_active=True)
-        for block in config.layers
+        for block in (*config.layers, *config.heads)
     )
 
 
 def multiplying_parameters(config: Decoder) -> int:
-    """Those that a token is multiplied with: matrices (of its own experts) and the unembedding, no look-up table, norm or bias."""
+    """Those that a token is multiplied with: matrices (of its own experts), the unembedding once for each token that is predicted; no look-up table, norm or bias."""
+    heads = len(config.heads)
+    joined = 2 * config.width**2 if config.ahead and config.ahead.kind == "sequential" else 0
     return (
-        sum(_matrices(block, config.width, is_active=True) for block in config.layers)
-        + config.vocab * config.width
+        sum(
+            _matrices(block, config.width, is_active=True)
+            for block in (*config.layers, *config.heads)
+        )
+        + (1 + heads) * config.vocab * config.width
+        + heads * joined
     )
 
 
@@ -32,7 +38,7 @@ def projecting_parameters(config: Decoder) -> int:
     """Those in the projections of attention and of dense MLPs, which training may round to eight bits."""
     return sum(
         tensor.size
-        for block in config.layers
+        for block in (*config.layers, *config.heads)
         for tensor in block_tensors(block, config.width)
         if tensor.is_matrix and not {"experts", "routes"} & set(tensor.axes)
     )
@@ -52,7 +58,7 @@ def flops_per_token(config: Decoder, sequence: int, *, causal: bool) -> float:
         * block.attention.heads
         * block.attention.head_dim
         * _keys(block.attention.window, sequence, causal)
-        for block in config.layers
+        for block in (*config.layers, *config.heads)
     )
     return 6 * multiplying_parameters(config) + attention
 

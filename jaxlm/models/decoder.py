@@ -5,12 +5,13 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.models import config as configs
+from jaxlm.models.heads import Heads
 from jaxlm.nn.cache import KVCache, LayerCache
 from jaxlm.nn.config import BlockConfig
 from jaxlm.nn.dropout import dropout
@@ -32,6 +33,7 @@ class Hidden(NamedTuple):
     values: Float[Array, "B T D"]
     cache: KVCache | None
     losses: dict[str, Mean]  # what layers add to the objective, such as an expert balance
+    stream: Float[Array, "B T D"] | None = None  # before the final norm
 
 
 class Decoder(nnx.Module):
@@ -106,6 +108,18 @@ class Decoder(nnx.Module):
             None
             if config.final_norm is None
             else Norm({"embed": config.width}, config.final_norm, dtype=init.dtype)
+        )
+        self.heads = (
+            None
+            if config.ahead is None
+            else Heads(
+                config,
+                config.ahead,
+                key=at("heads"),
+                init=init,
+                precision=precision,
+                remat=remat.partition("/")[0],
+            )
         )
         vocab = {"vocab": config.vocab}
         self.unembedding = (
@@ -182,9 +196,28 @@ class Decoder(nnx.Module):
             )
             written |= {prefix + name: layer for name, layer in (out or {}).items()}
             losses = Mean.merged(losses, added)
-        if self.final_norm is not None:
-            x = self.final_norm(x)
-        return Hidden(x, None if cache is None else KVCache(written, cache.length), losses)
+        values = x if self.final_norm is None else self.final_norm(x)
+        kept = None if cache is None else KVCache(written, cache.length)
+        return Hidden(values, kept, losses, x)
+
+    def ahead(
+        self,
+        stream: Float[Array, "B T D"],
+        ahead: list[tuple[Int[Array, "B T"], Bool[Array, "B T"]]],
+        *,
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"],
+        key: Array | None = None,
+        dealt: int = 1,
+    ) -> tuple[list[Float[Array, "B T D"]], dict[str, Mean]]:
+        """What is to be unembedded for the tokens 2, 3, ... ahead, from the stream of the same tokens; see `heads.Heads`."""
+        assert self.heads is not None
+
+        def embed(ids: Array) -> Array:
+            return self.embedding(ids) * self.config.embed_scale
+
+        mask = masks.causal(stream.shape[1], segments, parts=dealt)
+        return self.heads(stream, embed, ahead, positions=positions, mask=mask, key=key)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Scores of every id, float32; apart from the call so that a loss may take the rows in chunks."""

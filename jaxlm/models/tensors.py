@@ -52,6 +52,20 @@ def tensors(config: Decoder) -> Iterator[Tensor]:
             axis = "layers" if name == "stack" else "prefix"
             for each in block_tensors(block, config.width):
                 yield each.stacked(f"{name}/{kind}", axis, layers)
+    yield from _heads(config)
+
+
+def _heads(config: Decoder) -> Iterator[Tensor]:
+    stream, inner = {"embed": config.width}, config.final_norm or config.layers[-1].norm
+    for number, block in enumerate(config.heads):
+        path = f"heads/{number}"
+        if config.ahead is not None and config.ahead.kind == "sequential":
+            yield from _norm(f"{path}/hidden_norm", inner, stream)
+            yield from _norm(f"{path}/token_norm", inner, stream)
+            yield _tensor(f"{path}/join/weight", {"mlp": 2 * config.width} | stream, 1)
+        for each in block_tensors(block, config.width):
+            yield each.stacked(f"{path}/block/0", "prefix", 1)
+        yield from _norm(f"{path}/norm", config.final_norm, stream)
 
 
 def _outside(config: Decoder) -> Iterator[Tensor]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 from jaxlm.core.config import setting
+from jaxlm.models.config import Ahead, HeadKind
 
 INNER = 512  # positions inside of a blank that are told apart
 Prompts = Literal[
@@ -179,14 +180,49 @@ class Mixture:
             )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTP:
+    """Each token is predicted from those before it, and so are the tokens after it, by heads of their own."""
+
+    name: Literal["mtp"] = "mtp"
+    heads: HeadKind = setting(
+        "sequential",
+        "how further tokens are predicted: one after the other, each head reading the token before (DeepSeek-V3), or all from the same stream",
+    )
+    weights: tuple[float, ...] = setting(
+        (0.3,),
+        "weight of the loss of the token after the next, of the one after that, and so on; each has a head",
+        above=0,
+    )
+
+    both_ways: ClassVar[bool] = False
+    prompts: ClassVar[Prompts] = "left to right"
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """There is a further token."""
+        if not self.weights:
+            yield (
+                "weights",
+                "nothing beyond the next token has a weight: that is the objective causal",
+                "--config.objective.weights=0.3",
+            )
+
+
 Simple = Causal | Prefix | Masked | Span | UL2 | FIM | Blank
-Objective = Simple | Mixture
+Objective = Simple | MTP | Mixture
 
 
 def has_inner(objective: Objective) -> bool:
     """Whether tokens have a second position, for which the model needs a table."""
     arms = objective.parts if isinstance(objective, Mixture) else ((objective, 1.0),)
     return any(isinstance(arm, Blank) for arm, _ in arms)
+
+
+def heads(objective: Objective) -> Ahead | None:
+    """The heads for further tokens that the model needs."""
+    if not isinstance(objective, MTP):
+        return None
+    return Ahead(tokens=len(objective.weights), kind=objective.heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

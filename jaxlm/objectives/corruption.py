@@ -10,6 +10,7 @@ from jaxlm.data.tokenizer import SENTINELS, SPECIALS, Tokenizer
 from jaxlm.objectives.config import (
     FIM,
     INNER,
+    MTP,
     UL2,
     Blank,
     Causal,
@@ -49,7 +50,7 @@ def reading(objective: Objective) -> Callable[[Tokenizer, int], Reading]:
 
 
 def _reading(objective: Objective, tokenizer: Tokenizer, sequence: int) -> Reading:
-    if objective == Causal():
+    if isinstance(objective, Causal | MTP):
         return Reading()
     _check_tokens(objective, tokenizer)
     training = _corruption(objective, tokenizer, sequence)
@@ -78,7 +79,7 @@ def _change(objective: Objective, tokenizer: Tokenizer, sequence: int) -> tuple[
     """What is done with a row, and the slots that it needs for it."""
     ids = tokenizer.specials
     match objective:
-        case Causal():
+        case Causal() | MTP():
             return rows.causal, 0
         case Prefix():
             return prefix.prefixes, 0

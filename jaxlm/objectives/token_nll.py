@@ -4,42 +4,95 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
-from jaxlm.models.decoder import Decoder
+from jaxlm.models.decoder import Decoder, Hidden
 from jaxlm.nn.moe import ADDED
+from jaxlm.objectives.ahead import further
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import Loss
 from jaxlm.ops.cross_entropy import TokenScores, in_chunks, token_scores
 from jaxlm.parallel import context
 
 
-def token_nll(model: Decoder, batch: Tokens, key: Array | None, config: LossConfig) -> Loss:
+def token_nll(
+    model: Decoder,
+    batch: Tokens,
+    key: Array | None,
+    config: LossConfig,
+    ahead: tuple[float, ...] = (),
+) -> Loss:
     """sum_t w_t (nll_t + z log_normalizer_t^2) + what the layers add, and the weight sum_t w_t.
 
     With label smoothing e, nll_t is (1 - e) nll_t + e mean_v(-log p_v), the metric `smoothed_nats`. The metric
     `loss_nats` is the likelihood alone. `key` turns dropout on. What layers add is `nn.moe`'s sum over all
     tokens that are not padding, trained on or not.
 
-    Source: Chowdhery et al. 2022, arXiv:2204.02311, section 5 (z-loss, there with 1e-4).
+    `ahead` are the weights of the same sums for the tokens 2, 3, ... ahead, which the model's heads predict: so each is
+    divided by the weight of the next tokens, of which a document has a few more. Their metrics are `ahead_2_nats` and
+    `ahead_2_accuracy`, and so on; all others are of the next token.
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, section 5 (z-loss, there with 1e-4); DeepSeek-AI 2024, arXiv:2412.19437,
+    equations 24 and 25 (further tokens, where each weight is lambda / D).
     """
-    scores, losses = score(model, batch, key, config.chunk, config.label_smoothing)
-    loss = Mean.of(scores.nll, batch.weights)
-    metrics = {"loss_nats": loss, "token_accuracy": Mean.of(scores.correct, batch.weights)}
-    total = loss.total
-    if scores.smoothed is not None:
-        metrics["smoothed_nats"] = Mean.of(scores.smoothed, batch.weights)
-        total = metrics["smoothed_nats"].total
-    if config.z_loss:
-        metrics["z"] = Mean.of(jnp.square(scores.log_normalizer), batch.weights)
-        total = total + config.z_loss * metrics["z"].total
+    parts = context.ways() if model.config.has_ring else 1
+    dealt = context.deal(batch, parts)
+    hidden = _read(model, dealt, key, parts)
+
+    def scored(values: Array, targets: Array) -> TokenScores:
+        return _scores(model, values, targets, parts, config.chunk, config.label_smoothing)
+
+    total, metrics = _total(scored(hidden.values, dealt.targets), batch.weights, config)
+    losses = hidden.losses
+    if ahead:
+        assert hidden.stream is not None
+        following = further(batch, len(ahead))
+        there = context.deal(following, parts)
+        values, added = model.ahead(
+            hidden.stream,
+            [(each.tokens, each.is_there) for each in there],
+            positions=dealt.positions,
+            segments=dealt.segments,
+            key=None if key is None else random.stream(key, "ahead"),
+            dealt=parts,
+        )
+        losses = Mean.merged(losses, added)
+        for number, (weight, value) in enumerate(zip(ahead, values, strict=True)):
+            scores = scored(value, there[number].targets)
+            own, found = _total(scores, following[number].weights, config)
+            total = total + weight * own
+            metrics[f"ahead_{number + 2}_nats"] = found["loss_nats"]
+            metrics[f"ahead_{number + 2}_accuracy"] = found["token_accuracy"]
     if ADDED in losses:
         total = total + losses[ADDED].total
-    return Loss(Mean(total, loss.weight), metrics | losses)
+    return Loss(Mean(total, metrics["loss_nats"].weight), metrics | losses)
+
+
+def drawn_nll(model: Decoder, batch: Tokens, config: LossConfig) -> Loss:
+    """The same likelihood of next tokens that the model itself draws, without dropout; its gradient tells the curvature.
+
+    `batch.targets` are no ids but a draw for each slot, even over 0 to 2^31 - 1: so micro-batches, chunks and meshes give the
+    same tokens.
+    """
+    parts = context.ways() if model.config.has_ring else 1
+    dealt = context.deal(batch, parts)
+    hidden = _read(model, dealt, None, parts)
+
+    def of(values: Array, draws: Array) -> Array:
+        logits = model.logits(values)
+        shares = jnp.cumsum(jax.nn.softmax(jax.lax.stop_gradient(logits), axis=-1), axis=-1)
+        # The last share, rounded, need not be one.
+        wanted = (draws.astype(jnp.float32) + 0.5) / 2.0**31 * shares[..., -1]
+        ids = (shares < wanted[..., None]).sum(-1, dtype=jnp.int32)
+        return token_scores(logits, ids).nll
+
+    nll = in_chunks(of, hidden.values, dealt.targets, tokens=config.chunk)
+    return Loss(Mean.of(context.undeal(nll, parts), batch.weights), {})
 
 
 def score(
-    model: Decoder, batch: Tokens, key: Array | None, chunk: int | None, smoothing: float = 0.0
+    model: Decoder, batch: Tokens, key: Array | None, chunk: int | None
 ) -> tuple[TokenScores, dict[str, Mean]]:
     """The scores of each target, its logits `chunk` tokens at a time; and the means that layers give.
 
@@ -48,7 +101,12 @@ def score(
     """
     parts = context.ways() if model.config.has_ring else 1
     dealt = context.deal(batch, parts)
-    hidden = model(
+    hidden = _read(model, dealt, key, parts)
+    return _scores(model, hidden.values, dealt.targets, parts, chunk, 0.0), hidden.losses
+
+
+def _read(model: Decoder, dealt: Tokens, key: Array | None, parts: int) -> Hidden:
+    return model(
         dealt.tokens,
         positions=dealt.positions,
         segments=dealt.segments,
@@ -58,9 +116,28 @@ def score(
         dealt=parts,
     )
 
+
+def _scores(
+    model: Decoder, values: Array, targets: Array, parts: int, chunk: int | None, smoothing: float
+) -> TokenScores:
     def of(values: Array, targets: Array) -> TokenScores:
         with jax.named_scope("unembed"):
             return token_scores(model.logits(values), targets, smoothing)
 
-    scores = in_chunks(of, hidden.values, dealt.targets, tokens=chunk)
-    return context.undeal(scores, parts), hidden.losses
+    return context.undeal(in_chunks(of, values, targets, tokens=chunk), parts)
+
+
+def _total(
+    scores: TokenScores, weights: Array, config: LossConfig
+) -> tuple[Array, dict[str, Mean]]:
+    """What is minimised, as a sum, and what is worth knowing."""
+    loss = Mean.of(scores.nll, weights)
+    metrics = {"loss_nats": loss, "token_accuracy": Mean.of(scores.correct, weights)}
+    total = loss.total
+    if scores.smoothed is not None:
+        metrics["smoothed_nats"] = Mean.of(scores.smoothed, weights)
+        total = metrics["smoothed_nats"].total
+    if config.z_loss:
+        metrics["z"] = Mean.of(jnp.square(scores.log_normalizer), weights)
+        total = total + config.z_loss * metrics["z"].total
+    return total, metrics

@@ -30,11 +30,13 @@ from jaxlm.optim.config import (
     ScheduleFree,
     Sgd,
     Soap,
+    Sophia,
 )
 from jaxlm.optim.moments import moments
 from jaxlm.optim.muon import scale_by_muon
 from jaxlm.optim.schedules import LearningRate
 from jaxlm.optim.soap import scale_by_soap
+from jaxlm.optim.sophia import scale_by_sophia
 
 
 def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.GradientTransformation:
@@ -45,7 +47,7 @@ def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.Gradien
         p <- p - lr(t) s (u + d weight_decay p)
 
     with the leaf's learning-rate scale s and d 1 where its group decays, else 0. Decay is decoupled and follows the
-    schedule, for every arm (optax.adafactor's does not follow it). `axes` is the parameters' tree of logical axis
+    schedule, for every arm (optax.adafactor's does not follow it). `update` takes a `rate`, which lr(t) is multiplied by. `axes` is the parameters' tree of logical axis
     names, tuples as leaves.
 
     Schedule-free descends by an average of its own (`schedule_free.descend`).
@@ -73,6 +75,11 @@ def ahead(config: Optimizer, axes: Any) -> Callable[[Any, Any], Any] | None:
     if not isinstance(config, ScheduleFree):
         return None
     return lambda params, state: schedule_free.ahead(config, params, state[-1], axes)
+
+
+def estimated_every(config: Optimizer) -> int | None:
+    """The updates from one estimate of the curvature's diagonal to the next; None where the optimizer asks for none."""
+    return config.every if isinstance(config, Sophia) else None
 
 
 def _scaling(config: Directed, axes: Any) -> optax.GradientTransformation:
@@ -124,6 +131,8 @@ def _scaling(config: Directed, axes: Any) -> optax.GradientTransformation:
             return scale_by_muon(config, axes)
         case Soap():
             return scale_by_soap(config, axes)
+        case Sophia():
+            return scale_by_sophia(config)
 
 
 def _balanced(inner: optax.GradientTransformation, axes: Any) -> optax.GradientTransformation:
@@ -139,17 +148,19 @@ def _balanced(inner: optax.GradientTransformation, axes: Any) -> optax.GradientT
     if not biases:
         return inner
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    extended = optax.with_extra_args_support(inner)
+
+    def update(grads: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
         def rest(path: str, grad: Array) -> Array:
             return jnp.zeros_like(grad) if path in biases else grad
 
         def signed(path: str, update: Array, grad: Array) -> Array:
             return -jnp.sign(grad).astype(update.dtype) if path in biases else update
 
-        updates, state = inner.update(tree.map_with_path(rest, grads), state, params)
+        updates, state = extended.update(tree.map_with_path(rest, grads), state, params, **given)
         return tree.map_with_path(signed, updates, grads), state
 
-    return optax.GradientTransformation(inner.init, update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _clip_norm(largest: float) -> optax.GradientTransformation:
@@ -182,8 +193,16 @@ def _descend(
         del params
         return Descent(jnp.zeros((), jnp.int32))
 
-    def update(directions: Any, state: Descent, params: Any = None) -> tuple[Any, Descent]:
-        lr = schedule(state.updates)
+    def update(
+        directions: Any,
+        state: Descent,
+        params: Any = None,
+        *,
+        rate: Array | float = 1.0,
+        **others: Any,
+    ) -> tuple[Any, Descent]:
+        del others
+        lr = schedule(state.updates) * rate
 
         def step(path: str, direction: Array, param: Array) -> Array:
             group = plan[path]
@@ -193,7 +212,7 @@ def _descend(
 
         return tree.map_with_path(step, directions, params), Descent(state.updates + 1)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def state_axes(

@@ -246,6 +246,22 @@ class Soap(Groups):
     weight_decay: float = setting(0.01, DECAY, low=0)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sophia(Groups):
+    """Momentum over an estimate of the curvature's diagonal, clipped element by element."""
+
+    name: Literal["sophia"] = "sophia"
+    lr: float = setting(3e-4, "peak learning rate, and the largest step of an element", above=0)
+    b1: float = setting(0.965, FIRST, low=0, below=1)
+    b2: float = setting(0.99, "decay of the diagonal's running mean", low=0, below=1)
+    gamma: float = setting(
+        0.05, "of the diagonal that the momentum is divided by; less clips more", above=0
+    )
+    eps: float = setting(1e-12, "least that it is divided by", above=0)
+    every: int = setting(10, "updates from one estimate of the diagonal to the next", low=1)
+    weight_decay: float = setting(0.2, DECAY, low=0)
+
+
 # Those that give a direction, which is then scaled by the learning rate.
 Directed = (
     AdamW
@@ -262,6 +278,7 @@ Directed = (
     | Adafactor
     | Muon
     | Soap
+    | Sophia
 )
 Optimizer = Directed | ScheduleFree
 

@@ -20,6 +20,7 @@ from jaxlm.optim.config import (
     ScheduleFree,
     Sgd,
     Soap,
+    Sophia,
 )
 from jaxlm.parallel.logical import STACKED, LogicalAxes
 
@@ -41,7 +42,7 @@ def moments(config: Optimizer, shape: tuple[int, ...], axes: LogicalAxes) -> lis
             return []
         case Momentum() | Nesterov() | Adagrad() | RmsProp() | Lion():
             return [like]
-        case Adam() | AdamW() | Nadam() | ScheduleFree():
+        case Adam() | AdamW() | Nadam() | ScheduleFree() | Sophia():
             return [like, like]
         case AmsGrad():
             return [like, like, like]

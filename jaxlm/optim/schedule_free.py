@@ -49,12 +49,20 @@ def descend(
             jax.tree.map(jnp.zeros_like, params),
         )
 
-    def update(grads: Any, state: Iterates, params: Any = None) -> tuple[Any, Iterates]:
+    def update(
+        grads: Any,
+        state: Iterates,
+        params: Any = None,
+        *,
+        rate: Array | float = 1.0,
+        **others: Any,
+    ) -> tuple[Any, Iterates]:
+        del others
         count = state.updates + 1
         t = count.astype(jnp.float32)
-        rate = schedule(state.updates) * jnp.sqrt(1 - config.b2**t)
-        weight = state.weight + jnp.square(rate)
-        share = jnp.square(rate) / jnp.maximum(weight, 1e-30)
+        size = schedule(state.updates) * rate * jnp.sqrt(1 - config.b2**t)
+        weight = state.weight + jnp.square(size)
+        share = jnp.square(size) / jnp.maximum(weight, 1e-30)
 
         def next_second(grad: Array, v: Array) -> Array:
             return config.b2 * v + (1 - config.b2) * jnp.square(grad)
@@ -64,14 +72,14 @@ def descend(
             direction = grad / (jnp.sqrt(v) + config.eps)
             if group.decays and config.weight_decay:
                 direction = direction + config.weight_decay * _between(config, x, z)
-            return z - rate * group.lr_scale * direction
+            return z - size * group.lr_scale * direction
 
         second = jax.tree.map(next_second, grads, state.second)
         last = tree.map_with_path(next_last, grads, second, params, state.last)
         updates = jax.tree.map(lambda x, z: (share * (z - x)).astype(x.dtype), params, last)
         return updates, Iterates(count, weight, last, second)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def ahead(config: ScheduleFree, params: Any, state: Iterates, axes: Any) -> Any:

@@ -18,7 +18,7 @@ from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.union import Family
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
-from jaxlm.objectives.config import INNER, Causal, LossConfig, Objective, has_inner
+from jaxlm.objectives.config import INNER, Causal, LossConfig, Objective, has_inner, heads
 from jaxlm.optim.average_config import Average, NoAverage
 from jaxlm.optim.average_config import problems as misaveraged
 from jaxlm.optim.config import AdamW, Optimizer
@@ -90,7 +90,7 @@ class Run:
         """The model with a vocabulary of so many ids, and what the objective needs of it."""
         built = dataclasses.replace(self.model, vocab=vocab).build()
         inner = INNER if has_inner(self.objective) else None
-        return dataclasses.replace(built, inner_positions=inner)
+        return dataclasses.replace(built, inner_positions=inner, ahead=heads(self.objective))
 
     @property
     def rows(self) -> int:

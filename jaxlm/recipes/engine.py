@@ -16,7 +16,8 @@ from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
 from jaxlm.evals import loss as evals
-from jaxlm.objectives.token_nll import token_nll
+from jaxlm.objectives.config import MTP
+from jaxlm.objectives.token_nll import drawn_nll, token_nll
 from jaxlm.optim import average, schedules
 from jaxlm.optim import build as optimizers
 from jaxlm.optim.average_config import NoAverage
@@ -29,6 +30,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.train import observe
 from jaxlm.train import state as states
 from jaxlm.train import step as steps
+from jaxlm.train.curvature import Curvature
 from jaxlm.train.state import TrainState
 
 Skips = tuple[tuple[int, int], ...]
@@ -50,31 +52,32 @@ class Engine:
         )
         self.optimizer = optimizers.build(run.optim, schedule, blueprint.axes)
         self._ahead = optimizers.ahead(run.optim, blueprint.axes)
-        step = steps.build(
-            functools.partial(_loss, model.trained.merge, run.loss),
-            self.optimizer,
-            schedule,
+        shared: dict[str, Any] = dict(
             key=random.stream(jax.random.key(run.seed), "train"),
             precision=model.precision,
-            guard=run.guard,
             axes=blueprint.axes,
             layout=model.gradients,
+            ahead=self._ahead,
+            curvature=_curvature(run, model.trained.merge),
+        )
+        further = _further(run)
+        step = steps.build(
+            functools.partial(_loss, model.trained.merge, run.loss, further),
+            self.optimizer,
+            schedule,
+            guard=run.guard,
             # A pipeline deals the batch out itself.
             microbatches=run.train.microbatches if blueprint.schedule is None else 1,
             is_measured=_is_logged(run),
-            ahead=self._ahead,
             average=average.build(run.average, **length),
+            **shared,
         )
         observer = observe.build(
-            functools.partial(_loss, assembly.watched(run, model).merge, run.loss),
+            functools.partial(_loss, assembly.watched(run, model).merge, run.loss, further),
             self.optimizer,
-            key=random.stream(jax.random.key(run.seed), "train"),
-            precision=model.precision,
-            axes=blueprint.axes,
             kinds=run.log.watch,
-            layout=model.gradients,
             microbatches=watching.parts(run, dict(model.mesh.shape)),
-            ahead=self._ahead,
+            **shared,
         )
         if run.train.offload:
             fetched = self._shardings(is_fetched=True)
@@ -123,6 +126,11 @@ class Engine:
         )
         for step, batch in enumerate(stream, start):
             yield self._put(_spoilt(batch, loaders.number(step, skips)))
+
+    def rate(self, value: float) -> jax.Array:
+        """What the learning rate is multiplied by, as a step takes it."""
+        where = states.replicated(self.model.mesh)
+        return jax.make_array_from_callback((), where, lambda _: np.asarray(value, np.float32))
 
     def evaluate(self, params: Any, *, limit: int | None) -> dict[str, dict[str, Any]]:
         """The figures of each validation set, over all of it or the first `limit` batches."""
@@ -190,16 +198,38 @@ def of_sizes(run: Run, grid: Mesh, vocab: int) -> Engine:
 
 
 def _fetching(
-    step: Callable[..., Any], layout: TrainState, state: TrainState, batch: Tokens
+    step: Callable[..., Any], layout: TrainState, state: TrainState, batch: Tokens, *rate: jax.Array
 ) -> Any:
     """A step of a state that may lie elsewhere. Where it comes out again is for `jax.jit` to say."""
-    return step(jax.device_put(state, layout), batch)
+    return step(jax.device_put(state, layout), batch, *rate)
 
 
 def _loss(
-    merge: Callable[[Any], Any], settings: Any, params: Any, batch: Any, key: jax.Array
+    merge: Callable[[Any], Any],
+    settings: Any,
+    further: tuple[float, ...],
+    params: Any,
+    batch: Any,
+    key: jax.Array,
 ) -> Any:
-    return token_nll(merge(params), batch, key, settings)
+    return token_nll(merge(params), batch, key, settings, further)
+
+
+def _curvature(run: Run, merge: Callable[[Any], Any]) -> Curvature | None:
+    every = optimizers.estimated_every(run.optim)
+    if every is None:
+        return None
+
+    def loss(params: Any, batch: Tokens, key: jax.Array) -> Any:
+        del key
+        return drawn_nll(merge(params), batch, run.loss)
+
+    return Curvature(loss, every)
+
+
+def _further(run: Run) -> tuple[float, ...]:
+    """The weights of the losses of tokens beyond the next."""
+    return run.objective.weights if isinstance(run.objective, MTP) else ()
 
 
 def _is_logged(run: Run) -> Callable[[jax.Array], jax.Array] | None:

@@ -19,6 +19,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import CommandError, JaxlmError, cannot_write
 from jaxlm.data import tokenizer_json
 from jaxlm.models import cost
+from jaxlm.objectives.config import Causal
 from jaxlm.parallel import rules
 from jaxlm.recipes import assembly, importing, trained
 from jaxlm.recipes.trained import Trained, Weights
@@ -78,6 +79,7 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         cpu_devices=options.cpu_devices,
         say=say,
     )
+    opened = _without_heads(opened, say)
     decoder = opened.model.blueprint.config
     family = dataclasses.replace(opened.run.model, vocab=decoder.vocab)
     dtype = options.dtype or _imported(options.workdir).get("dtype", "float32")
@@ -121,6 +123,22 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         )
     os.replace(partial, options.out)
     return answer
+
+
+def _without_heads(opened: Trained, say: Callable[[str], None]) -> Trained:
+    """The model that predicts the next token alone."""
+    heads = opened.model.blueprint.config.heads
+    if not heads:
+        return opened
+    say(f"left out: {len(heads)} heads for tokens beyond the next, which the form has no names for")
+    run = dataclasses.replace(opened.run, objective=Causal())
+    vocab = opened.model.blueprint.config.vocab
+    return dataclasses.replace(
+        opened,
+        run=run,
+        model=assembly.assemble(run, vocab, opened.model.mesh),
+        params={name: part for name, part in opened.params.items() if name != "heads"},
+    )
 
 
 def compare(folder: Path, opened: Trained, dtype: np.dtype) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jaxlm.models.activations import Share
 from jaxlm.models.config import Decoder
 from jaxlm.monitor.chips import Chip, Dtype, Machine
 from jaxlm.ops.kernels import Target
+from jaxlm.optim.config import Sophia
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes import attention, fit, plan_memory
@@ -173,13 +174,16 @@ def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
 def _hardware_flops(run: Run, decoder: Decoder) -> float:
     """FLOPs a token with what is computed twice: the forward pass of layers, and the unembedding of chunks."""
     once = cost.flops_per_token(decoder, run.data.sequence, causal=True)
-    head = 2 * decoder.vocab * decoder.width
+    unembedding = (1 + len(decoder.heads)) * decoder.vocab * decoder.width
+    head = 2 * unembedding
     layers = once / 3 - head
     policies = run.train.remat.split("/")
-    products = 2 * (cost.multiplying_parameters(decoder) - decoder.vocab * decoder.width)
+    products = 2 * (cost.multiplying_parameters(decoder) - unembedding)
     again = {"none": 0.0, "dots": layers - products}
     extra = sum(again.get(policy, layers) for policy in policies) / len(policies)
-    return once + extra + (head if run.loss.chunk else 0.0)
+    whole = once + extra + (head if run.loss.chunk else 0.0)
+    # An estimate of the curvature is another gradient.
+    return whole * (1 + 1 / run.optim.every) if isinstance(run.optim, Sophia) else whole
 
 
 def _sent(run: Run, decoder: Decoder, sizes: Sizes, share: Share) -> dict[str, float]:

@@ -11,7 +11,7 @@ from jaxlm.models.config import Decoder
 from jaxlm.models.tensors import Tensor, tensors
 from jaxlm.ops.kernels import BLOCK
 from jaxlm.optim.average_config import NoAverage
-from jaxlm.optim.config import ScheduleFree
+from jaxlm.optim.config import ScheduleFree, Sophia
 from jaxlm.optim.moments import moments
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import LogicalAxes, Sizes
@@ -88,6 +88,7 @@ def temporary_bytes(
         * (passes / stages if number >= first else 1)
         for number, (block, policy) in enumerate(layers)
     )
+    kept += sum(activations.kept(decoder, block, share, policies[0]) for block in decoder.heads)
     largest, again = max(
         (activations.kept(decoder, block, share, "none"), policy != "none")
         for block, policy in layers
@@ -95,8 +96,9 @@ def temporary_bytes(
     # Its gradients are as large as what it keeps, and what it kept not is made again first.
     layer = largest * (2 if again else 1) + activations.meeting(decoder, share)
     tokens = min(run.loss.chunk or share.tokens, share.tokens)
-    # With their exponentials or their gradients.
-    logits = 2 * 4 * tokens * share.own(decoder.vocab, "vocab")
+    # With their exponentials or their gradients; those of each further head are kept, but for chunks.
+    heads = 0 if run.loss.chunk else len(decoder.heads)
+    logits = (2 + heads) * 4 * tokens * share.own(decoder.vocab, "vocab")
     gathered = 0.0
     if sizes["fsdp"] > 1 and run.mesh.zero == 3:
         whole = dict(sizes) | {"fsdp": 1}
@@ -114,6 +116,7 @@ def temporary_bytes(
         "accumulators": sums,
         "gathered": gathered,
         # Where the gradient is taken, if not at the parameters.
+        "curvature": held["gradients"] if isinstance(run.optim, Sophia) else 0.0,
         "ahead": held["parameters"] if isinstance(run.optim, ScheduleFree) else 0.0,
     }
 

@@ -18,7 +18,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.monitor import sinks
 from jaxlm.objectives.token_nll import score
 from jaxlm.parallel import host
-from jaxlm.recipes import assembly, beginning, devices, forensics, reading, resume, starts
+from jaxlm.recipes import assembly, beginning, control, devices, forensics, reading, resume, starts
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 from jaxlm.recipes.resume import Wish
@@ -97,11 +97,16 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
         )
         say(f"from {f'checkpoint {start}' if start else 'the beginning'} through step {step}")
         batches = engine.batches(start, rewinds.skips, say)
-        for _ in range(start + 1, step):
-            state, _ = engine.step(state, next(batches))
+        changes = control.read(workdir)
+
+        def rate(completed: int) -> jax.Array:
+            return engine.rate(control.rate(changes, completed, run.optim.lr))
+
+        for completed in range(start, step - 1):
+            state, _ = engine.step(state, next(batches), rate(completed))
         batch = next(batches)
         rows = _rows(engine, engine.seen(state), batch)
-        values, layers = _measured(engine, state, batch)
+        values, layers = _measured(engine, state, batch, rate(step - 1))
         found = forensics.evidence(engine, step, values, layers, rewinds.skips)
     logged = _logged(workdir, found, is_newest=known == every)
     loss = values["loss_nats"]
@@ -199,7 +204,7 @@ def _rows(engine: Engine, params: Any, batch: Tokens) -> list[dict[str, Any]]:
 
 
 def _measured(
-    engine: Engine, state: TrainState, batch: Tokens
+    engine: Engine, state: TrainState, batch: Tokens, rate: jax.Array
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """The metrics of a step, and the gradient's norm by layer.
 
@@ -215,9 +220,9 @@ def _measured(
     zeros = zeros._replace(
         filled=zeros.filled + run.guard.window, scale=jax.tree.map(jnp.copy, guard.scale)
     )
-    state, refused = refusing.step(state._replace(guard=zeros), batch)
+    state, refused = refusing.step(state._replace(guard=zeros), batch, rate)
     state = state._replace(step=state.step - 1, guard=guard)
-    _, metrics = engine.step(state, batch)
+    _, metrics = engine.step(state, batch, rate)
     metrics.pop("layers")
     return (
         {name: float(value) for name, value in metrics.items()},

@@ -40,6 +40,7 @@ FREE_TRAIN = (
     "train.pipeline_repeats",
     "train.offload",
     "train.patience",
+    "train.control",
     "loss.chunk",
 )
 

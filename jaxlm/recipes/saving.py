@@ -7,6 +7,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
 from jaxlm.core.errors import SaveFailed
 from jaxlm.monitor.console import Console
+from jaxlm.recipes.control import Control
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
 from jaxlm.recipes.rewinding import Rewinds
@@ -38,9 +39,11 @@ class Saves:
         console: Console,
         store: Store,
         rewinds: Rewinds,
+        control: Control,
     ):
         self._engine, self._crew, self._directory = engine, crew, directory
         self._console, self._store, self._rewinds = console, store, rewinds
+        self._control = control
         self._failed = 0  # in a row
         self._is_in_flight = False
         self._newest: Moment | None = None
@@ -119,6 +122,7 @@ class Saves:
             "progress": dataclasses.asdict(progress),
             "evaluation": moment.evaluation,
             "rewinds": self._rewinds.as_json(),
+            "control": self._control.as_json(moment.step),
         }
 
     def _count(self, error: SaveFailed) -> None:

@@ -22,6 +22,7 @@ from jaxlm.optim.average_config import NoAverage, start
 from jaxlm.parallel import operations
 from jaxlm.recipes import beginning, forensics, foresight, reading, resume, sources, stepping
 from jaxlm.recipes.beginning import Origin
+from jaxlm.recipes.control import Control
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
 from jaxlm.recipes.resume import Wish
@@ -77,7 +78,10 @@ class Session:
         self._open = contextlib.ExitStack()
         self.forecast = foresight.own(run, blueprint.config)
         self._step = Stepper(engine, crew, console, self._compiled, self._watching)
-        self._saves = Saves(engine, crew, directory, console, store, rewinds)
+        self._control = Control(
+            directory, run.optim.lr, meta.get("control", ()) if meta else (), console.say
+        )
+        self._saves = Saves(engine, crew, directory, console, store, rewinds, self._control)
         flops = functools.partial(cost.flops_per_token, blueprint.config, run.data.sequence)
         kinds = [device.device_kind for device in engine.model.mesh.devices.flat]
         self._clock_of = functools.partial(
@@ -166,6 +170,12 @@ class Session:
             ).is_due
 
         is_save_due = cadence("checkpoint")
+        self._is_control_due = Cadence(
+            run.train.control,
+            total=run.train.steps,
+            tokens_per_step=run.tokens_per_step,
+            share=self.crew.sharer("cadence/control"),
+        ).is_due
         has_validation = bool(self.engine.data.validation)
         self._start_clock()
         hooks = Hooks(
@@ -219,6 +229,9 @@ class Session:
 
     def _before(self, completed: int) -> None:
         self._step.completed = completed
+        if self._is_control_due(completed):
+            self._control.look(completed, functools.partial(self.crew.share, "control"))
+        self._step.follow(self._control.rate(completed))
         if self.trace.is_due(completed):
             with self.clock.pause(), self.crew.watch.phase("finish"):
                 self.trace.before(completed)

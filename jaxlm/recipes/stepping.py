@@ -42,28 +42,33 @@ class Stepper:
         self.watching: Watching | None = None
         self._step: jax.stages.Compiled | None = None
         self.completed = 0  # steps before the one that comes next
+        self._rate, self._placed = 1.0, engine.rate(1.0)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step. Raises Diverged where devices disagree."""
         if self._step is None:
             with self._crew.watch.phase("compile"), self._console.timer("compiling the step"):
                 faults.point("compile")
-                self._step = self._engine.step.lower(state, batch).compile()
+                self._step = self._engine.step.lower(state, batch, self._placed).compile()
             if self._engine.run.log.watch:
                 with self._crew.watch.phase("compile"):
                     with self._console.timer("compiling what watches the layers"):
-                        self.watching = self._watch(
-                            self._engine.observe.lower(state, batch).compile()
-                        )
+                        observe = self._engine.observe.lower(state, batch, self._placed)
+                        self.watching = self._watch(observe.compile())
             self._then(self._step)
         limits, number = self._engine.run.guard, self.completed + 1
         if self.watching is not None:
-            self.watching.look(state, batch, number)
+            self.watching.look(state, batch, self._placed, number)
         if limits.compare_every and number % limits.compare_every == 0:
             self._compare(state)
         if limits.repeat_every and number % limits.repeat_every == 0:
             return self._repeated(state, batch)
-        return self._step(state, batch)
+        return self._step(state, batch, self._placed)
+
+    def follow(self, rate: float) -> None:
+        """From the next step on, the learning rate is the schedule's times `rate`."""
+        if rate != self._rate:
+            self._rate, self._placed = rate, self._engine.rate(rate)
 
     def _compare(self, state: TrainState) -> None:
         if differences := self._engine.replicas.differences(state.params):
@@ -77,8 +82,8 @@ class Stepper:
     def _repeated(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step computed twice from the same state: a processor that miscalculates now and then leaves no other trace."""
         assert self._step is not None
-        again, _ = self._step(jax.tree.map(jnp.copy, state), batch)
-        moved, metrics = self._step(state, batch)
+        again, _ = self._step(jax.tree.map(jnp.copy, state), batch, self._placed)
+        moved, metrics = self._step(state, batch, self._placed)
         if differences := self._engine.replicas.changes(again.params, moved.params):
             raise Diverged(
                 f"step {self.completed + 1} came out otherwise when it was computed again, in {len(differences)} leaves",

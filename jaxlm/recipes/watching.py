@@ -73,10 +73,10 @@ class Watching:
             if record.get("gradient_noise") is not None
         ]
 
-    def look(self, state: TrainState, batch: Any, completed: int) -> None:
+    def look(self, state: TrainState, batch: Any, rate: jax.Array, completed: int) -> None:
         """Observes the step that will complete so many, where that is due. To be called before it."""
         if is_due(self._run, completed):
-            self._seen = completed, self._observe(state, batch)
+            self._seen = completed, self._observe(state, batch, rate)
 
     def take(self, step: int) -> dict[str, float]:
         """The figures of a step as parts of its record; none where it was not observed."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from jaxlm.core import divisors
-from jaxlm.core.config import setting
+from jaxlm.core.config import Span, setting
 from jaxlm.nn.config import REMAT_NAMES, is_remat
 from jaxlm.ops.kernels import Wanted
 
@@ -53,6 +53,10 @@ class TrainConfig:
         "what a step may take of a device's memory; None is all that the device, or for a CPU the machine, says it has",
         unit="GiB",
         above=0,
+    )
+    control: Span = setting(
+        Span.parse("5s"),
+        "how often control.json in the run directory is read, which may change the learning rate of a run that runs",
     )
     patience: int | None = setting(
         None,

@@ -11,7 +11,9 @@ from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.monitor.config import Watched
 from jaxlm.nn.noted import Kind, Notes
+from jaxlm.train import curvature as curvatures
 from jaxlm.train import gradient as gradients
+from jaxlm.train.curvature import Curvature
 from jaxlm.train.gradient import LossOfParams
 from jaxlm.train.state import TrainState
 
@@ -32,7 +34,7 @@ class Observed(NamedTuple):
     weight: Array
 
 
-Observe = Callable[[TrainState, Tokens], Observed]
+Observe = Callable[..., Observed]  # of TrainState, Tokens and, where it is not 1, the rate
 
 
 def build(
@@ -46,30 +48,34 @@ def build(
     layout: Any = None,
     microbatches: int = 1,
     ahead: Callable[[Any, Any], Any] | None = None,
+    curvature: Curvature | None = None,
 ) -> Observe:
-    """The function (state, batch) -> what the step from there on that batch finds, to be jitted beside the step.
+    """The function (state, batch, rate) -> what the step from there on that batch finds, to be jitted beside the step.
 
     It is a program of its own, and gives no state back: so a run that is watched has the numbers of one that is not, in
     every bit, and its steps are the same program. What it costs is one more step, whenever it is called.
 
     Arguments are those of `step.build`. Where `microbatches` is not the step's, dropout draws other numbers than there.
     """
+    parts: dict[str, Any] = dict(precision=precision, layout=layout, microbatches=microbatches)
+    estimate = curvatures.build(curvature, **parts)
+    extended = optax.with_extra_args_support(optimizer)
     gradient = gradients.build(
         loss,
-        precision=precision,
-        layout=layout,
-        microbatches=microbatches,
+        **parts,
         kinds=[kind for name in kinds for kind in KINDS[name]],
         squares="noise" in kinds,
     )
 
-    def observe(state: TrainState, batch: Tokens) -> Observed:
+    def observe(state: TrainState, batch: Tokens, rate: Array | float = 1.0) -> Observed:
         at = state.params if ahead is None else ahead(state.params, state.opt_state)
         key_now = jax.random.fold_in(key, state.step)
         grads, part, notes = gradient(at, batch, key_now, state.guard.scale.factor)
         norms: dict[str, dict[str, Array]] = {}
         if "norms" in kinds:
-            updates, _ = optimizer.update(grads, state.opt_state, state.params)
+            scale = state.guard.scale.factor
+            given = estimate(state.params, batch, key_now, scale, state.applied)
+            updates, _ = extended.update(grads, state.opt_state, state.params, rate=rate, **given)
             trees = {"grad_norm": grads, "param_norm": state.params, "update_norm": updates}
             norms = {name: gradients.norms_by_layer(values, axes) for name, values in trees.items()}
         return Observed(norms, notes, gradients.norm(grads) ** 2, part.objective.weight)

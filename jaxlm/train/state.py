@@ -26,6 +26,11 @@ class TrainState(NamedTuple):
     guard: GuardState
     average: Any = None  # of the parameters, in float32; None where the run keeps none
 
+    @property
+    def applied(self) -> Int[Array, ""]:
+        """Updates that were applied: the batches but those that the guard did not, and overflows of float16."""
+        return self.step - self.guard.skipped - self.guard.scale.overflows
+
 
 def fresh(
     params: Any,

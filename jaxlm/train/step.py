@@ -11,14 +11,18 @@ from jax import Array
 from jaxlm.core import faults
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
+from jaxlm.train import curvature as curvatures
 from jaxlm.train import gradient as gradients
 from jaxlm.train import guard as guards
 from jaxlm.train.config import GuardConfig
+from jaxlm.train.curvature import Curvature
 from jaxlm.train.gradient import LossOfParams
 from jaxlm.train.state import TrainState
 
 Metrics = dict[str, Any]
-Step = Callable[[TrainState, Tokens], tuple[TrainState, Metrics]]
+Step = Callable[
+    ..., tuple[TrainState, Metrics]
+]  # of TrainState, Tokens and, where it is not 1, the rate
 
 
 def build(
@@ -35,12 +39,15 @@ def build(
     is_measured: Callable[[Array], Array] | None = None,
     ahead: Callable[[Any, Any], Any] | None = None,
     average: Callable[[Any, Any, Array], Any] | None = None,
+    curvature: Curvature | None = None,
 ) -> Step:
-    """The function (state, batch) -> (state, metrics), to be jitted once with its state donated.
+    """The function (state, batch, rate) -> (state, metrics), to be jitted once with its state donated.
+
+    The learning rate is the schedule's times `rate`, by default 1.
 
     `loss`, `layout` and `microbatches` are those of `gradient.build`. `key` is the root of the step's random numbers. The
     gradient is taken at the parameters, or where `ahead(params, opt_state)` says. `average(average, params, updates)` is the
-    average of the parameters after so many applied updates.
+    average of the parameters after so many applied updates. With a `curvature` the optimizer is given estimates of it.
 
     The guard decides whether the update is applied; where not, parameters, optimizer and average stay as they are, bit
     for bit, and only the step's number and the guard's counters move. The learning rate follows the applied updates.
@@ -54,22 +61,31 @@ def build(
     parameters; in others they are NaN. None takes them in all.
     """
     is_scaled = precision.is_scaled
-    gradient = gradients.build(loss, precision=precision, layout=layout, microbatches=microbatches)
+    parts: dict[str, Any] = dict(precision=precision, layout=layout, microbatches=microbatches)
+    gradient = gradients.build(loss, **parts)
+    estimate = curvatures.build(curvature, **parts)
+    extended = optax.with_extra_args_support(optimizer)
 
-    def step(state: TrainState, batch: Tokens) -> tuple[TrainState, Metrics]:
+    def step(
+        state: TrainState, batch: Tokens, rate: Array | float = 1.0
+    ) -> tuple[TrainState, Metrics]:
         scale = state.guard.scale
         at = state.params if ahead is None else ahead(state.params, state.opt_state)
-        grads, part, _ = gradient(at, batch, jax.random.fold_in(key, state.step), scale.factor)
+        own_key = jax.random.fold_in(key, state.step)
+        grads, part, _ = gradient(at, batch, own_key, scale.factor)
         grads = _broken(grads, state.step)
         grad_norm = gradients.norm(grads)
         is_good, verdict, guarded = guards.judge(
             state.guard, part.metrics["loss_nats"].value, grad_norm, guard, is_scaled=is_scaled
         )
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        applied = state.applied
+        given = estimate(state.params, batch, own_key, scale.factor, applied)
+        updates, opt_state = extended.update(
+            grads, state.opt_state, state.params, rate=rate, **given
+        )
         # Computed in the gradients' dtype, kept in that of the parameters, which may be lower.
         opt_state = jax.tree.map(lambda x, old: x.astype(old.dtype), opt_state, state.opt_state)
         params = optax.apply_updates(state.params, updates)
-        applied = state.step - state.guard.skipped - scale.overflows
         averaged = None if average is None else average(state.average, params, applied + 1)
         params, opt_state, averaged = guards.select(
             is_good, (params, opt_state, averaged), (state.params, state.opt_state, state.average)
@@ -88,7 +104,7 @@ def build(
             )
         metrics = {name: mean.value for name, mean in part.metrics.items()} | {
             "tokens": jnp.where(is_good, part.objective.weight, 0.0),
-            "learning_rate": jnp.asarray(schedule(applied), jnp.float32),
+            "learning_rate": jnp.asarray(schedule(applied) * rate, jnp.float32),
             "grad_norm": grad_norm,
             "param_norm": param_norm,
             "update_ratio": update_ratio,

@@ -26,7 +26,9 @@ from jaxlm.optim.config import (
     ScheduleFree,
     Sgd,
     Soap,
+    Sophia,
 )
+from jaxlm.optim.sophia import Estimate
 
 AXES = {
     "embedding": {"table": ("vocab", "embed")},
@@ -209,6 +211,22 @@ def soap(c, leaf, g, t):
     return u.reshape(g.shape)
 
 
+def sophia(c, leaf, g, t):
+    m = leaf.mean("m", c.b1, g)
+    if t % c.every == 1:
+        leaf.mean("h", c.b2, 20 * g * g)
+    return np.clip(m / np.maximum(c.gamma * leaf.seen["h"], c.eps), -1, 1)
+
+
+def given(config, grads, t):
+    """What the t-th update is told beside the gradient: an estimate of the curvature where it is due, else nonsense."""
+    if not isinstance(config, Sophia):
+        return {}
+    is_due = t % config.every == 1
+    diagonal = jax.tree.map(lambda g: 20 * g * g if is_due else g + 1e3, grads)
+    return {"curvature": Estimate(jnp.asarray(is_due), diagonal)}
+
+
 def orthogonal(x, steps):
     a, b, c = 3.4445, -4.7750, 2.0315
     flip = x.shape[0] > x.shape[1]
@@ -253,4 +271,5 @@ ARMS = {
     Soap: Arm(
         Soap(longest=4, weight_decay=0.3), soap, 8 + 8 * (512 / 2048 + 2048 / 512), 2e-3, 2e-4
     ),
+    Sophia: Arm(Sophia(every=3, gamma=0.5), sophia, 8),
 }

@@ -10,7 +10,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.optim import build as optim
 from jaxlm.optim.config import AdamW, Optimizer
-from tests.optim.arms import ARMS, AXES, SIZES, Leaf
+from tests.optim.arms import ARMS, AXES, SIZES, Leaf, given
 
 EVERY_ARM = pytest.mark.parametrize("arm", typing.get_args(Optimizer), ids=lambda arm: arm().name)
 NAMES = tree.leaves(AXES, is_leaf=lambda node: isinstance(node, tuple))
@@ -39,8 +39,8 @@ def run(config, steps=50):
     optimizer = optim.build(config, schedule, AXES)
     params, state = start, optimizer.init(start)
     update = jax.jit(optimizer.update)
-    for grad in grads:
-        updates, state = update(grad, state, params)
+    for t, grad in enumerate(grads, 1):
+        updates, state = update(grad, state, params, **given(config, grad, t))
         params = optax.apply_updates(params, updates)
     return tree.leaves(params), tree.leaves(start), [tree.leaves(grad) for grad in grads]
 

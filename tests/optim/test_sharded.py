@@ -16,7 +16,7 @@ from jaxlm.optim.config import Soap
 from jaxlm.parallel import mesh, rules
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.train import state as states
-from tests.optim.arms import ARMS, AXES
+from tests.optim.arms import ARMS, AXES, given
 from tests.optim.test_build import EVERY_ARM, draw, expected, schedule, shapes
 
 STEPS = 4
@@ -43,31 +43,32 @@ def test_an_arm_is_the_same_in_parts_and_from_a_checkpoint_on(arm, zero, tmp_pat
     def begin():
         return jax.lax.with_sharding_constraint(optimizer.init(start), state_at)
 
-    def update(grad, params, state):
-        updates, state = optimizer.update(grad, state, params)
+    def update(grad, params, state, told):
+        updates, state = optimizer.update(grad, state, params, **told)
         return optax.apply_updates(params, updates), state
 
     compiled = jax.jit(update, out_shardings=(params_at, state_at))
 
-    def follow(params, state, some):
-        for grad in some:
-            params, state = compiled(jax.device_put(grad, grads_at), params, state)
+    def follow(params, state, first, last):
+        for t, grad in enumerate(grads[first:last], first + 1):
+            grad = jax.device_put(grad, grads_at)
+            params, state = compiled(grad, params, state, given(config, grad, t))
         return params, state
 
     with jax.set_mesh(grid):
-        half = follow(jax.device_put(start, params_at), begin(), grads[:2])
-        ended = follow(*half, grads[2:])
+        half = follow(jax.device_put(start, params_at), begin(), 0, 2)
+        ended = follow(*half, 2, STEPS)
         store = Store(tmp_path, CheckpointConfig())
         store.save(2, {"params": half[0], "opt_state": half[1]}, {})
         store.wait()
         wanted = {"params": (shapes(), params_at), "opt_state": (half[1], state_at)}
         back = store.restore(2, {name: states.abstract(*pair) for name, pair in wanted.items()})
         store.close()
-        again = follow(back["params"], back["opt_state"], grads[2:])
+        again = follow(back["params"], back["opt_state"], 2, STEPS)
     jax.tree.map(np.testing.assert_array_equal, again, ended)
     found, first = tree.leaves(ended[0]), tree.leaves(start)
-    given = [tree.leaves(grad) for grad in grads]
-    for path, value in expected(config, known.direction, first, given).items():
+    leaves = [tree.leaves(grad) for grad in grads]
+    for path, value in expected(config, known.direction, first, leaves).items():
         np.testing.assert_allclose(
             found[path], value, rtol=known.rtol, atol=known.atol, err_msg=path
         )

@@ -63,7 +63,9 @@ def test_an_objective_trains_evaluates_and_samples(name, config, tmp_path):
     log = (tmp_path / "run/log.txt").read_text()
     assert ("objective  " in log) == (name != "causal")
     assert ("evaluated as causal" in log) == (name in ("fim", "mixture"))
-    assert (tmp_path / "run/baselines.json").exists() == (name in ("causal", "fim", "mixture"))
+    assert (tmp_path / "run/baselines.json").exists() == (
+        name in ("causal", "fim", "mixture", "mtp")
+    )
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import Loss
-from jaxlm.objectives.token_nll import token_nll
+from jaxlm.objectives.token_nll import drawn_nll, token_nll
 from jaxlm.optim import build as optimizers
 from jaxlm.optim import schedules
 from jaxlm.optim.config import AdamW, Optimizer, ScheduleFree, Sgd
@@ -29,6 +29,7 @@ from jaxlm.parallel.config import MeshConfig, factorisations
 from jaxlm.train import state as states
 from jaxlm.train import step as steps
 from jaxlm.train.config import GuardConfig
+from jaxlm.train.curvature import Curvature
 from jaxlm.train.state import TrainState
 
 FAMILY = Llama(vocab=64, width=32, depth=2, heads=8, kv_heads=8, hidden=64, tied=True)
@@ -82,8 +83,15 @@ def pieces(
         layout=layout(blueprint),
         microbatches=microbatches if schedule is None else 1,
         ahead=optimizers.ahead(config, blueprint.axes),
+        curvature=Curvature(functools.partial(_drawn, blueprint), every)
+        if (every := optimizers.estimated_every(config))
+        else None,
     )
     return blueprint, optimizer, step
+
+
+def _drawn(blueprint, params, batch, key):
+    return drawn_nll(blueprint.merge(params), batch, LossConfig())
 
 
 def _loss(blueprint, params, batch, key):

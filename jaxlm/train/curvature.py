@@ -1,0 +1,64 @@
+"""An estimate of the diagonal of the loss's curvature, for the optimizers that ask for one."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxlm.core import random
+from jaxlm.core.precision import Precision
+from jaxlm.data.batch import Tokens
+from jaxlm.optim.sophia import Estimate
+from jaxlm.train import gradient as gradients
+from jaxlm.train.gradient import LossOfParams
+
+
+class Curvature(NamedTuple):
+    """The loss of drawn targets, and the updates from one estimate to the next."""
+
+    loss: LossOfParams
+    every: int
+
+
+Estimator = Callable[[Any, Tokens, Array, Array, Array], dict[str, Estimate]]
+
+
+def build(
+    curvature: Curvature | None, *, precision: Precision, layout: Any, microbatches: int
+) -> Estimator:
+    """The function (params, batch, key, scale, updates) -> `curvature`, which the optimizer is given beside the gradient; nothing for None.
+
+    Every so many updates it is B g^2, where g is the mean gradient of targets that the model draws itself, and B their number.
+
+    Source: Liu et al. 2023, arXiv:2305.14342, algorithm 2 (Gauss-Newton-Bartlett).
+    """
+    if curvature is None:
+        return lambda *_: {}
+    every = curvature.every
+    gradient = gradients.build(
+        curvature.loss, precision=precision, layout=layout, microbatches=microbatches
+    )
+
+    def laid_out(values: Any) -> Any:
+        return values if layout is None else jax.lax.with_sharding_constraint(values, layout)
+
+    def estimator(
+        params: Any, batch: Tokens, key: Array, scale: Array, updates: Array
+    ) -> dict[str, Estimate]:
+        is_due = updates % every == 0
+
+        def estimate() -> Any:
+            draws = jax.random.bits(random.stream(key, "curvature"), batch.targets.shape) >> 1
+            drawn = batch._replace(targets=draws.astype(jnp.int32))
+            grads, part, _ = gradient(params, drawn, key, scale)
+            weight = part.objective.weight
+            return jax.tree.map(lambda g: weight.astype(g.dtype) * jnp.square(g), grads)
+
+        shapes = jax.eval_shape(estimate)
+        none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        diagonal = jax.lax.cond(is_due, estimate, lambda: laid_out(none))
+        return {"curvature": Estimate(is_due, laid_out(diagonal))}
+
+    return estimator

@@ -1,0 +1,28 @@
+"""Multi-token prediction split over a mesh: the losses of one device, and nothing sent that should stay."""
+
+import dataclasses
+
+import pytest
+
+from jaxlm.objectives.config import MTP
+from jaxlm.parallel.config import MeshConfig
+from jaxlm.recipes import check
+from jaxlm.recipes.config import Run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", ["sequential", "parallel"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"fsdp": 2, "tensor": 2}, {"context": 2, "context_keys": "ring"}, {"pipe": 2}],
+    ids=str,
+)
+def test_a_mesh_trains_as_one_device_does(sizes, heads):
+    run = Run(
+        objective=MTP(heads=heads, weights=(0.3, 0.2)), mesh=MeshConfig(**{"data": 1} | sizes)
+    )
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, microbatches=2))
+    found = check.check(run, check.Options(devices=4))
+    assert found["is_equal"], found["deviation"]
+    assert not found["replicated"]
+    assert not found["unexpected"]

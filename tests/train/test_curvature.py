@@ -1,0 +1,131 @@
+"""Sophia with its own estimates, against float64: drawn targets, squared mean gradients, momentum, clipping."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.core import random
+from jaxlm.core.precision import Precision
+from jaxlm.data.batch import Tokens
+from jaxlm.models.decoder import Hidden
+from jaxlm.objectives.config import LossConfig
+from jaxlm.objectives.token_nll import drawn_nll, token_nll
+from jaxlm.optim import build as optimizers
+from jaxlm.optim.config import Sophia
+from jaxlm.train import state as states
+from jaxlm.train import step as steps
+from jaxlm.train.config import GuardConfig
+
+IDS, ROWS, LENGTH, STEPS = 6, 4, 16, 50
+GUARD = GuardConfig(sigmas=None)
+KEY = jax.random.key(7)
+CONFIG = Sophia(lr=0.05, every=3, gamma=0.5, clip_norm=None, weight_decay=0.1)
+
+
+class Table:
+    """A model whose logits are a row of a table for each token."""
+
+    config = SimpleNamespace(has_ring=False)
+
+    def __init__(self, params):
+        self.table = params["table"]
+
+    def __call__(self, tokens, **_):
+        return Hidden(jax.nn.one_hot(tokens, IDS), None, {})
+
+    def logits(self, values):
+        return values @ self.table
+
+
+def batch(seed):
+    draw = np.random.default_rng(seed)
+    tokens = draw.integers(0, IDS, (ROWS, LENGTH)).astype(np.int32)
+    weights = (draw.random((ROWS, LENGTH)) < 0.8).astype(np.float32)
+    segments = np.ones_like(tokens)
+    return Tokens(tokens, (tokens * 5 + 1) % IDS, weights, segments, segments)
+
+
+def trained(microbatches, chunk=None):
+    axes = {"table": ("vocab", "embed")}
+    optimizer = optimizers.build(CONFIG, lambda _: jnp.float32(CONFIG.lr), axes)
+    config = LossConfig(chunk=chunk)
+    step = steps.build(
+        lambda params, batch, key: token_nll(Table(params), batch, None, config),
+        optimizer,
+        lambda _: jnp.float32(CONFIG.lr),
+        key=KEY,
+        precision=Precision.float32(),
+        guard=GUARD,
+        microbatches=microbatches,
+        curvature=steps.Curvature(
+            lambda params, batch, key: drawn_nll(Table(params), batch, config), CONFIG.every
+        ),
+    )
+    step = jax.jit(step)
+    state = states.fresh({"table": start()}, optimizer, GUARD)
+    for number in range(STEPS):
+        state, _ = step(state, batch(number))
+    return np.asarray(state.params["table"])
+
+
+def start():
+    return jnp.asarray(np.random.default_rng(9).normal(size=(IDS, IDS)), jnp.float32)
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def reference():
+    table = np.asarray(start(), np.float64)
+    m = h = np.zeros_like(table)
+    for number in range(STEPS):
+        rows = batch(number)
+        shares, weights = softmax(table[rows.tokens]), rows.weights.astype(np.float64)
+
+        def mean(targets, rows=rows, shares=shares, weights=weights):
+            out = (shares - np.eye(IDS)[targets]) * weights[..., None]
+            grad = np.zeros((IDS, IDS))
+            np.add.at(grad, rows.tokens, out)
+            return grad / weights.sum()
+
+        m = CONFIG.b1 * m + (1 - CONFIG.b1) * mean(rows.targets)
+        if number % CONFIG.every == 0:
+            key = random.stream(jax.random.fold_in(KEY, number), "curvature")
+            draws = np.asarray(jax.random.bits(key, (ROWS, LENGTH)) >> 1, np.float64) / 2**31
+            drawn = (shares.cumsum(-1) < draws[..., None]).sum(-1)
+            h = CONFIG.b2 * h + (1 - CONFIG.b2) * weights.sum() * mean(drawn) ** 2
+        u = np.clip(m / np.maximum(CONFIG.gamma * h, CONFIG.eps), -1, 1)
+        table = table - CONFIG.lr * (u + CONFIG.weight_decay * table)
+    return table
+
+
+@pytest.mark.parametrize(("microbatches", "chunk"), [(1, None), (4, None), (1, 10)])
+def test_fifty_steps_are_those_of_float64_however_the_batch_is_cut(microbatches, chunk):
+    np.testing.assert_allclose(trained(microbatches, chunk), reference(), rtol=1e-3, atol=1e-4)
+
+
+def test_the_expected_estimate_is_the_diagonal_of_gauss_and_newton():
+    """For logits themselves that is p (1 - p)."""
+    logits = jnp.asarray([1.0, 0.0, -1.0, 0.5, 0.0, -2.0])
+    zeros = np.zeros((2, 8), np.int32)
+    params = {"table": jnp.tile(logits, (IDS, 1))}
+
+    @jax.jit
+    def estimate(key):
+        draws = (jax.random.bits(key, zeros.shape) >> 1).astype(jnp.int32)
+        rows = Tokens(zeros, draws, np.ones(zeros.shape, np.float32), zeros, zeros)
+        grad = jax.grad(
+            lambda params: drawn_nll(Table(params), rows, LossConfig()).objective.value
+        )(params)
+        return zeros.size * jnp.square(grad["table"][0])
+
+    found = np.asarray(jax.lax.map(estimate, jax.random.split(jax.random.key(0), 8000)))
+    p = softmax(np.asarray(logits, np.float64))
+    error = found.std(0) / np.sqrt(len(found))
+    assert (np.abs(found.mean(0) - p * (1 - p)) < 5 * error).all()
+    assert (error < 0.05 * p * (1 - p)).all()
