@@ -64,10 +64,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     loaded = config.load(Run, file, args.overrides)
     _refuse_secrets(args.words)
 
-    from jaxlm.recipes.pretrain import Options, pretrain
     from jaxlm.recipes.resume import Wish
+    from jaxlm.recipes.training import train
 
-    options = Options(
+    result = train(
+        loaded,
         workdir=workdir,
         arguments=args.words,
         init_from=args.init_from,
@@ -88,10 +89,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
         ),
         quiet=args.quiet,
     )
-    answer = pretrain(loaded, options)
-    loss = f", {answer['loss_nats']:.4f} nats" if "loss_nats" in answer else ""
-    state = "complete" if answer["complete"] else "stopped"
-    out.result(answer, f"{workdir}: {state} at step {answer['step']}{loss}")
+    loss = f", {result.metrics['loss_nats']:.4f} nats" if "loss_nats" in result.metrics else ""
+    state = "complete" if result.complete else "stopped"
+    known = {"step": result.step, "complete": result.complete, "workdir": str(result.workdir)}
+    out.result(known | result.metrics, f"{workdir}: {state} at step {result.step}{loss}")
     return 0
 
 

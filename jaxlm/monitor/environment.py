@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jaxlm
 from jaxlm.core.quoting import redacted
 
+ROOM = Path(__file__).parents[1]  # the package's own folder
 PACKAGES = (
     *("jaxlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
     *("sentencepiece", "tokenizers", "ml-collections"),
@@ -49,7 +49,7 @@ def facts() -> dict[str, Any]:
             for name, value in sorted(os.environ.items())
             if VARIABLES.fullmatch(name) or name.lower() in jax.config.values
         },
-        "git": git_state(Path(jaxlm.__file__).resolve().parent.parent),
+        "git": git_state(ROOM.resolve().parent),
     }
 
 
@@ -65,7 +65,7 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 def versions() -> dict[str, str]:
     """What decides how a program computes: the packages, and the text of this one."""
     digest = hashlib.sha256()
-    folder = Path(jaxlm.__file__).parent
+    folder = ROOM
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
     found = {f"package {name}": version for name, version in installed(PACKAGES).items()}

@@ -6,9 +6,9 @@ of the config.
 
 import dataclasses
 import json
-import math
 import os
 import stat
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Change:
 
 def _is_rate(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value is None or (is_number and value > 0 and math.isfinite(value))
+    return value is None or (is_number and 0 < value <= sys.float_info.max)
 
 
 SHAPE: Shape = {"step": sinks.is_step, "lr": _is_rate}

@@ -34,6 +34,7 @@ from jaxlm.recipes import (
 )
 from jaxlm.recipes.assembly import Assembly
 from jaxlm.recipes.beginning import Origin
+from jaxlm.recipes.callbacks import Callbacks
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
@@ -59,7 +60,9 @@ class Options:
     quiet: bool = False
 
 
-def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
+def pretrain(
+    loaded: Loaded, options: Options, callbacks: Callbacks | None = None
+) -> dict[str, Any]:
     """Trains, or goes on training, in a run directory; returns the last evaluation and where things are.
 
     Raises:
@@ -167,6 +170,7 @@ def pretrain(loaded: Loaded, options: Options) -> dict[str, Any]:
                 meta,
                 changes,
                 origin,
+                callbacks,
             )
             telling.header(session)
             try:

@@ -22,6 +22,7 @@ from jaxlm.optim.average_config import NoAverage, start
 from jaxlm.parallel import operations
 from jaxlm.recipes import beginning, forensics, foresight, reading, resume, sources, stepping
 from jaxlm.recipes.beginning import Origin
+from jaxlm.recipes.callbacks import Callbacks
 from jaxlm.recipes.control import Control
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
@@ -54,7 +55,9 @@ class Session:
         meta: dict[str, Any] | None,
         changes: list[config.Change],
         origin: Origin | None = None,
+        callbacks: Callbacks | None = None,
     ):
+        self._callbacks = callbacks or Callbacks()
         self.engine, self.run, self.crew = engine, engine.run, crew
         self.directory, self.console, self.store = directory, console, store
         self.rewinds, self.wish, self.changes = rewinds, wish, changes
@@ -114,6 +117,8 @@ class Session:
                     ) from error
             self._finish_saves()
             self.store.close()
+        if self._callbacks.error is not None:
+            raise self._callbacks.error
 
     def _take_up(self, meta: dict[str, Any] | None) -> None:
         """What the host knows at the step of a checkpoint; None is the beginning."""
@@ -139,6 +144,7 @@ class Session:
         self.sinks = [self.metrics, self.console]
         if "tensorboard" in self.run.log.sinks:
             self.sinks.append(sinks.TensorBoard(path / "events", keep_through=through))
+        self.sinks.append(self._callbacks)
         for sink in (*self.sinks[:1], *self.sinks[2:], self.samples, self.spikes):
             self._open.callback(sink.close)
 
@@ -192,6 +198,7 @@ class Session:
             save=self._save,
             check_saves=self._saves.check,
             enter=self._enter,
+            is_over=self._is_over,
         )
         loop.run(
             self._step,
@@ -239,6 +246,12 @@ class Session:
     def _enter(self, phase: str) -> None:
         self.crew.watch.enter(phase)
         self.trace.enter(phase)
+
+    def _is_over(self) -> bool:
+        """Whether a callback asks for the end: only the first process calls any."""
+        if not self._callbacks.functions:
+            return False
+        return self.crew.share("over", self._callbacks.is_over)
 
     def _summarise_trace(self) -> None:
         """Says where the time of the traced steps went, and writes it beside the trace."""

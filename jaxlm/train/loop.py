@@ -66,6 +66,9 @@ class Hooks:
     ]  # a step that was not applied: its metrics, and the gradient's norms by layer
     check_saves: Callable[[], None]  # raises where a save in the background failed
     enter: Callable[[str], None] = lambda _: None  # what comes now: "data" or "step"
+    is_over: Callable[[], bool] = lambda: (
+        False
+    )  # whether somebody asks for the end, asked once a step
 
 
 class BudgetSpent(Exception):
@@ -157,7 +160,7 @@ def run(
             hooks.sample(state, completed)
         given_up = patience is not None and progress.evaluations_without_gain >= patience
         is_stopped = stop.is_due
-        last = completed == stop_at or is_stopped or given_up
+        last = hooks.is_over() or completed == stop_at or is_stopped or given_up
         if last or hooks.is_save_due(completed) or (best and keep_best):
             save(state, completed, loss)
         if is_stopped and completed < steps:

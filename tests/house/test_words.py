@@ -68,7 +68,7 @@ def undocumented(tree: ast.Module) -> list[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_everything_public_is_documented(path):
-    if path.name == "__init__.py":
+    if path.name == "__init__.py" and path != ROOT / "jaxlm/__init__.py":  # that has what is public
         assert path.read_text() == "", "an __init__.py is empty"
         return
     tree = ast.parse(path.read_text())

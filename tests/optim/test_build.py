@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.optim import build as optim
-from jaxlm.optim.config import AdamW, Optimizer
+from jaxlm.optim.config import AdamW, Optimizer, ScheduleFree
 from tests.optim.arms import ARMS, AXES, SIZES, Leaf, given
 
 EVERY_ARM = pytest.mark.parametrize("arm", typing.get_args(Optimizer), ids=lambda arm: arm().name)
@@ -126,3 +126,28 @@ def test_moments_lie_where_their_parameters_lie():
     optimizer = optim.build(AdamW(), schedule, AXES)
     adam = optim.state_axes(AdamW(), optimizer, shapes(), AXES)[1]
     assert adam.mu == adam.nu == AXES
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        pytest.param(arm, marks=() if arm in (AdamW, ScheduleFree) else pytest.mark.slow)
+        for arm in typing.get_args(Optimizer)
+    ],
+    ids=lambda arm: arm().name,
+)
+def test_a_rate_is_a_factor_on_the_learning_rate(arm):
+    config = ARMS[arm].config
+    rng = np.random.default_rng(0)
+    start, grads = draw(rng), [draw(rng) for _ in range(2)]
+    found = []
+    for factor, rate in ((0.5, 1.0), (1.0, 0.5)):
+        optimizer = optim.build(config, lambda step, factor=factor: factor * schedule(step), AXES)
+        params, state, update = start, optimizer.init(start), jax.jit(optimizer.update)
+        for t, grad in enumerate(grads, 1):
+            updates, state = update(
+                grad, state, params, rate=jnp.float32(rate), **given(config, grad, t)
+            )
+            params = optax.apply_updates(params, updates)
+        found.append(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), *found)

@@ -1,0 +1,148 @@
+"""The learning rate of a run that runs: changed, written down, the same when done again; what is not understood changes nothing."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.recipes import control
+from jaxlm.recipes.control import Change, Control
+from jaxlm.train.rundir import RunDir
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+SETTINGS = {"train.steps": 8, "train.control": 1, "checkpoint.keep_last": 9}
+LR = 3e-3
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def run(config, tmp_path_factory):
+    """Stopped after four steps, told another rate, and ended."""
+    workdir = tmp_path_factory.mktemp("runs") / "told"
+    assert main([*harness.words(config, workdir), "--stop_at=4"]) == 0
+    (workdir / "control.json").write_text('{"lr": 1e-3}')
+    assert main(harness.words(config, workdir)) == 0
+    return workdir
+
+
+def rates(run):
+    return [r["learning_rate"] for r in harness.records(run) if r["split"] == "train"]
+
+
+def test_a_change_is_followed_from_the_next_update_on_said_and_written_down(run):
+    assert rates(run)[1:] == pytest.approx([LR] * 3 + [1e-3] * 4)
+    assert harness.records(run, "control.jsonl") == [{"step": 4, "lr": 1e-3}]
+    assert "after step 4 the peak learning rate is 0.001" in (run / "log.txt").read_text()
+    known = {step: harness.store(run).record(step).meta["control"] for step in (4, 6, 8)}
+    assert known == {4: [], 6: [{"step": 4, "lr": 1e-3}], 8: [{"step": 4, "lr": 1e-3}]}
+
+
+def test_a_run_that_passes_it_again_is_the_same_in_every_bit(config, run, tmp_path, capsys):
+    """From before it, though nobody asks for it any more; and one of its steps alone."""
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    (again / "control.json").unlink()
+    assert main([*harness.words(config, again), "--start_at=2", "--force"]) == 0
+    assert harness.state_digest(again) == harness.state_digest(run)
+    assert harness.losses(again) == harness.losses(run)
+    capsys.readouterr()
+    assert main(["replay", f"--workdir={run}", "--step=6", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["is_as_logged"]
+
+
+@pytest.fixture
+def made(tmp_path):
+    said = []
+
+    def make(**options):
+        directory = RunDir(tmp_path, **options)
+        return Control(directory, LR, [], said.append)
+
+    return make, said, tmp_path
+
+
+def look(found, step):
+    found.look(step, lambda value: value)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting"),
+        (b"[" * 4000, "Expecting"),
+        (b'{"lr": 0}', "above zero"),
+        (b'{"lr": -1}', "above zero"),
+        (b'{"lr": NaN}', "above zero"),
+        (b'{"lr": Infinity}', "above zero"),
+        (b'{"lr": true}', "above zero"),
+        (b'{"lr": "1e-3"}', "above zero"),
+        (b'{"lr": 1e-3, "steps": 5}', "above zero"),
+        (b"[1e-3]", "above zero"),
+        (b" " * 5000, "more than 4096 bytes"),
+        (b'{"lr": 1' + b"0" * 400 + b"}", "above zero"),
+        (b"\xff\xff\xff", "decode"),
+    ],
+)
+def test_what_is_not_understood_is_said_once_and_changes_nothing(content, why, made):
+    make, said, folder = made
+    found = make()
+    (folder / "control.json").write_bytes(content)
+    for step in range(3):
+        look(found, step)
+        assert found.rate(step) == 1
+    assert len(said) == 1
+    assert "left aside" in said[0]
+    assert why in said[0]
+    assert not (folder / "control.jsonl").exists()
+    (folder / "control.json").write_text('{"lr": 6e-3}')
+    look(found, 3)
+    assert found.rate(3) == 2
+
+
+def test_a_file_that_everybody_may_write_is_left_aside(made):
+    make, said, folder = made
+    (folder / "control.json").write_text('{"lr": 1e-3}')
+    os.chmod(folder / "control.json", 0o666)
+    found = make()
+    look(found, 0)
+    assert found.rate(0) == 1
+    assert "everybody may write it" in said[0]
+
+
+def test_a_later_change_gives_up_those_that_were_yet_to_come(made):
+    make, _, folder = made
+    found = make()
+    for step, lr in ((2, 6e-3), (5, 1.5e-3)):
+        (folder / "control.json").write_text(json.dumps({"lr": lr}))
+        look(found, step)
+    assert [found.rate(step) for step in range(7)] == [1, 1, 2, 2, 2, 0.5, 0.5]
+    again = make()  # resumed before both
+    look(again, 1)
+    assert [again.rate(step) for step in range(7)] == [found.rate(step) for step in range(7)]
+    (folder / "control.json").write_text('{"lr": null}')
+    look(again, 3)
+    assert [again.rate(step) for step in range(7)] == [1, 1, 2, 1, 1, 1, 1]
+    assert control.read(folder) == [Change(2, 6e-3), Change(3, None)]
+
+
+def test_processes_that_read_nothing_follow_the_first(made):
+    make, _, folder = made
+    (folder / "control.json").write_text('{"lr": 6e-3}')
+    other = make(is_writer=False)
+    other.look(1, lambda value: {"lr": 1.5e-3} if value is None else value)
+    assert other.rate(1) == 0.5
+    assert not (folder / "control.jsonl").exists()
+
+
+def test_a_lost_record_is_made_up_for_by_the_checkpoint(tmp_path):
+    found = Control(RunDir(tmp_path), LR, [{"step": 4, "lr": 6e-3}], lambda text: None)
+    assert [found.rate(step) for step in (3, 4)] == [1, 2]

@@ -1,0 +1,76 @@
+"""Training as a function: what a notebook calls, and its callbacks."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+import jaxlm
+from jaxlm.core import config as configs
+from jaxlm.recipes.config import Run
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+SETTINGS = {"train.steps": 6, "eval.every": 3}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
+
+
+def test_a_run_tells_its_callbacks_what_it_writes_and_ends_where_one_asks_or_fails(
+    config, tmp_path
+):
+    """After the step that is computed meanwhile, which is saved; the same call goes on from there."""
+    told, run = [], tmp_path / "run"
+
+    def stop(step, metrics):
+        told.append(metrics)
+        return step == 2
+
+    same = {"workdir": run, "settings": {"optim.lr": 1e-3}, "quiet": True}
+    result = jaxlm.train(config, callbacks=[stop], **same)
+    assert (result.step, result.complete, result.workdir) == (3, False, run)
+    assert [(r["split"], r["step"]) for r in told] == [
+        ("train", 1), ("train", 2), ("train", 3), ("val", 3),
+    ]  # fmt: skip
+    written = harness.records(run)
+    assert [r["loss_nats"] for r in told] == [r["loss_nats"] for r in written]
+    assert result.metrics["loss_nats"] == written[-1]["loss_nats"]
+    assert harness.steps(run)[-1] == 3
+    assert "--config.optim.lr=0.001" in (run / "command.sh").read_text()
+
+    def fail(step, metrics):
+        if step == 4:
+            raise ZeroDivisionError("mine")
+
+    value = configs.load(Run, config).value
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        jaxlm.train(value, callbacks=[fail, told.append], **same)
+    assert "fail" in [entry.name for entry in caught.traceback]
+    assert harness.steps(run)[-1] == 5
+    assert harness.exit_of(run)["code"] == 70
+    assert f"--config={run}/config.json" in (run / "command.sh").read_text()
+    assert len(told) == 4, "the other was not called any more"
+
+
+def test_it_is_there_at_once_and_brings_no_jax():
+    begun = time.perf_counter()
+    code = "import sys, jaxlm; print('jax' in sys.modules, callable(jaxlm.train), 'jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "False"]
+    assert time.perf_counter() - begun < 20, "with Python's own start, on a machine with much to do"
+
+
+def test_a_config_of_a_notebook_is_taken_as_it_is():
+    from jaxlm.recipes.training import _loaded
+
+    draft = configs.new(Run)
+    draft.optim.name = "lion"
+    draft.schedule.warmup = "5%"
+    found = _loaded(draft, {"optim.lr": 2e-4, "sample.prompts": ("a", "b")}).value
+    assert (found.optim.name, found.optim.lr, str(found.schedule.warmup)) == ("lion", 2e-4, "5%")
+    assert found.sample.prompts == ("a", "b")
