@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from jaxlm.core.config import setting
 from jaxlm.nn.config import BlockConfig, Init, NormConfig
 
 HeadKind = Literal["sequential", "parallel"]
@@ -33,6 +34,8 @@ class Decoder:
     embed_scale: float = 1.0
     logit_cap: float | None = None
     dropout: float = 0.0  # of the embeddings
+    embedding_noise: float = 0.0  # NEFTune's alpha
+    layer_drop: float = 0.0  # rate of stochastic depth at the last layer
     init: Init = "normal"
     init_std: float = 0.02
 
@@ -59,3 +62,69 @@ class Decoder:
     def has_ring(self) -> bool:
         """Whether keys go round the devices that share a row, in any layer."""
         return any(layer.attention.kernel == "ring" for layer in self.layers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegularisationConfig:
+    """What disturbs a model in training, and keeps it steady; evaluation and generation know none of it.
+
+    Source: Huang et al. 2016, arXiv:1603.09382, section 3 (stochastic depth, linear in depth); Jain et al. 2023,
+    arXiv:2310.05914, algorithm 1 (NEFTune); Kimi Team 2025, arXiv:2507.20534, section 2.1 (QK-clip).
+    """
+
+    embedding_dropout: float | None = setting(
+        None, "share of the embeddings that is dropped; None is what the model says", low=0, below=1
+    )
+    attention_dropout: float | None = setting(
+        None,
+        "share of the attention weights that is dropped; None is what the model says",
+        low=0,
+        below=1,
+    )
+    residual_dropout: float | None = setting(
+        None,
+        "share of what attention and MLP add to the stream that is dropped; None is what the model says",
+        low=0,
+        below=1,
+    )
+    layer_drop: float = setting(
+        0.0,
+        "stochastic depth: chance that a row passes by the last layer; by layer l of L with l/L of it",
+        low=0,
+        below=1,
+    )
+    embedding_noise: float = setting(
+        0.0,
+        "NEFTune: noise on the embeddings, uniform up to this over sqrt(tokens of a row x width)",
+        low=0,
+    )
+    qk_clip: float | None = setting(
+        None,
+        "largest attention logit: after an update, heads that passed it have their query and key weights scaled back; None scales none",
+        above=0,
+    )
+
+    def applied(self, model: Decoder) -> Decoder:
+        """The model with these."""
+
+        def block(config: BlockConfig) -> BlockConfig:
+            attention = dataclasses.replace(
+                config.attention,
+                dropout=_or(self.attention_dropout, config.attention.dropout),
+            )
+            return dataclasses.replace(
+                config, attention=attention, dropout=_or(self.residual_dropout, config.dropout)
+            )
+
+        return dataclasses.replace(
+            model,
+            pattern=tuple(map(block, model.pattern)),
+            prefix=tuple(map(block, model.prefix)),
+            dropout=_or(self.embedding_dropout, model.dropout),
+            embedding_noise=self.embedding_noise,
+            layer_drop=self.layer_drop,
+        )
+
+
+def _or(wanted: float | None, otherwise: float) -> float:
+    return otherwise if wanted is None else wanted

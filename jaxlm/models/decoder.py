@@ -14,7 +14,7 @@ from jaxlm.models import config as configs
 from jaxlm.models.heads import Heads
 from jaxlm.nn.cache import KVCache, LayerCache
 from jaxlm.nn.config import BlockConfig
-from jaxlm.nn.dropout import dropout
+from jaxlm.nn.dropout import dropout, noise
 from jaxlm.nn.embedding import Embedding
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
@@ -72,6 +72,7 @@ class Decoder(nnx.Module):
             layers: Layers,
             schedule: Schedule | None = None,
             axis: str = "layers",
+            first: int = 0,
         ) -> Stack:
             return Stack(
                 config.width,
@@ -85,6 +86,7 @@ class Decoder(nnx.Module):
                 schedule=schedule,
                 axis=axis,
                 name=name,
+                drops=_drops(config.layer_drop, config.depth)[first : first + depth],
             )
 
         self.embedding = table("embedding", config.vocab, "vocab")
@@ -102,7 +104,12 @@ class Decoder(nnx.Module):
             else None
         )
         self.stack = stack(
-            "stack", config.depth - len(config.prefix), config.pattern, layers, schedule
+            "stack",
+            config.depth - len(config.prefix),
+            config.pattern,
+            layers,
+            schedule,
+            first=len(config.prefix),
         )
         self.final_norm = (
             None
@@ -163,6 +170,7 @@ class Decoder(nnx.Module):
             raise ValueError("segments with a cache: each row of a cache is one sequence")
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         x = self.embedding(tokens) * self.config.embed_scale
+        x = noise(x, self.config.embedding_noise, None if key is None else _noise_key(key))
         if self.positions is not None:
             x = x + self.positions(positions)
         if self.inner is not None:
@@ -259,6 +267,15 @@ class Decoder(nnx.Module):
             count = len(range(kind, repeated, kinds))
             layers[f"stack/{kind}"] = tuple(empty(block) for _ in range(count))
         return KVCache(layers, jnp.zeros((rows,), jnp.int32))
+
+
+def _drops(rate: float, depth: int) -> tuple[float, ...]:
+    """How often each layer is passed by: more the deeper it lies. None where none ever is."""
+    return tuple(rate * number / depth for number in range(1, depth + 1)) if rate else ()
+
+
+def _noise_key(key: Array) -> Array:
+    return random.stream(key, "embedding noise")
 
 
 def _cache_mask(cache: KVCache, length: int, reach: Array | None, count: Array | None) -> Mask:

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.nn import noted
 from jaxlm.nn.block import Block
 from jaxlm.nn.config import BlockConfig
+from jaxlm.nn.dropout import layer_drop
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.noted import Notes
 from jaxlm.nn.remat import rematerialised
@@ -25,7 +28,8 @@ from jaxlm.parallel import pipeline
 from jaxlm.parallel.pipeline import Schedule
 
 Layers = Literal["scan", "unroll"]
-Parts = dict[str, tuple[Any, Array | None]]  # by kind: state, key
+# By kind: state, key, how often the layer is passed by.
+Parts = dict[str, tuple[Any, Array | None, Array | None]]
 
 
 class Stack(nnx.Module):
@@ -38,6 +42,9 @@ class Stack(nnx.Module):
     With a `schedule`, the layers are run as a pipeline, each stage looping over its own; but not with caches, nor for a
     batch too small for it: there the loop is the plain one, and reads each layer's parameters from the stage that has
     them. A layer's dropout then draws by micro-batch, and so other numbers than without the pipeline.
+
+    With `drops`, a row passes by layer i at the rate drops[i] wherever there is a key: see `dropout.layer_drop`. What the
+    layer adds to the objective stays.
 
     `remat` says what the backward pass computes again, layer by layer: see `nn.remat` for the policies. Of several with a
     slash between them, as in `full/none`, layer i of the loop has the (i % their number)-th; a pipeline's stage counts its own.
@@ -57,11 +64,12 @@ class Stack(nnx.Module):
         schedule: Schedule | None = None,
         axis: str = "layers",
         name: str = "stack",
+        drops: tuple[float, ...] = (),
     ):
         # Kinds that a shallow stack never reaches would be parameters without a layer.
         pattern = pattern[:depth]
         self.depth, self.kinds, self.layers, self.remat = depth, len(pattern), layers, remat
-        self.schedule, self.axis, self.name = schedule, axis, name
+        self.schedule, self.axis, self.name, self.drops = schedule, axis, name, drops
         keys = jax.random.split(key, depth)
         for kind, config in enumerate(pattern):
 
@@ -103,6 +111,9 @@ class Stack(nnx.Module):
             name: (
                 state,
                 None if key is None else _kind_keys(key, self.depth, self.kinds, int(name)),
+                jnp.array(self.drops[int(name) :: self.kinds], jnp.float32)
+                if self.drops and key is not None
+                else None,
             )
             for name, (_, state) in split.items()
         }
@@ -123,8 +134,8 @@ class Stack(nnx.Module):
             )
             positions = rows.pop("positions")
             own: Parts = {
-                name: (state, keys if keys is None else _folded(keys, microbatch))
-                for name, (state, keys) in layers.items()
+                name: (state, keys if keys is None else _folded(keys, microbatch), drops)
+                for name, (state, keys, drops) in layers.items()
             }
             run = functools.partial(_layer, blocks, positions, dataclasses.replace(mask, **rows))
             depth = self.depth // (schedule.stages * schedule.repeats)
@@ -214,11 +225,15 @@ def _layer(
     x: Array,
     state: Any,
     key: Array | None,
+    drop: Array | None,
 ) -> tuple[Array, Notes, dict[str, Mean]]:
     block = nnx.merge(blocks[name], state)
     with noted.of_layer() as notes:
-        x, _, losses = block(x, positions=positions, mask=mask, key=key)
-    return x, notes, losses
+        after, _, losses = block(x, positions=positions, mask=mask, key=key)
+    if drop is not None:
+        assert key is not None
+        after = layer_drop(x, after, drop, random.stream(key, "layer drop"))
+    return after, notes, losses
 
 
 def _rows(mask: Mask, rows: int) -> dict[str, Array]:
@@ -253,8 +268,12 @@ def _unstack(tree: Any) -> list[Any]:
     return [jax.tree.unflatten(treedef, row) for row in zip(*columns, strict=True)]
 
 
+def _is_key(leaf: Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
 def _stack(trees: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *trees)
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def _joined(leaf: Array) -> Array:
@@ -263,8 +282,4 @@ def _joined(leaf: Array) -> Array:
 
 
 def _concatenated(parts: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jax.numpy.concatenate(leaves), *parts)
-
-
-def _is_key(leaf: Array) -> bool:
-    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)

@@ -88,8 +88,8 @@ def misfits(kernel: Kernel, target: Target, work: Work) -> Iterator[Misfit]:
         yield Misfit(f"it is for a {platform}, and this is a {target.platform}")
     if kernel != "reference" and work.dropout:
         yield Misfit(
-            f"it drops no attention weights, and model.dropout = {work.dropout:g} does",
-            "model.dropout=0",
+            f"it drops no attention weights, and a share of {work.dropout:g} is to be dropped",
+            "regularisation.attention_dropout=0",
         )
     if kernel == "splash":
         yield from _of_splash(work)

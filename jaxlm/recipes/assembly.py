@@ -9,8 +9,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision
 from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.models import config as configs
 from jaxlm.models.build import Blueprint
 from jaxlm.parallel import rules
 from jaxlm.parallel.pipeline import Schedule
@@ -44,6 +46,8 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
     decoder = run.decoder(vocab)
     target = devices.target(mesh)
     attention.check(run, decoder, mesh.shape, target)
+    if run.regularisation.qk_clip is not None:
+        _check_qk_clip(decoder, mesh)
     decoder = attention.fitted(run, decoder, mesh.shape, target)
     made = functools.partial(
         Blueprint,
@@ -59,6 +63,24 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
     return Assembly(
         mesh, precision, blueprint, trained, layout(is_split=zero == 3), layout(is_split=zero >= 2)
     )
+
+
+def _check_qk_clip(decoder: configs.Decoder, mesh: Mesh) -> None:
+    """Raises ConfigError where heads cannot be scaled back."""
+    if any(layer.attention.qk_norm is not None for layer in decoder.layers):
+        raise ConfigError(
+            "QK-clip with normed queries and keys",
+            where="regularisation.qk_clip",
+            why="the norm undoes whatever scales their weights, and bounds the logits already",
+            fix="--config.regularisation.qk_clip=None",
+        )
+    if rules.split(mesh, "stages") > 1:
+        raise ConfigError(
+            "QK-clip in a pipeline",
+            where="regularisation.qk_clip",
+            why="its stages do not say how large their logits were",
+            fix="--config.regularisation.qk_clip=None\n--config.mesh.pipe=1",
+        )
 
 
 def watched(run: Run, model: Assembly) -> Blueprint:

@@ -61,8 +61,8 @@ def check(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> None:
         raise ConfigError(
             "keys in a ring leave no room for attention dropout",
             where="mesh.context_keys",
-            why=f"model.dropout = {run.model.dropout:g} drops attention weights too",
-            fix="--config.mesh.context_keys=gather\n--config.model.dropout=0",
+            why="the model drops attention weights, by model.dropout or regularisation.attention_dropout",
+            fix="--config.mesh.context_keys=gather\n--config.regularisation.attention_dropout=0",
         )
     named = run.train.attention
     if named not in ("auto", "reference") and logical.ways(sizes, "length") > 1:

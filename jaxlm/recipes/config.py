@@ -13,7 +13,7 @@ from jaxlm.data import mixture_config
 from jaxlm.data.config import DataConfig
 from jaxlm.evals.config import EvalConfig
 from jaxlm.generate.config import SampleConfig
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import Decoder, RegularisationConfig
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.union import Family
@@ -21,7 +21,7 @@ from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
 from jaxlm.objectives.config import INNER, Causal, LossConfig, Objective, has_inner, heads
 from jaxlm.optim.average_config import Average, NoAverage
 from jaxlm.optim.average_config import problems as misaveraged
-from jaxlm.optim.config import AdamW, Optimizer
+from jaxlm.optim.config import AdamW, Optimizer, ScheduleFree
 from jaxlm.optim.schedule_config import Cosine, Schedule
 from jaxlm.optim.schedule_config import problems as misfits
 from jaxlm.parallel.config import MeshConfig
@@ -41,6 +41,9 @@ class Run:
     data: DataConfig = setting(DataConfig(), "what is read")
     objective: Objective = setting(Causal(), "what is learnt")
     loss: LossConfig = setting(LossConfig(), "how the loss is computed")
+    regularisation: RegularisationConfig = setting(
+        RegularisationConfig(), "what disturbs and steadies training"
+    )
     optim: Optimizer = setting(AdamW(), "how parameters move")
     schedule: Schedule = setting(Cosine(), "the learning rate over time")
     average: Average = setting(NoAverage(), "which average of the parameters is kept")
@@ -71,6 +74,12 @@ class Run:
                 f"there is no validation set {followed!r}; there is {', '.join(sets) or 'none'}",
                 f"--config.eval.follow={nearest(followed, sets) or 'auto'}",
             )
+        if self.regularisation.qk_clip is not None and isinstance(self.optim, ScheduleFree):
+            yield (
+                "regularisation.qk_clip",
+                "schedule_free's parameters are an average, which scaling back would part from its iterates",
+                "--config.regularisation.qk_clip=None",
+            )
         for name, why, fix in misfits(self.schedule, self.train.steps, self.tokens_per_step):
             yield f"schedule.{name}", why, fix
         for name, why, fix in misaveraged(self.average, self.train.steps, self.tokens_per_step):
@@ -90,7 +99,8 @@ class Run:
         """The model with a vocabulary of so many ids, and what the objective needs of it."""
         built = dataclasses.replace(self.model, vocab=vocab).build()
         inner = INNER if has_inner(self.objective) else None
-        return dataclasses.replace(built, inner_positions=inner, ahead=heads(self.objective))
+        built = dataclasses.replace(built, inner_positions=inner, ahead=heads(self.objective))
+        return self.regularisation.applied(built)
 
     @property
     def rows(self) -> int:

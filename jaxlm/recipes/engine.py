@@ -16,11 +16,13 @@ from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
 from jaxlm.evals import loss as evals
+from jaxlm.nn.noted import Kind, Notes
 from jaxlm.objectives.config import MTP
 from jaxlm.objectives.token_nll import drawn_nll, token_nll
 from jaxlm.optim import average, schedules
 from jaxlm.optim import build as optimizers
 from jaxlm.optim.average_config import NoAverage
+from jaxlm.optim.qk_clip import qk_clip
 from jaxlm.optim.schedules import LearningRate
 from jaxlm.parallel import host, rules
 from jaxlm.parallel.replicas import Replicas
@@ -52,6 +54,7 @@ class Engine:
         )
         self.optimizer = optimizers.build(run.optim, schedule, blueprint.axes)
         self._ahead = optimizers.ahead(run.optim, blueprint.axes)
+        clipped: tuple[Kind, ...] = () if run.regularisation.qk_clip is None else ("logits",)
         shared: dict[str, Any] = dict(
             key=random.stream(jax.random.key(run.seed), "train"),
             precision=model.precision,
@@ -70,6 +73,8 @@ class Engine:
             microbatches=run.train.microbatches if blueprint.schedule is None else 1,
             is_measured=_is_logged(run),
             average=average.build(run.average, **length),
+            kinds=clipped,
+            after=_clipping(run),
             **shared,
         )
         observer = observe.build(
@@ -230,6 +235,13 @@ def _curvature(run: Run, merge: Callable[[Any], Any]) -> Curvature | None:
 def _further(run: Run) -> tuple[float, ...]:
     """The weights of the losses of tokens beyond the next."""
     return run.objective.weights if isinstance(run.objective, MTP) else ()
+
+
+def _clipping(run: Run) -> Callable[[Any, Notes], tuple[Any, dict[str, jax.Array]]] | None:
+    largest = run.regularisation.qk_clip
+    if largest is None:
+        return None
+    return lambda params, notes: qk_clip(params, notes.peaks, largest)
 
 
 def _is_logged(run: Run) -> Callable[[jax.Array], jax.Array] | None:

@@ -1,6 +1,6 @@
 """One update: loss, gradient, optimizer, new state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax import Array
 from jaxlm.core import faults
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
+from jaxlm.nn.noted import Kind, Notes
 from jaxlm.train import curvature as curvatures
 from jaxlm.train import gradient as gradients
 from jaxlm.train import guard as guards
@@ -40,6 +41,8 @@ def build(
     ahead: Callable[[Any, Any], Any] | None = None,
     average: Callable[[Any, Any, Array], Any] | None = None,
     curvature: Curvature | None = None,
+    kinds: Collection[Kind] = (),
+    after: Callable[[Any, Notes], tuple[Any, dict[str, Array]]] | None = None,
 ) -> Step:
     """The function (state, batch, rate) -> (state, metrics), to be jitted once with its state donated.
 
@@ -48,6 +51,8 @@ def build(
     `loss`, `layout` and `microbatches` are those of `gradient.build`. `key` is the root of the step's random numbers. The
     gradient is taken at the parameters, or where `ahead(params, opt_state)` says. `average(average, params, updates)` is the
     average of the parameters after so many applied updates. With a `curvature` the optimizer is given estimates of it.
+    `after(params, notes)` has the last word on updated parameters, knowing what layers noted of `kinds`, and gives metrics of
+    its own.
 
     The guard decides whether the update is applied; where not, parameters, optimizer and average stay as they are, bit
     for bit, and only the step's number and the guard's counters move. The learning rate follows the applied updates.
@@ -62,7 +67,7 @@ def build(
     """
     is_scaled = precision.is_scaled
     parts: dict[str, Any] = dict(precision=precision, layout=layout, microbatches=microbatches)
-    gradient = gradients.build(loss, **parts)
+    gradient = gradients.build(loss, **parts, kinds=kinds)
     estimate = curvatures.build(curvature, **parts)
     extended = optax.with_extra_args_support(optimizer)
 
@@ -72,7 +77,7 @@ def build(
         scale = state.guard.scale
         at = state.params if ahead is None else ahead(state.params, state.opt_state)
         own_key = jax.random.fold_in(key, state.step)
-        grads, part, _ = gradient(at, batch, own_key, scale.factor)
+        grads, part, notes = gradient(at, batch, own_key, scale.factor)
         grads = _broken(grads, state.step)
         grad_norm = gradients.norm(grads)
         is_good, verdict, guarded = guards.judge(
@@ -86,6 +91,9 @@ def build(
         # Computed in the gradients' dtype, kept in that of the parameters, which may be lower.
         opt_state = jax.tree.map(lambda x, old: x.astype(old.dtype), opt_state, state.opt_state)
         params = optax.apply_updates(state.params, updates)
+        more: dict[str, Array] = {}
+        if after is not None:
+            params, more = after(params, notes)
         averaged = None if average is None else average(state.average, params, applied + 1)
         params, opt_state, averaged = guards.select(
             is_good, (params, opt_state, averaged), (state.params, state.opt_state, state.average)
@@ -102,7 +110,8 @@ def build(
             param_norm, update_ratio = jax.lax.cond(
                 is_measured(state.step + 1), norms, lambda: (unknown, unknown)
             )
-        metrics = {name: mean.value for name, mean in part.metrics.items()} | {
+        metrics = {name: mean.value for name, mean in part.metrics.items()} | more
+        metrics |= {
             "tokens": jnp.where(is_good, part.objective.weight, 0.0),
             "learning_rate": jnp.asarray(schedule(applied) * rate, jnp.float32),
             "grad_norm": grad_norm,

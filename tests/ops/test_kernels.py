@@ -84,6 +84,8 @@ def test_what_mends_a_misfit_does():
     ):
         (misfit,) = kernels.misfits(kernel, target, work)
         path, _, value = misfit.fix.partition("=")
-        name = {"data.sequence": "length", "model.dropout": "dropout"}.get(path, "compute")
+        name = {"data.sequence": "length", "regularisation.attention_dropout": "dropout"}.get(
+            path, "compute"
+        )
         mended = value if name == "compute" else type(getattr(work, name))(value)
         assert not list(kernels.misfits(kernel, target, of(**{name: mended})))

@@ -122,10 +122,15 @@ def test_each_platform_has_its_kernel_and_says_why_not():
         ("splash", H100, {}, "it is for a tpu, and this is a gpu"),
         ("cudnn", TPU, {}, "it is for a gpu, and this is a tpu"),
         ("splash", TPU, {"data.sequence": 1000}, "no multiple of 128"),
-        ("splash", TPU, {"model.dropout": 0.1}, "it drops no attention weights"),
+        ("splash", TPU, {"regularisation.attention_dropout": 0.1}, "it drops no attention weights"),
         ("splash", TPU, {"objective.name": "prefix"}, "parts of these are read both ways"),
         ("cudnn", H100, {"precision.compute": "float32"}, "it computes no float32"),
-        ("cudnn", H100, {"model.dropout": 0.1, "data.sequence": 999}, "tokens are odd"),
+        (
+            "cudnn",
+            H100,
+            {"regularisation.attention_dropout": 0.1, "data.sequence": 999},
+            "tokens are odd",
+        ),
     ],
 )
 def test_a_kernel_that_cannot_is_refused_with_what_would(name, target, changed, why):
@@ -138,16 +143,16 @@ def test_a_kernel_that_cannot_is_refused_with_what_would(name, target, changed, 
     }
     run = run_of(model).changed(settings)
     with pytest.raises(ConfigError, match=f"{name} attention cannot compute this run") as caught:
-        attention.check(run, run.model.build(), WHOLE, target)
+        attention.check(run, run.decoder(64), WHOLE, target)
     assert caught.value.where == f"train.attention={name}"
     assert why in caught.value.why
     for line in caught.value.fix.splitlines():
         path, _, value = line.removeprefix("--config.").partition("=")
         kind = type(settings.get(path, value))
         mended = run.changed({path: kind(float(value)) if kind is not str else value})
-        attention.check(mended, mended.model.build(), WHOLE, target)
+        attention.check(mended, mended.decoder(64), WHOLE, target)
     with pytest.raises(ConfigError, match=f"{name} attention is for whole rows"):
-        attention.check(run, run.model.build(), GRID, target)
+        attention.check(run, run.decoder(64), GRID, target)
 
 
 def test_the_target_of_a_mesh_is_its_devices():

@@ -1,0 +1,51 @@
+"""QK-clip: a head that passed the limit comes back to it, the others stay."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.nn.attention import Attention
+from jaxlm.nn.config import AttentionConfig
+from jaxlm.nn.noted import taking
+from jaxlm.ops import masks
+from jaxlm.optim.qk_clip import qk_clip
+from tests.nn import reference
+
+WIDTH, LENGTH = 12, 9
+
+
+def peaks(module, x):
+    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], x.shape[:2])
+    with taking(("logits",)) as notes:
+        module(x, positions=positions, mask=masks.causal(LENGTH))
+    return np.asarray(notes.peaks["logit_max"])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_heads_past_the_limit_come_back_to_it(kv_heads):
+    config = AttentionConfig(heads=4, kv_heads=kv_heads, head_dim=4, bias=True)
+    module, params = reference.moved(
+        lambda key, init: Attention(WIDTH, config, key=key, init=init, precision=reference.FLOAT32)
+    )
+    x = jax.random.normal(jax.random.key(5), (2, LENGTH, WIDTH))
+    before = peaks(module, x)
+    largest = float(np.sort(before)[1:3].mean())
+    layer = {"stack": {"0": {"attention": jax.tree.map(lambda p: jnp.float32(p)[None], params)}}}
+    clipped, told = qk_clip(layer, {"stack/0/logit_max": jnp.asarray(before)[None]}, largest)
+    now = clipped["stack"]["0"]["attention"]
+    for name in ("query", "key"):
+        for part, value in now[name].items():
+            getattr(getattr(module, name), part)[...] = value[0]
+    np.testing.assert_allclose(peaks(module, x), np.minimum(before, largest), rtol=1e-5)
+    assert int(told["qk_clipped_heads"]) == (before > largest).sum() == 2
+    np.testing.assert_allclose(told["attention_logit_max"], before.max(), rtol=1e-6)
+    for name in ("value", "out"):
+        np.testing.assert_array_equal(now[name]["weight"][0], np.float32(params[name]["weight"]))
+    kept = np.asarray(now["key"]["weight"][0]) == np.float32(params["key"]["weight"])
+    # Keys that heads share stay; others take half of the way.
+    assert kept.all() == (kv_heads == 2)
+    stays = before <= largest
+    query = np.asarray(now["query"]["weight"][0]) == np.float32(params["query"]["weight"])
+    assert query[:, stays].all()
+    assert not query[:, ~stays].any()
