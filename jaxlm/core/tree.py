@@ -1,6 +1,6 @@
 """Trees of arrays: leaf paths, sizes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -27,6 +27,30 @@ def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, *xs: function(path_text(path), *xs), tree, *rest
     )
+
+
+def without(tree: dict[str, Any], paths: Collection[str]) -> dict[str, Any]:
+    """A nested dict less the leaves at these paths, and less what is empty then."""
+
+    def kept(node: dict[str, Any], stem: str) -> dict[str, Any]:
+        inner = {
+            name: kept(child, f"{stem}{name}/") if isinstance(child, dict) else child
+            for name, child in node.items()
+            if f"{stem}{name}" not in paths
+        }
+        return {
+            name: child for name, child in inner.items() if not isinstance(child, dict) or child
+        }
+
+    return kept(tree, "") if paths else tree
+
+
+def laid_over(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """A nested dict with the leaves that a part of it has, instead of its own."""
+    return whole | {
+        name: laid_over(whole[name], child) if isinstance(child, dict) else child
+        for name, child in part.items()
+    }
 
 
 def count(tree: Any) -> int:

@@ -35,6 +35,9 @@ class Decoder:
     logit_cap: float | None = None
     dropout: float = 0.0  # of the embeddings
     embedding_noise: float = 0.0  # NEFTune's alpha
+    width_ratio: float = (
+        1.0  # the width over the one at which this parametrization is the standard one
+    )
     layer_drop: float = 0.0  # rate of stochastic depth at the last layer
     init: Init = "normal"
     init_std: float = 0.02
@@ -123,6 +126,46 @@ class RegularisationConfig:
             dropout=_or(self.embedding_dropout, model.dropout),
             embedding_noise=self.embedding_noise,
             layer_drop=self.layer_drop,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MupConfig:
+    """muP: settings found at a small width are right at a large one.
+
+    With m the width over the base width: matrices of layers are drawn with std / sqrt(m) and learn at lr / m, logits are
+    divided by m, and attention's by head_dim over the base's instead of its root. At the base width nothing changes.
+
+    Source: Yang et al. 2022, arXiv:2203.03466, table 8, column Adam, and definition 4.1 (attention).
+    """
+
+    base_width: int | None = setting(
+        None,
+        "the width at which the settings were found; None is the standard parametrization",
+        low=1,
+    )
+    base_head_dim: int | None = setting(
+        None, "size of a head there; None is what it is here, heads being more then", low=1
+    )
+
+    def applied(self, model: Decoder) -> Decoder:
+        """The model in this parametrization."""
+        if self.base_width is None:
+            return model
+
+        def block(config: BlockConfig) -> BlockConfig:
+            attention = config.attention
+            scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+            scale *= ((self.base_head_dim or attention.head_dim) / attention.head_dim) ** 0.5
+            return dataclasses.replace(
+                config, attention=dataclasses.replace(attention, scale=scale)
+            )
+
+        return dataclasses.replace(
+            model,
+            pattern=tuple(map(block, model.pattern)),
+            prefix=tuple(map(block, model.prefix)),
+            width_ratio=model.width / self.base_width,
         )
 
 

@@ -1,5 +1,6 @@
 """The decoder-only language model."""
 
+import dataclasses
 from typing import NamedTuple, Self
 
 import jax
@@ -50,7 +51,9 @@ class Decoder(nnx.Module):
         schedule: Schedule | None = None,
     ):
         self.config, self.precision = config, precision
-        init = Initializer(config.init, config.init_std, config.depth, precision.params)
+        init = Initializer(
+            config.init, config.init_std, config.depth, precision.params, config.width_ratio
+        )
 
         def at(name: str) -> Array:
             return random.stream(key, name)
@@ -136,7 +139,7 @@ class Decoder(nnx.Module):
                 {"embed": config.width},
                 vocab,
                 key=at("unembedding"),
-                init=init,
+                init=dataclasses.replace(init, width_ratio=1.0),
                 precision=precision.exact,
                 result=jnp.dtype(jnp.float32),
             )
@@ -233,6 +236,8 @@ class Decoder(nnx.Module):
             self.embedding.unembed(hidden) if self.unembedding is None else self.unembedding(hidden)
         )
         out = constrain(out, "batch", "length", "vocab")
+        if self.config.width_ratio != 1:
+            out = out / self.config.width_ratio
         cap = self.config.logit_cap
         return out if cap is None else cap * jnp.tanh(out / cap)
 

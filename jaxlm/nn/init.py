@@ -19,22 +19,31 @@ class Initializer:
     - `xavier`: variance 2 / (ins + outs) (Glorot & Bengio 2010, equation 16, as a normal).
     - `he`: variance 2 / ins (He et al. 2015, arXiv:1502.01852, equation 10).
 
-    Embeddings are N(0, std) in all of them.
+    Embeddings are N(0, std) in all of them. Weights are drawn for a width that is `width_ratio` times one at which std is
+    right: in `normal` and `gpt2` their variance is divided by it (Yang et al. 2022, arXiv:2203.03466, table 8). What has
+    the width on its input alone, as a router has, is drawn `ends_outside` and its deviation divided by the ratio.
     """
 
     scheme: Literal["gpt2", "normal", "xavier", "he"]
     std: float
     depth: int
     dtype: jnp.dtype
+    width_ratio: float = 1.0
 
     def weight(
-        self, key: Array, shape: tuple[int, int], *, ends_on_residual: bool = False
+        self,
+        key: Array,
+        shape: tuple[int, int],
+        *,
+        ends_on_residual: bool = False,
+        ends_outside: bool = False,
     ) -> Array:
         """A [ins, outs] matrix."""
         ins, outs = shape
+        own = self.std / self.width_ratio ** (1.0 if ends_outside else 0.5)
         std = {
-            "normal": self.std,
-            "gpt2": self.std / (math.sqrt(2 * self.depth) if ends_on_residual else 1.0),
+            "normal": own,
+            "gpt2": own / (math.sqrt(2 * self.depth) if ends_on_residual else 1.0),
             "xavier": math.sqrt(2 / (ins + outs)),
             "he": math.sqrt(2 / ins),
         }[self.scheme]

@@ -31,14 +31,15 @@ class Linear(nnx.Module):
         precision: Precision,
         bias: bool = False,
         ends_on_residual: bool = False,
+        ends_outside: bool = False,
         result: jnp.dtype | None = None,
     ):
         self.ins, self.outs = tuple(ins.values()), tuple(outs.values())
         self.precision, self.result = precision, result
         flat = (math.prod(self.ins), math.prod(self.outs))
-        weight = init.weight(key, flat, ends_on_residual=ends_on_residual).reshape(
-            self.ins + self.outs
-        )
+        weight = init.weight(
+            key, flat, ends_on_residual=ends_on_residual, ends_outside=ends_outside
+        ).reshape(self.ins + self.outs)
         self.weight = parameter(weight, *ins, *outs)
         self.bias = parameter(jnp.zeros(self.outs, init.dtype), *outs) if bias else None
 

@@ -45,6 +45,7 @@ class Moe(nnx.Module):
             key=keys[0],
             init=init,
             precision=exact,
+            ends_outside=True,
             result=jnp.dtype(jnp.float32),
         )
         stream, hidden = {"embed": width}, {"mlp": config.hidden}

@@ -39,18 +39,27 @@ from jaxlm.optim.soap import scale_by_soap
 from jaxlm.optim.sophia import scale_by_sophia
 
 
-def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.GradientTransformation:
+def build(
+    config: Optimizer,
+    schedule: LearningRate,
+    axes: Any,
+    *,
+    shapes: Any = None,
+    width_ratio: float = 1.0,
+) -> optax.GradientTransformation:
     """The transformation from the mean gradient to what is added to the parameters.
 
-    In order: clip each element, clip the global norm, scale by the arm, then decay and descend:
+    In order: clip each element, the norms of groups, the global norm, scale by the arm, then decay and descend:
 
         p <- p - lr(t) s (u + d weight_decay p)
 
-    with the leaf's learning-rate scale s and d 1 where its group decays, else 0. Decay is decoupled and follows the
-    schedule, for every arm (optax.adafactor's does not follow it). `update` takes a `rate`, which lr(t) is multiplied by. `axes` is the parameters' tree of logical axis
+    with the leaf's learning-rate scale s and its decay's scale d, 0 where its group does not decay. Decay is decoupled
+    and follows the schedule, for every arm (optax.adafactor's does not follow it). `update` takes a `rate`, by which lr(t)
+    is multiplied. `axes` is the parameters' tree of logical axis
     names, tuples as leaves.
 
-    Schedule-free descends by an average of its own (`schedule_free.descend`).
+    Schedule-free descends by an average of its own (`schedule_free.descend`). Leaves that are frozen have no state, and their
+    gradients are not looked at: they may be absent. `shapes` and `width_ratio` are those of `groups.assign`.
 
     Raises:
       ConfigError: where a group pattern matches no parameter or shares one.
@@ -60,21 +69,52 @@ def build(config: Optimizer, schedule: LearningRate, axes: Any) -> optax.Gradien
     parts = []
     if config.clip_value is not None:
         parts.append(optax.clip(config.clip_value))
+    for paths, largest in groups.clipped(config, axes):
+        parts.append(_clip_norm(largest, paths))
     if config.clip_norm is not None:
         parts.append(_clip_norm(config.clip_norm))
-    plan = groups.assign(config, axes)
+    plan = groups.assign(config, axes, shapes=shapes, width_ratio=width_ratio)
+    frozen = groups.frozen(config, axes)
     if isinstance(config, ScheduleFree):
         parts.append(schedule_free.descend(config, schedule, plan))
     else:
         parts += [_scaling(config, axes), _descend(schedule, config.weight_decay, plan)]
-    return _balanced(optax.chain(*parts), axes)
+    return _thawed(_balanced(optax.chain(*parts), axes), frozen)
 
 
 def ahead(config: Optimizer, axes: Any) -> Callable[[Any, Any], Any] | None:
     """Where the gradient is taken, by the parameters and the optimizer's state; None where at the parameters."""
     if not isinstance(config, ScheduleFree):
         return None
-    return lambda params, state: schedule_free.ahead(config, params, state[-1], axes)
+    frozen = groups.frozen(config, axes)
+
+    def point(params: Any, state: Any) -> Any:
+        thawed = tree.without(params, frozen)
+        return tree.laid_over(params, schedule_free.ahead(config, thawed, state[-1], axes))
+
+    return point
+
+
+def _thawed(
+    inner: optax.GradientTransformation, frozen: frozenset[str]
+) -> optax.GradientTransformation:
+    """`inner` on the leaves that are trained; the others are moved by -0, which changes no bit of any number."""
+    if not frozen:
+        return inner
+
+    def init(params: Any) -> Any:
+        return inner.init(tree.without(params, frozen))
+
+    extended = optax.with_extra_args_support(inner)
+
+    def update(grads: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
+        updates, state = extended.update(
+            tree.without(grads, frozen), state, tree.without(params, frozen), **given
+        )
+        still = jax.tree.map(lambda x: jnp.full(x.shape, -0.0, x.dtype), params)
+        return tree.laid_over(still, updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def estimated_every(config: Optimizer) -> int | None:
@@ -163,8 +203,8 @@ def _balanced(inner: optax.GradientTransformation, axes: Any) -> optax.GradientT
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _clip_norm(largest: float) -> optax.GradientTransformation:
-    """g <- g min(1, largest / |g|).
+def _clip_norm(largest: float, paths: frozenset[str] | None = None) -> optax.GradientTransformation:
+    """g <- g min(1, largest / |g|), of the leaves at these paths, or of all.
 
     One factor, which fuses into what follows. `optax.clip_by_global_norm` gives the same numbers but writes the
     clipped gradient out: the whole AdamW update of 10M parameters took 32 ms with it and 10 without (CPU, 2 cores).
@@ -174,8 +214,13 @@ def _clip_norm(largest: float) -> optax.GradientTransformation:
         grads: Any, state: optax.EmptyState, params: Any = None
     ) -> tuple[Any, optax.EmptyState]:
         del params
-        factor = jnp.minimum(1.0, largest / jnp.maximum(optax.tree.norm(grads), 1e-30))
-        return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), state
+        own = {path: g for path, g in tree.leaves(grads).items() if paths is None or path in paths}
+        factor = jnp.minimum(1.0, largest / jnp.maximum(optax.tree.norm(own), 1e-30))
+
+        def clip(path: str, g: Array) -> Array:
+            return g * factor.astype(g.dtype) if path in own else g
+
+        return tree.map_with_path(clip, grads), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -207,8 +252,8 @@ def _descend(
         def step(path: str, direction: Array, param: Array) -> Array:
             group = plan[path]
             if group.decays and weight_decay:
-                direction = direction + weight_decay * param
-            return (-lr * group.lr_scale * direction).astype(param.dtype)
+                direction = direction + weight_decay * group.decay_scale * param
+            return (-lr * group.rate(param.ndim) * direction).astype(param.dtype)
 
         return tree.map_with_path(step, directions, params), Descent(state.updates + 1)
 

@@ -37,16 +37,33 @@ class Groups:
     )
     lr_scale: tuple[str, ...] = setting(
         (),
-        "PATTERN=FACTOR on the learning rate of parameters, such as 'embedding/*=0.5'; 0 freezes them",
+        "PATTERN=FACTOR on the learning rate of parameters, such as 'embedding/*=0.5'; 0 keeps them as they are",
+    )
+    decay_scale: tuple[str, ...] = setting(
+        (), "PATTERN=FACTOR on the weight decay of parameters that decay"
+    )
+    clip_groups: tuple[str, ...] = setting(
+        (),
+        "PATTERN=NORM, the largest norm of these parameters' gradient together, before clip_norm",
+    )
+    freeze: tuple[str, ...] = setting(
+        (), "patterns of parameters that are not trained: no gradient, no optimizer state"
+    )
+    layer_decay: float = setting(
+        1.0,
+        "factor on the learning rate from each layer to the one before; final norm and unembedding learn at the full rate",
+        above=0,
+        high=1,
     )
 
     def problems(self) -> Problems:
-        """Each entry of lr_scale is a pattern and a factor of at least zero."""
-        for entry in self.lr_scale:
-            pattern, _, factor = entry.rpartition("=")
-            if not pattern or not _is_factor(factor):
-                fix = "--config.optim.lr_scale=\"('embedding/*=0.5',)\""
-                yield "lr_scale", f"{entry!r} is not PATTERN=FACTOR with a factor >= 0", fix
+        """Each entry is a pattern and a factor of at least zero."""
+        for field in ("lr_scale", "decay_scale", "clip_groups"):
+            for entry in getattr(self, field):
+                pattern, _, factor = entry.rpartition("=")
+                if not pattern or not _is_factor(factor):
+                    fix = f"--config.optim.{field}=\"('embedding/*=0.5',)\""
+                    yield field, f"{entry!r} is not PATTERN=FACTOR with a factor >= 0", fix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

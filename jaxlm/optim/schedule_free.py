@@ -33,7 +33,7 @@ def descend(
         z <- z - r s (g / (sqrt(v) + eps) + d weight_decay y)
         x <- x + c (z - x),  with c = r^2 / (sum of r^2 so far)
 
-    with the leaf's learning-rate scale s, and d 1 where its group decays, else 0. What is evaluated, sampled, saved and
+    with the leaf's learning-rate scale s and its decay's scale d, 0 where its group does not decay. What is evaluated, sampled, saved and
     exported is x, so nothing but the step knows y. 8 bytes of state for a number of float32; a step makes one more copy
     of the parameters, y.
 
@@ -71,8 +71,9 @@ def descend(
             group = plan[path]
             direction = grad / (jnp.sqrt(v) + config.eps)
             if group.decays and config.weight_decay:
-                direction = direction + config.weight_decay * _between(config, x, z)
-            return z - size * group.lr_scale * direction
+                decay = config.weight_decay * group.decay_scale
+                direction = direction + decay * _between(config, x, z)
+            return z - size * group.rate(x.ndim) * direction
 
         second = jax.tree.map(next_second, grads, state.second)
         last = tree.map_with_path(next_last, grads, second, params, state.last)

@@ -13,7 +13,7 @@ from jaxlm.data import mixture_config
 from jaxlm.data.config import DataConfig
 from jaxlm.evals.config import EvalConfig
 from jaxlm.generate.config import SampleConfig
-from jaxlm.models.config import Decoder, RegularisationConfig
+from jaxlm.models.config import Decoder, MupConfig, RegularisationConfig
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.union import Family
@@ -21,12 +21,22 @@ from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
 from jaxlm.objectives.config import INNER, Causal, LossConfig, Objective, has_inner, heads
 from jaxlm.optim.average_config import Average, NoAverage
 from jaxlm.optim.average_config import problems as misaveraged
-from jaxlm.optim.config import AdamW, Optimizer, ScheduleFree
+from jaxlm.optim.config import (
+    Adam,
+    AdamW,
+    AdamW8bit,
+    AmsGrad,
+    Lion,
+    Nadam,
+    Optimizer,
+    ScheduleFree,
+)
 from jaxlm.optim.schedule_config import Cosine, Schedule
 from jaxlm.optim.schedule_config import problems as misfits
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.train.config import GuardConfig, TrainConfig
 
+WIDTH_RULED = (Adam, AdamW, AdamW8bit, AmsGrad, Lion, Nadam)  # whose step has the size of the rate
 VOCAB_MULTIPLE = 64  # what `model.vocab=auto` is rounded up to, so that it splits over devices
 
 
@@ -45,6 +55,7 @@ class Run:
         RegularisationConfig(), "what disturbs and steadies training"
     )
     optim: Optimizer = setting(AdamW(), "how parameters move")
+    mup: MupConfig = setting(MupConfig(), "what changes with the width")
     schedule: Schedule = setting(Cosine(), "the learning rate over time")
     average: Average = setting(NoAverage(), "which average of the parameters is kept")
     train: TrainConfig = setting(TrainConfig(), "the loop")
@@ -80,12 +91,31 @@ class Run:
                 "schedule_free's parameters are an average, which scaling back would part from its iterates",
                 "--config.regularisation.qk_clip=None",
             )
+        yield from self._mup_problems()
         for name, why, fix in misfits(self.schedule, self.train.steps, self.tokens_per_step):
             yield f"schedule.{name}", why, fix
         for name, why, fix in misaveraged(self.average, self.train.steps, self.tokens_per_step):
             yield f"average.{name}", why, fix
         for name, why, fix in mixture_config.misfits(self.data.mixture, self.row_at, self.rows):
             yield f"data.{name}", why, fix
+
+    def _mup_problems(self) -> Iterator[tuple[str, str, str]]:
+        """Rates by width are known for optimizers like Adam, and initial weights for a deviation that is given."""
+        if self.mup.base_width is None:
+            return
+        if not isinstance(self.optim, WIDTH_RULED):
+            known = ", ".join(arm.name for arm in WIDTH_RULED)
+            yield (
+                "optim.name",
+                f"how {self.optim.name} learns at another width is not known here; of {known} it is",
+                "--config.optim.name=adamw",
+            )
+        if self.model.init not in ("normal", "gpt2"):
+            yield (
+                "model.init",
+                f"{self.model.init} draws weights by their sizes, and so does muP",
+                "--config.model.init=normal",
+            )
 
     def changed(self, settings: Mapping[str, Any]) -> "Run":
         """The run with other settings, by path. Raises ConfigError where they do not suit it."""
@@ -100,7 +130,7 @@ class Run:
         built = dataclasses.replace(self.model, vocab=vocab).build()
         inner = INNER if has_inner(self.objective) else None
         built = dataclasses.replace(built, inner_positions=inner, ahead=heads(self.objective))
-        return self.regularisation.applied(built)
+        return self.regularisation.applied(self.mup.applied(built))
 
     @property
     def rows(self) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxlm.core import faults, random
+from jaxlm.core import faults, random, tree
 from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
@@ -19,7 +19,7 @@ from jaxlm.evals import loss as evals
 from jaxlm.nn.noted import Kind, Notes
 from jaxlm.objectives.config import MTP
 from jaxlm.objectives.token_nll import drawn_nll, token_nll
-from jaxlm.optim import average, schedules
+from jaxlm.optim import average, groups, schedules
 from jaxlm.optim import build as optimizers
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.optim.qk_clip import qk_clip
@@ -52,7 +52,14 @@ class Engine:
         schedule = schedule or schedules.build(
             run.schedule, lr=run.optim.lr, average=run.average, **length
         )
-        self.optimizer = optimizers.build(run.optim, schedule, blueprint.axes)
+        self.optimizer = optimizers.build(
+            run.optim,
+            schedule,
+            blueprint.axes,
+            shapes=blueprint.shapes,
+            width_ratio=blueprint.config.width_ratio,
+        )
+        self._frozen = groups.frozen(run.optim, blueprint.axes)
         self._ahead = optimizers.ahead(run.optim, blueprint.axes)
         clipped: tuple[Kind, ...] = () if run.regularisation.qk_clip is None else ("logits",)
         shared: dict[str, Any] = dict(
@@ -61,6 +68,7 @@ class Engine:
             axes=blueprint.axes,
             layout=model.gradients,
             ahead=self._ahead,
+            frozen=self._frozen,
             curvature=_curvature(run, model.trained.merge),
         )
         further = _further(run)
@@ -166,7 +174,8 @@ class Engine:
         return {
             "parameters": size(state.params, sharding.params),
             "gradients": size(
-                jax.eval_shape(model.precision.reduced, state.params), model.gradients
+                jax.eval_shape(model.precision.reduced, tree.without(state.params, self._frozen)),
+                tree.without(model.gradients, self._frozen),
             ),
             "optimizer": size(state.opt_state, sharding.opt_state),
         } | ({"average": size(state.average, sharding.average)} if state.average else {})
@@ -252,8 +261,8 @@ def _is_logged(run: Run) -> Callable[[jax.Array], jax.Array] | None:
     return lambda completed: (completed % every == 0) | (completed == run.train.steps)
 
 
-def _is_finite(tree: Any) -> jax.Array:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+def _is_finite(values: Any) -> jax.Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values)]).all()
 
 
 def _spoilt(batch: Tokens, number: int) -> Tokens:

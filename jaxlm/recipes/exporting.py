@@ -19,6 +19,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import CommandError, JaxlmError, cannot_write
 from jaxlm.data import tokenizer_json
 from jaxlm.models import cost
+from jaxlm.models.families.hub import uncomputed
 from jaxlm.objectives.config import Causal
 from jaxlm.parallel import rules
 from jaxlm.recipes import assembly, importing, trained
@@ -84,6 +85,9 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
     family = dataclasses.replace(opened.run.model, vocab=decoder.vocab)
     dtype = options.dtype or _imported(options.workdir).get("dtype", "float32")
     attributes = _attributes(family, dtype, opened)
+    if decoder.width_ratio != 1:
+        why = f"its logits are divided by {decoder.width_ratio:g}, as mup.base_width = {opened.run.mup.base_width} asks"
+        raise uncomputed(family.HUB, why)
     tensors = layout(decoder, family.HUB)
     partial = options.out.with_name(f"{options.out.name}.partial")
     try:

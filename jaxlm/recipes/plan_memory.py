@@ -10,6 +10,7 @@ from jaxlm.models.activations import Share
 from jaxlm.models.config import Decoder
 from jaxlm.models.tensors import Tensor, tensors
 from jaxlm.ops.kernels import BLOCK
+from jaxlm.optim import patterns
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.optim.config import ScheduleFree, Sophia
 from jaxlm.optim.moments import moments
@@ -27,15 +28,17 @@ def held_bytes(run: Run, decoder: Decoder, sizes: Sizes) -> dict[str, float]:
     """
     item, zero = ITEM_BYTES[run.precision.params], run.mesh.zero
     found = list(tensors(decoder))
+    frozen = patterns.frozen(run.optim, [each.path for each in found])
+    trained = [each for each in found if each.path not in frozen]
     numbers = sum(_part(each, sizes, is_split=zero == 3) for each in found)
     average = {} if isinstance(run.average, NoAverage) else {"average": 4.0 * numbers}
     return {
         "parameters": numbers * item,
-        "gradients": sum(_part(each, sizes, is_split=zero >= 2) for each in found)
+        "gradients": sum(_part(each, sizes, is_split=zero >= 2) for each in trained)
         * ITEM_BYTES[run.precision.reduce],
         "optimizer": sum(
             _size(kept.shape, kept.axes, sizes) * (kept.item_bytes or item)
-            for each in found
+            for each in trained
             for kept in moments(run.optim, each.shape, each.axes)
         )
         * (0 if "optimizer" in run.train.offload else 1),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxlm.core import random
+from jaxlm.core import random, tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.optim.sophia import Estimate
@@ -26,7 +26,12 @@ Estimator = Callable[[Any, Tokens, Array, Array, Array], dict[str, Estimate]]
 
 
 def build(
-    curvature: Curvature | None, *, precision: Precision, layout: Any, microbatches: int
+    curvature: Curvature | None,
+    *,
+    precision: Precision,
+    layout: Any,
+    microbatches: int,
+    frozen: frozenset[str] = frozenset(),
 ) -> Estimator:
     """The function (params, batch, key, scale, updates) -> `curvature`, which the optimizer is given beside the gradient; nothing for None.
 
@@ -38,8 +43,13 @@ def build(
         return lambda *_: {}
     every = curvature.every
     gradient = gradients.build(
-        curvature.loss, precision=precision, layout=layout, microbatches=microbatches
+        curvature.loss,
+        precision=precision,
+        layout=layout,
+        microbatches=microbatches,
+        frozen=frozen,
     )
+    layout = None if layout is None else tree.without(layout, frozen)
 
     def laid_out(values: Any) -> Any:
         return values if layout is None else jax.lax.with_sharding_constraint(values, layout)

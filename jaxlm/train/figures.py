@@ -1,15 +1,13 @@
 """Figures of layers, from what a step observed to numbers with names."""
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxlm.core.layers import Place, places
 from jaxlm.train.gradient import SQUARE
 from jaxlm.train.observe import Observed
-
-_STACKED = re.compile(r"(.+?)/(\d+)/(.+)")  # stack, kind of layer, what it is of it
 
 
 def by_layer(found: Observed) -> dict[str, float]:
@@ -26,12 +24,16 @@ def by_layer(found: Observed) -> dict[str, float]:
 
     Layers are counted from 0, those of a prefix first; what is in no layer keeps its path.
     """
-    stacks = _stacks([*found.norms.get("grad_norm", {}).items(), *found.notes.sums.items()])
+    every = (*found.norms.values(), found.notes.sums, found.notes.peaks)
+    sizes = {
+        path: len(values) for leaves in every for path, values in leaves.items() if np.ndim(values)
+    }
+    stacked = places(sizes)
     record: dict[str, float] = {}
     for name, leaves in found.norms.items():
         squares: dict[str, float] = {}
         for path, values in leaves.items():
-            for place, part, value in _layers(path, values, stacks):
+            for place, part, value in _layers(path, values, stacked):
                 record[f"layers/{place}/{part}/{name}" if part else f"layers/{place}/{name}"] = (
                     float(value)
                 )
@@ -41,7 +43,7 @@ def by_layer(found: Observed) -> dict[str, float]:
     noted: dict[str, dict[str, Any]] = {}
     for path, values in [*found.notes.sums.items(), *found.notes.peaks.items()]:
         if path != SQUARE:
-            for place, part, value in _layers(path, values, stacks):
+            for place, part, value in _layers(path, values, stacked):
                 noted.setdefault(place, {})[part] = np.asarray(value, np.float64)
     for place, notes in noted.items():
         record |= {f"layers/{place}/{name}": value for name, value in _noted(notes)}
@@ -95,31 +97,10 @@ def noise(found: Observed, parts: int) -> Noise:
     )
 
 
-def _stacks(values: list[tuple[str, Any]]) -> dict[str, tuple[int, Callable[[int], str]]]:
-    """By the name of a stack: how many kinds of layers it has, and what its n-th layer is called."""
-    kinds: dict[str, dict[str, int]] = {}
-    for path, value in values:
-        match = _STACKED.fullmatch(path)
-        if match and np.ndim(value):
-            kinds.setdefault(match[1], {})[match[2]] = np.shape(value)[0]
-    before = sum(kinds.get("prefix", {}).values())
-
-    def named(stack: str) -> Callable[[int], str]:
-        if stack == "prefix":
-            return str
-        if stack == "stack":
-            return lambda number: str(number + before)
-        return lambda number: f"{stack}/{number}"
-
-    return {stack: (len(own), named(stack)) for stack, own in kinds.items()}
-
-
-def _layers(
-    path: str, values: Any, stacks: Mapping[str, tuple[int, Callable[[int], str]]]
-) -> list[tuple[str, str, Any]]:
+def _layers(path: str, values: Any, found: Mapping[str, Place]) -> list[tuple[str, str, Any]]:
     """(layer, part of it, value) of each layer; a value of no layer has its path and no part."""
-    match = _STACKED.fullmatch(path)
-    if not match or match[1] not in stacks or not np.ndim(values):
+    if path not in found:
         return [(path, "", values)]
-    count, named = stacks[match[1]]
-    return [(named(int(match[2]) + i * count), match[3], value) for i, value in enumerate(values)]
+    stack, numbers, part = found[path]
+    named = [f"{stack}/{number}" if stack else str(number) for number in numbers]
+    return [(name, part, value) for name, value in zip(named, values, strict=True)]

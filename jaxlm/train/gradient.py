@@ -29,29 +29,35 @@ def build(
     microbatches: int = 1,
     kinds: Collection[Kind] = (),
     squares: bool = False,
+    frozen: frozenset[str] = frozenset(),
 ) -> Gradient:
     """The function (params, batch, key, scale) -> (mean gradient, the batch's loss, what layers note of `kinds`).
 
     `loss(params, batch, key)` is a sum and a weight. Sums and their gradients are added over the micro-batches and
     divided once by the weight of the whole batch, so k micro-batches give the gradient of one batch however
     unevenly their tokens weigh. `layout` is the sharding of each gradient, which the sums over micro-batches have too;
-    None leaves it to the compiler. With `squares` the notes have `SQUARE` too.
+    None leaves it to the compiler. Leaves at the paths `frozen` have no gradient, and are not in its tree. With `squares` the
+    notes have `SQUARE` too.
 
     Where gradients pass through float16, what is differentiated is the sum times scale / tokens of the micro-batch: about
     the mean times the scale, so the same scale fits batches of any size. The gradient is divided by it in float32.
     """
     is_scaled = precision.is_scaled
+    layout = None if layout is None else tree.without(layout, frozen)
 
     def gradient(
         params: Any, batch: Tokens, key: Array, scale: Array
     ) -> tuple[Any, tuple[Loss, Notes]]:
-        def total(params: Any) -> tuple[Array, tuple[Loss, Notes]]:
+        def total(thawed: Any) -> tuple[Array, tuple[Loss, Notes]]:
+            whole = tree.laid_over(params, thawed) if frozen else thawed
             with noted.taking(kinds) as notes:
-                part = loss(params, batch, key)
+                part = loss(whole, batch, key)
             total = part.objective.total
             return (total * (scale / batch.tokens.size) if is_scaled else total), (part, notes)
 
-        (_, (part, notes)), grads = jax.value_and_grad(total, has_aux=True)(params)
+        (_, (part, notes)), grads = jax.value_and_grad(total, has_aux=True)(
+            tree.without(params, frozen)
+        )
         grads = laid_out(precision.reduced(grads))
         if squares:
             unscale = batch.tokens.size / scale if is_scaled else 1.0

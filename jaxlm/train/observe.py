@@ -49,6 +49,7 @@ def build(
     microbatches: int = 1,
     ahead: Callable[[Any, Any], Any] | None = None,
     curvature: Curvature | None = None,
+    frozen: frozenset[str] = frozenset(),
 ) -> Observe:
     """The function (state, batch, rate) -> what the step from there on that batch finds, to be jitted beside the step.
 
@@ -57,7 +58,9 @@ def build(
 
     Arguments are those of `step.build`. Where `microbatches` is not the step's, dropout draws other numbers than there.
     """
-    parts: dict[str, Any] = dict(precision=precision, layout=layout, microbatches=microbatches)
+    parts: dict[str, Any] = dict(
+        precision=precision, layout=layout, microbatches=microbatches, frozen=frozen
+    )
     estimate = curvatures.build(curvature, **parts)
     extended = optax.with_extra_args_support(optimizer)
     gradient = gradients.build(

@@ -41,6 +41,7 @@ def build(
     ahead: Callable[[Any, Any], Any] | None = None,
     average: Callable[[Any, Any, Array], Any] | None = None,
     curvature: Curvature | None = None,
+    frozen: frozenset[str] = frozenset(),
     kinds: Collection[Kind] = (),
     after: Callable[[Any, Notes], tuple[Any, dict[str, Array]]] | None = None,
 ) -> Step:
@@ -48,11 +49,11 @@ def build(
 
     The learning rate is the schedule's times `rate`, by default 1.
 
-    `loss`, `layout` and `microbatches` are those of `gradient.build`. `key` is the root of the step's random numbers. The
-    gradient is taken at the parameters, or where `ahead(params, opt_state)` says. `average(average, params, updates)` is the
-    average of the parameters after so many applied updates. With a `curvature` the optimizer is given estimates of it.
-    `after(params, notes)` has the last word on updated parameters, knowing what layers noted of `kinds`, and gives metrics of
-    its own.
+    `loss`, `layout`, `microbatches` and `frozen` are those of `gradient.build`. `key` is the root of the step's random
+    numbers. The gradient is taken at the parameters, or where `ahead(params, opt_state)` says.
+    `average(average, params, updates)` is the average of the parameters after so many applied updates. With a `curvature`
+    the optimizer is given estimates of it. `after(params, notes)` has the last word on updated parameters, knowing what
+    layers noted of `kinds`, and gives metrics of its own.
 
     The guard decides whether the update is applied; where not, parameters, optimizer and average stay as they are, bit
     for bit, and only the step's number and the guard's counters move. The learning rate follows the applied updates.
@@ -66,7 +67,9 @@ def build(
     parameters; in others they are NaN. None takes them in all.
     """
     is_scaled = precision.is_scaled
-    parts: dict[str, Any] = dict(precision=precision, layout=layout, microbatches=microbatches)
+    parts: dict[str, Any] = dict(
+        precision=precision, layout=layout, microbatches=microbatches, frozen=frozen
+    )
     gradient = gradients.build(loss, **parts, kinds=kinds)
     estimate = curvatures.build(curvature, **parts)
     extended = optax.with_extra_args_support(optimizer)
