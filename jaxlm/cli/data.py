@@ -67,12 +67,12 @@ def _peek(args: Any, out: Output) -> int:
     from jaxlm.data.peek import BOTH_WAYS, rendered
 
     chosen, data = _open(args, out)
-    batch = chosen.train.batch
-    rows = min(args.rows, batch)
+    batch = chosen.pace
+    rows = min(args.rows, batch.stage(args.step).rows)
     tokens = data.train.at(args.step, batch=batch, rows=slice(0, rows))
     origins = data.train.origins(args.step, batch=batch)
     mixture = data.train if isinstance(data.train, Mixture) else None
-    first = args.step * batch
+    first = batch.rows(args.step)
     answer, lines = [], ["text between \u00ab and \u00bb is trained on"]
     if tokens.reach is not None:
         lines.append(f"text between {' and '.join(BOTH_WAYS)} is read both ways")

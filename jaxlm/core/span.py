@@ -3,7 +3,15 @@
 import dataclasses
 import math
 import re
-from typing import Literal
+from typing import Literal, Protocol
+
+
+class Paced(Protocol):
+    """Knows when a run whose batches differ in size has had so many tokens."""
+
+    def steps(self, tokens: float) -> int:
+        """The fewest steps with so many."""
+
 
 _SPAN = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(%|tok|s|m|h|)")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -38,15 +46,18 @@ class Span:
             raise ValueError(f"{text!r} steps is not a whole number")
         return cls(text, amount, "step")
 
-    def steps(self, total: int, tokens_per_step: int) -> int:
-        """The span in whole steps of a run of `total` steps; a span above zero is at least one.
+    def steps(self, total: int, tokens_per_step: int | Paced) -> int:
+        """The span in whole steps from the start of a run of `total` steps; a span above zero is at least one.
 
         Raises:
           ValueError: where the span is a time, which only a cadence can be.
         """
         if self.unit == "second":
             raise ValueError(f"{self.text!r} is a time; only a cadence can be one")
-        scale = {"step": 1.0, "share": float(total), "token": 1 / tokens_per_step}[self.unit]
+        if self.unit == "token" and not isinstance(tokens_per_step, int):
+            return tokens_per_step.steps(self.amount)
+        per_token = 1 / tokens_per_step if isinstance(tokens_per_step, int) else 0.0
+        scale = {"step": 1.0, "share": float(total), "token": per_token}[self.unit]
         return math.ceil(self.amount * scale - 1e-9)
 
     def plain(self) -> int | str:

@@ -1,10 +1,12 @@
 """Settings of data."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Literal
 
+from jaxlm.core import pace
 from jaxlm.core.config import setting
 from jaxlm.data import mixture_config
 from jaxlm.data.mixture_config import Mixture, Temperature
@@ -43,6 +45,10 @@ class DataConfig:
         "up to max_dropped of all",
     )
     sequence: int = setting(256, "tokens in a row", unit="tokens", low=1)
+    sequence_warmup: tuple[str, ...] = setting(
+        (),
+        "TOKENS@SPAN: rows are cut into pieces of so many tokens until then, and a step has as many tokens as ever. Each stage compiles the step once",
+    )
     packing: Literal["concat", "first_fit"] = setting(
         "concat", "cut documents at row ends, or keep those that fit in one row whole"
     )
@@ -85,6 +91,7 @@ class DataConfig:
                 f"{self.tokenizer!r} is none of: {TOKENIZERS}",
                 "--config.data.tokenizer=sentencepiece:4096",
             )
+        yield from self._uncut()
         if not self.train:
             yield "train", "nothing to read", "--config.data.train='texts/*.txt'"
         sources = self.sources
@@ -126,6 +133,23 @@ class DataConfig:
                     f"{share!r} is not a share above 0% and below 100%",
                     "--config.data.validation=5%",
                 )
+
+    def _uncut(self) -> Iterator[tuple[str, str, str]]:
+        """Lengths of a warm-up grow to that of a row, each a part of it."""
+        try:
+            lengths = [pace.parse(entry)[0] for entry in self.sequence_warmup]
+        except ValueError as error:
+            yield "sequence_warmup", str(error), "--config.data.sequence_warmup=()"
+            return
+        is_growing = all(a < b for a, b in itertools.pairwise([0, *lengths, self.sequence]))
+        if not is_growing or any(self.sequence % length for length in lengths):
+            yield (
+                "sequence_warmup",
+                f"{', '.join(map(str, lengths))} tokens are not growing parts of a row of {self.sequence}",
+                f"--config.data.sequence_warmup={self.sequence // 4}@10%,{self.sequence // 2}@20%"
+                if self.sequence % 4 == 0
+                else "--config.data.sequence_warmup=()",
+            )
 
 
 def _by_name(given: tuple[str, ...], default: str) -> dict[str, tuple[str, ...]]:

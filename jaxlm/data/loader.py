@@ -5,15 +5,17 @@ import functools
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxlm.core.errors import DataError, JaxlmError
+from jaxlm.core.pace import Pace, Stage
 from jaxlm.data import damage
 from jaxlm.data.batch import Tokens
 from jaxlm.data.corrupt.rows import Corruption, Key
+from jaxlm.data.cut import cut
 from jaxlm.data.joined import AnyShards
 from jaxlm.data.packing import Plan
 from jaxlm.data.shards import Damaged
@@ -53,27 +55,32 @@ class Loader:
         self,
         start: int,
         *,
-        batch: int,
-        rows: slice | None = None,
+        batch: int | Pace,
+        rows: slice | Mapping[int, slice] | None = None,
         skips: Sequence[tuple[int, int]] = (),
         warn: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Tokens]:
         """The host's rows of the global batches from step `start` on, without end; read ahead by Grain.
 
-        `skips` are ranges of batches, by their number in the stream, that are left out. `warn` is told what of the rows
-        cannot be read.
+        Where batches differ in size, `rows` has the host's rows of each size. `skips` are ranges of batches, by their number
+        in the stream, that are left out. `warn` is told what of the rows cannot be read.
 
         Raises:
           DataError: where there are fewer rows than a batch takes; from the iterator, where a shard is damaged.
           WorkerLost: from the iterator, where a worker process died.
         """
-        if self.plan.rows < batch:
-            raise self._too_short(batch)
+        pace = batch if isinstance(batch, Pace) else constant(batch, self.sequence)
+        sizes = [stage.rows for stage in pace.stages]
+        if self.plan.rows < max(sizes):
+            raise self._too_short(max(sizes))
         import grain
 
-        steps = grain.MapDataset.source(_Steps(self, batch, rows or slice(0, batch), tuple(skips)))[
-            start:
-        ]
+        own = (
+            {size: slice(0, size) if rows is None else rows for size in sizes}
+            if rows is None or isinstance(rows, slice)
+            else dict(rows)
+        )
+        steps = grain.MapDataset.source(_Steps(self, pace, own, tuple(skips)))[start:]
         options = grain.ReadOptions(
             num_threads=min(4, self.prefetch), prefetch_buffer_size=self.prefetch
         )
@@ -94,16 +101,16 @@ class Loader:
         stream = _closing(iter(dataset))
         if self.most_lost is None:
             return stream
-        own = rows or slice(0, batch)
         read = (
-            (each, functools.partial(self._losses_at, number(step, skips), batch, own))
+            (each, functools.partial(self._losses_at, number(step, skips), pace, own))
             for step, each in enumerate(stream, start)
         )
         return damage.told(read, self.shards.manifest.tokens, self.most_lost, warn)
 
-    def at(self, step: int, *, batch: int, rows: slice) -> Tokens:
-        """The given rows of the global batch at `step`."""
-        return self._stack(self.keys(step * batch + rows.start, step * batch + rows.stop))
+    def at(self, step: int, *, batch: int | Pace, rows: slice) -> Tokens:
+        """The given rows of the global batch at `step`, uncut."""
+        first = _first(step, batch)
+        return self._stack(self.keys(first + rows.start, first + rows.stop))
 
     def keys(self, start: int, stop: int) -> list[Key]:
         """Where the rows of the stream from `start` up to `stop` are read."""
@@ -129,16 +136,16 @@ class Loader:
                 [Key(self.seed, 0, n) if n < self.plan.rows else None for n in numbers]
             )
 
-    def origins(self, step: int, *, batch: int) -> list[list[tuple[str, int]]]:
-        """For each row of the global batch at `step`, the (file, record) of its documents."""
+    def origins(self, step: int, *, batch: int | Pace) -> list[list[tuple[str, int]]]:
+        """For each row of the global batch at `step`, uncut, the (file, record) of its documents."""
         return [
             [self.shards.origin(int(d)) for d in self.plan.pieces(key.row)["document"]]
-            for key in self.keys(step * batch, (step + 1) * batch)
+            for key in self.keys(_first(step, batch), _first(step + 1, batch))
         ]
 
-    def epochs(self, steps: int, batch: int) -> float:
-        """How often `steps` steps read every row."""
-        return steps * batch / self.plan.rows
+    def epochs(self, rows: int) -> float:
+        """How often so many rows of the stream are every row."""
+        return rows / self.plan.rows
 
     def _too_short(self, batch: int) -> DataError:
         rows, manifest = self.plan.rows, self.shards.manifest
@@ -150,9 +157,10 @@ class Loader:
             fix=f"--config.train.batch={rows}, {f'or --config.data.sequence={shorter}, ' if shorter else ''}or name more files",
         )
 
-    def _losses_at(self, step: int, batch: int, rows: slice) -> Iterator[damage.Loss]:
-        """What of the given rows of the global batch at `step` cannot be read."""
-        for key in self.keys(step * batch + rows.start, step * batch + rows.stop):
+    def _losses_at(self, step: int, pace: Pace, own: Mapping[int, slice]) -> Iterator[damage.Loss]:
+        """What of the host's rows of the global batch at `step` cannot be read."""
+        rows, first = own[pace.stage(step).rows], pace.rows(step)
+        for key in self.keys(first + rows.start, first + rows.stop):
             for piece in self.plan.pieces(key.row).tolist():
                 document, start, length = piece
                 try:
@@ -249,17 +257,30 @@ def number(step: int, skips: Sequence[tuple[int, int]]) -> int:
     return step
 
 
+def constant(batch: int, sequence: int) -> Pace:
+    """Batches of one size."""
+    return Pace((Stage(0, batch, sequence),), sequence)
+
+
+def _first(number: int, batch: int | Pace) -> int:
+    """The first row of the stream that a batch takes."""
+    return batch.rows(number) if isinstance(batch, Pace) else number * batch
+
+
 @dataclasses.dataclass(frozen=True)
 class _Steps:
     """The global batches as a sequence that Grain can index. Endless, but a sequence has a length."""
 
     loader: Loader
-    batch: int
-    rows: slice
+    pace: Pace
+    own: dict[int, slice]
     skips: tuple[tuple[int, int], ...]
 
     def __len__(self) -> int:
         return 2**40
 
     def __getitem__(self, step: int) -> Tokens:
-        return self.loader.at(number(step, self.skips), batch=self.batch, rows=self.rows)
+        batch = number(step, self.skips)
+        stage = self.pace.stage(batch)
+        rows = self.loader.at(batch, batch=self.pace, rows=self.own[stage.rows])
+        return rows if stage.length == self.loader.sequence else cut(rows, stage.length)

@@ -37,9 +37,16 @@ class Clock:
         self._paused = self._lap_paused = 0.0
         self._lap_step = start
         self._lap_tokens = self._lap_wait = 0.0
+        self._lap_work: list[tuple[float, ...]] = []
 
-    def add(self, *, tokens: float, data_wait_seconds: float) -> None:
-        """Counts one completed step: the tokens that it trained on, and how long it waited for its batch."""
+    def add(
+        self, *, tokens: float, data_wait_seconds: float, work: tuple[float, ...] = (1.0, 1.0)
+    ) -> None:
+        """Counts one completed step: the tokens that it trained on, and how long it waited for its batch.
+
+        `work` is its model FLOPs over those of the global batch, by both conventions: less, where its batch is smaller.
+        """
+        self._lap_work.append(work)
         self._lap_tokens += tokens
         self._lap_wait += data_wait_seconds
 
@@ -64,17 +71,20 @@ class Clock:
         elapsed = now - self._begun
         done = step - self._start
         rate = steps / lap if steps and lap > 0 else None
+        work = [sum(each) / len(each) for each in zip(*self._lap_work, strict=True)] or [1.0, 1.0]
+        flops, flops_full = self._flops * work[0], self._flops_full * work[1]
         reading: dict[str, float | None] = {
             "step_seconds": lap / steps if steps else None,
             "data_wait_seconds": self._lap_wait / steps if steps else None,
             "tokens_per_second": self._lap_tokens / lap if steps and lap > 0 else None,
-            "flops_per_second": rate and rate * self._flops,
-            "mfu": rate and self._peak and rate * self._flops / self._peak,
-            "mfu_full_attention": rate and self._peak and rate * self._flops_full / self._peak,
+            "flops_per_second": rate and rate * flops,
+            "mfu": rate and self._peak and rate * flops / self._peak,
+            "mfu_full_attention": rate and self._peak and rate * flops_full / self._peak,
             "goodput": (elapsed - self._paused) / elapsed if elapsed > 0 else None,
             "elapsed_seconds": elapsed,
             "left_seconds": elapsed / done * (self._steps - step) if done else None,
         }
         self._lap_begun, self._lap_paused, self._lap_step = now, self._paused, step
         self._lap_tokens = self._lap_wait = 0.0
+        self._lap_work = []
         return reading

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxlm.core.span import Paced
 from jaxlm.optim.average_config import Average, Ema, NoAverage, Swa
 
 Averaging = Callable[[Any, Any, Array], Any]
@@ -17,7 +18,7 @@ def first(params: Any) -> Any:
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
 
 
-def build(config: Average, *, total: int, tokens_per_step: int) -> Averaging | None:
+def build(config: Average, *, total: int, tokens_per_step: int | Paced) -> Averaging | None:
     """The function (average, parameters, updates) -> average once so many updates were applied; None for no average.
 
     With n the updates since `begin`, an average a goes to a + w (p - a), where w is

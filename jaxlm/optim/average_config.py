@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from jaxlm.core.config import Span, setting
+from jaxlm.core.span import Paced
 
 BEGIN = "update after which it begins; until then it is the parameters themselves"
 
@@ -57,13 +58,15 @@ class Swa:
 Average = NoAverage | Ema | Swa
 
 
-def start(average: Ema | Swa, total: int, tokens_per_step: int) -> int:
+def start(average: Ema | Swa, total: int, tokens_per_step: int | Paced) -> int:
     """The first update after which the average holds more than the parameters, or for swa their first snapshot."""
     first = average.every.steps(total, tokens_per_step) if isinstance(average, Swa) else 1
     return average.begin.steps(total, tokens_per_step) + first
 
 
-def problems(average: Average, total: int, tokens_per_step: int) -> Iterator[tuple[str, str, str]]:
+def problems(
+    average: Average, total: int, tokens_per_step: int | Paced
+) -> Iterator[tuple[str, str, str]]:
     """What is wrong with an average on a run of `total` steps: (setting, why, fix)."""
     if isinstance(average, NoAverage):
         return

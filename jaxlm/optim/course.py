@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.span import Paced
 from jaxlm.optim.average_config import Average, Swa
 from jaxlm.optim.schedule_config import (
     Constant,
@@ -24,7 +25,9 @@ from jaxlm.optim.schedule_config import (
 )
 
 
-def course(config: Schedule, *, total: int, tokens_per_step: int, xp: Any) -> Callable[[Any], Any]:
+def course(
+    config: Schedule, *, total: int, tokens_per_step: int | Paced, xp: Any
+) -> Callable[[Any], Any]:
     """The learning rate over its peak, of the update that follows so many completed ones.
 
     `xp` is the module that computes: numpy, or jax.numpy. After t updates, with warm-up W, end E, floor f and
@@ -71,7 +74,7 @@ def averaged(
     factor: Callable[[Any], Any],
     *,
     total: int,
-    tokens_per_step: int,
+    tokens_per_step: int | Paced,
     xp: Any,
 ) -> Callable[[Any], Any]:
     """A course that from swa's `begin` on is that of its cycles of c updates, where it has a rate of its own.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from jaxlm.core.config import Span, setting
+from jaxlm.core.span import Paced
 
 WARMUP = "steps of linear warm-up"
 END = "step at which the floor is reached; it holds from there"
@@ -139,7 +140,7 @@ def spans(schedule: Schedule) -> dict[str, Span]:
 
 
 def problems(
-    schedule: Schedule, total: int, tokens_per_step: int
+    schedule: Schedule, total: int, tokens_per_step: int | Paced
 ) -> Iterator[tuple[str, str, str]]:
     """What is wrong with a schedule on a run of `total` steps: (setting, why, fix).
 

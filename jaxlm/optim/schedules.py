@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jaxlm.core.span import Paced
 from jaxlm.optim.average_config import Average
 from jaxlm.optim.course import averaged, course
 from jaxlm.optim.schedule_config import Schedule
@@ -18,7 +19,7 @@ def build(
     *,
     lr: float,
     total: int,
-    tokens_per_step: int,
+    tokens_per_step: int | Paced,
     average: Average | None = None,
 ) -> LearningRate:
     """The learning rate of the update that follows `step` completed ones, float32: `lr` times the schedule's course.

@@ -64,6 +64,19 @@ def check(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> None:
             why="the model drops attention weights, by model.dropout or regularisation.attention_dropout",
             fix="--config.mesh.context_keys=gather\n--config.regularisation.attention_dropout=0",
         )
+    for stage in run.pace.stages[:-1]:
+        short = run.at(stage)
+        for attention, way in ways:
+            if way.kernel == "ring":
+                continue
+            work = _work(short, attention, sizes)
+            for misfit in kernels.misfits(way.kernel, target, work):
+                raise ConfigError(
+                    f"{way.kernel} attention cannot compute the {stage.length} tokens of a warm-up's rows",
+                    where="data.sequence_warmup",
+                    why=misfit.why,
+                    fix="--config.train.attention=reference\n--config.data.sequence_warmup=()",
+                )
     named = run.train.attention
     if named not in ("auto", "reference") and logical.ways(sizes, "length") > 1:
         raise ConfigError(

@@ -6,7 +6,9 @@ from typing import Any
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.core import config
+from jaxlm.core import pace as paces
 from jaxlm.core.config import Span, setting
+from jaxlm.core.pace import Pace, Stage
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.core.spelling import nearest
 from jaxlm.data import mixture_config
@@ -92,9 +94,31 @@ class Run:
                 "--config.regularisation.qk_clip=None",
             )
         yield from self._mup_problems()
-        for name, why, fix in misfits(self.schedule, self.train.steps, self.tokens_per_step):
+        if self.data.sequence_warmup and self.objective != Causal():
+            yield (
+                "data.sequence_warmup",
+                f"rows that {self.objective.name} has changed cannot be cut; those of causal can",
+                "--config.data.sequence_warmup=()",
+            )
+        for name in ("every", "watch_every"):
+            if (
+                self.log.watch
+                and self.train.batch_warmup
+                and getattr(self.log, name).unit == "token"
+            ):
+                yield (
+                    f"log.{name}",
+                    "layers are watched at steps that are known before, and of batches that grow no number of steps has so many tokens",
+                    f"--config.log.{name}=1%",
+                )
+        try:
+            pace = self.pace
+        except paces.Misplaced as error:
+            yield error.setting, str(error), f"--config.{error.setting}=()"
+            return
+        for name, why, fix in misfits(self.schedule, self.train.steps, pace):
             yield f"schedule.{name}", why, fix
-        for name, why, fix in misaveraged(self.average, self.train.steps, self.tokens_per_step):
+        for name, why, fix in misaveraged(self.average, self.train.steps, pace):
             yield f"average.{name}", why, fix
         for name, why, fix in mixture_config.misfits(self.data.mixture, self.row_at, self.rows):
             yield f"data.{name}", why, fix
@@ -135,13 +159,32 @@ class Run:
     @property
     def rows(self) -> int:
         """Rows that the whole run reads."""
-        return self.train.steps * self.train.batch
+        return self.pace.rows(self.train.steps)
 
     def row_at(self, span: Span) -> int:
         """The first row of the stream after a span of the run."""
-        return span.steps(self.train.steps, self.tokens_per_step) * self.train.batch
+        return self.pace.rows(span.steps(self.train.steps, self.pace))
+
+    @property
+    def pace(self) -> Pace:
+        """Rows and lengths of each batch. Raises ValueError where the stages do not follow each other."""
+        return paces.build(
+            total=self.train.steps,
+            batch=self.train.batch,
+            sequence=self.data.sequence,
+            batches=self.train.batch_warmup,
+            lengths=self.data.sequence_warmup,
+        )
+
+    def at(self, stage: Stage) -> "Run":
+        """The run as if it were in a stage from beginning to end."""
+        return dataclasses.replace(
+            self,
+            train=dataclasses.replace(self.train, batch=stage.rows, batch_warmup=()),
+            data=dataclasses.replace(self.data, sequence=stage.length, sequence_warmup=()),
+        )
 
     @property
     def tokens_per_step(self) -> int:
-        """Slots of the global batch."""
+        """Slots of the global batch, behind its warm-up."""
         return self.train.batch * self.data.sequence

@@ -47,8 +47,8 @@ class Engine:
 
     def __init__(self, run: Run, data: Data, model: Assembly, schedule: LearningRate | None = None):
         self.run, self.data, self.model = run, data, model
-        blueprint = model.blueprint
-        length = {"total": run.train.steps, "tokens_per_step": run.tokens_per_step}
+        blueprint, self.pace = model.blueprint, run.pace
+        length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": self.pace}
         schedule = schedule or schedules.build(
             run.schedule, lr=run.optim.lr, average=run.average, **length
         )
@@ -103,7 +103,9 @@ class Engine:
                 blueprint.merge, assembly.token_bytes(model, data.tokenizer), chunk=run.loss.chunk
             )
         )
-        self._rows = host.host_rows(model.mesh, run.train.batch)
+        self._rows = {
+            stage.rows: host.host_rows(model.mesh, stage.rows) for stage in self.pace.stages
+        }
         self._put = functools.partial(host.put, model.mesh)
         self.replicas = Replicas(model.mesh, model.shardings)
         self.is_finite: Callable[[Any], jax.Array] = jax.jit(_is_finite)
@@ -135,7 +137,7 @@ class Engine:
     ) -> Iterator[Tokens]:
         """The global batches that the steps after `start` read, on the devices; without end. `warn` is told what was lost."""
         stream = self.data.train.batches(
-            start, batch=self.run.train.batch, rows=self._rows, skips=skips, warn=warn
+            start, batch=self.pace, rows=self._rows, skips=skips, warn=warn
         )
         for step, batch in enumerate(stream, start):
             yield self._put(_spoilt(batch, loaders.number(step, skips)))
@@ -254,8 +256,9 @@ def _clipping(run: Run) -> Callable[[Any, Notes], tuple[Any, dict[str, jax.Array
 
 
 def _is_logged(run: Run) -> Callable[[jax.Array], jax.Array] | None:
-    """Whether the metrics of a step will be logged, by the number of completed steps; None where only a clock knows."""
-    if run.log.every.unit == "second":
+    """Whether the metrics of a step will be logged, by the number of completed steps; None where it takes more to know."""
+    unit = run.log.every.unit
+    if unit == "second" or (unit == "token" and run.train.batch_warmup):
         return None
     every = max(run.log.every.steps(run.train.steps, run.tokens_per_step), 1)
     return lambda completed: (completed % every == 0) | (completed == run.train.steps)

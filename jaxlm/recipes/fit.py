@@ -24,7 +24,7 @@ class Misfit(NamedTuple):
 
     why: str
     path: str
-    values: tuple[int, ...]
+    values: tuple[Any, ...]
 
 
 def check(run: Run, count: int) -> None:
@@ -68,6 +68,7 @@ def find(run: Run, sizes: Sizes) -> Iterator[Misfit]:
     ).build()
     yield from _model(run, decoder, sizes)
     yield from _rows(run, decoder, sizes)
+    yield from _stages(run, decoder, sizes)
 
 
 def _model(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
@@ -121,6 +122,21 @@ def _rows(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
         yield misfit._replace(why=f"{misfit.why}: {said}")
 
 
+def _stages(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
+    """The smaller batches and shorter rows of a warm-up are dealt out as those after it are."""
+    unit = logical.ways(sizes, "batch") * run.train.microbatches
+    parts = logical.ways(sizes, "length")
+    parts *= 2 if attention.has_ring(run, decoder, sizes) else 1
+    for size in dict.fromkeys(stage.rows for stage in run.pace.stages[:-1]):
+        if size % unit:
+            why = f"{size} rows of the warm-up do not divide by {unit}"
+            yield Misfit(why, "train.batch_warmup", ((),))
+    for length in dict.fromkeys(stage.length for stage in run.pace.stages[:-1]):
+        if length % parts:
+            why = f"{length} tokens of the warm-up do not divide by {parts}"
+            yield Misfit(why, "data.sequence_warmup", ((),))
+
+
 def _misfit(named: str, path: str, size: int, unit: int, axes: Any) -> Misfit:
     values = tuple(value for value in (size // unit * unit, -(-size // unit) * unit) if value)
     values = tuple(sorted(values, key=lambda value: abs(value - size)))
@@ -140,11 +156,11 @@ def _both(
             yield f"{flags(fit, wanted)} {_pasted(changes)}".strip()
 
 
-def _pasted(changes: Mapping[str, int]) -> str:
+def _pasted(changes: Mapping[str, Any]) -> str:
     return " ".join(f"--config.{path}={value}" for path, value in changes.items())
 
 
-def _changes(run: Run, sizes: Sizes, misfits: list[Misfit]) -> dict[str, int]:
+def _changes(run: Run, sizes: Sizes, misfits: list[Misfit]) -> dict[str, Any]:
     """Settings that make the run fit this mesh, those nearest to what they are; empty where none is found."""
     known = config.flatten(run)
     paths = {misfit.path: misfit.values for misfit in misfits if known.get(misfit.path)}

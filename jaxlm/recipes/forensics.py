@@ -41,10 +41,10 @@ def _plain(norm: Any) -> Any:
 def _documents(engine: Engine, number: int) -> tuple[list[dict[str, Any]], int]:
     """The documents that a batch is made of, each with how it begins in that row; and how many more there are."""
     train, decode = engine.data.train, engine.data.tokenizer.decode
-    size = engine.run.train.batch
-    rows = train.at(number, batch=size, rows=slice(0, size))
+    pace = engine.pace
+    rows = train.at(number, batch=pace, rows=slice(0, pace.stage(number).rows))
     found = []
-    for row, origins in enumerate(train.origins(number, batch=size)):
+    for row, origins in enumerate(train.origins(number, batch=pace)):
         for segment, (file, record) in enumerate(origins, 1):
             ids = rows.tokens[row][rows.segments[row] == segment][:PREVIEW_TOKENS]
             preview = decode([int(i) for i in ids])

@@ -71,6 +71,7 @@ def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, 
     _check(options)
     parts.find(run.data)
     _open(options.out)
+    run = run.at(run.pace.stages[-1])  # the rate is for the batches that most steps have
     devices.start(options.cpu_devices)
     fit.check(run, len(jax.devices()))
     mesh = devices.build_mesh(run.mesh)

@@ -259,7 +259,7 @@ def _risks(run: Run, machine: Machine, decoder: Decoder) -> Iterator[str]:
         yield f"{machine.chip.name} has no unit for {products}: rounded so, products cost more time than without"
     if run.precision.compute == "float16":
         yield "float16 has a small range: steps whose scaled gradients overflow it are not applied; bfloat16 has none of them"
-    tokens = run.train.steps * run.tokens_per_step
+    tokens = run.pace.tokens(run.train.steps)
     ratio = tokens / cost.active_parameters(decoder)
     if ratio < 5:
         yield f"{tokens:,} tokens are {ratio:.2g} for each parameter: about 20 are best for the compute (arXiv:2203.15556)"

@@ -22,11 +22,7 @@ def draw(run: Run, target: Path) -> dict[str, Any]:
       NotWritable: where the picture cannot be written.
     """
     steps = np.unique(np.linspace(1, run.train.steps, MOST).round().astype(int))
-    length: dict[str, Any] = {
-        "total": run.train.steps,
-        "tokens_per_step": run.tokens_per_step,
-        "xp": np,
-    }
+    length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": run.pace, "xp": np}
     factor = averaged(run.average, course(run.schedule, **length), **length)
     rates = run.optim.lr * factor(steps - 1.0)
     points = list(zip(steps.tolist(), rates.tolist(), strict=True))

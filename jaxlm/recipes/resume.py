@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxlm.checkpoint.store import Store
-from jaxlm.core import config, tree
+from jaxlm.core import config, pace, tree
 from jaxlm.core.errors import CommandError, ConfigError, DataError
 from jaxlm.data import mixture_config
 from jaxlm.optim import average
@@ -233,7 +233,9 @@ def _is_free(change: config.Change, wanted: Run, allowed: tuple[str, ...], compl
     if path not in NOT_FREE and any(path == free or path.startswith(f"{free}.") for free in FREE):
         return True
     if path == "train.steps" and wanted.train.steps >= completed:
-        is_fixed = all(span.unit != "share" for span in mixture_config.spans(wanted.data.mixture))
+        stages = (*wanted.train.batch_warmup, *wanted.data.sequence_warmup)
+        moving = [*mixture_config.spans(wanted.data.mixture), *(pace.parse(s)[1] for s in stages)]
+        is_fixed = all(span.unit != "share" for span in moving)
         if is_fixed and is_absolute(wanted.schedule):
             return True
     return any(path == name or path.startswith(f"{name}.") for name in allowed)

@@ -111,7 +111,7 @@ def _read(folder: Path) -> Finished | str:
     if not evaluated or not evaluated[0].get("loss_nats"):
         return "it has no validation loss after its last step"
     end = getattr(run.schedule, "end", None)
-    if end is not None and (ends := end.steps(steps, run.tokens_per_step)) != steps:
+    if end is not None and (ends := end.steps(steps, run.pace)) != steps:
         return f"its learning rate falls until step {ends}, and the run ends at {steps}"
     begun = starts.read(folder)
     if not begun:

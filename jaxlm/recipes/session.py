@@ -12,6 +12,7 @@ import jax
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, faults
 from jaxlm.core.errors import Diverged, Preempted, is_out_of_memory
+from jaxlm.core.span import Span
 from jaxlm.data import loader as loaders
 from jaxlm.models import cost
 from jaxlm.monitor import chips, memory, sinks, traced, words
@@ -78,20 +79,33 @@ class Session:
         # One for each process.
         self.trace = Trace(run.profile, directory.path / "profile", self._summarise_trace)
         self._program: jax.stages.Compiled | None = None
+        self._held = 0  # bytes of a device, by the largest program
         self._open = contextlib.ExitStack()
         self.forecast = foresight.own(run, blueprint.config)
-        self._step = Stepper(engine, crew, console, self._compiled, self._watching)
+        self._step = Stepper(
+            engine, crew, console, self._compiled, self._watching, lambda: self.clock.pause()
+        )
+        self._watched: Watching | None = None
         self._control = Control(
             directory, run.optim.lr, meta.get("control", ()) if meta else (), console.say
         )
         self._saves = Saves(engine, crew, directory, console, store, rewinds, self._control)
-        flops = functools.partial(cost.flops_per_token, blueprint.config, run.data.sequence)
+        each = functools.partial(cost.flops_per_token, blueprint.config)
+        half, full = (functools.partial(each, causal=causal) for causal in (True, False))
+        *_, last = stages = engine.pace.stages
+        self._work = {  # of a step in a stage, over that of one in the last
+            stage: tuple(
+                flops(stage.length) * stage.rows / (flops(last.length) * last.rows)
+                for flops in (half, full)
+            )
+            for stage in stages
+        }
         kinds = [device.device_kind for device in engine.model.mesh.devices.flat]
         self._clock_of = functools.partial(
             Clock,
             steps=run.train.steps,
-            flops_per_step=flops(causal=True) * run.tokens_per_step,
-            flops_per_step_full=flops(causal=False) * run.tokens_per_step,
+            flops_per_step=half(run.data.sequence) * run.tokens_per_step,
+            flops_per_step_full=full(run.data.sequence) * run.tokens_per_step,
             peak_flops=chips.peak_flops(kinds[0], len(kinds)),
         )
 
@@ -166,22 +180,17 @@ class Session:
     def _loop(self, state: TrainState, stop: StopRequest, stop_at: int | None) -> None:
         run = self.run
 
-        def cadence(section: str) -> Callable[[int], bool]:
-            """What must be due on all processes or on none."""
+        def cadence(name: str, span: Span | None = None) -> Callable[[int], bool]:
+            """What must be due on all processes or on none: as the section of this name says, or by a span of its own."""
             return Cadence(
-                getattr(run, section).every,
+                getattr(run, name).every if span is None else span,
                 total=run.train.steps,
-                tokens_per_step=run.tokens_per_step,
-                share=self.crew.sharer(f"cadence/{section}"),
+                tokens_per_step=run.pace if run.train.batch_warmup else run.tokens_per_step,
+                share=self.crew.sharer(f"cadence/{name}"),
             ).is_due
 
         is_save_due = cadence("checkpoint")
-        self._is_control_due = Cadence(
-            run.train.control,
-            total=run.train.steps,
-            tokens_per_step=run.tokens_per_step,
-            share=self.crew.sharer("cadence/control"),
-        ).is_due
+        self._is_control_due = cadence("control", run.train.control)
         has_validation = bool(self.engine.data.validation)
         self._start_clock()
         hooks = Hooks(
@@ -219,20 +228,25 @@ class Session:
         self.clock = self._clock_of(start=self.start)
 
     def _compiled(self, step: jax.stages.Compiled) -> None:
-        """Compares what the step needs with what there is, and writes it beside the plan."""
-        self._program = step
+        """Compares what the step needs with what there is, and writes it beside the plan: of several, the largest."""
+        is_first, self._program = self._program is None, step
         held = stepping.held(step)
-        if self.forecast is not None and self.directory.is_writer:
-            told = self.forecast.record() | {"compiled_bytes_per_device": held}
-            self.directory.write_json("forecast.json", told)
+        if held["total"] > self._held:
+            self._held = held["total"]
+            if self.forecast is not None and self.directory.is_writer:
+                told = self.forecast.record() | {"compiled_bytes_per_device": held}
+                self.directory.write_json("forecast.json", told)
         foresight.check(self.run, self.forecast, held["total"])
-        self._start_clock()
+        if is_first:
+            self._start_clock()
 
     def _watching(self, program: jax.stages.Compiled) -> Watching:
         """What watches the layers, where it fits the device, going on with the noise that it saw before."""
         foresight.check(self.run, self.forecast, stepping.held(program)["total"])
-        before = sinks.read(self.directory.path / "metrics.jsonl")
-        return Watching(program, self.run, dict(self.engine.model.mesh.shape), before)
+        if self._watched is None:
+            before = sinks.read(self.directory.path / "metrics.jsonl")
+            self._watched = Watching(self.run, dict(self.engine.model.mesh.shape), before)
+        return self._watched
 
     def _before(self, completed: int) -> None:
         self._step.completed = completed
@@ -273,9 +287,10 @@ class Session:
 
     def _count(self, tokens: float, waited: float) -> None:
         """Counts one more completed step."""
-        self.clock.add(tokens=tokens, data_wait_seconds=waited)
         number = loaders.number(self._counted, self.rewinds.skips)
         self._counted += 1
+        work = self._work[self.engine.pace.stage(number)]
+        self.clock.add(tokens=tokens, data_wait_seconds=waited, work=work)
         sources.count(self.engine, number, self.progress.read)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
@@ -358,9 +373,7 @@ class Session:
             limit = None if step == run.train.steps else every
             results = self.engine.evaluate(state.params, limit=limit)
             kept = run.average
-            if not isinstance(kept, NoAverage) and step >= start(
-                kept, run.train.steps, run.tokens_per_step
-            ):
+            if not isinstance(kept, NoAverage) and step >= start(kept, run.train.steps, run.pace):
                 of_average = self.engine.evaluate(self.engine.averaged(state), limit=limit)
                 results |= {f"{name}.{kept.name}": each for name, each in of_average.items()}
             for name, record in results.items():

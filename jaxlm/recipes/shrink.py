@@ -75,8 +75,9 @@ def shrink(run: Run, steps: int, limit: int) -> Small:
         raw["mesh"]["context_keys"] = "ring" if "ring" in kernels else "gather"
     else:
         raw["train"]["attention"] = "reference" if kernels == {"reference"} else "blockwise"
-    raw["data"]["sequence"] = sequence
+    raw["data"] |= {"sequence": sequence, "sequence_warmup": []}
     raw["train"] |= {"steps": steps, "batch": rows, "microbatches": microbatches, "patience": None}
+    raw["train"]["batch_warmup"] = []
     if run.loss.chunk is not None:
         raw["loss"]["chunk"] = rows * sequence // microbatches // 2
     raw["schedule"] = {"name": "constant", "warmup": "0"}

@@ -9,10 +9,10 @@ from jaxlm.recipes.engine import Engine, Skips
 
 def count(engine: Engine, number: int, read: dict[str, list[int]]) -> None:
     """Adds what the batch of a number read, the whole of it on every host, to rows and tokens by source."""
-    train, size = engine.data.train, engine.run.train.batch
+    train, pace = engine.data.train, engine.pace
     if not isinstance(train, Mixture):
         return
-    for name, (rows, tokens) in train.read(number * size, (number + 1) * size).items():
+    for name, (rows, tokens) in train.read(pace.rows(number), pace.rows(number + 1)).items():
         before = read.get(name, [0, 0])
         read[name] = [before[0] + rows, before[1] + tokens]
 
@@ -22,10 +22,10 @@ def record(engine: Engine, step: int, read: dict[str, list[int]], skips: Skips) 
 
     Tokens are those of text, whatever of them an objective predicts. Batches that a rewind left out are not counted.
     """
-    train, size = engine.data.train, engine.run.train.batch
+    train = engine.data.train
     if not isinstance(train, Mixture):
         return {}
-    weights = train.shares.at(loader.number(step, skips) * size).tolist()
+    weights = train.shares.at(engine.pace.rows(loader.number(step, skips))).tolist()
     found: dict[str, Any] = {}
     for name, source, weight in zip(train.names, train.sources, weights, strict=True):
         rows, tokens = read[name]

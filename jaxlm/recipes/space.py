@@ -44,5 +44,5 @@ def _rungs(run: Run) -> int:
     every, saved = run.checkpoint.keep_every, run.checkpoint.every
     if every is None or saved.unit == "second":
         return 0
-    apart = saved.steps(run.train.steps, run.tokens_per_step)
+    apart = saved.steps(run.train.steps, run.pace)
     return run.train.steps // math.lcm(every, apart) if apart else 0

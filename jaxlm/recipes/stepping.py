@@ -1,5 +1,7 @@
 """The compiled step, and now and then a doubt whether the devices still compute."""
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,14 +21,15 @@ AGAIN = "the same command again goes on from the last committed step; a device t
 
 
 class Stepper:
-    """The step of a run. It is compiled at its first call, where a person can see how long that takes.
+    """The step of a run. It is compiled at the first batch of each stage, where a person can see how long that takes.
 
     Before it is due by `guard.compare_every` the copies of the parameters on several devices are compared; a step that is
     due by `guard.repeat_every` is computed twice. One whose layers are watched is observed before.
 
     Args:
-      watch: makes what watches, of the compiled program.
+      watch: called with what observes, once it is compiled; gives what keeps the figures.
       compiled: called with the step once it is compiled, before it first runs.
+      pause: the time in there is none of the steps'.
     """
 
     def __init__(
@@ -36,34 +39,47 @@ class Stepper:
         console: Console,
         compiled: Callable[[jax.stages.Compiled], object],
         watch: Callable[[jax.stages.Compiled], Watching],
+        pause: Callable[[], contextlib.AbstractContextManager[object]],
     ):
         self._engine, self._crew, self._console, self._then = engine, crew, console, compiled
-        self._watch = watch
+        self._watch, self._pause = watch, pause
         self.watching: Watching | None = None
-        self._step: jax.stages.Compiled | None = None
+        self._steps: dict[tuple[int, ...], jax.stages.Compiled] = {}
+        self._observers: dict[tuple[int, ...], jax.stages.Compiled] = {}
         self.completed = 0  # steps before the one that comes next
         self._rate, self._placed = 1.0, engine.rate(1.0)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step. Raises Diverged where devices disagree."""
-        if self._step is None:
-            with self._crew.watch.phase("compile"), self._console.timer("compiling the step"):
+        rows, length = shape = batch.tokens.shape
+        if shape not in self._steps:
+            of = f" for {rows} rows x {length} tokens" if len(self._engine.pace.stages) > 1 else ""
+            with (
+                self._pause(),
+                self._crew.watch.phase("compile"),
+                self._console.timer(f"compiling the step{of}"),
+            ):
                 faults.point("compile")
-                self._step = self._engine.step.lower(state, batch, self._placed).compile()
+                self._steps[shape] = self._engine.step.lower(state, batch, self._placed).compile()
             if self._engine.run.log.watch:
-                with self._crew.watch.phase("compile"):
-                    with self._console.timer("compiling what watches the layers"):
-                        observe = self._engine.observe.lower(state, batch, self._placed)
-                        self.watching = self._watch(observe.compile())
-            self._then(self._step)
+                with (
+                    self._pause(),
+                    self._crew.watch.phase("compile"),
+                    self._console.timer(f"compiling what watches the layers{of}"),
+                ):
+                    program = self._engine.observe.lower(state, batch, self._placed).compile()
+                self._observers[shape], self.watching = program, self._watch(program)
+            self._then(self._steps[shape])
+        step = self._steps[shape]
         limits, number = self._engine.run.guard, self.completed + 1
         if self.watching is not None:
-            self.watching.look(state, batch, self._placed, number)
+            observe = functools.partial(self._observers[shape], state, batch, self._placed)
+            self.watching.look(observe, number)
         if limits.compare_every and number % limits.compare_every == 0:
             self._compare(state)
         if limits.repeat_every and number % limits.repeat_every == 0:
-            return self._repeated(state, batch)
-        return self._step(state, batch, self._placed)
+            return self._repeated(step, state, batch)
+        return step(state, batch, self._placed)
 
     def follow(self, rate: float) -> None:
         """From the next step on, the learning rate is the schedule's times `rate`."""
@@ -79,11 +95,12 @@ class Stepper:
                 fix=AGAIN,
             )
 
-    def _repeated(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def _repeated(
+        self, step: jax.stages.Compiled, state: TrainState, batch: Any
+    ) -> tuple[TrainState, Metrics]:
         """One step computed twice from the same state: a processor that miscalculates now and then leaves no other trace."""
-        assert self._step is not None
-        again, _ = self._step(jax.tree.map(jnp.copy, state), batch, self._placed)
-        moved, metrics = self._step(state, batch, self._placed)
+        again, _ = step(jax.tree.map(jnp.copy, state), batch, self._placed)
+        moved, metrics = step(state, batch, self._placed)
         if differences := self._engine.replicas.changes(again.params, moved.params):
             raise Diverged(
                 f"step {self.completed + 1} came out otherwise when it was computed again, in {len(differences)} leaves",

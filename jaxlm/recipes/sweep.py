@@ -119,7 +119,7 @@ def _whole(run: Run) -> Settings:
         if name == "end" and (span.unit, span.amount) != ("share", 1):
             settings.append(("schedule.end", "100%"))
         elif span.unit != "share":
-            share = span.steps(run.train.steps, run.tokens_per_step) / run.train.steps
+            share = span.steps(run.train.steps, run.pace) / run.train.steps
             settings.append((f"schedule.{name}", f"{100 * share:.3g}%"))
     if run.train.patience is not None:
         settings.append(("train.patience", "None"))

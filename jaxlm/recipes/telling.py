@@ -38,7 +38,7 @@ def header(session: Session) -> None:
             + (
                 f"{len(data.train.sources)} sources"
                 if isinstance(data.train, Mixture)
-                else f"{data.train.epochs(run.train.steps, run.train.batch):.2f} epochs"
+                else f"{data.train.epochs(run.rows):.2f} epochs"
             ),
         ),
         *(("source", told) for told in _sources(session)),
@@ -51,6 +51,7 @@ def header(session: Session) -> None:
             f"{_arithmetic(run.precision)}",
         ),
     ]
+    facts += [("stage", told) for told in _stages(session)]
     facts.append(("plan", _plan(session)))
     facts.append(("attention", attention.told(run, decoder, mesh.shape, devices.target(mesh))))
     if data.validation:
@@ -85,6 +86,18 @@ def _sources(session: Session) -> Iterator[str]:
     train, run = session.engine.data.train, session.run
     if isinstance(train, Mixture):
         yield from train.told(run.rows)
+
+
+def _stages(session: Session) -> Iterator[str]:
+    """The stages of a warm-up of the batch or of its rows."""
+    stages, last = session.engine.pace.stages, session.run.train.steps
+    for stage, end in zip(stages, [*(each.first for each in stages[1:]), last], strict=True):
+        rows = stage.rows * session.run.data.sequence // stage.length
+        if len(stages) > 1:
+            yield (
+                f"steps {stage.first + 1} to {end}: {rows} rows x {stage.length} tokens, "
+                f"{rows * stage.length:,} a step, compiled once"
+            )
 
 
 def _validation(session: Session) -> str:
@@ -142,7 +155,7 @@ def _plan(session: Session) -> str:
 def _example(session: Session) -> str:
     """The start of one row, its trained tokens marked."""
     data = session.engine.data
-    first = data.train.at(session.start, batch=session.run.train.batch, rows=slice(0, 1))
+    first = data.train.at(session.start, batch=session.engine.pace, rows=slice(0, 1))
     text = peek.rendered(first, data.tokenizer, 0)[0].replace("\n", "\\n")
     return text[:150] + (" ..." if len(text) > 150 else "")
 

@@ -1,6 +1,7 @@
 """Figures of layers while a run is trained."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -12,8 +13,7 @@ from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import Run
 from jaxlm.train import figures
 from jaxlm.train.figures import Noise
-from jaxlm.train.observe import Observe, Observed
-from jaxlm.train.state import TrainState
+from jaxlm.train.observe import Observed
 
 MOST_PARTS = 8  # of a batch, for the noise of its gradient, where the step has no micro-batches
 MEANT = 20  # estimates of the noise whose mean is taken
@@ -29,12 +29,13 @@ def parts(run: Run, sizes: Sizes) -> int:
     if "noise" not in run.log.watch or own > 1:
         return own
     ways = logical.ways(sizes, "batch")
-    found = max(n for n in divisors(max(run.train.batch // ways, 1)) if n <= MOST_PARTS)
+    rows = math.gcd(*(stage.rows for stage in run.pace.stages))
+    found = max(n for n in divisors(max(rows // ways, 1)) if n <= MOST_PARTS)
     if found == 1:
         raise ConfigError(
             "the noise of the gradient cannot be told",
             where="log.watch",
-            why=f"batch = {run.train.batch} rows on {ways} devices do not divide into equal parts of whole rows, and "
+            why=f"{rows} rows of a batch on {ways} devices do not divide into equal parts of whole rows, and "
             "noise is the difference between a part's gradient and the batch's",
             fix=f"--config.train.batch={2 * run.train.batch}",
         )
@@ -57,15 +58,12 @@ class Watching:
     """Observes the steps that are due, and keeps what it saw until they are logged.
 
     Args:
-      observe: compiled.
       sizes: of the mesh's axes.
       before: the run's earlier records, in which are the estimates of its noise.
     """
 
-    def __init__(
-        self, observe: Observe, run: Run, sizes: Sizes, before: Iterable[Mapping[str, Any]]
-    ):
-        self._observe, self._run, self._parts = observe, run, parts(run, sizes)
+    def __init__(self, run: Run, sizes: Sizes, before: Iterable[Mapping[str, Any]]):
+        self._run, self._parts = run, parts(run, sizes)
         self._seen: tuple[int, Observed] | None = None
         self._noises = [
             Noise(record["gradient_square"], record["gradient_noise"])
@@ -73,10 +71,10 @@ class Watching:
             if record.get("gradient_noise") is not None
         ]
 
-    def look(self, state: TrainState, batch: Any, rate: jax.Array, completed: int) -> None:
+    def look(self, observe: Callable[[], Observed], completed: int) -> None:
         """Observes the step that will complete so many, where that is due. To be called before it."""
         if is_due(self._run, completed):
-            self._seen = completed, self._observe(state, batch, rate)
+            self._seen = completed, observe()
 
     def take(self, step: int) -> dict[str, float]:
         """The figures of a step as parts of its record; none where it was not observed."""

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 
 from jaxlm.core.config import Span
+from jaxlm.core.pace import Pace
+from jaxlm.core.span import Paced
 
 
 class Cadence:
@@ -22,13 +24,17 @@ class Cadence:
         span: Span,
         *,
         total: int,
-        tokens_per_step: int,
+        tokens_per_step: int | Paced,
         clock: Callable[[], float] = time.monotonic,
         share: Callable[[tuple[bool, int]], tuple[bool, int]] | None = None,
     ):
         self._total, self._clock, self._share = total, clock, share
         self._seconds = span.amount if span.unit == "second" else None
         self._steps = 0 if self._seconds is not None else span.steps(total, tokens_per_step)
+        # Where batches differ in size, so many tokens are not always so many steps.
+        is_uneven = span.unit == "token" and isinstance(tokens_per_step, Pace)
+        self._pace = tokens_per_step if is_uneven else None
+        self._amount = span.amount
         self._last = clock()
         self._asked: tuple[int, float] | None = None  # when the share was last asked: step and time
         self._ask_at = 0
@@ -37,6 +43,9 @@ class Cadence:
         """Whether the span is over once `step` updates are complete. Asked once a step."""
         if step == self._total:
             return True
+        if isinstance(self._pace, Pace):
+            done, before = (self._pace.tokens(n) // self._amount for n in (step, step - 1))
+            return self._steps > 0 and done > before
         if self._seconds is None:
             return self._steps > 0 and step % self._steps == 0
         now = self._clock()

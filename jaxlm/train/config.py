@@ -1,10 +1,12 @@
 """Settings of the training loop."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Literal
 
-from jaxlm.core import divisors
+from jaxlm.core import divisors, pace
 from jaxlm.core.config import Span, setting
 from jaxlm.nn.config import REMAT_NAMES, is_remat
 from jaxlm.ops.kernels import Wanted
@@ -22,6 +24,10 @@ class TrainConfig:
         1,
         "parts that a batch is cut into; gradients are summed over them, then applied once; with mesh.pipe the parts follow each other through the stages",
         low=1,
+    )
+    batch_warmup: tuple[str, ...] = setting(
+        (),
+        "ROWS@SPAN: the batch has so many rows until then; behind the last train.batch. Each stage compiles the step once",
     )
     pipeline: Literal["gpipe", "circular"] = setting(
         "gpipe",
@@ -78,6 +84,23 @@ class TrainConfig:
                 "microbatches",
                 f"batch = {self.batch} rows does not divide by {self.microbatches}",
                 f"--config.train.microbatches={fit}",
+            )
+        try:
+            sizes = [pace.parse(entry)[0] for entry in self.batch_warmup]
+        except ValueError as error:
+            yield "batch_warmup", str(error), "--config.train.batch_warmup=()"
+            return
+        if any(b <= a for a, b in itertools.pairwise([0, *sizes, self.batch])):
+            yield (
+                "batch_warmup",
+                f"{', '.join(map(str, sizes))} rows do not grow to train.batch = {self.batch}",
+                f"--config.train.batch={2 * max(sizes)}",
+            )
+        elif uneven := [size for size in sizes if size % self.microbatches]:
+            yield (
+                "batch_warmup",
+                f"{uneven[0]} rows do not divide by {self.microbatches} micro-batches",
+                f"--config.train.microbatches={math.gcd(self.batch, *sizes)}",
             )
         for policy in self.remat.split("/"):
             if not is_remat(policy):

@@ -10,6 +10,7 @@ from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.optim import build, groups
 from jaxlm.optim.config import AdamW, Optimizer, Sgd
+from tests.optim.arms import given
 
 AXES = {
     "embedding": {"table": ("vocab", "embed")},
@@ -136,7 +137,7 @@ def test_what_is_frozen_has_no_state_and_keeps_every_bit(arm):
     state = optimizer.init(params)
     assert not [path for path in tree.leaves(state) if any(each in path for each in held)]
     build.state_axes(config, optimizer, jax.eval_shape(drawn), LAYERED)  # each leaf has its place
-    updates, _ = optimizer.update(grads, state, params)
+    updates, _ = optimizer.update(grads, state, params, **given(config, grads, 1))
     after = tree.leaves(optax.apply_updates(params, updates))
     for path, before in tree.leaves(params).items():
         is_same = np.asarray(after[path]).tobytes() == before.tobytes()

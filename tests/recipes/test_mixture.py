@@ -13,6 +13,7 @@ WEIGHTS = "web=0.5,code=0.3@25%..0.1@75%,books=0.2@25%..0.4@75%"
 SETTINGS = {
     "train.steps": 8,
     "eval.every": 4,
+    "eval.follow": "val_code",
     "schedule.warmup": 0,
     "checkpoint.every": 2,
     "data.mixture.name": "weights",
@@ -66,7 +67,11 @@ def test_what_was_read_of_each_source_is_in_metrics_log_and_report(unbroken):
     size = last["sources/books/rows"] / last["sources/books/epochs"]
     assert last["sources/books/rows"] == int(0.1 * round(size)) > 2
     assert last["sources/books/weight"] == 0, "its most epochs are over"
+    followed = {r["step"]: r["loss_nats"] for r in found if r["split"] == "val_code"}
+    assert harness.store(unbroken).record(8).loss_nats == followed[8]
     log = (unbroken / "log.txt").read_text()
+    assert "val_code ranks checkpoints" in log
+    assert " nats on val_code" in log
     assert "its most: from row" in log
     page = (unbroken / "report.html").read_text()
     assert f"<td>books</td><td class=number>{last['sources/books/rows']}</td>" in page

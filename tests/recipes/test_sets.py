@@ -20,6 +20,7 @@ def config(tmp_path_factory):
     return harness.write_config(folder, SETTINGS | {"data.validation": sets, "eval.follow": "far"})
 
 
+@pytest.mark.slow
 def test_the_followed_set_ranks_checkpoints_and_is_named(config, tmp_path, capsys):
     assert main(harness.words(config, tmp_path / "run", "--json")) == 0
     answer = json.loads(capsys.readouterr().out)

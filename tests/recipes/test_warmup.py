@@ -1,0 +1,100 @@
+"""Batches that grow in rows and in length, through the front door."""
+
+import json
+import shlex
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core import config as configs
+from jaxlm.recipes.config import Run
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+SETTINGS = {
+    "train.steps": 8,
+    "train.batch_warmup": ("4@2",),
+    "data.sequence_warmup": ("16@50%",),
+    "data.packing": "concat",
+    "schedule.warmup": "512tok",
+    "checkpoint.every": 1,
+    "checkpoint.keep_last": 9,
+}
+SHAPES = ["8 rows x 16 tokens", "16 rows x 16 tokens", "8 rows x 32 tokens"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def unbroken(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "unbroken"
+    assert main(harness.words(config, workdir)) == 0
+    return workdir
+
+
+def test_each_stage_is_said_compiled_once_and_counted(unbroken):
+    log = (unbroken / "log.txt").read_text()
+    # Each is said when it begins and when it is done.
+    assert [log.count(f"compiling the step for {shape}") for shape in SHAPES] == [2, 2, 2]
+    assert log.count("compiling the step") == 6
+    assert "steps 1 to 2: 8 rows x 16 tokens, 128 a step" in log
+    assert "steps 5 to 8: 8 rows x 32 tokens, 256 a step" in log
+    trained = [r for r in harness.records(unbroken) if r["split"] == "train"]
+    slots = [128, 256, 512, 768, 1024, 1280, 1536, 1792]
+    padding = [all_ - r["tokens"] for all_, r in zip(slots, trained, strict=True)]
+    assert padding == sorted(padding)
+    assert 0 <= padding[0] <= padding[-1] < 32, "of the one row that ends the text"
+    # 512 tokens are over after 3 steps: of the warm-up's 4 parts so many each.
+    rates = [r["learning_rate"] / 3e-3 for r in trained]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1])
+    work = [r["flops_per_second"] * r["step_seconds"] for r in trained]
+    assert work[0] == pytest.approx(work[1])
+    assert work[0] < 0.51 * work[2] < 0.51 * work[4]
+
+
+@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_a_resume_inside_a_stage_changes_no_bit(stop, config, unbroken, tmp_path):
+    assert main(harness.words(config, tmp_path / "run", f"--stop_at={stop}")) == 0
+    assert main(harness.words(config, tmp_path / "run")) == 0
+    assert harness.losses(tmp_path / "run") == harness.losses(unbroken)
+    assert harness.state_digest(tmp_path / "run") == harness.state_digest(unbroken)
+
+
+@pytest.mark.slow
+def test_a_step_of_an_early_stage_is_done_again(unbroken, capsys):
+    assert main(["replay", f"--workdir={unbroken}", "--step=4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["is_as_logged"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["train.batch_warmup=4"], "'4' is not SIZE@SPAN"),
+        (["train.batch_warmup=4@2,16@4"], "4, 16 rows do not grow to train.batch = 8"),
+        (["train.batch_warmup=3@2", "train.microbatches=2"], "3 rows do not divide by 2"),
+        (["train.batch_warmup=4@10"], "4@10 ends at step 10"),
+        (["data.sequence_warmup=12@2"], "12 tokens are not growing parts of a row of 32"),
+        (["data.sequence_warmup=16@1h"], "ends at a time"),
+        (["objective.name=masked"], "rows that masked has changed cannot be cut"),
+    ],
+)
+def test_a_warmup_that_is_none_is_named_with_a_fix(flags, why, config, capsys):
+    words = ["config", "validate", f"--config={config}"]
+    assert main([*words, *(f"--config.{flag}" for flag in flags)]) == 2
+    told = "".join(capsys.readouterr())
+    assert why in told
+    fix = next(line.split("fix")[1].strip() for line in told.splitlines() if " fix " in line)
+    given = dict(flag.split("=", 1) for flag in flags)
+    path, _, value = shlex.split(fix)[0].removeprefix("--config.").partition("=")
+    loaded = configs.load(Run, config, list((given | {path: value}).items()))
+    assert loaded.value.train.steps == 8
+
+
+def test_rows_that_do_not_divide_over_devices_are_refused_with_a_fix(config, tmp_path, capsys):
+    flags = ["--config.mesh.data=1", "--config.mesh.fsdp=1", "--config.train.microbatches=8"]
+    assert main(harness.words(config, tmp_path / "run", *flags)) == 2
+    assert "4 rows do not divide by 8 micro-batches" in capsys.readouterr().err
