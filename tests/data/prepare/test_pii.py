@@ -2,6 +2,7 @@
 
 import random
 import string
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -192,8 +193,6 @@ def test_documents_with_a_find_can_be_removed_instead(here, capsys):
 
 
 def test_long_text_without_finds_takes_no_time():
-    import time
-
     begun = time.process_time()
     for text in (
         "a." * 200_000,
@@ -205,3 +204,10 @@ def test_long_text_without_finds_takes_no_time():
     ):
         find(text, tuple(KINDS))
     assert time.process_time() - begun < 10
+
+
+def test_a_document_of_many_finds_takes_time_in_proportion():
+    begun = time.process_time()
+    text = "".join(f"write to me{n}@example.org now\n" for n in range(20_000))
+    assert len(find(text, ("email",))) == 20_000
+    assert time.process_time() - begun < 5, "each compared with all others takes 20 seconds"

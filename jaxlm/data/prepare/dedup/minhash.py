@@ -17,7 +17,7 @@ import numpy as np
 from jaxlm.data.prepare.dedup.config import MinHash
 from jaxlm.data.prepare.ngrams import hashed, mixed, runs, words
 
-_CHUNK = 2**12  # runs at a time: some megabytes for the longest document
+_CHUNK = 2**9  # runs at a time: what is made of them stays in a core's cache
 
 
 def signature(text: str, config: MinHash) -> np.ndarray | None:
@@ -27,11 +27,12 @@ def signature(text: str, config: MinHash) -> np.ndarray | None:
         return None
     found = np.unique(runs(numbers, min(config.words, len(numbers))))
     factors, offsets = _orders(config.bands * config.rows)
-    least = np.full(len(factors), np.iinfo(np.uint32).max, np.uint32)
+    least = np.full(len(factors), np.iinfo(np.uint64).max, np.uint64)
     for start in range(0, len(found), _CHUNK):
-        piece = found[start : start + _CHUNK, None] * factors + offsets
-        least = np.minimum(least, (piece >> np.uint64(32)).min(axis=0).astype(np.uint32))
-    return least
+        piece = found[start : start + _CHUNK, None] * factors
+        piece += offsets
+        np.minimum(least, piece.min(axis=0), out=least)
+    return (least >> np.uint64(32)).astype(np.uint32)  # the upper half of the least is the least
 
 
 def recall(jaccard: float, config: MinHash) -> float:

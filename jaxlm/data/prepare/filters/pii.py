@@ -1,5 +1,6 @@
 """What tells who or where a person is, and what opens their doors: found by form, and by check digits where there are some."""
 
+import bisect
 import ipaddress
 import re
 from collections import Counter
@@ -42,11 +43,14 @@ def find(text: str, kinds: tuple[str, ...]) -> list[Found]:
     order = list(KINDS)
     every = [each for kind in kinds for each in _of_kind(text, kind)]
     every.sort(key=lambda each: (each.start - each.end, order.index(each.kind), each.start))
-    taken: list[Found] = []
+    taken: list[Found] = []  # in order, so that only those on either side can lie over the next
     for each in every:
-        if all(each.end <= other.start or other.end <= each.start for other in taken):
-            taken.append(each)
-    return sorted(taken)
+        at = bisect.bisect(taken, each)
+        if (not at or taken[at - 1].end <= each.start) and (
+            at == len(taken) or each.end <= taken[at].start
+        ):
+            taken.insert(at, each)
+    return taken
 
 
 def _of_kind(text: str, kind: str) -> Iterator[Found]:
