@@ -99,6 +99,14 @@ def test_every_document_is_in_one_set_and_named_by_its_file_and_line(sources, ca
     assert shares[0] == pytest.approx(0.8, abs=0.05)
 
 
+def test_a_source_with_nothing_on_a_side_is_said(sources, capsys):
+    words = ["data", "mix", "--out=out", *SETTINGS, "--config.held_out=1e-6"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "no document of code is in validation: it has few" in said
+    assert "--config.data.validation" not in said
+
+
 def test_the_sets_are_what_the_trainer_reads(sources, capsys, here, monkeypatch):
     monkeypatch.setenv("JAXLM_CACHE", str(here / "cache"))
     settings = [SOURCES, "--config.held_out=0.2", "--config.tokenizer=sentencepiece:512"]

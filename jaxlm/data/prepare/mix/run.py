@@ -70,7 +70,7 @@ def run(
                     for number, _ in each(Tokenise(out), left):
                         done += sizes[number]
                         progress("tokenising", done, sum(sizes))
-            answer = _gathered(units)
+            answer = _gathered(units, say)
             cache.write_file(out / CARD, card(answer, units.sources).encode())
             cache.write_file(out / MIX, json.dumps(answer, indent=1).encode())
             shutil.rmtree(out / WORK)
@@ -145,7 +145,7 @@ def _texts(units: Units) -> Iterator[str]:
             heapq.heappush(waiting, (read + len(text) / sizes[number], number))
 
 
-def _gathered(units: Units) -> dict[str, Any]:
+def _gathered(units: Units, say: Callable[[str], None]) -> dict[str, Any]:
     """The sets, made of the units."""
     sets: dict[str, dict[str, Any]] = {}
     left_out = {source.name: Counter[str]() for source in units.sources}
@@ -162,6 +162,8 @@ def _gathered(units: Units) -> dict[str, Any]:
             if parts := [folder for folder in folders if folder.exists()]:
                 gather(units.out / side / source.name, parts, left_out[source.name])
                 sets.setdefault(side, {})[source.name] = _described(units.out / side / source.name)
+            else:
+                say(f"no document of {source.name} is in {side}: it has few")
         total = sum(each["tokens"] for each in sets.get(side, {}).values())
         for each in sets.get(side, {}).values():
             each["share"] = each["tokens"] / total
