@@ -85,8 +85,14 @@ def each(
         number = running.pop(ready)
         try:
             answer = ray.get(ready)
-        except ray.exceptions.RayTaskError:
-            raise
+        except ray.exceptions.RayTaskError as error:  # before anything of ours could answer
+            failure = failure or InputMissing(
+                "a machine of the cluster cannot begin a unit",
+                where="--engine=ray",
+                why=str(getattr(error, "cause", error)),
+                fix="pip install 'jaxlm[prepare,ray]' of this version on every machine",
+            )
+            continue
         except ray.exceptions.RayError as error:
             deaths[number] = deaths.get(number, 0) + 1
             if deaths[number] < DEATHS:

@@ -1,5 +1,6 @@
 """The engine ray: what it does with units, on a stand-in for Ray; and with Ray itself on a cluster of two nodes."""
 
+import argparse
 import os
 import shutil
 import socket
@@ -9,11 +10,14 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
+from jaxlm.cli import data_run
+from jaxlm.cli.main import main
 from jaxlm.core.errors import DataError, InputMissing, NotWritable, PeerLost
-from jaxlm.data.prepare import cluster
+from jaxlm.data.prepare import cluster, engines
 from tests.data.prepare.recipes import RECIPE, prose, run, tree, write_lines
 
 ROOT = Path(__file__).parents[3]
@@ -32,10 +36,11 @@ class Died(Exception):
 class StandIn:
     """As much of Ray as the engine calls, in one process: units end in the order in which they begin."""
 
-    exceptions = SimpleNamespace(RayTaskError=KeyError, RayError=Died)
+    exceptions = SimpleNamespace(RayTaskError=ModuleNotFoundError, RayError=Died)
 
-    def __init__(self, deaths=()):
-        self.deaths, self.begun, self.most = list(deaths), [], 0
+    def __init__(self, deaths=(), without_jaxlm=None):
+        self.deaths, self.without_jaxlm = list(deaths), without_jaxlm
+        self.begun, self.most = [], 0
 
     def remote(self, **options):
         assert options == {"num_cpus": 1, "max_retries": 0}
@@ -54,6 +59,8 @@ class StandIn:
         if words[1] in self.deaths:
             self.deaths.remove(words[1])
             raise Died
+        if words[1] == self.without_jaxlm:
+            raise ModuleNotFoundError("No module named 'jaxlm'")
         return function(*words)
 
 
@@ -101,6 +108,25 @@ def test_a_full_disk_ends_it_when_what_was_begun_is_done():
             done.append(number)
     assert done == [0, 1, 3]
     assert caught.value.where == "units/00002.json"
+
+
+def test_a_machine_without_jaxlm_is_said_when_what_was_begun_is_done():
+    done = []
+    with pytest.raises(InputMissing) as caught:
+        for number, _ in cluster.each(Opens(), range(6), 2, StandIn(without_jaxlm=2)):
+            done.append(number)
+    assert done == [0, 1, 3]
+    assert "No module named 'jaxlm'" in caught.value.why
+    assert "on every machine" in caught.value.fix
+
+
+def test_the_command_line_offers_every_engine():
+    parser = argparse.ArgumentParser()
+    data_run.add_engine(parser)
+    for name in get_args(engines.EngineName):
+        assert parser.parse_args([f"--engine={name}"]).engine == name
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--engine=slurm"])
 
 
 def test_a_machine_with_other_versions_or_without_the_folder_is_refused():
@@ -156,10 +182,10 @@ def nodes(monkeypatch):
     shutil.rmtree(Path(tempfile.gettempdir()) / "ray")  # the place of these tests alone
 
 
-def begin(cluster, out):
-    command = ["data", "run", "--config=recipe.py", *SETTINGS, "--engine=ray", "--workers=2"]
+def begin(cluster, out, action=("run", "--config=recipe.py", *SETTINGS)):
+    command = ["data", *action, "--engine=ray", "--workers=2", f"--out={out}"]
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxlm", *command, f"--out={out}"],
+        [sys.executable, "-m", "jaxlm", *command],
         env=os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": cluster.address},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -181,6 +207,13 @@ def test_two_nodes_write_the_bytes_of_one_process_and_go_on_where_they_were_stop
     assert running.returncode == 0, said
     assert "ray: 2 machines, 2 cores" in said
     assert tree(Path("together")) == alone
+    mixing = ["mix", "--config.sources=web=out", "--config.tokenizer=bytes"]
+    mixing += ["--config.unit_bytes=5000", "--config.held_out=0.2"]
+    assert main(["data", *mixing, "--out=mixed"]) == 0
+    running = begin(healthy, "mixed together", mixing)
+    said = running.communicate()[0]
+    assert running.returncode == 0, said
+    assert tree(Path("mixed together")) == tree(Path("mixed"))
     broken, _ = nodes(faults="prepare.clean:sigkill@1")
     running = begin(broken, "killed")
     said = running.communicate()[0]

@@ -172,6 +172,25 @@ def test_a_source_that_was_changed_or_is_not_finished_is_named(sources, capsys):
     assert not Path("out").exists()
 
 
+def test_a_tokenizer_that_cannot_be_had_is_said_in_our_settings_and_claims_no_folder(
+    sources, capsys
+):
+    error = mix(capsys, SOURCES, "--config.tokenizer=sentencepiece:50000", code=2)["error"]
+    assert error["where"] == "tokenizer"
+    assert error["fix"].startswith("--config.tokenizer=")
+    error = mix(capsys, SOURCES, "--config.tokenizer=nowhere.model", code=66)["error"]
+    assert error["fix"] == "--config.tokenizer=sentencepiece:4096 trains one"
+    mix(capsys, *SETTINGS)
+
+
+def test_a_report_of_another_shape_is_bad_data(sources, capsys):
+    path = Path("web/report.json")
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps({name: report[name] for name in report if name != "funnel"}))
+    error = mix(capsys, *SETTINGS, code=65)["error"]
+    assert (error["where"], "funnel" in error["why"]) == (str(path), True)
+
+
 @pytest.mark.parametrize(
     ("setting", "said", "fix"),
     [

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core import config
-from jaxlm.core.errors import ConfigError, DataError, cannot_write
+from jaxlm.core.errors import ConfigError, DataError, InputMissing, cannot_write
 from jaxlm.data import cache, manifest, tokenizer, train_tokenizer
 from jaxlm.data.config import TOKENIZER_FILES
 from jaxlm.data.prepare import engines
@@ -56,11 +56,15 @@ def run(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with owned(out / ".lock"):
-            _claim(units)
+            noted = _noted(units)
             if (out / MIX).exists():
                 return _checked(out)
+            path = out / WORK / TOKENIZER
+            content = None if path.exists() else _tokenizer(units, say).serialise()
+            cache.write_file(out / RECIPE, noted)  # a tokenizer that cannot be had claims no folder
             (out / WORK).mkdir(exist_ok=True)
-            _tokenizer(units, say)
+            if content is not None:
+                cache.write_file(path, content)
             sizes = [sum(written.bytes for _, written in files) for _, files in units.parts]
             numbers = range(len(sizes))
             left = [number for number in numbers if not units.tokenised(number).exists()]
@@ -81,51 +85,52 @@ def run(
         ) from error
 
 
-def _claim(units: Units) -> None:
-    """Notes what is made here, or finds that it is what was noted before."""
+def _noted(units: Units) -> bytes:
+    """What recipe.json holds of a mix.
+
+    Raises:
+      ConfigError: where it holds another.
+      DataError: where the folder holds something else.
+    """
     setting, path = units.mix.tokenizer, units.out / RECIPE
-    if is_file := setting.endswith(TOKENIZER_FILES):
-        tokenizer.read(setting)  # what is wrong with it is said before anything is written
+    is_file = setting.endswith(TOKENIZER_FILES) and Path(setting).is_file()
     mine = {
         "format_version": FORMAT_VERSION,
         "mix": config.to_json(units.mix),
         "reports": {source.name: source.sha256 for source in units.sources},
         "tokenizer": hashlib.sha256(Path(setting).read_bytes()).hexdigest() if is_file else None,
     }
+    content = json.dumps(mine, indent=1).encode()
     if path.exists():
-        if path.read_bytes() != _json(mine):
+        if path.read_bytes() != content:
             raise ConfigError(
                 "the output folder was begun with another mix, or its sources have changed",
                 where=str(path),
                 fix=f"--out={units.out}-2",
             )
-    elif any(not path.name.startswith(".") for path in units.out.iterdir()):
+    elif any(not each.name.startswith(".") for each in units.out.iterdir()):
         raise DataError(
             "the output folder holds something else",
             where=str(units.out),
             why=f"it has no {RECIPE}, so it was not begun by this command",
             fix=f"--out={units.out}-2",
         )
-    else:
-        cache.write_file(path, _json(mine))
+    return content
 
 
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=1).encode()
-
-
-def _tokenizer(units: Units, say: Callable[[str], None]) -> None:
-    """Reads or trains the tokenizer, once."""
-    path, setting = units.out / WORK / TOKENIZER, units.mix.tokenizer
-    if path.exists():
-        return
-    if setting.endswith(TOKENIZER_FILES):
-        found: Tokenizer = tokenizer.read(setting)
-    else:
+def _tokenizer(units: Units, say: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer that the mix names, read or trained."""
+    setting = units.mix.tokenizer
+    try:
+        if setting.endswith(TOKENIZER_FILES):
+            return tokenizer.read(setting)
         if setting != "bytes":
             say(f"training the tokenizer {setting}")
-        found = train_tokenizer.train(setting, _texts(units))
-    cache.write_file(path, found.serialise())
+        return train_tokenizer.train(setting, _texts(units))
+    except (ConfigError, DataError, InputMissing) as error:  # which name the setting of a run
+        parts = (error.where, error.why, error.fix)
+        where, why, fix = (part.replace("data.tokenizer", "tokenizer") for part in parts)
+        raise type(error)(error.what, where=where, why=why, fix=fix) from error
 
 
 def _texts(units: Units) -> Iterator[str]:

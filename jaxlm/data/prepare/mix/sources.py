@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def _source(name: str, folder: Path, licence: str) -> Source:
         if not kept or not report["characters"]["kept"] > 0:
             raise DataError(f"the source {name!r} kept nothing", where=str(path))
         recipe = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+        itemgetter("funnel", "notes", "removed", "sample", "kept", "read")(report)
+        itemgetter("stages", "dedup")(recipe["recipe"])
         digest = hashlib.sha256(content).hexdigest()
         return Source(name, folder, 1.0, licence, report, recipe, digest, kept)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
