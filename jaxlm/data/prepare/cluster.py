@@ -40,16 +40,13 @@ def connected(workers: int, say: Callable[[str], None]) -> Iterator[Any]:
             "the engine ray needs Ray", where="--engine=ray", fix="pip install 'jaxlm[ray]'"
         ) from error
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if named := os.environ.get("RAY_ADDRESS"):
+        _reach(named)
     try:
         ray.init(address="auto", **quiet)
     except ConnectionError as error:
-        if named := os.environ.get("RAY_ADDRESS"):
-            raise InputMissing(
-                "no Ray cluster answers",
-                where=f"RAY_ADDRESS = {named}",
-                why=str(error).partition("\n")[0],
-                fix="ray start --head on one machine, ray start --address=THAT_MACHINE:6379 on the others",
-            ) from error
+        if named:
+            raise _silent(named, error) from error
         ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
     try:
         machines = [node for node in ray.nodes() if node["Alive"]]
@@ -58,6 +55,24 @@ def connected(workers: int, say: Callable[[str], None]) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raises InputMissing where nothing answers at HOST:PORT: Ray tries for minutes, and then ends the process."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise _silent(address, error) from error
+
+
+def _silent(address: str, error: Exception) -> InputMissing:
+    return InputMissing(
+        "no Ray cluster answers",
+        where=f"RAY_ADDRESS = {address}",
+        why=str(error).partition("\n")[0],
+        fix="ray start --head on one machine, ray start --address=THAT_MACHINE:6379 on the others",
+    )
 
 
 def each(

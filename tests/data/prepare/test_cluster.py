@@ -149,6 +149,29 @@ def test_without_ray_it_says_what_to_install(here, capsys, monkeypatch):
     assert error["fix"] == "pip install 'jaxlm[ray]'"
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense"])
+def test_a_cluster_that_does_not_answer_is_said_at_once(here, capsys, monkeypatch, address):
+    write_lines(here / "in/a.jsonl", [{"text": prose(1)}])
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    error = run(capsys, "--config.source=in/*.jsonl", "--engine=ray", code=66)["error"]
+    assert error["where"] == f"RAY_ADDRESS = {address}"
+    assert error["fix"].startswith("ray start --head")
+
+
+def test_a_server_that_is_no_cluster_is_not_replaced_by_this_machine(here, capsys, monkeypatch):
+    def init(address, **_):
+        assert address == "auto", "a cluster of this machine alone was begun"
+        raise ConnectionError("no answer in time")
+
+    write_lines(here / "in/a.jsonl", [{"text": prose(1)}])
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        error = run(capsys, "--config.source=in/*.jsonl", "--engine=ray", code=66)["error"]
+    assert error["why"] == "no answer in time"
+
+
 @pytest.fixture
 def crawl(here):
     """Six files with duplicates of all kinds within and across them."""
