@@ -19,6 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to go on from; none starts a document",
     )
     parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="a prompt is what a user says, by the imported model's chat template",
+    )
+    parser.add_argument(
         "--max_tokens", type=int, default=100, metavar="N", help="most new tokens (100)"
     )
     parser.add_argument(
@@ -107,6 +112,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         best=args.best,
         weights=args.weights,
         cpu_devices=args.cpu_devices,
+        is_chat=args.chat,
         say=out.say,
     )
     out.result(

@@ -278,6 +278,15 @@ class Imported(HuggingFace):
         self.specials = {tokens[number].content: number for number in sorted(self._special)}
         self.lead = " " if self.decode(self.encode("a")).startswith(" ") else ""
 
+    def encode_spelt(self, text: str) -> list[int]:
+        """The ids of a text in which special tokens that are spelt out are meant: what a chat template made."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            with rust_errors("a tokenizer.json cannot encode a text", self._where):
+                return self._tokenizer.encode(text, add_special_tokens=False).ids
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
     def serialise(self) -> bytes:
         own = {"kind": "imported", "before": self.before, "after": self.after}
         return _as_json(own | {"content": self.content.decode()})

@@ -8,7 +8,7 @@ import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.recipes import trained
+from jaxlm.recipes import chat, trained
 from jaxlm.recipes.sample import Sampler
 from jaxlm.recipes.trained import Weights
 
@@ -21,12 +21,14 @@ def generate(
     best: bool = False,
     weights: Weights = "raw",
     cpu_devices: int | None = None,
+    is_chat: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """`samples`: for each prompt of `settings` its `prompt`, new `ids`, their `log_probabilities`, `text`, and `finish_reason`.
 
-    Log-probabilities are those that the model itself gives, before temperature, penalties and cuts. The reason is one of
-    `length`, `eos_token`, `stop_sequence`.
+    `is_chat` makes each prompt what a user says, by the chat template of the imported model. Log-probabilities are those
+    that the model itself gives, before temperature, penalties and cuts. The reason is one of `length`, `eos_token`,
+    `stop_sequence`.
 
     Raises:
       ConfigError: where a prompt and what follows it do not fit the model's position table, or the model has not learnt to
@@ -42,11 +44,12 @@ def generate(
             why="it predicts hidden tokens from those before and after them",
             fix="jaxlm train --config.objective.name=causal",
         )
+    tokenizer = chat.tokenizer_of(opened.tokenizer, workdir) if is_chat else opened.tokenizer
     with jax.set_mesh(opened.model.mesh):
         sampler = Sampler(
             settings,
             opened.model.blueprint,
-            opened.tokenizer,
+            tokenizer,
             both_ways=opened.run.objective.prompts == "both ways",
             is_scored=True,
             flag="--",

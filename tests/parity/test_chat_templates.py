@@ -1,0 +1,29 @@
+"""Chat templates give the text that transformers gives."""
+
+import pytest
+
+from jaxlm.data.chat import ChatTemplate
+from tests.data.chat_templates import CONVERSATIONS, TEMPLATES, TOKENS, TOOL
+
+pytestmark = pytest.mark.parity
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_text_is_that_of_apply_chat_template(name, asks):
+    import tokenizers
+    import transformers
+
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()), **TOKENS
+    )
+    theirs.chat_template = TEMPLATES[name]
+    tools = [TOOL] if name == "tools" else None
+    ours = ChatTemplate(TEMPLATES[name], TOKENS).render(
+        CONVERSATIONS, add_generation_prompt=asks, tools=tools
+    )
+    for messages, text in zip(CONVERSATIONS, ours, strict=True):
+        assert text == theirs.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=asks, tokenize=False
+        )
+        assert len(text) > 20
