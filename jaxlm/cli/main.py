@@ -39,7 +39,7 @@ VERBS = {
     ),
     "replay": Verb("jaxlm.cli.replay", "do one step again and show what it saw", "Use a run"),
     "data": Verb("jaxlm.cli.data", "look at data, tokenise it, check token shards", "Prepare"),
-    "tokenizer": Verb("jaxlm.cli.tokenizer", "train a tokenizer, or show one", "Prepare"),
+    "tokenizer": Verb("jaxlm.cli.tokenizer", "train, show and compare tokenizers", "Prepare"),
     "import": Verb(
         "jaxlm.cli.importing", "make a run of a model's folder of Hugging Face", "Exchange"
     ),

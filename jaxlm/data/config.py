@@ -12,8 +12,10 @@ from jaxlm.data import mixture_config
 from jaxlm.data.mixture_config import Mixture, Temperature
 
 TOKENIZERS = (
-    "bytes, characters, sentencepiece:SIZE, or a path: .model, tokenizer.json, or a run's tokenizer"
+    "bytes, characters, sentencepiece:SIZE (byte pairs across words), unigram:SIZE, bpe:SIZE (inside words), wordpiece:SIZE, "
+    "or a path: .model, tokenizer.json, or a run's tokenizer"
 )
+SIZED = ("sentencepiece", "unigram", "bpe", "wordpiece")
 TOKENIZER_FILES = (".model", ".json", "/tokenizer")
 NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")  # of an entry: a set's name, and what is in it
 
@@ -77,13 +79,13 @@ class DataConfig:
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """The tokenizer is one of those there are, and something is read."""
         kind, _, size = self.tokenizer.partition(":")
-        if kind == "sentencepiece" and not (size.isdigit() and int(size) >= 512):
+        if kind in SIZED and not (size.isdigit() and int(size) >= 512):
             yield (
                 "tokenizer",
                 f"{self.tokenizer!r} needs a vocabulary of at least 512",
-                "--config.data.tokenizer=sentencepiece:4096",
+                f"--config.data.tokenizer={kind}:4096",
             )
-        elif kind not in ("bytes", "characters", "sentencepiece") and not self.tokenizer.endswith(
+        elif kind not in ("bytes", "characters", *SIZED) and not self.tokenizer.endswith(
             TOKENIZER_FILES
         ):
             yield (

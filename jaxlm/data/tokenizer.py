@@ -1,6 +1,7 @@
 """Text to ids and back, without loss."""
 
 import abc
+import codecs
 import contextlib
 import hashlib
 import json
@@ -64,7 +65,8 @@ class Tokenizer(abc.ABC):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Bytes that are not UTF-8, as where a character was cut, show as U+FFFD."""
-        return b"".join(self.table[i] for i in ids).decode("utf-8", "replace")
+        stream = Stream(self)
+        return stream.push(ids) + stream.end()
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
@@ -77,6 +79,22 @@ class Tokenizer(abc.ABC):
     @abc.abstractmethod
     def serialise(self) -> bytes:
         """The content of the file that `load` reads back."""
+
+
+class Stream:
+    """Text of ids that come one after another: a character is given once all of its bytes are there, never a part of it."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._table = tokenizer.table
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """What the next ids make whole; it may be nothing. What can no longer become a character is U+FFFD."""
+        return self._characters.decode(b"".join(self._table[i] for i in ids))
+
+    def end(self) -> str:
+        """What is left of a character that was cut: U+FFFD, or nothing."""
+        return self._characters.decode(b"", final=True)
 
 
 class Bytes(Tokenizer):
@@ -235,6 +253,31 @@ class HuggingFace(Tokenizer):
         return self.content
 
 
+class Trained(HuggingFace):
+    """A `tokenizer.json` that was trained here, with our special tokens where every tokenizer of ours has them.
+
+    Raises:
+      DataError: where it has others.
+    """
+
+    shift = 0
+
+    def __init__(self, content: bytes, where: str = "tokenizer"):
+        super().__init__(content, where)
+        found = tuple(map(self._tokenizer.id_to_token, range(len(SPECIALS))))
+        if found != SPECIALS or self._special != set(range(len(SPECIALS))):
+            raise DataError(
+                "a trained tokenizer does not start with the special tokens that jaxlm reserves",
+                where=where,
+                why=f"its first tokens are {found[:4]}",
+                fix="jaxlm tokenizer train --config=... makes one that does",
+            )
+        self.lead = " " if self.decode(self.encode("a")).startswith(" ") else ""
+
+    def serialise(self) -> bytes:
+        return _as_json({"kind": "trained", "content": self.content.decode()})
+
+
 class Imported(HuggingFace):
     """The `tokenizer.json` of an imported model, with the model's own ids and its own tokens around a document.
 
@@ -341,6 +384,8 @@ def load(content: bytes, where: str) -> Tokenizer:
             raise ValueError("its characters are not text")
         if kind == "imported":
             return _imported(ours, where)
+        if kind == "trained":
+            return Trained(str(ours.get("content")).encode(), where)
     except (ValueError, RecursionError) as error:
         raise DataError(
             "a tokenizer file is not the JSON of a tokenizer",

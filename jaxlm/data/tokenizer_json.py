@@ -1,5 +1,6 @@
 """Our tokenizers as a `tokenizer.json`, which other programs read: the same ids for the same text."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -7,32 +8,65 @@ from jaxlm.data.tokenizer import (
     BYTE_OF_CHARACTER,
     SPECIALS,
     Bytes,
-    Characters,
+    HuggingFace,
     Imported,
     SentencePiece,
     Tokenizer,
+    Trained,
+    rust_errors,
 )
+from jaxlm.data.vocabularies import pieces
 
 
 def as_json(tokenizer: Tokenizer) -> bytes | None:
     """The content of a tokenizer.json, None where it would give other ids.
 
-    Of a SentencePiece model, the character U+2581 itself is the exception: there it is a space.
+    Of a SentencePiece model, the character U+2581 itself is the exception: there it is a space. Of a unigram model, a long
+    run of one character is too: the same pieces may come in another order, as their sum is rounded otherwise.
     """
     import tokenizers
 
-    if isinstance(tokenizer, Imported):
+    if isinstance(tokenizer, Imported | Trained):
         return tokenizer.content
     if isinstance(tokenizer, SentencePiece):
-        built = _pieces(tokenizer)
-    elif isinstance(tokenizer, Bytes):
-        built = _bytes()
-    elif isinstance(tokenizer, Characters):
-        built = _characters(tokenizer)
-    else:  # the ids of a tokenizer.json that was moved up behind our special tokens
-        return None
+        found = pieces.read(tokenizer.serialise(), "tokenizer")
+        return pieces.as_json(dataclasses.replace(found, begins=None), "tokenizer")
+    if isinstance(tokenizer, HuggingFace):
+        return _moved(tokenizer)
+    built = _bytes() if isinstance(tokenizer, Bytes) else _characters(tokenizer)
     built.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in SPECIALS])
     return built.to_str().encode()
+
+
+def _moved(tokenizer: HuggingFace) -> bytes | None:
+    """A tokenizer.json whose ids are moved up behind our special tokens; None where that gives others than ours are."""
+    import tokenizers
+
+    parsed = json.loads(tokenizer.content)
+    model, shift = parsed["model"], tokenizer.shift
+    special = {each["content"] for each in parsed.get("added_tokens") or () if each.get("special")}
+    if isinstance(model["vocab"], dict):
+        own = {piece: number + shift for piece, number in model["vocab"].items()}
+        model["vocab"] = {name: number for number, name in enumerate(SPECIALS)} | own
+        if model.get("unk_token") in special:
+            model["unk_token"] = SPECIALS[tokenizer.unk]
+    else:
+        unknown = model.get("unk_id")
+        if unknown is not None:
+            is_special = model["vocab"][unknown][0] in special
+            model["unk_id"] = tokenizer.unk if is_special else unknown + shift
+        model["vocab"] = [[name, pieces.NEVER] for name in SPECIALS] + model["vocab"]
+    for token in parsed.get("added_tokens") or ():
+        token["id"] += shift
+    # What stands around a document is ours now.
+    parsed |= {"post_processor": None, "truncation": None, "padding": None}
+    with rust_errors("a tokenizer.json cannot be moved", "tokenizer"):
+        built = tokenizers.Tokenizer.from_str(json.dumps(parsed))
+        built.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in SPECIALS])
+        built.encode_special_tokens = True
+        found = [built.encode(text, add_special_tokens=False).ids for text in pieces.PROBES]
+    is_same = found == tokenizer.encode_many(pieces.PROBES)
+    return built.to_str().encode() if is_same and built.token_to_id(SPECIALS[0]) == 0 else None
 
 
 def settings(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -48,28 +82,6 @@ def settings(tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _pieces(tokenizer: SentencePiece) -> Any:
-    """Byte-pair merges in the order of the pieces that they make: SentencePiece merges what makes the best piece first."""
-    import tokenizers
-    from tokenizers import decoders, models, normalizers
-
-    pieces = tokenizer.pieces()
-    merges = []
-    for piece, number in sorted(pieces.items(), key=lambda item: item[1]):
-        ways = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        whole = [(pieces[a], pieces[b], a, b) for a, b in ways if a in pieces and b in pieces]
-        if number >= len(SPECIALS):
-            merges += [(a, b) for _, _, a, b in sorted(whole)]
-    built = tokenizers.Tokenizer(
-        models.BPE(pieces, merges, unk_token=SPECIALS[tokenizer.unk], byte_fallback=True)
-    )
-    built.normalizer = normalizers.Replace(" ", SentencePiece.SPACE)
-    built.decoder = decoders.Sequence(
-        [decoders.Replace(SentencePiece.SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    return built
-
-
 def _bytes() -> Any:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
@@ -82,7 +94,7 @@ def _bytes() -> Any:
     return built
 
 
-def _characters(tokenizer: Characters) -> Any:
+def _characters(tokenizer: Tokenizer) -> Any:
     import tokenizers
     from tokenizers import decoders, models
 

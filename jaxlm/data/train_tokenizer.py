@@ -3,9 +3,18 @@
 import io
 import re
 from collections.abc import Iterator
+from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.tokenizer import SPECIALS, Bytes, Characters, SentencePiece, Tokenizer
+from jaxlm.data.tokenizer import (
+    SPECIALS,
+    Bytes,
+    Characters,
+    SentencePiece,
+    Tokenizer,
+    Trained,
+)
+from jaxlm.data.vocabularies.patterns import cutter
 
 TRAINING_BYTES = 64 * 2**20  # of text that a tokenizer is trained on at most
 SMALLEST = 512  # vocabulary that is trained: the special tokens, 256 bytes, and some pieces
@@ -22,15 +31,104 @@ def train(kind: str, texts: Iterator[str]) -> Tokenizer:
         return Bytes()
     if kind == "characters":
         return Characters("".join(sorted(set().union(*texts))))
-    return SentencePiece(_train_sentencepiece(texts, int(kind.partition(":")[2])))
+    name, _, size = kind.partition(":")
+    if name == "bpe":
+        return Trained(_train_byte_pairs(texts, int(size)))
+    if name == "wordpiece":
+        return Trained(_train_word_pieces(texts, int(size)))
+    return SentencePiece(_train_sentencepiece(name, texts, int(size), **SENTENCEPIECE[name]))
 
 
-def _train_sentencepiece(texts: Iterator[str], size: int) -> bytes:
-    """Byte-pair merges over the first `TRAINING_BYTES` of the text, cut into sentences of `CHUNK` characters.
+# Byte pairs may span words, so that indentation, line ends and common phrases of code become one token: on Python's library
+# 4.9 bytes a token at 8,192 pieces, against 3.8 with pieces inside words. Those of a unigram model (Kudo 2018,
+# arXiv:1804.10959) are inside words, where its candidates are few enough to be weighed.
+SENTENCEPIECE: dict[str, dict[str, Any]] = {
+    "sentencepiece": dict(model_type="bpe", split_by_whitespace=False),
+    "unigram": dict(model_type="unigram", split_by_whitespace=True),
+}
 
-    Pieces may span words, so that indentation, line ends and common phrases of code become one token: on Python's
-    library 4.9 bytes a token at 8,192 pieces, against 3.8 with pieces inside words.
+
+def _train_byte_pairs(texts: Iterator[str], size: int) -> bytes:
+    """Byte pairs of UTF-8 inside words, runs of up to three digits, and runs of signs."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    built = tokenizers.Tokenizer(models.BPE())
+    built.pre_tokenizer, built.decoder = cutter("cl100k"), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    built.train_from_iterator(_first(texts), trainer)
+    if (found := built.get_vocab_size()) < size:
+        raise _too_large("bpe", size, found, f"it has {found} different tokens")
+    return built.to_str().encode()
+
+
+def _train_word_pieces(texts: Iterator[str], size: int) -> bytes:
+    """BERT's word pieces, case and accents kept: each character at the start of a word and inside, then the commonest pairs.
+
+    The pairs are SentencePiece's, as the trainer of `tokenizers` gives other ids each time.
     """
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    normalise = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
+    cut = pre_tokenizers.BertPreTokenizer()
+
+    def words(text: str) -> str:
+        return " ".join(word for word, _ in cut.pre_tokenize_str(normalise.normalize_str(text)))
+
+    model = _train_sentencepiece(
+        "wordpiece",
+        map(words, _first(texts)),
+        size + 1,  # with the space itself, which is no word piece
+        model_type="bpe",
+        split_by_whitespace=True,
+        add_dummy_prefix=True,
+        byte_fallback=False,
+    )
+    space, inside = SentencePiece.SPACE, "##"
+    pieces = [piece for piece in SentencePiece(model).pieces() if piece not in SPECIALS]
+    letters = sorted({piece for piece in pieces if len(piece) == 1} - {space})
+    longer = [piece for piece in pieces if len(piece.removeprefix(space)) > 1]
+    spelt = [p.removeprefix(space) if p.startswith(space) else inside + p for p in longer]
+    vocabulary = [*SPECIALS, *letters, *(inside + letter for letter in letters), *spelt][:size]
+    built = tokenizers.Tokenizer(
+        models.WordPiece(
+            {piece: number for number, piece in enumerate(vocabulary)},
+            unk_token=SPECIALS[Tokenizer.unk],
+            continuing_subword_prefix=inside,
+        )
+    )
+    built.normalizer, built.pre_tokenizer, built.decoder = normalise, cut, decoders.WordPiece()
+    built.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in SPECIALS])
+    return built.to_str().encode()
+
+
+def _too_large(name: str, size: int, fits: int, why: str) -> ConfigError:
+    return ConfigError(
+        f"a vocabulary of {size} cannot be trained on this text",
+        where="data.tokenizer",
+        why=why,
+        fix=f"--config.data.tokenizer={f'{name}:{fits}' if fits >= SMALLEST else 'bytes'}",
+    )
+
+
+def _first(texts: Iterator[str]) -> Iterator[str]:
+    """The first `TRAINING_BYTES` of the text."""
+    read = 0
+    for text in texts:
+        yield text
+        read += len(text.encode())
+        if read >= TRAINING_BYTES:
+            return
+
+
+def _train_sentencepiece(name: str, texts: Iterator[str], size: int, **own: Any) -> bytes:
+    """Pieces over the first `TRAINING_BYTES` of the text, cut into sentences of `CHUNK` characters."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -38,15 +136,11 @@ def _train_sentencepiece(texts: Iterator[str], size: int) -> bytes:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_sentences(texts),
             model_writer=model,
-            model_type="bpe",
             vocab_size=size,
             character_coverage=0.9999,
-            byte_fallback=True,
             normalization_rule_name="identity",
-            add_dummy_prefix=False,
             remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True,
-            split_by_whitespace=False,
             split_by_unicode_script=False,
             split_by_number=False,
             max_sentence_length=4 * CHUNK,
@@ -61,17 +155,14 @@ def _train_sentencepiece(texts: Iterator[str], size: int) -> bytes:
             control_symbols=list(SPECIALS[4:]),
             num_threads=1,  # the merges do not depend on it; the order of ties might
             minloglevel=2,
+            **(dict(byte_fallback=True, add_dummy_prefix=False) | own),
         )
     except RuntimeError as error:
         why = str(error).split("]")[-1].strip()[:300]
         most, least = re.search(r"value <= (\d+)", why), re.search(r"\d+ vs (\d+)", why)
         fits = int(most[1]) if most else int(least[1]) + 1000 if least else 0
-        raise ConfigError(
-            f"a vocabulary of {size} cannot be trained on this text",
-            where="data.tokenizer",
-            why=why,
-            fix=f"--config.data.tokenizer={f'sentencepiece:{fits}' if fits >= SMALLEST else 'bytes'}",
-        ) from error
+        spare = int(name == "wordpiece")  # the space itself
+        raise _too_large(name, size - spare, fits - spare, why) from error
     return model.getvalue()
 
 

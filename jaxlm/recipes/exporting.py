@@ -228,7 +228,9 @@ def _write_beside(
         return
     content = tokenizer_json.as_json(opened.tokenizer)
     if content is None:
-        say("the tokenizer is not exported: its ids are moved up behind jaxlm's special tokens")
+        say(
+            "the tokenizer is not exported: it has special tokens of jaxlm's names, and its ids are moved up behind jaxlm's"
+        )
         return
     (folder / "tokenizer.json").write_bytes(content)
     write_json(folder / "tokenizer_config.json", tokenizer_json.settings(opened.tokenizer))

@@ -162,7 +162,7 @@ def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
     if run.model.vocab != "auto":
         return run.model.vocab
     kind, _, size = run.data.tokenizer.partition(":")
-    known = {"sentencepiece": int(size) if size.isdigit() else 4096, "bytes": 320}.get(kind, 4096)
+    known = 320 if kind == "bytes" else int(size) if size.isdigit() else 4096
     unit = VOCAB_MULTIPLE * logical.ways(sizes, "vocab")
     vocab = -(-known // unit) * unit
     assumed.append(

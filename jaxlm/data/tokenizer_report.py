@@ -1,0 +1,99 @@
+"""How well a tokenizer fits a text: how short it makes it, what of it it does not know, and how fast."""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from jaxlm.data import parts
+from jaxlm.data.config import DataConfig
+from jaxlm.data.documents import Corpus
+from jaxlm.data.tokenizer import Tokenizer
+
+MOST_BYTES = 8 * 2**20  # of text that is measured; shares are steady long before
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """What a tokenizer makes of a text, in which it counts no special tokens."""
+
+    size: int  # ids
+    documents: int
+    bytes: int
+    tokens: int
+    bytes_per_token: float
+    tokens_per_word: float  # of what spaces separate
+    unknown: float  # share of the tokens
+    coverage: float  # share of the characters that are known
+    lossless: float  # share of the documents that are given back exactly
+    bytes_per_second: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Its fields by name."""
+        return dataclasses.asdict(self)
+
+
+def measure(tokenizer: Tokenizer, texts: Sequence[str]) -> Fit:
+    """The fit to texts, of which there is at least one that is not empty."""
+    begun = time.perf_counter()
+    encoded = tokenizer.encode_many(texts)
+    seconds = time.perf_counter() - begun
+    size = sum(len(text.encode()) for text in texts)
+    tokens = sum(map(len, encoded))
+    unknown = sum(ids.count(tokenizer.unk) for ids in encoded)
+    characters = Counter[str]()
+    for text in texts:
+        characters.update(text)
+    known = tokenizer.encode_many(list(characters))
+    covered = sum(
+        count
+        for ids, count in zip(known, characters.values(), strict=True)
+        if tokenizer.unk not in ids
+    )
+    same = sum(
+        tokenizer.decode(ids).removeprefix(tokenizer.lead) == text
+        for ids, text in zip(encoded, texts, strict=True)
+    )
+    return Fit(
+        size=tokenizer.size,
+        documents=len(texts),
+        bytes=size,
+        tokens=tokens,
+        bytes_per_token=size / max(1, tokens),
+        tokens_per_word=tokens / max(1, sum(len(text.split()) for text in texts)),
+        unknown=unknown / max(1, tokens),
+        coverage=covered / max(1, characters.total()),
+        lossless=same / len(texts),
+        bytes_per_second=size / max(1e-9, seconds),
+    )
+
+
+def texts(config: DataConfig, pattern: str | None) -> list[str]:
+    """The first `MOST_BYTES` of files, or else of what the config holds out of training; none where these are tokens already.
+
+    Raises:
+      JaxlmError: as finding and reading them does.
+    """
+    if pattern is not None:
+        corpus = Corpus.find((pattern,), config.text_key, "--text")
+        return list(_first(document.text for document in corpus.documents(Counter())))
+    _, held_out = parts.find(config)
+    return list(
+        _first(
+            document.text
+            for part in held_out
+            if part.corpus is not None
+            for document in part.documents(Counter())
+        )
+    )
+
+
+def _first(found: Iterable[str]) -> Iterator[str]:
+    read = 0
+    for text in found:
+        if text:
+            yield text
+        read += len(text.encode())
+        if read >= MOST_BYTES:
+            return
