@@ -64,6 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="end a text before this string"
     )
     parser.add_argument(
+        "--beams",
+        type=int,
+        default=1,
+        metavar="K",
+        help="search for a likely text with K beams, with --temperature=0 (1)",
+    )
+    parser.add_argument(
+        "--length_penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="a beam scores its log-probability over its tokens to this power (1)",
+    )
+    parser.add_argument(
         "--seed",
         type=int,
         action="append",

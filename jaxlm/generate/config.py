@@ -29,9 +29,15 @@ class SampleConfig:
         return GenerateConfig(**{name: getattr(self, name) for name in shared})
 
 
-STOP_BYTES = (
-    256  # of all stops together: the table of their states has as many rows, of two bytes an id
-)
+BEAM_HAS_NONE: dict[str, object] = {
+    "temperature": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "stop": (),
+}
+# Of all stops together: the table of their states has as many rows, of two bytes an id.
+STOP_BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,13 +67,17 @@ class GenerateConfig:
         0.0, "taken from the logit of a token as often as it is in the text"
     )
     stop: tuple[str, ...] = setting((), "strings before which a text ends")
+    beams: int = setting(1, "texts kept in a beam search, which draws nothing; 1 is none", low=1)
+    length_penalty: float = setting(
+        1.0, "a beam scores its log-probability over its tokens to this power"
+    )
     seed: tuple[int, ...] = setting((0,), "the same seed draws the same text; one, or one a prompt")
     kv_cache_dtype: Literal["auto", "int8"] = setting(
-        "auto", "numbers of the key-value cache; auto is precision.compute"
+        "auto", "numbers of the key-value cache; auto is what activations have"
     )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """There is a seed for each prompt, and stops are something."""
+        """There is a seed for each prompt, stops are something, and a beam search is asked for nothing that it does not do."""
         if len(self.seed) not in (1, len(self.prompts)):
             yield (
                 "seed",
@@ -82,3 +92,10 @@ class GenerateConfig:
                 f"{size} bytes, and {STOP_BYTES} are allowed for all stops",
                 "--stop=END",
             )
+        for name, none in BEAM_HAS_NONE.items():
+            if self.beams > 1 and getattr(self, name) != none:
+                yield (
+                    name,
+                    f"a beam search ranks whole texts by the model's own probabilities: {name} must be {none!r}",
+                    "--beams=1" if name == "stop" else f"--{name}={none}",
+                )

@@ -258,9 +258,9 @@ class Decoder(nnx.Module):
         return self
 
     def empty_cache(self, rows: int, slots: int, *, is_int8: bool = False) -> KVCache:
-        """A cache for `rows` sequences of up to `slots` tokens, in the compute dtype or rounded to int8."""
+        """A cache for `rows` sequences of up to `slots` tokens, in the dtype of activations or rounded to int8."""
         config = self.config
-        dtype = jnp.dtype(jnp.int8) if is_int8 else self.precision.compute
+        dtype = jnp.dtype(jnp.int8) if is_int8 else self.precision.activations
 
         def empty(block: BlockConfig) -> LayerCache:
             own = block.attention

@@ -75,7 +75,7 @@ class Attention(nnx.Module):
         key: Array | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Attends over `x`, or over the cache once `x` is written into it from slot `start` on."""
-        config = self.config
+        config, precision = self.config, self.precision
         query = constrain(self.query(x), "batch", "length", "heads", "head_dim")
         keys = constrain(self.key(x), "batch", "length", "kv_heads", "head_dim")
         values = constrain(self.value(x), "batch", "length", "kv_heads", "head_dim")
@@ -94,6 +94,9 @@ class Attention(nnx.Module):
             assert start is not None
             cache, (keys, values, index) = cache.extended(keys, values, start, mask.query_count)
             mask = dataclasses.replace(mask, key_index=index)
+            # A cache is as activations are. On CPU casting it for every token costs more than it saves, and XLA has no
+            # product of bfloat16 in batches there (jax 0.12).
+            precision = dataclasses.replace(precision, compute=precision.activations)
         mask = dataclasses.replace(mask, window=config.window)
         scale = config.head_dim**-0.5 if config.scale is None else config.scale
         self._note(query, keys, mask, scale)
@@ -102,7 +105,7 @@ class Attention(nnx.Module):
             keys,
             values,
             mask,
-            self.precision,
+            precision,
             scale=scale,
             cap=config.cap,
             dropout=config.dropout,

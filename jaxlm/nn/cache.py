@@ -36,12 +36,14 @@ class LayerCache:
     Token i of a row lies in slot i, or in a ring in slot i % S, over token i - S: a layer whose queries see a window of S
     keys needs no more. With scales, the numbers are int8: each is within half a scale of what was written, and the scale
     is the largest magnitude of a head's key or value over 127, so within 0.4% of that.
+
+    Heads come before slots, as the products of attention read them: else all of it would be turned for every token.
     """
 
-    keys: Array  # [B, S, K, H]
+    keys: Array  # [B, K, S, H]
     values: Array
-    key_scale: Float[Array, "B S K 1"] | None = None
-    value_scale: Float[Array, "B S K 1"] | None = None
+    key_scale: Float[Array, "B K S 1"] | None = None
+    value_scale: Float[Array, "B K S 1"] | None = None
     is_ring: bool = False
 
     @classmethod
@@ -51,14 +53,14 @@ class LayerCache:
         """Zeros; a ring where the window is shorter than the row."""
         is_ring = window is not None and window < slots
         length = window if is_ring else slots
-        numbers = jnp.zeros((rows, length, heads, size), dtype)
-        scale = jnp.zeros((rows, length, heads, 1)) if dtype == jnp.int8 else None
+        numbers = jnp.zeros((rows, heads, length, size), dtype)
+        scale = jnp.zeros((rows, heads, length, 1)) if dtype == jnp.int8 else None
         return cls(numbers, numbers, scale, scale, is_ring)
 
     @property
     def slots(self) -> int:
         """Tokens that it holds of a row."""
-        return self.keys.shape[1]
+        return self.keys.shape[2]
 
     def extended(
         self,
@@ -72,8 +74,9 @@ class LayerCache:
         A ring keeps only the first `count` of them, as what lies behind is padding and would be written over tokens; in
         another cache the next write covers padding. What comes of a token does not depend on how many are written at once.
         """
+        length = keys.shape[1]
+        keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
         new = type(self)(*self._packed(keys, values), is_ring=self.is_ring)
-        rows, length = keys.shape[:2]
         index = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
         if not self.is_ring:
             written = self._map(lambda cache, part: _placed(cache, part, start), new)
@@ -81,12 +84,11 @@ class LayerCache:
         stop = start + (length if count is None else count)
         is_kept = (index < stop[:, None]) & (index >= stop[:, None] - self.slots)
         slot = jnp.where(is_kept, index % self.slots, self.slots)
-        row = jnp.arange(rows)[:, None]
-        written = self._map(lambda ring, part: ring.at[row, slot].set(part, mode="drop"), new)
+        written = self._map(lambda ring, part: _dropped(ring, part, slot), new)
         if length == 1:
             return written, written._read(_in_ring(stop, self.slots))
         # The first of the new tokens still see what the last of them are written over.
-        both = self._map(lambda ring, part: jnp.concatenate((ring, part), axis=1), new)
+        both = self._map(lambda ring, part: jnp.concatenate((ring, part), axis=2), new)
         return written, both._read(jnp.concatenate((_in_ring(start, self.slots), index), axis=1))
 
     def _packed(
@@ -103,22 +105,32 @@ class LayerCache:
     def _map(self, function: Callable[[Array, Array], Array], new: Self) -> Self:
         """A cache made part by part of this one and of new tokens."""
         made = jax.tree.map(function, self, new)
-        placed = [constrain(x, "batch", None, "kv_heads", None) for x in jax.tree.leaves(made)]
+        placed = [constrain(x, "batch", "kv_heads", None, None) for x in jax.tree.leaves(made)]
         return jax.tree.unflatten(jax.tree.structure(made), placed)
 
     def _read(self, index: Array) -> Read:
-        if self.key_scale is None or self.value_scale is None:
-            return Read(self.keys, self.values, index)
-        return Read(self.keys * self.key_scale, self.values * self.value_scale, index)
+        keys, values = self.keys, self.values
+        if self.key_scale is not None and self.value_scale is not None:
+            keys, values = keys * self.key_scale, values * self.value_scale
+        return Read(keys.swapaxes(1, 2), values.swapaxes(1, 2), index)
 
 
 def _placed(cache: Array, new: Array, start: Array) -> Array:
     """The cache with each row's new entries from its own slot on."""
 
     def place(row: Array, part: Array, slot: Array) -> Array:
-        return jax.lax.dynamic_update_slice(row, part, (slot, 0, 0))
+        return jax.lax.dynamic_update_slice(row, part, (0, slot, 0))
 
     return jax.vmap(place)(cache, new, start)
+
+
+def _dropped(ring: Array, new: Array, slots: Array) -> Array:
+    """The ring with each row's new entries in its own slots, those without one left out."""
+
+    def place(row: Array, part: Array, slot: Array) -> Array:
+        return row.at[:, slot].set(part, mode="drop")
+
+    return jax.vmap(place)(ring, new, slots)
 
 
 def _in_ring(length: Array, slots: int) -> Int[Array, "B S"]:

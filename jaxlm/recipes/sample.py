@@ -10,7 +10,7 @@ import numpy as np
 from jaxlm.core import random
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.generate import decode, sampling, stops
+from jaxlm.generate import beam, decode, sampling, stops
 from jaxlm.generate.config import GenerateConfig
 from jaxlm.generate.penalties import Penalties
 from jaxlm.models.build import Blueprint
@@ -59,30 +59,39 @@ class Sampler:
         ids = np.arange(blueprint.config.vocab)
         text = np.isin(ids, np.flatnonzero(tokenizer.token_bytes > 0)) | (ids == tokenizer.eos)
         self._stops = tuple(stop.encode() for stop in config.stop)
-        shared = ("temperature", "top_k", "top_p", "min_p")
-        self._generate = jax.jit(
-            decode.build(
+        shared: dict[str, Any] = {
+            "max_tokens": config.max_tokens,
+            "end": tokenizer.eos,
+            "pad": tokenizer.pad,
+            "allowed": jnp.asarray(text),
+            "both_ways": both_ways,
+            "is_int8": config.kv_cache_dtype == "int8",
+        }
+        if config.beams > 1:
+            searched = beam.build(
                 blueprint.merge,
-                functools.partial(
-                    sampling.draw, **{name: getattr(config, name) for name in shared}
-                ),
-                max_tokens=config.max_tokens,
-                end=tokenizer.eos,
-                pad=tokenizer.pad,
-                allowed=jnp.asarray(text),
-                both_ways=both_ways,
-                penalties=Penalties(
-                    repetition=config.repetition_penalty,
-                    presence=config.presence_penalty,
-                    frequency=config.frequency_penalty,
-                ),
-                stops=jnp.asarray(stops.automaton(self._stops, tokenizer.table))
-                if self._stops
-                else None,
-                is_scored=is_scored,
-                is_int8=config.kv_cache_dtype == "int8",
+                beams=config.beams,
+                length_penalty=config.length_penalty,
+                **shared,
             )
+            self._generate = jax.jit(searched)
+            return
+        cuts = ("temperature", "top_k", "top_p", "min_p")
+        drawn = decode.build(
+            blueprint.merge,
+            functools.partial(sampling.draw, **{name: getattr(config, name) for name in cuts}),
+            penalties=Penalties(
+                repetition=config.repetition_penalty,
+                presence=config.presence_penalty,
+                frequency=config.frequency_penalty,
+            ),
+            stops=jnp.asarray(stops.automaton(self._stops, tokenizer.table))
+            if self._stops
+            else None,
+            is_scored=is_scored,
+            **shared,
         )
+        self._generate = jax.jit(drawn)
 
     def _check_room(self, positions: int | None, flag: str) -> None:
         longest = max(map(len, self._rows(self.config.prompts)), default=0)

@@ -53,12 +53,23 @@ def test_a_text_is_cut_before_its_stop(capsys, run):
     assert len(sample["ids"]) == len(sample["log_probabilities"]) < 12
 
 
+def test_a_beam_search_is_the_same_whatever_the_seed(capsys, run):
+    words = (PROMPTS[0], "--temperature=0", "--beams=3")
+    (code, first), (_, second) = (call(capsys, run, *words, f"--seed={i}") for i in (1, 2))
+    assert (code, first) == (0, second)
+    (sample,) = first["samples"]
+    assert len(sample["ids"]) == len(sample["log_probabilities"]) > 0
+    assert max(sample["log_probabilities"]) < 0
+
+
 @pytest.mark.parametrize(
     ("words", "named", "fix"),
     [
         (("--seed=1", "--seed=2", "--seed=3"), "seed", "--seed=0"),
         (("--stop=",), "stop", "--stop"),
         (("--stop=" + "x" * 300,), "stop", "--stop=END"),
+        (("--beams=2",), "temperature", "--temperature=0"),
+        (("--beams=2", "--temperature=0", "--stop=a"), "stop", "--beams=1"),
         (("--min_p=1.5",), "min_p", "--min_p=1"),
         (("--repetition_penalty=0",), "repetition_penalty", "--repetition_penalty="),
         (("--kv_cache_dtype=int4",), "kv_cache_dtype", "--kv_cache_dtype=int8"),

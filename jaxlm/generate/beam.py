@@ -1,0 +1,142 @@
+"""Beam search: the likeliest texts that keeping a few beginnings finds."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxlm.generate.decode import END, LENGTH, Generated, following, prefill, prepared
+from jaxlm.models.decoder import Decoder
+from jaxlm.nn.cache import KVCache
+
+
+class _Texts(NamedTuple):
+    """Some texts of each row, the best first; a score of minus infinity is none."""
+
+    score: Array  # [B, K]
+    ids: Array  # [B, K, M]
+    log_probabilities: Array  # [B, K, M]
+    length: Array  # [B, K]
+
+    def best(self, count: int) -> tuple["_Texts", Array]:
+        """The `count` of the highest scores, and which they were."""
+        _, chosen = jax.lax.top_k(self.score, count)
+        return self.at(chosen), chosen
+
+    def at(self, chosen: Array) -> "_Texts":
+        """These of each row."""
+        return jax.tree.map(lambda x: jax.vmap(lambda row, own: row[own])(x, chosen), self)
+
+
+class _State(NamedTuple):
+    number: Array  # tokens drawn so far
+    open: _Texts
+    ended: _Texts
+    is_closed: Array  # [B]
+    cache: KVCache
+
+
+def build(
+    merge: Callable[[Any], Decoder],
+    *,
+    beams: int,
+    length_penalty: float,
+    max_tokens: int,
+    end: int,
+    pad: int,
+    allowed: Int[Array, "V"] | None = None,
+    both_ways: bool = False,
+    is_int8: bool = False,
+) -> Callable[[Any, Array, Array, Array], Generated]:
+    """A function like that of `decode.build`, which draws nothing: its keys are not looked at.
+
+    A text of n tokens scores the sum of its log-probabilities over n^length_penalty, its end token counted. From token
+    to token, the `beams` likeliest open texts are kept, and the best ended ones of all that were among the `beams` likeliest
+    when they ended. A row is done once its likeliest open text, as long as it is now, scores no more than the worst of
+    `beams` ended ones: it might still, with a penalty above 0, and transformers stops there too (early_stopping=False).
+
+    Source: Wu et al. 2016, arXiv:1609.08144, section 7, with the penalty of transformers.
+    """
+
+    def generate(params: Any, prompts: Array, lengths: Array, keys: Array) -> Generated:
+        model = prepared(merge(params))
+        rows = prompts.shape[0]
+        hidden = prefill(
+            model, prompts, lengths, more=max_tokens, both_ways=both_ways, is_int8=is_int8
+        )
+        none = _Texts(
+            jnp.full((rows, beams), -jnp.inf),
+            jnp.full((rows, beams, max_tokens), pad, jnp.int32),
+            jnp.zeros((rows, beams, max_tokens)),
+            jnp.zeros((rows, beams), jnp.int32),
+        )
+        begun = _State(
+            number=jnp.int32(0),
+            open=none._replace(score=none.score.at[:, 0].set(0.0)),
+            ended=none,
+            is_closed=jnp.zeros((rows,), bool),
+            cache=jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), hidden.cache),
+        )
+
+        def is_open(state: _State) -> Array:
+            return (state.number < max_tokens) & ~jnp.all(state.is_closed)
+
+        def advance(state: _State) -> _State:
+            token = state.open.ids[:, :, state.number - 1].reshape(-1)
+            values, cache = following(model, token, state.cache)
+            return extend(model, values, state._replace(cache=cache))
+
+        first = extend(model, jnp.repeat(hidden.values, beams, axis=0), begun)
+        best = jax.lax.while_loop(is_open, advance, first).ended.at(jnp.zeros((rows, 1), jnp.int32))
+        ids, length = best.ids[:, 0], best.length[:, 0]
+        last = jnp.take_along_axis(ids, length[:, None] - 1, axis=1)[:, 0]
+        reason = jnp.where(last == end, END, LENGTH)
+        return Generated(ids, length, reason, best.log_probabilities[:, 0])
+
+    def extend(model: Decoder, hidden: Array, state: _State) -> _State:
+        """Each open text with every id behind it; the likeliest go on, or have ended."""
+        number = state.number
+        logits = model.logits(hidden)[:, 0]
+        vocab = logits.shape[-1]
+        scores = jax.nn.log_softmax(logits).reshape(-1, beams, vocab)
+        if allowed is not None:
+            scores = jnp.where(allowed[None, None], scores, -jnp.inf)
+        # Twice as many as are kept: all of them go on, even where each has an end among its likeliest ids.
+        total = (state.open.score[..., None] + scores).reshape(-1, beams * vocab)
+        score, chosen = jax.lax.top_k(total, 2 * beams)
+        parent, token = chosen // vocab, (chosen % vocab).astype(jnp.int32)
+        own = jnp.take_along_axis(scores.reshape(-1, beams * vocab), chosen, axis=1)
+        texts = state.open.at(parent)
+        texts = texts._replace(
+            score=score,
+            ids=texts.ids.at[:, :, number].set(token),
+            log_probabilities=texts.log_probabilities.at[:, :, number].set(own),
+            length=texts.length + 1,
+        )
+        is_ended = (token == end) | (number + 1 == max_tokens)
+        size = (number + 1).astype(jnp.float32) ** length_penalty
+        is_among = is_ended & (jnp.arange(2 * beams) < beams)[None]
+        new = texts._replace(score=jnp.where(is_among, score / size, -jnp.inf))
+        both = jax.tree.map(lambda a, b: jnp.concatenate((a, b), axis=1), state.ended, new)
+        better, _ = both.best(beams)
+
+        def frozen(old: Array, now: Array) -> Array:
+            return jnp.where(state.is_closed.reshape(-1, *(1,) * (now.ndim - 1)), old, now)
+
+        ended = jax.tree.map(frozen, state.ended, better)
+        left = texts._replace(score=jnp.where(is_ended, -jnp.inf, score))
+        going_on, kept = left.best(beams)
+        row = jnp.arange(len(parent))[:, None] * beams
+        source = (row + jnp.take_along_axis(parent, kept, axis=1)).reshape(-1)
+        can_win = going_on.score[:, 0] / size > ended.score.min(axis=1)
+        return _State(
+            number=number + 1,
+            open=going_on,
+            ended=ended,
+            is_closed=state.is_closed | ~can_win,
+            cache=jax.tree.map(lambda x: x[source], state.cache),
+        )
+
+    return generate

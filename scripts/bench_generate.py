@@ -1,0 +1,135 @@
+"""Tokens a second of greedy generation on CPU, beside `generate` of transformers, by turns in one process, with the same weights.
+
+python scripts/bench_generate.py --turns=3, where torch and transformers can be imported (Python 3.11: the `parity` extra).
+A GPT-2 of 110M parameters, 8 prompts of 64 tokens, 128 new tokens each. Both compile or warm up before they are timed.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+from jaxlm.checkpoint.hub_folder import Folder
+from jaxlm.checkpoint.hub_tensors import layout
+from jaxlm.core.precision import Precision
+from jaxlm.core.precision_config import PrecisionConfig
+from jaxlm.generate import decode, sampling
+from jaxlm.models.build import Blueprint
+from jaxlm.recipes import importing
+
+Generate = Callable[[], np.ndarray]  # new ids [rows, tokens]
+
+
+def ours(folder: Path, compute: str, prompts: np.ndarray, count: int) -> Generate:
+    """jaxlm, with products of operands in `compute`."""
+    read = Folder(folder)
+    family, _ = importing.described(read, lambda _: None)
+    decoder = family.build()
+    precision = Precision.of(PrecisionConfig(compute=compute))
+    blueprint = Blueprint(decoder, precision)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), blueprint.shapes
+    )
+    with read.opened() as fetch:
+        tensors = importing.named(layout(decoder, family.HUB), read, family.HUB.optional)
+        params = importing.load(tensors, fetch, placed)
+    draw = functools.partial(sampling.draw, temperature=0.0)
+    run = jax.jit(decode.build(blueprint.merge, draw, max_tokens=count, end=-1, pad=0))
+    rows, length = prompts.shape
+    given = (
+        params,
+        jnp.asarray(prompts),
+        jnp.full((rows,), length),
+        jax.random.split(jax.random.key(0), rows),
+    )
+    return lambda: np.asarray(run(*given).ids)
+
+
+def theirs(folder: Path, dtype: str, prompts: np.ndarray, count: int) -> Generate:
+    """transformers, with weights in `dtype`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    ids = torch.tensor(prompts, dtype=torch.long)
+    how = dict(max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+
+    def run() -> np.ndarray:
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        return out[:, prompts.shape[1] :].numpy()
+
+    return run
+
+
+def main() -> None:
+    """Prints each turn, then the medians as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--vocab", type=int, default=32000)
+    args = parser.parse_args()
+    config = transformers.GPT2Config(
+        vocab_size=args.vocab,
+        n_embd=args.width,
+        n_layer=args.depth,
+        n_head=args.width // 64,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    prompts = np.random.default_rng(0).integers(3, args.vocab, (args.batch, args.prompt), np.int32)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+        arms = {
+            f"{name} {dtype}": make(folder, dtype, prompts, args.new)
+            for dtype in ("float32", "bfloat16")
+            for name, make in (("jaxlm", ours), ("transformers", theirs))
+        }
+        texts = {name: run() for name, run in arms.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
+        for turn in range(args.turns):
+            for name, run in arms.items():
+                begun = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - begun)
+                rate = args.batch * args.new / seconds[name][-1]
+                print(f"turn {turn + 1}  {name:<22}{rate:8.1f} tokens/s", flush=True)
+    print(json.dumps(answer(texts, seconds, args.batch * args.new)))
+
+
+def answer(
+    texts: dict[str, np.ndarray], seconds: dict[str, list[float]], tokens: int
+) -> dict[str, Any]:
+    """Median rates, how many times as fast we are turn by turn, and how much of the texts is the same."""
+    found: dict[str, Any] = {name: tokens / statistics.median(s) for name, s in seconds.items()}
+    for dtype in ("float32", "bfloat16"):
+        own, other = (f"{name} {dtype}" for name in ("jaxlm", "transformers"))
+        by_turn = [b / a for a, b in zip(seconds[own], seconds[other], strict=True)]
+        found[f"times as fast, {dtype}"] = statistics.median(by_turn)
+        found[f"same ids, {dtype}"] = float((texts[own] == texts[other]).mean())
+    return found
+
+
+if __name__ == "__main__":
+    main()

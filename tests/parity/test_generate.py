@@ -1,0 +1,83 @@
+"""What is generated beside transformers: penalties and cuts beside its processors, beams beside its search, on a tiny model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.checkpoint.hub_folder import Folder
+from jaxlm.checkpoint.hub_tensors import layout
+from jaxlm.core.precision import Precision
+from jaxlm.generate import beam, sampling
+from jaxlm.generate.penalties import History, Penalties
+from jaxlm.models.build import Blueprint
+from jaxlm.models.families.llama import Llama
+from jaxlm.recipes import importing
+from tests.parity import weights
+
+pytestmark = pytest.mark.parity
+VOCAB, END, PAD, LENGTH = 40, 2, 0, 8
+PROMPT = [5, 6, 7, 8]
+
+
+def test_penalties_and_cuts_are_those_of_its_processors():
+    import torch
+    from transformers.generation import logits_process as theirs
+
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 3, (4, VOCAB)).astype(np.float32)
+    ids = rng.integers(0, VOCAB, (4, 6)).astype(np.int32)
+    history = History.of(jnp.asarray(ids), jnp.full((4,), 6), VOCAB)
+    chain = theirs.LogitsProcessorList(
+        [
+            theirs.RepetitionPenaltyLogitsProcessor(1.4),
+            theirs.TemperatureLogitsWarper(0.7),
+            theirs.TopKLogitsWarper(20),
+            theirs.TopPLogitsWarper(0.95),
+            theirs.MinPLogitsWarper(0.02),
+        ]
+    )
+    wanted = chain(torch.tensor(ids, dtype=torch.long), torch.tensor(logits)).numpy()
+    found = Penalties(repetition=1.4)(jnp.asarray(logits), history) / 0.7
+    found = np.asarray(sampling.filtered(found, top_k=20, top_p=0.95, min_p=0.02))
+    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(wanted))
+    assert 0 < np.isfinite(found).sum() < 4 * 20
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("beams", "penalty"), [(3, 1.0), (4, 0.0), (2, 2.0)])
+def test_beams_find_what_its_search_finds(tmp_path, beams, penalty):
+    import torch
+    import transformers
+
+    family = Llama(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2, hidden=48, context=64)
+    weights.write(tmp_path, family)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    out = model.generate(
+        torch.tensor([PROMPT]),
+        num_beams=beams,
+        length_penalty=penalty,
+        max_new_tokens=LENGTH,
+        do_sample=False,
+        early_stopping=False,
+        eos_token_id=END,
+        pad_token_id=PAD,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    decoder = family.build()
+    blueprint = Blueprint(decoder, Precision.float32())
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), blueprint.shapes
+    )
+    with Folder(tmp_path).opened() as fetch:
+        params = importing.load(layout(decoder, family.HUB), fetch, placed)
+    run = beam.build(
+        blueprint.merge, beams=beams, length_penalty=penalty, max_tokens=LENGTH, end=END, pad=PAD
+    )
+    found = jax.jit(run)(params, jnp.asarray([PROMPT]), jnp.array([len(PROMPT)]), None)
+    count = int(found.length[0])
+    assert found.ids[0, :count].tolist() == out.sequences[0, len(PROMPT) :].tolist()
+    score = float(found.log_probabilities[0, :count].sum()) / count**penalty
+    np.testing.assert_allclose(score, float(out.sequences_scores[0]), rtol=1e-4)
