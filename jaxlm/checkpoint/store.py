@@ -22,6 +22,7 @@ from jaxlm.core.errors import DataError, InUse, SaveFailed, cannot_write
 from jaxlm.core.tree import leaves
 
 TORN = (".orbax-checkpoint-tmp", ".retired")  # what a killed save, or a killed removal, leaves
+AT_ONCE_GB = 1  # of a frugal save; a leaf that is larger goes alone
 LINES = 5  # for the why of an error, which has eight in all
 
 
@@ -39,6 +40,8 @@ class Store:
       owner: fencing id of the process that writes.
       is_owner: whether it still owns the run; asked before each commit.
       read_only: touch nothing.
+      is_frugal: whether a save copies no more than a part of the state to host memory at a time, and reads the rest later:
+        for one that nobody changes until the store is closed.
       is_first: whether this process makes, moves and removes directories; where a run has several, each writes its part of
         the arrays.
 
@@ -55,6 +58,7 @@ class Store:
         owner: str = "",
         is_owner: Callable[[], bool] = lambda: True,
         read_only: bool = False,
+        is_frugal: bool = False,
         is_first: bool = True,
     ):
         self.directory = epath.Path(directory).absolute()
@@ -67,8 +71,11 @@ class Store:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         if not read_only and is_first:
             self._open()
+        self._save_args: Any = ocp.args.PyTreeSave if is_frugal else ocp.args.StandardSave
         self._orbax = ocp.AsyncCheckpointer(
-            ocp.StandardCheckpointHandler(),
+            ocp.PyTreeCheckpointHandler(save_device_host_concurrent_gb=AT_ONCE_GB)
+            if is_frugal
+            else ocp.StandardCheckpointHandler(),
             async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
             # Orbax would write its time of commit after the record, into a file that has a digest by then.
             checkpoint_metadata_store=ocp.metadata.metadata_store(enable_write=False),
@@ -153,7 +160,7 @@ class Store:
     ) -> None:
         """Copies the state off the device, then writes in the background.
 
-        Returns once `state` may be donated.
+        Returns once `state` may be donated; not before `wait` has returned where the store is frugal.
 
         Raises:
           SaveFailed: where an earlier save turned out to have failed, or this one cannot begin.
@@ -169,7 +176,7 @@ class Store:
             files={},
         )
         try:
-            self._orbax.save(self._path(step), args=ocp.args.StandardSave(_parts(state)))
+            self._orbax.save(self._path(step), args=self._save_args(_parts(state)))
             faults.point("save.files", step)
         except Exception as error:  # Orbax and its array store raise what they like
             raise self._failed(error) from error

@@ -15,6 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR|FILE.gguf",
         help="the model's folder, as save_pretrained wrote it, or its file in llama.cpp's format",
     )
+    parser.add_argument(
+        "--add_token",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a token behind those of its tokenizer, whose rows begin as the mean of the others",
+    )
     parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices")
 
 
@@ -28,6 +35,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             source=Path(args.source),
             workdir=workdir,
             overrides=args.overrides,
+            add_tokens=args.add_token,
             cpu_devices=args.cpu_devices,
         ),
         out.say,

@@ -203,11 +203,11 @@ class HuggingFace(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
-        self._special = {
-            number
-            for number, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {number for number, token in added.items() if token.special}
+        self._spelt = (
+            added.keys() - self._special
+        )  # as in text, whatever the model's own pieces are
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         size = max(ids, default=-1) + 1  # there may be gaps
         if size > LARGEST_VOCABULARY:
@@ -235,7 +235,7 @@ class HuggingFace(Tokenizer):
         if self._is_byte_level:
             return (
                 bytes(BYTE_OF_CHARACTER[c] for c in piece)
-                if all(c in BYTE_OF_CHARACTER for c in piece)
+                if number not in self._spelt and all(c in BYTE_OF_CHARACTER for c in piece)
                 else piece.encode()
             )
         if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):

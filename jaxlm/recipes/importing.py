@@ -20,7 +20,7 @@ from jaxlm.models import cost
 from jaxlm.models.families.hub import Attributes, Hub
 from jaxlm.models.families.union import Family
 from jaxlm.monitor import words
-from jaxlm.recipes import assembly, devices
+from jaxlm.recipes import assembly, devices, vocabulary
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.import_tokenizer import SENTENCEPIECE, read_tokenizer
 from jaxlm.train.loop import Progress
@@ -51,6 +51,7 @@ class Options:
     source: Path
     workdir: Path
     overrides: Sequence[tuple[str, str]] = ()
+    add_tokens: Sequence[str] = ()  # behind those of its tokenizer
     cpu_devices: int | None = None
 
 
@@ -67,16 +68,19 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
     folder: Source = Gguf(options.source) if is_file else Folder(options.source)
     family, dtype = described(folder, say)
     tokenizer = read_tokenizer(folder, say)
-    run = _run(family, options)
-    decoder = run.model.build()
-    if tokenizer.size > decoder.vocab:
+    known, rows = tokenizer.size, family.vocab
+    if known > rows:
         raise DataError(
-            f"the tokenizer has {tokenizer.size:,} ids and the embedding {decoder.vocab:,} rows",
+            f"the tokenizer has {known:,} ids and the embedding {rows:,} rows",
             where=str(options.source),
             why="an id without a row cannot be read",
         )
+    tokenizer = vocabulary.extended(tokenizer, options.add_tokens)
+    run = _run(dataclasses.replace(family, vocab=max(rows, tokenizer.size)), options)
+    decoder = run.model.build()
     hub = run.model.HUB
-    tensors = named(layout(decoder, hub), folder, hub.optional)
+    theirs = dataclasses.replace(decoder, vocab=rows)
+    tensors = named(layout(theirs, hub), folder, hub.optional)
     ignored = compare(tensors, folder, hub, is_tied=decoder.tied, say=say)
     if (options.workdir / "config.json").exists():
         raise CommandError(
@@ -94,11 +98,13 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
             CheckpointConfig(),
             owner=directory.lock.fence,
             is_owner=directory.lock.is_owner,
+            is_frugal=True,
         )
         with folder.opened() as fetch:
             if decoder.tied and hub.head in ignored:
                 _refuse_other_head(hub.head, tensors, folder, fetch)
-            params = load(tensors, fetch, assembly.placed(assembled))
+            mean_from = known if options.add_tokens else None
+            params = load(tensors, fetch, assembly.placed(assembled), mean_from=mean_from)
         answer: dict[str, Any] = {
             "workdir": str(options.workdir),
             "family": run.model.family,
@@ -106,6 +112,7 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
             "tensors": len(tensors),
             "ignored": ignored,
             "dtype": dtype,
+            "added_tokens": list(options.add_tokens),
         }
         directory.write_json("config.json", config.to_json(run))
         directory.write_bytes("tokenizer", tokenizer.serialise())
@@ -124,6 +131,10 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         store.close()
     for name in ignored:
         say(f"not read, as it can be computed again: {name}")
+    if options.add_tokens:
+        say(
+            f"{tokenizer.size - known} tokens added; their rows are the mean of the {known:,} others"
+        )
     say(f"{len(tensors)} tensors, {words.count(answer['parameters'])} parameters, {dtype}")
     return answer
 
@@ -215,9 +226,10 @@ def _refuse_other_head(name: str, tensors: list[Theirs], folder: Source, fetch: 
             )
 
 
-def load(tensors: list[Theirs], fetch: Fetch, placed: Any) -> Any:
-    """The parameters on the devices, each leaf shard by shard."""
-    reader = Reader(tensors, fetch)
+def load(tensors: list[Theirs], fetch: Fetch, placed: Any, *, mean_from: int | None = None) -> Any:
+    """The parameters on the devices, each leaf shard by shard; ids from `mean_from` on have the mean of those before."""
+    plain = Reader(tensors, fetch)
+    reader = plain if mean_from is None else vocabulary.Extended(plain, mean_from)
 
     def leaf(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         dtype = np.dtype(like.dtype)

@@ -115,6 +115,54 @@ def test_an_imported_run_is_evaluated_and_goes_on_from_its_own_tokens(capsys, tm
     assert "there is a run in this directory" in answer["error"]["what"]
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])  # of its own head, and of the embedding
+def test_added_tokens_have_the_mean_of_the_others_and_those_stay_as_they_were(
+    capsys, tmp_path, name
+):
+    source, run, out = write(tmp_path / "source", name), tmp_path / "run", tmp_path / "out"
+    added = ["<|tool|>", "naïve", *(f"token{i}" for i in range(70))]
+    words = [f"--add_token={token}" for token in added]
+    mesh = ("--config.mesh.data=1", "--config.mesh.fsdp=4", "--config.mesh.tensor=2")
+    code, answer, said = call(
+        capsys, "import", f"--from={source}", f"--workdir={run}", *words, *mesh
+    )
+    assert (code, answer["added_tokens"]) == (0, added)
+    assert "72 tokens added; their rows are the mean of the 258 others" in said
+    code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
+    assert (code, answer["parity"]["is_bit_identical"]) == (0, True)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
+    size = 258 + len(added)  # more than the 320 rows that there were
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == size
+    changed = [key for key in before if before[key].shape != after[key].shape]
+    assert len(changed) == (2 if name == "llama" else 1)
+    for key in before:
+        old, new = before[key], after[key]
+        if key in changed:
+            mean = old[:258].mean(0, dtype=np.float64).astype(np.float32)
+            np.testing.assert_array_equal(new[258:], np.broadcast_to(mean, (72, 32)))
+            old, new = old[:258], new[:258]
+        np.testing.assert_array_equal(new, old, err_msg=key)
+    text = "a naïve call of <|tool|>"
+    exported = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+    ids = exported.encode(text, add_special_tokens=False).ids
+    ours = Folder(out)
+    found = importing.read_tokenizer(ours)
+    assert found.encode(text) == ids
+    assert {258, 259} < set(ids)
+    assert found.decode(ids) == text
+
+
+@pytest.mark.parametrize("token", ["", "a", "<s>"])
+def test_a_token_that_is_there_is_not_added(capsys, tmp_path, token):
+    source, run = write(tmp_path / "source"), tmp_path / "run"
+    code, answer, _ = call(
+        capsys, "import", f"--from={source}", f"--workdir={run}", f"--add_token={token}"
+    )
+    assert code == 2
+    assert "is no new token" in answer["error"]["what"]
+    assert not run.exists()
+
+
 @pytest.mark.parametrize(
     ("begins", "added", "first"),
     [(True, None, [256]), (True, False, []), (False, None, []), (False, True, [256])],
