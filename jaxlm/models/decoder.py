@@ -34,7 +34,7 @@ class Hidden(NamedTuple):
     values: Float[Array, "B T D"]
     cache: KVCache | None
     losses: dict[str, Mean]  # what layers add to the objective, such as an expert balance
-    stream: Float[Array, "B T D"] | None = None  # before the final norm
+    stream: Float[Array, "B T D"]  # before the final norm
 
 
 class Decoder(nnx.Module):

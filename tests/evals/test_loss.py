@@ -26,7 +26,8 @@ class Bigram:
         self.table = table
 
     def __call__(self, tokens, *, positions, segments, reach, inner, key, dealt):
-        return Hidden(jax.nn.one_hot(tokens, VOCAB), None, {})
+        values = jax.nn.one_hot(tokens, VOCAB)
+        return Hidden(values, None, {}, values)
 
     def logits(self, hidden):
         return hidden @ self.table

@@ -34,7 +34,8 @@ class Table:
         self.table = params["table"]
 
     def __call__(self, tokens, **_):
-        return Hidden(jax.nn.one_hot(tokens, IDS), None, {})
+        values = jax.nn.one_hot(tokens, IDS)
+        return Hidden(values, None, {}, values)
 
     def logits(self, values):
         return values @ self.table
