@@ -46,7 +46,6 @@ def token_nll(
     total, metrics = _total(scored(hidden.values, dealt.targets), batch.weights, config)
     losses = hidden.losses
     if ahead:
-        assert hidden.stream is not None
         following = further(batch, len(ahead))
         there = context.deal(following, parts)
         values, added = model.ahead(
