@@ -108,7 +108,7 @@ def _stats(args: Any, out: Output) -> int:
             f"train/{name}": loader
             for name, loader in zip(data.train.names, data.train.sources, strict=True)
         }
-        told = [f"mixture     {line}" for line in data.train.told(chosen.rows)]
+        told = [f"mixture     {line}" for line in data.train.told(chosen.pace, chosen.train.steps)]
     parts = {"train": data.train, **sources, **data.validation}
     answer = {name: _described(loader) for name, loader in parts.items()}
     for name, seen in (data.train.seen(chosen.rows) if sources else {}).items():

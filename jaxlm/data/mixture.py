@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxlm.core.config import Span
 from jaxlm.core.errors import ConfigError
+from jaxlm.core.pace import Pace
 from jaxlm.data import mixture_config, shares
 from jaxlm.data.config import DataConfig
 from jaxlm.data.corrupt.rows import Key
@@ -98,13 +99,21 @@ class Mixture(Loader):
             for name, source, count in zip(self.names, self.sources, counts, strict=True)
         }
 
-    def told(self, rows: int) -> Iterator[str]:
-        """The same in words, and which source comes to its most."""
+    def told(self, pace: Pace, steps: int) -> Iterator[str]:
+        """The same of so many steps, in words, and which source comes to its most."""
+        rows = pace.rows(steps)
         for number, (name, seen) in enumerate(self.seen(rows).items()):
             told = f"{name} {seen['share']:.1%} of the rows, {seen['epochs']:.2f} epochs"
             if (end := self.shares.ends.get(number, math.inf)) <= rows:
-                told += f", its most: from row {math.ceil(end)} on its weight is the others'"
+                step = pace.steps(end * self.sequence)
+                told += f", its most: from step {step} on its weight is the others'"
             yield told
+
+    def ended(self, start: int, stop: int) -> Iterator[str]:
+        """The sources that come to their most from row `start` of the stream up to `stop`."""
+        for number, end in self.shares.ends.items():
+            if start < end <= stop:
+                yield self.names[number]
 
 
 def mixed(

@@ -157,7 +157,10 @@ def _overlap(train: Part, part: Part) -> Iterator[str]:
         both = {trained_on[digest] for digest in _tokens(folder) if digest in trained_on}
         yield from (f"{other} and {folder}" for other in both)
     corpora = [side.corpus for side in (train, part) if side.corpus is not None]
-    if len(corpora) < 2 or not any(any(corpus.named()) for corpus in corpora):
+    if len(corpora) < 2:
+        return
+    if not any(any(corpus.named()) for corpus in corpora):  # Python's library alone
+        yield from map(str, set(corpora[0].files) & set(corpora[1].files))
         return
     trained, others = (
         {path.resolve(): name for path, name in zip(corpus.files, corpus.names, strict=True)}

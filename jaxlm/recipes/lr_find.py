@@ -71,14 +71,14 @@ def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, 
     _check(options)
     parts.find(run.data)
     _open(options.out)
-    run = run.at(run.pace.stages[-1])  # the rate is for the batches that most steps have
     devices.start(options.cpu_devices)
     fit.check(run, len(jax.devices()))
     mesh = devices.build_mesh(run.mesh)
     assembly.check_fit(run, mesh)
     data = reading.open_data(run, say=say, warn=say)
     model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
-    bare = dataclasses.replace(run, guard=dataclasses.replace(run.guard, sigmas=None))
+    whole = run.at(run.pace.stages[-1])  # the rate is for the batches behind a warm-up
+    bare = dataclasses.replace(whole, guard=dataclasses.replace(run.guard, sigmas=None))
     with jax.set_mesh(mesh):
         engine = Engine(bare, data, model, schedule=growing(options))
         say(

@@ -14,6 +14,7 @@ import numpy as np
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError, ConfigError, DataError
+from jaxlm.data import loader
 from jaxlm.data.batch import Tokens
 from jaxlm.monitor import sinks
 from jaxlm.objectives.token_nll import score
@@ -105,7 +106,8 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
         for completed in range(start, step - 1):
             state, _ = engine.step(state, next(batches), rate(completed))
         batch = next(batches)
-        rows = _rows(engine, engine.seen(state), batch)
+        uncut = engine.pace.stage(loader.number(step - 1, rewinds.skips)).rows
+        rows = _rows(engine, engine.seen(state), batch, uncut)
         values, layers = _measured(engine, state, batch, rate(step - 1))
         found = forensics.evidence(engine, step, values, layers, rewinds.skips)
     logged = _logged(workdir, found, is_newest=known == every)
@@ -189,8 +191,11 @@ def _check_data(known: dict[str, Any], found: dict[str, Any]) -> None:
         ) from error
 
 
-def _rows(engine: Engine, params: Any, batch: Tokens) -> list[dict[str, Any]]:
-    """The rows whose tokens have the highest mean loss, without dropout; first those where it is not finite."""
+def _rows(engine: Engine, params: Any, batch: Tokens, uncut: int) -> list[dict[str, Any]]:
+    """The rows whose tokens have the highest mean loss, without dropout; first those where it is not finite.
+
+    They have the numbers that they had before a warm-up cut them: `uncut` of them there were.
+    """
 
     def means(params: Any, batch: Tokens) -> jax.Array:
         model = engine.model.blueprint.merge(params)
@@ -200,7 +205,10 @@ def _rows(engine: Engine, params: Any, batch: Tokens) -> list[dict[str, Any]]:
 
     losses = np.asarray(jax.jit(means)(params, batch), np.float64)
     order = np.argsort(-np.where(np.isfinite(losses), losses, np.inf), kind="stable")
-    return [{"row": int(row), "loss_nats": float(losses[row])} for row in order[:MOST_ROWS]]
+    parts = len(losses) // uncut
+    return [
+        {"row": int(row) // parts, "loss_nats": float(losses[row])} for row in order[:MOST_ROWS]
+    ]
 
 
 def _measured(

@@ -291,7 +291,11 @@ class Session:
         self._counted += 1
         work = self._work[self.engine.pace.stage(number)]
         self.clock.add(tokens=tokens, data_wait_seconds=waited, work=work)
-        sources.count(self.engine, number, self.progress.read)
+        for name in sources.count(self.engine, number, self.progress.read):
+            self.console.say(
+                f"step {self._counted}: {name} has been read as often as data.mixture.epochs lets it; "
+                "its weight goes to the others, in proportion to theirs"
+            )
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         inner = ("verdict", "skipped_in_a_row")

@@ -7,14 +7,19 @@ from jaxlm.data.mixture import Mixture
 from jaxlm.recipes.engine import Engine, Skips
 
 
-def count(engine: Engine, number: int, read: dict[str, list[int]]) -> None:
-    """Adds what the batch of a number read, the whole of it on every host, to rows and tokens by source."""
+def count(engine: Engine, number: int, read: dict[str, list[int]]) -> list[str]:
+    """Adds what the batch of a number read, the whole of it on every host, to rows and tokens by source.
+
+    The names are of the sources that have come to their most epochs with it.
+    """
     train, pace = engine.data.train, engine.pace
     if not isinstance(train, Mixture):
-        return
-    for name, (rows, tokens) in train.read(pace.rows(number), pace.rows(number + 1)).items():
+        return []
+    start, stop = pace.rows(number), pace.rows(number + 1)
+    for name, (rows, tokens) in train.read(start, stop).items():
         before = read.get(name, [0, 0])
         read[name] = [before[0] + rows, before[1] + tokens]
+    return list(train.ended(start, stop))
 
 
 def record(engine: Engine, step: int, read: dict[str, list[int]], skips: Skips) -> dict[str, Any]:

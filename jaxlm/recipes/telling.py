@@ -85,7 +85,7 @@ def _sources(session: Session) -> Iterator[str]:
     """What the run will have read of each source of a mixture."""
     train, run = session.engine.data.train, session.run
     if isinstance(train, Mixture):
-        yield from train.told(run.rows)
+        yield from train.told(run.pace, run.train.steps)
 
 
 def _stages(session: Session) -> Iterator[str]:

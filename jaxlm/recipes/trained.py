@@ -118,6 +118,7 @@ def _suited(
     run: Run, vocab: int, mesh: Mesh, sequence: int | None, say: Callable[[str], None]
 ) -> Run:
     """The run on rows of another length, by kernels that can compute its attention here."""
+    run = run.at(run.pace.stages[-1])  # warm-ups are over
     data = dataclasses.replace(run.data, sequence=sequence or run.data.sequence)
     run = dataclasses.replace(run, data=data)
     decoder = run.decoder(vocab)

@@ -73,6 +73,19 @@ def test_tokenised_folders_are_whole_and_can_be_trained_on(
     assert "digest" in answer(capsys, "data", "check", folder, code=65)["error"]["what"]
 
 
+def test_a_tokenised_mixture_is_the_same_mixture(capsys: pytest.CaptureFixture[str]) -> None:
+    sources = "a=texts/0*.txt,b=texts/[1-3]*.txt"
+    mixed = [f"--config.data.train={sources}", *SETTINGS[1:]]
+    before = answer(capsys, "data", "stats", *mixed)["parts"]
+    assert main(["data", "tokenize", "--out=out", *mixed]) == 0
+    (line,) = re.findall("next: jaxlm train (.*)", capsys.readouterr().out)
+    after = answer(capsys, "data", "stats", *line.split(), *SETTINGS[2:])["parts"]
+    assert {"train/a", "train/b", "val_a", "val_b"} < set(after)
+    for name, part in before.items():
+        kept = {"tokens", "documents", "share", "epochs"} & set(part)
+        assert {what: part[what] for what in kept} == {what: after[name][what] for what in kept}
+
+
 def test_a_second_tokenize_into_the_same_folder_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

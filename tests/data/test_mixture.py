@@ -14,6 +14,7 @@ from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import dataset
 from jaxlm.data.batch import Tokens
 from jaxlm.data.config import DataConfig
+from jaxlm.data.loader import constant
 from jaxlm.data.mixture import Mixture
 from jaxlm.data.mixture_config import Temperature, Weights
 
@@ -149,10 +150,10 @@ def test_a_source_ends_at_its_most_epochs_and_that_is_said(folder: Path) -> None
     assert seen["books"]["read_rows"] == int(1.5 * rows["books"])
     assert seen["code"]["read_rows"] == 2 * rows["code"]
     assert sum(each["read_rows"] for each in seen.values()) == 2000
-    web, code, books = mixture.told(2000)
+    web, code, books = mixture.told(constant(BATCH, SEQUENCE), 250)
     assert "its most" not in web
-    assert "2.00 epochs, its most: from row" in code
-    assert "its most: from row" in books
+    assert "2.00 epochs, its most: from step" in code
+    assert "its most: from step" in books
 
 
 def test_a_run_that_the_most_epochs_do_not_reach_is_refused(folder: Path) -> None:
@@ -181,6 +182,9 @@ def test_a_file_in_two_sources_is_refused(folder: Path) -> None:
     with pytest.raises(DataError, match="is in two sources") as caught:
         dataset.open_data(_config(folder, train=sources), seed=0, root=folder / "cache")
     assert caught.value.where == "data.train (code) and data.train (more)"
+    twice = ("a=stdlib:train", "b=stdlib:train")
+    with pytest.raises(DataError, match="are in two sources"):
+        dataset.open_data(_config(folder, train=twice), seed=0, root=folder / "cache")
 
 
 def test_token_shards_and_text_may_be_mixed_and_give_the_same_rows(folder: Path) -> None:

@@ -72,7 +72,8 @@ def test_what_was_read_of_each_source_is_in_metrics_log_and_report(unbroken):
     log = (unbroken / "log.txt").read_text()
     assert "val_code ranks checkpoints" in log
     assert " nats on val_code" in log
-    assert "its most: from row" in log
+    assert "its most: from step" in log
+    assert log.count("books has been read as often as data.mixture.epochs lets it") == 1
     page = (unbroken / "report.html").read_text()
     assert f"<td>books</td><td class=number>{last['sources/books/rows']}</td>" in page
 
