@@ -153,7 +153,9 @@ def test_the_bytes_are_the_same_with_any_number_of_processes_and_after_a_kill(so
 
 def test_a_finished_mix_is_checked_and_another_is_refused(sources, capsys):
     first = mix(capsys, *SETTINGS)
+    Path("out/unfinished").mkdir()
     assert mix(capsys, *SETTINGS) == first
+    assert not Path("out/unfinished").exists()
     error = mix(capsys, *SETTINGS, "--config.held_out=0.1", code=2)["error"]
     assert error["fix"] == "--out=out-2"
     path = Path("out/train/web/tokens-00001.bin")

@@ -58,6 +58,9 @@ def run(
         with owned(out / ".lock"):
             noted = _noted(units)
             if (out / MIX).exists():
+                shutil.rmtree(
+                    out / WORK, ignore_errors=True
+                )  # of a start that was killed at its end
                 return _checked(out)
             path = out / WORK / TOKENIZER
             content = None if path.exists() else _tokenizer(units, say).serialise()
