@@ -6,6 +6,7 @@ from typing import Literal
 
 from jaxlm.core.config import Span, setting
 
+SinkName = Literal["console", "tensorboard", "wandb", "trackio", "mlflow"]
 Watched = Literal["norms", "activations", "attention", "noise"]
 
 
@@ -14,8 +15,9 @@ class LogConfig:
     """How often a step is logged, and where to beside metrics.jsonl, which every run has."""
 
     every: Span = setting(Span.parse("1%"), "how often the metrics of a step are logged")
-    sinks: tuple[Literal["console", "tensorboard"], ...] = setting(
-        ("console", "tensorboard"), "who else gets each logged step: console (rows), tensorboard"
+    sinks: tuple[SinkName, ...] = setting(
+        ("console", "tensorboard"),
+        "who else gets each logged step: console (rows), tensorboard; wandb (offline), trackio, mlflow, in the run's folder",
     )
     watch: tuple[Watched, ...] = setting(
         (),

@@ -16,7 +16,7 @@ from jaxlm.core.config import Loaded
 from jaxlm.core.errors import CommandError, ConfigError, Preempted
 from jaxlm.data import parts
 from jaxlm.data.dataset import Data
-from jaxlm.monitor import environment, sinks
+from jaxlm.monitor import environment, sinks, trackers
 from jaxlm.monitor.console import Console
 from jaxlm.parallel import host
 from jaxlm.parallel.cluster import Place
@@ -77,6 +77,7 @@ def pretrain(
             fix=f"--init_from={options.workdir} --workdir={options.workdir}-trained",
         )
     # What costs nothing to find out comes first: a wrong setting must not cost a minute.
+    trackers.check(run.log.sinks)
     parts.find(run.data)
     devices.start(options.cpu_devices)
     with contextlib.ExitStack() as stack:

@@ -202,7 +202,7 @@ def _permission(refused: list[config.Change]) -> str:
     """The flags that let these changes through."""
     paths = [change.path for change in refused]
     flags = []
-    if "optim.name" in paths:
+    if {"optim.name", "optim.freeze"} & set(paths):  # their state is another
         flags.append("--reset_optimizer")
         paths = [path for path in paths if not path.startswith(("optim.", "schedule."))]
     if "precision.params" in paths:

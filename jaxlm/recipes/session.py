@@ -15,7 +15,7 @@ from jaxlm.core.errors import Diverged, Preempted, is_out_of_memory
 from jaxlm.core.span import Span
 from jaxlm.data import loader as loaders
 from jaxlm.models import cost
-from jaxlm.monitor import chips, memory, sinks, traced, words
+from jaxlm.monitor import chips, memory, sinks, traced, trackers, words
 from jaxlm.monitor.clock import Clock
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.profile import Trace
@@ -156,8 +156,17 @@ class Session:
         self.samples = sinks.Jsonl(path / "samples.jsonl", keep_through=through)
         self.spikes = sinks.Jsonl(path / "spikes.jsonl")
         self.sinks = [self.metrics, self.console]
-        if "tensorboard" in self.run.log.sinks:
-            self.sinks.append(sinks.TensorBoard(path / "events", keep_through=through))
+        makers: dict[str, Callable[[], sinks.Sink]] = {
+            "tensorboard": lambda: sinks.TensorBoard(path / "events", keep_through=through),
+        }
+        settings = config.flatten(self.run)
+        for name in trackers.MODULES:
+            makers[name] = functools.partial(trackers.open_tracker, name, path, settings)
+        self.sinks += [
+            trackers.Guarded(name, makers[name], self._note_damage)
+            for name in self.run.log.sinks
+            if name in makers
+        ]
         self.sinks.append(self._callbacks)
         for sink in (*self.sinks[:1], *self.sinks[2:], self.samples, self.spikes):
             self._open.callback(sink.close)
