@@ -1,12 +1,11 @@
 """Curves of a run, from its metrics.jsonl."""
 
-import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxlm.monitor import sinks
+from jaxlm.monitor import canvas, layer_plots, sinks
 
 
 class Plot(NamedTuple):
@@ -25,6 +24,7 @@ PLOTS = (
     Plot("learning_rate", "Learning rate", "learning_rate", "learning rate"),
     Plot("grad_norm", "Gradient norm, before clipping", "grad_norm", "global norm", scale="log"),
     Plot("throughput", "Throughput", "tokens_per_second", "tokens per second"),
+    Plot("noise_scale", "Noise scale of the gradient", "noise_scale_tokens", "tokens", scale="log"),
 )
 
 
@@ -45,6 +45,10 @@ def draw(run: str | os.PathLike[str]) -> list[Path]:
             target = run / "plots" / f"{plot.name}.png"
             sinks.replace(target, _png(plot, series))
             drawn.append(target)
+    for name, picture in layer_plots.drawn(records).items():
+        (run / "plots").mkdir(exist_ok=True)
+        drawn.append(run / "plots" / f"{name}.png")
+        sinks.replace(drawn[-1], picture)
     return drawn
 
 
@@ -66,7 +70,7 @@ def planned(points: Sequence[tuple[int, float]]) -> bytes:
 
 def rates(curve: Sequence[tuple[float, float, float]], suggested: float | None) -> bytes:
     """A PNG of a learning-rate range test: (rate, loss, smoothed loss) by step, and the rate that it suggests, if any."""
-    figure, axes = _figure()
+    figure, axes = canvas.figure()
     rate, loss, smoothed = zip(*curve, strict=True)
     axes.plot(rate, loss, ".", alpha=0.35, label="loss")
     axes.plot(rate, smoothed, "-", linewidth=1.4, label="smoothed")
@@ -76,7 +80,7 @@ def rates(curve: Sequence[tuple[float, float, float]], suggested: float | None) 
     axes.set(title="Learning-rate range test", xlabel="learning rate", ylabel="nats per token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    return _saved(figure)
+    return canvas.saved(figure)
 
 
 class Size(NamedTuple):
@@ -93,7 +97,7 @@ def scaling(
     spent: tuple[float, float, Sequence[float]],
 ) -> bytes:
     """A PNG of losses by training FLOPs: runs by size, the lowest loss for a budget, and (budget, loss, its interval)."""
-    figure, axes = _figure()
+    figure, axes = canvas.figure()
     for size in sizes:
         (line,) = axes.plot(*zip(*size.curve, strict=True), "-", linewidth=0.9, alpha=0.6)
         axes.plot(*zip(*size.runs, strict=True), "o", c=line.get_color(), ms=4, label=size.name)
@@ -105,25 +109,11 @@ def scaling(
     axes.set(title="Loss by training FLOPs", xlabel="FLOPs", ylabel="nats per token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize="small")
-    return _saved(figure)
-
-
-def _figure() -> tuple[Any, Any]:
-    # A figure of its own, without pyplot: no global state, and no window system is looked for.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
-    return figure, figure.add_subplot()
-
-
-def _saved(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    return canvas.saved(figure)
 
 
 def _png(plot: Plot, series: dict[str, list[tuple[int, float]]]) -> bytes:
-    figure, axes = _figure()
+    figure, axes = canvas.figure()
     for split, points in series.items():
         steps, values = zip(*points, strict=True)
         mark = "o-" if split != "train" else "." if len(points) == 1 else "-"
@@ -134,4 +124,4 @@ def _png(plot: Plot, series: dict[str, list[tuple[int, float]]]) -> bytes:
     axes.grid(alpha=0.25)
     if len(series) > 1:
         axes.legend(frameon=False)
-    return _saved(figure)
+    return canvas.saved(figure)

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxlm.core.errors import DataError
 from jaxlm.monitor import sinks, words
+from jaxlm.monitor.layer_plots import MAPS
 from jaxlm.monitor.plots import PLOTS
 from jaxlm.monitor.sinks import FIGURES, Shape
 
@@ -212,7 +213,7 @@ def _plan(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _curves(run: Path) -> Iterator[str]:
     images = []
-    for plot in PLOTS:
+    for plot in (*PLOTS, *MAPS):
         path = run / "plots" / f"{plot.name}.png"
         if path.exists():
             data = base64.b64encode(path.read_bytes()).decode()

@@ -4,7 +4,7 @@ import matplotlib.image
 import pytest
 
 from jaxlm.core.errors import DataError
-from jaxlm.monitor import plots
+from jaxlm.monitor import layer_plots, plots, report
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_the_same_numbers_give_the_same_bytes(run):
     first = [path.read_bytes() for path in plots.draw(run)]
     assert [path.read_bytes() for path in plots.draw(run)] == first
     assert sorted(path.name for path in (run / "plots").iterdir()) == sorted(
-        f"{p.name}.png" for p in plots.PLOTS
+        f"{p.name}.png" for p in plots.PLOTS if p.name != "noise_scale"
     )
 
 
@@ -81,3 +81,44 @@ def test_damaged_metrics_are_named(run):
     (run / "metrics.jsonl").write_text("{}\nbroken\n{}\n")
     with pytest.raises(DataError, match="metrics.jsonl is damaged"):
         plots.draw(run)
+
+
+def watched(steps, layers):
+    """Records of a run whose layers are watched, one number in each that is none."""
+    for step in steps:
+        record = {
+            "step": step,
+            "split": "train",
+            "loss_nats": 1.0,
+            "noise_scale_tokens": 1e3 * step,
+        }
+        for layer in range(layers):
+            record |= {
+                f"layers/{layer}/grad_norm": 10.0 ** (layer - step),
+                f"layers/{layer}/update_norm": 0.01,
+                f"layers/{layer}/param_norm": 2.0,
+                f"layers/{layer}/mlp/up/weight/grad_norm": 5.0,
+                f"layers/{layer}/dead_units": 0.1 * layer,
+                f"layers/{layer}/stream_rms": None,
+            }
+        yield record | {"layers/embedding/table/grad_norm": 1.0}
+
+
+def test_layers_are_maps_of_what_was_watched(tmp_path):
+    steps, layers, grid = layer_plots._values(
+        layer_plots.MAPS[0],
+        [(record["step"], layer_plots._by_layer(record)) for record in watched((2, 4), 3)],
+    )
+    assert (steps, layers) == ([2, 4], [0, 1, 2])
+    assert grid.tolist() == [[-2.0, -4.0], [-1.0, -3.0], [0.0, -2.0]]
+    lines = [json.dumps(record) + "\n" for record in watched((2, 4, 6), 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    names = {path.stem for path in plots.draw(tmp_path)}
+    assert names == {
+        "loss", "noise_scale", "layers_grad_norm", "layers_update_ratio", "layers_dead_units",
+    }  # fmt: skip
+    page = report.render(tmp_path)
+    assert page.count("<img") == 5
+    assert "Gradient norm by layer" in page
+    pixels = matplotlib.image.imread(tmp_path / "plots/layers_grad_norm.png")
+    assert len({tuple(pixel) for pixel in pixels.reshape(-1, 4).tolist()}) > 5
