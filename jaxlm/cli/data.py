@@ -7,13 +7,14 @@ jaxlm data check DIR                        reads every byte of token shards and
 jaxlm data run --config=RECIPE --out=DIR    cleans raw files: kept, removed with reasons, and the funnel
 jaxlm data clusters DIR                     duplicates that `data run` found, side by side
 jaxlm data mix --config.sources=web=DIR,code=DIR --out=DIR   token shards of cleaned folders, with a data card
+jaxlm data train-classifier --examples=LABEL=GLOB ... --out=DIR   tells kinds of text apart, for the stage quality
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli import data_clusters, data_mix, data_run
+from jaxlm.cli import data_classifier, data_clusters, data_mix, data_run
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 from jaxlm.core import config
@@ -24,7 +25,9 @@ from jaxlm.recipes.config import Run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The actions."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="peek|stats|tokenize|check|run|clusters|mix"
+        dest="action",
+        required=True,
+        metavar="peek|stats|tokenize|check|run|clusters|mix|train-classifier",
     )
     peek = actions.add_parser("peek", help="examples as the model sees them, trained tokens marked")
     peek.add_argument("--rows", type=int, default=2, help="rows to show (2)")
@@ -40,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("folder", metavar="DIR", help="a folder with a manifest.json")
     data_run.add_arguments(
         actions.add_parser("run", help="clean raw files by a recipe; the same folder goes on")
+    )
+    data_classifier.add_arguments(
+        actions.add_parser("train-classifier", help="train a classifier of text on examples")
     )
     data_clusters.add_arguments(
         actions.add_parser("clusters", help="show the duplicates that a run found")
@@ -59,6 +65,7 @@ def run(args: Any, out: Output) -> int:
         "run": data_run.run,
         "clusters": data_clusters.run,
         "mix": data_mix.run,
+        "train-classifier": data_classifier.run,
     }[args.action](args, out)
 
 

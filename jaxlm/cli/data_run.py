@@ -56,6 +56,11 @@ def run(args: Any, out: Output) -> int:
 
     check_workers(args)
     recipe = config.load(Recipe, needed(args, "config"), args.overrides).value
+    scorer: Any = None
+    if "perplexity" in recipe.stages:
+        from jaxlm.recipes import perplexity  # it imports JAX
+
+        scorer = perplexity.scorer
     with progress_bars(out) as progress:
         outcome = prepare(
             recipe,
@@ -63,6 +68,7 @@ def run(args: Any, out: Output) -> int:
             workers=args.workers,
             engine=args.engine,
             sample=_share(args.sample),
+            scorer=scorer,
             say=out.say,
             progress=progress,
         )

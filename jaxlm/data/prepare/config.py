@@ -14,7 +14,9 @@ from jaxlm.data.prepare.filters.config import (
     Gopher,
     Language,
     Length,
+    Perplexity,
     Pii,
+    Quality,
     Repetition,
     Urls,
 )
@@ -32,6 +34,8 @@ StageName = Literal[
     "code",
     "pii",
     "decontaminate",
+    "quality",
+    "perplexity",
 ]
 DedupName = Literal["exact", "near", "spans", "substrings"]
 
@@ -86,6 +90,8 @@ class Recipe:
     decontaminate: Decontaminate = setting(
         Decontaminate(), "evaluation sets that nothing may be shared with"
     )
+    quality: Quality = setting(Quality(), "what a classifier of one's own thinks")
+    perplexity: Perplexity = setting(Perplexity(), "how surprising it is to a model")
     near: MinHash = setting(MinHash(), "near duplicates")
     spans: Spans = setting(Spans(), "lines or paragraphs that are there twice")
     substrings: Substrings = setting(Substrings(), "runs of words that are there twice")
@@ -106,6 +112,18 @@ class Recipe:
                 "decontaminate.against",
                 "the stage decontaminate has nothing to compare with",
                 "--config.decontaminate.against='evaluations/*.jsonl'",
+            )
+        if "quality" in self.stages and not self.quality.model:
+            yield (
+                "quality.model",
+                "the stage quality has no classifier",
+                "--config.quality.model=classifier",
+            )
+        if "perplexity" in self.stages and not self.perplexity.run:
+            yield (
+                "perplexity.run",
+                "the stage perplexity has no model",
+                "--config.perplexity.run=runs/a",
             )
         if "urls" in self.stages and not self.urls.blocked:
             yield (

@@ -13,6 +13,7 @@ from jaxlm.data import cache
 from jaxlm.data.documents import Corpus
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.files import changed
+from jaxlm.data.prepare.filters.perplexity import MakeScorer
 
 FORMAT_VERSION = 1
 RECIPE, WORK, CLUSTERS = "recipe.json", "unfinished", "clusters.jsonl"
@@ -27,6 +28,7 @@ class Job:
     recipe: Recipe
     sample: float  # share of the records that is read
     files: tuple[tuple[Path, str, int], ...]  # path, name, bytes
+    scorer: MakeScorer | None = None  # opens the model of the stage perplexity
 
     @classmethod
     def find(cls, recipe: Recipe, out: Path, sample: float) -> "Job":
@@ -138,6 +140,12 @@ def _beside(recipe: Recipe) -> dict[str, str]:
     asked = {"urls": ("urls.blocked", recipe.urls.blocked)}
     asked["decontaminate"] = ("decontaminate.against", recipe.decontaminate.against)
     asked["against"] = ("against", tuple(f"{folder}/{REPORT}" for folder in recipe.against))
+    asked["quality"] = ("quality.model", (f"{recipe.quality.model}/*",))
+    run = recipe.perplexity.run
+    asked["perplexity"] = (
+        "perplexity.run",
+        (f"{run}/config.json", f"{run}/checkpoints/*/digests.json"),
+    )
     found = {}
     for stage, (setting, patterns) in asked.items():
         if stage in (*recipe.stages, "against"):

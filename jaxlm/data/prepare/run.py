@@ -32,6 +32,7 @@ from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.counts import Counts
 from jaxlm.data.prepare.engines import Each, EngineName
 from jaxlm.data.prepare.files import Written, changed, is_whole
+from jaxlm.data.prepare.filters.perplexity import MakeScorer
 from jaxlm.data.prepare.job import CLUSTERS, PAGE, REPORT, WORK, Job
 from jaxlm.data.prepare.report import report
 from jaxlm.data.prepare.unit import Half, Seconds, cleaned, finished, output, verdict
@@ -58,17 +59,18 @@ def run(
     workers: int = 1,
     engine: EngineName = "processes",
     sample: float = 1.0,
+    scorer: MakeScorer | None = None,
     say: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Outcome:
-    """Does what a recipe says, or what is left of it to do.
+    """Does what a recipe says, or what is left of it to do. `scorer`, a function of a module, opens what the stage perplexity asks.
 
     Raises:
       JaxlmError: where input or a package is missing, the folder belongs to another recipe or process, or cannot be written.
     """
     begun = time.perf_counter()
-    job = Job.find(recipe, out, sample)
-    stages.build(recipe)  # what is missing is said before anything is written
+    job = dataclasses.replace(Job.find(recipe, out, sample), scorer=scorer)
+    stages.build(recipe, scorer)  # what is missing is said before anything is written
     earlier.find(recipe)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -101,7 +103,7 @@ def _do(
         if len(dirty) < len(numbers):
             say(f"going on: {len(numbers) - len(dirty)} of {len(numbers)} units are cleaned")
         done = sum(sizes) - sum(sizes[number] for number in dirty)
-        for number, spent in each(Half(job.out, "clean"), dirty):
+        for number, spent in each(Half(job.out, "clean", job.scorer), dirty):
             _add(seconds, spent)
             read, done = read + sizes[number], done + sizes[number]
             progress("cleaning", done, sum(sizes))

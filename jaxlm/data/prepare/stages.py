@@ -11,32 +11,36 @@ from jaxlm.data.prepare.filters.gopher import gopher
 from jaxlm.data.prepare.filters.language import language
 from jaxlm.data.prepare.filters.length import length
 from jaxlm.data.prepare.filters.normalise import mojibake, normalise
+from jaxlm.data.prepare.filters.perplexity import MakeScorer, perplexity
 from jaxlm.data.prepare.filters.pii import pii
+from jaxlm.data.prepare.filters.quality import quality
 from jaxlm.data.prepare.filters.repetition import repetition
 from jaxlm.data.prepare.filters.source_code import code
 from jaxlm.data.prepare.filters.urls import urls
 
 # What a stage needs is read when it is made: lists, models, evaluation sets.
-MAKERS: dict[str, Callable[[Recipe], Stage]] = {
-    "mojibake": lambda recipe: mojibake(),
-    "normalise": lambda recipe: normalise(),
-    "length": lambda recipe: length(recipe.length),
-    "urls": lambda recipe: urls(recipe.urls),
-    "language": lambda recipe: language(recipe.language),
-    "gopher": lambda recipe: gopher(recipe.gopher),
-    "repetition": lambda recipe: repetition(recipe.repetition),
-    "c4": lambda recipe: c4(recipe.c4),
-    "fineweb": lambda recipe: fineweb(recipe.fineweb),
-    "code": lambda recipe: code(recipe.code),
-    "pii": lambda recipe: pii(recipe.pii),
-    "decontaminate": lambda recipe: decontaminate(recipe.decontaminate, evaluations(recipe)),
+MAKERS: dict[str, Callable[[Recipe, MakeScorer | None], Stage]] = {
+    "mojibake": lambda recipe, _: mojibake(),
+    "normalise": lambda recipe, _: normalise(),
+    "length": lambda recipe, _: length(recipe.length),
+    "urls": lambda recipe, _: urls(recipe.urls),
+    "language": lambda recipe, _: language(recipe.language),
+    "gopher": lambda recipe, _: gopher(recipe.gopher),
+    "repetition": lambda recipe, _: repetition(recipe.repetition),
+    "c4": lambda recipe, _: c4(recipe.c4),
+    "fineweb": lambda recipe, _: fineweb(recipe.fineweb),
+    "code": lambda recipe, _: code(recipe.code),
+    "pii": lambda recipe, _: pii(recipe.pii),
+    "decontaminate": lambda recipe, _: decontaminate(recipe.decontaminate, evaluations(recipe)),
+    "quality": lambda recipe, _: quality(recipe.quality),
+    "perplexity": lambda recipe, make: perplexity(recipe.perplexity, make),
 }
 
 
-def build(recipe: Recipe) -> list[tuple[str, Stage]]:
-    """The name of each stage and what it does, in the recipe's order.
+def build(recipe: Recipe, scorer: MakeScorer | None = None) -> list[tuple[str, Stage]]:
+    """The name of each stage and what it does, in the recipe's order. `scorer` opens a model, where a stage asks one.
 
     Raises:
       InputMissing: where a stage needs a file or a package that is not there.
     """
-    return [(name, MAKERS[name](recipe)) for name in recipe.stages]
+    return [(name, MAKERS[name](recipe, scorer)) for name in recipe.stages]

@@ -21,6 +21,7 @@ from jaxlm.data.prepare.counts import Counts
 from jaxlm.data.prepare.dedup.signatures import Signatures, Signer, ranges, without
 from jaxlm.data.prepare.document import Broken, Document, Removed, Stage, from_line, to_line
 from jaxlm.data.prepare.files import LineFiles, Written, checked_lines
+from jaxlm.data.prepare.filters.perplexity import MakeScorer
 from jaxlm.data.prepare.job import WORK, Job
 from jaxlm.data.prepare.readers.files import read
 from jaxlm.data.prepare.task import Task
@@ -52,9 +53,11 @@ class Half:
 
     out: Path
     name: Literal["clean", "finish"]
+    scorer: MakeScorer | None = None
 
     def __call__(self) -> Task:
-        return getattr(Units(Job.read(self.out)), self.name)
+        job = dataclasses.replace(Job.read(self.out), scorer=self.scorer)
+        return getattr(Units(job), self.name)
 
 
 class Units:
@@ -66,7 +69,7 @@ class Units:
 
     @functools.cached_property
     def _stages(self) -> list[tuple[str, Stage]]:
-        return stages.build(self._job.recipe)
+        return stages.build(self._job.recipe, self._job.scorer)
 
     def clean(self, number: int) -> dict[str, float]:
         """Reads the files of a unit, and passes each document through the stages. Gives a core's seconds by stage."""

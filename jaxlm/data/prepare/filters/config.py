@@ -126,3 +126,27 @@ class Decontaminate:
     against: tuple[str, ...] = setting((), "globs of evaluation sets, read as the source is")
     words: int = setting(13, "length of a run of words", low=1)
     most: int = setting(0, "runs that a document may share", low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quality:
+    """What a classifier of one's own, made by `jaxlm data train-classifier`, thinks of a document."""
+
+    model: str = setting("", "the classifier's folder")
+    label: str = setting("good", "its label whose probability counts")
+    least: float = setting(0.5, "lowest probability that is kept", low=0.0, high=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """How surprising a document is to a run of `jaxlm train`. On an accelerator `--workers=1`: each process opens the run."""
+
+    run: str = setting("", "directory of the run; its newest checkpoint is taken")
+    tokens: int = setting(4096, "how much of a document is scored", low=2)
+    least: float = setting(0.0, "lowest perplexity: what is known by heart lies below", low=0)
+    most: float = setting(1000.0, "highest perplexity: what is no language lies above", above=0)
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """There is a perplexity between the two."""
+        if self.least > self.most:
+            yield "least", f"it is above most = {self.most}", "--config.perplexity.least=0"

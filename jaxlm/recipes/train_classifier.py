@@ -1,0 +1,216 @@
+"""A classifier of text from sets of examples: read, trained on most of them, measured on the rest, written."""
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxlm.core.errors import DataError, NotWritable, cannot_write
+from jaxlm.data import cache
+from jaxlm.data.documents import Corpus
+from jaxlm.data.prepare.config import Recipe
+from jaxlm.data.prepare.document import Broken
+from jaxlm.data.prepare.filters.linear import Linear, Reading
+from jaxlm.data.prepare.readers.files import read
+
+THRESHOLDS = 0.1, 0.3, 0.5, 0.7, 0.9
+FEWEST = 10  # examples of a label, below which nothing is learnt or measured
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What it learns from, and how."""
+
+    examples: dict[str, tuple[str, ...]]  # globs of files by label
+    out: Path
+    text_key: str = "text"
+    held_out: float = 0.1  # share of the examples of each label that it is measured on
+    epochs: int = 5
+    batch: int = 64
+    lr: float = 0.05  # falls to nothing in a line
+    seed: int = 0
+    reading: Reading = dataclasses.field(default_factory=Reading)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Examples:
+    texts: list[str]
+    labels: np.ndarray  # i32[examples]
+    held_out: np.ndarray  # bool[examples]
+
+
+def train(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """What was read, and how well the labels of texts that were held out are found.
+
+    Every label weighs the same, however many examples it has: the probabilities are those of a world where each is as likely.
+
+    Raises:
+      InputMissing: where a pattern matches no file.
+      DataError: where a label has too few examples.
+      NotWritable: where the folder exists or cannot be written.
+    """
+    if options.out.exists():
+        raise NotWritable(
+            "the folder exists",
+            where=str(options.out),
+            why="a classifier is never overwritten: what was filtered with it could not be done again",
+            fix=f"--out={options.out}-2",
+        )
+    counts = Counter[str]()
+    examples = _read(options, counts)
+    say(f"{len(examples.texts):,} examples, {int(examples.held_out.sum()):,} of them held out")
+    model = _fitted(options, examples)
+    answer = {
+        "examples": _by_label(options, examples.labels[~examples.held_out]),
+        "held_out": _by_label(options, examples.labels[examples.held_out]),
+        "left_out": dict(sorted(counts.items())),
+        **measured(model, examples.texts, examples.labels, examples.held_out),
+    }
+    try:
+        with cache.built(options.out) as folder:
+            if folder is not None:
+                model.write(folder, {"measured": answer})
+    except OSError as error:
+        raise cannot_write("the classifier", options.out, error, fix="--out=a/place") from error
+    return answer
+
+
+def measured(
+    model: Linear, texts: list[str], labels: np.ndarray, chosen: np.ndarray
+) -> dict[str, Any]:
+    """Accuracy, and of each label the precision and recall where it is the likeliest, and at thresholds of its probability."""
+    wanted = np.flatnonzero(chosen)
+    truth = labels[wanted]
+    found = np.array([model.probabilities(texts[at]) for at in wanted])
+    best = found.argmax(axis=1)
+    figures = {}
+    for number, label in enumerate(model.labels):
+        is_it = truth == number
+        figures[label] = {
+            **_figures(best == number, is_it),
+            "thresholds": {f"{t:g}": _figures(found[:, number] >= t, is_it) for t in THRESHOLDS},
+        }
+    return {"accuracy": float((best == truth).mean()), "labels": figures}
+
+
+def _figures(said: np.ndarray, is_it: np.ndarray) -> dict[str, float | None]:
+    """Precision and recall; None where nothing was said, as then there is no precision."""
+    both = int((said & is_it).sum())
+    return {
+        "precision": both / int(said.sum()) if said.any() else None,
+        "recall": both / int(is_it.sum()),
+    }
+
+
+def _read(options: Options, counts: Counter[str]) -> _Examples:
+    """Every example once. What is held out follows from the text, so that no text is on both sides."""
+    labels: dict[str, int] = {}
+    torn = set[str]()
+    for number, (label, patterns) in enumerate(options.examples.items()):
+        for text in _texts(label, patterns, options.text_key, counts):
+            if labels.setdefault(text, number) != number:
+                torn.add(text)
+    for text in torn:
+        counts["under two labels"] += 1
+        del labels[text]
+    texts = list(labels)
+    drawn = [
+        hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest() for text in texts
+    ]
+    held_out = np.array(
+        [int.from_bytes(d, "little") < options.held_out * 2**64 for d in drawn], bool
+    )
+    found = _Examples(texts, np.array(list(labels.values()), np.int32), held_out)
+    for number, label in enumerate(options.examples):
+        for side, name in ((held_out, "held out"), (~held_out, "to learn from")):
+            count = int((side & (found.labels == number)).sum())
+            if count < FEWEST:
+                raise DataError(
+                    f"{label} has {count} examples {name}",
+                    where=", ".join(options.examples[label]),
+                    why=f"with fewer than {FEWEST} nothing is learnt or measured",
+                    fix=f"more files, or --held_out={min(0.5, max(0.1, 2 * options.held_out)):.0%}",
+                )
+    return found
+
+
+def _texts(
+    label: str, patterns: tuple[str, ...], text_key: str, counts: Counter[str]
+) -> Iterator[str]:
+    corpus = Corpus.find(patterns, text_key, f"--examples={label}")
+    recipe = Recipe(source=patterns, text_key=text_key)
+    for path, name in zip(corpus.files, corpus.names, strict=True):
+        for record in read(path, name, recipe, counts):
+            if isinstance(record, Broken):
+                counts[f"broken: {record.kind}"] += 1
+            elif record.text.strip():
+                yield record.text
+
+
+def _by_label(options: Options, labels: np.ndarray) -> dict[str, int]:
+    counted = np.bincount(labels, minlength=len(options.examples)).tolist()
+    return dict(zip(options.examples, counted, strict=True))
+
+
+def _fitted(options: Options, examples: _Examples) -> Linear:
+    """Adam on the mean over labels of the mean of -log of the right one's probability."""
+    chosen = np.flatnonzero(~examples.held_out)
+    features = [options.reading.features(examples.texts[at]) for at in chosen]
+    labels = examples.labels[chosen]
+    count = len(options.examples)
+    weight = len(labels) / (count * np.bincount(labels, minlength=count))
+    width = 2 ** math.ceil(math.log2(max(map(len, features))))
+    steps = options.epochs * math.ceil(len(chosen) / options.batch)
+    optimizer = optax.adam(optax.linear_schedule(options.lr, 0.0, steps))
+    params = {
+        "weights": jnp.zeros((options.reading.buckets, count), jnp.float32),
+        "bias": jnp.zeros((count,), jnp.float32),
+    }
+    state = optimizer.init(params)
+    step = jax.jit(functools.partial(_step, optimizer), donate_argnums=(0, 1))
+    draw = np.random.default_rng(options.seed)
+    for _ in range(options.epochs):
+        order = draw.permutation(len(chosen))
+        for begin in range(0, len(order), options.batch):
+            rows = order[begin : begin + options.batch]
+            ids = np.full((options.batch, width), options.reading.buckets, np.int32)
+            for at, row in enumerate(rows):
+                ids[at, : len(features[row])] = features[row]
+            targets, weights = (
+                np.zeros(options.batch, np.int32),
+                np.zeros(options.batch, np.float32),
+            )
+            targets[: len(rows)] = labels[rows]
+            weights[: len(rows)] = weight[labels[rows]]
+            params, state = step(params, state, ids, targets, weights)
+    arrays = jax.device_get(params)
+    return Linear(tuple(options.examples), options.reading, arrays["weights"], arrays["bias"])
+
+
+def _step(
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    state: Any,
+    ids: jax.Array,  # i32[batch, features], past the table where there is none
+    targets: jax.Array,  # i32[batch]
+    weights: jax.Array,  # f32[batch], 0 for rows that fill the batch
+) -> tuple[Any, Any]:
+    def loss(params: Any) -> jax.Array:
+        buckets = params["weights"].shape[0]
+        found = jnp.take(params["weights"], ids, axis=0, mode="fill", fill_value=0.0)
+        size = jnp.maximum((ids < buckets).sum(axis=1, keepdims=True), 1)
+        logits = found.sum(axis=1) / jnp.sqrt(size) + params["bias"][None]
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return (nll * weights).sum() / jnp.maximum(weights.sum(), 1e-9)
+
+    updates, state = optimizer.update(jax.grad(loss)(params), state)
+    return optax.apply_updates(params, updates), state
