@@ -12,6 +12,7 @@ from jaxlm.data.prepare.filters.config import (
     Decontaminate,
     FineWeb,
     Gopher,
+    Harmful,
     Language,
     Length,
     Perplexity,
@@ -36,6 +37,7 @@ StageName = Literal[
     "decontaminate",
     "quality",
     "perplexity",
+    "harmful",
 ]
 DedupName = Literal["exact", "near", "spans", "substrings"]
 
@@ -92,6 +94,7 @@ class Recipe:
     )
     quality: Quality = setting(Quality(), "what a classifier of one's own thinks")
     perplexity: Perplexity = setting(Perplexity(), "how surprising it is to a model")
+    harmful: Harmful = setting(Harmful(), "what does harm")
     near: MinHash = setting(MinHash(), "near duplicates")
     spans: Spans = setting(Spans(), "lines or paragraphs that are there twice")
     substrings: Substrings = setting(Substrings(), "runs of words that are there twice")
@@ -124,6 +127,12 @@ class Recipe:
                 "perplexity.run",
                 "the stage perplexity has no model",
                 "--config.perplexity.run=runs/a",
+            )
+        if "harmful" in self.stages and not (self.harmful.words or self.harmful.model):
+            yield (
+                "harmful.words",
+                "the stage harmful has neither lists nor a classifier",
+                "--config.harmful.words='lists/*.txt'",
             )
         if "urls" in self.stages and not self.urls.blocked:
             yield (

@@ -146,6 +146,9 @@ def _beside(recipe: Recipe) -> dict[str, str]:
         "perplexity.run",
         (f"{run}/config.json", f"{run}/checkpoints/*/digests.json"),
     )
+    lists = recipe.harmful.words
+    judge = (f"{recipe.harmful.model}/*",) if recipe.harmful.model else ()
+    asked["harmful"] = ("harmful.words", (*lists, *judge))
     found = {}
     for stage, (setting, patterns) in asked.items():
         if stage in (*recipe.stages, "against"):

@@ -8,6 +8,7 @@ from jaxlm.data.prepare.filters.c4 import c4
 from jaxlm.data.prepare.filters.decontaminate import decontaminate, evaluations
 from jaxlm.data.prepare.filters.fineweb import fineweb
 from jaxlm.data.prepare.filters.gopher import gopher
+from jaxlm.data.prepare.filters.harmful import harmful
 from jaxlm.data.prepare.filters.language import language
 from jaxlm.data.prepare.filters.length import length
 from jaxlm.data.prepare.filters.normalise import mojibake, normalise
@@ -34,6 +35,7 @@ MAKERS: dict[str, Callable[[Recipe, MakeScorer | None], Stage]] = {
     "decontaminate": lambda recipe, _: decontaminate(recipe.decontaminate, evaluations(recipe)),
     "quality": lambda recipe, _: quality(recipe.quality),
     "perplexity": lambda recipe, make: perplexity(recipe.perplexity, make),
+    "harmful": lambda recipe, _: harmful(recipe.harmful),
 }
 
 

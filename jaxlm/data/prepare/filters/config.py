@@ -150,3 +150,19 @@ class Perplexity:
         """There is a perplexity between the two."""
         if self.least > self.most:
             yield "least", f"it is above most = {self.most}", "--config.perplexity.least=0"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Harmful:
+    """What does harm, by lists and a classifier of one's own."""
+
+    words: tuple[str, ...] = setting(
+        (), "globs of lists, a word or several on each line; a file's name is its category"
+    )
+    hits: int = setting(2, "most entries of a list that a document may hold", low=0)
+    model: str = setting(
+        "",
+        "folder of a classifier whose labels are categories, made by `jaxlm data train-classifier`",
+    )
+    harmless: str = setting("harmless", "its label of what does no harm")
+    most: float = setting(0.5, "highest probability of a category", low=0.0, high=1.0)
