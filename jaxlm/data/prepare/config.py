@@ -53,6 +53,14 @@ class Reading:
         2**34, "most that the members of one archive may unpack to", unit="bytes", low=1
     )
     archive_members: int = setting(100_000, "most members of one archive", low=1)
+    pdf_pages: int = setting(5_000, "most pages of a PDF file", low=1)
+    pdf_seconds: int = setting(
+        60,
+        "most time of a core for a PDF file: what takes about as long may be read or not",
+        unit="seconds",
+        low=1,
+    )
+    pdf_memory: int = setting(2**31, "most memory for a PDF file", unit="bytes", low=2**28)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import IO
 from jaxlm.core.errors import JaxlmError
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.document import Broken, Document
-from jaxlm.data.prepare.readers import archives, tables, texts, warc
+from jaxlm.data.prepare.readers import archives, pdf, tables, texts, warc
 from jaxlm.data.prepare.readers.encoding import NotText
 from jaxlm.data.prepare.readers.streams import TooLarge, kind_of, opened, unpacked
 
@@ -27,6 +27,7 @@ READERS: dict[str, Reader] = {
     ".warc": warc.records,
     ".wet": warc.records,
     ".py": texts.python,
+    ".pdf": pdf.pdf,
 }
 ARCHIVES = {".zip": archives.zipped, ".tar": archives.tarred}
 TOO_LARGE, DAMAGED, NOT_TEXT, NESTED = "too large", "damaged", "not text", "an archive in another"
