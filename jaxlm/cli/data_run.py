@@ -17,6 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to go on")
     add_engine(parser)
     parser.add_argument(
+        "--copy_to",
+        metavar="URL",
+        help="copy all of it there when it is done, such as s3://bucket/clean",
+    )
+    parser.add_argument(
         "--sample",
         default="100%",
         metavar="SHARE",
@@ -72,6 +77,11 @@ def run(args: Any, out: Output) -> int:
             say=out.say,
             progress=progress,
         )
+    if args.copy_to:
+        from jaxlm.data.prepare.upload import copy_to
+
+        count = copy_to(Path(args.out), list(outcome.report["files"]), args.copy_to)
+        out.say(f"{count:,} files copied to {args.copy_to}" if count else "the copy was there")
     speed = {
         "seconds": outcome.seconds,
         "bytes": outcome.bytes,

@@ -69,7 +69,7 @@ class Recipe:
 
     source: tuple[str, ...] = setting(
         ("stdlib:train",),
-        "globs of files to clean; stdlib:train and stdlib:validation are Python's own library",
+        "globs of files to clean, or URLs such as s3://bucket/*.gz; stdlib:train and stdlib:validation are Python's library",
     )
     text_key: str = setting("text", "field of a record that holds its text")
     unit_bytes: int = setting(

@@ -71,14 +71,10 @@ def _units(folder: Path, recipe: Recipe) -> list[Earlier]:
                 why = f"{kind}.{name} was {theirs} there and is {mine} here"
                 raise _unlike(folder, recipe, why, kind, f"--config.{kind}.{name}={theirs}")
     files = _object(folder / REPORT)["files"]
-    units = len(list((folder / "units").iterdir()))
-    names = (
-        (output(folder, KEPT, number), output(folder, SIGNATURES, number))
-        for number in range(units)
-    )
     return [
-        Earlier(kept, signatures, Written(**files[signatures.relative_to(folder).as_posix()]))
-        for kept, signatures in names
+        Earlier(output(folder, KEPT, int(Path(name).stem)), folder / name, Written(**fields))
+        for name, fields in sorted(files.items())
+        if name.startswith(f"{SIGNATURES}/")
     ]
 
 

@@ -11,6 +11,7 @@ from jaxlm.core import config
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import cache
 from jaxlm.data.documents import Corpus
+from jaxlm.data.prepare import remote
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.files import changed
 from jaxlm.data.prepare.filters.perplexity import MakeScorer
@@ -37,12 +38,7 @@ class Job:
         Raises:
           InputMissing: where a pattern matches no file.
         """
-        corpus = Corpus.find(recipe.source, recipe.text_key, "source")
-        files = sorted(
-            (name, path, path.stat().st_size)
-            for path, name in zip(corpus.files, corpus.names, strict=True)
-        )
-        return cls(out, recipe, sample, tuple((path, name, size) for name, path, size in files))
+        return cls(out, recipe, sample, tuple(remote.find(recipe)))
 
     @property
     def units(self) -> list[list[tuple[Path, str, int]]]:

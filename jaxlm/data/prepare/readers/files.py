@@ -1,12 +1,15 @@
 """Files of any kind as documents and broken records. What is wrong with one never keeps the others from being read."""
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO
 
 from jaxlm.core.errors import JaxlmError
+from jaxlm.data.prepare import remote
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.document import Broken, Document
 from jaxlm.data.prepare.readers import archives, pdf, tables, texts, warc
@@ -40,11 +43,10 @@ def read(
 
     Where a file turns out damaged, the records before the damage are there, and then a broken one.
     """
-    kind = kind_of(name)
+    kind = kind_of(remote.path_in(name))
+    open_file = functools.partial(_remote if remote.is_remote(name) else _local, path, name)
     if kind not in ARCHIVES:
-        yield from _guarded(
-            lambda: opened(path), name, READERS.get(kind, texts.plain), recipe, counts
-        )
+        yield from _guarded(open_file, name, READERS.get(kind, texts.plain), recipe, counts)
         return
 
     def members(
@@ -61,7 +63,18 @@ def read(
                     functools.partial(_member, member), member.name, reader, recipe, counts
                 )
 
-    yield from _guarded(lambda: opened(path), name, members, recipe, counts)
+    yield from _guarded(open_file, name, members, recipe, counts)
+
+
+def _local(path: Path, name: str) -> IO[bytes]:
+    return opened(path)
+
+
+@contextlib.contextmanager
+def _remote(path: Path, name: str) -> Iterator[IO[bytes]]:
+    # What unpacks a stream does not close it.
+    with remote.fetched(name) as copy, unpacked(copy, remote.path_in(name)) as stream:
+        yield stream
 
 
 def _member(member: archives.Member) -> IO[bytes]:
@@ -69,7 +82,7 @@ def _member(member: archives.Member) -> IO[bytes]:
 
 
 def _guarded(
-    open_stream: Callable[[], IO[bytes]],
+    open_stream: Callable[[], AbstractContextManager[IO[bytes]]],
     name: str,
     reader: Reader,
     recipe: Recipe,
