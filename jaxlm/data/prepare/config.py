@@ -15,6 +15,7 @@ from jaxlm.data.prepare.filters.config import (
     Harmful,
     Language,
     Length,
+    Licence,
     Perplexity,
     Pii,
     Quality,
@@ -38,6 +39,7 @@ StageName = Literal[
     "quality",
     "perplexity",
     "harmful",
+    "licence",
 ]
 DedupName = Literal["exact", "near", "spans", "substrings"]
 
@@ -103,6 +105,7 @@ class Recipe:
     quality: Quality = setting(Quality(), "what a classifier of one's own thinks")
     perplexity: Perplexity = setting(Perplexity(), "how surprising it is to a model")
     harmful: Harmful = setting(Harmful(), "what does harm")
+    licence: Licence = setting(Licence(), "what it may be used for")
     near: MinHash = setting(MinHash(), "near duplicates")
     spans: Spans = setting(Spans(), "lines or paragraphs that are there twice")
     substrings: Substrings = setting(Substrings(), "runs of words that are there twice")

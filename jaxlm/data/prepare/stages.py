@@ -11,6 +11,7 @@ from jaxlm.data.prepare.filters.gopher import gopher
 from jaxlm.data.prepare.filters.harmful import harmful
 from jaxlm.data.prepare.filters.language import language
 from jaxlm.data.prepare.filters.length import length
+from jaxlm.data.prepare.filters.licence import licence
 from jaxlm.data.prepare.filters.normalise import mojibake, normalise
 from jaxlm.data.prepare.filters.perplexity import MakeScorer, perplexity
 from jaxlm.data.prepare.filters.pii import pii
@@ -36,6 +37,7 @@ MAKERS: dict[str, Callable[[Recipe, MakeScorer | None], Stage]] = {
     "quality": lambda recipe, _: quality(recipe.quality),
     "perplexity": lambda recipe, make: perplexity(recipe.perplexity, make),
     "harmful": lambda recipe, _: harmful(recipe.harmful),
+    "licence": lambda recipe, _: licence(recipe.licence),
 }
 
 

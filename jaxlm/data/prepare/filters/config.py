@@ -166,3 +166,15 @@ class Harmful:
     )
     harmless: str = setting("harmless", "its label of what does no harm")
     most: float = setting(0.5, "highest probability of a category", low=0.0, high=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Licence:
+    """Under which licence a document says that it stands."""
+
+    drop: tuple[str, ...] = setting(
+        (),
+        "names of SPDX that are not kept; GPL stands for every GPL-..., as LicenseRef for what has none",
+    )
+    unknown: Literal["keep", "remove"] = setting("keep", "what becomes of one that says nothing")
+    read: int = setting(4000, "how much of its beginning is looked at", unit="characters", low=1)
