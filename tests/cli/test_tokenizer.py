@@ -74,7 +74,10 @@ def test_what_is_trained_is_told_with_its_fit_to_what_is_held_out(
     fit = answer(capsys, *words, "--out=made.json")["fit"]
     assert (fit["documents"], fit["bytes"], fit["tokens"]) == (1, 8, 8)  # "held out"
     assert fit["bytes_per_token"] == 1
-    assert (fit["unknown"], fit["coverage"]) == (1 / 4, 3 / 4)  # h and t are not in the training text
+    assert (fit["unknown"], fit["coverage"]) == (
+        1 / 4,
+        3 / 4,
+    )  # h and t are not in the training text
 
 
 def test_tokenizers_are_compared_on_what_is_held_out_or_named(

@@ -225,8 +225,14 @@ def test_documents_that_share_words_with_an_evaluation_set_are_named(here, capsy
     assert reasons(capsys, texts, *words) == ["decontaminate.shared", "kept", "kept"]
     detail = removed()["decontaminate.shared"][0]["detail"]
     assert "eval/quiz.jsonl, record 2: which of the seven" in detail
-    report = run(capsys, "--config.source=in/a.jsonl", "--config.dedup=()", *words)
-    assert report["notes"] == {"decontaminate: documents that share with eval/quiz.jsonl": 1}
+    other = "And what did the second ferryman say to the younger of both sisters that evening?"
+    write_lines(here / "eval/story.jsonl", [{"text": other}])
+    write_lines(here / "in/b.jsonl", [{"text": f"{other} {question}"}])
+    report = run(capsys, "--config.source=in/*.jsonl", "--config.dedup=()", *words, "--out=both")
+    assert report["notes"] == {
+        "decontaminate: documents that share with eval/quiz.jsonl": 2,
+        "decontaminate: documents that share with eval/story.jsonl": 1,
+    }
 
 
 def test_an_evaluation_set_that_cannot_be_compared_is_refused(here, capsys):

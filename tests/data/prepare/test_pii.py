@@ -1,14 +1,18 @@
 """Personal data in a set of labelled sentences, made here: what is found, what is missed, what is taken for it."""
 
 import random
+import re
 import string
+import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxlm.data.prepare.filters.pii import IBAN_LENGTHS, KINDS, find, passes_luhn, passes_mod97
+from jaxlm.data.prepare.filters.presidio import NAMES
 from tests.data.prepare.recipes import kept, prose, removed, run, write_lines
 
 PLACES = ("Write to {} today.", "({})", "contact: {}", "{}", "It was {}, they said", "a\t{}\nb")
@@ -211,3 +215,56 @@ def test_a_document_of_many_finds_takes_time_in_proportion():
     text = "".join(f"write to me{n}@example.org now\n" for n in range(20_000))
     assert len(find(text, ("email",))) == 20_000
     assert time.process_time() - begun < 5, "each compared with all others takes 20 seconds"
+
+
+class Recogniser:
+    """Stands for one of Presidio's: finds a word, as sure as it is made."""
+
+    supported_entities = ("ANYTHING",)
+    word, score = "", 1.0
+
+    def analyze(self, text, entities, nlp_artifacts):
+        assert (entities, nlp_artifacts) == (self.supported_entities, None)
+        found = ((m.start(), m.end(), self.score) for m in re.finditer(self.word, text))
+        return [SimpleNamespace(start=a, end=b, score=score) for a, b, score in found]
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A package in the place of Presidio, whose recognisers find a word each. The real one is 370 MB."""
+    words = {"email": ("mailing", 1.0), "phone": ("ring", 0.4), "ip": ("ding", 0.3)}
+    classes = {
+        name: type(name, (Recogniser,), {"word": word, "score": score})
+        for kind, name in NAMES.items()
+        for word, score in [words.get(kind, ("#", 1.0))]
+    }
+    inner = SimpleNamespace(**classes)
+    monkeypatch.setitem(
+        sys.modules, "presidio_analyzer", SimpleNamespace(predefined_recognizers=inner)
+    )
+    asked = []
+    extract = lambda **given: asked.append(given) or (lambda text: SimpleNamespace(fqdn=text))  # noqa: E731
+    monkeypatch.setitem(sys.modules, "tldextract", SimpleNamespace(TLDExtract=extract))
+    return asked
+
+
+PRESIDIO = ("--config.source=in/a.jsonl", "--config.stages=pii", "--config.pii.finder=presidio")
+
+
+def test_what_presidio_finds_is_masked_with_our_own_keys(here, capsys, stand_in):
+    secret = "gh" + "p_" + "a1" * 18
+    text = f"mailing and ringing, wedding {secret} " + prose(1)
+    write_lines(here / "in/a.jsonl", [{"text": text}])
+    answer = run(capsys, *PRESIDIO)
+    assert kept()[0].startswith("<EMAIL> and <PHONE>ing, wedding <KEY> ")
+    assert answer["notes"] == {f"pii: {kind} masked": 1 for kind in ("email", "key", "phone")}
+    assert stand_in, "the list of suffixes was not asked for"
+    assert all(given == {"suffix_list_urls": (), "cache_dir": None} for given in stand_in)
+    words = ("--config.pii.score=0.2", "--config.pii.kinds=ip", "--out=other")
+    assert run(capsys, *PRESIDIO, *words)["notes"] == {"pii: ip masked": 1}
+
+
+def test_without_presidio_it_is_said_what_to_install(here, capsys, monkeypatch):
+    write_lines(here / "in/a.jsonl", [{"text": prose(1)}])
+    monkeypatch.setitem(sys.modules, "presidio_analyzer", None)
+    assert "jaxlm[presidio]" in run(capsys, *PRESIDIO, code=66)["error"]["fix"]

@@ -117,6 +117,10 @@ class Pii:
     action: Literal["mask", "remove"] = setting(
         "mask", "write <EMAIL> and the like in its place, or remove the document"
     )
+    finder: Literal["forms", "presidio"] = setting(
+        "forms", "our own forms and check digits, or those of Presidio; keys are always ours"
+    )
+    score: float = setting(0.4, "lowest score of Presidio that counts", low=0.0, high=1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

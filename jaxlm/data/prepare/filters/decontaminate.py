@@ -28,7 +28,9 @@ def decontaminate(config: Decontaminate, found: "Evaluations") -> Stage:
             return document
         first = int(shared[0])
         name = found.name(numbers[first])
-        counts[f"decontaminate: documents that share with {name.rpartition(', ')[0]}"] += 1
+        sets = {found.name(number).rpartition(", ")[0] for number in np.unique(numbers[shared])}
+        for each in sorted(sets):
+            counts[f"decontaminate: documents that share with {each}"] += 1
         quoted = " ".join(spoken[first : first + config.words])
         return Removed("shared", f"{len(shared)} runs, the first with {name}: {quoted}")
 

@@ -1,6 +1,6 @@
 """What tells who or where a person is, and what opens their doors: found by form, and by check digits where there are some."""
 
-import bisect
+import functools
 import ipaddress
 import re
 from collections import Counter
@@ -8,22 +8,27 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from jaxlm.data.prepare.document import Document, Removed, Stage
+from jaxlm.data.prepare.filters import presidio
 from jaxlm.data.prepare.filters.config import Pii
-
-
-class Found(NamedTuple):
-    """Where something lies in a text, and of which kind it is."""
-
-    start: int
-    end: int
-    kind: str
+from jaxlm.data.prepare.filters.found import Found, apart
 
 
 def pii(config: Pii) -> Stage:
-    """Each find masked as <EMAIL> and the like, or its document removed."""
+    """Each find masked as <EMAIL> and the like, or its document removed.
+
+    Raises:
+      InputMissing: where the finder is presidio and not installed.
+    """
+    finder: Callable[[str], list[Found]] = functools.partial(find, kinds=config.kinds)
+    if config.finder == "presidio":
+        other = presidio.finders(config.kinds, config.score)
+        ours = tuple(kind for kind in config.kinds if kind not in presidio.NAMES)
+
+        def finder(text: str) -> list[Found]:
+            return apart([*other(text), *find(text, ours)], list(KINDS))
 
     def stage(document: Document, counts: Counter[str]) -> Document | Removed:
-        found = find(document.text, config.kinds)
+        found = finder(document.text)
         if not found:
             return document
         if config.action == "remove":
@@ -40,17 +45,7 @@ def pii(config: Pii) -> Stage:
 
 def find(text: str, kinds: tuple[str, ...]) -> list[Found]:
     """Everything of these kinds, in order, none over another: of two the longer, then the one that KINDS has first."""
-    order = list(KINDS)
-    every = [each for kind in kinds for each in _of_kind(text, kind)]
-    every.sort(key=lambda each: (each.start - each.end, order.index(each.kind), each.start))
-    taken: list[Found] = []  # in order, so that only those on either side can lie over the next
-    for each in every:
-        at = bisect.bisect(taken, each)
-        if (not at or taken[at - 1].end <= each.start) and (
-            at == len(taken) or each.end <= taken[at].start
-        ):
-            taken.insert(at, each)
-    return taken
+    return apart((each for kind in kinds for each in _of_kind(text, kind)), list(KINDS))
 
 
 def _of_kind(text: str, kind: str) -> Iterator[Found]:
