@@ -51,7 +51,7 @@ class _Examples:
 def train(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """What was read, and how well the labels of texts that were held out are found.
 
-    Every label weighs the same, however many examples it has: the probabilities are those of a world where each is as likely.
+    Memory: all texts, and of each the numbers of its features, at most 8 bytes x 2 x `reading.words`. Every label weighs the same, however many examples it has: the probabilities are those of a world where each is as likely.
 
     Raises:
       InputMissing: where a pattern matches no file.

@@ -15,7 +15,7 @@ from jaxlm.data import cache
 from jaxlm.data.prepare import earlier
 from jaxlm.data.prepare.dedup.merge import Verdict, merge
 from jaxlm.data.prepare.dedup.signatures import Signatures
-from jaxlm.data.prepare.files import LineFiles
+from jaxlm.data.prepare.files import LineFiles, changed
 from jaxlm.data.prepare.job import CLUSTERS, Job
 from jaxlm.data.prepare.unit import KEPT, PLACES, SIGNATURES, cleaned, verdict
 
@@ -76,15 +76,20 @@ def compare(job: Job) -> None:
 
 
 def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> Iterator[str]:
-    """The texts of documents, by their numbers in order; each file that holds one is read once."""
-    at = 0
-    while at < len(documents):
-        unit = bisect_right(begins, documents[at]) - 1
+    """The texts of documents, by their numbers in order; each file that holds one is read once.
+
+    Raises:
+      DataError: where a file that an earlier run wrote has other lines now.
+    """
+    for unit, group in itertools.groupby(documents, lambda each: bisect_right(begins, each) - 1):
         with open(files[unit], "rb") as file:
-            for number, line in enumerate(file, begins[unit]):
-                if at < len(documents) and number == documents[at]:
+            lines = enumerate(file, begins[unit])
+            for document in group:
+                line = next((line for number, line in lines if number == document), b"")
+                try:
                     yield json.loads(line)["text"]
-                    at += 1
+                except (ValueError, TypeError, KeyError):
+                    raise changed(files[unit]) from None
 
 
 def _places(job: Job, number: int) -> Iterator[tuple[str, int]]:

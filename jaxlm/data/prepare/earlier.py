@@ -71,11 +71,14 @@ def _units(folder: Path, recipe: Recipe) -> list[Earlier]:
                 why = f"{kind}.{name} was {theirs} there and is {mine} here"
                 raise _unlike(folder, recipe, why, kind, f"--config.{kind}.{name}={theirs}")
     files = _object(folder / REPORT)["files"]
-    return [
+    found = [
         Earlier(output(folder, KEPT, int(Path(name).stem)), folder / name, Written(**fields))
         for name, fields in sorted(files.items())
         if name.startswith(f"{SIGNATURES}/")
     ]
+    if not found:
+        raise _missing(f"{folder} has no {SIGNATURES}", "a version of jaxlm without them wrote it")
+    return found
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -84,6 +84,10 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(before, h
     signatures.write_bytes(signatures.read_bytes()[:-1] + b"?")
     assert run(capsys, *NEW, code=65)["error"]["where"] == "before/signatures/00000.bin"
     shutil.rmtree("out")
+    report = json.loads((before / "report.json").read_text())
+    report["files"] = {name: report["files"][name] for name in report["files"] if name[0] == "k"}
+    (before / "report.json").write_text(json.dumps(report))
+    assert "no signatures" in run(capsys, *NEW, code=66)["error"]["what"]
     (before / "report.json").unlink()
     assert "no report.json" in run(capsys, *NEW, code=66)["error"]["why"]
     assert not Path("out").exists()

@@ -1,5 +1,6 @@
 """Sources behind URLs and copies to them: fsspec's memory and local file systems, and a server on this machine."""
 
+import errno
 import functools
 import gzip
 import http.server
@@ -166,3 +167,22 @@ def test_a_file_that_shrank_since_it_was_listed_is_no_whole_file(here, memory, c
     monkeypatch.setattr(type(memory), "info", longer)
     error = run(capsys, "--config.source=memory://crawl/*.txt", code=66)["error"]
     assert "of 1,000,000 bytes came" in error["why"]
+
+
+def test_a_full_disk_ends_with_73_and_is_no_damaged_file(here, memory, capsys, monkeypatch):
+    class Full:
+        """A temporary file without room."""
+
+        def write(self, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self):
+            pass
+
+    memory.pipe("/crawl/a.txt", prose(1).encode())
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.tempfile, "TemporaryFile", Full)
+        error = run(capsys, "--config.source=memory://crawl/*.txt", code=73)["error"]
+    assert error["fix"].startswith("TMPDIR=")
+    run(capsys, "--config.source=memory://crawl/*.txt")
+    assert kept() == [prose(1)]

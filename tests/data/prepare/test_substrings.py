@@ -90,6 +90,10 @@ def test_what_stands_in_an_earlier_run_is_cut_and_chains_of_cuts_lose_nothing(he
     write_lines(here / "in/a.jsonl", [{"text": text} for text in texts[30:]])
     run(capsys, *SET, "--config.against=before")
     assert [*before, *kept()] == brute_force([*before, *texts[30:]], WORDS)
+    path = next(Path("before/kept").iterdir())
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    words = ("--config.against=before", "--out=other")
+    assert run(capsys, *SET, *words, code=65)["error"]["where"] == str(path)
 
 
 def test_documents_that_consist_of_what_stood_before_can_be_removed_whole(here, capsys):

@@ -23,7 +23,8 @@ def harmful(config: Harmful) -> Stage:
     An entry is a word or several, found whatever their case and what is between them, in languages with spaces between words.
 
     Raises:
-      InputMissing: where a list or a classifier is not there, or the classifier lacks the label `harmless`.
+      InputMissing: where a list or a classifier is not there.
+      ConfigError: where the classifier lacks the label `harmless`.
       DataError: where a list has an entry without words, or a category has a name that no folder may have.
     """
     lists = _lists(config)

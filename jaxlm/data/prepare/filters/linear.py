@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.data.prepare.ngrams import hashed, runs, words
 
 TENSORS, ABOUT = "classifier.safetensors", "classifier.json"
@@ -110,10 +110,10 @@ class Linear:
         """The place of a label.
 
         Raises:
-          InputMissing: where the classifier has no such label; `setting` named it.
+          ConfigError: where the classifier has no such label; `setting` named it.
         """
         if label not in self.labels:
-            raise InputMissing(
+            raise ConfigError(
                 f"the classifier knows no label {label!r}",
                 where=setting,
                 why=f"it knows {', '.join(self.labels)}",

@@ -12,7 +12,8 @@ def quality(config: Quality) -> Stage:
     """Documents whose probability of the label is high enough; it goes to the meta.
 
     Raises:
-      InputMissing: where there is no classifier, or it lacks the label.
+      InputMissing: where there is no classifier.
+      ConfigError: where it lacks the label.
     """
     model = Linear.read(Path(config.model), "quality.model")
     wanted = model.number(config.label, "quality.label")
