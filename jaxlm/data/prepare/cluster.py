@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jaxlm
 from jaxlm.core.errors import DataError, InputMissing, JaxlmError
 from jaxlm.data.prepare.task import DEATHS, Opens, Task, Worker, given_up, raised
 
@@ -131,7 +130,7 @@ def versions() -> tuple[str, ...]:
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
-    root, digest = Path(jaxlm.__file__).parent / "data", hashlib.sha256()
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return (*found, f"the source of jaxlm {digest.hexdigest()[:12]}")
