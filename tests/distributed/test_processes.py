@@ -260,6 +260,36 @@ def test_a_checkpoint_of_four_processes_goes_on_with_two_and_then_with_one(alone
 
 
 @pytest.mark.slow
+def test_a_mixture_in_stages_reads_the_same_rows_with_other_numbers_of_processes(config, tmp_path):
+    """Two processes up to a step inside of each stage, one process from there: the rows and what is said of them."""
+    folder = Path(config).parent
+    given = {
+        "data.train": ",".join(f"s{n}={folder}/0{n}*.txt" for n in range(3)),
+        "data.mixture.name": "weights",
+        "data.mixture.weights": "s0=0.5@0..0.2@4,s1=0.3@0..0.6@4,s2=0.2",
+        "data.validation": "tail:20%",
+        "train.batch_warmup": "4@2",
+        "data.sequence_warmup": "16@3",
+    }
+    flags = [f"--config.{name}={value}" for name, value in given.items()]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(1, 2, words(config, whole, {"data": 2}, *flags), log=tmp_path / "unbroken")
+    for processes, step in ((2, 1), (1, 3), (2, STEPS)):
+        command = words(config, parts, {"data": 2}, *flags, f"--stop_at={step}")
+        train(processes, 2 // processes, command, log=tmp_path / "resumed")
+    assert until(read(tmp_path / "resumed"), STEPS) == until(read(tmp_path / "unbroken"), STEPS)
+    told = [
+        {r["step"]: {k: v for k, v in r.items() if k.startswith("sources/") or k == "tokens"}}
+        for run in (whole, parts)
+        for r in harness.records(run)
+        if r["split"] == "train"
+    ]
+    assert told[:STEPS] == told[STEPS:]
+    print(f"largest difference of a loss: {deviation(parts, whole):.1e}")
+    assert harness.losses(parts) == harness.losses(whole)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("difference", ["config", "code"])
 def test_ranks_that_differ_refuse_each_other_within_ten_seconds(config, tmp_path, difference):
     """Counted from their start; a machine with more to do than it has cores may take longer."""

@@ -20,18 +20,19 @@ from jaxlm.recipes import resume
 batches, restore = Loader.batches, resume.state
 
 
-def recorded(self, start, *, batch, rows=None, **rest):
-    own = rows or slice(0, batch)
+def recorded(self, start, *, batch, rows, **rest):
     with open(os.environ["TRAINER_LOG"], "a") as log:
         for step, read in enumerate(batches(self, start, batch=batch, rows=rows, **rest), start):
             parts = [part for part in read if part is not None]
+            own = rows[batch.stage(step).rows]
+            cuts = len(read.tokens) // (own.stop - own.start)
             digests = [
                 hashlib.sha256(b"".join(np.asarray(part[row]).tobytes() for part in parts))
-                for row in range(own.stop - own.start)
+                for row in range(len(read.tokens))
             ]
             line = {
                 "step": step,
-                "first": own.start,
+                "first": own.start * cuts,
                 "rows": [digest.hexdigest() for digest in digests],
             }
             log.write(json.dumps(line) + "\n")
