@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import NotWritable
-from jaxlm.data.prepare.job import CLUSTERS, RECIPE, REPORT
+from jaxlm.data.prepare.job import CLUSTERS, PAGE, RECIPE, REPORT
 from jaxlm.data.prepare.remote import Changed, open_store, said, tried
 
 
@@ -17,7 +17,7 @@ def copy_to(folder: Path, files: list[str], url: str) -> int:
       NotWritable: where something else is there, or a file cannot be written after several tries.
     """
     store, root = open_store(url.rstrip("/"))
-    names = [RECIPE, CLUSTERS, *files, REPORT]
+    names = [RECIPE, CLUSTERS, *files, PAGE, REPORT]
     try:
         for name in (REPORT, RECIPE):  # by these it is known what else is there
             there = store.cat_file(f"{root}/{name}") if store.exists(f"{root}/{name}") else None
