@@ -5,6 +5,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 import itertools
 import math
+import mmap
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,8 +83,11 @@ class File:
         if not path.is_file():
             raise InputMissing(f"there is no file {path}", where="--from")
         self._size = path.stat().st_size
+        if not self._size:
+            raise self._damaged("it is empty")
         with path.open("rb") as file:
-            self._header = file.read(min(self._size, LARGEST_HEADER))
+            most = min(self._size, LARGEST_HEADER)
+            self._header = mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ)
         self._at = 0
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, Entry] = {}

@@ -146,6 +146,23 @@ def tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
     writer.add_add_bos_token(True)
 
 
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def quantised(numbers: np.ndarray, storage: str) -> np.ndarray:
+    """Rows as they are stored, by the package's quantiser; where it has none, blocks of drawn bits, whose scales are numbers."""
+    kind = gguf.GGMLQuantizationType[storage]
+    if storage not in HALVES:
+        return gguf.quants.quantize(numbers, kind)
+    draw = np.random.default_rng(numbers.size)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    found = draw.integers(0, 256, (*numbers.shape[:-1], numbers.shape[-1] // block, size), np.uint8)
+    for place in HALVES[storage]:
+        scales = draw.normal(size=(*found.shape[:-1], 1)).astype(np.float16)
+        found[..., place : place + 2] = scales.view(np.uint8)
+    return found.reshape(*numbers.shape[:-1], -1)
+
+
 def write(
     path: Path, family, *, storage: str = "F32", change=lambda writer: None, drop: tuple = ()
 ) -> dict[str, np.ndarray]:
@@ -161,7 +178,7 @@ def write(
     for name, array in own.items():
         is_matrix = array.ndim > 1 and array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
         as_kind = kind if is_matrix else gguf.GGMLQuantizationType.F32
-        stored[name] = gguf.quants.quantize(array, as_kind)
+        stored[name] = quantised(array, as_kind.name)
         if name not in drop:
             writer.add_tensor(name, stored[name], raw_dtype=as_kind)
     change(writer)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import gguf
 import numpy as np
 import pytest
 
@@ -49,6 +50,24 @@ def test_a_file_has_the_settings_and_tensors_of_the_folder(name, tmp_path):
 
 
 LLAMA = FAMILIES["llama"]
+
+
+@pytest.mark.parametrize("storage", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"])
+def test_quantised_rows_are_put_in_the_order_of_transformers_and_cut_where_asked(storage, tmp_path):
+    family = dataclasses.replace(LLAMA, width=256, depth=1, hidden=256)
+    kind = gguf.GGMLQuantizationType[storage]
+    stored = ggufs.write(tmp_path / "model.gguf", family, storage=storage)
+    source = Gguf(tmp_path / "model.gguf")
+    with source.opened() as fetch:
+        for name, heads in (("q", 4), ("k", 2), ("v", None)):
+            whole = gguf.quants.dequantize(stored[f"blk.0.attn_{name}.weight"], kind)
+            if heads:  # neighbours of a head become its halves
+                pairs = whole.reshape(heads, -1, 2, 256)
+                whole = np.concatenate([pairs[:, :, 0], pairs[:, :, 1]], axis=1).reshape(-1, 256)
+            part = (slice(5, 70), slice(3, 200))
+            found = fetch(f"model.layers.0.self_attn.{name}_proj.weight", part)
+            assert np.ptp(found) > 0.1
+            np.testing.assert_array_equal(found, whole[part])
 
 
 @pytest.mark.parametrize(
