@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from jaxlm.data import tokenizer as tokenizers
 from jaxlm.recipes import resume, trained
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
+from jaxlm.recipes.importing import FOLDER
 from jaxlm.recipes.resume import Wish
 from jaxlm.train.rundir import read_json
 from jaxlm.train.state import TrainState
@@ -96,6 +98,13 @@ def check_tokenizer(origin: Origin, digest: str) -> None:
             why="its ids would mean other text than those that the weights know",
             fix=f"--config.data.tokenizer={place}",
         )
+
+
+def inherit(origin: Origin, workdir: Path) -> None:
+    """Copies what came with an imported model, its chat template among it, which an export of this run has too."""
+    beside = Path(str(origin.store.directory.parent)) / FOLDER
+    if beside.is_dir():
+        shutil.copytree(beside, workdir / FOLDER, dirs_exist_ok=True)
 
 
 def state(engine: Engine, origin: Origin) -> TrainState:

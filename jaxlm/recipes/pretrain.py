@@ -153,6 +153,8 @@ def pretrain(
             resume.check_data(meta["data"], data.fingerprint, options.wish)
         if origin:
             beginning.check_tokenizer(origin, data.tokenizer.digest)
+            if is_first:
+                beginning.inherit(origin, directory.path)
         model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
         _check_vocabulary(run, data)
         if is_first:

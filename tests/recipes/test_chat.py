@@ -80,3 +80,20 @@ def test_generate_answers_what_a_user_says(tmp_path, capsys):
     assert code == 0
     code, plain, _ = call(capsys, *words, "--prompt=[user] ab")  # which begins with <s> too
     assert spoken["samples"][0]["ids"] == plain["samples"][0]["ids"] != []
+
+
+@pytest.mark.slow
+def test_a_run_that_begins_with_an_imported_one_speaks_and_leaves_as_it_does(tmp_path, capsys):
+    source, run, more = write(tmp_path / "source"), tmp_path / "run", tmp_path / "more"
+    assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
+    (tmp_path / "text.txt").write_text("some words\n" * 2000)
+    words = [f"--config={run / 'config.json'}", "--config.train.steps=1", "--config.train.batch=8"]
+    words += [f"--config.data.train={tmp_path / 'text.txt'}", "--config.data.validation=tail:10%"]
+    words += ["--config.data.sequence=32", f"--init_from={run}", f"--workdir={more}"]
+    code, _, told = call(capsys, "train", *words)
+    assert code == 0, told
+    assert chat.template_of(more).source == "{{ x }}"
+    code, *_ = call(capsys, "export", f"--workdir={more}", f"--out={tmp_path / 'out'}")
+    assert code == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
