@@ -115,6 +115,11 @@ def _result(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             for split, record in last.items()
         ]
         yield _table(["split", "step", *FIGURES], rows, numbers=True)
+    if changed := list(_changed(records)):
+        yield _table(
+            ["validation set", "nats before", "nats after", "difference"], changed, numbers=True
+        )
+        yield "<p>Before is the run whose weights this one began with. Where the loss rose, it forgot.</p>"
     baselines = _json(run / "baselines.json")
     if wrong := [name for name, bits in baselines.items() if not sinks.is_number(bits)]:
         raise _misshapen(run / "baselines.json", f"has no number for {wrong[0]!r}")
@@ -175,6 +180,18 @@ def _sources(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rows.append(["all", f"{whole['rows']:,}", "", f"{whole['tokens']:,}", "", ""])
     head = ["source", "rows read", "share", "tokens", "epochs", "weight now"]
     yield _table(head, rows, numbers=True)
+
+
+def _changed(records: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Of each validation set its loss before the first step and at the last evaluation; only runs from other weights have one before."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        split, loss = record.get("split", "train"), record.get("loss_nats")
+        if split != "train" and loss is not None and (split in found or record["step"] == 0):
+            found.setdefault(split, []).append(loss)
+    for split, losses in found.items():
+        if len(losses) > 1:
+            yield [split, *map(_figure, (losses[0], losses[-1])), f"{losses[-1] - losses[0]:+.4f}"]
 
 
 def _plan(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:

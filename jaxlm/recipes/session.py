@@ -176,7 +176,15 @@ class Session:
         if self._origin is not None and not self.store.steps():
             with self.crew.watch.phase("save"), self.console.timer(f"taking {self._origin}"):
                 state = beginning.state(self.engine, self._origin)
-                self._saves.save(Moment(0, state, self.progress, None, None))
+            if self.engine.data.validation:  # what it knew before, on the same sets as after
+                with (
+                    self.crew.watch.phase("eval"),
+                    self.console.timer(f"evaluating {self._origin}"),
+                ):
+                    self._measure(state, 0)
+            with self.crew.watch.phase("save"), self.console.timer("saving where it begins"):
+                self.metrics.flush()
+                self._saves.save(Moment(0, state, self.progress, self.evaluation, None))
                 self._saves.finish()
                 return state
         if not self.start:
@@ -378,22 +386,26 @@ class Session:
         self._open_sinks()
 
     def _evaluate(self, state: TrainState, step: int) -> float | None:
-        """Every validation set, of the average as NAME.ema or NAME.swa too; the loss of the one followed ranks checkpoints."""
-        run = self.run
+        """Every validation set; the loss of the one followed ranks checkpoints."""
         with self.clock.pause(), self.crew.watch.phase("eval"):
             faults.point("eval", step)
-            every = None if run.eval.batches == "all" else run.eval.batches
-            limit = None if step == run.train.steps else every
-            results = self.engine.evaluate(state.params, limit=limit)
-            kept = run.average
-            if not isinstance(kept, NoAverage) and step >= start(kept, run.train.steps, run.pace):
-                of_average = self.engine.evaluate(self.engine.averaged(state), limit=limit)
-                results |= {f"{name}.{kept.name}": each for name, each in of_average.items()}
-            for name, record in results.items():
-                self._write(step, name, record)
-            assert self.followed is not None  # else no evaluation is due
-            self.evaluation = results[self.followed]
-            return results[self.followed]["loss_nats"]
+            return self._measure(state, step)
+
+    def _measure(self, state: TrainState, step: int) -> float:
+        """Writes down the figures of every validation set, and of the average as NAME.ema or NAME.swa: of all of it at the beginning and at the end."""
+        run = self.run
+        every = None if run.eval.batches == "all" else run.eval.batches
+        limit = None if step in (0, run.train.steps) else every
+        results = self.engine.evaluate(state.params, limit=limit)
+        kept = run.average
+        if not isinstance(kept, NoAverage) and step >= start(kept, run.train.steps, run.pace):
+            of_average = self.engine.evaluate(self.engine.averaged(state), limit=limit)
+            results |= {f"{name}.{kept.name}": each for name, each in of_average.items()}
+        for name, record in results.items():
+            self._write(step, name, record)
+        assert self.followed is not None  # else no evaluation is due
+        self.evaluation = results[self.followed]
+        return results[self.followed]["loss_nats"]
 
     def _sample(self, state: TrainState, step: int) -> None:
         with self.clock.pause(), self.crew.watch.phase("eval"):

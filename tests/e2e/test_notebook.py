@@ -1,12 +1,16 @@
 import os
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.cli.test_exchange import write
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "colab/quickstart.ipynb"
+CONTINUED = ROOT / "colab/import_and_continue.ipynb"
 TINY = {
     "train.steps": 2,
     "train.batch": 8,
@@ -51,8 +55,28 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
         assert os.listdir(tmp_path / "runs" / run / "checkpoints")
 
 
-def test_the_notebook_is_stored_without_what_it_printed():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+@pytest.mark.slow
+def test_a_model_is_imported_trained_further_and_exported(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLM_NOTEBOOK_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("JAXLM_NOTEBOOK_MODEL", str(write(tmp_path / "model")))
+    tiny = {"train.steps": 3, "train.batch": 8, "data.sequence": 64}
+    settings = " ".join(f"--config.{name}={value}" for name, value in tiny.items())
+    monkeypatch.setenv("JAXLM_NOTEBOOK_SETTINGS", settings)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(CONTINUED, as_version=4)
+    resources = {"metadata": {"path": str(CONTINUED.parent)}}
+    NotebookClient(notebook, timeout=300, resources=resources).execute()
+    said = "".join(outputs(cell)[0] for cell in notebook.cells if cell.cell_type == "code")
+    for name in ("new", "old"):
+        assert re.search(rf"{name}: \d\.\d+ nats before, \d\.\d+ after, [+-]\d\.\d+", said)
+    assert "nats before" in (tmp_path / "runs/continued/report.html").read_text()
+    assert "<|note|>" in (tmp_path / "runs/exported/tokenizer.json").read_text()
+
+
+@pytest.mark.parametrize("path", [NOTEBOOK, CONTINUED], ids=lambda path: path.stem)
+def test_the_notebook_is_stored_without_what_it_printed(path):
+    notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:
         assert not cell.get("outputs")

@@ -104,3 +104,46 @@ def test_an_imported_model_is_trained_further_in_a_directory_of_its_own(folder, 
     assert main([*own, "--config.model.init=normal"]) == 0
     found = losses(folder / "further")
     assert found[max(found)] < found[min(found)]
+
+
+def test_what_was_forgotten_is_a_number_in_the_report(folder, capsys):
+    """Of other words than the run began with: the loss of each named set before the first step, and after the last."""
+    for name, words_ in (
+        ("old", "one two three four"),
+        ("new", "red green blue"),
+        ("more", "red blue"),
+    ):
+        (folder / name).mkdir()
+        for number in range(12):
+            (folder / name / f"{number}.txt").write_text(f"{name} {number} {words_} " * 6)
+    run = folder / "domain"
+    begun = words(
+        folder,
+        run.name,
+        f"--init_from={folder / 'a'}",
+        f"--config.data.train={folder}/more/*.txt",
+        f"--config.data.validation=old={folder}/old/*.txt,new={folder}/new/*.txt",
+        f"--config.data.tokenizer={folder / 'a' / 'tokenizer'}",
+        "--config.data.packing=concat",  # as `eval` reads any text
+        "--config.train.steps=6",
+        "--config.optim.lr=0.02",
+    )
+    assert main(begun) == 0
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    found = {(each["split"], each["step"]): each for each in lines}
+    capsys.readouterr()
+    text = f"--text={folder}/old/*.txt"
+    assert main(["eval", f"--workdir={folder / 'a'}", text, "--json"]) == 0
+    before = json.loads(capsys.readouterr().out)
+    np.testing.assert_allclose(found["old", 0]["loss_nats"], before["loss_nats"], rtol=1e-6)
+    report = (run / "report.html").read_text()
+    changes = {
+        name: found[name, 6]["loss_nats"] - found[name, 0]["loss_nats"] for name in ("old", "new")
+    }
+    assert changes["new"] < changes["old"]
+    for name, change in changes.items():
+        figures = [found[name, step]["loss_nats"] for step in (0, 6)]
+        cells = [f"{figures[0]:.4f}", f"{figures[1]:.4f}", f"{change:+.4f}"]
+        row = "".join(f"<td class=number>{cell}</td>" for cell in cells)
+        assert f"<td>{name}</td>{row}" in report
+    assert "nats before" not in (folder / "a" / "report.html").read_text()
