@@ -24,7 +24,7 @@ class LogConfig:
         "figures of every layer in a logged step: norms (gradient, parameter, update), activations (their size, dead units, load of experts), attention (entropy, largest logit); and noise (of the gradient, against the batch)",
     )
     watch_every: Span = setting(
-        Span.parse("5%"),
+        Span.parse(100),
         "how often, at the next logged step; each time costs about one more step",
     )
 

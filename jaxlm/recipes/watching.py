@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax
-
 from jaxlm.core.divisors import divisors
 from jaxlm.core.errors import ConfigError
 from jaxlm.parallel import host, logical
@@ -47,11 +45,11 @@ def is_due(run: Run, completed: int) -> bool:
     if not run.log.watch:
         return False
     total, tokens = run.train.steps, run.tokens_per_step
-    every = max(run.log.every.steps(total, tokens), 1)
+    every = run.log.every.steps(total, tokens)
     span = run.log.watch_every.steps(total, tokens)
     if completed == total:
         return True
-    return span > 0 and completed % every == 0 and completed % span < every
+    return min(every, span) > 0 and completed % every == 0 and completed % span < every
 
 
 class Watching:
@@ -64,7 +62,7 @@ class Watching:
 
     def __init__(self, run: Run, sizes: Sizes, before: Iterable[Mapping[str, Any]]):
         self._run, self._parts = run, parts(run, sizes)
-        self._seen: tuple[int, Observed] | None = None
+        self._seen: dict[int, Observed] = {}  # by step; a step is logged after the next one began
         self._noises = [
             Noise(record["gradient_square"], record["gradient_noise"])
             for record in before
@@ -74,14 +72,13 @@ class Watching:
     def look(self, observe: Callable[[], Observed], completed: int) -> None:
         """Observes the step that will complete so many, where that is due. To be called before it."""
         if is_due(self._run, completed):
-            self._seen = completed, observe()
+            self._seen[completed] = observe()
 
     def take(self, step: int) -> dict[str, float]:
         """The figures of a step as parts of its record; none where it was not observed."""
-        if self._seen is None or self._seen[0] != step:
+        if step not in self._seen:
             return {}
-        found = jax.tree.map(host.fetch, self._seen[1])
-        self._seen = None
+        found = host.fetch(self._seen.pop(step))
         record = figures.by_layer(found)
         if "noise" in self._run.log.watch:
             self._noises.append(figures.noise(found, self._parts))

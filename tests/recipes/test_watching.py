@@ -79,6 +79,23 @@ def test_a_step_is_watched_where_it_is_logged(every, span, due):
     assert not any(watching.is_due(off, step) for step in range(1, 13))
 
 
+def test_a_step_is_logged_after_the_next_one_was_observed():
+    run = Run(
+        train=TrainConfig(steps=4), log=LogConfig(watch=("norms",), every=Span.parse(1), watch_every=Span.parse(1))
+    )  # fmt: skip
+
+    def observe(state, batch):
+        norm = {"embedding/table": np.float32(batch)}
+        return Observed({"grad_norm": norm}, Notes({}, {}), np.float32(0), np.float32(1))
+
+    seen = watching.Watching(observe, run, {}, ())
+    for completed in (1, 2):
+        seen.look(None, 10 * completed, completed)
+    for completed in (1, 2):
+        assert seen.take(completed) == {"layers/embedding/table/grad_norm": 10.0 * completed}
+    assert seen.take(1) == seen.take(3) == {}
+
+
 def test_a_clock_cannot_say_beforehand_which_step_is_logged():
     log = LogConfig(watch=("norms",), every=Span.parse("10s"), watch_every=Span.parse("1m"))
     assert [field for field, _, _ in log.problems()] == ["every", "watch_every"]

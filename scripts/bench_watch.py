@@ -1,0 +1,82 @@
+"""What watching costs: a step of a config, and what observes it, one after the other in this process.
+
+    taskset -c 0 python scripts/bench_watch.py --config=configs/quickstart.py --rounds=5
+
+For each choice of `log.watch`: seconds of the step, of observing once, and the share of a run's time at `log.watch_every`;
+and what compiling the second program took. Medians; the step's are taken in turns with the others.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlm.core import config
+from jaxlm.data.batch import Tokens
+from jaxlm.parallel import host
+from jaxlm.recipes import devices
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.engine import Engine, of_sizes
+
+CHOICES: tuple[tuple[str, ...], ...] = (
+    ("norms",),
+    ("activations",),
+    ("attention",),
+    ("noise",),
+    ("norms", "activations", "attention", "noise"),
+)
+VOCAB = 2048  # where the config leaves it to a tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", default="configs/quickstart.py")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    run: Run = config.load(Run, options.config, []).value
+    grid = devices.build_mesh(run.mesh)
+    vocab = VOCAB if run.model.vocab == "auto" else run.model.vocab
+    with jax.set_mesh(grid):
+        plain = of_sizes(run, grid, vocab)
+        state, batch = plain.fresh(), rows(run, plain, vocab)
+        step = plain.step.lower(state, batch).compile()
+        for choice in CHOICES:
+            engine = of_sizes(run.changed({"log.watch": choice}), grid, vocab)
+            begun = time.perf_counter()
+            observe = engine.observe.lower(state, batch).compile()
+            compiling = time.perf_counter() - begun
+            steps, looks = [], []
+            for _ in range(options.rounds + 1):  # the first warms up
+                looks.append(seconds(observe, state, batch)[0])
+                taken, (state, _) = seconds(step, state, batch)
+                steps.append(taken)
+            one, look = statistics.median(steps[1:]), statistics.median(looks[1:])
+            every = run.log.watch_every.steps(run.train.steps, run.tokens_per_step)
+            print(
+                f"{','.join(choice)}: step {one:.3f} s, observing {look:.3f} s, "
+                f"{look / one / every:.2%} every {every} steps; compiling {compiling:.1f} s",
+                flush=True,
+            )
+
+
+def rows(run: Run, engine: Engine, vocab: int) -> Any:
+    """A batch of drawn ids."""
+    shape = (run.train.batch, run.data.sequence)
+    ids = np.random.default_rng(0).integers(0, vocab, shape).astype(np.int32)
+    ones = np.ones(shape, np.int32)
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    return host.put(engine.model.mesh, Tokens(ids, ids, ones.astype(np.float32), ones, positions))
+
+
+def seconds(act: Any, *given: Any) -> tuple[float, Any]:
+    """How long it takes until what it gives is there."""
+    begun = time.perf_counter()
+    out = jax.block_until_ready(act(*given))
+    return time.perf_counter() - begun, out
+
+
+if __name__ == "__main__":
+    main()
