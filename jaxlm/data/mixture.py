@@ -1,5 +1,6 @@
 """Several sources of training data read as one stream, each with its share of the rows and in epochs of its own."""
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -13,7 +14,7 @@ from jaxlm.core.pace import Pace
 from jaxlm.data import mixture_config, shares
 from jaxlm.data.config import DataConfig
 from jaxlm.data.corrupt.rows import Key
-from jaxlm.data.joined import AnyShards, Joined
+from jaxlm.data.joined import Joined
 from jaxlm.data.loader import Loader, shuffled
 from jaxlm.data.mixture_config import Temperature
 from jaxlm.data.packing import Plan
@@ -38,9 +39,13 @@ class JoinedPlan(Plan):
         """Number of rows."""
         return self.first[-1]
 
+    def part(self, row: int) -> int:
+        """The number of the shard set that a row is of."""
+        return bisect.bisect_right(self.first, row) - 1
+
     def pieces(self, row: int) -> np.ndarray:
         """The pieces of a row, in order: (document, start, length)."""
-        number = int(np.searchsorted(self.first, row, side="right")) - 1
+        number = self.part(row)
         pieces = self._plans[number].pieces(row - self.first[number]).copy()
         pieces["document"] += self._before[number]
         return pieces
@@ -50,42 +55,45 @@ class JoinedPlan(Plan):
 class Mixture(Loader):
     """The rows of several shard sets, each row of the stream from one of them.
 
-    Which one, and the how manieth of its rows, is a function of the row's number alone (`data.shares`). The rows of a
+    Which one, and which of its rows, is a function of the row's number alone (`data.shares`). The rows of a
     source are in shuffled epochs of its own. So the cursor is the step here too.
     """
 
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = dataclasses.field(kw_only=True)
     shares: Shares = dataclasses.field(kw_only=True)
-    sources: tuple[Loader, ...] = ()
+    sources: tuple[Loader, ...] = dataclasses.field(kw_only=True)
 
     def keys(self, start: int, stop: int) -> list[Key]:
         """Where the rows of the stream from `start` up to `stop` are read, as `Loader.keys`."""
+        plan = self.plan
+        assert isinstance(plan, JoinedPlan)
+        return [
+            Key(self.seed, epoch, plan.first[source] + row)
+            for source, epoch, row in self._rows(start, stop)
+        ]
+
+    def _rows(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Of each row of the stream: the number of its source, the epoch of that, and its row there."""
         sources, nth, _ = self.shares.choose(start, stop)
         if len(sources) < stop - start:
             raise _all_read(self.names, start + len(sources))
-        plan = self.plan
-        assert isinstance(plan, JoinedPlan)
-        found = []
         for source, number in zip(sources.tolist(), nth.tolist(), strict=True):
-            first, rows = plan.first[source], self.sources[source].plan.rows
-            epoch, index = divmod(number, rows)
-            row = first + shuffled(index, rows, [self.seed, epoch, source])
-            found.append(Key(self.seed, epoch, row))
-        return found
+            size = self.sources[source].plan.rows
+            epoch, index = divmod(number, size)
+            yield source, epoch, shuffled(index, size, (self.seed, epoch, source))
 
     def source(self, key: Key) -> str:
         """The name of the source of a row."""
         assert isinstance(self.plan, JoinedPlan)
-        return self.names[int(np.searchsorted(self.plan.first, key.row, side="right")) - 1]
+        return self.names[self.plan.part(key.row)]
 
     def read(self, start: int, stop: int) -> dict[str, tuple[int, int]]:
         """The rows of each source, and their tokens that have a next one, from row `start` of the stream up to `stop`."""
-        found = dict.fromkeys(self.names, (0, 0))
-        for key in self.keys(start, stop):
-            name = self.source(key)
-            rows, tokens = found[name]
-            found[name] = rows + 1, tokens + int(self.plan.pieces(key.row)["length"].sum())
-        return found
+        rows, tokens = [0] * len(self.names), [0] * len(self.names)
+        for source, _, row in self._rows(start, stop):
+            rows[source] += 1
+            tokens[source] += int(self.sources[source].plan.pieces(row)["length"].sum())
+        return dict(zip(self.names, zip(rows, tokens, strict=True), strict=True))
 
     def seen(self, rows: int) -> dict[str, dict[str, float]]:
         """What the first `rows` rows of the stream read of each source: rows, their share, and epochs of the source."""
@@ -118,7 +126,7 @@ class Mixture(Loader):
 
 def mixed(
     sources: dict[str, Loader],
-    joined: AnyShards,
+    joined: Joined,
     config: DataConfig,
     *,
     row_at: Callable[[Span], int],
@@ -127,9 +135,8 @@ def mixed(
     """The mixture of some loaders that `config.mixture` asks for, for a run of `rows` rows.
 
     Raises:
-      ConfigError: where the sources have too few rows for the run under their most epochs.
+      ConfigError: where the sources have too few rows for the run under their most epochs, or one has none.
     """
-    assert isinstance(joined, Joined)
     first, *_ = loaders = tuple(sources.values())
     names, wanted = tuple(sources), mixture_config.caps(config.mixture)
     caps = np.array(
@@ -138,6 +145,16 @@ def mixed(
             for name, loader in sources.items()
         ]
     )
+    if not caps.all():
+        name = names[int(np.flatnonzero(caps == 0)[0])]
+        size = sources[name].plan.rows
+        least = {n: f"{max(most, 1.01 / sources[n].plan.rows):.3g}" for n, most in wanted.items()}
+        raise ConfigError(
+            f"nothing of {name} would be read",
+            where="data.mixture.epochs",
+            why=f"{wanted[name]:g} epochs of its {size} rows are less than one",
+            fix="--config.data.mixture.epochs=" + ",".join(f"{n}={m}" for n, m in least.items()),
+        )
     course = shares.build(_knots(config, sources, row_at), caps, names)
     if (most := float(caps.sum())) < rows:
         raise ConfigError(

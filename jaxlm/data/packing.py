@@ -29,8 +29,9 @@ class Plan:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._ends = np.memmap(folder / FILES[0], np.int64, "r")
-        self._pieces = np.memmap(folder / FILES[1], PIECE, "r")
+        # As plain arrays: a memmap makes an object of its own class of every part that is taken.
+        self._ends = np.asarray(np.memmap(folder / FILES[0], np.int64, "r"))
+        self._pieces = np.asarray(np.memmap(folder / FILES[1], PIECE, "r"))
 
     def __reduce__(self) -> tuple[type["Plan"], tuple[Path]]:
         return Plan, (self._folder,)  # a worker process maps the files itself

@@ -169,6 +169,14 @@ def test_a_run_that_the_most_epochs_do_not_reach_is_refused(folder: Path) -> Non
     assert _opened(folder, 2 * rows, mixture=Temperature(epochs=tuple(entries)))
 
 
+def test_less_than_a_row_of_a_source_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="nothing of books would be read") as caught:
+        _opened(folder, mixture=Temperature(epochs=("books=0.001", "web=3")))
+    entries = tuple(caught.value.fix.partition("epochs=")[2].split(","))
+    read = _opened(folder, mixture=Temperature(epochs=entries)).seen(400)
+    assert read["books"]["read_rows"] == 1
+
+
 def test_a_share_is_held_out_of_each_source(folder: Path) -> None:
     data = dataset.open_data(_config(folder, validation=("40%",)), seed=0, root=folder / "cache")
     assert set(data.validation) == {"val_web", "val_code", "val_books"}
