@@ -44,7 +44,7 @@ def run(args: Any, out: Output) -> int:
             )
     examples = _examples(args.examples)
 
-    from jaxlm.data.prepare.filters.linear import Reading
+    from jaxlm.data.prepare.filters.linear import Features
     from jaxlm.recipes.train_classifier import Options, train
 
     options = Options(
@@ -54,7 +54,7 @@ def run(args: Any, out: Output) -> int:
         held_out=args.held_out,
         epochs=args.epochs,
         seed=args.seed,
-        reading=Reading(buckets=args.buckets, run=args.run),
+        features=Features(buckets=args.buckets, run=args.run),
     )
     answer = train(options, out.say)
     out.result({"out": args.out, **answer}, _table(args.out, answer))

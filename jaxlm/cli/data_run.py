@@ -61,6 +61,10 @@ def run(args: Any, out: Output) -> int:
 
     check_workers(args)
     recipe = config.load(Recipe, needed(args, "config"), args.overrides).value
+    if args.copy_to:
+        from jaxlm.data.prepare import remote
+
+        remote.open_store(args.copy_to)  # what is missing is said before hours of work
     scorer: Any = None
     if "perplexity" in recipe.stages:
         from jaxlm.recipes import perplexity  # it imports JAX

@@ -19,7 +19,7 @@ from jaxlm.data import cache
 from jaxlm.data.documents import Corpus
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.document import Broken
-from jaxlm.data.prepare.filters.linear import Linear, Reading
+from jaxlm.data.prepare.filters.linear import Features, Linear
 from jaxlm.data.prepare.readers.files import read
 
 THRESHOLDS = 0.1, 0.3, 0.5, 0.7, 0.9
@@ -38,7 +38,7 @@ class Options:
     batch: int = 64
     lr: float = 0.05  # falls to nothing in a line
     seed: int = 0
-    reading: Reading = dataclasses.field(default_factory=Reading)
+    features: Features = dataclasses.field(default_factory=Features)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,8 @@ class _Examples:
 def train(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """What was read, and how well the labels of texts that were held out are found.
 
-    Memory: all texts, and of each the numbers of its features, at most 8 bytes x 2 x `reading.words`. Every label weighs the same, however many examples it has: the probabilities are those of a world where each is as likely.
+    Every label weighs the same, however many examples it has: the probabilities are those of a world where each is as likely.
+    Memory: all texts, and of each the numbers of its features, at most 8 bytes x `features.run` x `features.words`.
 
     Raises:
       InputMissing: where a pattern matches no file.
@@ -164,15 +165,15 @@ def _by_label(options: Options, labels: np.ndarray) -> dict[str, int]:
 def _fitted(options: Options, examples: _Examples) -> Linear:
     """Adam on the mean over labels of the mean of -log of the right one's probability."""
     chosen = np.flatnonzero(~examples.held_out)
-    features = [options.reading.features(examples.texts[at]) for at in chosen]
+    features = [options.features.of(examples.texts[at]) for at in chosen]
     labels = examples.labels[chosen]
     count = len(options.examples)
     weight = len(labels) / (count * np.bincount(labels, minlength=count))
-    width = 2 ** math.ceil(math.log2(max(map(len, features))))
+    width = 2 ** math.ceil(math.log2(max(1, *map(len, features))))
     steps = options.epochs * math.ceil(len(chosen) / options.batch)
     optimizer = optax.adam(optax.linear_schedule(options.lr, 0.0, steps))
     params = {
-        "weights": jnp.zeros((options.reading.buckets, count), jnp.float32),
+        "weights": jnp.zeros((options.features.buckets, count), jnp.float32),
         "bias": jnp.zeros((count,), jnp.float32),
     }
     state = optimizer.init(params)
@@ -182,7 +183,7 @@ def _fitted(options: Options, examples: _Examples) -> Linear:
         order = draw.permutation(len(chosen))
         for begin in range(0, len(order), options.batch):
             rows = order[begin : begin + options.batch]
-            ids = np.full((options.batch, width), options.reading.buckets, np.int32)
+            ids = np.full((options.batch, width), options.features.buckets, np.int32)
             for at, row in enumerate(rows):
                 ids[at, : len(features[row])] = features[row]
             targets, weights = (
@@ -193,7 +194,7 @@ def _fitted(options: Options, examples: _Examples) -> Linear:
             weights[: len(rows)] = weight[labels[rows]]
             params, state = step(params, state, ids, targets, weights)
     arrays = jax.device_get(params)
-    return Linear(tuple(options.examples), options.reading, arrays["weights"], arrays["bias"])
+    return Linear(tuple(options.examples), options.features, arrays["weights"], arrays["bias"])
 
 
 def _step(

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.data.prepare.filters.linear import Linear, Reading
+from jaxlm.data.prepare.filters.linear import Features, Linear
 from jaxlm.recipes import train_classifier
 from tests.data.prepare.recipes import run, write_lines
 
@@ -103,7 +103,7 @@ def test_the_stage_keeps_what_is_likely_enough_and_says_how_likely(here, capsys)
 
 def _reference(model: Linear, text: str) -> np.ndarray:
     """The probabilities in float64, bucket by bucket."""
-    found = sorted(set(model.reading.features(text).tolist()))
+    found = sorted(set(model.features.of(text).tolist()))
     logits = model.bias.astype(np.float64)
     for bucket in found:
         logits = logits + model.weights[bucket].astype(np.float64) / len(found) ** 0.5
@@ -152,11 +152,11 @@ def test_a_step_goes_down_the_gradient_in_float64():
 
 
 def test_runs_of_words_are_hashed_each_once():
-    reading = Reading(buckets=2**40, run=2)
-    assert len(reading.features("one two one two")) == 4  # one, two, one two, two one
-    assert set(reading.features("two one")) < set(reading.features("one two one"))
-    assert len(Reading(words=3).features("a b c d e f")) == 5
-    assert len(reading.features("")) == 0
+    features = Features(buckets=2**40, run=2)
+    assert len(features.of("one two one two")) == 4  # one, two, one two, two one
+    assert set(features.of("two one")) < set(features.of("one two one"))
+    assert len(Features(words=3).of("a b c d e f")) == 5
+    assert len(features.of("")) == 0
 
 
 @pytest.mark.parametrize(

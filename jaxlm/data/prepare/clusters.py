@@ -28,12 +28,9 @@ def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
         )
     path = out / CLUSTERS
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        found = [
-            cluster for line in lines if kind in ("all", (cluster := json.loads(line))["kind"])
-        ]
+        found = [cluster for cluster in _rows(path) if kind in ("all", cluster["kind"])]
         return sorted(found, key=lambda cluster: -len(cluster["removed"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, KeyError, TypeError):
         raise changed(path) from None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.data.prepare.filters.linear import Linear, Reading
+from jaxlm.data.prepare.filters.linear import Features, Linear
 from tests.data.prepare.recipes import WORDS, kept, prose, removed, run, write_lines
 
 STAGE = ("--config.source=in/*.jsonl", "--config.stages=harmful", "--config.dedup=()")
@@ -62,12 +62,12 @@ def test_a_word_between_two_of_an_entry_makes_it_none(lists, capsys):
 
 def write_classifier(folder: Path, labels: tuple[str, ...]) -> None:
     """One that looks for one word a label."""
-    reading = Reading(buckets=2**12, run=1)
-    weights = np.zeros((reading.buckets, len(labels)), np.float32)
+    features = Features(buckets=2**12, run=1)
+    weights = np.zeros((features.buckets, len(labels)), np.float32)
     for number, label in enumerate(labels):
-        weights[reading.features(label), number] = 30.0
+        weights[features.of(label), number] = 30.0
     folder.mkdir()
-    Linear(labels, reading, weights, np.zeros(len(labels), np.float32)).write(folder, {})
+    Linear(labels, features, weights, np.zeros(len(labels), np.float32)).write(folder, {})
 
 
 def test_a_classifier_names_the_category_and_what_is_harmless_stays(lists, capsys):

@@ -155,6 +155,9 @@ def test_a_source_that_cannot_be_read_is_said_before_anything_is_written(
     memory.pipe("/crawl/a.txt", b"text")
     error = run(capsys, f"--config.source={source}", code=code)["error"]
     assert fix in error["fix"]
+    if source.startswith("nosuch"):
+        words = ("--config.source=memory://crawl/a.txt", f"--copy_to={source}")
+        assert run(capsys, *words, code=66)["error"] == error
     assert not Path("out").exists()
 
 

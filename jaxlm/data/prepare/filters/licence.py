@@ -1,7 +1,7 @@
 """Under which licence a text says that it stands: by SPDX's tag, else by the words that licences ask to be put on top of files.
 
 Names are those of SPDX's list. What has no name there gets one with `LicenseRef-` in front, as SPDX has it.
-Source: SPDX specification 3.0, annex B (expressions) and annex on short identifiers in files.
+Source: SPDX specification 2.3, annex D (expressions) and annex E (short identifiers in source files).
 """
 
 import re

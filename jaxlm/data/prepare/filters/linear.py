@@ -18,14 +18,14 @@ TENSORS, ABOUT = "classifier.safetensors", "classifier.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
+class Features:
     """How a text becomes numbers of buckets."""
 
     buckets: int = 2**18  # of the table that runs of words are hashed into
     run: int = 2  # words of the longest run
     words: int = 2000  # of a text's beginning, which are looked at
 
-    def features(self, text: str) -> np.ndarray:
+    def of(self, text: str) -> np.ndarray:
         """i64[n]: the buckets of all runs of 1 to `run` words, each once, in order."""
         numbers = hashed(words(text)[: self.words])
         every = [runs(numbers, length) for length in range(1, self.run + 1)]
@@ -41,13 +41,13 @@ class Linear:
     """
 
     labels: tuple[str, ...]
-    reading: Reading
+    features: Features
     weights: np.ndarray  # f32[buckets, labels]
     bias: np.ndarray  # f32[labels]
 
     def probabilities(self, text: str) -> np.ndarray:
         """f64[labels]; those of the bias alone for a text without words."""
-        found = self.reading.features(text)
+        found = self.features.of(text)
         logits = self.weights[found].sum(axis=0, dtype=np.float64) / max(1, len(found)) ** 0.5
         logits += self.bias
         powers = np.exp(logits - logits.max())
@@ -61,7 +61,7 @@ class Linear:
         (folder / TENSORS).write_bytes(data)
         noted = {
             "labels": self.labels,
-            "reading": dataclasses.asdict(self.reading),
+            "features": dataclasses.asdict(self.features),
             "sha256": hashlib.sha256(data).hexdigest(),
             **about,
         }
@@ -97,14 +97,14 @@ class Linear:
         from safetensors.numpy import load
 
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        labels, reading = tuple(about["labels"]), Reading(**about["reading"])
+        labels, features = tuple(about["labels"]), Features(**about["features"])
         data = (folder / TENSORS).read_bytes()
         if hashlib.sha256(data).hexdigest() != about["sha256"]:
             raise ValueError(f"{TENSORS} is not the one that {ABOUT} names")
         tensors = load(data)
-        if tensors["weights"].shape != (reading.buckets, len(labels)):
+        if tensors["weights"].shape != (features.buckets, len(labels)):
             raise ValueError(f"weights of {tensors['weights'].shape}")
-        return cls(labels, reading, tensors["weights"], tensors["bias"])
+        return cls(labels, features, tensors["weights"], tensors["bias"])
 
     def number(self, label: str, setting: str) -> int:
         """The place of a label.
