@@ -31,6 +31,11 @@ class Callbacks:
         except Exception as error:  # the caller's own, and raised again once the state is saved
             self.error, self.is_over = error, True
 
+    def fail(self) -> None:
+        """Raises what one of them has raised, if any."""
+        if self.error is not None:
+            raise self.error
+
     def flush(self) -> None:
         """There is nothing to flush."""
 

@@ -20,7 +20,7 @@ from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.union import Family
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
-from jaxlm.objectives.config import INNER, Causal, LossConfig, Objective, has_inner, heads
+from jaxlm.objectives.config import INNER, MTP, Causal, LossConfig, Objective, has_inner, heads
 from jaxlm.optim.average_config import Average, NoAverage
 from jaxlm.optim.average_config import problems as misaveraged
 from jaxlm.optim.config import (
@@ -32,6 +32,7 @@ from jaxlm.optim.config import (
     Nadam,
     Optimizer,
     ScheduleFree,
+    Sophia,
 )
 from jaxlm.optim.schedule_config import Cosine, Schedule
 from jaxlm.optim.schedule_config import problems as misfits
@@ -118,6 +119,12 @@ class Run:
             return
         for name, why, fix in misfits(self.schedule, self.train.steps, pace):
             yield f"schedule.{name}", why, fix
+        if isinstance(self.objective, MTP) and isinstance(self.optim, Sophia):
+            yield (
+                "optim.name",
+                "sophia estimates the curvature of next tokens, and heads for further ones would have none",
+                "--config.optim.name=adamw",
+            )
         for name, why, fix in misaveraged(self.average, self.train.steps, pace):
             yield f"average.{name}", why, fix
         for name, why, fix in mixture_config.misfits(self.data.mixture, self.row_at, self.rows):

@@ -44,7 +44,7 @@ class Control:
 
     Args:
       lr: `optim.lr` of the config.
-      saved: what the checkpoint that the run goes on from knows of them.
+      changes: those that are known, in the order of their steps.
       say: is told of each change, and of what is wrong with control.json.
     """
 
@@ -52,12 +52,12 @@ class Control:
         self,
         directory: RunDir,
         lr: float,
-        saved: Iterable[dict[str, Any]],
+        changes: Iterable[Change],
         say: Callable[[str], None],
     ):
         self._directory, self._lr, self._say = directory, lr, say
         self._refused = ""  # what was said last of a file that stays as it is
-        self._changes = read(directory.path) or [Change(**values) for values in saved]
+        self._changes = [*changes]
 
     def look(self, step: int, share: Callable[[Any], Any]) -> None:
         """Takes over what control.json asks for, for the updates after `step` completed ones. The first process reads."""
@@ -100,6 +100,12 @@ class Control:
             return None
         self._refused = ""
         return found
+
+
+def known(workdir: Path, meta: dict[str, Any], share: Callable[[str, Any], Any]) -> list[Change]:
+    """The changes that the first process knows of: from the file, or where that is lost from the checkpoint's `meta`."""
+    found = [dataclasses.asdict(each) for each in read(workdir)] or meta.get("control", [])
+    return [Change(**values) for values in share("changes", found)]
 
 
 def read(workdir: Path) -> list[Change]:

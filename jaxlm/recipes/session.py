@@ -21,7 +21,16 @@ from jaxlm.monitor.console import Console
 from jaxlm.monitor.profile import Trace
 from jaxlm.optim.average_config import NoAverage, start
 from jaxlm.parallel import operations
-from jaxlm.recipes import beginning, forensics, foresight, reading, resume, sources, stepping
+from jaxlm.recipes import (
+    beginning,
+    control,
+    forensics,
+    foresight,
+    reading,
+    resume,
+    sources,
+    stepping,
+)
 from jaxlm.recipes.beginning import Origin
 from jaxlm.recipes.callbacks import Callbacks
 from jaxlm.recipes.control import Control
@@ -86,9 +95,8 @@ class Session:
             engine, crew, console, self._compiled, self._watching, lambda: self.clock.pause()
         )
         self._watched: Watching | None = None
-        self._control = Control(
-            directory, run.optim.lr, meta.get("control", ()) if meta else (), console.say
-        )
+        changes_made = control.known(directory.path, meta or {}, crew.share)
+        self._control = Control(directory, run.optim.lr, changes_made, console.say)
         self._saves = Saves(engine, crew, directory, console, store, rewinds, self._control)
         each = functools.partial(cost.flops_per_token, blueprint.config)
         half, full = (functools.partial(each, causal=causal) for causal in (True, False))
@@ -119,6 +127,7 @@ class Session:
                     break
                 except Preempted:
                     self._finish_saves()  # "saved" must be true before it is said
+                    self._callbacks.fail()
                     raise
                 except BudgetSpent as spent:
                     self._rewind(spent)
@@ -131,8 +140,7 @@ class Session:
                     ) from error
             self._finish_saves()
             self.store.close()
-        if self._callbacks.error is not None:
-            raise self._callbacks.error
+        self._callbacks.fail()
 
     def _take_up(self, meta: dict[str, Any] | None) -> None:
         """What the host knows at the step of a checkpoint; None is the beginning."""

@@ -66,9 +66,8 @@ class Hooks:
     ]  # a step that was not applied: its metrics, and the gradient's norms by layer
     check_saves: Callable[[], None]  # raises where a save in the background failed
     enter: Callable[[str], None] = lambda _: None  # what comes now: "data" or "step"
-    is_over: Callable[[], bool] = lambda: (
-        False
-    )  # whether somebody asks for the end, asked once a step
+    # Asked once a step: whether it shall be the last.
+    is_over: Callable[[], bool] = lambda: False
 
 
 class BudgetSpent(Exception):

@@ -21,9 +21,8 @@ from jaxlm.train.gradient import LossOfParams
 from jaxlm.train.state import TrainState
 
 Metrics = dict[str, Any]
-Step = Callable[
-    ..., tuple[TrainState, Metrics]
-]  # of TrainState, Tokens and, where it is not 1, the rate
+# Of the state, the batch and, if it is not 1, the rate.
+Step = Callable[..., tuple[TrainState, Metrics]]
 
 
 def build(
@@ -83,11 +82,15 @@ def build(
         grads, part, notes = gradient(at, batch, own_key, scale.factor)
         grads = _broken(grads, state.step)
         grad_norm = gradients.norm(grads)
+        applied = state.applied
+        given = estimate(state.params, batch, own_key, scale.factor, applied)
+        if "curvature" in given:
+            # The guard judges it with the gradient: it would stay in the optimizer's mean for good.
+            is_known = _is_finite(given["curvature"].diagonal)
+            grad_norm = jnp.where(is_known, grad_norm, jnp.nan)
         is_good, verdict, guarded = guards.judge(
             state.guard, part.metrics["loss_nats"].value, grad_norm, guard, is_scaled=is_scaled
         )
-        applied = state.applied
-        given = estimate(state.params, batch, own_key, scale.factor, applied)
         updates, opt_state = extended.update(
             grads, state.opt_state, state.params, rate=rate, **given
         )
@@ -133,6 +136,10 @@ def build(
         return TrainState(state.step + 1, params, opt_state, guarded, averaged), metrics
 
     return step
+
+
+def _is_finite(tree: Any) -> Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 def _layer_norms(is_wanted: Array, grads: Any, axes: Any) -> Any:

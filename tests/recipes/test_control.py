@@ -64,7 +64,8 @@ def made(tmp_path):
 
     def make(**options):
         directory = RunDir(tmp_path, **options)
-        return Control(directory, LR, [], said.append)
+        changes = control.known(tmp_path, {}, lambda name, value: value)
+        return Control(directory, LR, changes, said.append)
 
     return make, said, tmp_path
 
@@ -144,5 +145,6 @@ def test_processes_that_read_nothing_follow_the_first(made):
 
 
 def test_a_lost_record_is_made_up_for_by_the_checkpoint(tmp_path):
-    found = Control(RunDir(tmp_path), LR, [{"step": 4, "lr": 6e-3}], lambda text: None)
-    assert [found.rate(step) for step in (3, 4)] == [1, 2]
+    meta = {"control": [{"step": 4, "lr": 6e-3}]}
+    found = control.known(tmp_path, meta, lambda name, value: value)
+    assert [control.rate(found, step, LR) for step in (3, 4)] == [1, 2]

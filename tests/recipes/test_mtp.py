@@ -80,6 +80,8 @@ def test_stopping_and_going_on_changes_no_bit(heads, config, tmp_path):
     assert harness.losses(tmp_path / "whole") == harness.losses(tmp_path / "parts")
 
 
-def test_no_further_token_is_refused(config, tmp_path, capsys):
+def test_what_cannot_be_is_refused(config, tmp_path, capsys):
     assert main(harness.words(config, tmp_path / "run", "--config.objective.weights=()")) == 2
     assert "that is the objective causal" in capsys.readouterr().err
+    assert main(harness.words(config, tmp_path / "run", "--config.optim.name=sophia")) == 2
+    assert "heads for further ones would have none" in capsys.readouterr().err

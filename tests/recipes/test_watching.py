@@ -1,6 +1,7 @@
 """Layers watched through the front door: what is written when, and that nothing else moves."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -84,13 +85,13 @@ def test_a_step_is_logged_after_the_next_one_was_observed():
         train=TrainConfig(steps=4), log=LogConfig(watch=("norms",), every=Span.parse(1), watch_every=Span.parse(1))
     )  # fmt: skip
 
-    def observe(state, batch):
-        norm = {"embedding/table": np.float32(batch)}
+    def observed(size):
+        norm = {"embedding/table": np.float32(size)}
         return Observed({"grad_norm": norm}, Notes({}, {}), np.float32(0), np.float32(1))
 
-    seen = watching.Watching(observe, run, {}, ())
+    seen = watching.Watching(run, {}, ())
     for completed in (1, 2):
-        seen.look(None, 10 * completed, completed)
+        seen.look(functools.partial(observed, 10 * completed), completed)
     for completed in (1, 2):
         assert seen.take(completed) == {"layers/embedding/table/grad_norm": 10.0 * completed}
     assert seen.take(1) == seen.take(3) == {}

@@ -49,7 +49,7 @@ def batch(seed):
     return Tokens(tokens, (tokens * 5 + 1) % IDS, weights, segments, segments)
 
 
-def trained(microbatches, chunk=None):
+def pieces(microbatches=1, chunk=None, drawn=drawn_nll):
     axes = {"table": ("vocab", "embed")}
     optimizer = optimizers.build(CONFIG, lambda _: jnp.float32(CONFIG.lr), axes)
     config = LossConfig(chunk=chunk)
@@ -62,11 +62,14 @@ def trained(microbatches, chunk=None):
         guard=GUARD,
         microbatches=microbatches,
         curvature=steps.Curvature(
-            lambda params, batch, key: drawn_nll(Table(params), batch, config), CONFIG.every
+            lambda params, batch, key: drawn(Table(params), batch, config), CONFIG.every
         ),
     )
-    step = jax.jit(step)
-    state = states.fresh({"table": start()}, optimizer, GUARD)
+    return jax.jit(step), states.fresh({"table": start()}, optimizer, GUARD)
+
+
+def trained(microbatches, chunk=None):
+    step, state = pieces(microbatches, chunk)
     for number in range(STEPS):
         state, _ = step(state, batch(number))
     return np.asarray(state.params["table"])
@@ -130,3 +133,26 @@ def test_the_expected_estimate_is_the_diagonal_of_gauss_and_newton():
     error = found.std(0) / np.sqrt(len(found))
     assert (np.abs(found.mean(0) - p * (1 - p)) < 5 * error).all()
     assert (error < 0.05 * p * (1 - p)).all()
+
+
+def test_an_estimate_that_is_not_finite_leaves_no_trace():
+    """At the fourth update, where the second is due."""
+
+    def drawn(model, batch, config):
+        loss = drawn_nll(model, batch, config)
+        broken = jnp.where(batch.tokens[0, 0] == IDS - 1, jnp.inf, 1.0)
+        return loss._replace(objective=loss.objective._replace(total=loss.objective.total * broken))
+
+    step, state = pieces(drawn=drawn)
+    first = batch(0)
+    good = first._replace(tokens=np.where(first.tokens == IDS - 1, 0, first.tokens))
+    bad = good._replace(tokens=np.full_like(good.tokens, IDS - 1))
+    for _ in range(3):
+        state, metrics = step(state, good)
+        assert not metrics["verdict"]
+    before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    state, metrics = step(state, bad)
+    assert metrics["verdict"] > 0
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), before)
+    state, metrics = step(state, good)
+    assert not metrics["verdict"]
