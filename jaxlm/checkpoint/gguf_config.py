@@ -22,7 +22,10 @@ LARGEST_SIZES = {
 def architecture(metadata: Mapping[str, Any], where: str) -> Architecture:
     """What llama.cpp calls the model's architecture. Raises DataError where it is none of those known."""
     name = metadata.get("general.architecture")
-    if metadata.get("general.type", "model") != "model" or metadata.get("split.count", 1) > 1:
+    if metadata.get("general.type", "model") != "model" or metadata.get("split.count", 1) not in (
+        0,
+        1,
+    ):
         raise DataError(
             "a GGUF is not a whole model",
             where=where,
@@ -151,12 +154,15 @@ def _blended(
     What low frequencies are divided by is the largest. Contexts, and the turns that are low and high, only count by their
     ratios, so with turns of 1 and 4 the context is looked for.
     """
+    if theta <= 1 or frequencies.shape != (size // 2,):
+        given.note(f"rope_freqs.weight has the shape {list(frequencies.shape)}, and heads {size}")
+        return None
     whole = [theta ** (-2 * i / size) for i in range(size // 2)]
     factor = float(frequencies.max(initial=1.0))
     for original in (2**power for power in range(4, 24)):
         scaling = Llama3Scaling(factor=max(1.0, factor), original=original)
         expected = 1 / np.array(scaling.factors(whole, theta))
-        if frequencies.shape == expected.shape and np.allclose(frequencies, expected, rtol=1e-5):
+        if np.allclose(frequencies, expected, rtol=1e-5):
             return {
                 "rope_type": "llama3",
                 "factor": factor,

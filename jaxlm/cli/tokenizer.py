@@ -52,6 +52,7 @@ def _train(args: Any, out: Output) -> int:
 
     tokenizer = _of_config(args, out)
     content = tokenizer.serialise()
+    fits = _fits(args, None, [(args.out, tokenizer)])
     path = Path(args.out).with_suffix(".json" if content.startswith(b"{") else ".model")
     if path.exists():
         raise NotWritable(
@@ -70,7 +71,6 @@ def _train(args: Any, out: Output) -> int:
             why=str(error.strerror),
             fix="--out=a/writable/place.model",
         ) from error
-    fits = _fits(args, None, [(str(path), tokenizer)])
     out.result(
         {"file": str(path), "size": tokenizer.size, "sha256": tokenizer.digest}
         | {"fit": fits[0][1].as_json() if fits else None},

@@ -223,6 +223,7 @@ class HuggingFace(Tokenizer):
         self._inside = parsed["model"].get("continuing_subword_prefix", "##") if is_words else None
         table = [self._bytes(i) for i in range(size)]
         super().__init__([b""] * self.shift + table)
+        self.lead = " " if self.decode(self.encode("a")).startswith(" ") else ""
 
     def _bytes(self, number: int) -> bytes:
         piece = self._tokenizer.id_to_token(number)
@@ -272,7 +273,6 @@ class Trained(HuggingFace):
                 why=f"its first tokens are {found[:4]}",
                 fix="jaxlm tokenizer train --config=... makes one that does",
             )
-        self.lead = " " if self.decode(self.encode("a")).startswith(" ") else ""
 
     def serialise(self) -> bytes:
         return _as_json({"kind": "trained", "content": self.content.decode()})
@@ -319,7 +319,6 @@ class Imported(HuggingFace):
         self.unk = self.eos if unknown is None else unknown
         tokens = self._tokenizer.get_added_tokens_decoder()
         self.specials = {tokens[number].content: number for number in sorted(self._special)}
-        self.lead = " " if self.decode(self.encode("a")).startswith(" ") else ""
 
     def encode_spelt(self, text: str) -> list[int]:
         """The ids of a text in which special tokens that are spelt out are meant: what a chat template made."""
@@ -337,7 +336,7 @@ class Imported(HuggingFace):
 
 @contextlib.contextmanager
 def rust_errors(what: str, where: str) -> Iterator[None]:
-    """Turns what the Rust side of `tokenizers` raises into a DataError: a plain Exception, or a panic, which is none."""
+    """Turns what `tokenizers` and `sentencepiece` raise into a DataError: plain Exceptions, or a panic of Rust, which is none."""
     try:
         yield
     except JaxlmError:

@@ -130,7 +130,7 @@ def _sentencepiece(folder: Source, settings: dict[str, Any], say: Say) -> Form |
         return None
     found = pieces.read(model, where)
     content = pieces.as_json(found, where)
-    if others := pieces.differences(model, content):
+    if others := pieces.differences(model, content, where):
         say(
             f"{name} as a tokenizer.json gives other ids than SentencePiece to {len(others)} of "
             f"{len(pieces.PROBES)} texts that are compared, of which the first is {others[0]!a}"

@@ -1,13 +1,14 @@
 """A GGUF gives the settings and the tensors that the same model has as a folder of Hugging Face."""
 
 import dataclasses
+from collections import Counter
 
 import gguf
 import numpy as np
 import pytest
 
 from jaxlm.checkpoint.gguf_source import Gguf
-from jaxlm.core.errors import DataError
+from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.models.families.gemma import Gemma
 from jaxlm.models.families.gemma2 import Gemma2
 from jaxlm.models.families.gemma3 import Gemma3
@@ -122,3 +123,26 @@ def test_what_changes_nothing_is_taken(tmp_path):
 def test_numbers_are_called_what_the_matrices_are_kept_as(storage, dtype, tmp_path):
     ggufs.write(tmp_path / "model.gguf", dataclasses.replace(LLAMA, hidden=64), storage=storage)
     assert importing.described(Gguf(tmp_path / "model.gguf"), lambda _: None)[1] == dtype
+
+
+def test_a_header_with_changed_bytes_is_read_or_refused_and_nothing_else(tmp_path):
+    path = tmp_path / "model.gguf"
+    ggufs.write(path, LLAMA)
+    whole = path.read_bytes()
+    draw = np.random.default_rng(0)
+    end = whole.index(b"blk.2.ffn_down.weight")  # about where the header ends
+    codes = Counter[int]()
+    for _ in range(150):
+        content = bytearray(whole)
+        for place in draw.integers(0, end, draw.integers(1, 4)):
+            content[place] = draw.choice([0, 1, 8, 9, 255, draw.integers(256)])
+        path.write_bytes(content)
+        try:
+            source = Gguf(path)
+            importing.described(source, lambda _: None)
+            importing.read_tokenizer(source)
+            codes[0] += 1
+        except JaxlmError as error:
+            codes[error.code] += 1
+    assert codes.keys() <= {0, 2, 65}
+    assert min(codes[0], codes[65]) > 10, codes

@@ -75,13 +75,14 @@ def _pieces(own: dict[str, Any], tokens: list[str], kinds: list[int], where: str
     scores = _list(own, "scores", float, where)
     if len(scores) != len(tokens):
         raise _refused(f"{len(scores):,} scores of {len(tokens):,} tokens", where)
+    rules = _list(own, "precompiled_charsmap", int, where, default=[])
     parts = zip(tokens, scores, kinds, strict=True)
     found = Pieces(
         pieces=tuple(Piece(text, score, Kind(kind)) for text, score, kind in parts),
         algorithm="bpe",
         prefixed=own.get("add_space_prefix", True) is True,
         squeezed=own.get("remove_extra_whitespaces", False) is True,
-        charsmap=bytes(byte % 256 for byte in own.get("precompiled_charsmap") or ()),
+        charsmap=bytes(byte % 256 for byte in rules),
     )
     return pieces.as_json(pieces.checked(found, where), where)
 
@@ -117,7 +118,7 @@ def _settings(
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = own.get(f"{key}_token_id")
-        if isinstance(number, int) and number < len(tokens):
+        if isinstance(number, int) and 0 <= number < len(tokens):
             settings[f"{name}_token"] = tokens[number]
     settings["add_bos_token"] = own.get("add_bos_token", begins) is True
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):

@@ -209,19 +209,24 @@ def _normalizer(found: Pieces) -> Any:
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
 
-def differences(model: bytes, content: bytes) -> list[str]:
-    """Those of `PROBES` to which a tokenizer.json gives other ids than SentencePiece itself does."""
+def differences(model: bytes, content: bytes, where: str = "tokenizer") -> list[str]:
+    """Those of `PROBES` to which a tokenizer.json gives other ids than SentencePiece itself does.
+
+    Raises:
+      DataError: where SentencePiece does not take the model.
+    """
     import sentencepiece
     import tokenizers
 
-    theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
-    ours = tokenizers.Tokenizer.from_buffer(content)
-    ours.encode_special_tokens = True
-    return [
-        text
-        for text in PROBES
-        if theirs.encode(text) != ours.encode(text, add_special_tokens=False).ids
-    ]
+    with rust_errors("a SentencePiece model cannot be used", where):
+        theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
+        ours = tokenizers.Tokenizer.from_buffer(content)
+        ours.encode_special_tokens = True
+        return [
+            text
+            for text in PROBES
+            if theirs.encode(text) != ours.encode(text, add_special_tokens=False).ids
+        ]
 
 
 def _refused(why: str, where: str, detail: str = "") -> DataError:

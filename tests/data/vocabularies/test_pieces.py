@@ -4,6 +4,7 @@ import ast
 import functools
 import io
 import json
+import random
 import tokenize
 from pathlib import Path
 
@@ -152,3 +153,23 @@ def test_a_model_that_cannot_be_said_as_json_is_refused(content, said):
         pieces.as_json(pieces.read(content(), "x.model"), "x.model")
     assert said in caught.value.why
     assert caught.value.where == "x.model"
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_model_with_changed_bytes_is_read_or_refused_and_nothing_else(name):
+    whole, draw = model(name), random.Random(0)
+    outcomes = {True: 0, False: 0}
+    for _ in range(60):
+        content = bytearray(whole)
+        for _ in range(draw.randint(1, 4)):
+            content[draw.randrange(len(content))] = draw.choice(
+                [0, 1, 10, 255, draw.randrange(256)]
+            )
+        try:
+            pieces.differences(
+                bytes(content), pieces.as_json(pieces.read(bytes(content), "x"), "x")
+            )
+            outcomes[True] += 1
+        except DataError:
+            outcomes[False] += 1
+    assert min(outcomes.values()) > 5, outcomes
