@@ -17,6 +17,9 @@ from jaxlm.data.tokenizer import (
 from jaxlm.data.vocabularies.patterns import cutter
 
 TRAINING_BYTES = 64 * 2**20  # of text that a tokenizer is trained on at most
+UNIGRAM_BYTES = (
+    4 * 2**20
+)  # the same of a unigram model, whose candidates are weighed again and again
 SMALLEST = 512  # vocabulary that is trained: the special tokens, 256 bytes, and some pieces
 CHUNK = 4000  # characters of a training sentence
 
@@ -128,13 +131,15 @@ def _first(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _train_sentencepiece(name: str, texts: Iterator[str], size: int, **own: Any) -> bytes:
-    """Pieces over the first `TRAINING_BYTES` of the text, cut into sentences of `CHUNK` characters."""
+    """Pieces over the beginning of the text, cut into sentences of `CHUNK` characters."""
     import sentencepiece
 
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(texts),
+            sentence_iterator=_sentences(
+                texts, UNIGRAM_BYTES if name == "unigram" else TRAINING_BYTES
+            ),
             model_writer=model,
             vocab_size=size,
             character_coverage=0.9999,
@@ -166,7 +171,7 @@ def _train_sentencepiece(name: str, texts: Iterator[str], size: int, **own: Any)
     return model.getvalue()
 
 
-def _sentences(texts: Iterator[str]) -> Iterator[str]:
+def _sentences(texts: Iterator[str], most: int) -> Iterator[str]:
     read = 0
     for text in texts:
         for start in range(0, len(text), CHUNK):
@@ -174,5 +179,5 @@ def _sentences(texts: Iterator[str]) -> Iterator[str]:
             part = text[start : start + CHUNK].replace("\0", " ").replace(SentencePiece.SPACE, " ")
             yield part
             read += len(part.encode())
-            if read >= TRAINING_BYTES:
+            if read >= most:
                 return
