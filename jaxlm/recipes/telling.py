@@ -93,9 +93,11 @@ def _stages(session: Session) -> Iterator[str]:
     stages, last = session.engine.pace.stages, session.run.train.steps
     for stage, end in zip(stages, [*(each.first for each in stages[1:]), last], strict=True):
         rows = stage.rows * session.run.data.sequence // stage.length
+        begin = stage.first + 1
+        span = f"steps {begin} to {end}" if end > begin else f"step {end}"
         if len(stages) > 1:
             yield (
-                f"steps {stage.first + 1} to {end}: {rows} rows x {stage.length} tokens, "
+                f"{span}: {rows} rows x {stage.length} tokens, "
                 f"{rows * stage.length:,} a step, compiled once"
             )
 

@@ -85,6 +85,18 @@ class TrainConfig:
                 f"batch = {self.batch} rows does not divide by {self.microbatches}",
                 f"--config.train.microbatches={fit}",
             )
+        yield from self._uneven()
+        for policy in self.remat.split("/"):
+            if not is_remat(policy):
+                known = ",".join(REMAT_NAMES)
+                yield (
+                    "remat",
+                    f"{policy!r} is none of: none, dots, full, save:{known}, offload:{known}",
+                    "--config.train.remat=dots",
+                )
+
+    def _uneven(self) -> Iterator[tuple[str, str, str]]:
+        """Batches of a warm-up grow to that of the run, and each divides over the micro-batches."""
         try:
             sizes = [pace.parse(entry)[0] for entry in self.batch_warmup]
         except ValueError as error:
@@ -102,14 +114,6 @@ class TrainConfig:
                 f"{uneven[0]} rows do not divide by {self.microbatches} micro-batches",
                 f"--config.train.microbatches={math.gcd(self.batch, *sizes)}",
             )
-        for policy in self.remat.split("/"):
-            if not is_remat(policy):
-                known = ",".join(REMAT_NAMES)
-                yield (
-                    "remat",
-                    f"{policy!r} is none of: none, dots, full, save:{known}, offload:{known}",
-                    "--config.train.remat=dots",
-                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
