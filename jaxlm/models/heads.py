@@ -50,7 +50,7 @@ class Head(nnx.Module):
         self.token_norm = Norm(stream, inner, dtype=init.dtype) if is_sequential else None
         self.join = (
             Linear(
-                {"mlp": 2 * config.width},  # split as what leads back to the stream is
+                {"joined": 2 * config.width},
                 stream,
                 key=random.stream(key, "join"),
                 init=init,
@@ -88,9 +88,7 @@ class Head(nnx.Module):
             both = jnp.concatenate(
                 [self.hidden_norm(x), self.token_norm(token().astype(x.dtype))], -1
             )
-            x = constrain(
-                self.join(constrain(both, "batch", "length", "mlp")), "batch", "length", None
-            )
+            x = constrain(self.join(both), "batch", "length", None)
         x, _, losses = self.block(x, positions=positions, mask=mask, key=key)
         return x, losses
 

@@ -62,7 +62,7 @@ def _heads(config: Decoder) -> Iterator[Tensor]:
         if config.ahead is not None and config.ahead.kind == "sequential":
             yield from _norm(f"{path}/hidden_norm", inner, stream)
             yield from _norm(f"{path}/token_norm", inner, stream)
-            yield _tensor(f"{path}/join/weight", {"mlp": 2 * config.width} | stream, 1)
+            yield _tensor(f"{path}/join/weight", {"joined": 2 * config.width} | stream, 1)
         for each in block_tensors(block, config.width):
             yield each.stacked(f"{path}/block/0", "prefix", 1)
         yield from _norm(f"{path}/norm", config.final_norm, stream)

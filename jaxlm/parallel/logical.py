@@ -21,6 +21,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
         "pipe",
         "tensor",
     ),  # stages hold other layers, but unembed the same rows: each a part of it
+    "joined": None,  # the stream and what is read beside it: split over tensor, both would be gathered going back
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
