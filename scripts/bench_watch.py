@@ -2,7 +2,7 @@
 
     taskset -c 0 python scripts/bench_watch.py --config=configs/quickstart.py --rounds=5
 
-For each choice of `log.watch`: seconds of the step, of observing once, and the share of a run's time at `log.watch_every`;
+For each choice of `log.layers`: seconds of the step, of observing once, and the share of a run's time at `log.layers_every`;
 and what compiling the second program took. Medians; the step's are taken in turns with the others.
 """
 
@@ -44,7 +44,7 @@ def main() -> None:
         state, batch = plain.fresh(), rows(run, plain, vocab)
         step = plain.step.lower(state, batch).compile()
         for choice in CHOICES:
-            engine = of_sizes(run.changed({"log.watch": choice}), grid, vocab)
+            engine = of_sizes(run.changed({"log.layers": choice}), grid, vocab)
             begun = time.perf_counter()
             observe = engine.observe.lower(state, batch).compile()
             compiling = time.perf_counter() - begun
@@ -54,7 +54,7 @@ def main() -> None:
                 taken, (state, _) = seconds(step, state, batch)
                 steps.append(taken)
             one, look = statistics.median(steps[1:]), statistics.median(looks[1:])
-            every = run.log.watch_every.steps(run.train.steps, run.tokens_per_step)
+            every = run.log.layers_every.steps(run.train.steps, run.tokens_per_step)
             print(
                 f"{','.join(choice)}: step {one:.3f} s, observing {look:.3f} s, "
                 f"{look / one / every:.2%} every {every} steps; compiling {compiling:.1f} s",

@@ -19,19 +19,19 @@ class LogConfig:
         ("console", "tensorboard"),
         "who else gets each logged step: console (rows), tensorboard; wandb (offline), trackio, mlflow, in the run's folder",
     )
-    watch: tuple[Watched, ...] = setting(
+    layers: tuple[Watched, ...] = setting(
         (),
         "figures of every layer in a logged step: norms (gradient, parameter, update), activations (their size, dead units, load of experts), attention (entropy, largest logit); and noise (of the gradient, against the batch)",
     )
-    watch_every: Span = setting(
+    layers_every: Span = setting(
         Span.parse(100),
         "how often, at the next logged step; each time costs about one more step",
     )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Before a step that is watched, it must be known that it is."""
-        for name, span in (("every", self.every), ("watch_every", self.watch_every)):
-            if self.watch and span.unit == "second":
+        for name, span in (("every", self.every), ("layers_every", self.layers_every)):
+            if self.layers and span.unit == "second":
                 yield (
                     name,
                     f"layers are watched at steps that are known before, not at a time, {span}",

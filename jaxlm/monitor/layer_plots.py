@@ -1,4 +1,4 @@
-"""Pictures of layers: what `log.watch` wrote, as maps of layer by step."""
+"""Pictures of layers: what `log.layers` wrote, as maps of layer by step."""
 
 import math
 import re

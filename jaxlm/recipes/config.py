@@ -101,9 +101,9 @@ class Run:
                 f"rows that {self.objective.name} has changed cannot be cut; those of causal can",
                 "--config.data.sequence_warmup=()",
             )
-        for name in ("every", "watch_every"):
+        for name in ("every", "layers_every"):
             if (
-                self.log.watch
+                self.log.layers
                 and self.train.batch_warmup
                 and getattr(self.log, name).unit == "token"
             ):

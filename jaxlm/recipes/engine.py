@@ -88,7 +88,7 @@ class Engine:
         observer = observe.build(
             functools.partial(_loss, assembly.watched(run, model).merge, run.loss, further),
             self.optimizer,
-            kinds=run.log.watch,
+            kinds=run.log.layers,
             microbatches=watching.parts(run, dict(model.mesh.shape)),
             **shared,
         )

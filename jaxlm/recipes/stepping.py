@@ -61,7 +61,7 @@ class Stepper:
             ):
                 faults.point("compile")
                 self._steps[shape] = self._engine.step.lower(state, batch, self._placed).compile()
-            if self._engine.run.log.watch:
+            if self._engine.run.log.layers:
                 with (
                     self._pause(),
                     self._crew.watch.phase("compile"),

@@ -24,7 +24,7 @@ def parts(run: Run, sizes: Sizes) -> int:
       ConfigError: where noise is to be told and a device has one row.
     """
     own = run.train.microbatches
-    if "noise" not in run.log.watch or own > 1:
+    if "noise" not in run.log.layers or own > 1:
         return own
     ways = logical.ways(sizes, "batch")
     rows = math.gcd(*(stage.rows for stage in run.pace.stages))
@@ -32,7 +32,7 @@ def parts(run: Run, sizes: Sizes) -> int:
     if found == 1:
         raise ConfigError(
             "the noise of the gradient cannot be told",
-            where="log.watch",
+            where="log.layers",
             why=f"{rows} rows of a batch on {ways} devices do not divide into equal parts of whole rows, and "
             "noise is the difference between a part's gradient and the batch's",
             fix=f"--config.train.batch={2 * run.train.batch}",
@@ -41,12 +41,12 @@ def parts(run: Run, sizes: Sizes) -> int:
 
 
 def is_due(run: Run, completed: int) -> bool:
-    """Whether the step that completes so many is watched: the first logged one from each multiple of `log.watch_every` on."""
-    if not run.log.watch:
+    """Whether the step that completes so many is watched: the first logged one from each multiple of `log.layers_every` on."""
+    if not run.log.layers:
         return False
     total, tokens = run.train.steps, run.tokens_per_step
     every = run.log.every.steps(total, tokens)
-    span = run.log.watch_every.steps(total, tokens)
+    span = run.log.layers_every.steps(total, tokens)
     if completed == total:
         return True
     return min(every, span) > 0 and completed % every == 0 and completed % span < every
@@ -80,7 +80,7 @@ class Watching:
             return {}
         found = host.fetch(self._seen.pop(step))
         record = figures.by_layer(found)
-        if "noise" in self._run.log.watch:
+        if "noise" in self._run.log.layers:
             self._noises.append(figures.noise(found, self._parts))
             last = self._noises[-1]
             square, trace = (sum(part) for part in zip(*self._noises[-MEANT:], strict=True))

@@ -22,7 +22,7 @@ from tests.faults import harness
 pytestmark = pytest.mark.usefixtures("one_device")
 
 SETTINGS = {"train.steps": 6, "checkpoint.every": "100%", "data.validation": (), "log.every": 2}
-WATCH = "--config.log.watch=('norms','activations','attention','noise')"
+WATCH = "--config.log.layers=('norms','activations','attention','noise')"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def runs(tmp_path_factory):
     config = harness.write_config(folder, SETTINGS)
     plain, watched = folder / "plain", folder / "watched"
     assert main(harness.words(config, plain)) == 0
-    flags = (WATCH, "--config.log.watch_every=3", "--config.log.sinks=('tensorboard',)")
+    flags = (WATCH, "--config.log.layers_every=3", "--config.log.sinks=('tensorboard',)")
     assert main(harness.words(config, watched, *flags)) == 0
     return plain, watched
 
@@ -73,16 +73,16 @@ def test_figures_of_layers_stand_in_the_first_logged_step_of_each_interval(runs)
     ],
 )
 def test_a_step_is_watched_where_it_is_logged(every, span, due):
-    log = LogConfig(watch=("norms",), every=Span.parse(every), watch_every=Span.parse(span))
+    log = LogConfig(layers=("norms",), every=Span.parse(every), layers_every=Span.parse(span))
     run = Run(train=TrainConfig(steps=12), log=log)
     assert [step for step in range(1, 13) if watching.is_due(run, step)] == due
-    off = dataclasses.replace(run, log=dataclasses.replace(log, watch=()))
+    off = dataclasses.replace(run, log=dataclasses.replace(log, layers=()))
     assert not any(watching.is_due(off, step) for step in range(1, 13))
 
 
 def test_a_step_is_logged_after_the_next_one_was_observed():
     run = Run(
-        train=TrainConfig(steps=4), log=LogConfig(watch=("norms",), every=Span.parse(1), watch_every=Span.parse(1))
+        train=TrainConfig(steps=4), log=LogConfig(layers=("norms",), every=Span.parse(1), layers_every=Span.parse(1))
     )  # fmt: skip
 
     def observed(size):
@@ -98,13 +98,13 @@ def test_a_step_is_logged_after_the_next_one_was_observed():
 
 
 def test_a_clock_cannot_say_beforehand_which_step_is_logged():
-    log = LogConfig(watch=("norms",), every=Span.parse("10s"), watch_every=Span.parse("1m"))
-    assert [field for field, _, _ in log.problems()] == ["every", "watch_every"]
+    log = LogConfig(layers=("norms",), every=Span.parse("10s"), layers_every=Span.parse("1m"))
+    assert [field for field, _, _ in log.problems()] == ["every", "layers_every"]
     assert not list(LogConfig(every=Span.parse("10s")).problems())
 
 
 def test_one_row_a_device_has_no_noise_to_tell():
-    run = Run(train=TrainConfig(batch=8), log=LogConfig(watch=("noise",)))
+    run = Run(train=TrainConfig(batch=8), log=LogConfig(layers=("noise",)))
     assert watching.parts(run, {"data": 2}) == 4
     with pytest.raises(ConfigError, match="noise"):
         watching.parts(run, {"data": 8})
