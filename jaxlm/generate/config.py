@@ -85,7 +85,7 @@ class GenerateConfig:
                 "--seed=0",
             )
         if "" in self.stop:
-            yield "stop", "an empty string is before every text", "--stop='\\n\\n'"
+            yield "stop", "an empty string is before every text", "--stop=END"
         if (size := sum(len(text.encode()) for text in self.stop)) > STOP_BYTES:
             yield (
                 "stop",
