@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.families.hub import Hub, Row, uncomputed
 from jaxlm.models.tensors import Place, Tensor, places
 
@@ -98,7 +98,7 @@ def _span(shape: tuple[int, ...], within: Slices) -> slice:
     return slice(cuts[0][0] * rest, cuts[0][1] * rest)
 
 
-def layout(config: Decoder, hub: Hub) -> list[Theirs]:
+def layout(config: ModelConfig, hub: Hub) -> list[Theirs]:
     """Every tensor of theirs, in the order of layers.
 
     Raises:
@@ -127,6 +127,8 @@ def _matched(
     if not all(
         path in own and _is_of_experts(own[path].tensor) == row.is_of_expert for path in row.ours
     ):
+        return
+    if row.without in own or not (row.beside is None or row.beside in own):
         return
     tensors = [own[path] for path in row.ours]
     name = row.theirs.replace("{i}", str(layer))

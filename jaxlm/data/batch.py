@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 if TYPE_CHECKING:  # it imports JAX, and preparing data does without
     from jaxtyping import Array
 
+START = 0  # the id that the row of a decoder beside an encoder begins with: T5's padding, and ours
+
 
 class Tokens(NamedTuple):
     """Rows of packed documents, with everything that a token-level loss needs.
@@ -18,6 +20,8 @@ class Tokens(NamedTuple):
 
     `reach` is the last slot of the row that each slot sees, where parts are read both ways; None where all is read from
     left to right. `inner` is a second position, inside of a span that was cut out; None where no objective cuts any so.
+
+    `source` is what the encoder of an encoder-decoder reads, of S slots; the tokens of a segment see that segment of it.
     """
 
     tokens: Int[Array, "B T"]
@@ -27,3 +31,5 @@ class Tokens(NamedTuple):
     positions: Int[Array, "B T"]
     reach: Int[Array, "B T"] | None = None
     inner: Int[Array, "B T"] | None = None
+    source: Int[Array, "B S"] | None = None
+    source_segments: Int[Array, "B S"] | None = None

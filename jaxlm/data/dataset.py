@@ -20,7 +20,7 @@ from jaxlm.data import (
     writer,
 )
 from jaxlm.data.config import TOKENIZER_FILES, DataConfig
-from jaxlm.data.corrupt.rows import Corruption, Reading
+from jaxlm.data.corrupt.rows import AnyCorruption, Reading
 from jaxlm.data.documents import Corpus
 from jaxlm.data.joined import AnyShards, join, open_folders
 from jaxlm.data.loader import Loader
@@ -114,7 +114,7 @@ def open_data(
 
 
 def _loader(
-    opened: AnyShards, config: DataConfig, root: Path, seed: int, corruption: Corruption | None
+    opened: AnyShards, config: DataConfig, root: Path, seed: int, corruption: AnyCorruption | None
 ) -> Loader:
     """The rows of some shards, planned with the room that the corruption needs."""
     length = config.sequence - (corruption.room if corruption else 0)

@@ -14,7 +14,7 @@ from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.core.pace import Pace, Stage
 from jaxlm.data import damage
 from jaxlm.data.batch import Tokens
-from jaxlm.data.corrupt.rows import Corruption, Key
+from jaxlm.data.corrupt.rows import AnyCorruption, Key
 from jaxlm.data.cut import cut
 from jaxlm.data.joined import AnyShards
 from jaxlm.data.packing import Plan
@@ -49,7 +49,7 @@ class Loader:
     workers: int = 0
     prefetch: int = 8
     most_lost: float | None = None
-    corruption: Corruption | None = None
+    corruption: AnyCorruption | None = None
 
     def batches(
         self,
@@ -205,12 +205,13 @@ def _drawn(*seed: int) -> int:
     return int(np.random.default_rng(seed).integers(2**31))
 
 
-def _corrupted(batch: Tokens, keys: Sequence[Key | None], corruption: Corruption) -> Tokens:
+def _corrupted(batch: Tokens, keys: Sequence[Key | None], corruption: AnyCorruption) -> Tokens:
     """The rows changed, each by its key; those without one are empty."""
     fields = [each for each in batch if each is not None]
     rows = [Tokens(*(field[number] for field in fields)) for number in range(len(keys))]
     changed = [corruption(row, key or Key(0, 0, 0)) for row, key in zip(rows, keys, strict=True)]
-    stacked = Tokens(*map(np.stack, zip(*changed, strict=True)))  # type: ignore[arg-type]
+    columns = zip(*changed, strict=True)
+    stacked = Tokens(*(None if each[0] is None else np.stack(each) for each in columns))  # type: ignore[arg-type]
     return stacked._replace(
         reach=stacked.reach if corruption.both_ways else None,
         inner=stacked.inner if corruption.has_inner else None,

@@ -24,10 +24,12 @@ def rendered(
 
     Where each token is the target of the one before, a segment is shown as its first input, which nothing predicts, and
     then its targets, of which those with a weight above 0 are trained on. Elsewhere it is its inputs, each followed by its
-    target if that is trained on.
+    target if that is trained on. For an encoder and a decoder, it is what the one reads, and then what the other writes.
     """
     segments = batch.segments[row]
     found = []
+    if batch.source is not None:
+        return _pairs(batch, tokenizer, row, marks)
     for number in range(1, int(segments.max()) + 1):
         slots = np.flatnonzero(segments == number)
         tokens, targets, weights = (
@@ -47,6 +49,20 @@ def rendered(
                 items.append((int(tokens[slot]), kind))
                 if weights[slot] > 0:
                     items.append((int(targets[slot]), marks))
+        found.append("".join(_runs(items, tokenizer)))
+    return found
+
+
+def _pairs(batch: Tokens, tokenizer: Tokenizer, row: int, marks: tuple[str, str]) -> list[str]:
+    assert batch.source is not None
+    assert batch.source_segments is not None
+    source = np.asarray(batch.source_segments[row])
+    segments = np.asarray(batch.segments[row])
+    found = []
+    for number in range(1, int(source.max()) + 1):
+        read = np.asarray(batch.source[row])[source == number].tolist()
+        written = np.asarray(batch.targets[row])[segments == number].tolist()
+        items = [(i, BOTH_WAYS) for i in read] + [(i, marks) for i in written]
         found.append("".join(_runs(items, tokenizer)))
     return found
 

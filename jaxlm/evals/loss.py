@@ -12,7 +12,7 @@ from jax import Array
 from jaxlm.core.errors import DataError
 from jaxlm.data.batch import Tokens
 from jaxlm.evals.calibration import Reliability, bin_sums
-from jaxlm.models.decoder import Decoder
+from jaxlm.models.build import Model
 from jaxlm.objectives.token_nll import score
 
 
@@ -28,7 +28,7 @@ class Sums(NamedTuple):
 
 
 def build(
-    merge: Callable[[Any], Decoder], token_bytes: np.ndarray, *, chunk: int | None = None
+    merge: Callable[[Any], Model], token_bytes: np.ndarray, *, chunk: int | None = None
 ) -> Callable[[Any, Tokens], Sums]:
     """The function (params, batch) -> Sums, to be jitted. `token_bytes` is the bytes that each id stands for."""
     table = np.asarray(token_bytes, np.int32)

@@ -7,8 +7,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxlm.generate.decode import END, LENGTH, Generated, following, prefill, prepared
-from jaxlm.models.decoder import Decoder
+from jaxlm.generate.decode import (
+    END,
+    LENGTH,
+    Generated,
+    Writer,
+    following,
+    prefill,
+    prepared,
+)
 from jaxlm.nn.cache import KVCache
 
 
@@ -39,7 +46,7 @@ class _State(NamedTuple):
 
 
 def build(
-    merge: Callable[[Any], Decoder],
+    merge: Callable[[Any], Writer],
     *,
     beams: int,
     length_penalty: float,
@@ -95,7 +102,7 @@ def build(
         reason = jnp.where(last == end, END, LENGTH)
         return Generated(ids, length, reason, best.log_probabilities[:, 0])
 
-    def extend(model: Decoder, hidden: Array, state: _State) -> _State:
+    def extend(model: Writer, hidden: Array, state: _State) -> _State:
         """Each open text with every id behind it; the likeliest go on, or have ended."""
         number = state.number
         logits = model.logits(hidden)[:, 0]

@@ -8,10 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxlm.core import backend
+from jaxlm.data.batch import START
 from jaxlm.generate.penalties import History, Penalties
-from jaxlm.models.decoder import Decoder, Hidden
+from jaxlm.models.backbone import Hidden
+from jaxlm.models.decoder import Decoder
+from jaxlm.models.encoder_decoder import EncoderDecoder
 from jaxlm.nn.cache import KVCache
 
+Writer = Decoder | EncoderDecoder
 Draw = Callable[[Array, Array], Array]
 NO_PENALTIES = Penalties()
 LENGTH, END, STOP = 0, 1, 2  # why a row ended: at its most tokens, at the end token, at a stop
@@ -41,7 +45,7 @@ class _State(NamedTuple):
 
 
 def build(
-    merge: Callable[[Any], Decoder],
+    merge: Callable[[Any], Writer],
     draw: Draw,
     *,
     max_tokens: int,
@@ -64,7 +68,8 @@ def build(
       penalties: what becomes of logits before ids are drawn from them.
       stops: what `stops.automaton` makes.
       is_scored: whether log-probabilities come back: those of the model itself, over all ids, before penalties and cuts.
-      is_int8: whether the cache, which holds P + max_tokens slots a row, is rounded.
+      is_int8: whether the cache, which holds P + max_tokens slots a row, is rounded; beside an encoder, which reads the
+        prompts, max_tokens.
     """
 
     def generate(params: Any, prompts: Array, lengths: Array, keys: Array) -> Generated:
@@ -83,7 +88,7 @@ def build(
             token=empty[:, 0],
             reason=jnp.full((rows,), -1),
             at=None if stops is None else jnp.zeros((rows,), stops.dtype),
-            history=History.of(prompts, lengths, model.config.vocab) if penalties.is_any else None,
+            history=_history(model, prompts, lengths) if penalties.is_any else None,
             cache=hidden.cache,
         )
 
@@ -98,7 +103,7 @@ def build(
         reason = jnp.where(last.reason < 0, LENGTH, last.reason)
         return Generated(last.ids, last.length, reason, last.log_probabilities)
 
-    def pick(model: Decoder, hidden: Array, state: _State, keys: Array) -> _State:
+    def pick(model: Writer, hidden: Array, state: _State, keys: Array) -> _State:
         """The state with one id more in each open row."""
         logits = raw = model.logits(hidden)[:, 0]
         if state.history is not None:
@@ -130,7 +135,13 @@ def build(
     return generate
 
 
-def prepared(model: Decoder) -> Decoder:
+def _history(model: Writer, prompts: Array, lengths: Array) -> History:
+    """What a row has said before anything is drawn: its prompt, but nothing where an encoder read that."""
+    known = jnp.zeros_like(lengths) if isinstance(model, EncoderDecoder) else lengths
+    return History.of(prompts, known, model.config.vocab)
+
+
+def prepared(model: Writer) -> Writer:
     """The model as a loop over tokens reads it.
 
     On CPU each layer's weights lie by themselves, in the dtype in which they are multiplied: of stacked ones a copy would be
@@ -141,7 +152,7 @@ def prepared(model: Decoder) -> Decoder:
 
 
 def prefill(
-    model: Decoder,
+    model: Writer,
     prompts: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     *,
@@ -149,8 +160,16 @@ def prefill(
     both_ways: bool,
     is_int8: bool,
 ) -> Hidden:
-    """The stream at the last token of each prompt, [B, 1, D], and a cache with the prompts in it and room for `more`."""
+    """The stream at the last token of each prompt, [B, 1, D], and a cache with the prompts in it and room for `more`.
+
+    Of an encoder-decoder the encoder reads the prompts, and the stream is that at what the decoder begins with.
+    """
     rows, longest = prompts.shape
+    if isinstance(model, EncoderDecoder):
+        is_real = jnp.arange(longest)[None] < lengths[:, None]
+        begun = model.begun(prompts, is_real.astype(jnp.int32), more, is_int8=is_int8)
+        values, cache = following(model, jnp.full((rows,), START, jnp.int32), begun)
+        return Hidden(values, cache, {}, values)
     index = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32)[None], prompts.shape)
     last = lengths[:, None] - 1
     hidden = model(
@@ -165,7 +184,7 @@ def prefill(
     return hidden._replace(values=values, cache=hidden.cache._replace(length=lengths))
 
 
-def following(model: Decoder, tokens: Int[Array, "B"], cache: KVCache) -> tuple[Array, KVCache]:
+def following(model: Writer, tokens: Int[Array, "B"], cache: KVCache) -> tuple[Array, KVCache]:
     """The stream at one token more of each row, [B, 1, D], and the cache with it."""
     hidden = model(tokens[:, None], positions=cache.length[:, None], cache=cache)
     assert hidden.cache is not None

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import ModelConfig
 from jaxlm.nn.config import NORMS, BlockConfig, MoeConfig
 from jaxlm.ops.kernels import BLOCK, LANES
 from jaxlm.parallel import logical
@@ -30,7 +30,7 @@ class Share:
         return size / logical.ways(self.sizes, axis)
 
 
-def kept(config: Decoder, block: BlockConfig, share: Share, policy: str) -> float:
+def kept(config: ModelConfig, block: BlockConfig, share: Share, policy: str) -> float:
     """Bytes that a layer keeps on the device from its forward to its backward pass.
 
     - none: the operand of every product, and what elementwise parts read again.
@@ -40,7 +40,7 @@ def kept(config: Decoder, block: BlockConfig, share: Share, policy: str) -> floa
     return share.tokens * _per_token(config, block, share, policy)
 
 
-def meeting(config: Decoder, share: Share) -> float:
+def meeting(config: ModelConfig, share: Share) -> float:
     """Bytes in which the queries and keys of a layer meet, but for the scores that the reference keeps."""
     return max(_meeting(block, share) for block in config.layers)
 
@@ -60,7 +60,7 @@ def _meeting(block: BlockConfig, share: Share) -> float:
     return 4 * 4 * share.rows * heads * side * side
 
 
-def _per_token(config: Decoder, block: BlockConfig, share: Share, policy: str) -> float:
+def _per_token(config: ModelConfig, block: BlockConfig, share: Share, policy: str) -> float:
     stream = config.width * share.stream_bytes
     kind, _, listed = policy.partition(":")
     names = set(listed.split(","))

@@ -1,5 +1,6 @@
 """Modules to plain trees and back: Flax builds, JAX runs."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,12 +9,20 @@ from flax import nnx
 from jaxlm.core.precision import Precision
 from jaxlm.models import config as configs
 from jaxlm.models.decoder import Decoder
+from jaxlm.models.encoder import Encoder
+from jaxlm.models.encoder_decoder import EncoderDecoder
 from jaxlm.nn.parameter import LOGICAL_AXES
 from jaxlm.nn.stack import Layers, Stack
 from jaxlm.parallel.logical import LogicalAxes
 from jaxlm.parallel.pipeline import Schedule
 
 Params = dict[str, Any]
+Model = Decoder | Encoder | EncoderDecoder
+MODULES: dict[type, Any] = {
+    configs.Decoder: Decoder,
+    configs.Encoder: Encoder,
+    configs.EncoderDecoder: EncoderDecoder,
+}
 
 
 class Blueprint:
@@ -25,7 +34,7 @@ class Blueprint:
 
     def __init__(
         self,
-        config: configs.Decoder,
+        config: configs.ModelConfig,
         precision: Precision,
         *,
         layers: Layers = "scan",
@@ -33,10 +42,15 @@ class Blueprint:
         schedule: Schedule | None = None,
     ):
         self.config, self.schedule = config, schedule
-        self._make = lambda key: Decoder(
-            config, key=key, precision=precision, layers=layers, remat=remat, schedule=schedule
+        self._make = functools.partial(
+            MODULES[type(config)],
+            config,
+            precision=precision,
+            layers=layers,
+            remat=remat,
+            schedule=schedule,
         )
-        module = nnx.eval_shape(self._make, jax.random.key(0))
+        module = nnx.eval_shape(lambda key: self._make(key=key), jax.random.key(0))
         self._graphdef, state = nnx.split(module)
         self._treedef = jax.tree.structure(state)
         self.shapes: Params = _plain(state)
@@ -44,10 +58,10 @@ class Blueprint:
 
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters as a nested dict of arrays."""
-        return _plain(nnx.state(self._make(key)))
+        return _plain(nnx.state(self._make(key=key)))
 
-    def merge(self, params: Params) -> Decoder:
-        """The module that holds `params`."""
+    def merge(self, params: Params) -> Any:
+        """The module that holds `params`: of the kind that the config is of."""
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, jax.tree.leaves(params)))
 
 

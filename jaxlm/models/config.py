@@ -1,12 +1,14 @@
 """What a model is made of: frozen, hashable, and free of JAX."""
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable
+from typing import ClassVar, Literal, Self, TypeVar
 
 from jaxlm.core.config import setting
-from jaxlm.nn.config import BlockConfig, Init, NormConfig
+from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, NormConfig
 
 HeadKind = Literal["sequential", "parallel"]
+Layers = TypeVar("Layers", bound="Backbone")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,21 +20,14 @@ class Ahead:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decoder:
-    """A decoder-only transformer: layer i after the `prefix` is `pattern[i % len(pattern)]`."""
+class Backbone:
+    """The layers of a model: layer i after the `prefix` is `pattern[i % len(pattern)]`."""
 
-    vocab: int
     width: int
     depth: int
     pattern: tuple[BlockConfig, ...]
     prefix: tuple[BlockConfig, ...] = ()
-    positions: int | None = None  # rows of a learned position table; None has none
-    inner_positions: int | None = None  # rows of a table of second positions; None has none
-    ahead: Ahead | None = None  # heads for further tokens; None predicts the next alone
     final_norm: NormConfig | None = None
-    tied: bool = True
-    embed_scale: float = 1.0
-    logit_cap: float | None = None
     dropout: float = 0.0  # of the embeddings
     embedding_noise: float = 0.0  # NEFTune's alpha
     width_ratio: float = (
@@ -43,12 +38,14 @@ class Decoder:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the pattern, or all that is left to it after the prefix, is empty."""
+        """Raises ValueError where the pattern, or all that is left to it after the prefix, is empty, or biases differ."""
         if not self.pattern or self.depth <= len(self.prefix):
             raise ValueError(
                 f"no layers for the pattern: depth = {self.depth}, of which the prefix has {len(self.prefix)}, "
                 f"and a pattern of {len(self.pattern)}"
             )
+        if len({layer.attention.relative for layer in self.layers}) > 1:
+            raise ValueError("layers of one stack share the table of their biases, or none has any")
 
     @property
     def layers(self) -> tuple[BlockConfig, ...]:
@@ -58,13 +55,108 @@ class Decoder:
 
     @property
     def heads(self) -> tuple[BlockConfig, ...]:
-        """The config of each further head's layer, which is of the last layer's kind."""
-        return self.layers[-1:] * (self.ahead.tokens if self.ahead else 0)
+        """The config of each further head's layer; only a decoder has any."""
+        return ()
 
     @property
     def has_ring(self) -> bool:
         """Whether keys go round the devices that share a row, in any layer."""
         return any(layer.attention.kernel == "ring" for layer in self.layers)
+
+    def changed(self, of: Callable[[BlockConfig], BlockConfig]) -> Self:
+        """The same with what `of` makes of each block."""
+        return dataclasses.replace(
+            self, pattern=tuple(map(of, self.pattern)), prefix=tuple(map(of, self.prefix))
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoder(Backbone):
+    """A decoder-only transformer."""
+
+    vocab: int
+    positions: int | None = None  # rows of a learned position table; None has none
+    inner_positions: int | None = None  # rows of a table of second positions; None has none
+    ahead: Ahead | None = None  # heads for further tokens; None predicts the next alone
+    tied: bool = True
+    embed_scale: float = 1.0
+    logit_cap: float | None = None
+
+    @property
+    def heads(self) -> tuple[BlockConfig, ...]:
+        """The config of each further head's layer, which is of the last layer's kind."""
+        return self.layers[-1:] * (self.ahead.tokens if self.ahead else 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """What hidden tokens are predicted with: a dense layer, an activation and a norm before the unembedding, a bias after."""
+
+    activation: Activation
+    norm: NormConfig
+    bias: bool = True  # of the dense layer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoder(Backbone):
+    """A transformer in which every token sees its whole document, and hidden ones are predicted where they stand."""
+
+    vocab: int
+    head: HeadConfig
+    positions: int | None = None  # that a token can have in the learned table; None has no table
+    first_position: int = 0  # rows of the table before that of position 0
+    token_types: int | None = None  # rows of a table of kinds of text; None has none
+    embedding_norm: NormConfig | None = None
+    tied: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderDecoder:
+    """A transformer of two sides that share an embedding: one reads a text both ways, the other attends to it and writes."""
+
+    vocab: int
+    encoder: Backbone
+    decoder: Backbone  # each layer with cross attention, and none outside of the pattern
+    tied: bool = True
+    output_scale: float = 1.0  # what is unembedded is multiplied by it
+    embed_std: float = 1.0  # standard deviation of the initial embedding
+
+    positions: ClassVar[None] = None
+    heads: ClassVar[tuple[BlockConfig, ...]] = ()
+    has_ring: ClassVar[bool] = False
+    width_ratio: ClassVar[float] = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where a layer of the decoder does not attend to the encoder, or lies in a prefix."""
+        if self.decoder.prefix or any(layer.cross is None for layer in self.decoder.layers):
+            raise ValueError(
+                "every layer of the decoder attends to the encoder, and is in its pattern"
+            )
+
+    @property
+    def width(self) -> int:
+        """Of the residual stream, on both sides."""
+        return self.encoder.width
+
+    @property
+    def depth(self) -> int:
+        """Layers of both sides."""
+        return self.encoder.depth + self.decoder.depth
+
+    @property
+    def layers(self) -> tuple[BlockConfig, ...]:
+        """Every layer's config, those of the encoder first."""
+        return self.encoder.layers + self.decoder.layers
+
+    def changed(self, of: Callable[[BlockConfig], BlockConfig]) -> Self:
+        """The same with what `of` makes of each block."""
+        return dataclasses.replace(
+            self, encoder=self.encoder.changed(of), decoder=self.decoder.changed(of)
+        )
+
+
+OneStack = Decoder | Encoder
+ModelConfig = OneStack | EncoderDecoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,26 +199,33 @@ class RegularisationConfig:
         above=0,
     )
 
-    def applied(self, model: Decoder) -> Decoder:
-        """The model with these."""
+    def applied(self, model: ModelConfig) -> ModelConfig:
+        """The model with these, on both sides where it has two."""
+
+        def attention(config: AttentionConfig) -> AttentionConfig:
+            return dataclasses.replace(config, dropout=_or(self.attention_dropout, config.dropout))
 
         def block(config: BlockConfig) -> BlockConfig:
-            attention = dataclasses.replace(
-                config.attention,
-                dropout=_or(self.attention_dropout, config.attention.dropout),
-            )
             return dataclasses.replace(
-                config, attention=attention, dropout=_or(self.residual_dropout, config.dropout)
+                config,
+                attention=attention(config.attention),
+                cross=None if config.cross is None else attention(config.cross),
+                dropout=_or(self.residual_dropout, config.dropout),
             )
 
-        return dataclasses.replace(
-            model,
-            pattern=tuple(map(block, model.pattern)),
-            prefix=tuple(map(block, model.prefix)),
-            dropout=_or(self.embedding_dropout, model.dropout),
-            embedding_noise=self.embedding_noise,
-            layer_drop=self.layer_drop,
-        )
+        def side(layers: Layers) -> Layers:
+            return dataclasses.replace(
+                layers.changed(block),
+                dropout=_or(self.embedding_dropout, layers.dropout),
+                embedding_noise=self.embedding_noise,
+                layer_drop=self.layer_drop,
+            )
+
+        if isinstance(model, EncoderDecoder):
+            return dataclasses.replace(
+                model, encoder=side(model.encoder), decoder=side(model.decoder)
+            )
+        return side(model)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,12 +260,7 @@ class MupConfig:
                 config, attention=dataclasses.replace(attention, scale=scale)
             )
 
-        return dataclasses.replace(
-            model,
-            pattern=tuple(map(block, model.pattern)),
-            prefix=tuple(map(block, model.prefix)),
-            width_ratio=model.width / self.base_width,
-        )
+        return dataclasses.replace(model.changed(block), width_ratio=model.width / self.base_width)
 
 
 def _or(wanted: float | None, otherwise: float) -> float:

@@ -1,18 +1,18 @@
-"""What a decoder costs, in closed form: parameters, FLOPs, bytes. Free of JAX."""
+"""What a model costs, in closed form: parameters, FLOPs, bytes. Free of JAX."""
 
 import dataclasses
 
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import Decoder, Encoder, EncoderDecoder, ModelConfig
 from jaxlm.models.tensors import block_tensors, tensors
 from jaxlm.nn.config import BlockConfig, MoeConfig
 
 
-def parameters(config: Decoder) -> int:
+def parameters(config: ModelConfig) -> int:
     """Every number that the model holds."""
     return sum(tensor.size for tensor in tensors(config))
 
 
-def active_parameters(config: Decoder) -> int:
+def active_parameters(config: ModelConfig) -> int:
     """Those that one token meets: all but the experts that it is not sent to."""
     return parameters(config) - sum(
         _matrices(block, config.width) - _matrices(block, config.width, is_active=True)
@@ -20,21 +20,25 @@ def active_parameters(config: Decoder) -> int:
     )
 
 
-def multiplying_parameters(config: Decoder) -> int:
+def multiplying_parameters(config: ModelConfig) -> int:
     """Those that a token is multiplied with: matrices (of its own experts), the unembedding once for each token that is predicted; no look-up table, norm or bias."""
     heads = len(config.heads)
-    joined = 2 * config.width**2 if config.ahead and config.ahead.kind == "sequential" else 0
+    joined = 0
+    if isinstance(config, Decoder) and config.ahead and config.ahead.kind == "sequential":
+        joined = 2 * config.width**2
+    dense = config.width**2 if isinstance(config, Encoder) else 0
     return (
         sum(
             _matrices(block, config.width, is_active=True)
             for block in (*config.layers, *config.heads)
         )
+        + dense
         + (1 + heads) * config.vocab * config.width
         + heads * joined
     )
 
 
-def projecting_parameters(config: Decoder) -> int:
+def projecting_parameters(config: ModelConfig) -> int:
     """Those in the projections of attention and of dense MLPs, which training may round to eight bits."""
     return sum(
         tensor.size
@@ -44,20 +48,30 @@ def projecting_parameters(config: Decoder) -> int:
     )
 
 
-def flops_per_token(config: Decoder, sequence: int, *, causal: bool) -> float:
+def flops_per_token(config: ModelConfig, sequence: int, *, causal: bool, targets: int = 0) -> float:
     """Model FLOPs of training on one token of a row of `sequence`: forward, and twice that backward.
 
     6 x (parameters that multiply) + 12 H N S for each layer of N heads of size H, with S the keys that a token meets:
     the mean over a causal row, (T + 1) / 2, or, with `causal=False`, all T (the full map, which PaLM's MFU counts).
-    A window cuts S. Work that is done twice, as under remat, does not count.
+    A token of an encoder meets all T in either case. A window cuts S. Work that is done twice, as under remat, does not
+    count.
+
+    An encoder-decoder reads rows of `sequence` and writes rows of `targets`: all of it is counted for each token that is
+    read. Its decoder's matrices meet the tokens that are written, but for those of cross attention's keys and values.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
+    if isinstance(config, EncoderDecoder):
+        return _flops_of_two(config, sequence, targets, causal)
     attention = sum(
         12
         * block.attention.heads
         * block.attention.head_dim
-        * _keys(block.attention.window, sequence, causal)
+        * (
+            _keys_around(block.attention.window, sequence)
+            if isinstance(config, Encoder)
+            else _keys(block.attention.window, sequence, causal)
+        )
         for block in (*config.layers, *config.heads)
     )
     return 6 * multiplying_parameters(config) + attention
@@ -77,19 +91,38 @@ class StateBytes:
         return self.params + self.gradients + self.optimizer
 
 
-def state_bytes(config: Decoder, *, param_bytes: int = 4, moments: int = 2) -> StateBytes:
+def state_bytes(config: ModelConfig, *, param_bytes: int = 4, moments: int = 2) -> StateBytes:
     """Weights, their gradients, and `moments` numbers a parameter for the optimizer (two for AdamW, one for Lion)."""
     weights = parameters(config) * param_bytes
     return StateBytes(weights, weights, moments * weights)
 
 
-def cache_bytes(config: Decoder, slots: int, *, element_bytes: int) -> int:
+def cache_bytes(config: ModelConfig, slots: int, *, element_bytes: int) -> int:
     """Keys and values of one sequence of up to `slots` tokens, of which a window keeps its last."""
     numbers = sum(
         min(own.window or slots, slots) * own.kv_heads * own.head_dim
         for own in (block.attention for block in config.layers)
     )
     return 2 * numbers * element_bytes
+
+
+def _flops_of_two(config: EncoderDecoder, sequence: int, targets: int, causal: bool) -> float:
+    """For each token that is read."""
+    width, share = config.width, targets / sequence
+    read = written = attention = 0.0
+    for block in config.encoder.layers:
+        read += _matrices(block, width, is_active=True)
+        attention += 12 * block.attention.heads * block.attention.head_dim * sequence
+    for block in config.decoder.layers:
+        assert block.cross is not None
+        known = 2 * width * block.cross.kv_heads * block.cross.head_dim
+        read += known
+        written += _matrices(block, width, is_active=True) - known
+        own = block.attention.heads * block.attention.head_dim
+        across = block.cross.heads * block.cross.head_dim
+        attention += 12 * share * (own * _keys(None, targets, causal) + across * sequence)
+    written += config.vocab * width
+    return 6 * (read + share * written) + attention
 
 
 def _matrices(block: BlockConfig, width: int, *, is_active: bool = False) -> int:
@@ -111,3 +144,10 @@ def _keys(window: int | None, sequence: int, causal: bool) -> float:
     if window is None or window >= sequence:
         return (sequence + 1) / 2
     return (window * (window + 1) / 2 + (sequence - window) * window) / sequence
+
+
+def _keys_around(window: int | None, sequence: int) -> float:
+    """The keys that a token of a row meets on either side, itself included, on average."""
+    if window is None or window >= sequence:
+        return sequence
+    return 2 * window - 1 - window * (window - 1) / sequence

@@ -1,43 +1,32 @@
 """The decoder-only language model."""
 
 import dataclasses
-from typing import NamedTuple, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
+from jaxlm.data.batch import Tokens
 from jaxlm.models import config as configs
+from jaxlm.models.backbone import Backbone, Hidden
 from jaxlm.models.heads import Heads
-from jaxlm.nn.cache import KVCache, LayerCache
-from jaxlm.nn.config import BlockConfig
-from jaxlm.nn.dropout import dropout, noise
+from jaxlm.nn.cache import KVCache
+from jaxlm.nn.dropout import dropout, noise, noise_key
 from jaxlm.nn.embedding import Embedding
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
-from jaxlm.nn.norm import Norm
-from jaxlm.nn.stack import Layers, Stack
-from jaxlm.nn.unstacked import Caches
+from jaxlm.nn.stack import Layers
 from jaxlm.ops import masks
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.pipeline import Schedule
 from jaxlm.parallel.rules import constrain
 
 
-class Hidden(NamedTuple):
-    """What a model makes of its tokens before the unembedding."""
-
-    values: Float[Array, "B T D"]
-    cache: KVCache | None
-    losses: dict[str, Mean]  # what layers add to the objective, such as an expert balance
-    stream: Float[Array, "B T D"]  # before the final norm
-
-
-class Decoder(nnx.Module):
+class Decoder(Backbone):
     """Embedding, blocks, norm, unembedding."""
 
     def __init__(
@@ -50,46 +39,22 @@ class Decoder(nnx.Module):
         remat: str = "none",
         schedule: Schedule | None = None,
     ):
-        self.config, self.precision = config, precision
+        super().__init__(
+            config, key=key, precision=precision, layers=layers, remat=remat, schedule=schedule
+        )
+        self.config: configs.Decoder = config
         init = Initializer(
             config.init, config.init_std, config.depth, precision.params, config.width_ratio
         )
-
-        def at(name: str) -> Array:
-            return random.stream(key, name)
 
         def table(name: str, rows: int, axis: str) -> Embedding:
             return Embedding(
                 rows,
                 config.width,
                 axis=axis,
-                key=at(name),
+                key=random.stream(key, name),
                 init=init,
                 precision=precision.exact,
-            )
-
-        def stack(
-            name: str,
-            depth: int,
-            pattern: tuple[BlockConfig, ...],
-            layers: Layers,
-            schedule: Schedule | None = None,
-            axis: str = "layers",
-            first: int = 0,
-        ) -> Stack:
-            return Stack(
-                config.width,
-                depth,
-                pattern,
-                key=at(name),
-                init=init,
-                precision=precision,
-                layers=layers,
-                remat=remat,
-                schedule=schedule,
-                axis=axis,
-                name=name,
-                drops=_drops(config.layer_drop, config.depth)[first : first + depth],
             )
 
         self.embedding = table("embedding", config.vocab, "vocab")
@@ -101,44 +66,25 @@ class Decoder(nnx.Module):
             if config.inner_positions is None
             else table("inner", config.inner_positions, "positions")
         )
-        self.prefix = (
-            stack("prefix", len(config.prefix), config.prefix, "unroll", axis="prefix")
-            if config.prefix
-            else None
-        )
-        self.stack = stack(
-            "stack",
-            config.depth - len(config.prefix),
-            config.pattern,
-            layers,
-            schedule,
-            first=len(config.prefix),
-        )
-        self.final_norm = (
-            None
-            if config.final_norm is None
-            else Norm({"embed": config.width}, config.final_norm, dtype=init.dtype)
-        )
         self.heads = (
             None
             if config.ahead is None
             else Heads(
                 config,
                 config.ahead,
-                key=at("heads"),
+                key=random.stream(key, "heads"),
                 init=init,
                 precision=precision,
                 remat=remat.partition("/")[0],
             )
         )
-        vocab = {"vocab": config.vocab}
         self.unembedding = (
             None
             if config.tied
             else Linear(
                 {"embed": config.width},
-                vocab,
-                key=at("unembedding"),
+                {"vocab": config.vocab},
+                key=random.stream(key, "unembedding"),
                 init=dataclasses.replace(init, width_ratio=1.0),
                 precision=precision.exact,
                 result=jnp.dtype(jnp.float32),
@@ -173,7 +119,7 @@ class Decoder(nnx.Module):
             raise ValueError("segments with a cache: each row of a cache is one sequence")
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         x = self.embedding(tokens) * self.config.embed_scale
-        x = noise(x, self.config.embedding_noise, None if key is None else _noise_key(key))
+        x = noise(x, self.config.embedding_noise, noise_key(key))
         if self.positions is not None:
             x = x + self.positions(positions)
         if self.inner is not None:
@@ -186,30 +132,21 @@ class Decoder(nnx.Module):
         mask = (
             masks.causal(tokens.shape[1], segments, reach, parts=dealt)
             if cache is None
-            else _cache_mask(cache, tokens.shape[1], reach, count)
+            else cache_mask(cache, tokens.shape[1], reach, count)
         )
-        layers, start = (None, None) if cache is None else (cache.layers, cache.length)
-        written: Caches = {}
-        losses: dict[str, Mean] = {}
-        for prefix, stack, stack_key in (
-            ("prefix/", self.prefix, keys[1]),
-            ("stack/", self.stack, keys[2]),
-        ):
-            if stack is None:
-                continue
-            own = layers and {
-                name.removeprefix(prefix): layer
-                for name, layer in layers.items()
-                if name.startswith(prefix)
-            }
-            x, out, added = stack(
-                x, positions=positions, mask=mask, caches=own, start=start, key=stack_key
-            )
-            written |= {prefix + name: layer for name, layer in (out or {}).items()}
-            losses = Mean.merged(losses, added)
-        values = x if self.final_norm is None else self.final_norm(x)
-        kept = None if cache is None else KVCache(written, cache.length)
-        return Hidden(values, kept, losses, x)
+        return self.through(x, positions=positions, mask=mask, cache=cache, keys=(keys[1], keys[2]))
+
+    def read(self, batch: Tokens, *, key: Array | None, dealt: int = 1) -> Hidden:
+        """What it makes of a batch, see `__call__`."""
+        return self(
+            batch.tokens,
+            positions=batch.positions,
+            segments=batch.segments,
+            reach=batch.reach,
+            inner=batch.inner,
+            key=key,
+            dealt=dealt,
+        )
 
     def ahead(
         self,
@@ -242,48 +179,21 @@ class Decoder(nnx.Module):
         return out if cap is None else cap * jnp.tanh(out / cap)
 
     def unstacked(self) -> Self:
-        """The same model, changed in place for a trace: layers and weights as they are used, with a cache alone.
-
-        Costs a second copy of the weights, which a loop over tokens then reads without cutting or casting them.
-        """
-        for name in ("prefix", "stack"):
-            if (stack := getattr(self, name)) is not None:
-                blocks = stack.unstacked()
-                blocks.cast()
-                setattr(self, name, blocks)
+        """The same model as a loop over tokens reads it, see `Backbone.unstacked`; the unembedding too."""
+        super().unstacked()
         if self.unembedding is None:
             self.embedding.turn()
         else:
             self.unembedding.cast()
         return self
 
-    def empty_cache(self, rows: int, slots: int, *, is_int8: bool = False) -> KVCache:
-        """A cache for `rows` sequences of up to `slots` tokens, in the dtype of activations or rounded to int8."""
-        config = self.config
-        dtype = jnp.dtype(jnp.int8) if is_int8 else self.precision.activations
 
-        def empty(block: BlockConfig) -> LayerCache:
-            own = block.attention
-            return LayerCache.empty(rows, slots, own.kv_heads, own.head_dim, dtype, own.window)
-
-        layers: Caches = {f"prefix/{i}": (empty(block),) for i, block in enumerate(config.prefix)}
-        repeated, kinds = config.depth - len(config.prefix), len(config.pattern)
-        for kind, block in enumerate(config.pattern[:repeated]):
-            count = len(range(kind, repeated, kinds))
-            layers[f"stack/{kind}"] = tuple(empty(block) for _ in range(count))
-        return KVCache(layers, jnp.zeros((rows,), jnp.int32))
-
-
-def _drops(rate: float, depth: int) -> tuple[float, ...]:
-    """How often each layer is passed by: more the deeper it lies. None where none ever is."""
-    return tuple(rate * number / depth for number in range(1, depth + 1)) if rate else ()
-
-
-def _noise_key(key: Array) -> Array:
-    return random.stream(key, "embedding noise")
-
-
-def _cache_mask(cache: KVCache, length: int, reach: Array | None, count: Array | None) -> Mask:
+def cache_mask(
+    cache: KVCache,
+    length: int,
+    reach: Int[Array, "B T"] | None = None,
+    count: Int[Array, "B"] | None = None,
+) -> Mask:
     """Row b's new tokens lie at slots length[b] on, and see every slot up to their own, or to their reach.
 
     The indices of keys are for each layer's cache to say.

@@ -1,12 +1,19 @@
-"""Every parameter of a decoder, in closed form: its path, shape and logical axes. Free of JAX."""
+"""Every parameter of a model, in closed form: its path, shape and logical axes. Free of JAX."""
 
 import dataclasses
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxlm.models.config import Decoder
-from jaxlm.nn.config import NORMS, BlockConfig, MlpConfig, MoeConfig, NormConfig
+from jaxlm.models.config import Backbone, Decoder, Encoder, EncoderDecoder, ModelConfig
+from jaxlm.nn.config import (
+    AttentionConfig,
+    BlockConfig,
+    MlpConfig,
+    MoeConfig,
+    NormConfig,
+    norms_of,
+)
 from jaxlm.parallel.logical import LogicalAxes
 
 Dims = dict[str, int]  # logical axis -> size, in order
@@ -39,20 +46,22 @@ class Tensor:
         return Tensor(f"{path}/{self.path}", (layers, *self.shape), (axis, *self.axes), self.ins)
 
 
-def tensors(config: Decoder) -> Iterator[Tensor]:
-    """The parameters of `models.decoder.Decoder`, layers stacked by kind as `nn.stack` keeps them."""
+def tensors(config: ModelConfig) -> Iterator[Tensor]:
+    """The parameters of the model, layers stacked by kind as `nn.stack` keeps them."""
     yield from _outside(config)
-    repeated = config.depth - len(config.prefix)
-    for name, depth, pattern in (
-        ("prefix", len(config.prefix), config.prefix),
-        ("stack", repeated, config.pattern[:repeated]),
-    ):
-        for kind, block in enumerate(pattern):
-            layers = len(range(kind, depth, len(pattern)))
-            axis = "layers" if name == "stack" else "prefix"
-            for each in block_tensors(block, config.width):
-                yield each.stacked(f"{name}/{kind}", axis, layers)
-    yield from _heads(config)
+    for at, side in _sides(config):
+        repeated = side.depth - len(side.prefix)
+        for name, depth, pattern in (
+            ("prefix", len(side.prefix), side.prefix),
+            ("stack", repeated, side.pattern[:repeated]),
+        ):
+            for kind, block in enumerate(pattern):
+                layers = len(range(kind, depth, len(pattern)))
+                axis = "layers" if name == "stack" else "prefix"
+                for each in block_tensors(block, side.width):
+                    yield each.stacked(f"{at}{name}/{kind}", axis, layers)
+    if isinstance(config, Decoder):
+        yield from _heads(config)
 
 
 def _heads(config: Decoder) -> Iterator[Tensor]:
@@ -68,16 +77,46 @@ def _heads(config: Decoder) -> Iterator[Tensor]:
         yield from _norm(f"{path}/norm", config.final_norm, stream)
 
 
-def _outside(config: Decoder) -> Iterator[Tensor]:
+def _sides(config: ModelConfig) -> tuple[tuple[str, Backbone], ...]:
+    """The layers of a model, with what the paths of all of them begin with."""
+    if isinstance(config, EncoderDecoder):
+        return (("encoder/", config.encoder), ("decoder/", config.decoder))
+    return (("", config),)
+
+
+def _outside(config: ModelConfig) -> Iterator[Tensor]:
     stream, vocab = {"embed": config.width}, {"vocab": config.vocab}
     yield _tensor("embedding/table", vocab | stream, 1)
-    if config.positions is not None:
-        yield _tensor("positions/table", {"positions": config.positions} | stream, 1)
-    if config.inner_positions is not None:
-        yield _tensor("inner/table", {"positions": config.inner_positions} | stream, 1)
-    yield from _norm("final_norm", config.final_norm, stream)
+    if isinstance(config, Encoder):
+        yield from _of_encoder(config)
+    elif isinstance(config, Decoder):
+        for name, rows in (("positions", config.positions), ("inner", config.inner_positions)):
+            yield from _table(name, rows, stream)
+    for at, side in _sides(config):
+        attention = side.pattern[0].attention
+        if attention.relative is not None:
+            dims = {"positions": attention.relative.buckets, "heads": attention.heads}
+            yield _tensor(f"{at}relative/table", dims, 1)
+        yield from _norm(f"{at}final_norm", side.final_norm, stream)
     if not config.tied:
         yield _tensor("unembedding/weight", stream | vocab, 1)
+
+
+def _of_encoder(config: Encoder) -> Iterator[Tensor]:
+    """What is about its blocks: tables and norm before them, the head after."""
+    stream, features = {"embed": config.width}, {"features": config.width}
+    rows = None if config.positions is None else config.first_position + config.positions
+    yield from _table("positions", rows, stream)
+    yield from _table("types", config.token_types, stream)
+    yield from _norm("embedding_norm", config.embedding_norm, stream)
+    yield from _linear("head/dense", stream, features, config.head.bias)
+    yield from _norm("head/norm", config.head.norm, features)
+    yield _tensor("head/bias", {"vocab": config.vocab})
+
+
+def _table(path: str, rows: int | None, stream: Dims) -> Iterator[Tensor]:
+    if rows is not None:
+        yield _tensor(f"{path}/table", {"positions": rows} | stream, 1)
 
 
 class Place(NamedTuple):
@@ -86,25 +125,38 @@ class Place(NamedTuple):
     layer: int | None  # from 0; None is outside of the layers
     path: str  # of the leaf
     row: int | None  # of the layer in the leaf
-    tensor: Tensor  # its path is that in the layer
+    tensor: Tensor  # its path is that in the layer, after the side of a model of two
 
 
-def places(config: Decoder) -> Iterator[Place]:
+def places(config: ModelConfig) -> Iterator[Place]:
     """Every tensor of every layer by itself, in order, after those outside of the layers."""
     for tensor in _outside(config):
         yield Place(None, tensor.path, None, tensor)
-    first = len(config.prefix)
-    for layer, block in enumerate(config.layers):
-        kinds = len(config.pattern)
-        kind, row = (layer, 0) if layer < first else reversed(divmod(layer - first, kinds))
-        stack = "prefix" if layer < first else "stack"
-        for tensor in block_tensors(block, config.width):
-            yield Place(layer, f"{stack}/{kind}/{tensor.path}", row, tensor)
+    for at, side in _sides(config):
+        first, kinds = len(side.prefix), len(side.pattern)
+        for layer, block in enumerate(side.layers):
+            kind, row = (layer, 0) if layer < first else reversed(divmod(layer - first, kinds))
+            stack = "prefix" if layer < first else "stack"
+            for tensor in block_tensors(block, side.width):
+                named = dataclasses.replace(tensor, path=f"{at}{tensor.path}")
+                yield Place(layer, f"{at}{stack}/{kind}/{tensor.path}", row, named)
 
 
 def block_tensors(block: BlockConfig, width: int) -> Iterator[Tensor]:
     """Those of one layer."""
-    attention, stream = block.attention, {"embed": width}
+    yield from _attention("attention", block.attention, width)
+    if block.cross is not None:
+        yield from _attention("cross", block.cross, width)
+    if isinstance(block.mlp, MoeConfig):
+        yield from _moe(block.mlp, width)
+    else:
+        yield from _mlp("mlp", block.mlp, width)
+    for name in norms_of(block):
+        yield from _norm(name, block.norm, {"embed": width})
+
+
+def _attention(path: str, attention: AttentionConfig, width: int) -> Iterator[Tensor]:
+    stream = {"embed": width}
     queries = {"heads": attention.heads, "head_dim": attention.head_dim}
     shared = {"kv_heads": attention.kv_heads, "head_dim": attention.head_dim}
     for name, ins, outs, bias in (
@@ -113,16 +165,10 @@ def block_tensors(block: BlockConfig, width: int) -> Iterator[Tensor]:
         ("value", stream, shared, attention.bias),
         ("out", queries, stream, attention.out_bias),
     ):
-        yield from _linear(f"attention/{name}", ins, outs, bias)
+        yield from _linear(f"{path}/{name}", ins, outs, bias)
     for name, dims in (("query_norm", queries), ("key_norm", shared)):
         over = {"head_dim": attention.head_dim} if attention.qk_norm_over == "head" else dims
-        yield from _norm(f"attention/{name}", attention.qk_norm, over)
-    if isinstance(block.mlp, MoeConfig):
-        yield from _moe(block.mlp, width)
-    else:
-        yield from _mlp("mlp", block.mlp, width)
-    for name in NORMS[block.residual]:
-        yield from _norm(name, block.norm, stream)
+        yield from _norm(f"{path}/{name}", attention.qk_norm, over)
 
 
 def _mlp(path: str, config: MlpConfig, width: int) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import OneStack
 from jaxlm.models.tensors import tensors
 from jaxlm.nn.config import MoeConfig
 from jaxlm.parallel.logical import LAYERS
@@ -12,7 +12,7 @@ from jaxlm.parallel.logical import LAYERS
 class Work:
     """What a chip is given in one step, and the bytes of a number in a gathered weight, a summed gradient, an activation."""
 
-    model: Decoder
+    model: OneStack
     sequence: int
     rows: int  # rows of this chip's part of the batch: tokens / sequence, where context and tensor share them
     microbatches: int = 1
@@ -35,7 +35,7 @@ class Work:
         return self.microbatches, self.microbatches
 
 
-def matrices(model: Decoder) -> tuple[int, int]:
+def matrices(model: OneStack) -> tuple[int, int]:
     """Numbers in the matrices of all blocks, and in the embedding and the unembedding together."""
     tables = model.vocab * model.width * (1 if model.tied else 2)
     blocks = sum(each.size for each in tensors(model) if each.is_matrix and each.axes[0] in LAYERS)

@@ -1,6 +1,7 @@
 """Multi-head attention with its projections."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 from flax import nnx
@@ -8,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlm.core.precision import Precision
 from jaxlm.nn import noted
-from jaxlm.nn.cache import LayerCache
+from jaxlm.nn.cache import Known, LayerCache
 from jaxlm.nn.config import AttentionConfig
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
@@ -16,8 +17,20 @@ from jaxlm.nn.norm import Norm
 from jaxlm.ops import attention as ops
 from jaxlm.ops import rope
 from jaxlm.ops.attention_figures import attention_figures
+from jaxlm.ops.kernels import Kernel
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.rules import constrain
+
+
+class Memory(NamedTuple):
+    """What a decoder attends to across: what an encoder made of its tokens, and which of it each query sees.
+
+    Without `values` the keys and values of every layer are known already, by kind.
+    """
+
+    mask: Mask
+    values: Float[Array, "B S D"] | None = None
+    layers: dict[str, tuple[Known, ...]] | None = None
 
 
 class Attention(nnx.Module):
@@ -75,10 +88,9 @@ class Attention(nnx.Module):
         key: Array | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
         """Attends over `x`, or over the cache once `x` is written into it from slot `start` on."""
-        config, precision = self.config, self.precision
+        config = self.config
         query = constrain(self.query(x), "batch", "length", "heads", "head_dim")
-        keys = constrain(self.key(x), "batch", "length", "kv_heads", "head_dim")
-        values = constrain(self.value(x), "batch", "length", "kv_heads", "head_dim")
+        keys, values = self._keys(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, keys = self.query_norm(query), self.key_norm(keys)
         if config.rotary is not None:
@@ -94,27 +106,60 @@ class Attention(nnx.Module):
             assert start is not None
             cache, (keys, values, index) = cache.extended(keys, values, start, mask.query_count)
             mask = dataclasses.replace(mask, key_index=index)
+        mask = dataclasses.replace(mask, window=config.window)
+        self._note(query, keys, mask)
+        return self._met(
+            query,
+            keys,
+            values,
+            mask,
+            key,
+            kernel=config.kernel if cache is None else "reference",
+            is_cached=cache is not None,
+        ), cache
+
+    def _keys(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+        """Keys and values, as they are projected."""
+        axes = ("batch", "length", "kv_heads", "head_dim")
+        return constrain(self.key(x), *axes), constrain(self.value(x), *axes)
+
+    @property
+    def _scale(self) -> float:
+        config = self.config
+        return config.head_dim**-0.5 if config.scale is None else config.scale
+
+    def _met(
+        self,
+        query: Array,
+        keys: Array,
+        values: Array,
+        mask: Mask,
+        key: Array | None,
+        *,
+        kernel: Kernel,
+        is_cached: bool,
+    ) -> Float[Array, "B T D"]:
+        """What queries read of the values, projected to the stream."""
+        config, precision = self.config, self.precision
+        if is_cached:
             # A cache is as activations are. On CPU casting it for every token costs more than it saves, and XLA has no
             # product of bfloat16 in batches there (jax 0.12).
             precision = dataclasses.replace(precision, compute=precision.activations)
-        mask = dataclasses.replace(mask, window=config.window)
-        scale = config.head_dim**-0.5 if config.scale is None else config.scale
-        self._note(query, keys, mask, scale)
         out = ops.attention(
             query,
             keys,
             values,
             mask,
             precision,
-            scale=scale,
+            scale=self._scale,
             cap=config.cap,
             dropout=config.dropout,
             dropout_key=key,
-            kernel=config.kernel if cache is None else "reference",
+            kernel=kernel,
         )
-        return self.out(constrain(out, "batch", "length", "heads", "head_dim")), cache
+        return self.out(constrain(out, "batch", "length", "heads", "head_dim"))
 
-    def _note(self, query: Array, keys: Array, mask: Mask, scale: float) -> None:
+    def _note(self, query: Array, keys: Array, mask: Mask) -> None:
         """Each head's largest score and its entropy, of queries that are not padding."""
         entropy = noted.is_asked("entropy")
         if not (entropy or noted.is_asked("logits")):
@@ -124,7 +169,7 @@ class Attention(nnx.Module):
             keys,
             mask,
             self.precision.compute,
-            scale=scale,
+            scale=self._scale,
             cap=self.config.cap,
             entropy=entropy,
         )
@@ -132,3 +177,26 @@ class Attention(nnx.Module):
         if spread is not None:
             noted.add("entropy", spread)
             noted.add("queries", queries)
+
+
+class CrossAttention(Attention):
+    """Queries of a decoder's tokens, keys and values of what an encoder has read; positions play no part."""
+
+    def across(self, values: Float[Array, "B S D"]) -> Known:
+        """The keys and values of what the encoder made of its tokens."""
+        return self._keys(values)
+
+    def reads(
+        self,
+        x: Float[Array, "B T D"],
+        memory: Memory,
+        known: Known | None,
+        key: Array | None,
+    ) -> Float[Array, "B T D"]:
+        """What `x` reads of the memory, whose keys and values may be `known`."""
+        is_cached = known is not None
+        if known is None:
+            assert memory.values is not None
+            known = self.across(memory.values)
+        query = constrain(self.query(x), "batch", "length", "heads", "head_dim")
+        return self._met(query, *known, memory.mask, key, kernel="reference", is_cached=is_cached)

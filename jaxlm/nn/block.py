@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.nn import noted
-from jaxlm.nn.attention import Attention
-from jaxlm.nn.cache import LayerCache
-from jaxlm.nn.config import NORMS, BlockConfig, MoeConfig
+from jaxlm.nn.attention import Attention, CrossAttention, Memory
+from jaxlm.nn.cache import Known, LayerCache
+from jaxlm.nn.config import BlockConfig, MoeConfig, norms_of
 from jaxlm.nn.dropout import dropout
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.mlp import Mlp
@@ -24,9 +24,12 @@ from jaxlm.parallel.rules import constrain
 class Block(nnx.Module):
     """Attention f and MLP g on the stream x, with norms n, wired in one of these ways.
 
-    - pre: x + f(n(x)), then + g(n(x))      - post: n(x + f(x)), then n(x + g(x))
+    - pre: x + f(n(x)), then + g(n(x)); pre_mlp leaves out the first n, where x was normed already
+    - post: n(x + f(x)), then n(x + g(x))
     - output: x + n(f(x)), then + n(g(x))      - sandwich: x + n(f(n(x))), then the same with g
     - parallel: x + f(n(x)) + g(n(x)), one norm for both; each has its own in parallel_norms
+
+    A layer with cross attention c reads + c(n(x)) between f and g, by a norm of its own.
     """
 
     def __init__(
@@ -49,12 +52,25 @@ class Block(nnx.Module):
             else Mlp(width, config.mlp, key=mlp_key, init=init, precision=precision)
         )
 
+        self.cross = (
+            None
+            if config.cross is None
+            else CrossAttention(
+                width,
+                config.cross,
+                key=jax.random.fold_in(key, 2),
+                init=init,
+                precision=precision,
+            )
+        )
+
         def norm(name: str) -> Norm | None:
-            if name not in NORMS[config.residual]:
+            if name not in norms_of(config):
                 return None
             return Norm({"embed": width}, config.norm, dtype=init.dtype)
 
         self.attention_norm, self.mlp_norm = norm("attention_norm"), norm("mlp_norm")
+        self.cross_norm = norm("cross_norm")
         self.attention_out_norm, self.mlp_out_norm = (
             norm("attention_out_norm"),
             norm("mlp_out_norm"),
@@ -66,6 +82,8 @@ class Block(nnx.Module):
         *,
         positions: Int[Array, "B T"],
         mask: Mask,
+        memory: Memory | None = None,
+        known: Known | None = None,
         cache: LayerCache | None = None,
         start: Int[Array, "B"] | None = None,
         key: Array | None = None,
@@ -90,6 +108,8 @@ class Block(nnx.Module):
             _note("stream", x, mask)
             return x, cache, losses
         x = self._stream(x + added)
+        if self.cross is not None:
+            x = self._stream(x + self._across(x, memory, known, key, rate))
         x = _normed(self.attention_norm if is_post else None, x)
         added, losses = self._feed_forward(
             _normed(None if is_post else self.mlp_norm, x), mask, is_whole
@@ -100,6 +120,21 @@ class Block(nnx.Module):
         x = _normed(self.mlp_norm if is_post else None, x)
         _note("stream", x, mask)
         return x, cache, losses
+
+    def _across(
+        self,
+        x: Array,
+        memory: Memory | None,
+        known: Known | None,
+        key: Array | None,
+        rate: float,
+    ) -> Array:
+        """What the layer reads of what the encoder has read."""
+        assert self.cross is not None
+        assert memory is not None
+        keys = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 3))
+        added = self.cross.reads(_normed(self.cross_norm, x), memory, known, keys[0])
+        return dropout(checkpoint_name(added, "attention_out"), rate, keys[1])
 
     def _feed_forward(self, x: Array, mask: Mask, is_whole: bool) -> tuple[Array, dict[str, Mean]]:
         losses: dict[str, Mean] = {}

@@ -140,6 +140,16 @@ def _in_ring(length: Array, slots: int) -> Int[Array, "B S"]:
     return jnp.where(index < 0, NOWHERE, index)
 
 
+Known = tuple[Float[Array, "B E K H"], Float[Array, "B E K H"]]  # keys and values
+
+
+class Source(NamedTuple):
+    """What an encoder has read, as the layers of a decoder attend to it: each layer's keys and values, by kind."""
+
+    layers: dict[str, tuple[Known, ...]]
+    segments: Int[Array, "B E"]  # 0 is padding
+
+
 class KVCache(NamedTuple):
     """The cache of a whole model: `layers` mirrors its stacks, a cache for each layer of a kind; `length` counts the tokens read in each row.
 
@@ -148,3 +158,9 @@ class KVCache(NamedTuple):
 
     layers: dict[str, tuple[LayerCache, ...]]
     length: Int[Array, "B"]
+    source: Source | None = None  # of a decoder beside an encoder
+
+    @property
+    def slots(self) -> int:
+        """Tokens that it holds of a row, where no layer keeps a window alone."""
+        return max(layer.slots for layers in self.layers.values() for layer in layers)

@@ -9,9 +9,10 @@ from jaxlm.ops.kernels import Kernel
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 Init = Literal["gpt2", "normal", "xavier", "he"]
 # Where the norms of a layer sit.
-Residual = Literal["pre", "post", "sandwich", "output", "parallel", "parallel_norms"]
+Residual = Literal["pre", "pre_mlp", "post", "sandwich", "output", "parallel", "parallel_norms"]
 NORMS: dict[Residual, tuple[str, ...]] = {
     "pre": ("attention_norm", "mlp_norm"),
+    "pre_mlp": ("mlp_norm",),
     "post": ("attention_norm", "mlp_norm"),
     "sandwich": ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
     "output": ("attention_out_norm", "mlp_out_norm"),
@@ -40,6 +41,15 @@ class NormConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RelativeBias:
+    """What is added to scores by the distance of key and query, in `buckets` of distances; `nn.relative` says how."""
+
+    buckets: int
+    farthest: int  # distance from which on all share the last bucket
+    both_ways: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Multi-head attention; `kv_heads` below `heads` is grouped-query attention (arXiv:2305.13245)."""
 
@@ -47,6 +57,7 @@ class AttentionConfig:
     kv_heads: int
     head_dim: int
     rotary: Rope | None = None
+    relative: RelativeBias | None = None  # whose table all layers of a stack share
     window: int | None = None  # keys that a query sees, itself included; None sees all before it
     qk_norm: NormConfig | None = None
     qk_norm_over: Literal["head", "heads"] = (
@@ -95,10 +106,21 @@ class MoeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """One layer; `nn.block` says what each `residual` wires."""
+    """One layer; `nn.block` says what each `residual` wires. With `cross` it attends to what an encoder has read, too."""
 
     attention: AttentionConfig
     mlp: MlpConfig | MoeConfig
     norm: NormConfig
+    cross: AttentionConfig | None = None
     residual: Residual = "pre"
     dropout: float = 0.0  # of what each part adds to the residual stream
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where a layer that attends to an encoder is wired in another way than `pre`."""
+        if self.cross is not None and self.residual != "pre":
+            raise ValueError(f"cross attention in a layer that is wired as {self.residual}")
+
+
+def norms_of(block: BlockConfig) -> tuple[str, ...]:
+    """The norms of a layer."""
+    return NORMS[block.residual] + (() if block.cross is None else ("cross_norm",))

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxlm.core import random
+
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:
     """Zeroes a share `rate` of `x` and scales the rest by 1 / (1 - rate); without a key, leaves `x` alone.
@@ -38,3 +40,8 @@ def noise(x: Array, alpha: float, key: Array | None) -> Array:
         return x
     size = alpha / math.sqrt(x.shape[1] * x.shape[2])
     return x + jax.random.uniform(key, x.shape, x.dtype, -size, size)
+
+
+def noise_key(key: Array | None) -> Array | None:
+    """The key of a model's embedding noise, of the one that turns its dropout on."""
+    return None if key is None else random.stream(key, "embedding noise")

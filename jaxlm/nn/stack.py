@@ -16,7 +16,9 @@ from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.nn import noted
+from jaxlm.nn.attention import Memory
 from jaxlm.nn.block import Block
+from jaxlm.nn.cache import Known
 from jaxlm.nn.config import BlockConfig
 from jaxlm.nn.dropout import layer_drop
 from jaxlm.nn.init import Initializer
@@ -95,6 +97,7 @@ class Stack(nnx.Module):
         *,
         positions: Int[Array, "B T"],
         mask: Mask,
+        memory: Memory | None = None,
         caches: Caches | None = None,
         start: Int[Array, "B"] | None = None,
         key: Array | None = None,
@@ -103,7 +106,13 @@ class Stack(nnx.Module):
         if caches is not None:
             assert start is not None
             return self.unstacked()(
-                x, positions=positions, mask=mask, caches=caches, start=start, key=key
+                x,
+                positions=positions,
+                mask=mask,
+                memory=memory,
+                caches=caches,
+                start=start,
+                key=key,
             )
         split = self._split()
         blocks = {name: graphdef for name, (graphdef, _) in split.items()}
@@ -119,7 +128,7 @@ class Stack(nnx.Module):
         }
         schedule = self.schedule and self.schedule.fitted(x.shape[0])
         if not schedule:
-            run = functools.partial(_layer, blocks, positions, mask)
+            run = functools.partial(_layer, blocks, positions, mask, memory)
             x, notes, losses = self._loop(run, x, layers, self.depth)
             noted.put(self.name, notes)
             return x, None, losses
@@ -137,13 +146,19 @@ class Stack(nnx.Module):
                 name: (state, keys if keys is None else _folded(keys, microbatch), drops)
                 for name, (state, keys, drops) in layers.items()
             }
-            run = functools.partial(_layer, blocks, positions, dataclasses.replace(mask, **rows))
+            run = functools.partial(
+                _layer, blocks, positions, dataclasses.replace(mask, **rows), None
+            )
             depth = self.depth // (schedule.stages * schedule.repeats)
             x, _, losses = self._loop(run, x, own, depth, mapped=True)
             return x, losses
 
         x, losses = pipeline.run(stage, layers, pipeline.deal(x, schedule.microbatches), schedule)
         return pipeline.collect(x), None, losses
+
+    def across(self, values: Float[Array, "B S D"]) -> dict[str, tuple[Known, ...]]:
+        """As `Unstacked.across`."""
+        return self.unstacked().across(values)
 
     def unstacked(self) -> Unstacked:
         """The blocks, cut out one by one."""
@@ -221,6 +236,7 @@ def _layer(
     blocks: dict[str, Any],
     positions: Array,
     mask: Mask,
+    memory: Memory | None,
     name: str,
     x: Array,
     state: Any,
@@ -229,7 +245,7 @@ def _layer(
 ) -> tuple[Array, Notes, dict[str, Mean]]:
     block = nnx.merge(blocks[name], state)
     with noted.of_layer() as notes:
-        after, _, losses = block(x, positions=positions, mask=mask, key=key)
+        after, _, losses = block(x, positions=positions, mask=mask, memory=memory, key=key)
     if drop is not None:
         assert key is not None
         after = layer_drop(x, after, drop, random.stream(key, "layer drop"))

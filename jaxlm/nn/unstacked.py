@@ -8,8 +8,9 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from jaxlm.core.mean import Mean
+from jaxlm.nn.attention import CrossAttention, Memory
 from jaxlm.nn.block import Block
-from jaxlm.nn.cache import LayerCache
+from jaxlm.nn.cache import Known, LayerCache
 from jaxlm.nn.linear import GroupedLinear, Linear
 from jaxlm.ops.masks import Mask
 
@@ -40,12 +41,22 @@ class Unstacked:
                 if isinstance(module, (Linear, GroupedLinear)):
                     module.cast()
 
+    def across(self, values: Float[Array, "B S D"]) -> dict[str, tuple[Known, ...]]:
+        """Each layer's keys and values of what an encoder has read, by kind; for a `Memory`."""
+        found: dict[str, tuple[Known, ...]] = {}
+        for number, block in enumerate(self.blocks):
+            assert isinstance(block.cross, CrossAttention)
+            name = str(number % self.kinds)
+            found[name] = (*found.get(name, ()), block.cross.across(values))
+        return found
+
     def __call__(
         self,
         x: Float[Array, "B T D"],
         *,
         positions: Int[Array, "B T"],
         mask: Mask,
+        memory: Memory | None = None,
         caches: Caches,
         start: Int[Array, "B"],
         key: Array | None = None,
@@ -54,13 +65,16 @@ class Unstacked:
         keys = [None] * len(self.blocks) if key is None else jax.random.split(key, len(self.blocks))
         written: dict[str, tuple[LayerCache, ...]] = dict.fromkeys(caches, ())
         losses = []
+        known = None if memory is None else memory.layers
         for number, (block, own) in enumerate(zip(self.blocks, keys, strict=True)):
-            name = str(number % self.kinds)
+            name, place = str(number % self.kinds), number // self.kinds
             x, cache, added = block(
                 x,
                 positions=positions,
                 mask=mask,
-                cache=caches[name][number // self.kinds],
+                memory=memory,
+                known=None if known is None else known[name][place],
+                cache=caches[name][place],
                 start=start,
                 key=own,
             )

@@ -65,7 +65,10 @@ class Masked:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Span:
-    """Runs of tokens are cut out, and written down after the rest of the text: T5's span corruption, in one row."""
+    """Runs of tokens are cut out, and written down after the rest of the text: T5's span corruption, in one row.
+
+    An encoder reads the rest in a row of its own, and its decoder writes the runs.
+    """
 
     name: Literal["span"] = "span"
     rate: float = setting(0.15, "share of the tokens that are cut out", above=0, high=0.8)

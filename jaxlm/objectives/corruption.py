@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.corrupt import blanks, fim, masked, prefix, rows, spans
+from jaxlm.data.corrupt import blanks, fim, masked, pairs, prefix, rows, spans
 from jaxlm.data.corrupt.rows import Change, Corruption, Reading
 from jaxlm.data.tokenizer import SENTINELS, SPECIALS, Tokenizer
 from jaxlm.objectives.config import (
@@ -30,8 +30,10 @@ BLANKS = "<|mask|>", "<|sentinel_0|>", "<|sentinel_1|>"  # of GLM: [MASK], [STAR
 OF_UL2, OF_MIXTURE = 1, 2  # their draws
 
 
-def reading(objective: Objective) -> Callable[[Tokenizer, int], Reading]:
-    """The function (tokenizer, slots of a row) -> Reading.
+def reading(
+    objective: Objective, *, is_paired: bool = False
+) -> Callable[[Tokenizer, int], Reading]:
+    """The function (tokenizer, slots of a row) -> Reading; `is_paired` for a model that reads one row and writes another.
 
     What an evaluation means: a validation set is read as in training, with draws that never change, and the loss is that of
     what is predicted there; bits per byte are those of the bytes predicted. But `fim` is evaluated as `causal`, on
@@ -46,7 +48,23 @@ def reading(objective: Objective) -> Callable[[Tokenizer, int], Reading]:
     Source: of what is evaluated with fim, Bavarian et al. 2022, arXiv:2207.14255, section 4.1; of UL2 Tay et al. 2022,
     arXiv:2205.05131, section 3.1.2.
     """
-    return functools.partial(_reading, objective)
+    return functools.partial(_paired if is_paired else _reading, objective)
+
+
+def _paired(objective: Objective, tokenizer: Tokenizer, sequence: int) -> Reading:
+    """Raises ValueError for an objective that makes no pairs."""
+    length = target_length(objective, sequence)
+    _check_tokens(objective, tokenizer)
+    assert isinstance(objective, Span)
+    found = pairs.Pairs(objective.rate, objective.mean, spans.sentinels(tokenizer), length)
+    return Reading(found, {"": found})
+
+
+def target_length(objective: Objective, sequence: int) -> int:
+    """Slots of a decoder's row beside an encoder's of `sequence`. Raises ValueError for an objective that makes no pairs."""
+    if not isinstance(objective, Span):
+        raise ValueError(f"{objective.name} for an encoder and a decoder")
+    return pairs.length_of(sequence, objective.rate, objective.mean)
 
 
 def _reading(objective: Objective, tokenizer: Tokenizer, sequence: int) -> Reading:

@@ -7,7 +7,8 @@ from jax import Array
 from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
-from jaxlm.models.decoder import Decoder, Hidden
+from jaxlm.models.build import Model
+from jaxlm.models.decoder import Decoder
 from jaxlm.nn.moe import ADDED
 from jaxlm.objectives.ahead import further
 from jaxlm.objectives.config import LossConfig
@@ -17,7 +18,7 @@ from jaxlm.parallel import context
 
 
 def token_nll(
-    model: Decoder,
+    model: Model,
     batch: Tokens,
     key: Array | None,
     config: LossConfig,
@@ -38,7 +39,7 @@ def token_nll(
     """
     parts = context.ways() if model.config.has_ring else 1
     dealt = context.deal(batch, parts)
-    hidden = _read(model, dealt, key, parts)
+    hidden = model.read(dealt, key=key, dealt=parts)
 
     def scored(values: Array, targets: Array) -> TokenScores:
         return _scores(model, values, targets, parts, config.chunk, config.label_smoothing)
@@ -46,6 +47,7 @@ def token_nll(
     total, metrics = _total(scored(hidden.values, dealt.targets), batch.weights, config)
     losses = hidden.losses
     if ahead:
+        assert isinstance(model, Decoder)
         following = further(batch, len(ahead))
         there = context.deal(following, parts)
         values, added = model.ahead(
@@ -68,7 +70,7 @@ def token_nll(
     return Loss(Mean(total, metrics["loss_nats"].weight), metrics | losses)
 
 
-def drawn_nll(model: Decoder, batch: Tokens, config: LossConfig) -> Loss:
+def drawn_nll(model: Model, batch: Tokens, config: LossConfig) -> Loss:
     """The same likelihood of next tokens that the model itself draws, without dropout; its gradient tells the curvature.
 
     `batch.targets` are no ids but a draw for each slot, even over 0 to 2^31 - 1: so micro-batches, chunks and meshes give the
@@ -76,7 +78,7 @@ def drawn_nll(model: Decoder, batch: Tokens, config: LossConfig) -> Loss:
     """
     parts = context.ways() if model.config.has_ring else 1
     dealt = context.deal(batch, parts)
-    hidden = _read(model, dealt, None, parts)
+    hidden = model.read(dealt, key=None, dealt=parts)
 
     def of(values: Array, draws: Array) -> Array:
         logits = model.logits(values)
@@ -91,7 +93,7 @@ def drawn_nll(model: Decoder, batch: Tokens, config: LossConfig) -> Loss:
 
 
 def score(
-    model: Decoder, batch: Tokens, key: Array | None, chunk: int | None
+    model: Model, batch: Tokens, key: Array | None, chunk: int | None
 ) -> tuple[TokenScores, dict[str, Mean]]:
     """The scores of each target, its logits `chunk` tokens at a time; and the means that layers give.
 
@@ -100,24 +102,12 @@ def score(
     """
     parts = context.ways() if model.config.has_ring else 1
     dealt = context.deal(batch, parts)
-    hidden = _read(model, dealt, key, parts)
+    hidden = model.read(dealt, key=key, dealt=parts)
     return _scores(model, hidden.values, dealt.targets, parts, chunk, 0.0), hidden.losses
 
 
-def _read(model: Decoder, dealt: Tokens, key: Array | None, parts: int) -> Hidden:
-    return model(
-        dealt.tokens,
-        positions=dealt.positions,
-        segments=dealt.segments,
-        reach=dealt.reach,
-        inner=dealt.inner,
-        key=key,
-        dealt=parts,
-    )
-
-
 def _scores(
-    model: Decoder, values: Array, targets: Array, parts: int, chunk: int | None, smoothing: float
+    model: Model, values: Array, targets: Array, parts: int, chunk: int | None, smoothing: float
 ) -> TokenScores:
     def of(values: Array, targets: Array) -> TokenScores:
         with jax.named_scope("unembed"):

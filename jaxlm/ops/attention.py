@@ -29,7 +29,7 @@ def attention(
     dropout_key: Array | None = None,
     kernel: Kernel = "reference",
 ) -> Float[Array, "B T N H"]:
-    """softmax(cap(scale x Q K^T) + mask) V, each key head serving N / K query heads.
+    """softmax(cap(scale x Q K^T) + bias + mask) V, each key head serving N / K query heads.
 
     Scores and softmax are float32; both products take operands in `precision.compute`. By `kernel`:
 
@@ -40,7 +40,7 @@ def attention(
     - splash and cudnn are kernels of TPUs and of NVIDIA GPUs, see `splash.splash` and `cudnn.cudnn`; for whole rows only.
 
     Raises:
-      ValueError: where the kernel cannot compute this; only the reference drops weights.
+      ValueError: where the kernel cannot compute this; only the reference drops weights, or adds the mask's bias.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1; grouped heads arXiv:2305.13245; cap
     arXiv:2408.00118, section 2.
@@ -48,6 +48,8 @@ def attention(
     is_split = context.ways() > 1 and query.shape[1] == key.shape[1]  # a cache is whole everywhere
     if kernel != "reference" and dropout and dropout_key is not None:
         raise ValueError(f"attention dropout in {kernel}")
+    if kernel != "reference" and mask.bias is not None:
+        raise ValueError(f"a bias of scores in {kernel}")
     if kernel in PLATFORMS and is_split:
         raise ValueError(f"{kernel} attention of rows that are split")
     if backend.name() != PLATFORMS.get(kernel, backend.name()):
@@ -79,6 +81,9 @@ def attention(
     )
     if cap is not None:
         scores_bkgts = cap * jnp.tanh(scores_bkgts / cap)
+    if mask.bias is not None:
+        rows = mask.bias.shape[0]
+        scores_bkgts = scores_bkgts + mask.bias.reshape(rows, *scores_bkgts.shape[1:])
     seen = mask.materialise()[:, None, None]
     weights_bkgts = _softmax(jnp.where(seen, scores_bkgts, HIDDEN))
     if dropout and dropout_key is not None:

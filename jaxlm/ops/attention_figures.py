@@ -24,7 +24,7 @@ def attention_figures(
     cap: float | None = None,
     entropy: bool = True,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"] | None, Float[Array, ""]]:
-    """By head: the largest score scale q k (before a cap), and the sum of -sum_s w log w over queries; and their number.
+    """By head: the largest score scale q k (before a cap and a bias), and the sum of -sum_s w log w over queries; and their number.
 
     Queries that are padding do not count. 2 B T S N H FLOPs, and 4 B N S bytes for each query of a block. Kernels keep no
     scores, so they are made again; nothing is differentiated.
@@ -38,13 +38,14 @@ def attention_figures(
     )
     q = (query * scale).astype(compute)
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, size)
-    asking = (q, counted, mask.query_index, mask.query_segments, mask.query_reach)
+    bias = None if mask.bias is None else jnp.moveaxis(mask.bias, 2, 1)
+    asking = (q, counted, mask.query_index, mask.query_segments, mask.query_reach, bias)
 
     def cut(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], length // block, block, *x.shape[2:]), 1, 0)
 
     def meet(carry: tuple[Array, Array], part: Any) -> tuple[tuple[Array, Array], None]:
-        q, counted, index, segments, reach = part
+        q, counted, index, segments, reach, bias_btns = part
         own = dataclasses.replace(
             mask, query_index=index, query_segments=segments, query_reach=reach
         )
@@ -59,6 +60,10 @@ def attention_figures(
         if entropy:
             if cap is not None:
                 scores_bkgts = cap * jnp.tanh(scores_bkgts / cap)
+            if bias_btns is not None:
+                rows = bias_btns.shape[0]
+                bias = jnp.moveaxis(bias_btns, 1, 2)
+                scores_bkgts = scores_bkgts + bias.reshape(rows, *scores_bkgts.shape[1:])
             weights = jax.nn.softmax(jnp.where(seen, scores_bkgts, HIDDEN), axis=-1)
             each = -jax.scipy.special.xlogy(weights, weights).sum(-1)
             spread = spread + jnp.where(counts, each, 0.0).sum((0, 3))

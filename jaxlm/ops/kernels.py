@@ -39,6 +39,7 @@ class Work:
     cap: float | None = None
     dropout: float = 0.0  # of the attention weights
     stages: int = 1  # of a pipeline, over which the layers are mapped
+    has_bias: bool = False  # something is added to the scores
     both_ways: bool = False  # queries see keys after their own, as far as a number of each says
 
 
@@ -74,6 +75,8 @@ def choose(wanted: Wanted, target: Target, work: Work) -> Choice:
         told += f"; {kernel} not: {', '.join(why)}"
     if work.dropout:
         return Choice("reference", f"the others have no attention dropout{told}")
+    if work.has_bias:
+        return Choice("reference", f"the others add no bias to scores{told}")
     if work.length < BLOCKWISE_FROM:
         says = f"rows of {work.length} tokens are not two blocks of {BLOCK}"
         return Choice("reference", f"{says}{told}")
@@ -91,6 +94,8 @@ def misfits(kernel: Kernel, target: Target, work: Work) -> Iterator[Misfit]:
             f"it drops no attention weights, and a share of {work.dropout:g} is to be dropped",
             "regularisation.attention_dropout=0",
         )
+    if kernel != "reference" and work.has_bias:
+        yield Misfit("it adds nothing to scores, and this model does, by the distance of keys")
     if kernel == "splash":
         yield from _of_splash(work)
     if kernel == "cudnn" and platform == target.platform:

@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxlm.parallel import context
 
@@ -24,19 +24,20 @@ class Mask:
     `query_count` is how many of each row's queries are tokens; those behind them are padding, of which no cache need know.
 
     `is_dealt` says that the slots lie in the order of `context.order` over the ambient mesh, `is_whole` that queries and
-    keys are those of one row, slot by slot.
+    keys are those of one row, slot by slot. `bias` is added to the scores, head by head.
     """
 
     query_index: Int[Array, "B T"] | Int[Array, "1 T"]
     key_index: Int[Array, "B S"] | Int[Array, "1 S"]
     query_segments: Int[Array, "B T"] | None = None
     key_segments: Int[Array, "B S"] | None = None
-    query_reach: Int[Array, "B T"] | None = None
+    query_reach: Int[Array, "B T"] | Int[Array, "1 T"] | None = None
     query_count: Int[Array, "B"] | None = None
     causal: bool = True
     window: int | None = None
     is_dealt: bool = False
     is_whole: bool = False
+    bias: Float[Array, "B N T S"] | Float[Array, "1 N T S"] | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError where only one side has segments, or a query that sees all has a reach."""
@@ -83,3 +84,8 @@ def causal(
         is_dealt=parts > 1,
         is_whole=parts == 1,
     )
+
+
+def both_ways(length: int, segments: Int[Array, "B T"] | None = None, *, parts: int = 1) -> Mask:
+    """A row of which every slot sees all of its segment, before it and after; its slots dealt out to `parts` devices."""
+    return causal(length, segments, jnp.full((1, length), length - 1, jnp.int32), parts=parts)

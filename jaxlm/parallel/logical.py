@@ -26,6 +26,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "kv_heads": "tensor",
     "mlp": "tensor",
     "head_dim": None,
+    "features": None,  # of an encoder's head, the outputs of a matrix of the stream's width twice
     "positions": None,
     "basis": "fsdp",  # rows of the square matrices that an optimizer keeps for a side of a matrix
 }

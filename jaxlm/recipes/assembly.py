@@ -65,7 +65,7 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
     )
 
 
-def _check_qk_clip(decoder: configs.Decoder, mesh: Mesh) -> None:
+def _check_qk_clip(decoder: configs.ModelConfig, mesh: Mesh) -> None:
     """Raises ConfigError where heads cannot be scaled back."""
     if any(layer.attention.qk_norm is not None for layer in decoder.layers):
         raise ConfigError(

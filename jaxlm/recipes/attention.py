@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision_config import ITEM_BYTES
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import ModelConfig
 from jaxlm.nn.config import AttentionConfig, BlockConfig
 from jaxlm.ops import kernels
 from jaxlm.ops.kernels import Kernel, Target, Work
@@ -22,7 +22,7 @@ class Way(NamedTuple):
     told: str
 
 
-def fitted(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> Decoder:
+def fitted(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> ModelConfig:
     """The model with the kernel of each of its layers."""
 
     def of(block: BlockConfig) -> BlockConfig:
@@ -31,19 +31,17 @@ def fitted(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> Decoder:
             block, attention=dataclasses.replace(block.attention, kernel=kernel)
         )
 
-    return dataclasses.replace(
-        decoder, pattern=tuple(map(of, decoder.pattern)), prefix=tuple(map(of, decoder.prefix))
-    )
+    return decoder.changed(of)
 
 
-def has_ring(run: Run, decoder: Decoder, sizes: Sizes) -> bool:
+def has_ring(run: Run, decoder: ModelConfig, sizes: Sizes) -> bool:
     """Whether keys go round the devices among which rows are split, in any layer."""
     return logical.ways(sizes, "length") > 1 and any(
         _keys(run, block.attention, sizes).keys == "ring" for block in decoder.layers
     )
 
 
-def told(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> str:
+def told(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> str:
     """What was chosen and why, a line for each kind of layer that differs in it; and for samples, where that is another."""
     ways = [_way(run, layer.attention, sizes, target) for layer in decoder.layers]
     lines = dict.fromkeys(way.told for way in ways)
@@ -52,7 +50,7 @@ def told(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> str:
     return "\n".join(lines)
 
 
-def check(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> None:
+def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
     """Raises ConfigError where a kernel was asked for that cannot compute this model there."""
     ways = [
         (layer.attention, _way(run, layer.attention, sizes, target)) for layer in decoder.layers
@@ -102,7 +100,7 @@ def check(run: Run, decoder: Decoder, sizes: Sizes, target: Target) -> None:
         )
 
 
-def check_length(sizes: Sizes, decoder: Decoder, length: int, *, flag: str) -> None:
+def check_length(sizes: Sizes, decoder: ModelConfig, length: int, *, flag: str) -> None:
     """Raises ConfigError where rows of another length than the run's do not divide over their devices; `flag` sets it."""
     parts = logical.ways(sizes, "length")
     unit = 2 * parts if decoder.has_ring else parts
@@ -142,6 +140,7 @@ def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> Work:
         compute=run.precision.compute,
         cap=attention.cap,
         dropout=attention.dropout,
+        has_bias=attention.relative is not None,
         stages=logical.ways(sizes, "stages"),
         both_ways=run.objective.both_ways,
     )

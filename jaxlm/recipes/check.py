@@ -27,7 +27,7 @@ TOLERANCE = 1e-5  # relative, of losses and gradient norms in float32
 # By what a matrix has, the axes that are to split it beside fsdp and tensor; and what tensor has no part of. Said apart from
 # logical.RULES, which are judged by it.
 ALSO_SPLIT = {"layers": "pipe", "vocab": "pipe", "experts": "expert"}
-NOT_OVER_TENSOR = {"routes", "positions", "joined"}
+NOT_OVER_TENSOR = {"routes", "positions", "joined", "features"}
 ALONE = MeshConfig(pipe=1, data=1, fsdp=1, expert=1, context=1, tensor=1)
 
 Say = Callable[[str], None]
@@ -105,6 +105,8 @@ def check(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, An
 
 def check_real(run: Run) -> None:
     """Raises ConfigError where the sizes of the config do not fit its mesh, whatever `auto` will be."""
+    if run.is_paired:
+        raise fit.unplanned(run)
     sizes = {axis: 1 if (size := getattr(run.mesh, axis)) == "auto" else size for axis in AXES}
     fit.check(run, math.prod(sizes.values()))
 

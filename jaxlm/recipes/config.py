@@ -15,12 +15,26 @@ from jaxlm.data import mixture_config
 from jaxlm.data.config import DataConfig
 from jaxlm.evals.config import EvalConfig
 from jaxlm.generate.config import SampleConfig
-from jaxlm.models.config import Decoder, MupConfig, RegularisationConfig
-from jaxlm.models.families.gpt2 import GPT2
+from jaxlm.models.config import Decoder, ModelConfig, MupConfig, RegularisationConfig
 from jaxlm.models.families.llama import Llama
-from jaxlm.models.families.union import Family
+from jaxlm.models.families.union import (
+    EncoderDecoderFamily,
+    EncoderFamily,
+    Family,
+    TabledFamily,
+)
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
-from jaxlm.objectives.config import INNER, MTP, Causal, LossConfig, Objective, has_inner, heads
+from jaxlm.objectives.config import (
+    INNER,
+    MTP,
+    Causal,
+    LossConfig,
+    Masked,
+    Objective,
+    has_inner,
+    heads,
+)
+from jaxlm.objectives.config import Span as SpanCorruption
 from jaxlm.optim.average_config import Average, NoAverage
 from jaxlm.optim.average_config import problems as misaveraged
 from jaxlm.optim.config import (
@@ -74,7 +88,19 @@ class Run:
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """What no section can say alone."""
-        if isinstance(self.model, GPT2) and self.data.sequence > self.model.context:
+        if isinstance(self.model, EncoderFamily) and not isinstance(self.objective, Masked):
+            yield (
+                "objective.name",
+                f"{self.model.family} reads every token both ways, and would see what {self.objective.name} predicts",
+                "--config.objective.name=masked\n--config.model.family=gpt2",
+            )
+        if self.is_paired and not isinstance(self.objective, SpanCorruption):
+            yield (
+                "objective.name",
+                f"{self.model.family} reads one text and writes another, and {self.objective.name} makes no two of one",
+                "--config.objective.name=span\n--config.model.family=gpt2",
+            )
+        if isinstance(self.model, TabledFamily) and self.data.sequence > self.model.context:
             yield (
                 "data.sequence",
                 f"rows of {self.data.sequence} tokens need as many positions, and the model has {self.model.context}",
@@ -92,6 +118,12 @@ class Run:
             yield (
                 "regularisation.qk_clip",
                 "schedule_free's parameters are an average, which scaling back would part from its iterates",
+                "--config.regularisation.qk_clip=None",
+            )
+        if self.regularisation.qk_clip is not None and self.is_paired:
+            yield (
+                "regularisation.qk_clip",
+                f"{self.model.family} attends across too, and the logits of that are not looked at",
                 "--config.regularisation.qk_clip=None",
             )
         yield from self._mup_problems()
@@ -134,6 +166,13 @@ class Run:
         """Rates by width are known for optimizers like Adam, and initial weights for a deviation that is given."""
         if self.mup.base_width is None:
             return
+        if self.is_paired or isinstance(self.model, EncoderFamily):
+            yield (
+                "mup.base_width",
+                f"how {self.model.family} changes with its width is not known here; of decoders it is",
+                "--config.mup.base_width=None",
+            )
+            return
         if not isinstance(self.optim, WIDTH_RULED):
             known = ", ".join(arm.name for arm in WIDTH_RULED)
             yield (
@@ -156,12 +195,14 @@ class Run:
             raw[section][name] = value
         return config.from_json(Run, raw)
 
-    def decoder(self, vocab: int) -> Decoder:
+    def decoder(self, vocab: int) -> ModelConfig:
         """The model with a vocabulary of so many ids, and what the objective needs of it."""
         built = dataclasses.replace(self.model, vocab=vocab).build()
-        inner = INNER if has_inner(self.objective) else None
-        built = dataclasses.replace(built, inner_positions=inner, ahead=heads(self.objective))
-        return self.regularisation.applied(self.mup.applied(built))
+        if isinstance(built, Decoder):
+            inner = INNER if has_inner(self.objective) else None
+            built = dataclasses.replace(built, inner_positions=inner, ahead=heads(self.objective))
+            built = self.mup.applied(built)
+        return self.regularisation.applied(built)
 
     @property
     def rows(self) -> int:
@@ -190,6 +231,11 @@ class Run:
             train=dataclasses.replace(self.train, batch=stage.rows, batch_warmup=()),
             data=dataclasses.replace(self.data, sequence=stage.length, sequence_warmup=()),
         )
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether the model reads one row and writes another."""
+        return isinstance(self.model, EncoderDecoderFamily)
 
     @property
     def tokens_per_step(self) -> int:

@@ -49,7 +49,7 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
     )
     run = opened.run
     sequence = options.sequence or run.data.sequence
-    limit = getattr(run.model, "context", sequence) if run.model.family == "gpt2" else sequence
+    limit = opened.model.blueprint.config.positions or sequence
     if sequence > limit:
         raise ConfigError(
             f"rows of {sequence} tokens are longer than the model's position table",
@@ -82,7 +82,7 @@ def _loaders(opened: Trained, options: Options, sequence: int, say: Any) -> dict
     run = opened.run
     if options.text:
         corpus = Corpus.find(options.text, run.data.text_key, "text")
-        read = corruption.reading(run.objective)
+        read = corruption.reading(run.objective, is_paired=run.is_paired)
         return dataset.text_loaders(corpus, opened.tokenizer, sequence, read, cache.default(), say)
     # How often sources are read says nothing of the validation sets, and rows of another length are of another number.
     data = dataclasses.replace(run.data, sequence=sequence, mixture=Temperature())

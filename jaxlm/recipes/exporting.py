@@ -18,6 +18,7 @@ from jaxlm.checkpoint.hub_tensors import Part, layout
 from jaxlm.core import tree
 from jaxlm.core.errors import CommandError, JaxlmError, cannot_write
 from jaxlm.data import tokenizer_json
+from jaxlm.data.tokenizer import Imported
 from jaxlm.models import cost
 from jaxlm.models.families.hub import uncomputed
 from jaxlm.objectives.config import Causal
@@ -190,7 +191,8 @@ def _text(opened: Trained) -> tuple[jax.Array, jax.Array]:
 
 def _logits(opened: Trained, params: Any, tokens: jax.Array, places: jax.Array) -> jax.Array:
     model = opened.model.blueprint.merge(params)
-    return model.logits(model(tokens, positions=places).values)
+    more = {"source": tokens} if opened.run.is_paired else {}
+    return model.logits(model(tokens, positions=places, **more).values)
 
 
 def _array(leaves: dict[str, jax.Array], part: Part) -> np.ndarray:
@@ -205,14 +207,20 @@ def _imported(workdir: Path) -> dict[str, Any]:
 
 
 def _attributes(family: Any, dtype: str, opened: Trained) -> dict[str, Any]:
-    tokenizer = opened.tokenizer
-    return family.to_hub() | {
+    tokenizer, own = opened.tokenizer, family.to_hub()
+    pad = own.get("pad_token_id", tokenizer.pad)
+    if pad != tokenizer.pad and not isinstance(tokenizer, Imported):
+        # transformers counts positions from it, and gives them to no token that is it.
+        raise uncomputed(
+            family.HUB, f"padding = {pad}, and the tokenizer pads with {tokenizer.pad}"
+        )
+    return own | {
         "architectures": [family.HUB.architecture],
         "model_type": family.HUB.model_type,
         "torch_dtype": dtype,
         "bos_token_id": tokenizer.before[0] if tokenizer.before else None,
         "eos_token_id": tokenizer.eos,
-        "pad_token_id": tokenizer.pad,
+        "pad_token_id": pad,
     }
 
 

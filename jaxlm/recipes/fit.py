@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxlm.core import config, divisors
 from jaxlm.core.errors import ConfigError
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import EncoderDecoder, ModelConfig
 from jaxlm.parallel import logical
 from jaxlm.parallel.config import AXES, flags, nearest, shown
 from jaxlm.parallel.logical import Sizes
@@ -16,6 +16,7 @@ from jaxlm.recipes import attention
 from jaxlm.recipes.config import Run
 
 MOST_TRIED = 200  # combinations of settings; the nearest come first
+UNPLANNED = "what an encoder and a decoder keep for the backward pass is not counted yet"
 MESHES_TRIED = 8  # with other settings, where no mesh fits by itself
 
 
@@ -60,6 +61,16 @@ def check(run: Run, count: int) -> None:
     )
 
 
+def unplanned(run: Run) -> ConfigError:
+    """That a run's model is trained and used, but not planned, scaled or tried on other devices."""
+    return ConfigError(
+        f"model.family={run.model.family} is only trained, evaluated and used",
+        where="model.family",
+        why=UNPLANNED,
+        fix="jaxlm train --stop_at=1 tries its step on the devices at hand",
+    )
+
+
 def find(run: Run, sizes: Sizes) -> Iterator[Misfit]:
     """What does not come out even on a mesh of these sizes."""
     decoder = dataclasses.replace(
@@ -71,8 +82,8 @@ def find(run: Run, sizes: Sizes) -> Iterator[Misfit]:
     yield from _stages(run, decoder, sizes)
 
 
-def _model(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
-    blocks = dict.fromkeys((*decoder.prefix, *decoder.pattern))
+def _model(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
+    blocks = dict.fromkeys(decoder.layers)
     dims = [("vocab", "vocab", decoder.vocab), ("embed", "width", decoder.width)]
     for block in blocks:
         dims += [(name, name, getattr(block.attention, name)) for name in ("heads", "kv_heads")]
@@ -90,6 +101,12 @@ def _model(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
                 field,
             )
             yield _misfit(f"{field} = {size}", f"model.{field}", size, ways, logical.RULES[name])
+    if isinstance(decoder, EncoderDecoder):
+        for axis in ("pipe", "context"):
+            if sizes[axis] > 1:
+                why = f"{axis} = {sizes[axis]} splits no encoder-decoder, 1 would do"
+                yield Misfit(why, f"mesh.{axis}", (1,))
+        return
     stages = logical.ways(sizes, "stages")
     unit = len(decoder.pattern) * stages * run.train.turns
     layers, first = decoder.depth - len(decoder.prefix), len(decoder.prefix)
@@ -98,7 +115,7 @@ def _model(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
         yield misfit._replace(values=tuple(value + first for value in misfit.values))
 
 
-def _rows(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
+def _rows(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
     length, batch, parts = run.data.sequence, run.train.batch, run.train.microbatches
     ways = logical.ways(sizes, "length")
     if ways > 1:
@@ -122,7 +139,7 @@ def _rows(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
         yield misfit._replace(why=f"{misfit.why}: {said}")
 
 
-def _stages(run: Run, decoder: Decoder, sizes: Sizes) -> Iterator[Misfit]:
+def _stages(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
     """The smaller batches and shorter rows of a warm-up are dealt out as those after it are."""
     unit = logical.ways(sizes, "batch") * run.train.microbatches
     parts = logical.ways(sizes, "length")

@@ -7,7 +7,7 @@ import jax
 
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError, OutOfMemory
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import ModelConfig
 from jaxlm.monitor import chips, cpu, words
 from jaxlm.monitor.chips import Machine
 from jaxlm.recipes import plan
@@ -26,8 +26,10 @@ REMEDIES: tuple[tuple[str, tuple[str, ...]], ...] = (
 MOST_SAID = 3
 
 
-def own(run: Run, decoder: Decoder) -> Forecast | None:
-    """The plan on the devices of this process's mesh; None for a chip that no table knows."""
+def own(run: Run, decoder: ModelConfig) -> Forecast | None:
+    """The plan on the devices of this process's mesh; None for a chip that no table knows, or a model that is not planned."""
+    if run.is_paired:
+        return None
     assumed: list[str] = []
     on = _machine(assumed)
     settled = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=decoder.vocab))

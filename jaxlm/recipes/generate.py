@@ -44,6 +44,13 @@ def generate(
             why="it predicts hidden tokens from those before and after them",
             fix="jaxlm train --config.objective.name=causal",
         )
+    if is_chat and opened.run.is_paired:
+        raise ConfigError(
+            "a conversation with an encoder-decoder",
+            where="--chat",
+            why=f"{opened.run.model.family} writes a text of its own about what it has read, and goes on from none",
+            fix="without --chat a prompt is read as it is",
+        )
     tokenizer = chat.tokenizer_of(opened.tokenizer, workdir) if is_chat else opened.tokenizer
     with jax.set_mesh(opened.model.mesh):
         sampler = Sampler(

@@ -254,6 +254,8 @@ def _begun(parsed: dict[str, Any]) -> str | None:
     """The special token that tokenizer.json puts in front of a text once it is encoded."""
     after = parsed.get("post_processor") or {}
     for step in after.get("processors", [after]):
+        if "cls" in step:  # as BERT and RoBERTa do
+            return str(step["cls"][0])
         first = (step.get("single") or [{}])[0] if step.get("type") == "TemplateProcessing" else {}
         if "SpecialToken" in first:
             return str(first["SpecialToken"]["id"])

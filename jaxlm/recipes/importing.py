@@ -18,8 +18,9 @@ from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data.tokenizer import LARGEST_FILE, Imported
 from jaxlm.models import cost
 from jaxlm.models.families.hub import Attributes, Hub
-from jaxlm.models.families.union import Family
+from jaxlm.models.families.union import EncoderDecoderFamily, EncoderFamily, Family
 from jaxlm.monitor import words
+from jaxlm.objectives.config import Causal, Masked, Objective, Span
 from jaxlm.recipes import assembly, devices, vocabulary
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.import_tokenizer import SENTENCEPIECE, read_tokenizer
@@ -80,7 +81,7 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
     decoder = run.model.build()
     hub = run.model.HUB
     theirs = dataclasses.replace(decoder, vocab=rows)
-    tensors = named(layout(theirs, hub), folder, hub.optional)
+    tensors = named(layout(theirs, hub), folder, hub)
     ignored = compare(tensors, folder, hub, is_tied=decoder.tied, say=say)
     if (options.workdir / "config.json").exists():
         raise CommandError(
@@ -130,7 +131,9 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         store.save(0, {"params": params}, meta)
         store.close()
     for name in ignored:
-        say(f"not read, as it can be computed again: {name}")
+        is_other = name.startswith(hub.others)
+        why = f"{hub.architecture} has no such part" if is_other else "it can be computed again"
+        say(f"not read, as {why}: {name}")
     if options.add_tokens:
         say(
             f"{tokenizer.size - known} tokens added; their rows are the mean of the {known:,} others"
@@ -165,11 +168,19 @@ def described(folder: Source, say: Callable[[str], None]) -> tuple[Any, str]:
     return config.from_json(ARMS[kind], config.to_json(family), where=where), dtype
 
 
-def named(tensors: list[Theirs], folder: Source, optional: str) -> list[Theirs]:
-    """The tensors by the names that the folder uses, which may leave out what is `optional` in front."""
-    if not optional or any(name.startswith(optional) for name in folder.tensors()):
-        return tensors
-    return [dataclasses.replace(each, name=each.name.removeprefix(optional)) for each in tensors]
+def named(tensors: list[Theirs], folder: Source, hub: Hub) -> list[Theirs]:
+    """The tensors by the names that the folder uses, which may be older ones, or leave out what is optional in front."""
+    there = folder.tensors()
+    is_short = not any(name.startswith(hub.optional) for name in there)
+
+    def name(ours: str) -> str:
+        ours = ours.removeprefix(hub.optional) if is_short else ours
+        for old, new in hub.older:
+            if ours not in there and ours.endswith(new):
+                ours = ours.removesuffix(new) + old
+        return ours
+
+    return [dataclasses.replace(each, name=name(each.name)) for each in tensors]
 
 
 def compare(
@@ -188,7 +199,7 @@ def compare(
     there, wanted = folder.tensors(), {each.name: each.shape for each in tensors}
     again = (*hub.buffers, hub.head) if is_tied else hub.buffers
     left = there.keys() - wanted.keys()
-    ignored = sorted(name for name in left if name.endswith(again))
+    ignored = sorted(name for name in left if name.endswith(again) or name.startswith(hub.others))
     problems = [f"missing     {name} {list(wanted[name])}" for name in wanted if name not in there]
     problems += [f"unexpected  {name}" for name in sorted(left - set(ignored))]
     for name, shape in wanted.items():
@@ -244,8 +255,14 @@ def load(tensors: list[Theirs], fetch: Fetch, placed: Any, *, mean_from: int | N
 
 def _run(family: Any, options: Options) -> Run:
     """The run: the family, the model's own tokenizer and rows that it can read; the rest as the command line says."""
+    learnt: Objective = Causal()
+    if isinstance(family, EncoderFamily):
+        learnt = Masked()
+    elif isinstance(family, EncoderDecoderFamily):
+        learnt = Span()
     raw = {
         "model": config.to_json(family),
+        "objective": config.to_json(learnt),
         "data": {
             "tokenizer": str(options.workdir / "tokenizer"),
             "sequence": min(family.context, LONGEST_ROW),

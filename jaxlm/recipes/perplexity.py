@@ -26,11 +26,11 @@ def scorer(config: Perplexity) -> Scorer:
       ConfigError: where its model reads both ways, and so has no perplexity.
     """
     opened = trained.open_run(Path(config.run))
-    if opened.run.objective.name == "masked":
+    if opened.run.objective.name == "masked" or opened.run.is_paired:
         raise ConfigError(
             "a model that reads both ways has no perplexity",
             where=f"perplexity.run={config.run}",
-            why="its objective.name is masked",
+            why=f"its objective.name is {opened.run.objective.name}",
             fix="--config.perplexity.run=a/run/of/objective/causal",
         )
     mesh = opened.model.mesh

@@ -8,7 +8,7 @@ from typing import Any
 from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.models import cost, wire
 from jaxlm.models.activations import Share
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import EncoderDecoder, OneStack
 from jaxlm.monitor.chips import Chip, Dtype, Machine
 from jaxlm.ops.kernels import Target
 from jaxlm.optim.config import Sophia
@@ -34,7 +34,7 @@ class Forecast:
     run: Run
     machine: Machine
     sizes: Sizes
-    decoder: Decoder
+    decoder: OneStack
     bytes_per_device: dict[str, float]
     memory_bytes: float  # that a program has of a device's
     flops_per_token: float
@@ -106,6 +106,8 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     target = _target(machine.chip)
     attention.check(run, decoder, sizes, target)
     decoder = attention.fitted(run, decoder, sizes, target)
+    if isinstance(decoder, EncoderDecoder):
+        raise fit.unplanned(run)
     is_cpu = machine.chip.name == "cpu"
     share = plan_memory.share_of(run, decoder, sizes, is_cpu=is_cpu)
     held = plan_memory.held_bytes(run, decoder, sizes)
@@ -171,7 +173,7 @@ def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
     return vocab
 
 
-def _hardware_flops(run: Run, decoder: Decoder) -> float:
+def _hardware_flops(run: Run, decoder: OneStack) -> float:
     """FLOPs a token with what is computed twice: the forward pass of layers, and the unembedding of chunks."""
     once = cost.flops_per_token(decoder, run.data.sequence, causal=True)
     unembedding = (1 + len(decoder.heads)) * decoder.vocab * decoder.width
@@ -186,7 +188,7 @@ def _hardware_flops(run: Run, decoder: Decoder) -> float:
     return whole * (1 + 1 / run.optim.every) if isinstance(run.optim, Sophia) else whole
 
 
-def _sent(run: Run, decoder: Decoder, sizes: Sizes, share: Share) -> dict[str, float]:
+def _sent(run: Run, decoder: OneStack, sizes: Sizes, share: Share) -> dict[str, float]:
     """Bytes that a device sends in a step over each axis that splits anything and whose bytes are known."""
     work = wire.Work(
         model=decoder,
@@ -220,7 +222,7 @@ def peak_flops(wanted: Dtype, chip: Chip, assumed: list[str]) -> float:
     return chip.flops["float32"]
 
 
-def _spared(run: Run, decoder: Decoder, chip: Chip, peak: float) -> float:
+def _spared(run: Run, decoder: OneStack, chip: Chip, peak: float) -> float:
     """FLOPs a token that products of eight bits take off those at `peak`."""
     products = run.precision.products
     if products == "compute" or products not in chip.flops:
@@ -240,7 +242,7 @@ def memory_bytes(machine: Machine, assumed: list[str]) -> float:
     return share * machine.chip.memory_bytes
 
 
-def _saved(run: Run, decoder: Decoder) -> float:
+def _saved(run: Run, decoder: OneStack) -> float:
     """Bytes of one checkpoint, over all hosts, before compression."""
     whole = dict.fromkeys(logical.RULES, 1)
     one = dataclasses.replace(
@@ -250,7 +252,7 @@ def _saved(run: Run, decoder: Decoder) -> float:
     return sum(held.values()) - held["gradients"]
 
 
-def _risks(run: Run, machine: Machine, decoder: Decoder) -> Iterator[str]:
+def _risks(run: Run, machine: Machine, decoder: OneStack) -> Iterator[str]:
     """What may go other than planned, by what is known of chips and of training."""
     if run.precision.compute == "bfloat16" and "bfloat16" not in machine.chip.flops:
         yield f"{machine.chip.name} has no bfloat16: --config.precision.compute=float32"

@@ -7,7 +7,7 @@ from typing import Any
 from jaxlm.core.precision_config import ITEM_BYTES
 from jaxlm.models import activations
 from jaxlm.models.activations import Share
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import OneStack
 from jaxlm.models.tensors import Tensor, tensors
 from jaxlm.ops.kernels import BLOCK
 from jaxlm.optim import patterns
@@ -21,7 +21,7 @@ from jaxlm.recipes.config import Run
 LOOSE = 1.1  # a buffer's place is found in a heap with holes
 
 
-def held_bytes(run: Run, decoder: Decoder, sizes: Sizes) -> dict[str, float]:
+def held_bytes(run: Run, decoder: OneStack, sizes: Sizes) -> dict[str, float]:
     """Bytes on each device by what they are: parameters, gradients (while a step is computed), optimizer's state, average.
 
     `mesh.zero` says which of them fsdp splits.
@@ -45,7 +45,7 @@ def held_bytes(run: Run, decoder: Decoder, sizes: Sizes) -> dict[str, float]:
     } | average
 
 
-def sharding(decoder: Decoder, sizes: Sizes, zero: int) -> list[dict[str, Any]]:
+def sharding(decoder: OneStack, sizes: Sizes, zero: int) -> list[dict[str, Any]]:
     """Each parameter: its shape, its axes, the mesh axes that split them, and the numbers on a device."""
     rows = []
     for each in tensors(decoder):
@@ -62,7 +62,7 @@ def sharding(decoder: Decoder, sizes: Sizes, zero: int) -> list[dict[str, Any]]:
     return rows
 
 
-def share_of(run: Run, decoder: Decoder, sizes: Sizes, *, is_cpu: bool) -> Share:
+def share_of(run: Run, decoder: OneStack, sizes: Sizes, *, is_cpu: bool) -> Share:
     """What a device has of a micro-batch. Activations on a CPU are float32, whatever its products are."""
     rows = run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch"))
     length = run.data.sequence
@@ -79,7 +79,7 @@ def share_of(run: Run, decoder: Decoder, sizes: Sizes, *, is_cpu: bool) -> Share
 
 
 def temporary_bytes(
-    run: Run, decoder: Decoder, share: Share, sizes: Sizes, held: Mapping[str, float]
+    run: Run, decoder: OneStack, share: Share, sizes: Sizes, held: Mapping[str, float]
 ) -> dict[str, float]:
     """What comes and goes in a step: kept activations, and the larger of the loss's and of one layer's going back."""
     policies = run.train.remat.split("/")

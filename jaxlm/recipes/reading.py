@@ -25,7 +25,7 @@ def open_data(
     return dataset.open_data(
         run.data,
         seed=run.seed,
-        reading=corruption.reading(run.objective),
+        reading=corruption.reading(run.objective, is_paired=run.is_paired),
         row_at=run.row_at,
         rows=run.rows,
         say=say,

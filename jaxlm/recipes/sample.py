@@ -14,6 +14,7 @@ from jaxlm.generate import beam, decode, sampling, stops
 from jaxlm.generate.config import GenerateConfig
 from jaxlm.generate.penalties import Penalties
 from jaxlm.models.build import Blueprint
+from jaxlm.models.config import EncoderDecoder
 from jaxlm.parallel import host, rules
 
 SHORTEST = (
@@ -55,6 +56,7 @@ class Sampler:
         flag: str = "--config.sample.",
     ):
         self.config, self.tokenizer = config, tokenizer
+        self._is_paired = isinstance(blueprint.config, EncoderDecoder)
         self._check_room(blueprint.config.positions, flag)
         ids = np.arange(blueprint.config.vocab)
         text = np.isin(ids, np.flatnonzero(tokenizer.token_bytes > 0)) | (ids == tokenizer.eos)
@@ -106,9 +108,14 @@ class Sampler:
         )
 
     def _rows(self, prompts: tuple[str, ...]) -> list[list[int]]:
-        """The ids of each prompt as a document begins; where nothing does, after the end of another."""
+        """The ids of each prompt as a document begins; where nothing does, after the end of another.
+
+        An encoder reads each as a whole document.
+        """
         first = self.tokenizer.before
         encoded = self.tokenizer.encode_many(prompts)
+        if self._is_paired:
+            return [[*first, *ids, *self.tokenizer.after] for ids in encoded]
         return [[*(first if first or ids else self.tokenizer.after), *ids] for ids in encoded]
 
     def write(self, params: Any) -> list[Written]:

@@ -98,7 +98,7 @@ class Session:
         changes_made = control.known(directory.path, meta or {}, crew.share)
         self._control = Control(directory, run.optim.lr, changes_made, console.say)
         self._saves = Saves(engine, crew, directory, console, store, rewinds, self._control)
-        each = functools.partial(cost.flops_per_token, blueprint.config)
+        each = functools.partial(cost.flops_per_token, blueprint.config, targets=engine.targets)
         half, full = (functools.partial(each, causal=causal) for causal in (True, False))
         *_, last = stages = engine.pace.stages
         self._work = {  # of a step in a stage, over that of one in the last

@@ -8,8 +8,9 @@ import numpy as np
 
 from jaxlm.core import divisors
 from jaxlm.models import cost
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import EncoderDecoder, OneStack
 from jaxlm.models.loss_law import Costs
+from jaxlm.recipes import fit
 from jaxlm.recipes.config import Run
 
 UNIT = 8  # widths are multiples of it
@@ -32,8 +33,9 @@ def of_width(run: Run, width: int) -> dict[str, int]:
         # Heads are rotated in pairs.
         heads = next(n for n in divisors.nearest(width, heads) if width // n % 2 == 0)
     sizes = {"width": width, "depth": max(1, round(model.depth * share)), "heads": heads}
-    if model.kv_heads != "auto":
-        grouped = round(heads * model.kv_heads / model.heads)
+    kv_heads = getattr(model, "kv_heads", "auto")
+    if isinstance(kv_heads, int):
+        grouped = round(heads * kv_heads / model.heads)
         sizes["kv_heads"] = divisors.nearest(heads, max(1, grouped))[0]
     for name in INNER:
         if isinstance(inner := getattr(model, name, None), int) and inner:
@@ -43,11 +45,14 @@ def of_width(run: Run, width: int) -> dict[str, int]:
     return {f"model.{name}": size for name, size in sizes.items() if size != getattr(model, name)}
 
 
-def decoder(run: Run, vocab: int, width: int) -> Decoder:
+def decoder(run: Run, vocab: int, width: int) -> OneStack:
     """The model at a width."""
     changed = of_width(run, width)
     sizes: dict[str, Any] = {path.partition(".")[2]: size for path, size in changed.items()}
-    return dataclasses.replace(run.model, vocab=vocab, **sizes).build()
+    built = dataclasses.replace(run.model, vocab=vocab, **sizes).build()
+    if isinstance(built, EncoderDecoder):
+        raise fit.unplanned(run)
+    return built
 
 
 @functools.lru_cache(maxsize=4)

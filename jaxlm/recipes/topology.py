@@ -35,6 +35,8 @@ def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
     batch = Tokens(**fields)
     if not run.objective.both_ways:
         batch = batch._replace(reach=None)
+    if not run.is_paired:
+        batch = batch._replace(source=None, source_segments=None)
     if not has_inner(run.objective):
         batch = batch._replace(inner=None)
     (platform,) = {device.platform for device in grid.devices.flat}

@@ -10,7 +10,7 @@ from jaxlm.core.errors import CommandError
 from jaxlm.data.tokenizer import Imported
 
 # The vocabulary's axis of the leaves that have one.
-AXES = {"embedding/table": 0, "unembedding/weight": 1}
+AXES = {"embedding/table": 0, "unembedding/weight": 1, "head/bias": 0}
 CHUNK = 4096  # rows that are read at a time for a mean
 
 
@@ -68,7 +68,7 @@ class Extended:
         cuts = [slice(*cut.indices(size)[:2]) for cut, size in zip(within, shape, strict=True)]
         first, stop = cuts[axis].start, cuts[axis].stop
         read = max(first, min(stop, self.known))
-        mean = self._mean(path, shape, dtype)[cuts[1 - axis]]
+        mean = self._mean(path, shape, dtype)[(*cuts[:axis], *cuts[axis + 1 :])]
         size = [cut.stop - cut.start for cut in cuts]
         size[axis] = stop - read
         new = np.broadcast_to(np.expand_dims(mean, axis), size)
@@ -80,11 +80,11 @@ class Extended:
     def _mean(self, path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         if path not in self._means:
             axis = AXES[path]
-            total = np.zeros(shape[1 - axis])
+            total = np.zeros((*shape[:axis], *shape[axis + 1 :]))
             cuts = [slice(0, size) for size in shape]
             for first in range(0, self.known, CHUNK):
                 cuts[axis] = slice(first, min(first + CHUNK, self.known))
                 part = self.reader.leaf(path, shape, tuple(cuts), np.dtype(np.float32))
-                total += part.sum(axis, dtype=np.float64)
+                total = total + part.sum(axis, dtype=np.float64)
             self._means[path] = (total / self.known).astype(dtype)
         return self._means[path]

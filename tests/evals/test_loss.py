@@ -9,7 +9,7 @@ import pytest
 from jaxlm.core.errors import DataError
 from jaxlm.data.batch import Tokens
 from jaxlm.evals import loss
-from jaxlm.models.decoder import Hidden
+from jaxlm.models.backbone import Hidden
 
 ROWS, LENGTH, VOCAB = 23, 6, 11
 RNG = np.random.default_rng(1)
@@ -25,8 +25,8 @@ class Bigram:
     def __init__(self, table):
         self.table = table
 
-    def __call__(self, tokens, *, positions, segments, reach, inner, key, dealt):
-        values = jax.nn.one_hot(tokens, VOCAB)
+    def read(self, batch, *, key, dealt):
+        values = jax.nn.one_hot(batch.tokens, VOCAB)
         return Hidden(values, None, {}, values)
 
     def logits(self, hidden):

@@ -29,11 +29,9 @@ def test_loss_logits_and_gradients_are_those_of_transformers(name):
     blueprint = Blueprint(family.build(), Precision.float32())
     params = weights.params(family, blueprint.shapes)
     ids = weights.tokens()
-    positions = np.broadcast_to(np.arange(weights.LENGTH, dtype=np.int32), ids.shape)
 
     def loss(params):
-        model = blueprint.merge(params)
-        logits = model.logits(model(ids, positions=positions).values)
+        logits = weights.forward(blueprint.merge(params), family)
         log_p = jax.nn.log_softmax(logits[:, :-1])
         picked = jax.numpy.take_along_axis(log_p, ids[:, 1:, None], axis=-1)
         return -picked.mean(), logits
@@ -43,7 +41,11 @@ def test_loss_logits_and_gradients_are_those_of_transformers(name):
     np.testing.assert_allclose(logits[:, ::8], golden["logits"], rtol=1e-4, atol=2e-5)
     mine = weights.theirs(family, gradient)
     assert mine.keys() == golden["gradient_norms"].keys()
+    largest = max(golden["gradient_norms"].values())
     for key, norm in golden["gradient_norms"].items():
+        if weights.is_nothing(norm, largest):
+            assert np.linalg.norm(mine[key]) < 1e-6 * largest, key
+            continue
         np.testing.assert_allclose(np.linalg.norm(mine[key]), norm, rtol=1e-4, err_msg=key)
 
 

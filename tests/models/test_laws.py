@@ -17,6 +17,7 @@ from jaxlm.models.families import mixtral
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.modernbert import ModernBERT
 from jaxlm.models.families.qwen3 import Qwen3
 from jaxlm.models.families.union import Family
 from jaxlm.models.tensors import tensors
@@ -81,7 +82,8 @@ CONFIGS = {name: family.build() for name, family in FAMILIES.items()} | {
 
 def test_everything_that_a_block_can_be_is_under_these_laws():
     """Families are made of these alone; that each is what it should be is said by transformers."""
-    blocks = [block for config in CONFIGS.values() for block in config.layers]
+    encoder = ModernBERT(vocab=VOCAB, depth=2).build()  # its laws are in test_encoder.py
+    blocks = [block for config in (*CONFIGS.values(), encoder) for block in config.layers]
     assert {block.residual for block in blocks} == set(get_args(Residual))
     assert {type(block.mlp) for block in blocks} == set(
         get_args(BlockConfig.__annotations__["mlp"])
@@ -338,6 +340,23 @@ PUBLISHED = {
     "olmo-2-7b": 7_298_617_344,
     "mixtral-8x7b": 46_702_792_704,
     "deepseek-moe-16b": 16_375_728_128,
+    # With the head that predicts hidden tokens; without it and with the pooler, BERT's base has 109_482_240.
+    "bert-base-uncased": 109_514_298,
+    "bert-base-cased": 108_340_804,
+    "bert-large-uncased": 335_174_458,
+    "roberta-base": 124_697_433,
+    "roberta-large": 355_412_057,
+    "modernbert-base": 149_655_232,
+    "modernbert-large": 395_881_664,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-v1.1-small": 76_961_152,
+    "t5-v1.1-base": 247_577_856,
+    "t5-v1.1-large": 783_150_080,
+    "flan-t5-xl": 2_849_757_184,
+    "flan-t5-xxl": 11_135_332_352,
+    "ul2-20b": 19_591_209_984,
 }
 SIZES = {
     name: family(**sizes)

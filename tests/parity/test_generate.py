@@ -12,6 +12,7 @@ from jaxlm.generate import beam, sampling
 from jaxlm.generate.penalties import History, Penalties
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.t5 import T5
 from jaxlm.recipes import importing
 from tests.parity import weights
 
@@ -65,19 +66,53 @@ def test_beams_find_what_its_search_finds(tmp_path, beams, penalty):
         return_dict_in_generate=True,
         output_scores=True,
     )
+    found, score = searched(tmp_path, family, beams, penalty)
+    assert found == out.sequences[0, len(PROMPT) :].tolist()
+    np.testing.assert_allclose(score, float(out.sequences_scores[0]), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("beams", "penalty"), [(3, 1.0), (2, 0.0)])
+def test_beams_of_an_encoder_decoder_find_what_its_search_finds(tmp_path, beams, penalty):
+    import torch
+    import transformers
+
+    family = T5(
+        vocab=VOCAB, width=32, depth=2, decoder_depth=1, heads=4, hidden=48, buckets=8, farthest=12
+    )
+    weights.write(tmp_path, family)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float32)
+    out = model.generate(
+        torch.tensor([PROMPT]),
+        num_beams=beams,
+        length_penalty=penalty,
+        max_new_tokens=LENGTH,
+        do_sample=False,
+        early_stopping=False,
+        eos_token_id=END,
+        pad_token_id=PAD,
+        decoder_start_token_id=PAD,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    found, score = searched(tmp_path, family, beams, penalty)
+    assert found == out.sequences[0, 1:].tolist()
+    np.testing.assert_allclose(score, float(out.sequences_scores[0]), rtol=1e-4)
+
+
+def searched(folder, family, beams, penalty):
+    """The ids that our search finds with the weights of a folder, and their score."""
     decoder = family.build()
     blueprint = Blueprint(decoder, Precision.float32())
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), blueprint.shapes
     )
-    with Folder(tmp_path).opened() as fetch:
+    with Folder(folder).opened() as fetch:
         params = importing.load(layout(decoder, family.HUB), fetch, placed)
     run = beam.build(
         blueprint.merge, beams=beams, length_penalty=penalty, max_tokens=LENGTH, end=END, pad=PAD
     )
     found = jax.jit(run)(params, jnp.asarray([PROMPT]), jnp.array([len(PROMPT)]), None)
     count = int(found.length[0])
-    assert found.ids[0, :count].tolist() == out.sequences[0, len(PROMPT) :].tolist()
     score = float(found.log_probabilities[0, :count].sum()) / count**penalty
-    np.testing.assert_allclose(score, float(out.sequences_scores[0]), rtol=1e-4)
+    return found.ids[0, :count].tolist(), score

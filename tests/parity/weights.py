@@ -7,6 +7,7 @@ import numpy as np
 from jaxlm.checkpoint.hub_folder import write_json, write_tensors
 from jaxlm.checkpoint.hub_tensors import Reader, layout
 from jaxlm.core import tree
+from jaxlm.models.families.bert import BERT
 from jaxlm.models.families.gemma import Gemma
 from jaxlm.models.families.gemma2 import Gemma2
 from jaxlm.models.families.gemma3 import Gemma3
@@ -14,13 +15,16 @@ from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mistral import Mistral
 from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.modernbert import ModernBERT
 from jaxlm.models.families.neox import NeoX
 from jaxlm.models.families.olmo2 import OLMo2
 from jaxlm.models.families.phi3 import Phi3
 from jaxlm.models.families.qwen2 import Qwen2
 from jaxlm.models.families.qwen3 import Qwen3
 from jaxlm.models.families.qwen3_moe import Qwen3Moe
+from jaxlm.models.families.roberta import RoBERTa
 from jaxlm.models.families.smollm3 import SmolLM3
+from jaxlm.models.families.t5 import T5
 from jaxlm.nn.rotary import LinearScaling, Llama3Scaling, YarnScaling
 
 VOCAB, WIDTH, DEPTH, HEADS, LENGTH = 61, 32, 3, 4, 17
@@ -55,6 +59,15 @@ FAMILIES = {
     "mixtral": Mixtral(**GROUPED, experts=4, top_k=2),
     "qwen3_moe": Qwen3Moe(**GROUPED, head_dim=12, experts=4, top_k=2, normalised=False),
     "qwen3_moe, normalised": Qwen3Moe(**GROUPED, head_dim=12, experts=4, top_k=2),
+    "bert": BERT(**SIZES, context=32),
+    "roberta": RoBERTa(**SIZES, context=32, padding=1),
+    "modernbert": ModernBERT(**SIZES | dict(depth=4), hidden=48, context=64, window=2, local_rope_theta=100.0),
+    "modernbert, untied": ModernBERT(**SIZES, hidden=48, context=64, window=3, global_every=2, tied=False),
+    "t5": T5(**SIZES, hidden=40, buckets=8, farthest=12),
+    "t5, version 1.1": T5(
+        **SIZES | dict(depth=2), decoder_depth=1, head_dim=12, hidden=40, activation="gelu_tanh", gated=True,
+        tied=False,
+    ),
 }  # fmt: skip
 
 
@@ -73,6 +86,19 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def tokens() -> np.ndarray:
     """Two rows of ids."""
     return (np.arange(2 * LENGTH).reshape(2, LENGTH) * 7 % VOCAB).astype(np.int32)
+
+
+def source() -> np.ndarray:
+    """Two rows of other ids, for an encoder beside a decoder."""
+    return (np.arange(2 * LENGTH)[::-1].reshape(2, LENGTH)[:, :11] * 5 % VOCAB).astype(np.int32)
+
+
+def forward(model, family):
+    """The logits of the tokens."""
+    ids = tokens()
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape)
+    more = {"source": source()} if isinstance(family, T5) else {}
+    return model.logits(model(ids, positions=positions, **more).values)
 
 
 def tensors(family):
@@ -101,6 +127,11 @@ def theirs(family, ours) -> dict[str, np.ndarray]:
     }
 
 
+def is_nothing(gradient: float, largest: float) -> bool:
+    """Whether a gradient is zero but for rounding: a bias of keys adds the same to all scores of a query, where none is rotated."""
+    return gradient < 1e-12 * largest
+
+
 def write(folder, family, dtype=np.float32) -> None:
     """The folder of such a model, as jaxlm exports it."""
     named = {
@@ -108,7 +139,7 @@ def write(folder, family, dtype=np.float32) -> None:
         "model_type": family.HUB.model_type,
         "pad_token_id": None,  # transformers gives its row no gradient
     }
-    write_json(folder / "config.json", family.to_hub() | named)
+    write_json(folder / "config.json", named | family.to_hub())
     write_tensors(
         folder, tensors(family), lambda each: weight(each.name, each.shape), np.dtype(dtype)
     )

@@ -10,7 +10,7 @@ import pytest
 from jaxlm.core import random
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
-from jaxlm.models.decoder import Hidden
+from jaxlm.models.backbone import Hidden
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.token_nll import drawn_nll, token_nll
 from jaxlm.optim import build as optimizers
@@ -33,8 +33,8 @@ class Table:
     def __init__(self, params):
         self.table = params["table"]
 
-    def __call__(self, tokens, **_):
-        values = jax.nn.one_hot(tokens, IDS)
+    def read(self, batch, **_):
+        values = jax.nn.one_hot(batch.tokens, IDS)
         return Hidden(values, None, {}, values)
 
     def logits(self, values):

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -52,8 +52,31 @@ class Reading(NamedTuple):
     None reads rows as they are.
     """
 
-    train: "Corruption | None" = None
-    evaluations: "Mapping[str, Corruption | None]" = MappingProxyType({"": None})
+    train: "AnyCorruption | None" = None
+    evaluations: "Mapping[str, AnyCorruption | None]" = MappingProxyType({"": None})
+
+
+class AnyCorruption(Protocol):
+    """What an objective makes of a row, as a pure function of it and of where it is read."""
+
+    @property
+    def room(self) -> int:
+        """Slots of each row that the plan leaves free for what is added."""
+        ...
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether some slots see further than themselves."""
+        ...
+
+    @property
+    def has_inner(self) -> bool:
+        """Whether slots have a second position."""
+        ...
+
+    def __call__(self, row: Tokens, key: Key) -> Tokens:
+        """One row, changed."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,22 +98,24 @@ class Corruption:
 
     def __call__(self, row: Tokens, key: Key) -> Tokens:
         """One row [T], changed. Pieces that could not be read stay as they are, without weight."""
-        pieces = [
-            np.flatnonzero(row.segments == n) for n in range(1, row.segments.max(initial=0) + 1)
-        ]
-        is_read = [bool(row.weights[slots].any()) for slots in pieces]
-        whole = [
-            np.append(row.tokens[slots], row.targets[slots[-1]])
-            for slots, known in zip(pieces, is_read, strict=True)
-            if known
-        ]
-        free = len(row.tokens) - sum(map(len, pieces))
-        changed = iter(self.change(whole, free, key))
+        pieces = whole_pieces(row)
+        free = int((row.segments == 0).sum())
+        changed = iter(self.change([ids for ids in pieces if ids is not None], free, key))
         laid = [
-            next(changed) if known else _unread(len(slots))
-            for slots, known in zip(pieces, is_read, strict=True)
+            _unread(int((row.segments == segment).sum())) if ids is None else next(changed)
+            for segment, ids in enumerate(pieces, 1)
         ]
         return _packed(laid, len(row.tokens))
+
+
+def whole_pieces(row: Tokens) -> list[Ids | None]:
+    """The ids of each piece of a row, with the one that its last slot predicts; None where it could not be read."""
+    found: list[Ids | None] = []
+    for segment in range(1, row.segments.max(initial=0) + 1):
+        slots = np.flatnonzero(row.segments == segment)
+        is_read = bool(row.weights[slots].any())
+        found.append(np.append(row.tokens[slots], row.targets[slots[-1]]) if is_read else None)
+    return found
 
 
 def causal(ids: Sequence[Ids], free: int, key: Key) -> list[Piece]:

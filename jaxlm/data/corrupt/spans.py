@@ -64,16 +64,22 @@ def _cut(
     cut, count = count_of(length, rate, mean)
     count = min(count, (free - 1) // 2)
     starts, stops = runs(cut, length, count, draw)
-    left, right = [ids[:begin]], []
-    at = begin
-    for number, (start, stop) in enumerate(zip(starts + begin, stops + begin, strict=True)):
+    read, written = apart(ids, starts + begin, stops + begin, sentinels)
+    return left_to_right(np.concatenate([read, written]), len(read)), 2 * count + 1
+
+
+def apart(ids: Ids, starts: Ids, stops: Ids, sentinels: Ids) -> tuple[Ids, Ids]:
+    """What is left of the ids, a sentinel for each run; and the runs, each after its sentinel, and the end of text."""
+    left, right = [], []
+    at = 0
+    for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):
         sentinel = sentinels[number % len(sentinels), None]
         left += [ids[at:start], sentinel]
         right += [sentinel, ids[start:stop]]
         at = stop
     read = np.concatenate([*left, ids[at:]])
     written = np.concatenate([*right, [Tokenizer.eos]])
-    return left_to_right(np.concatenate([read, written]).astype(np.int32), len(read)), 2 * count + 1
+    return read.astype(np.int32), written.astype(np.int32)
 
 
 def inside(ids: Ids) -> tuple[int, int]:

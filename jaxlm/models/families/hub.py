@@ -27,12 +27,15 @@ class Row:
 
     `theirs` has {i} for the layer and {e} for the expert; with {i}, paths of `ours` are those in a layer. Matrices are
     kept as [ins, outs] where `same`, as [outs, ins] where `transposed` (a torch Linear), and leaves of one row are joined
-    along outs; `by head` is `transposed` with the leaves joined head by head.
+    along outs; `by head` is `transposed` with the leaves joined head by head. A tensor may have its name only `beside`
+    another leaf of the layer, or `without` it.
     """
 
     theirs: str
     ours: tuple[str, ...]
     layout: Literal["same", "transposed", "by head"] = "same"
+    beside: str | None = None
+    without: str | None = None
 
     @property
     def is_of_layer(self) -> bool:
@@ -49,7 +52,9 @@ class Row:
 class Hub:
     """An architecture of transformers: its names in config.json, its tensors, and what files hold beside these.
 
-    `optional` is what names may begin with or not; `buffers` are the ends of names of what can be computed again.
+    `optional` is what names may begin with or not; `buffers` are the ends of names of what can be computed again,
+    `others` what the names of parts begin with that this architecture does not compute. `older` are ends of names that
+    older files have instead of ours.
     """
 
     model_type: str
@@ -57,6 +62,8 @@ class Hub:
     rows: tuple[Row, ...]
     optional: str = ""
     buffers: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    older: tuple[tuple[str, str], ...] = ()
 
     @property
     def head(self) -> str:
@@ -115,11 +122,16 @@ class Attributes:
         self._problems: list[str] = []
 
     def take(
-        self, name: str, *default: Any, kind: type | tuple[type, ...] = int, most: int = 2**31
+        self,
+        name: str,
+        *default: Any,
+        kind: type | tuple[type, ...] = int,
+        least: int = 1,
+        most: int = 2**31,
     ) -> Any:
         """The value of an attribute; the default where it is absent or null, and a problem where there is none either.
 
-        Integers count something: they are at least 1, and at `most` so much.
+        Integers count something: they are at `least` so much, and at `most`.
         """
         self._read.add(name)
         value = self._raw.get(name)
@@ -135,8 +147,8 @@ class Attributes:
         if not isinstance(value, wanted) or (is_truth and bool not in wanted):
             self._problems.append(f"{name} = {value!r:.60} is no {wanted[0].__name__}")
             return default[0] if default else 1
-        if isinstance(value, int) and kind is int and not 1 <= value <= most:
-            self._problems.append(f"{name} = {value!r:.60} is not from 1 to {most:,}")
+        if isinstance(value, int) and kind is int and not least <= value <= most:
+            self._problems.append(f"{name} = {value!r:.60} is not from {least} to {most:,}")
             return default[0] if default else 1
         return value
 

@@ -1,5 +1,6 @@
 """The registry of families: a new one is a file beside this one and a name in this union."""
 
+from jaxlm.models.families.bert import BERT
 from jaxlm.models.families.gemma import Gemma
 from jaxlm.models.families.gemma2 import Gemma2
 from jaxlm.models.families.gemma3 import Gemma3
@@ -7,13 +8,16 @@ from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mistral import Mistral
 from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.modernbert import ModernBERT
 from jaxlm.models.families.neox import NeoX
 from jaxlm.models.families.olmo2 import OLMo2
 from jaxlm.models.families.phi3 import Phi3
 from jaxlm.models.families.qwen2 import Qwen2
 from jaxlm.models.families.qwen3 import Qwen3
 from jaxlm.models.families.qwen3_moe import Qwen3Moe
+from jaxlm.models.families.roberta import RoBERTa
 from jaxlm.models.families.smollm3 import SmolLM3
+from jaxlm.models.families.t5 import T5
 
 Family = (
     Llama
@@ -30,4 +34,12 @@ Family = (
     | Phi3
     | OLMo2
     | SmolLM3
+    | BERT
+    | RoBERTa
+    | ModernBERT
+    | T5
 )
+EncoderFamily = BERT | RoBERTa | ModernBERT
+EncoderDecoderFamily = T5
+# Whose positions are rows of a table, which a longer sequence does not have.
+TabledFamily = GPT2 | BERT | RoBERTa

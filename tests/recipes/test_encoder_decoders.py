@@ -1,0 +1,152 @@
+"""An encoder-decoder through the front door: trained with spans, evaluated, asked, exported; what cannot be is refused."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.recipes import trained as opening
+from tests.faults import harness
+from tests.recipes.test_encoders import call
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+SMALL = [
+    "--config.model.family=t5",
+    "--config.model.width=32",
+    "--config.model.depth=2",
+    "--config.model.heads=4",
+    "--config.model.hidden=48",
+]
+SPANS = ["--config.objective.name=span", "--config.objective.rate=0.3"]
+SETTINGS = {
+    "train.steps": 4,
+    "data.sequence": 48,
+    "eval.batches": 1,
+    "checkpoint.every": "100%",
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def trained(config, tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "run"
+    assert main(harness.words(config, run, *SMALL, *SPANS)) == 0
+    return run
+
+
+def test_an_encoder_decoder_learns_what_was_cut_out_and_writes(trained, capsys):
+    found = harness.records(trained)
+    first, *_, last = (r for r in found if r["split"] == "train")
+    assert last["loss_nats"] < first["loss_nats"]
+    assert first["flops_per_second"] > 0
+    assert [r["split"] for r in found].count("val") == 1
+    assert "none: what an encoder and a decoder keep" in (trained / "log.txt").read_text()
+    asked = ("generate", f"--workdir={trained}", "--prompt=one two", "--temperature=0")
+    code, answer = call(capsys, *asked, "--max_tokens=5")
+    assert code == 0
+    ids = answer["samples"][0]["ids"]
+    assert ids
+    assert ids == likeliest(trained, "one two", ids)
+    code, answer = call(capsys, *asked, "--max_tokens=5", "--kv_cache_dtype=int8")
+    assert code == 0
+    assert answer["samples"][0]["ids"][0] == ids[0]
+    code, answer = call(capsys, *asked, "--chat")
+    assert code == 2
+    assert "encoder-decoder" in answer["error"]["what"]
+
+
+def likeliest(run, prompt, ids):
+    """The likeliest id after each of these, from one pass over all of them."""
+    opened = opening.open_run(run)
+    tokenizer = opened.tokenizer
+    source = jnp.asarray([[*tokenizer.before, *tokenizer.encode(prompt), *tokenizer.after]])
+    known = np.arange(opened.model.blueprint.config.vocab)
+    text = np.isin(known, np.flatnonzero(tokenizer.token_bytes > 0)) | (known == tokenizer.eos)
+    tokens = jnp.asarray([[0, *ids[:-1]]])
+
+    @jax.jit
+    def scores(params):
+        model = opened.model.blueprint.merge(params)
+        return model.logits(model(tokens, positions=tokens, source=source).values)[0]
+
+    with jax.set_mesh(opened.model.mesh):
+        found = np.where(text[None], scores(opened.params), -np.inf)
+    return found.argmax(-1).tolist()
+
+
+@pytest.mark.slow
+def test_an_encoder_decoder_goes_to_transformers_and_is_evaluated_on_any_text(
+    trained, tmp_path, capsys
+):
+    code, answer = call(capsys, "export", f"--workdir={trained}", f"--out={tmp_path}/out")
+    assert (code, answer["architecture"]) == (0, "T5ForConditionalGeneration")
+    assert answer["parity"]["is_bit_identical"]
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four " * 20)
+    code, answer = call(capsys, "eval", f"--workdir={trained}", f"--text={text}")
+    assert code == 0
+    assert 0 < answer["tokens"] < 200
+
+
+def test_what_an_encoder_decoder_cannot_do_is_refused_with_what_can(config, capsys):
+    flags = [f"--config={config}", *SMALL]
+    code, answer = call(capsys, "config", "validate", *flags)
+    assert code == 2
+    assert "causal makes no two of one" in answer["error"]["why"]
+    for fix in answer["error"]["fix"].splitlines():
+        assert main(["config", "validate", *flags, fix]) == 0
+    for setting in ("mup.base_width=16", "regularisation.qk_clip=10"):
+        code, answer = call(capsys, "config", "validate", *flags, *SPANS, f"--config.{setting}")
+        assert code == 2
+        assert setting.partition("=")[0] in answer["error"]["where"]
+        assert "t5" in answer["error"]["why"]
+    for verb in (["plan", "--on=cpu"], ["check"]):
+        code, answer = call(capsys, *verb, *flags, *SPANS)
+        assert code == 2
+        assert "is only trained, evaluated and used" in answer["error"]["what"]
+    split = ["--config.mesh.pipe=1", "--config.mesh.context=2", "--config.mesh.data=1"]
+    run = config.replace("config.py", "run")
+    code, answer = call(capsys, *harness.words(config, run, *SMALL, *SPANS, *split))
+    assert code == 2
+
+
+@pytest.mark.slow
+def test_both_sides_are_watched_layer_by_layer_and_regularised(config, tmp_path):
+    watch = "--config.log.layers=('norms','activations','attention','noise')"
+    more = ["--config.log.every=2", "--config.train.steps=2", "--config.average.name=ema"]
+    drops = [
+        f"--config.regularisation.{name}=0.3"
+        for name in ("attention_dropout", "layer_drop", "embedding_noise")
+    ]
+    run = tmp_path / "run"
+    assert main(harness.words(config, run, *SMALL, *SPANS, watch, *more, *drops)) == 0
+    last = [each for each in harness.records(run) if each["split"] == "train"][-1]
+    for side in ("encoder", "decoder"):
+        for number in range(2):
+            layer = f"layers/{side}/stack/{number}"
+            for name in ("grad_norm", "stream_rms", "attention_entropy", "attention_logit_max"):
+                assert last[f"{layer}/{name}"] > 0, (layer, name)
+        assert last[f"layers/{side}/stack/0/attention/query/weight/grad_norm"] > 0
+    assert last["layers/decoder/stack/0/cross/query/weight/grad_norm"] > 0
+    # Of keys no more than there are slots, or half of them in the decoder's causal rows.
+    assert last["layers/encoder/stack/0/attention_entropy"] < np.log(48)
+
+
+def test_peek_shows_what_is_read_and_what_is_written(config, capsys):
+    capsys.readouterr()
+    assert main(["data", "peek", f"--config={config}", *SMALL, *SPANS, "--rows=2"]) == 0
+    said = capsys.readouterr().out
+    pairs = re.findall("\u2039([^\u203a]*)\u203a\u00ab([^\u00bb]*)\u00bb", said)
+    assert len(pairs) > 1
+    for read, written in pairs:
+        assert "<|sentinel_0|>" in read
+        assert written.startswith("<|sentinel_0|>")
+        assert written.endswith("<|eos|>")
