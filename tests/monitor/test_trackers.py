@@ -4,7 +4,6 @@ Those that this environment lacks are left out: they are extras, and too large f
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import sqlite3
@@ -89,18 +88,8 @@ def _leveldb(log):
 READERS = {"wandb": of_wandb, "trackio": of_trackio, "mlflow": of_mlflow}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec(module) is None, reason=f"needs jaxlm[{name}]"
-            ),
-        )
-        for name, module in trackers.MODULES.items()
-    ],
-)
+@pytest.mark.trackers
+@pytest.mark.parametrize("name", trackers.MODULES)
 def test_every_number_comes_back_over_two_sessions_and_no_secret(name, tmp_path):
     secrets = dict.fromkeys(("WANDB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD"), CANARY * 4)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "TRACKIO_"))}
