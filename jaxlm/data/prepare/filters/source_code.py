@@ -64,11 +64,7 @@ def _fault(text: str, name: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes that will be errors some day
-            try:
-                # Half as fast again as to make a tree of Python's objects; it refuses more, so that the tree decides.
-                compile(text, name, "exec", dont_inherit=True)
-            except (SyntaxError, ValueError, RecursionError, MemoryError):
-                ast.parse(text)
+            ast.parse(text)
     except SyntaxError as error:
         return f"line {error.lineno} of {name}: {error.msg}"[:200]
     except (ValueError, RecursionError, MemoryError) as error:  # nested too deep, or NUL
