@@ -9,10 +9,11 @@ import pytest
 from jaxlm.data import parquet
 
 PEAK = """
-import resource, sys
+import sys
 from jaxlm.data import parquet
+from jaxlm.monitor import memory
 count = sum(len(row.fields["text"]) for row in parquet.rows(sys.argv[1], "a.parquet"))
-print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(count, memory.peak([]).bytes)
 """
 
 
