@@ -13,10 +13,9 @@ from jaxlm.core import config, tree
 from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data import tokenizer as tokenizers
 from jaxlm.optim.average_config import NoAverage
-from jaxlm.recipes import beginning, trained
+from jaxlm.recipes import beginning, saving, trained
 from jaxlm.recipes.beginning import Origin
 from jaxlm.recipes.config import Run
-from jaxlm.train.loop import Progress
 from jaxlm.train.rundir import RunDir, read_json
 
 PART = "params/"
@@ -165,17 +164,7 @@ def _write(place: Path, run: Run, first: Origin, params: Any, answer: dict[str, 
             owner=directory.lock.fence,
             is_owner=directory.lock.is_owner,
         )
-        meta = {
-            "step": 0,
-            "finished": False,
-            "config": config.to_json(run),
-            "data": {},
-            "progress": dataclasses.asdict(Progress()),
-            "evaluation": None,
-            "rewinds": [],
-        }
-        store.save(0, {"params": params}, meta)
-        store.close()
+        saving.first(store, run, params)
         directory.write_json("config.json", config.to_json(run))
         directory.write_bytes("tokenizer", (first.workdir / "tokenizer").read_bytes())
         directory.write_json("imported.json", answer | {"dtype": run.precision.params})

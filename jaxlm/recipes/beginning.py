@@ -102,7 +102,7 @@ def check_tokenizer(origin: Origin, digest: str) -> None:
 
 def inherit(origin: Origin, workdir: Path) -> None:
     """Copies what came with an imported model, its chat template among it, which an export of this run has too."""
-    beside = Path(str(origin.store.directory.parent)) / FOLDER
+    beside = origin.workdir / FOLDER
     if beside.is_dir():
         shutil.copytree(beside, workdir / FOLDER, dirs_exist_ok=True)
 

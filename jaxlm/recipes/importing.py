@@ -21,10 +21,9 @@ from jaxlm.models.families.hub import Attributes, Hub
 from jaxlm.models.families.union import EncoderDecoderFamily, EncoderFamily, Family
 from jaxlm.monitor import words
 from jaxlm.objectives.config import Causal, Masked, Objective, Span
-from jaxlm.recipes import assembly, devices, vocabulary
+from jaxlm.recipes import assembly, devices, saving, vocabulary
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.import_tokenizer import SENTENCEPIECE, read_tokenizer
-from jaxlm.train.loop import Progress
 from jaxlm.train.rundir import RunDir
 
 ARMS = {arm.HUB.model_type: arm for arm in get_args(Family)}
@@ -119,17 +118,7 @@ def import_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         directory.write_bytes("tokenizer", tokenizer.serialise())
         _keep(folder, tokenizer, directory.path / FOLDER)
         directory.write_json("imported.json", answer | {"source": options.source.name})
-        meta = {
-            "step": 0,
-            "finished": False,
-            "config": config.to_json(run),
-            "data": {},
-            "progress": dataclasses.asdict(Progress()),
-            "evaluation": None,
-            "rewinds": [],
-        }
-        store.save(0, {"params": params}, meta)
-        store.close()
+        saving.first(store, run, params)
     for name in ignored:
         is_other = name.startswith(hub.others)
         why = f"{hub.architecture} has no such part" if is_other else "it can be computed again"
