@@ -39,8 +39,10 @@ class Embedding(nnx.Module):
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The dot product of `x` with every row, in float32: the tied output layer."""
-        turned = self.table[...].T if self._turned is None else self._turned
-        return matmul(x, turned, self.precision, jnp.dtype(jnp.float32))
+        wide = jnp.dtype(jnp.float32)
+        if self._turned is None:
+            return matmul(x, self.table[...], self.precision, wide, 1)
+        return matmul(x, self._turned, self.precision, wide)
 
     def turn(self) -> None:
         """Keeps the table as `unembed` multiplies it, so that no product turns and casts it again; for a trace."""

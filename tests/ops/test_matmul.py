@@ -15,15 +15,47 @@ def operands():
     return jax.random.normal(x, (2, 5, 16)), jax.random.normal(weight, (16, 8))
 
 
-def test_the_product_and_its_gradients_are_those_of_numpy():
+@pytest.mark.parametrize(
+    ("compute", "within"), [("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 5e-3)]
+)
+@pytest.mark.parametrize("side", [0, 1])
+def test_the_product_and_its_gradients_are_those_of_numpy(compute, within, side):
+    """Also where the gradient is transposed afterwards, as optimizers do."""
+    precision = Precision.of(PrecisionConfig(compute=compute))
     x, weight = operands()
-    out, pull = jax.vjp(lambda x, w: matmul(x, w, Precision.float32()), x, weight)
-    grad = jax.random.normal(jax.random.key(1), out.shape)
-    x_grad, weight_grad = pull(grad)
-    np.testing.assert_allclose(out, np.asarray(x) @ np.asarray(weight), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(x_grad, np.asarray(grad) @ weight.T, rtol=1e-5, atol=1e-5)
-    expected = np.einsum("bti,bto->io", x, grad)
-    np.testing.assert_allclose(weight_grad, expected, rtol=1e-5, atol=1e-5)
+
+    def product(x, weight):
+        return matmul(x, weight.T if side else weight, precision, side=side)
+
+    @jax.jit
+    def all_of(x, weight, grad):
+        out, pull = jax.vjp(product, x, weight)
+        return out, *pull(grad)
+
+    grad = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    out, x_grad, weight_grad = all_of(x, weight, grad)
+    x, weight, grad = (np.asarray(each, np.float64) for each in (x, weight, grad))
+    for found, wanted in (
+        (out, x @ weight),
+        (x_grad, grad @ weight.T),
+        (weight_grad, np.einsum("bti,bto->io", x, grad)),
+    ):
+        np.testing.assert_allclose(found, wanted, atol=within * np.abs(wanted).max())
+
+
+def test_a_gradient_on_several_devices_sums_its_parts_and_gathers_no_tokens():
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    grid = jax.make_mesh((2, 2), ("data", "tensor"), kinds, devices=jax.devices()[:4])
+    precision = Precision.of(PrecisionConfig(compute="bfloat16"))
+    x, weight = (
+        jax.device_put(array, jax.NamedSharding(grid, jax.P(*axes)))
+        for array, axes in zip(operands(), (("data",), (None, "tensor")), strict=True)
+    )
+    with jax.set_mesh(grid):
+        grads = jax.jit(jax.grad(lambda x, w: (matmul(x, w, precision) ** 2).sum(), (0, 1)))
+        program = grads.lower(x[:, :4], weight).compile().as_text()
+    assert "all-reduce" in program
+    assert "all-gather" not in program
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
