@@ -205,6 +205,12 @@ def test_matrices_that_their_own_axis_does_not_split_are_found(
         ("--config.model.family=mixtral", "--config.mesh.expert=2", "--config.mesh.fsdp=1"),
         ("--config.model.family=gpt2", "--config.model.vocab=50304"),
         ("--config.optim.name=muon",),
+        (
+            "--config.mesh.pipe=2",
+            "--config.mesh.fsdp=1",
+            "--config.model.dropout=0.1",
+            "--config.regularisation.embedding_noise=5",
+        ),
     ],
     ids=lambda flags: " ".join(flag.removeprefix("--config.") for flag in flags),
 )
@@ -282,6 +288,23 @@ def test_a_shrunk_run_has_a_mark_in_its_tokens_that_no_parameter_has():
     assert small.run.model.context >= small.run.data.sequence
     assert small.run.model.context % small.mark, "a table of positions is no activation"
     assert small.run.optim.newton_schulz_dtype == "float32"
+
+
+def test_a_shrunk_run_drops_nothing_as_other_meshes_draw_other_numbers():
+    settings = {
+        "model.family": "gpt2",
+        "model.dropout": "0.1",
+        "regularisation.attention_dropout": "0.2",
+        "regularisation.layer_drop": "0.3",
+        "regularisation.embedding_noise": "5",
+        "mesh.pipe": "2",
+    }
+    small = shrink(config.load(Run, None, list(settings.items())).value, 3, 8)
+    rates = {each.path: each.new for each in small.changes if each.path in settings}
+    assert rates == dict.fromkeys(list(settings)[1:-1], 0.0)
+    model = small.run.decoder(512)
+    assert (model.dropout, model.layer_drop, model.embedding_noise) == (0, 0, 0)
+    assert {(layer.dropout, layer.attention.dropout) for layer in model.layers} == {(0, 0)}
 
 
 @pytest.mark.parametrize(
