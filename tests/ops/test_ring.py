@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -156,6 +157,38 @@ def test_a_ring_holds_a_part_of_the_scores_and_never_all_keys():
     scores = 4 * heads * (length // 4) * length
     assert held["reference"] > scores
     assert held["ring"] < held["reference"] / 2
+
+
+def products(program):
+    """FLOPs of the products in a program, loops by their turns; on one device, where each computes with its own part."""
+    total = 0
+    for eqn in program.eqns:
+        if eqn.primitive.name == "dot_general":
+            (over, _), _ = eqn.params["dimension_numbers"]
+            length = math.prod(eqn.invars[0].aval.shape[dim] for dim in over)
+            total += 2 * length * eqn.outvars[0].aval.size
+        inner = jax.tree.leaves(eqn.params, is_leaf=lambda each: hasattr(each, "eqns"))
+        turns = eqn.params.get("length", 1)
+        total += turns * sum(products(each) for each in inner if hasattr(each, "eqns"))
+    return total
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_dealt_ring_leaves_out_the_half_of_each_hop_that_is_hidden_and_devices_do_the_same(parts):
+    """Its own keys a device meets in one piece; all devices run one program, whose cuts have one size wherever they lie."""
+    work = {}
+    for dealt in (1, parts):
+
+        def loss(operands, dealt=dealt):
+            return weighed(dealt, "ring", None, None, None, None, Precision.float32(), operands)[0]
+
+        with jax.set_mesh(grid_of(context=parts)):
+            work[dealt] = products(jax.make_jaxpr(jax.grad(loss))(OPERANDS))
+    alone = functools.partial(weighed, 1, "reference", None, None, None, None, Precision.float32())
+    whole = products(jax.make_jaxpr(lambda operands: alone(operands)[0])(OPERANDS))
+    # Two products forward, and five back, as scores are made again.
+    assert work[1] * parts == whole * 7 / 2
+    assert work[parts] / work[1] == (1 + (parts - 1) / 2) / parts
 
 
 def test_what_a_ring_cannot_do_is_refused():
