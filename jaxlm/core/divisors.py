@@ -14,3 +14,11 @@ def divisors(number: int) -> list[int]:
 def nearest(number: int, wanted: int) -> list[int]:
     """The divisors of a number, nearest to `wanted` first; of two as near, the larger."""
     return sorted(divisors(number), key=lambda size: (abs(size - wanted), -size))
+
+
+def neighbours(number: int, wanted: int) -> list[int]:
+    """The largest divisor up to `wanted` and the smallest from there on, the nearer first; one where it divides, or is too large."""
+    every = divisors(number)
+    below = [size for size in every if size <= wanted][-1:]
+    above = [size for size in every if size >= wanted][:1]
+    return sorted({*below, *above}, key=lambda size: abs(size - wanted))

@@ -79,11 +79,11 @@ class TrainConfig:
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Micro-batches are equal parts of a batch, and the remat policy is one of those there are."""
         if self.batch % self.microbatches:
-            fit = max(n for n in divisors.divisors(self.batch) if n <= self.microbatches)
+            fits = divisors.neighbours(self.batch, self.microbatches)
             yield (
                 "microbatches",
-                f"batch = {self.batch} rows does not divide by {self.microbatches}",
-                f"--config.train.microbatches={fit}",
+                f"batch = {self.batch} rows does not divide by {self.microbatches}, by {' or '.join(map(str, fits))} it does",
+                "\n".join(f"--config.train.microbatches={fit}" for fit in fits),
             )
         yield from self._uneven()
         for policy in self.remat.split("/"):
