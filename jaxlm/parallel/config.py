@@ -1,8 +1,10 @@
 """Settings of the device mesh."""
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from jaxlm.core.config import setting
@@ -10,6 +12,8 @@ from jaxlm.core.errors import ConfigError
 
 # Outermost first: the slowest wire carries the least.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+
+OFFERED = 4  # layouts at most, as an error has eight lines
 
 AxisSize = int | Literal["auto"]
 ContextKeys = Literal["auto", "gather", "ring"]
@@ -70,7 +74,9 @@ class MeshConfig:
             f"the mesh does not fit {devices} device{'s' if devices != 1 else ''}",
             where="mesh",
             why=f"{shape} needs {'a multiple of ' if 'auto' in named.values() else ''}{fixed}",
-            fix="\n".join(flags(fit, named) for fit in nearest(named, devices)[:2]),
+            fix="\n".join(
+                offered(named, nearest(named, devices), lambda fit: flags(fit, named))[:OFFERED]
+            ),
         )
 
 
@@ -94,14 +100,43 @@ def nearest(wanted: Mapping[str, AxisSize], devices: int) -> list[dict[str, int]
     They use the axes that `wanted` uses, and those that suit every model.
     """
     used = [axis for axis in AXES if wanted.get(axis, 1) != 1 or axis in ("data", "fsdp", "tensor")]
+    return sorted(factorisations(devices, used), key=functools.partial(_distance, wanted))
 
-    def distance(fit: dict[str, int]) -> tuple[float, float]:
-        changes = [
-            abs(math.log2(fit[axis] / size)) for axis, size in wanted.items() if size != "auto"
-        ]
-        return round(sum(changes), 9), max(changes, default=0)
 
-    return sorted(factorisations(devices, used), key=distance)
+def offered(
+    wanted: Mapping[str, AxisSize],
+    layouts: Iterable[dict[str, int]],
+    line: Callable[[dict[str, int]], str],
+) -> list[str]:
+    """What to paste for some of these layouts, which come nearest to `wanted` first; `line` is empty for one that will not do.
+
+    All that are as near as the nearest are among them; where that is a single one, so are all that come next.
+    """
+    found: list[str] = []
+    for _, alike in itertools.groupby(layouts, key=functools.partial(_distance, wanted)):
+        found += filter(None, map(line, alike))
+        if len(found) > 1:
+            break
+    return found
+
+
+def _distance(wanted: Mapping[str, AxisSize], fit: Mapping[str, int]) -> tuple[float, float]:
+    changes = [abs(math.log2(fit[axis] / size)) for axis, size in wanted.items() if size != "auto"]
+    return round(sum(changes), 9), round(max(changes, default=0), 9)
+
+
+def crossings(sizes: Mapping[str, int], slices: int) -> dict[str, int] | None:
+    """How often each axis is cut by the borders of `slices` slices: the outermost ones, each wholly before the next.
+
+    Only so do the rows of a slice lie beside each other in the batch. None where the axes cannot be cut so.
+    """
+    outer = {}
+    for axis in AXES:
+        outer[axis] = math.gcd(slices, sizes[axis])
+        slices //= outer[axis]
+        if slices > 1 and outer[axis] < sizes[axis]:
+            return None
+    return outer
 
 
 def flags(sizes: Mapping[str, int], instead_of: Mapping[str, AxisSize]) -> str:

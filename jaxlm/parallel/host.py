@@ -18,9 +18,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, rules.spec(("batch", "length")))
 
 
-def check_rows(
-    mesh: Mesh, batch: int, microbatches: int = 1, *, setting: str = "train.batch"
-) -> None:
+def check_rows(mesh: Mesh, batch: int, microbatches: int = 1) -> None:
     """Raises ConfigError where the rows of a micro-batch cannot be dealt out evenly."""
     ways = rules.split(mesh, "batch")
     if batch % (ways * microbatches) == 0:
@@ -30,10 +28,10 @@ def check_rows(
     parts = f" x {microbatches} micro-batches" if microbatches > 1 else ""
     raise ConfigError(
         f"a batch of {batch} rows does not divide over {ways} devices{parts}",
-        where=setting,
+        where="train.batch",
         why=f"mesh {shown(mesh.shape)}{parts} needs a multiple of {unit}",
         fix="\n".join(
-            f"--config.{setting}={size}" for size in dict.fromkeys((below, above)) if size
+            f"--config.train.batch={size}" for size in dict.fromkeys((below, above)) if size
         ),
     )
 

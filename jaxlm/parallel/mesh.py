@@ -9,7 +9,16 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.parallel.config import AXES, MeshConfig, flags, nearest, shown
+from jaxlm.parallel.config import (
+    AXES,
+    OFFERED,
+    MeshConfig,
+    crossings,
+    flags,
+    nearest,
+    offered,
+    shown,
+)
 
 
 def build(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
@@ -61,31 +70,20 @@ def slices(devices: Sequence[jax.Device]) -> int:
 
 
 def across(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """How often each axis is cut by the borders of `count` slices: the outermost ones, each wholly before the next.
-
-    Only so do the rows of a slice lie beside each other in the batch.
+    """How often each axis is cut by the borders of `count` slices.
 
     Raises:
       ConfigError: where the axes cannot be cut so; names the nearest layouts that can.
     """
-    if (outer := _cut(sizes, count)) is not None:
+    if (outer := crossings(sizes, count)) is not None:
         return outer
-    fits = [
-        fit for fit in nearest(sizes, math.prod(sizes.values())) if _cut(fit, count) is not None
-    ]
+    layouts = nearest(sizes, math.prod(sizes.values()))
+    fixes = offered(
+        sizes, layouts, lambda fit: flags(fit, sizes) if crossings(fit, count) is not None else ""
+    )
     raise ConfigError(
         f"the mesh does not fit {count} slices",
         where=f"mesh {shown(sizes)}",
         why="the outermost axes cross from slice to slice, and their sizes must divide by the number of slices",
-        fix="\n".join(flags(fit, sizes) for fit in fits[:2]),
+        fix="\n".join(fixes[:OFFERED]),
     )
-
-
-def _cut(sizes: Mapping[str, int], count: int) -> dict[str, int] | None:
-    outer = {}
-    for axis in AXES:
-        outer[axis] = math.gcd(count, sizes[axis])
-        count //= outer[axis]
-        if count > 1 and outer[axis] < sizes[axis]:
-            return None
-    return outer

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.parallel.config import flags, nearest, shown
+from jaxlm.parallel.config import OFFERED, flags, nearest, offered, shown
 from jaxlm.parallel.logical import RULES, LogicalAxes, ways
 
 
@@ -78,14 +78,15 @@ def _misfit(
         lambda leaf, names: frozenset(zip(names, leaf.shape, strict=True)), abstract, axes
     )
     sizes = frozenset[tuple[str | None, int]]().union(*jax.tree.leaves(named))
-    fits = [
-        fit
-        for fit in nearest(dict(mesh.shape), mesh.size)
-        if all(size % ways(fit, name) == 0 for name, size in sizes)
-    ]
+
+    def line(fit: dict[str, int]) -> str:
+        is_even = all(size % ways(fit, name) == 0 for name, size in sizes)
+        return flags(fit, mesh.shape) if is_even else ""
+
+    fixes = offered(mesh.shape, nearest(mesh.shape, mesh.size), line)
     return ConfigError(
         f"{len(misfits)} parameter{'s' if len(misfits) > 1 else ''} cannot be split evenly",
         where=f"mesh {shown(mesh.shape)}",
-        why="\n".join(list(lines.values())[:3]),
-        fix="\n".join(flags(fit, mesh.shape) for fit in fits[:2]),
+        why="; ".join(lines.values()),
+        fix="\n".join(fixes[:OFFERED]),
     )

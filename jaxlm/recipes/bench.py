@@ -116,7 +116,7 @@ def _run(name: str, overrides: Sequence[tuple[str, str]]) -> Run:
 
 
 def _measured(run: Run, seconds: float) -> dict[str, Any]:
-    fit.check(run, jax.device_count())
+    fit.check(run, jax.device_count(), devices.slices())
     grid = devices.build_mesh(run.mesh)
     vocab = assembly.vocabulary(run, 0)
     engine = of_sizes(run, grid, vocab)

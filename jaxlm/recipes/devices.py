@@ -113,3 +113,8 @@ def target(mesh: Mesh | AbstractMesh) -> Target:
 def build_mesh(config: MeshConfig) -> Mesh:
     """The mesh over all devices. Raises ConfigError where it does not fit them."""
     return meshes.build(config)
+
+
+def slices() -> int:
+    """How many groups of devices with slow wires between them this process sees. Raises ConfigError where they differ in size."""
+    return meshes.slices(jax.devices())

@@ -3,14 +3,16 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxlm.core import config, divisors
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.config import EncoderDecoder, ModelConfig
+from jaxlm.nn.config import BlockConfig
 from jaxlm.parallel import logical
-from jaxlm.parallel.config import AXES, flags, nearest, shown
+from jaxlm.parallel.config import AXES, OFFERED, crossings, flags, nearest, offered, shown
 from jaxlm.parallel.logical import Sizes
 from jaxlm.parallel.schedule import Schedule
 from jaxlm.recipes import attention
@@ -18,6 +20,7 @@ from jaxlm.recipes.config import Run
 
 MOST_TRIED = 200  # combinations of settings; the nearest come first
 MESHES_TRIED = 8  # with other settings, where no mesh fits by itself
+LINES = 6  # of an error, beside what and where
 
 
 class Misfit(NamedTuple):
@@ -28,8 +31,8 @@ class Misfit(NamedTuple):
     values: tuple[Any, ...]
 
 
-def check(run: Run, count: int) -> None:
-    """Raises ConfigError, with everything that is wrong, where a run does not fit a mesh of `count` devices.
+def check(run: Run, count: int, slices: int = 1) -> None:
+    """Raises ConfigError, with everything that is wrong, where a run does not fit a mesh of `count` devices in `slices` groups.
 
     Each line of the fix, pasted alone, makes it fit: first the nearest meshes, then other settings for this one; where
     neither is enough, meshes with the settings that they need.
@@ -43,16 +46,30 @@ def check(run: Run, count: int) -> None:
         why.append(f"{error.why} devices, and there are {count}")
         fixed = {axis: 1 if size == "auto" else size for axis, size in wanted.items()}
         sizes, misfits = None, list(find(run, fixed))
+    is_cut = sizes is None or crossings(sizes, slices) is not None
+    if not is_cut:
+        why.append(
+            f"{slices} slices: the outermost axes cross from one to another, and must divide by that"
+        )
     why += [misfit.why for misfit in misfits]
     if not why:
         return
-    meshes = (fit for fit in nearest(sizes or wanted, count) if not any(find(run, fit)))
-    fixes = [flags(fit, wanted) for fit in itertools.islice(meshes, 2)]
-    if sizes and (changes := _changes(run, sizes, misfits)):
+    near = sizes or wanted
+    layouts = [fit for fit in nearest(near, count) if crossings(fit, slices) is not None]
+
+    def line(fit: Sizes) -> str:
+        return "" if any(find(run, fit)) else flags(fit, wanted)
+
+    fixes = offered(near, layouts, line)
+    if len(fixes) > OFFERED:
+        why.append(f"as near as the last mesh below: {len(fixes) - OFFERED} more")
+    fixes = fixes[:OFFERED]
+    if sizes and is_cut and (changes := _changes(run, sizes, misfits)):
         fixes.append(_pasted(changes))
-    fixes = fixes or list(itertools.islice(_both(run, sizes or wanted, wanted, count), 2))
-    if len(why) > 3:
-        why[2:] = ["; ".join(why[2:])]
+    fixes = fixes or _both(run, near, layouts, wanted)
+    room = LINES - len(fixes)
+    if len(why) > room:
+        why[room - 1 :] = ["; ".join(why[room - 1 :])]
     raise ConfigError(
         f"the run does not fit {count} device{'s' if count > 1 else ''}",
         where="mesh " + (shown(sizes) if sizes else _asked(wanted)),
@@ -111,7 +128,9 @@ def _model(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
                 (each for each in (field, "dense_hidden") if getattr(run.model, each, 0) == size),
                 field,
             )
-            yield _misfit(f"{field} = {size}", f"model.{field}", size, ways, logical.RULES[name])
+            step = math.lcm(ways, _of_width(run, block)) if field == "width" else ways
+            axes = logical.RULES[name]
+            yield _misfit(f"{field} = {size}", f"model.{field}", size, ways, axes, step=step)
     if isinstance(decoder, EncoderDecoder):
         for axis in ("pipe", "context"):
             if sizes[axis] > 1:
@@ -126,6 +145,14 @@ def _model(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
         yield _misfit(named, "model.depth", layers, unit, "pipe", beside=first)
 
 
+def _of_width(run: Run, block: BlockConfig) -> int:
+    """What a width must divide by, whatever the mesh: its heads, which are rotated in pairs; 1 where they have a size of their own."""
+    attention = block.attention
+    if attention.latent is not None or getattr(run.model, "head_dim", "auto") != "auto":
+        return 1
+    return attention.heads * (1 if attention.rotary is None else 2)
+
+
 def _rows(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
     length, batch, parts = run.data.sequence, run.train.batch, run.train.microbatches
     ways = logical.ways(sizes, "length")
@@ -136,18 +163,20 @@ def _rows(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
     rows, stages = logical.ways(sizes, "batch"), logical.ways(sizes, "stages")
     if run.train.pipeline == "circular" and parts < stages:
         own, left = divmod(batch, rows)
-        fits = [] if left else [n for n in divisors.divisors(own) if n >= stages]
-        yield Misfit(
-            f"microbatches = {parts} cannot go around {stages} stages (pipe)",
-            "train.microbatches",
-            tuple(fits[:2]),
-        )
-    elif batch % (rows * parts):
+        # As few as go around, or as this batch can be cut into.
+        cut = [] if left else [n for n in divisors.divisors(own) if n >= stages]
+        why = f"microbatches = {parts} cannot go around {stages} stages (pipe)"
+        parts = min(cut, default=stages)
+        yield Misfit(f"{why}, {parts} would", "train.microbatches", (parts,))
+    if batch % (rows * parts):
         misfit = _misfit(
             f"batch = {batch}", "train.batch", batch, rows * parts, logical.RULES["batch"]
         )
         said = f"{rows} devices x {parts} micro-batches" if parts > 1 else f"{rows} devices"
         yield misfit._replace(why=f"{misfit.why}: {said}")
+    if run.eval.batch != "auto" and run.eval.batch % rows:
+        size, axes = run.eval.batch, logical.RULES["batch"]
+        yield _misfit(f"eval.batch = {size}", "eval.batch", size, rows, axes)
 
 
 def _stages(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
@@ -165,9 +194,12 @@ def _stages(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
             yield Misfit(why, "data.sequence_warmup", ((),))
 
 
-def _misfit(named: str, path: str, size: int, unit: int, axes: Any, *, beside: int = 0) -> Misfit:
-    """`beside` is what the setting counts beside the size that is divided."""
-    values = tuple(value for value in (size // unit * unit, -(-size // unit) * unit) if value)
+def _misfit(
+    named: str, path: str, size: int, unit: int, axes: Any, *, step: int = 0, beside: int = 0
+) -> Misfit:
+    """`beside` is what the setting counts beside the size that is divided, `step` what else would do is a multiple of, if not the unit."""
+    step = step or unit
+    values = tuple(value for value in (size // step * step, -(-size // step) * step) if value)
     values = tuple(beside + value for value in sorted(values, key=lambda value: abs(value - size)))
     over = " x ".join((axes,) if isinstance(axes, str) else axes)
     wanted = " or ".join(map(str, values))
@@ -175,14 +207,16 @@ def _misfit(named: str, path: str, size: int, unit: int, axes: Any, *, beside: i
 
 
 def _both(
-    run: Run, near: Mapping[str, Any], wanted: Mapping[str, Any], count: int
-) -> Iterator[str]:
-    """The meshes nearest to one, each with the settings that make the run fit it; replicas alone suit every model."""
-    replicas = dict.fromkeys(AXES, 1) | {"data": count}
-    meshes = nearest(near, count)[:MESHES_TRIED]
-    for fit in meshes if replicas in meshes else (*meshes, replicas):
-        if changes := _changes(run, fit, list(find(run, fit))):
-            yield f"{flags(fit, wanted)} {_pasted(changes)}".strip()
+    run: Run, near: Mapping[str, Any], layouts: list[dict[str, int]], wanted: Mapping[str, Any]
+) -> list[str]:
+    """The nearest of some meshes, each with the settings that make the run fit it; replicas alone suit every model."""
+    replicas = [fit for fit in layouts[MESHES_TRIED:] if fit["data"] == math.prod(fit.values())]
+
+    def line(fit: Sizes) -> str:
+        changes = _changes(run, fit, list(find(run, fit)))
+        return f"{flags(fit, wanted)} {_pasted(changes)}".strip() if changes else ""
+
+    return offered(near, [*layouts[:MESHES_TRIED], *replicas], line)[:OFFERED]
 
 
 def _pasted(changes: Mapping[str, Any]) -> str:
@@ -205,13 +239,32 @@ def _changes(run: Run, sizes: Sizes, misfits: list[Misfit]) -> dict[str, Any]:
     combinations = itertools.islice(itertools.product(*paths.values()), MOST_TRIED)
     for values in combinations:
         changes = dict(zip(paths, values, strict=True))
+        if not _suits(run, sizes, changes):
+            continue
         try:
-            changed = run.changed(changes)
+            run.changed(changes)
         except ConfigError:
             continue
-        if not any(find(changed, sizes)):
-            return {path: value for path, value in changes.items() if known[path] != value}
+        return {path: value for path, value in changes.items() if known[path] != value}
     return {}
+
+
+def _suits(run: Run, sizes: Sizes, changes: Mapping[str, Any]) -> bool:
+    """Whether a run with other settings fits the mesh, and its sections agree; its ranges are not looked at, which takes long."""
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        section, _, name = path.partition(".")
+        sections.setdefault(section, {})[name] = value
+    changed = dataclasses.replace(
+        run,
+        **{
+            section: dataclasses.replace(getattr(run, section), **values)
+            for section, values in sections.items()
+        },
+    )
+    parts = [changed, *(getattr(changed, section) for section in sections)]
+    is_sound = not any(any(part.problems()) for part in parts if hasattr(part, "problems"))
+    return is_sound and not any(find(changed, sizes))
 
 
 def _distance(a: int, b: int) -> int:

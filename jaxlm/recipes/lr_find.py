@@ -72,7 +72,7 @@ def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, 
     parts.find(run.data)
     _open(options.out)
     devices.start(options.cpu_devices)
-    fit.check(run, len(jax.devices()))
+    fit.check(run, len(jax.devices()), devices.slices())
     mesh = devices.build_mesh(run.mesh)
     assembly.check_fit(run, mesh)
     data = reading.open_data(run, say=say, warn=say)

@@ -18,7 +18,6 @@ from jaxlm.data import parts
 from jaxlm.data.dataset import Data
 from jaxlm.monitor import environment, sinks, trackers
 from jaxlm.monitor.console import Console
-from jaxlm.parallel import host
 from jaxlm.parallel.cluster import Place
 from jaxlm.recipes import (
     assembly,
@@ -119,11 +118,9 @@ def pretrain(
                     **(meta["evaluation"] or {}),
                 }
         origin = _origin(options, run, meta, noticed.append)
-        fit.check(run, len(jax.devices()))
+        fit.check(run, len(jax.devices()), devices.slices())
         mesh = devices.build_mesh(run.mesh)
         assembly.check_fit(run, mesh)
-        if run.eval.batch != "auto":
-            host.check_rows(mesh, run.eval.batch, setting="eval.batch")
         log = screen = warnings = None
         if is_first:
             warnings = stack.enter_context(

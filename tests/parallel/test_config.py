@@ -1,9 +1,10 @@
+import functools
 import math
 
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.parallel.config import AXES, MeshConfig, factorisations, flags, nearest, shown
+from jaxlm.parallel.config import AXES, MeshConfig, factorisations, flags, nearest, offered, shown
 
 
 def test_auto_takes_the_devices_that_are_left():
@@ -28,6 +29,19 @@ def test_the_layouts_offered_are_the_nearest_first():
     assert len(fits) == len(factorisations(8, ("data", "fsdp", "tensor"))) == 10
     assert len(factorisations(8)) == 56
     assert all(math.prod(fit.values()) == 8 and list(fit) == list(AXES) for fit in fits)
+
+
+def test_all_layouts_that_are_as_near_as_the_nearest_are_offered():
+    wanted = dict.fromkeys(AXES, 1) | {"pipe": 3, "data": "auto", "tensor": 3}
+    two, four = ("--config.mesh.pipe=2 --config.mesh.tensor=4", "--config.mesh.pipe=4 --config.mesh.tensor=2")  # fmt: skip
+    line = functools.partial(flags, instead_of=wanted)
+    assert offered(wanted, nearest(wanted, 8), line) == [two, four]
+    lines = offered(wanted, nearest(wanted, 16), line)
+    assert lines == ["--config.mesh.pipe=4 --config.mesh.tensor=4", two, four], (
+        "one alone is nearest"
+    )
+    some = offered(wanted, nearest(wanted, 16), lambda fit: line(fit) if fit["pipe"] < 4 else "")
+    assert some[0] == two
 
 
 def test_an_axis_that_the_config_uses_stays_in_what_is_offered():

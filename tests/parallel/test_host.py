@@ -24,9 +24,6 @@ def test_rows_that_do_not_divide_are_refused_with_the_nearest_that_do(grid):
     with pytest.raises(ConfigError) as caught:
         host.check_rows(grid, 4, 2)
     assert caught.value.fix.splitlines() == ["--config.train.batch=8"]
-    with pytest.raises(ConfigError) as caught:
-        host.check_rows(grid, 3, setting="eval.batch")
-    assert caught.value.fix == "--config.eval.batch=4"
 
 
 def test_a_batch_is_placed_row_by_row(grid):

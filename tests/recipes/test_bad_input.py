@@ -62,9 +62,18 @@ CASES = {
     "wrong type": (["--config.train.batch=many"], 2, ["train.batch", "many"]),
     "batch": (["--config.train.batch=9", "--cpu_devices=4"], 2, ["--config.train.batch=8"]),
     "batch of evaluations": (
-        ["--config.eval.batch=6", "--config.train.batch=8", "--cpu_devices=4"],
+        ["--config.eval.batch=6", "--config.train.batch=6", "--cpu_devices=4"],
         2,
-        ["--config.eval.batch=4", "--config.eval.batch=8"],
+        [
+            "eval.batch = 6 does not divide by 4",
+            "4 or 8 would",
+            "--config.train.batch=4 --config.eval.batch=4",
+        ],
+    ),
+    "micro-batches": (
+        ["--config.train.batch=12", "--config.train.microbatches=5"],
+        2,
+        ["--config.train.microbatches=4", "--config.train.microbatches=6"],
     ),
     "half a cluster": (
         ["--cpu_devices=1"],

@@ -1,11 +1,15 @@
 """Runs that do not fit their mesh: one error with all that is wrong, and each line of its fix works when pasted."""
 
+import itertools
+import math
+import re
 import shlex
 
 import pytest
 
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
+from jaxlm.parallel.config import AXES, OFFERED
 from jaxlm.recipes import fit
 from jaxlm.recipes.config import Run
 
@@ -47,6 +51,21 @@ CASES = {
         {"mesh.pipe": "4", "train.pipeline": "circular", "train.microbatches": "2"},
         ["microbatches = 2 cannot go around 4 stages"],
     ),
+    "circular micro-batches of a batch that is too small for them": (
+        16,
+        {"mesh.pipe": "4", "train.pipeline": "circular", "train.microbatches": "2", "train.batch": "6"},
+        ["microbatches = 2 cannot go around 4 stages (pipe), 4 would", "batch = 6 does not divide by 16 (data x fsdp x expert), 16 would: 4 devices x 4"],
+    ),
+    "circular micro-batches that no cut of the batch gives": (
+        16,
+        {"mesh.pipe": "4", "train.pipeline": "circular", "train.microbatches": "2", "train.batch": "8"},
+        ["4 would", "batch = 8 does not divide by 16 (data x fsdp x expert), 16 would"],
+    ),
+    "rows of an evaluation": (
+        8,
+        {"eval.batch": "12", "train.batch": "12"},
+        ["batch = 12 does not divide by 8 (data x fsdp x expert), 8 or 16 would", "eval.batch = 12 does not"],
+    ),
     "experts": (
         8,
         {"model.family": "mixtral", "model.experts": "6", "mesh.expert": "4"},
@@ -69,7 +88,7 @@ CASES = {
         ["sequence = 60 does not divide by 8 (context), 56 or 64 would"],
     ),
     "rows": (8, {"train.batch": "12"}, ["batch = 12 does not divide by 8"]),
-    "width": (3, {"mesh.fsdp": "3", "train.batch": "15"}, ["width = 64 does not divide by 3 (fsdp)"]),
+    "width": (3, {"mesh.fsdp": "3", "train.batch": "15"}, ["width = 64 does not divide by 3 (fsdp), 48 or 96 would"]),
     "many": (
         8,
         {"mesh.tensor": "8", "train.batch": "15", "train.microbatches": "3", "model.vocab": "100", "model.heads": "4"},
@@ -106,6 +125,10 @@ def load(settings):
     return config.load(Run, None, list(known.items())).value
 
 
+def pasted(line):
+    return dict(word.removeprefix("--config.").partition("=")[::2] for word in shlex.split(line))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_what_does_not_fit_is_said_at_once_and_every_line_of_the_fix_mends_it(case):
     count, settings, said = CASES[case]
@@ -119,11 +142,117 @@ def test_what_does_not_fit_is_said_at_once_and_every_line_of_the_fix_mends_it(ca
     lines = caught.value.fix.splitlines()
     assert lines
     for line in lines:
-        pasted = dict(
-            word.removeprefix("--config.").partition("=")[::2] for word in shlex.split(line)
-        )
-        assert pasted, line
-        fit.check(load(settings | pasted), count)
+        assert pasted(line), line
+        fit.check(load(settings | pasted(line)), count)
+
+
+@pytest.mark.parametrize(
+    ("settings", "slices", "count"),
+    [({"mesh.data": "4", "mesh.fsdp": "3"}, 6, 12), ({"mesh.data": "3", "mesh.tensor": "2"}, 2, 6)],
+)
+def test_slices_that_a_mesh_cannot_be_cut_into_are_said_beside_all_else(settings, slices, count):
+    settings = SMALL | settings | {"train.batch": "10"}
+    with pytest.raises(ConfigError) as caught:
+        fit.check(load(settings), count, slices)
+    assert f"{slices} slices: " in caught.value.why
+    assert "batch = 10" in caught.value.why
+    for line in caught.value.fix.splitlines():
+        fit.check(load(settings | pasted(line)), count, slices)
+
+
+def distance(sizes, wanted):
+    """By how many doublings and halvings two meshes differ, and by how many in the axis that differs most."""
+    apart = [abs(math.log2(sizes[axis] / wanted[axis])) for axis in wanted]
+    return round(sum(apart), 6), round(max(apart), 6)
+
+
+def meshes(count):
+    """All there are, of any axes."""
+    sizes = [n for n in range(1, count + 1) if count % n == 0]
+    every = itertools.product(sizes, repeat=len(AXES))
+    return [dict(zip(AXES, each, strict=True)) for each in every if math.prod(each) == count]
+
+
+# Axes that a config does not use are not offered to it, but for these.
+FREE = {"data", "fsdp", "tensor"}
+
+
+@pytest.mark.parametrize(
+    ("count", "settings"),
+    [
+        (16, {"mesh.pipe": "3", "mesh.tensor": "3", "mesh.data": "1"}),
+        (8, {"mesh.tensor": "8"}),
+        (8, {"mesh.tensor": "16", "mesh.data": "1"}),
+        (16, {"mesh.pipe": "16"}),
+        (12, {"mesh.context": "12", "train.batch": "12"}),
+        (8, {"mesh.context": "8", "data.sequence": "60"}),
+    ],
+    ids=str,
+)
+def test_the_meshes_offered_are_all_that_are_nearest_of_all_there_are(count, settings):
+    asked = SMALL | settings
+    run = load(asked)
+    with pytest.raises(ConfigError) as caught:
+        fit.check(run, count)
+    wanted = {axis: size for axis in AXES if (size := getattr(run.mesh, axis)) != "auto"}
+    if (left := count / math.prod(wanted.values())).is_integer():
+        wanted = {"data": int(left)} | wanted
+    used = FREE | {axis for axis, size in wanted.items() if size > 1}
+    fits = [
+        sizes
+        for sizes in meshes(count)
+        if all(size == 1 or axis in used for axis, size in sizes.items())
+        and not any(fit.find(run, sizes))
+    ]
+    lines = [line for line in caught.value.fix.splitlines() if "mesh." in line]
+    found = [load(asked | pasted(line)).mesh.sizes(count) for line in lines]
+    distances = sorted(distance(sizes, wanted) for sizes in fits)
+    assert [distance(sizes, wanted) for sizes in found] == distances[: len(found)]
+    assert distances.count(distances[0]) == 1 or distances[0] == distance(found[-1], wanted)
+    left = distances[len(found) :].count(distance(found[-1], wanted))
+    assert (f"as near as the last mesh below: {left} more" in caught.value.why) == (left > 0)
+    assert left == 0 or len(found) == OFFERED
+
+
+SINGLE = [
+    (8, {"mesh.pipe": "8", "model.depth": "13"}, "model.depth"),
+    (4, {"mesh.context": "4", "mesh.context_keys": "ring", "data.sequence": "59"}, "data.sequence"),
+    (8, {"train.batch": "27"}, "train.batch"),
+    (8, {"train.batch": "24", "train.microbatches": "2"}, "train.batch"),
+    (4, {"eval.batch": "7"}, "eval.batch"),
+    (4, {"mesh.tensor": "4", "model.hidden": "130"}, "model.hidden"),
+    (3, {"mesh.fsdp": "3", "train.batch": "15", "model.width": "80"}, "model.width"),
+    (4, {"mesh.fsdp": "4", "model.head_dim": "8", "model.width": "70"}, "model.width"),
+    (8, {"model.family": "mixtral", "model.experts": "10", "mesh.expert": "4"}, "model.experts"),
+    (16, {"mesh.pipe": "4", "train.pipeline": "circular", "train.microbatches": "2", "train.batch": "48"}, "train.microbatches"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "settings", "path"), SINGLE, ids=str)
+def test_the_values_named_are_the_nearest_of_all_that_fit(count, settings, path):
+    """The next ones below and above; pasted is the nearer."""
+    settings = SMALL | settings
+    with pytest.raises(ConfigError) as caught:
+        fit.check(load(settings), count)
+    now = int(settings[path])
+
+    def fits(value):
+        try:
+            run = load(settings | {path: str(value)})
+        except ConfigError:
+            return False
+        return not any(fit.find(run, run.mesh.sizes(count)))
+
+    below = next((n for n in range(now - 1, 0, -1) if fits(n)), None)
+    above = next((n for n in range(now + 1, 4 * now) if fits(n)), None)
+    named = re.search(
+        rf"{path.partition('.')[2]} = .*?, (\d+)(?: or (\d+))? would", caught.value.why
+    )
+    both = [n for n in (below, above) if n]
+    assert sorted(int(n) for n in named.groups() if n) == both
+    (line,) = [line for line in caught.value.fix.splitlines() if path in line]
+    pasted_value = int(pasted(line)[path])
+    assert abs(pasted_value - now) == min(abs(n - now) for n in both)
 
 
 def test_what_fits_is_left_alone():
