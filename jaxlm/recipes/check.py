@@ -77,14 +77,7 @@ def check(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, An
         dataclasses.replace(small, run=dataclasses.replace(small.run, mesh=ALONE)),
         mesh.build(ALONE, jax.devices()[:1]),
     )
-    lines = traffic.table(
-        collectives.read(trial.program),
-        small.mesh,
-        tokens=small.tokens,
-        vocab=topology.vocabulary(small.run),
-        mark=small.mark,
-        head_dim=HEAD_DIM,
-    )
+    lines = traffic.table(collectives.read(trial.program), small.mesh, _step(small))
     deviation = max(
         _deviation(trial.losses, alone.losses), _deviation(trial.grad_norms, alone.grad_norms)
     )
@@ -119,6 +112,23 @@ def check_real(run: Run) -> None:
         raise fit.unscaled(run)
     sizes = {axis: 1 if (size := getattr(run.mesh, axis)) == "auto" else size for axis in AXES}
     fit.check(run, math.prod(sizes.values()))
+
+
+def _step(small: Small) -> traffic.Step:
+    """What is known of the step of a small run."""
+    run, vocab = small.run, topology.vocabulary(small.run)
+    ways = {axis: logical.ways(small.mesh, axis) for axis in ("batch", "kv_heads")}
+    kv_heads = run.decoder(vocab).layers[0].attention.kv_heads
+    vectors = small.tokens // ways["batch"] * kv_heads // ways["kv_heads"]
+    return traffic.Step(
+        tokens=small.tokens,
+        mark=small.mark,
+        vocab=vocab,
+        head_dim=HEAD_DIM,
+        keys=vectors * HEAD_DIM,
+        has_ring=run.mesh.context_keys == "ring",
+        has_places=getattr(run.model, "capacity", None) is not None,
+    )
 
 
 def _start(count: int) -> None:
@@ -190,6 +200,9 @@ def _batches(run: Run, ids: int) -> Iterator[Any]:
 
 
 def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:
+    """Vectors, such as norms and biases, are no part of the answer: with a few of them a layer, each of a matrix's width, they
+    are a ten-thousandth of a model whose width is some thousands, and cost next to nothing whole.
+    """
     is_bias = path.rpartition("/")[2] == "bias"
     return not is_bias and sum(axis not in logical.LAYERS for axis in axes) >= 2
 

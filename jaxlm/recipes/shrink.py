@@ -76,6 +76,9 @@ def shrink(run: Run, steps: int, limit: int) -> Small:
     rows = math.prod(mesh[axis] for axis in ("data", "fsdp", "expert")) * microbatches
     if hasattr(run.model, "context"):
         model["context"] = 2 ** math.ceil(math.log2(sequence))  # a table of positions has no tokens
+    if getattr(run.model, "capacity", None):
+        # As many places as the mark in each row, so that what is sent to experts has it too.
+        model["capacity"] = mark * model["experts"] / (sequence * model["top_k"])
     raw = config.to_json(run)
     raw["model"] |= model
     raw["mesh"] |= mesh
@@ -110,7 +113,7 @@ def _kernels(run: Run, small: dict[str, int]) -> set[str]:
     return {layer.attention.kernel for layer in decoder.layers}
 
 
-def _model(model: Any, mesh: dict[str, int], repeats: int) -> dict[str, int]:
+def _model(model: Any, mesh: dict[str, int], repeats: int) -> dict[str, Any]:
     """The model's sizes: as few heads as `tensor` and the grouping allow, as few layers as stages and the pattern do."""
     tensor = mesh["tensor"]
     first = min(getattr(model, "dense_depth", 0), 1)
@@ -118,7 +121,8 @@ def _model(model: Any, mesh: dict[str, int], repeats: int) -> dict[str, int]:
     decoder = dataclasses.replace(model, vocab=VOCAB, **less).build()
     heads_of = decoder.pattern[0].attention
     kv_heads = math.lcm(tensor, min(heads_of.kv_heads, 2))
-    grouped = min(heads_of.heads // heads_of.kv_heads, 2)
+    # Where heads can share keys they do, so that queries are told from keys by their number.
+    grouped = 2 if hasattr(model, "kv_heads") else 1
     heads = kv_heads * grouped
     width = math.lcm(heads * HEAD_DIM, mesh["fsdp"])
     turns = -(-(decoder.depth - len(decoder.prefix)) // len(decoder.pattern))

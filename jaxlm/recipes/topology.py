@@ -67,14 +67,7 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
     compiled = compile_step(run, grid)
     memory = stepping.held(compiled)
     # A real run's sizes have no mark to tell activations by: nothing is judged here.
-    lines = traffic.table(
-        collectives.read(compiled.as_text() or ""),
-        dict(grid.shape),
-        tokens=0,
-        vocab=0,
-        mark=0,
-        head_dim=0,
-    )
+    lines = traffic.table(collectives.read(compiled.as_text() or ""), dict(grid.shape))
     return {
         "topology": known.topology,
         "devices": known.devices,

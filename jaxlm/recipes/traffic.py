@@ -28,30 +28,36 @@ class Line:
         return dataclasses.asdict(self) | {"is_expected": not self.why_unexpected}
 
 
-def table(
-    collectives: Sequence[Collective],
-    mesh: Mapping[str, int],
-    *,
-    tokens: int,
-    vocab: int,
-    mark: int,
-    head_dim: int,
-) -> list[Line]:
-    """The lines of a step's collectives, what nobody wanted first, then by bytes.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """By what the arrays of a step are told apart, and what it sends by design. Of sizes without a mark nothing is judged."""
 
-    `tokens` are those of a micro-batch over all devices, of which `mark` is a prime factor that no size of the model has,
-    nothing but the vocabulary has the size `vocab`, and nothing but heads `head_dim`.
-    """
+    tokens: int = 0  # of a micro-batch over all devices
+    mark: int = 0  # a prime factor of the tokens that no size of the model has
+    vocab: int = 0  # a size that nothing but the vocabulary has
+    head_dim: int = 0  # a size that nothing but heads has
+    keys: int = (
+        0  # numbers in the keys, or in the values, of a micro-batch on one device, of whole rows
+    )
+    has_ring: bool = False  # keys go round context; else they are gathered
+    has_places: bool = (
+        False  # tokens are sent to the places that experts have; else they are gathered
+    )
+
+
+def table(
+    collectives: Sequence[Collective], mesh: Mapping[str, int], step: Step = Step()
+) -> list[Line]:
+    """The lines of a step's collectives, what nobody wanted first, then by bytes."""
     found: dict[tuple[Any, ...], list[Collective]] = {}
     for each in collectives:
         axes = each.axes(mesh)
         if not axes:
             continue  # every group is one device
-        contents = {content_of(shape, tokens, vocab, mark) for shape in each.shapes}
+        contents = {content_of(shape, step.tokens, step.vocab, step.mark) for shape in each.shapes}
         content = next(known for known in get_args(Content) if known in contents)
-        source = each.source or each.op
-        is_of_heads = all(shape.sizes[-1:] == (head_dim,) for shape in each.shapes)
-        why = unexpected(each.kind, axes, content, source, is_of_heads=is_of_heads)
+        source = each.source or each.op or "no line known"
+        why = unexpected(each.kind, axes, content, source, each.shapes, step)
         found.setdefault((each.kind, axes, content, source, why), []).append(each)
     lines = []
     for (kind, axes, content, source, why), group in found.items():
@@ -82,25 +88,45 @@ def content_of(shape: Shape, tokens: int, vocab: int, mark: int) -> Content:
 
 
 def unexpected(
-    kind: str, axes: Sequence[str], content: Content, source: str, *, is_of_heads: bool
+    kind: str,
+    axes: Sequence[str],
+    content: Content,
+    source: str,
+    shapes: Sequence[Shape],
+    step: Step,
 ) -> str:
     """Why a collective should not be there; empty where it should.
 
     Parameters and their gradients may go wherever the layout of parameters sends them. What has more than one number for
-    each token stays with its tokens: it is summed over `tensor`, exchanged over `expert`, handed on over `pipe`, and no
-    device ever needs it whole. The exceptions are keys and values over `context`, and tokens that go to experts.
+    each token stays with its tokens: it is summed over `tensor`, handed on over `pipe`, and no device ever needs it whole.
+    The exceptions are keys and values over `context`, gathered or in a ring, and tokens that go to experts. Queries are
+    told from keys by their number: not where each head has keys of its own.
     """
     if content == "logits":
         return "logits are sent whole, and each device needs only its part of the vocabulary"
     if content != "activations":
         return ""
     file = source.rpartition(":")[0].rpartition("/")[2]
-    if set(axes) == {"expert"} and file in ("expert.py", "moe.py"):
+    if (
+        set(axes) == {"expert"}
+        and file == "expert.py"
+        and (kind == "all-to-all") == step.has_places
+    ):
         return ""
     if kind == "all-gather":
         # From whichever line: the compiler moves a gather past what was done to the keys.
-        is_keys = set(axes) == {"context"} and is_of_heads
-        return "" if is_keys else "activations are gathered, and nothing needs them whole"
+        is_keys = all(s.sizes[-1:] == (step.head_dim,) and s.elements == step.keys for s in shapes)
+        if set(axes) == {"context"} and is_keys and not step.has_ring:
+            return ""
+        return "activations are gathered, and nothing needs them whole"
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        return "activations are exchanged, and only those for the places of experts need be"
+    if kind == "collective-permute":
+        handed_on = {"pipe", "context"} if step.has_ring else {"pipe"}
+        is_handed_on = len(axes) == 1 and axes[0] in handed_on
+        return (
+            "" if is_handed_on else "activations are handed on, and only stages and rings do that"
+        )
     if kind in ("all-reduce", "reduce-scatter") and ROW_AXES & set(axes):
         return "activations are summed over devices that hold other rows"
     return ""

@@ -11,9 +11,11 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.models import decoder
-from jaxlm.nn import mlp
-from jaxlm.parallel import logical, rules
+from jaxlm.nn import attention, embedding, mlp
+from jaxlm.parallel import expert, logical, rules
+from jaxlm.parallel.collectives import Collective, Shape
 from jaxlm.parallel.config import AXES, MeshConfig
+from jaxlm.parallel.groups import read_groups
 from jaxlm.recipes import check as checks
 from jaxlm.recipes import traffic
 from jaxlm.recipes.config import Run
@@ -160,6 +162,45 @@ def test_each_bug_that_was_put_in_is_found(file, capsys, monkeypatch, sharded_on
         assert found["unexpected"]
 
 
+SPLIT = ("mesh.context=2", "mesh.fsdp=1", "mesh.tensor=1")
+PLACED = ("model.family=mixtral", "model.capacity=1.25", "mesh.expert=2", "mesh.tensor=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bug", "settings", "kind", "over"),
+    [
+        ("queries", SPLIT, "all-gather", "context"),
+        ("places", PLACED, "all-gather", "expert"),
+        ("table", (), "all-to-all", "fsdp"),
+    ],
+)
+def test_what_is_sent_beside_what_may_be_is_found(
+    file, capsys, monkeypatch, sharded_only, bug, settings, kind, over
+):
+    """Queries gathered as keys are, places of experts gathered instead of exchanged, a table that is looked up in parts."""
+
+    def whole(x, *axes):
+        return rules.constrain(x, *(None if "heads" in axes and axis == "length" else axis for axis in axes))  # fmt: skip
+
+    def gathered(x, axis, split, joined, *, tiled):
+        every = jax.lax.all_gather(x, axis)
+        size = x.shape[split] // len(every)
+        own = jax.lax.axis_index(axis) * size
+        parts = [jax.lax.dynamic_slice_in_dim(one, own, size, split) for one in every]
+        return jax.numpy.concatenate(parts, joined)
+
+    if bug == "queries":
+        monkeypatch.setattr(attention, "constrain", whole)
+    elif bug == "places":
+        monkeypatch.setattr(expert.lax, "all_to_all", gathered)
+    else:
+        monkeypatch.setattr(embedding, "constrain", lambda x, *axes: x)
+    flags = [f"--config.{setting}" for setting in settings]
+    found = check(capsys, file, *flags, "--steps=1", code=1)
+    assert (kind, [over]) in [(each["kind"], each["axes"]) for each in found["unexpected"]]
+
+
 WHOLE = {
     "experts": ("expert", "model.family=mixtral", "mesh.expert=2", "mesh.tensor=1"),
     "layers": ("pipe", "mesh.pipe=2", "mesh.tensor=1"),
@@ -203,6 +244,14 @@ def test_matrices_that_their_own_axis_does_not_split_are_found(
         ("--config.model.family=mixtral", "--config.mesh.expert=2", "--config.mesh.tensor=1"),
         ("--config.mesh.data=2", "--config.mesh.zero=1"),
         ("--config.model.family=mixtral", "--config.mesh.expert=2", "--config.mesh.fsdp=1"),
+        (
+            "--config.model.family=mixtral",
+            "--config.mesh.expert=2",
+            "--config.mesh.fsdp=1",
+            "--config.mesh.tensor=1",
+            "--config.mesh.context=2",
+            "--config.model.capacity=1.25",
+        ),
         ("--config.model.family=gpt2", "--config.model.vocab=50304"),
         ("--config.optim.name=muon",),
         (
@@ -332,17 +381,56 @@ def test_a_shrunk_run_computes_attention_as_the_run_itself_would(settings, chang
     assert change in {(each.path, each.old, each.new) for each in small.changes}
 
 
+LINEAR, EXPERT = "jaxlm/nn/linear.py:1", "jaxlm/parallel/expert.py:1"
+KEYS, QUERIES = Shape("f32", (1, 20, 2, 8)), Shape("f32", (1, 20, 4, 8))
+STEP = traffic.Step(tokens=20, mark=5, vocab=512, head_dim=8, keys=KEYS.elements)
+RING = dataclasses.replace(STEP, has_ring=True)
+PLACES = dataclasses.replace(STEP, has_places=True)
+
+
+def why(kind, axes, content="activations", source=LINEAR, *, shapes=(QUERIES,), step=STEP):
+    return traffic.unexpected(kind, axes, content, source, shapes, step)
+
+
 def test_what_is_expected_is_decided_by_what_it_is():
-    expected = functools.partial(traffic.unexpected, is_of_heads=False)
-    assert not expected("all-gather", ("fsdp",), "parameters", "jaxlm/nn/linear.py:1")
-    assert expected("all-gather", ("fsdp",), "activations", "jaxlm/nn/linear.py:1")
-    assert expected("all-reduce", ("data", "fsdp"), "activations", "jaxlm/nn/linear.py:1")
-    assert not expected("all-reduce", ("tensor",), "activations", "jaxlm/nn/linear.py:1")
-    assert expected("all-reduce", ("tensor",), "logits", "jaxlm/nn/linear.py:1")
-    gathered = ("all-gather", ("context",), "activations", "jaxlm/ops/rope.py:1")
-    assert expected(*gathered)
-    assert not expected(*gathered, is_of_heads=True), "keys and values"
-    assert expected("all-gather", ("fsdp",), "activations", "jaxlm/ops/rope.py:1", is_of_heads=True)
-    assert not expected("all-gather", ("expert",), "activations", "jaxlm/parallel/expert.py:1")
-    assert not expected("all-to-all", ("fsdp",), "activations", "jaxlm/nn/embedding.py:1")
-    assert not expected("collective-permute", ("pipe",), "activations", "")
+    assert not why("all-gather", ("fsdp",), "parameters")
+    assert why("all-gather", ("fsdp",))
+    assert why("all-reduce", ("data", "fsdp"))
+    assert not why("all-reduce", ("tensor",))
+    assert why("all-reduce", ("tensor",), "logits")
+
+
+def test_over_context_keys_are_gathered_or_go_round_and_nothing_else():
+    gather = functools.partial(why, "all-gather", ("context",), source="jaxlm/ops/rope.py:1")
+    assert not gather(shapes=(KEYS, KEYS))
+    assert gather(shapes=(QUERIES,)), "the queries, or what heads have read"
+    assert gather(shapes=(KEYS, QUERIES))
+    assert gather(shapes=(Shape("f32", (1, 20, 16)),)), "as many numbers, but of no head"
+    assert gather(shapes=(KEYS,), step=RING)
+    assert why("all-gather", ("fsdp",), shapes=(KEYS,))
+    permute = functools.partial(why, "collective-permute")
+    assert not permute(("pipe",))
+    assert not permute(("context",), step=RING)
+    assert permute(("context",))
+    assert permute(("pipe", "data"))
+    assert permute(("tensor",))
+
+
+def test_tokens_go_to_experts_by_one_way():
+    over = ("expert",)
+    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        assert not why(kind, over, source=EXPERT)
+        assert why(kind, over, source=EXPERT, step=PLACES)
+        assert why(kind, over, source="jaxlm/nn/moe.py:1")
+    assert why("all-to-all", over, source=EXPERT)
+    assert not why("all-to-all", over, source=EXPERT, step=PLACES)
+    assert why("all-to-all", ("fsdp",), source="jaxlm/nn/embedding.py:1", step=PLACES)
+
+
+def test_a_collective_of_which_no_line_is_known_says_so():
+    groups = read_groups("replica_groups={{0,1}}", 2)
+    bare = Collective(
+        kind="all-gather", name="g", shapes=(QUERIES,), groups=groups, times=1, op="", source=""
+    )
+    (line,) = traffic.table([bare], dict.fromkeys(AXES, 1) | {"tensor": 2}, STEP)
+    assert (line.source, bool(line.why_unexpected)) == ("no line known", True)
