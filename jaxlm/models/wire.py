@@ -8,6 +8,7 @@ from jaxlm.models.tensors import tensors
 from jaxlm.nn.config import AttentionConfig, MoeConfig
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import LAYERS
+from jaxlm.parallel.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class Work:
     sequence: int
     rows: int  # rows of this chip's part of the batch: tokens / sequence, where context and tensor share them
     microbatches: int = 1
+    repeats: int = 1  # groups of layers that a stage of a pipeline holds
     weight_bytes: int = 2
     gradient_bytes: int = 4
     activation_bytes: int = 2
@@ -28,13 +30,18 @@ class Work:
         """The residual stream of all rows, whole."""
         return self.rows * self.sequence * self.model.width * self.activation_bytes
 
-    def passes(self, sizes: dict[str, int]) -> tuple[int, int]:
+    def schedule(self, sizes: dict[str, int]) -> Schedule:
+        """How micro-batches go through the stages."""
+        return Schedule(sizes["pipe"], self.microbatches, self.repeats)
+
+    def passes(self, sizes: dict[str, int]) -> tuple[float, int]:
         """How often in one step a chip goes through its blocks, and through the embedding and the unembedding.
 
-        Once for each micro-batch; in a pipeline blocks once for each tick, and the tables once, for all micro-batches.
+        Once for each micro-batch; in a pipeline through one of its groups of blocks for each tick, and through the tables
+        once, for all micro-batches.
         """
         if sizes["pipe"] > 1:
-            return self.microbatches + sizes["pipe"] - 1, 1
+            return self.schedule(sizes).ticks / self.repeats, 1
         return self.microbatches, self.microbatches
 
 
@@ -131,11 +138,30 @@ def context_bytes(work: Work, sizes: dict[str, int]) -> float:
 def pipe_bytes(work: Work, sizes: dict[str, int]) -> float:
     """Over pipe: the stream of a micro-batch to the next stage each tick, and its gradient back; and four sums of the
     stream: of the embedding, as stages hold parts of the vocabulary, and of the last stage's result forward, of the
-    gradients of the unembedding and of the first stage's batch backward.
+    gradients of the unembedding and of the first stage's batch backward. Beside them, what `dealt_bytes` counts.
     """
-    ticks, _ = work.passes(sizes)
-    moved = 2 * ticks * work.stream_bytes / work.microbatches if sizes["pipe"] > 1 else 0
-    return moved + 2 * _ring(sizes["pipe"]) * 4 * work.stream_bytes
+    if sizes["pipe"] == 1:
+        return 0.0
+    moved = 2 * work.schedule(sizes).ticks * work.stream_bytes / work.microbatches
+    return moved + 2 * _ring(sizes["pipe"]) * 4 * work.stream_bytes + dealt_bytes(work, sizes)
+
+
+def dealt_bytes(work: Work, sizes: dict[str, int]) -> float:
+    """Over pipe with R > 1 groups of blocks on each of P stages: each chip's parameters to the stages of their groups, and
+    their gradients back.
+
+    Each way (P - 1) / P of them where P divides R. Where R divides P, (R - 1) / R of them are exchanged among R chips, and
+    all handed on to others. Else XLA gathers them: P - 1 times what a chip holds, at most.
+    """
+    stages, repeats = sizes["pipe"], work.repeats
+    if stages == 1 or repeats == 1:
+        return 0.0
+    if repeats % stages == 0:
+        sent = _ring(stages)
+    else:
+        sent = _ring(repeats) + 1 if stages % repeats == 0 else stages - 1
+    blocks, _, _ = matrices(work.model, sizes["tensor"])
+    return blocks / (stages * sizes["fsdp"]) * sent * (work.weight_bytes + work.gradient_bytes)
 
 
 def _ring(devices: int) -> float:

@@ -41,9 +41,9 @@ def run(
     the first stage's is used: the batch waits there for its turn, comes back there from the last stage, and goes to all
     at the end in one reduction over `pipe`, M B T D elements.
 
-    With R > 1 the layers of a stage, consecutive in the parameters, are dealt out by group: an all-to-all over `pipe` of
-    all the parameters once a step, and of their gradients once. Each tick then reads one group by its number: what the
-    backward pass keeps of a tick has these weights in it unless remat makes it read them again.
+    With R > 1 the layers of a stage, consecutive in the parameters, are dealt out by group: all the parameters over `pipe`
+    once a step, and their gradients once, by what `models.wire.dealt_bytes` counts. Each tick then reads one group by its number: what the
+    backward pass keeps of a tick has these weights in it, whatever remat computes again.
     """
     stages, count = schedule.stages, schedule.microbatches
     groups = jax.tree.map(functools.partial(_by_stage, schedule), layers)
@@ -85,11 +85,14 @@ def _by_stage(schedule: Schedule, leaf: Array) -> Array:
     """[L, ...] as [P, R, L / (P R), ...]."""
     size = leaf.shape[0] // (schedule.stages * schedule.repeats)
     groups = leaf.reshape(schedule.repeats, schedule.stages, size, *leaf.shape[1:])
-    groups = jnp.swapaxes(groups, 0, 1)
     if jax.sharding.get_abstract_mesh().empty:
-        return groups
+        return jnp.swapaxes(groups, 0, 1)
     free = (PartitionSpec.UNCONSTRAINED,) * (groups.ndim - 1)
-    return lax.with_sharding_constraint(groups, PartitionSpec(logical.RULES["stages"], *free))
+    by_stage = PartitionSpec(logical.RULES["stages"], *free)
+    if schedule.repeats % schedule.stages == 0:
+        # Its gradients are laid out so too: else XLA gathers all of them where devices hold copies (jax 0.12).
+        groups = lax.with_sharding_constraint(groups, by_stage)
+    return lax.with_sharding_constraint(jnp.swapaxes(groups, 0, 1), by_stage)
 
 
 def _at(x: Array, index: Array, axis: int = 0) -> Array:

@@ -205,6 +205,7 @@ def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: Share) -> dict[st
         targets=written(run),
         rows=share.rows * run.train.microbatches,
         microbatches=run.train.microbatches,
+        repeats=run.train.turns,
         weight_bytes=ITEM_BYTES[run.precision.params],
         gradient_bytes=ITEM_BYTES[run.precision.reduce],
         activation_bytes=share.stream_bytes,

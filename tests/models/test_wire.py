@@ -67,6 +67,7 @@ def work(run, sizes, **given):
         sequence=run.data.sequence // sizes["context"],
         rows=rows,
         microbatches=run.train.microbatches,
+        repeats=run.train.turns,
         **(dict(weight_bytes=4, gradient_bytes=4, activation_bytes=4) | given),
     )
 
@@ -97,6 +98,42 @@ def test_stages_send_what_the_closed_form_says():
     assert handed_on + summed == wire.pipe_bytes(work(run, sizes), sizes)
     found, run, sizes = sent(settings | {"mesh.data": "2"}, 4)
     assert found["all-reduce", "data", "parameters"] == wire.data_bytes(work(run, sizes), sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stages", "other", "repeats", "kinds"),
+    [
+        (2, "fsdp", 2, {"all-to-all"}),
+        (2, "data", 2, {"all-to-all"}),
+        (4, "data", 2, {"all-to-all", "collective-permute"}),
+    ],
+)
+def test_stages_of_several_groups_send_what_the_closed_form_says(stages, other, repeats, kinds):
+    """Two layers a group; the norms of blocks go with their matrices."""
+    settings = {
+        "model.depth": str(2 * stages * repeats),
+        "mesh.pipe": str(stages),
+        "train.microbatches": "4",
+        "train.pipeline": "circular",
+        "train.pipeline_repeats": str(repeats),
+    }
+    found, run, sizes = sent(settings | {f"mesh.{other}": "2"}, 2 * stages)
+    given = work(run, sizes)
+    if other == "fsdp":
+        gathered = wire.fsdp_bytes(work(run, sizes, gradient_bytes=0), sizes)
+        assert found["all-gather", "fsdp", "parameters"] == gathered
+    else:
+        assert found["all-reduce", "data", "parameters"] == wire.data_bytes(given, sizes)
+    dealt = wire.dealt_bytes(given, sizes)
+    handed_on = found["collective-permute", "pipe", "activations"]
+    summed = found["all-reduce", "pipe", "activations"]
+    assert handed_on + summed == wire.pipe_bytes(given, sizes) - dealt
+    sent_blocks = {key[0]: size for key, size in found.items() if key[1:] == ("pipe", "parameters")}
+    assert set(sent_blocks) == kinds
+    blocks, _, _ = wire.matrices(given.model, 1)
+    norms = 2 * run.model.width * run.model.depth
+    assert sum(sent_blocks.values()) == dealt * (1 + norms / blocks)
 
 
 @pytest.mark.slow
