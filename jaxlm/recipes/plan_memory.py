@@ -17,6 +17,7 @@ from jaxlm.optim.config import ScheduleFree, Sophia
 from jaxlm.optim.moments import moments
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import LogicalAxes, Sizes
+from jaxlm.recipes import fit
 from jaxlm.recipes.config import Run
 
 LOOSE = 1.1  # a buffer's place is found in a heap with holes
@@ -98,7 +99,9 @@ def temporary_bytes(
     """What comes and goes in a step: kept activations, and the larger of the loss's and of one layer's going back."""
     policies = run.train.remat.split("/")
     stages = sizes["pipe"]
-    passes = run.train.microbatches + stages - 1 if stages > 1 else 1
+    # In each tick of a pipeline a stage goes through one of its groups of layers.
+    schedule = fit.schedule(run, sizes)
+    passes = schedule.ticks / schedule.repeats if schedule else 1
     kept, layer = 0.0, 0.0
     for stack, own in stacks(decoder, share, targets):
         first = len(stack.prefix)
@@ -116,7 +119,8 @@ def temporary_bytes(
             for block, policy in layers
         )
         layer = max(layer, largest + activations.meeting(stack, own))
-    predicted = own.tokens  # of the last stack
+    predicted = own.tokens  # of the last stack; behind a pipeline of all micro-batches at once
+    predicted *= run.train.microbatches if schedule else 1
     tokens = min(run.loss.chunk or predicted, predicted)
     # With their exponentials or their gradients; those of each further head are kept, but for chunks.
     heads = 0 if run.loss.chunk else len(decoder.heads)
@@ -132,12 +136,22 @@ def temporary_bytes(
         beside = 0 if isinstance(decoder, EncoderDecoder) else len(decoder.prefix)
         per_layer = repeated / (decoder.depth - beside) * stages
         gathered = 2 * per_layer * ITEM_BYTES[run.precision.params]
+    groups = 0.0
+    if schedule and schedule.repeats > 1:
+        own_layers = sum(
+            _part(each, sizes, is_split=run.mesh.zero == 3)
+            for each in tensors(decoder)
+            if each.axes[0] == "layers"
+        )
+        groups = own_layers * passes * ITEM_BYTES[run.precision.params]
     sums = held["gradients"] if run.train.microbatches > 1 and stages == 1 else 0.0
     return {
         "activations": LOOSE * (kept + max(layer - logits, 0.0)),
         "logits": LOOSE * logits,
         "accumulators": sums,
         "gathered": gathered,
+        # Weights that a circular pipeline has read for a tick, whatever remat computes again.
+        "groups": groups,
         # Where the gradient is taken, if not at the parameters.
         "curvature": held["gradients"] if isinstance(run.optim, Sophia) else 0.0,
         "ahead": held["parameters"] if isinstance(run.optim, ScheduleFree) else 0.0,

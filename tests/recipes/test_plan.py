@@ -124,6 +124,8 @@ def test_the_bytes_of_the_state_are_those_of_the_live_layout(settings, devices):
     assert {name: round(size) for name, size in said.items()} == pytest.approx(live, abs=scalars)
 
 
+STAGES = {"mesh.pipe": "2", "mesh.data": "2", "train.microbatches": "4"}
+CIRCULAR = STAGES | {"train.pipeline": "circular"}
 # Models of up to 124M parameters; the constants of the plan were chosen on these, ...
 CHOSEN_ON = [
     ("q", {}),
@@ -158,6 +160,9 @@ NEVER_SEEN = [
     ("w", {"mesh.fsdp": "4", "train.remat": "dots"}),
     ("z", {"train.remat": "full", "loss.chunk": "512"}),
     ("z", {"train.remat": "dots"}),
+    ("q", STAGES),
+    ("q", CIRCULAR),
+    ("q", CIRCULAR | {"train.remat": "full"}),
     # Encoders with decoders, for which no constant was chosen.
     ("t", PAIRED),
     ("t", PAIRED | {"objective.name": "ul2"}),
