@@ -58,15 +58,16 @@ def run_on(
     rows: int,
     microbatches: int,
     family: str = "experts",
+    **train: Any,
 ) -> Run:
-    """A run on a mesh; in a ring where its rows are split."""
+    """A run on a mesh with these settings of it and of `train`; in a ring where its rows are split."""
     settings: dict[str, Any] = {"data": 1, "context_keys": "ring"} | sizes
     return Run(
         model=FAMILIES[family],
         data=data,
         optim=AdamW(lr=3e-3),
         schedule=Constant(),
-        train=TrainConfig(steps=20, batch=rows, microbatches=microbatches),
+        train=TrainConfig(steps=20, batch=rows, microbatches=microbatches, **train),
         mesh=MeshConfig(**settings),
     )
 

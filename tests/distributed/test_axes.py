@@ -47,6 +47,23 @@ COMBINATIONS = [
 ]
 
 
+# Of the dense model, other ways to use an axis than the table's: it has ZeRO 3, stages gone through once, and keys in a ring.
+CIRCULAR = {"pipeline": "circular", "remat": "full"}
+WAYS = {
+    "fsdp=8, ZeRO 1": ({"fsdp": 8, "zero": 1}, {}),
+    "fsdp=8, ZeRO 2": ({"fsdp": 8, "zero": 2}, {}),
+    "fsdp=4 x tensor=2, ZeRO 1": ({"fsdp": 4, "tensor": 2, "zero": 1}, {}),
+    "fsdp=4 x tensor=2, ZeRO 2": ({"fsdp": 4, "tensor": 2, "zero": 2}, {}),
+    "data=2 x fsdp=4, ZeRO 1": ({"data": 2, "fsdp": 4, "zero": 1}, {}),
+    "data=2 x fsdp=4, ZeRO 2": ({"data": 2, "fsdp": 4, "zero": 2}, {}),
+    "pipe=4 x fsdp=2, 2 rounds": ({"pipe": 4, "fsdp": 2}, CIRCULAR),
+    "pipe=2 x data=4, 4 rounds": ({"pipe": 2, "data": 4}, CIRCULAR | {"pipeline_repeats": 4}),
+    "pipe=4 x fsdp=2, 2 rounds, ZeRO 2": ({"pipe": 4, "fsdp": 2, "zero": 2}, CIRCULAR),
+    "context=8, gathered": ({"context": 8, "context_keys": "gather"}, {}),
+    "context=4 x tensor=2, gathered": ({"context": 4, "tensor": 2, "context_keys": "gather"}, {}),
+}
+
+
 def combinations(family):
     """The meshes of a family's table; with a capacity it differs from dropless experts only in what crosses `expert`."""
     is_few = family == "capacity"
@@ -57,8 +74,14 @@ def named(sizes):
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-def row(name, deviation):
-    return f"{name:<28}" + "".join(f"{value:>17.1e}" for value in deviation.values())
+def table(title, found):
+    """Deviations by name, a row each, and the largest of all."""
+    names = list(next(iter(found.values())))
+    largest = {name: max(each[name] for each in found.values()) for name in names}
+    head = f"{title:<36}" + "".join(f"{name:>17}" for name in names)
+    rows = (found | {"largest": largest}).items()
+    told = [f"{name:<36}" + "".join(f"{x:>17.1e}" for x in each.values()) for name, each in rows]
+    return "\n".join([head, *told])
 
 
 def outside(deviation):
@@ -89,7 +112,9 @@ def test_an_axis_and_a_pair_on_four_devices_give_the_course_of_one(alone, data, 
 
 @pytest.mark.slow
 def test_a_checkpoint_moves_through_every_mesh_bit_for_bit(data, tmp_path):
-    """Saved on one device, restored and saved on each mesh of the table and with each ZeRO stage, and on one again."""
+    """In a chain: saved on one device, restored and saved on each mesh of the table after the one before it, with each ZeRO
+    stage too, and on one device again. As each has the same bits whole, so has a move between any two.
+    """
     stages = [{"fsdp": 8, "zero": zero} for zero in (1, 2)]
     read = dataset.open_data(data, seed=0)
     draw = np.random.default_rng(0)
@@ -119,15 +144,24 @@ def noise(draw, leaf):
 def test_every_pair_of_axes(data, record_property, family):
     """Each axis alone, every pair, and a dozen of triples on eight devices, 20 steps; shows the table of deviations."""
     assert all(math.prod(sizes.values()) == 8 for sizes in COMBINATIONS)
+    cases = {named(sizes): (sizes, {}) for sizes in combinations(family)}
+    check(data, record_property, family, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_way_to_use_an_axis(data, record_property):
+    """ZeRO 1 and 2, circular pipelines and gathered keys, as above."""
+    check(data, record_property, "dense", WAYS)
+
+
+def check(data, record_property, family, cases):
+    """The course of each case, settings of its mesh and of `train`, is that of one device."""
     on = functools.partial(laws.run_on, data, rows=64, microbatches=8, family=family)
     alone = laws.follow(on({}), 20)
     found = {
-        named(sizes): laws.follow(on(sizes), 20, begun=alone.start).deviation(alone)
-        for sizes in combinations(family)
+        name: laws.follow(on(sizes, **train), 20, begun=alone.start).deviation(alone)
+        for name, (sizes, train) in cases.items()
     }
-    names = list(alone.deviation(alone))
-    largest = {name: max(each[name] for each in found.values()) for name in names}
-    title = f"{family:<28}" + "".join(f"{name:>17}" for name in names)
-    rows = [row(name, each) for name, each in (found | {"largest": largest}).items()]
-    record_property("table", "\n".join([title, *rows]))
+    record_property("table", table(family, found))
     assert not {name: wrong for name, each in found.items() if (wrong := outside(each))}

@@ -61,8 +61,6 @@ def pieces(
     family=FAMILY,
     precision=None,
     microbatches=1,
-    schedule=None,
-    remat="none",
     layout=lambda blueprint: None,
     arm=AdamW,
     shape=None,
@@ -70,9 +68,7 @@ def pieces(
     average=None,
     **optim,
 ):
-    blueprint = Blueprint(
-        family.build(), precision or Precision.float32(), schedule=schedule, remat=remat
-    )
+    blueprint = Blueprint(family.build(), precision or Precision.float32())
     rate = schedules.build(shape or Constant(), lr=1e-2, total=20, tokens_per_step=1)
     config = arm(lr=1e-2, **optim)
     optimizer = optimizers.build(config, rate, blueprint.axes)
@@ -85,7 +81,7 @@ def pieces(
         precision=precision or Precision.float32(),
         guard=guard,
         layout=layout(blueprint),
-        microbatches=microbatches if schedule is None else 1,
+        microbatches=microbatches,
         ahead=optimizers.ahead(config, blueprint.axes),
         average=average,
         curvature=Curvature(functools.partial(_drawn, blueprint), every)
