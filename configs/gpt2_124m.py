@@ -21,6 +21,7 @@ import ml_collections
 
 from jaxlm.core import config
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.hardware import layout
 
 HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and so is the loss
     "1gpu": (dict(data=1), 32),
@@ -53,10 +54,6 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     c.log.every = 10
     c.sample.prompts = ("The", "In 2016, ")
     if hardware:
-        if hardware not in HARDWARE:
-            raise ValueError(
-                f"gpt2_124m.py takes {', '.join(HARDWARE)} or nothing, not {hardware!r}"
-            )
-        mesh, c.train.microbatches = HARDWARE[hardware]
+        mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
     return c

@@ -8,7 +8,7 @@ the weight of the balance loss are those of arXiv:2401.06066, section 5.1; of 16
 2.8.
 
 Hardware: a multiple of 8 GPUs, timed for 8 GPUs of the H100's class, 8 experts on each; or one of the arguments. Weights,
-gradients and moments take 262 GB over all devices: more than a v5e-16 has. Hours at 40% of the peak, not measured:
+gradients and moments take 262 GB over all devices: nearly all of a v5e-16. Hours at 40% of the peak, not measured:
 
     8gpu      85    experts over 8                         v6e-256   3    256 chips, experts over 8, parameters over all
     v5p-128   23    64 chips, experts over 8, parameters over all
@@ -20,6 +20,7 @@ import ml_collections
 
 from jaxlm.core import config
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.hardware import layout
 
 HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and so is the loss
     "8gpu": (dict(expert=8), 64),
@@ -53,10 +54,6 @@ def get_config(hardware: str = "") -> ml_collections.ConfigDict:
     c.log.every = 10
     c.sample.prompts = ("The", "In 2016, ")
     if hardware:
-        if hardware not in HARDWARE:
-            raise ValueError(
-                f"moe_fine.py takes {', '.join(HARDWARE)} or nothing, not {hardware!r}"
-            )
-        mesh, c.train.microbatches = HARDWARE[hardware]
+        mesh, c.train.microbatches = layout(HARDWARE, hardware, c, __file__)
         c.mesh.update(dict(data=1, fsdp=1, tensor=1) | mesh)
     return c

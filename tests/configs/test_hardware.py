@@ -33,6 +33,21 @@ DEVICES = {  # how many JAX sees, and bytes of each; v5p is named by its cores, 
 }
 
 
+# Of the sizes and the hardware that are asked for, those that are left out: the state does not fit.
+WANTED = ("1gpu", "8gpu", "v5e-16", "v5p-128", "v6e-256")
+TOO_SMALL = {
+    ("llama_8b", "1gpu"): ("take 128 GB; 1gpu has 80 GB, and activations", "8gpu"),
+    ("llama_70b", "1gpu"): ("take 1,129 GB; 1gpu has 80 GB, and activations", "512gpu"),
+    ("llama_70b", "8gpu"): ("take 1,129 GB; 8gpu has 640 GB, and activations", "512gpu"),
+    ("llama_70b", "v5e-16"): ("take 1,129 GB; v5e-16 has 275 GB, and activations", "v5p-128"),
+    ("mixtral_8x7b", "1gpu"): ("take 747 GB; 1gpu has 80 GB, and activations", "64gpu"),
+    ("mixtral_8x7b", "8gpu"): ("take 747 GB; 8gpu has 640 GB, and activations", "64gpu"),
+    ("mixtral_8x7b", "v5e-16"): ("take 747 GB; v5e-16 has 275 GB, and activations", "v5p-128"),
+    ("moe_fine", "1gpu"): ("take 262 GB; 1gpu has 80 GB, and activations", "8gpu"),
+    ("moe_fine", "v5e-16"): ("take 262 GB; v5e-16 has 275 GB, and activations", "v5p-128"),
+}
+
+
 def module(path):
     found = importlib.util.spec_from_file_location(path.stem, path)
     loaded = importlib.util.module_from_spec(found)
@@ -65,6 +80,10 @@ def test_each_config_names_the_hardware_that_it_is_for():
         "llama_70b": {"512gpu", "v5p-128", "v6e-256"},
         "mixtral_8x7b": {"64gpu", "v5p-128", "v6e-256"},
         "moe_fine": {"8gpu", "v5p-128", "v6e-256"},
+    }
+    real = [name for name, named in NAMED.items() if named]
+    assert TOO_SMALL.keys() == {
+        (name, each) for name in real for each in WANTED if each not in NAMED[name]
     }
 
 
@@ -123,7 +142,20 @@ def test_the_step_and_its_layout_can_be_traced(name, hardware):
     assert all(leaf.dtype for leaf in jax.tree.leaves(metrics))
 
 
-def test_hardware_that_a_config_does_not_fit_is_refused_with_those_that_it_does():
+@pytest.mark.parametrize(
+    ("name", "hardware", "why", "nearest"),
+    [
+        *((*pair, *told) for pair, told in TOO_SMALL.items()),
+        ("llama_8b", "16gpu", "has 1,280 GB: it fits, with a mesh of your own", "8gpu"),
+        ("llama_8b", "v6e_256", "neither a number of GPUs", "v6e-256"),
+    ],
+)
+def test_hardware_that_a_config_is_not_for_is_refused_with_why_and_the_nearest(
+    name, hardware, why, nearest
+):
     with pytest.raises(ConfigError) as caught:
-        load("llama_8b", "1gpu")
-    assert "8gpu, 64gpu, v5e-16, v5p-128, v6e-256" in str(caught.value)
+        load(name, hardware)
+    assert why in caught.value.why
+    assert f"there are layouts for {', '.join(NAMED[name])}" in caught.value.why
+    assert caught.value.fix.endswith(f"configs/{name}.py:{nearest}")
+    assert nearest in NAMED[name]

@@ -18,6 +18,7 @@ LIGHT = sorted(
         "optim/course.py",
         "optim/moments.py",
         "recipes/fit.py",
+        "recipes/hardware.py",
         "recipes/plan*.py",
         "recipes/rate_plot.py",
         "recipes/scale.py",
