@@ -288,6 +288,25 @@ def test_tested_versions_that_are_nowhere_give_way_to_allowed_ones(machine):
     assert machine.installs[1].endswith("-e .")
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        ("No matching distribution found for libtpu==0.0.17", 0, "libtpu cannot be installed here"),
+        ("Could not install packages: [Errno 28] libtpu", 1, ".venv-tpu was not made"),
+    ],
+)
+def test_only_a_libtpu_that_is_nowhere_leaves_compiling_for_tpus_out(machine, error, code, says):
+    refuse = f'case "$*" in *tpu*) echo "ERROR: {error}"; exit 1 ;; esac'
+    for version in ("3.11", "3.13"):
+        machine.python(f"python{version}", version, pip=refuse)
+    shutil.copy(ROOT / "scripts/test", machine.clone / "scripts")
+    done = machine.run("exec bash scripts/test --slow tests/some")
+    assert done.returncode == code, done.stderr
+    assert f"== {says}" in done.stdout
+    assert f"could not install jaxlm into .venv-tpu: ERROR: {error}" in done.stderr
+    assert "== compiling for TPUs" not in done.stdout
+
+
 def test_a_full_disk_is_said_before_anything_is_made(machine):
     machine.python("python3.13", "3.13")
     (machine.bin / "df").unlink()
