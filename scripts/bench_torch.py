@@ -9,8 +9,8 @@ what a GPU needs. Every arm is a process of its own. On a CPU all of them live t
 that a slow spell of the machine meets all. On a GPU, whose memory one would take from the other, an arm is started, warmed
 up, timed and ended before the next begins, in as many rounds as there is time for; every second one has the order reversed.
 
-jaxlm's step is that of `jaxlm train`, guard and metrics included; --config.a.b=V changes a setting of it. PyTorch's is in
-scripts/torch_arms.py. All start within 1 of ln V, or the arm does not count. Speeds are medians over windows; the ratio is
+jaxlm's step is that of `jaxlm train`, guard and metrics included; --config.a.b=V changes a setting of it. In the arm `jaxlm
+offload` its optimizer's state waits in host memory between steps. PyTorch's is in scripts/torch_arms.py. All start within 1 of ln V, or the arm does not count. Speeds are medians over windows; the ratio is
 that to the best arm of PyTorch. MFU is model FLOPs by jaxlm.models.cost, attention at the causal half, over the bfloat16
 peak in jaxlm/monitor/chips.py. Peak memory is the most that an arm's allocator had given out, by its own count.
 """
@@ -32,6 +32,11 @@ from jaxlm.core.errors import JaxlmError
 from jaxlm.monitor import chips, traced, words
 
 PRECISIONS = ("float32", "bfloat16")
+# Settings beside those of the command line: what keeping the optimizer's state in host memory costs, and what it frees.
+OURS: dict[str, list[tuple[str, str]]] = {
+    "jaxlm": [],
+    "jaxlm offload": [("train.offload", "optimizer")],
+}
 # Minimal or Hugging Face's, compiled or not, and which attention kernel a GPU may take.
 SIDES: dict[str, dict[str, Any]] = {
     "torch eager": dict(is_minimal=True, is_compiled=False, kernel="any"),
@@ -41,12 +46,12 @@ SIDES: dict[str, dict[str, Any]] = {
     "transformers eager": dict(is_minimal=False, is_compiled=False, kernel="any"),
     "transformers compiled": dict(is_minimal=False, is_compiled=True, kernel="any"),
 }
-ARMS = {f"{side} {low}": (side, low) for side in ("jaxlm", *SIDES) for low in PRECISIONS}
+ARMS = {f"{side} {low}": (side, low) for side in (*OURS, *SIDES) for low in PRECISIONS}
 WANTED = {
     "cpu": [arm for arm, (side, _) in ARMS.items() if side in ("jaxlm", "torch eager", "torch compiled")],
     "gpu": [
         f"{side} bfloat16"
-        for side in ("jaxlm", "torch compiled flash", "torch compiled cudnn", "transformers compiled")
+        for side in ("jaxlm", "torch compiled flash", "torch compiled cudnn", "transformers compiled", "jaxlm offload")
     ],
 }  # fmt: skip
 
@@ -57,10 +62,10 @@ def work(args: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     side, precision = ARMS[args.arm]
     size = SIZES[args.size]
     arm: Any
-    if side == "jaxlm":
+    if side in OURS:
         import jaxlm_arm
 
-        arm = jaxlm_arm.Arm(size, precision, overrides)
+        arm = jaxlm_arm.Arm(size, precision, [*overrides, *OURS[side]])
     else:
         import torch_arms
 
@@ -86,7 +91,7 @@ def row(name: str, arms: Mapping[str, Measured], args: argparse.Namespace) -> di
     """What is reported of a size."""
     size = SIZES[name]
     parameters, flops = costs(size)
-    best = max((of.median for arm, of in arms.items() if ARMS[arm][0] != "jaxlm"), default=0.0)
+    best = max((of.median for arm, of in arms.items() if ARMS[arm][0] in SIDES), default=0.0)
     ours = max((of.median for arm, of in arms.items() if ARMS[arm][0] == "jaxlm"), default=0.0)
 
     def one(found: Measured) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """The front of scripts/bench_torch.py with arms that only pretend: turns, what ends an arm, MFU and the table."""
 
 import importlib.util
+import json
 import math
+import os
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -121,15 +124,35 @@ def test_mfu_and_ratio_are_counted_and_shown(scripts):
         "torch compiled flash bfloat16": measured(60e3),
         "torch compiled cudnn bfloat16": scripts.bench_turns.Measured(error="exit code 1: oh"),
         "transformers compiled bfloat16": measured(50e3, device="another"),
+        "jaxlm offload bfloat16": measured(90e3),
     }
     row = scripts.bench_torch.row("llama-1B@2048", arms, Namespace(overrides=[("loss.chunk", "9")]))
-    ours, flash, cudnn, other = row["arms"].values()
+    ours, flash, cudnn, other, offload = row["arms"].values()
     layer = 2 * 2048 * 2048 + 2 * 2048 * 512 + 3 * 2048 * 8192
     flops = 6 * (16 * layer + 128_256 * 2048) + 16 * 12 * 2048 * 2049 / 2
     assert ours["mfu"] == pytest.approx(66e3 * flops / 989.4e12)
-    assert (ours["ratio"], flash["ratio"], row["ratio"]) == (1.1, 1.0, 1.1)
+    assert (ours["ratio"], flash["ratio"], offload["ratio"], row["ratio"]) == (1.1, 1.0, 1.5, 1.1)
     assert (cudnn["tokens_per_second"], cudnn["mfu"], other["mfu"]) == (None, None, None)
     text = scripts.bench_torch.table([row])
     assert "| jaxlm bfloat16 | 66,000 (60,000 to 72,000) | 1.100 | 52.1% | 3 GiB | 11.800 |" in text
     assert "| torch compiled cudnn bfloat16 | exit code 1: oh | - | - | - | - |" in text
     assert "jaxlm with train.remat=none, loss.chunk=9, train.microbatches=1" in text
+
+
+@pytest.mark.slow
+def test_an_arm_keeps_the_state_of_the_optimizer_on_the_host(scripts):
+    """As far as a CPU tells, whose memories are one: the same model, and a setting that jaxlm takes."""
+    assert "jaxlm offload bfloat16" in scripts.bench_torch.WANTED["gpu"]
+    arms = ["jaxlm float32", "jaxlm offload float32"]
+    words = ("--size=llama-tiny", f"--arms={','.join(arms)}", "--alone", "--rounds=1", "--steps=2")
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "bench_torch.py", *words, "--json"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(SCRIPTS.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    plain, offload = (row["arms"][arm] for arm in arms)
+    assert (plain["windows"], offload["windows"]) == (3, 3)
+    assert offload["loss_nats"] == pytest.approx(plain["loss_nats"], rel=1e-6)
