@@ -5,7 +5,8 @@
 
 Compute is counted FLOPs over the chip's peak; communication is bytes in closed form over the links' stated speed. Both are
 lower bounds: no kernel reaches the peak, and no message is free of latency. A strategy pays as long as its communication can
-hide behind its compute. The bytes are those of `models.wire`, which its tests compare with compiled steps.
+hide behind its compute. The bytes are those of `models.wire`, which its tests compare with compiled steps. What it prints and
+draws by default is kept in scripts/scaling_model.md.
 """
 
 import argparse
@@ -30,6 +31,7 @@ LINK_BYTES = 1200e9 / 12
 NETWORK_BYTES = 50e9 / 8
 # The same page: a torus has its wrap-around links from a cube of 4 x 4 x 4 on; below, a ring's ends meet through the middle.
 CUBE = 64
+WHOLE_BYTES = 8  # a parameter: float32 weights and gradients, which ZeRO 1 does not split
 CHIPS = tuple(8 * 2**power for power in range(10))
 SLICE = (
     1024  # chips that a job is assumed to get in one piece; more are several, joined by the network
@@ -43,6 +45,7 @@ class Strategy:
     name: str
     fixed: dict[str, int]
     rest: str
+    zero: int = 3
 
     def sizes(self, chips: int) -> dict[str, int] | None:
         """The mesh; None where there are too few chips."""
@@ -54,6 +57,7 @@ class Strategy:
 
 STRATEGIES = (
     Strategy("data", {}, "data"),
+    Strategy("data, ZeRO 1", {}, "fsdp", zero=1),
     Strategy("fsdp", {}, "fsdp"),
     Strategy("data x fsdp 64", {"fsdp": 64}, "data"),
     Strategy("fsdp x tensor 4", {"tensor": 4}, "fsdp"),
@@ -119,14 +123,22 @@ def outcome(
     if sizes is None or rows == 0:
         return None
     microbatches = min(4 * sizes["pipe"], rows) if sizes["pipe"] > 1 else 1
-    work = wire.Work(model=model, sequence=sequence, rows=rows, microbatches=microbatches)
+    work = wire.Work(
+        model=model,
+        sequence=sequence,
+        rows=rows,
+        microbatches=microbatches,
+        weight_bytes=2 if strategy.zero == 3 else 4,  # cast before they are gathered, or kept
+        zero=strategy.zero,
+    )
     flops = cost.flops_per_token(model, sequence * sizes["context"], causal=True) * tokens * 4 / 3
     compute = flops / PEAK_FLOPS
     compute /= 1 - Schedule(sizes["pipe"], microbatches).bubble
     wires = speeds(sizes)
     sent = {axis: wire.BYTES[axis](work, sizes) / wires[axis] for axis in wires}
-    split = sizes["fsdp"] * sizes["tensor"] * sizes["pipe"]
-    state_bytes = STATE_BYTES * cost.parameters(model) / split
+    whole = WHOLE_BYTES if strategy.zero == 1 else 0
+    held = whole + (STATE_BYTES - whole) / sizes["fsdp"]
+    state_bytes = held * cost.parameters(model) / (sizes["tensor"] * sizes["pipe"])
     return Outcome(strategy.name, chips, compute, sent, state_bytes)
 
 
@@ -200,21 +212,22 @@ def table(name: str, model: Decoder, *, tokens: int, sequence: int) -> str:
     return "\n".join(lines)
 
 
-def draw(models: dict[str, Decoder], path: Path, *, tokens: int, sequence: int) -> None:
+def draw(decoders: dict[str, Decoder], path: Path, *, tokens: int, sequence: int) -> None:
     """Communication over compute, by chips, for each strategy; above 1 it cannot be hidden."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6 * len(models), 4), dpi=120, layout="constrained")
-    for number, (name, model) in enumerate(models.items(), 1):
-        axes = figure.add_subplot(1, len(models), number)
-        for strategy in STRATEGIES:
+    figure = Figure(figsize=(6 * len(decoders), 4), dpi=100, layout="constrained")
+    for number, (name, model) in enumerate(decoders.items(), 1):
+        axes = figure.add_subplot(1, len(decoders), number)
+        for color, strategy in enumerate(STRATEGIES):
             points = [
                 (each.chips, each.sent_total / each.compute_seconds)
                 for each in outcomes(model, tokens=tokens, sequence=sequence)
                 if each.strategy == strategy.name and each.state_bytes < HBM_BYTES
             ]
             if points:
-                axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=strategy.name)
+                label = strategy.name if number == 1 else None
+                axes.plot(*zip(*points, strict=True), f"C{color}o-", markersize=3, label=label)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -224,8 +237,17 @@ def draw(models: dict[str, Decoder], path: Path, *, tokens: int, sequence: int) 
             ylabel="communication / compute",
         )
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=7)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=7)
     figure.savefig(path, metadata={"Software": None})
+
+
+def models() -> dict[str, Decoder]:
+    """Those of the tables, by title."""
+    root = Path(__file__).parents[1] / "configs"
+    return {
+        title: config.load(Run, str(root / file)).value.model.build()
+        for title, file in (("Llama 8B", "llama_8b.py"), ("Llama 70B", "llama_70b.py"))
+    }
 
 
 def main() -> None:
@@ -236,14 +258,9 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096, metavar="N")
     parser.add_argument("--plot", type=Path, default=Path("scaling_model.png"), metavar="FILE")
     args = parser.parse_args()
-    root = Path(__file__).parents[1] / "configs"
-    models = {
-        title: config.load(Run, str(root / file)).value.model.build()
-        for title, file in (("Llama 8B", "llama_8b.py"), ("Llama 70B", "llama_70b.py"))
-    }
-    for name, model in models.items():
+    for name, model in models().items():
         print(table(name, model, tokens=args.tokens_per_chip, sequence=args.sequence), end="\n\n")
-    draw(models, args.plot, tokens=args.tokens_per_chip, sequence=args.sequence)
+    draw(models(), args.plot, tokens=args.tokens_per_chip, sequence=args.sequence)
     print(args.plot)
 
 

@@ -24,6 +24,7 @@ class Work:
     gradient_bytes: int = 4
     activation_bytes: int = 2
     targets: int = 0  # tokens of a row that a decoder writes beside an encoder's
+    zero: int = 3  # what fsdp splits: the optimizer's state (1), gradients too (2), weights too (3)
 
     @property
     def stream_bytes(self) -> int:
@@ -60,16 +61,21 @@ def matrices(model: ModelConfig, tensor: int) -> tuple[float, float, float]:
 
 
 def fsdp_bytes(work: Work, sizes: dict[str, int]) -> float:
-    """Sent by a chip over fsdp in one step under ZeRO 3.
+    """Sent by a chip over fsdp in one step.
 
-    In each pass blocks and the unembedding are gathered forward and again backward, the embedding once, and gradients
-    scattered as they are summed. A pipeline does so with its blocks in each tick.
+    Where weights are split, ZeRO 3, in each pass blocks and the unembedding are gathered forward and again backward, the
+    embedding once, and gradients scattered as they are summed. A pipeline does so with its blocks in each tick. Else updated
+    weights are gathered once, in the bytes they are kept in, and gradients of each pass summed: scattered under ZeRO 2, and
+    handed out as over data under 1.
     """
     blocks, tables, lookup = matrices(work.model, sizes["tensor"])
     through_blocks, through_tables = work.passes(sizes)
-    gathered = 2 * blocks * through_blocks + 3 * lookup * through_tables
-    scattered = blocks * through_blocks + tables * through_tables
-    sent = gathered * work.weight_bytes + scattered * work.gradient_bytes
+    is_split = work.zero == 3
+    gathered = (
+        2 * blocks * through_blocks + 3 * lookup * through_tables if is_split else blocks + tables
+    )
+    summed = (blocks * through_blocks + tables * through_tables) * (2 if work.zero == 1 else 1)
+    sent = gathered * work.weight_bytes + summed * work.gradient_bytes
     return _ring(sizes["fsdp"]) * sent / sizes["pipe"]
 
 

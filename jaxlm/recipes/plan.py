@@ -209,6 +209,7 @@ def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: Share) -> dict[st
         weight_bytes=ITEM_BYTES[run.precision.params],
         gradient_bytes=ITEM_BYTES[run.precision.reduce],
         activation_bytes=share.stream_bytes,
+        zero=run.mesh.zero,
     )
     return {
         axis: wire.BYTES[axis](work, dict(sizes))

@@ -85,6 +85,22 @@ def test_fsdp_and_tensor_send_what_the_closed_form_says():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_weights_that_are_whole_are_sent_once_and_gradients_as_the_closed_form_says(
+    zero, microbatches
+):
+    """XLA for CPU writes a scatter of sums, ZeRO 2, as the sum that ZeRO 1 has."""
+    settings = {"mesh.fsdp": "2", "mesh.zero": str(zero), "train.microbatches": str(microbatches)}
+    found, run, sizes = sent(settings, 2)
+    norms = 2 * 3 * 32 * 4 / 2  # of three layers, stacked
+    gathered = wire.fsdp_bytes(work(run, sizes, zero=zero, gradient_bytes=0), sizes)
+    assert found["all-gather", "fsdp", "parameters"] == gathered + norms
+    summed = wire.fsdp_bytes(work(run, sizes, zero=zero, weight_bytes=0), sizes)
+    assert found["all-reduce", "fsdp", "parameters"] == zero * summed
+
+
+@pytest.mark.slow
 def test_stages_send_what_the_closed_form_says():
     """Two layers a stage: weights of a single one would be gathered once, ahead of the loop over ticks."""
     settings = {"model.depth": "4", "mesh.pipe": "2", "train.microbatches": "4"}

@@ -290,6 +290,19 @@ def test_an_encoder_decoder_is_planned_by_its_published_parameters_and_all_that_
     assert split["bytes_per_device"]["parameters"] < answer["bytes_per_device"]["parameters"] / 7
 
 
+def test_what_fsdp_sends_is_by_what_it_splits(capsys):
+    """Of four micro-batches: weights once under ZeRO 1 and 2, whose gradients are sent twice and once each time."""
+    words = ("--config=configs/quickstart.py", "--on=h100x8", "--config.train.microbatches=4")
+    words += ("--config.train.batch=64", "--config.mesh.data=1", "--config.mesh.fsdp=8")
+    sent = {}
+    for zero in (1, 2, 3):
+        code, answer = ask(capsys, *words, f"--config.mesh.zero={zero}")
+        assert code == 0
+        sent[zero] = answer["sent_bytes_per_device"]["fsdp"]
+    assert sent[1] / sent[2] == pytest.approx((1 + 2 * 4) / (1 + 4))
+    assert sent[3] > 2 * sent[2]
+
+
 def test_the_fastest_that_fits_is_found_and_fits(capsys):
     wanted = ["--config=configs/llama_1b.py", "--on=h100x8"]
     code, plain = ask(capsys, *wanted)
