@@ -1,5 +1,6 @@
 """What a run ran on."""
 
+import collections
 import contextlib
 import hashlib
 import importlib.metadata
@@ -63,13 +64,14 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """What decides how a program computes: the packages, and the text of this one."""
-    digest = hashlib.sha256()
-    folder = ROOM
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    """What decides how a program computes: the packages, and the text of this one, a digest for each room of it."""
+    digests: dict[str, Any] = collections.defaultdict(hashlib.sha256)
+    for path in sorted(ROOM.rglob("*.py")):
+        inner = path.relative_to(ROOM)
+        room = "/".join((ROOM.name, *inner.parts[:-1][:1]))
+        digests[room].update(str(inner).encode() + b"\0" + path.read_bytes())
     found = {f"package {name}": version for name, version in installed(PACKAGES).items()}
-    return found | {"code of jaxlm": digest.hexdigest()[:12]}
+    return found | {f"code of {room}": one.hexdigest()[:12] for room, one in digests.items()}
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -76,10 +76,11 @@ class Peers:
             line for rank, other in enumerate(told) for line in _diff(rank, told[0], other)
         ]
         if differences:
-            more = [f"and {len(differences) - 6} more"] if len(differences) > 6 else []
+            count = len(differences)
+            more = [f"and {count - 6} more"] if count > 6 else []
             raise ConfigError(
                 f"the ranks of this run do not have the same {name}",
-                where=f"{len(differences)} differences from rank 0",
+                where=f"{count} difference{'s' if count > 1 else ''} from rank 0",
                 why="\n".join([*differences[:6], *more]),
                 fix="start every rank with the same command, code and files",
             )

@@ -82,7 +82,7 @@ def pretrain(
     with contextlib.ExitStack() as stack:
         crew = stack.enter_context(Crew(run.watch, options.place, workdir=options.workdir))
         is_first = crew.peers.is_first
-        crew.agree("code and config", _identity(loaded))
+        crew.agree("code, config and options", _identity(loaded, options))
         directory = stack.enter_context(RunDir(options.workdir, is_writer=is_first))
         crew.ending.leave = directory.leave
         crew.barrier("run directory")
@@ -193,11 +193,16 @@ def _origin(
     return beginning.find(options.init_from, run, say)
 
 
-def _identity(loaded: Loaded) -> dict[str, Any]:
+def _identity(loaded: Loaded, options: Options) -> dict[str, str]:
     """What all processes of a run must have in common before they compute together."""
-    return environment.versions() | {
-        path: str(value) for path, value in config.flatten(loaded.value).items()
-    }
+    told = {
+        "workdir": options.workdir.absolute(),
+        "init_from": options.init_from,
+        "stop_at": options.stop_at,
+    } | dataclasses.asdict(options.wish)
+    flags = {f"--{name}": str(value) for name, value in told.items()}
+    settings = {path: str(value) for path, value in config.flatten(loaded.value).items()}
+    return environment.versions() | flags | settings
 
 
 def _check_vocabulary(run: Run, data: Data) -> None:

@@ -290,7 +290,7 @@ def test_a_mixture_in_stages_reads_the_same_rows_with_other_numbers_of_processes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("difference", ["config", "code"])
+@pytest.mark.parametrize("difference", ["config", "code", "option"])
 def test_ranks_that_differ_refuse_each_other_within_ten_seconds(config, tmp_path, difference):
     """Counted from their start; a machine with more to do than it has cores may take longer."""
     other = tmp_path / "other"
@@ -299,6 +299,7 @@ def test_ranks_that_differ_refuse_each_other_within_ten_seconds(config, tmp_path
         with open(other / "jaxlm/core/tree.py", "a") as file:
             file.write("# another\n")
     rates = ("0.1", "0.2" if difference == "config" else "0.1")
+    flags = ((), ("--stop_at=2",) if difference == "option" else ())
     address = f"127.0.0.1:{free_port()}"
     begun = time.monotonic()
     started = [
@@ -307,7 +308,7 @@ def test_ranks_that_differ_refuse_each_other_within_ten_seconds(config, tmp_path
                 *(sys.executable, "-m", "jaxlm"),
                 *words(config, tmp_path / "run", {"data": 2}, f"--config.optim.lr={rates[rank]}"),
                 *("--cpu_devices=1", f"--coordinator={address}"),
-                *("--num_processes=2", f"--process_id={rank}"),
+                *("--num_processes=2", f"--process_id={rank}", *flags[rank]),
             ],
             cwd=(ROOT, other)[rank],
             env=os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str((ROOT, other)[rank])},
@@ -321,8 +322,12 @@ def test_ranks_that_differ_refuse_each_other_within_ten_seconds(config, tmp_path
     took = time.monotonic() - begun
     print(f"refused {took:.1f} s after the start")
     assert codes == [2, 2], said
-    line = "optim.lr: 0.1 on rank 0, 0.2 on rank 1" if difference == "config" else "code of jaxlm: "
-    assert said.count(line) == 2
+    line = {
+        "config": "optim.lr: 0.1 on rank 0, 0.2 on rank 1",
+        "code": "code of jaxlm/core: ",
+        "option": "--stop_at: None on rank 0, 2 on rank 1",
+    }[difference]
+    assert said.count(line) == said.count("1 difference from rank 0") == 2
     assert took < 10 * max(1, os.getloadavg()[0] / os.cpu_count())
     assert not (tmp_path / "run/config.json").exists()
 

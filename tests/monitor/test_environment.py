@@ -18,6 +18,22 @@ def test_a_secret_in_the_environment_is_not_written(monkeypatch):
     assert "hunter2" not in json.dumps(environment.facts())
 
 
+def test_another_text_shows_in_the_digest_of_its_room(monkeypatch, tmp_path):
+    room = tmp_path / "jaxlm"
+    for file in ("__init__.py", "core/tree.py", "data/prepare/run.py"):
+        (room / file).parent.mkdir(parents=True, exist_ok=True)
+        (room / file).write_text(file)
+    monkeypatch.setattr(environment, "ROOM", room)
+    before = environment.versions()
+    (room / "data/prepare/run.py").write_text("another")
+    (room / "optim").mkdir()
+    (room / "optim/muon.py").write_text("new")
+    after = environment.versions()
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert changed == {"code of jaxlm/data", "code of jaxlm/optim"}
+    assert before.keys() >= {"code of jaxlm", "code of jaxlm/core", "package jax"}
+
+
 def git(folder, *words):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
     subprocess.run(["git", "-C", folder, *identity, *words], check=True, capture_output=True)

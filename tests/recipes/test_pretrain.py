@@ -1,5 +1,6 @@
 """Training through the front door: the command line, real text on disk, and the files that it writes."""
 
+import dataclasses
 import json
 import re
 import signal
@@ -15,8 +16,14 @@ import pytest
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
+from jaxlm.core import config as configs
 from jaxlm.monitor import words
-from jaxlm.recipes import starts
+from jaxlm.parallel import peers
+from jaxlm.parallel.cluster import Place
+from jaxlm.recipes import pretrain, starts
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.pretrain import Options
+from jaxlm.recipes.resume import Wish
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -378,3 +385,23 @@ def test_generate_is_repeatable_and_greedy_at_temperature_zero(unbroken, capsys)
         outs.append([sample["ids"] for sample in json.loads(capsys.readouterr().out)["samples"]])
     assert outs[0] == outs[1] != outs[2]
     assert outs[3] == outs[4]
+
+
+def test_ranks_that_were_told_other_flags_differ_by_their_names(tmp_path):
+    """Of each flag that changes what a rank does; what is a rank's own may differ."""
+    told = {"workdir": tmp_path / "b", "init_from": "runs/a@3", "stop_at": 0}
+    wish = {"start_at": 0, "force": True, "reset_optimizer": True, "cast": True}
+    wish |= {"allow_change": ("optim.lr",)}
+    own = {"arguments", "place", "cpu_devices", "quiet"}
+    assert {field.name for field in dataclasses.fields(Wish)} == wish.keys()
+    assert {field.name for field in dataclasses.fields(Options)} == {*told, "wish", *own}
+    loaded = configs.load(Run, None, [])
+    one = Options(workdir=tmp_path / "a", arguments=[], wish=Wish(), place=Place())
+    others = [(name, dataclasses.replace(one, **{name: told[name]})) for name in told]
+    others += [(n, dataclasses.replace(one, wish=Wish(**{n: value}))) for n, value in wish.items()]
+    first = pretrain._identity(loaded, one)
+    for name, other in others:
+        (line,) = peers._diff(1, first, pretrain._identity(loaded, other))
+        assert line.startswith(f"--{name}: ")
+    alike = dataclasses.replace(one, quiet=True, arguments=["train"], cpu_devices=2)
+    assert pretrain._identity(loaded, alike) == first
