@@ -36,7 +36,7 @@ DROPLESS = Mixtral(
 CAPACITY = dataclasses.replace(
     DROPLESS, capacity=0.8, router="sigmoid", shared=8, balance_bias=0.01, scale=2.0
 )
-COUNT = 5
+COUNT = 20
 
 
 def batches():
