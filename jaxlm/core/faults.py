@@ -4,9 +4,9 @@
 point of the code, an action, optionally the steps (one, or a range with both ends) and the rank of the process. Without
 the variable every point is an empty function.
 
-Actions at a point: raise, sigkill, sigterm, hang, enospc, sleep=SECONDS. Faults of numbers have no point but `grads`
-(nan, inf, neginf, spike=VALUE: what one element of a step's gradient becomes) and `batch` (nan: what a batch of data becomes, by its number in
-the stream).
+Actions at a point: raise, sigkill, sigterm, hang, enospc, sleep=SECONDS. Faults of numbers have no point but `grads` and
+`loss` (nan, inf, neginf, spike=VALUE: what one element of a step's gradient becomes, or its loss) and `batch` (nan: what a
+batch of data becomes, by its number in the stream).
 """
 
 import dataclasses
@@ -36,6 +36,7 @@ POINTS = (
     "prepare.tokenise",
     "exit",
 )
+NUMBERS = ("grads", "loss", "batch")
 _FORM = re.compile(
     r"(?P<point>[\w.]+):(?P<action>\w+)(=(?P<value>[\d.]+))?(@(?P<low>\d+)(-(?P<high>\d+))?)?(#(?P<rank>\d+))?"
 )
@@ -70,7 +71,7 @@ def parse(text: str) -> tuple[Fault, ...]:
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _FORM.fullmatch(part)
-        if match is None or match["point"] not in (*POINTS, "grads", "batch"):
+        if match is None or match["point"] not in (*POINTS, *NUMBERS):
             raise ValueError(f"{VARIABLE} holds {part!r}, which names no point and action")
         low = int(match["low"] or 0)
         high = int(match["high"] or match["low"]) if match["low"] else None
@@ -91,7 +92,7 @@ def point(name: str, step: int | None = None) -> None:
 
 
 def planned(name: str) -> tuple[Fault, ...]:
-    """The faults of numbers at `grads` or `batch`."""
+    """The faults of numbers, one of `NUMBERS`."""
     return tuple(fault for fault in _faults if fault.point == name)
 
 

@@ -80,7 +80,9 @@ def build(
         at = state.params if ahead is None else ahead(state.params, state.opt_state)
         own_key = jax.random.fold_in(key, state.step)
         grads, part, notes = gradient(at, batch, own_key, scale.factor)
-        grads = _broken(grads, state.step)
+        grads = _broken("grads", grads, state.step)
+        means = {name: mean.value for name, mean in part.metrics.items()}
+        means["loss_nats"] = _broken("loss", means["loss_nats"], state.step)
         grad_norm = gradients.norm(grads)
         applied = state.applied
         given = estimate(state.params, batch, own_key, scale.factor, applied)
@@ -89,7 +91,7 @@ def build(
             is_known = _is_finite(given["curvature"].diagonal)
             grad_norm = jnp.where(is_known, grad_norm, jnp.nan)
         is_good, verdict, guarded = guards.judge(
-            state.guard, part.metrics["loss_nats"].value, grad_norm, guard, is_scaled=is_scaled
+            state.guard, means["loss_nats"], grad_norm, guard, is_scaled=is_scaled
         )
 
         def update(with_norms: bool) -> tuple[Any, dict[str, Array]]:
@@ -122,7 +124,7 @@ def build(
                 is_measured(state.step + 1), lambda: update(True), lambda: update(False)
             )
         params, opt_state, averaged = moved
-        metrics = {name: mean.value for name, mean in part.metrics.items()} | figures
+        metrics = means | figures
         metrics |= {
             "tokens": jnp.where(is_good, part.objective.weight, 0.0),
             "learning_rate": jnp.asarray(schedule(applied) * rate, jnp.float32),
@@ -156,16 +158,16 @@ def _layer_norms(is_wanted: Array, grads: Any, axes: Any) -> Any:
     return jax.lax.cond(is_wanted, norms, lambda: zeros)
 
 
-def _broken(grads: Any, step: Array) -> Any:
-    """The gradients with the faults that a test asked for in one element of the first leaf; untouched without any."""
-    for fault in faults.planned("grads"):
+def _broken(point: str, values: Any, step: Array) -> Any:
+    """Values with the faults that a test asked for at this point, in one element of the first leaf; untouched without any."""
+    for fault in faults.planned(point):
         high = jnp.iinfo(jnp.int32).max if fault.high is None else fault.high
         is_now = (step + 1 >= fault.low) & (step + 1 <= high)
         wrong = {"nan": jnp.nan, "inf": jnp.inf, "neginf": -jnp.inf, "spike": fault.value}
-        leaves, structure = jax.tree.flatten(grads)
+        leaves, structure = jax.tree.flatten(values)
         first = leaves[0].ravel()
         first = first.at[0].set(
             jnp.where(is_now, wrong[fault.action], first[0]).astype(first.dtype)
         )
-        grads = jax.tree.unflatten(structure, [first.reshape(leaves[0].shape), *leaves[1:]])
-    return grads
+        values = jax.tree.unflatten(structure, [first.reshape(leaves[0].shape), *leaves[1:]])
+    return values

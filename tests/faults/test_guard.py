@@ -2,7 +2,6 @@
 
 import collections
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,9 @@ def broken(monkeypatch, plan: str) -> None:
     monkeypatch.setattr(faults, "_faults", faults.parse(plan))
 
 
-NEVER = "grads:nan@999"  # the same program, as the compiler fuses it, without the fault
+# The same programs, as the compiler fuses them, without the faults.
+NEVER = "grads:nan@999"
+NEITHER = f"{NEVER},loss:nan@999"
 STEPS = ("--config.train.steps=40", "--config.guard.window=16")
 LIMITS = ("--config.guard.budget=3", "--config.guard.reach=6", "--config.guard.skip=8")
 
@@ -45,34 +46,61 @@ def test_an_ordinary_run_skips_nothing(unbroken):
     assert harness.records(unbroken, "spikes.jsonl") == []
 
 
-def test_c3_a_bad_gradient_is_skipped_counted_and_explained(config, tmp_path, monkeypatch):
-    broken(monkeypatch, NEVER)
-    assert main(harness.words(config, tmp_path / "whole", *STEPS, "--stop_at=8")) == 0
-    broken(monkeypatch, "grads:nan@7,batch:nan@20")
-    assert main(harness.words(config, tmp_path / "run", *STEPS)) == 0
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """Two files of forty records, by their paths. A few letters of a text tell which one it is of."""
+    folder = tmp_path_factory.mktemp("records")
+    found = {}
+    for name in "ab":
+        texts = [
+            " ".join(f"{name}{number}.{word}" for word in range(2 + 5 * number % 23))
+            for number in range(40)
+        ]
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        found[str(path)] = texts
+    return found
+
+
+def test_c3_a_bad_gradient_or_loss_is_skipped_counted_told_apart_and_explained(
+    config, records, tmp_path, monkeypatch
+):
+    data = f"--config.data.train={','.join(records)}"
+    broken(monkeypatch, NEITHER)
+    assert main(harness.words(config, tmp_path / "whole", *STEPS, data, "--stop_at=8")) == 0
+    broken(monkeypatch, "grads:nan@7,loss:nan@12,batch:nan@20")
+    assert main(harness.words(config, tmp_path / "run", *STEPS, data)) == 0
     spikes = harness.records(tmp_path / "run", "spikes.jsonl")
     assert [(s["step"], s["batch"], s["kind"]) for s in spikes] == [
         (7, 6, "gradient not finite"),
+        (12, 11, "loss not finite"),
         (21, 20, "loss not finite, gradient not finite"),
     ]
+    are_known = [(s["loss_nats"] is not None, s["grad_norm"] is not None) for s in spikes]
+    assert are_known == [(True, False), (False, True), (False, False)]
     assert spikes[0]["layers_not_finite"] == [next(iter(spikes[0]["layers"]))]
+    assert spikes[1]["layers_not_finite"] == []
     assert len(spikes[0]["layers"]["stack/0/mlp/down/weight"]) == 2
     documents = spikes[0]["documents"]
     assert {d["row"] for d in documents} == set(range(8))
-    named = documents[0]
-    text = Path(named["file"]).read_text()
-    assert named["preview"].strip()
-    assert named["preview"] in text or text.startswith(named["preview"].rstrip())
+    assert {d["file"] for d in documents} == records.keys()
+    for named in documents:
+        assert named["preview"].strip() in records[named["file"]][named["record"]]
+        others = [text for texts in records.values() for text in texts if named["preview"] in text]
+        assert len(named["preview"]) < 12 or len(others) == 1
+    assert sum(len(d["preview"]) >= 12 for d in documents) >= 8
     last = [r for r in harness.records(tmp_path / "run") if r["split"] == "train"][-1]
-    assert last["skipped_total"] == 2
+    assert last["skipped_total"] == 3
     ours, theirs = harness.losses(tmp_path / "run"), harness.losses(tmp_path / "whole")
     assert [ours["train", n] for n in range(1, 8)] == [theirs["train", n] for n in range(1, 8)]
     assert ours["train", 8] != theirs["train", 8], "step 7 was not applied"
-    assert "step 7 was not applied: gradient not finite" in (tmp_path / "run/log.txt").read_text()
+    log = (tmp_path / "run/log.txt").read_text()
+    assert "step 7 was not applied: gradient not finite (loss " in log
+    assert "step 12 was not applied: loss not finite (loss nan, gradient " in log
 
 
 def test_c2_a_spent_budget_ends_with_79_and_the_next_bad_step_is_not_applied(
-    config, tmp_path, monkeypatch, capsys
+    config, tmp_path, monkeypatch, capsys, record_property
 ):
     broken(monkeypatch, "grads:inf@15-99")
     flags = ("--config.guard.rewinds=0", "--config.checkpoint.keep_last=9")
@@ -82,13 +110,17 @@ def test_c2_a_spent_budget_ends_with_79_and_the_next_bad_step_is_not_applied(
     assert harness.exit_of(tmp_path / "run")["code"] == 79
     spikes = harness.records(tmp_path / "run", "spikes.jsonl")
     assert [s["step"] for s in spikes] == list(range(15, 25))
+    assert len(spikes) == 10
+    record_property("C2", "10 bad steps, none applied")
     before, after = (harness.store(tmp_path / "run").arrays(step) for step in (14, 22))
     moved = [path for path in before if before[path].tobytes() != after[path].tobytes()]
     assert moved
     assert all(path == "step" or path.startswith("guard/") for path in moved)
 
 
-def test_c6_a_bad_stretch_of_data_is_rewound_and_gone_around(config, tmp_path, monkeypatch, capsys):
+def test_c6_a_bad_stretch_of_data_is_rewound_and_gone_around(
+    config, tmp_path, monkeypatch, capsys, record_property
+):
     broken(monkeypatch, "batch:nan@20-25")
     assert main(harness.words(config, tmp_path / "run", *STEPS, *LIMITS)) == 0
     made = json.loads((tmp_path / "run/rewinds.json").read_text())
@@ -98,11 +130,13 @@ def test_c6_a_bad_stretch_of_data_is_rewound_and_gone_around(config, tmp_path, m
     bad = [s["batch"] for s in harness.records(tmp_path / "run", "spikes.jsonl")]
     assert bad == [20, 21, 22, 24, 25], "the last two are within the budget"
     log = (tmp_path / "run/log.txt").read_text()
-    assert "rewind 1 of 3: steps 21 to 23" in log
+    gone = "going back to step 14, leaving out batches 16 to 23"
+    assert f"rewind 1 of 3: steps 21 to 23 could not be applied; {gone}" in log
     steps = [r["step"] for r in harness.records(tmp_path / "run") if r["split"] == "train"]
     assert steps == list(range(1, 41))
     assert sorted(p.name for p in (tmp_path / "run/quarantine").iterdir() if p.is_dir())[0] == "16"
     assert harness.steps(tmp_path / "run")[-1] == 40
+    record_property("C6", f"back to step {made[0]['to']}, around 8 batches")
 
 
 def rewound(config, workdir, monkeypatch):
@@ -128,7 +162,7 @@ def test_c7_a_kill_straight_after_a_rewind_does_not_bring_the_given_up_future_ba
 
 
 def test_c6_rewinds_are_counted_over_restarts_and_end_with_79(
-    config, tmp_path, monkeypatch, capsys
+    config, tmp_path, monkeypatch, capsys, record_property
 ):
     broken(monkeypatch, "grads:nan@21-99")
     assert main(harness.words(config, tmp_path / "run", *STEPS, *LIMITS)) == 79
@@ -136,6 +170,7 @@ def test_c6_rewinds_are_counted_over_restarts_and_end_with_79(
     assert "3 rewinds are used up" in capsys.readouterr().err
     spikes = len(harness.records(tmp_path / "run", "spikes.jsonl"))
     assert spikes == 4 * 3
+    record_property("C6", "3 rewinds, then 79")
     assert main(harness.words(config, tmp_path / "run", *STEPS, *LIMITS)) == 79
     # It goes on within the same bad stretch: one more and the budget is spent again.
     assert len(harness.records(tmp_path / "run", "spikes.jsonl")) == spikes + 1
@@ -151,7 +186,8 @@ def test_c8_a_rewind_that_leaves_nothing_out_replays_bit_for_bit(config, tmp_pat
     broken(monkeypatch, NEVER)
     # What was committed after step 20 is skipped steps: go back by hand as the rewinds did.
     made = json.loads((tmp_path / "run/rewinds.json").read_text())
-    assert [r["low"] == r["high"] for r in made] == [True] * 3
+    assert len(made) == 3
+    assert all(r["low"] == r["high"] for r in made)
     made.append(made[-1] | {"to": 14})
     (tmp_path / "run/rewinds.json").write_text(json.dumps(made))
     assert main(words) == 0
@@ -189,7 +225,9 @@ def test_c9_a_flipped_bit_in_one_devices_gradient_is_caught_in_the_step_that_is_
         bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
         return jax.lax.bitcast_convert_type(bits.at[0].set(bits[0] ^ wrong), scale.dtype)
 
-    def broken(grads, step):
+    def broken(point, grads, step):
+        if point != "grads":
+            return grads
         here = jax.shard_map(
             flipped, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
         )
@@ -202,6 +240,7 @@ def test_c9_a_flipped_bit_in_one_devices_gradient_is_caught_in_the_step_that_is_
     said = capsys.readouterr().err
     assert "step 20 came out otherwise" in said
     assert f"final_norm/scale on {jax.devices()[3]}" in said
+    assert asked[19, 3] == 2, "the second time it was wrong"
     twice = {step + 1 for (step, _), count in asked.items() if count == 2}
     assert twice == {5, 10, 15, 20}
     assert harness.steps(tmp_path / "run")[-1] < 20
