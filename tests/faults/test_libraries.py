@@ -6,6 +6,7 @@ import functools
 import json
 import operator
 import os
+import pickle
 import random
 import re
 import stat
@@ -15,8 +16,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from jaxlm.core.errors import JaxlmError
+from tests.faults import test_security
 from tests.faults.conftest import ROOT
 
 SOURCES = sorted((ROOT / "jaxlm").rglob("*.py"))
@@ -149,7 +152,9 @@ def compiled(cache: Path) -> dict:
     return json.loads(done.stdout)
 
 
-def test_s15_the_compile_cache_is_private_and_a_garbage_entry_is_compiled_again(tmp_path):
+def test_s15_s1_the_compile_cache_is_private_and_a_garbage_entry_or_a_pickle_is_compiled_again(
+    tmp_path,
+):
     first = compiled(tmp_path / "cache")
     folder = Path(first["folder"])
     assert folder.is_relative_to(tmp_path / "cache")
@@ -158,14 +163,17 @@ def test_s15_the_compile_cache_is_private_and_a_garbage_entry_is_compiled_again(
         assert path.stat().st_uid == os.getuid()
     entries = [path for path in folder.iterdir() if path.name.endswith("-cache")]
     assert len(entries) >= 2
-    draw = random.Random(0)
+    draw, marker = random.Random(0), tmp_path / "marker"
+    bomb = pickle.dumps(test_security.Bomb(marker))
+    as_an_entry = zstandard.compress(bytes(4) + bomb)  # after the time that compiling took
     for number, path in enumerate(entries):
         kept = path.read_bytes()
-        garbage = (draw.randbytes(len(kept)), b"", kept[: len(kept) // 2])
-        path.write_bytes(garbage[number % 3])
+        garbage = (as_an_entry, bomb, draw.randbytes(len(kept)), b"", kept[: len(kept) // 2])
+        path.write_bytes(garbage[number % len(garbage)])
     folder.chmod(0o755)
     again = compiled(tmp_path / "cache")
     assert again == first
+    assert not marker.exists()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 

@@ -22,8 +22,10 @@ from etils import epath
 from jaxlm.checkpoint import record as records
 from jaxlm.cli.main import main
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.data import tokenizer_file
+from jaxlm.data import dataset, tokenizer_file
+from jaxlm.data.config import DataConfig
 from jaxlm.data.shards import Shards
+from tests.cli import test_exchange
 from tests.faults import harness
 from tests.faults.conftest import ROOT
 
@@ -170,19 +172,57 @@ def test_s1_a_pickle_posing_as_a_file_of_a_run_or_a_checkpoint_is_refused_and_no
     assert not marker.exists()
 
 
-def test_s2_a_program_inside_a_run_a_checkpoint_or_a_data_folder_is_never_run(tiny_run, tmp_path):
-    """Programs under every name that Python or a trainer might look for, in every folder, and each verb from inside the run."""
+@pytest.mark.parametrize("form", FORMS)
+def test_s1_a_pickle_posing_as_a_file_of_the_cache_is_refused_or_made_again_and_not_run(
+    form, tmp_path
+):
+    """Tokenizers, shards and plans, as preparing a text leaves them."""
+    marker = tmp_path / "marker"
+    content = payloads(marker)[form]
+    (tmp_path / "a.txt").write_text("a few words " * 90)
+    names = (f"{tmp_path}/a.txt",)
+    settings = DataConfig(train=names, validation=(), tokenizer="characters", sequence=16)
+
+    def first_row() -> bytes:
+        made = dataset.open_data(settings, seed=0, root=tmp_path / "cache")
+        return made.train.at(0, batch=2, rows=slice(0, 2)).tokens.tobytes()
+
+    known = first_row()
+    paths = [path for path in sorted((tmp_path / "cache").rglob("*")) if path.is_file()]
+    paths = [path for path in paths if path.suffix != ".lock"]
+    assert {path.relative_to(tmp_path / "cache").parts[0] for path in paths} == {
+        *("tokenizers", "shards", "plans")
+    }
+    refused = []
+    for path in paths:
+        kept = path.read_bytes()
+        path.write_bytes(content)
+        try:
+            assert first_row() == known, path
+        except JaxlmError as error:
+            refused.append(error.code)
+        path.write_bytes(kept)
+    assert len(paths) >= 8
+    assert {*refused} <= {65}
+    assert not marker.exists()
+
+
+def test_s2_a_program_inside_a_run_a_checkpoint_a_data_or_a_model_folder_is_never_run(
+    tiny_run, tmp_path
+):
+    """Programs under every name that Python or a trainer might look for, in every folder, and each verb from inside of one."""
     marker = tmp_path / "marker"
     bomb = f"with open({str(marker)!r}, 'a') as file: file.write(__file__)\ndef get_config(): return 1\n"
-    run, texts = tmp_path / "run", tmp_path / "texts"
+    run, texts, model = (tmp_path / name for name in ("run", "texts", "model"))
     shutil.copytree(tiny_run.workdir, run)
+    test_exchange.write(model)
     shutil.copytree(tiny_run.config.parent / "texts", texts)
     names = ("config.py", "__init__.py", "conftest.py", "sitecustomize.py", "usercustomize.py", "jax.py", "json.py", "jaxlm.py", "modeling.py", "tokenizer.py", "setup.py")  # fmt: skip
-    places = [texts, *(path for path in (run, *run.rglob("*")) if path.is_dir())]
+    places = [texts, model, *(path for path in (run, *run.rglob("*")) if path.is_dir())]
     for place in places:
         for name in names:
             (place / name).write_text(bomb)
-    assert len(places) >= 6
+    assert len(places) >= 7
     verbs = (
         ["train", f"--config={run}/config.json", f"--workdir={run}"],
         ["train", f"--config={run}", f"--workdir={run}"],
@@ -191,14 +231,19 @@ def test_s2_a_program_inside_a_run_a_checkpoint_or_a_data_folder_is_never_run(ti
         ["report", f"--workdir={run}"],
         ["config", "show", f"--workdir={run}"],
         ["data", "peek", f"--workdir={run}", f"--config.data.train={texts}/*.txt"],
+        ["import", f"--from={model}", f"--workdir={tmp_path / 'imported'}"],
     )
-    program = (
-        "import sys, json; from jaxlm.cli.main import main;"
-        "codes = [main(words) for words in json.loads(sys.argv[1])]; print('codes', codes)"
-    )
+    program = """
+import json, os, sys
+from jaxlm.cli.main import main
+codes = []
+for words in json.loads(sys.argv[1]):
+    os.chdir(sys.argv[3 if words[0] == "import" else 2])
+    codes.append(main(words))
+print("codes", codes)
+"""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", program, json.dumps(verbs)],
-        cwd=run,
+        [sys.executable, "-P", "-c", program, json.dumps(verbs), run, model],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -247,7 +292,7 @@ print(*codes, memory.peak([]).bytes >> 20)
 """
 
 
-def test_s4_ten_gigabytes_from_a_small_file_are_refused_in_little_memory(tmp_path):
+def test_s4_ten_gigabytes_from_a_small_file_are_refused_in_little_memory(tmp_path, record_property):
     """As a document, as a line, and as lines that hold none: streams of ten megabytes one after another."""
     paths = [tmp_path / name for name in BOMBS]
     for path in paths:
@@ -265,6 +310,7 @@ def test_s4_ten_gigabytes_from_a_small_file_are_refused_in_little_memory(tmp_pat
     assert codes == [65] * len(BOMBS), done.stderr
     assert done.stderr.count("unpacks to more than a document may hold") == len(BOMBS)
     assert all(str(path) in done.stderr for path in paths)
+    record_property("S4", f"{megabytes} MiB for ten gigabytes, three times")
     assert megabytes < 1300
 
 
