@@ -20,6 +20,7 @@ from jaxlm.models.families.gemma3 import Gemma3
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.qwen3_moe import Qwen3Moe
 from jaxlm.recipes import exporting, importing
+from tests.faults import harness
 from tests.parity import weights
 
 VOCAB = 320
@@ -77,7 +78,9 @@ def call(capsys, *words):
         ("deepseek_v3", "bfloat16", {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}),
     ],
 )
-def test_f7_what_is_exported_is_what_was_imported_bit_for_bit(capsys, tmp_path, name, dtype, mesh):
+def test_f7_what_is_exported_is_what_was_imported_bit_for_bit(
+    capsys, tmp_path, name, dtype, mesh, record_property
+):
     source, run, out = write(tmp_path / "source", name, dtype), tmp_path / "run", tmp_path / "out"
     split = [f"--config.mesh.{axis}={ways}" for axis, ways in mesh.items()]
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}", *split)
@@ -89,6 +92,7 @@ def test_f7_what_is_exported_is_what_was_imported_bit_for_bit(capsys, tmp_path, 
     assert parity["is_bit_identical"]
     assert parity["tokens"] >= 128
     assert parity["largest_difference_by_rounding"] == 0.0
+    record_property("F7", f"{name} {parity['tokens']} tokens the same")
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, source))
     assert ours.keys() == theirs.keys()
     for key, array in theirs.items():
@@ -395,17 +399,17 @@ from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.core.errors import DataError
 
 for folder in sys.argv[1:]:
-    begun = time.process_time()
+    begun, used = time.monotonic(), time.process_time()
     try:
         Folder(Path(folder)).tensors()
     except DataError:
-        print(time.process_time() - begun)
+        print(time.monotonic() - begun, time.process_time() - used)
 print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
 
 
-def test_s3_a_lie_costs_at_most_a_second_and_a_hundred_megabytes(tmp_path):
-    """Of the processor, each; and the process that has met them all held no more at its peak."""
+def test_s3_a_lie_costs_at_most_a_second_and_a_hundred_megabytes(tmp_path, record_property):
+    """Each; and the process that has met them all held no more at its peak."""
     for name, content in LIES.items():
         source = write(tmp_path / name)
         (source / "model.safetensors").write_bytes(content)
@@ -416,8 +420,11 @@ def test_s3_a_lie_costs_at_most_a_second_and_a_hundred_megabytes(tmp_path):
         check=True,
     )
     *seconds, kilobytes = map(float, done.stdout.split())
-    assert len(seconds) == len(LIES) >= 7
-    assert max(seconds) <= 1
+    took = [harness.Took(*each) for each in zip(seconds[::2], seconds[1::2], strict=True)]
+    assert len(took) == len(LIES) >= 7
+    slowest = max(took, key=lambda each: each.processor)
+    record_property("S3", f"{len(took)} lies, {slowest}, {kilobytes / 1e3:.0f} MB")
+    assert all(each.is_within(1) for each in took), took
     assert kilobytes * 1024 <= 100e6
 
 

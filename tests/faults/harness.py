@@ -1,11 +1,15 @@
 """A tiny real run, as a command and as files, for the tests that break it."""
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import os
 import random
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlm.checkpoint.config import CheckpointConfig
@@ -42,6 +46,33 @@ def get_config(arg=""):
     c.sample.prompts = ()
     return c
 """
+
+
+@dataclasses.dataclass
+class Took:
+    """Seconds that something took of a clock, and of the processor with all that was started and has ended."""
+
+    clock: float = 0.0
+    processor: float = 0.0
+
+    def is_within(self, seconds: float) -> bool:
+        """By both: a clock also counts what else the machine does, and the processor counts nothing while one waits."""
+        return self.processor <= seconds and self.clock <= allowed(seconds)
+
+    def __str__(self) -> str:
+        return f"{self.clock:.1f} s, {self.processor:.1f} of the processor"
+
+
+@contextlib.contextmanager
+def timing() -> Iterator[Took]:
+    """What is timed, whose seconds are known once it is over."""
+
+    def processor() -> float:
+        return sum(os.times()[:4])
+
+    took, begun, used = Took(), time.monotonic(), processor()
+    yield took
+    took.clock, took.processor = time.monotonic() - begun, processor() - used
 
 
 def write_config(folder: Path, settings: dict[str, object] | None = None) -> str:
@@ -129,6 +160,11 @@ def tree(workdir: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(workdir)): path.read_bytes() for path in files if path.name != "lock"
     }
+
+
+def allowed(seconds: float) -> float:
+    """What a figure of the bar is on a machine whose cores are asked for by others too."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def exit_of(workdir: Path) -> dict:
