@@ -8,14 +8,13 @@ import json
 import os
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -34,6 +33,7 @@ from jaxlm.data.shards import Shards
 from jaxlm.data.tokenizer import Bytes
 from tests.faults import harness
 
+Recorder = Callable[[str, object], None]
 BATCH, SEQUENCE = 8, 16
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +93,7 @@ def read_by(loader: Loader, hosts: int, start: int, count: int) -> list[Tokens]:
 
 @pytest.mark.parametrize("kind", ["concat", "first_fit"])
 def test_e1_any_number_of_hosts_reads_the_same_batches_row_by_row(
-    texts: str, tmp_path: Path, kind: str
+    texts: str, tmp_path: Path, kind: str, record_property: Recorder
 ) -> None:
     loader = opened(tmp_path / "cache", texts, packing=kind).train
     count = loader.plan.rows // BATCH + 3
@@ -102,6 +102,7 @@ def test_e1_any_number_of_hosts_reads_the_same_batches_row_by_row(
     assert len({batch.tokens.tobytes() for batch in whole}) == count
     for hosts in (2, 4, 8):
         assert all(map(are_same, whole, read_by(loader, hosts, 0, count)))
+    record_property("E1", f"{kind} {count} batches of 1, 2, 4, 8 hosts the same")
 
 
 @pytest.mark.parametrize("kind", ["concat", "first_fit"])
@@ -261,28 +262,29 @@ def test_e4_files_that_are_not_utf8_are_counted_like_records(tmp_path: Path) -> 
 
 
 OPEN = """
-import sys, time
+import sys
 from pathlib import Path
 from jaxlm.data import dataset
 from jaxlm.data.config import DataConfig
 config = DataConfig(train=(sys.argv[1],), validation=(), tokenizer=sys.argv[2], sequence=256)
 train = dataset.open_data(config, seed=0, root=Path(sys.argv[3])).train.shards
 highest = Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
-print(time.process_time(), int(highest) * 1024, train.documents, train.manifest.bytes)
+print(int(highest) * 1024, train.documents, train.manifest.bytes)
 """
 
 
-def open_apart(path: Path, kind: str, root: Path) -> tuple[float, int, int, int]:
-    """Seconds of the processor, highest memory, documents and bytes, when a fresh process opens a file."""
-    done = subprocess.run(
-        [sys.executable, "-c", OPEN, str(path), kind, str(root)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    seconds, highest, count, size = done.stdout.split()
-    return float(seconds), int(highest), int(count), int(size)
+def open_apart(path: Path, kind: str, root: Path) -> tuple[harness.Took, int, int, int]:
+    """Its time, highest memory, documents and bytes, when a fresh process opens a file."""
+    with harness.timing() as took:
+        done = subprocess.run(
+            [sys.executable, "-c", OPEN, str(path), kind, str(root)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    highest, count, size = map(int, done.stdout.split())
+    return took, highest, count, size
 
 
 def trained_tokenizer(folder: Path) -> str:
@@ -316,39 +318,43 @@ def idle(tmp_path_factory: pytest.TempPathFactory) -> int:
 
 @pytest.mark.parametrize("name", ["lines.jsonl"])
 def test_e4_a_document_of_50_mb_takes_seconds_and_seven_times_its_memory(
-    tmp_path: Path, name: str, idle: int
+    tmp_path: Path, name: str, idle: int, record_property: Recorder
 ) -> None:
     path = tmp_path / name
     path.write_text(LONG[name](), encoding="utf-8")
-    seconds, highest, count, size = open_apart(path, "bytes", tmp_path / "cache")
+    took, highest, count, size = open_apart(path, "bytes", tmp_path / "cache")
     assert (count, size > 0.97 * SIZE) == (1, True)
-    assert seconds <= 30
+    record_property("E4", f"{name} {took}, {(highest - idle) / SIZE:.1f} times its size")
+    assert took.is_within(30), took
     assert highest - idle <= 7 * SIZE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LONG)
 def test_e4_a_document_of_50_mb_goes_through_a_trained_tokenizer(
-    tmp_path: Path, name: str, idle: int
+    tmp_path: Path, name: str, idle: int, record_property: Recorder
 ) -> None:
     path = tmp_path / name
     path.write_text(LONG[name](), encoding="utf-8")
     kind = trained_tokenizer(tmp_path)
-    seconds, highest, count, size = open_apart(path, kind, tmp_path / "cache")
+    took, highest, count, size = open_apart(path, kind, tmp_path / "cache")
     assert (count, size > 0.97 * SIZE) == (1, True)
-    assert seconds <= 30
+    record_property("E4", f"{name} {took}, {(highest - idle) / SIZE:.1f} times its size")
+    assert took.is_within(30), took
     assert highest - idle <= 7 * SIZE
 
 
 @pytest.mark.parametrize("character", ["a", "\u6f22", "\0", "\u2581"])
-def test_e4_a_million_characters_with_no_break_do_not_hang(tmp_path: Path, character: str) -> None:
+def test_e4_a_million_characters_with_no_break_do_not_hang(
+    tmp_path: Path, character: str, record_property: Recorder
+) -> None:
     text = character * 1_000_000
     encoder = tokenizer_file.read(trained_tokenizer(tmp_path))
-    begun = time.monotonic()
-    made = writer.write(
-        tmp_path / "s", [Document(text, "a.txt", 0), Document("b", "b.txt", 0)], encoder, Counter()
-    )
-    assert time.monotonic() - begun < 10
+    with harness.timing() as took:
+        both = [Document(text, "a.txt", 0), Document("b", "b.txt", 0)]
+        made = writer.write(tmp_path / "s", both, encoder, Counter())
+    record_property("E4", f"a million of {character!a} {took}")
+    assert took.is_within(10), took
     length = int(made.lengths(0, 1)[0])
     assert encoder.decode(made.read(0, 1, length - 1).tolist()) == text
 
@@ -386,7 +392,9 @@ def read_everything(folder: Path) -> None:
     assert whole.tokenizer.size
 
 
-def test_e5_every_harm_to_every_file_of_shards_is_found_and_named(stored: Shards) -> None:
+def test_e5_every_harm_to_every_file_of_shards_is_found_and_named(
+    stored: Shards, record_property: Recorder
+) -> None:
     draw = random.Random(3)
     files = sorted(stored.folder.iterdir())
     assert len(stored.manifest.shards) >= 4
@@ -407,6 +415,7 @@ def test_e5_every_harm_to_every_file_of_shards_is_found_and_named(stored: Shards
                     unnamed.append((path.name, name, error.where))
             path.write_bytes(good)
     assert tried["flip"] >= 60
+    record_property("E5", f"{tried.total() - len(missed)} of {tried.total()} harms found")
     assert missed == []
     assert unnamed == []
     read_everything(stored.folder)
@@ -521,7 +530,7 @@ def test_e5_more_damage_than_may_be_lost_ends_the_run_all_the_same(
     (share,) = re.findall(r"--config\.data\.max_dropped=[0-9.]+", said)
     assert main(harness.words(config, tmp_path / "run", *sides, share)) == 0
     told = [r["text"] for r in harness.records(tmp_path / "run", "warnings.jsonl")]
-    assert told
+    assert len(told) >= 1
     assert all(line.startswith("not trained on: ") for line in told)
     assert all(r["loss_nats"] is not None for r in harness.records(tmp_path / "run"))
 
@@ -540,7 +549,7 @@ def test_e5_a_run_ends_with_65_before_it_trains_on_a_flipped_shard(
     ]
     code, said = harness.run(harness.words(config, tmp_path / "run", *sides))
     assert code == 65, said
-    assert f"{path}, document " in said
+    assert said.count(f"{path}, document ") == 1
     assert "CRC-32" in said
     assert harness.steps(tmp_path / "run") == []
     capsys.readouterr()
@@ -652,12 +661,16 @@ def with_a_worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, int]]:
     assert [path for path in owned if path.exists()] == []
 
 
-def test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds(tmp_path: Path) -> None:
+def test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds(
+    tmp_path: Path, record_property: Recorder
+) -> None:
     with with_a_worker(tmp_path) as (run, worker):
         os.kill(worker, signal.SIGKILL)
         begun = time.monotonic()
         said, _ = run.communicate(timeout=60)
-        assert time.monotonic() - begun < 5
+        took = time.monotonic() - begun
+        assert took < 5
+        record_property("E8", f"{took:.1f} s")
         assert run.returncode == 70, said
         assert "a process that reads data died" in said
         assert "exit code -9" in said
@@ -674,18 +687,24 @@ def test_e8_the_loader_worker_of_a_killed_run_ends_with_it(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_e9_a_slow_source_is_said_in_the_metrics(tmp_path: Path) -> None:
+def test_e9_a_source_slower_than_the_step_is_said_in_the_metrics_and_ends_with_76_once_it_stalls(
+    tmp_path: Path, record_property: Recorder
+) -> None:
     config = harness.write_config(tmp_path)
-    command = harness.words(config, tmp_path / "run")
-    code, said = harness.run(command, "data.next:sleep=0.5@7", JAXLM_CACHE=str(tmp_path / "cache"))
-    assert code == 0, said
-    waits = {
-        r["step"]: r["data_wait_seconds"]
-        for r in harness.records(tmp_path / "run")
-        if r["split"] == "train"
-    }
-    assert waits[7] >= 0.5
-    assert max(wait for step, wait in waits.items() if step not in (1, 7)) < 0.4
+    run = tmp_path / "run"
+    command = harness.words(config, run, "--config.watch.data=10s")
+    faults = "data.next:sleep=2@5-9,data.next:hang@10"
+    code, said = harness.run(command, faults, JAXLM_CACHE=str(tmp_path / "cache"))
+    assert code == 76, said
+    named = f"nothing has moved in 'data', reading {tmp_path}/*.txt from /"
+    assert named in said
+    assert named in harness.exit_of(run)["cause"]
+    lines = {r["step"]: r for r in harness.records(run) if r["split"] == "train"}
+    before, slow = ([lines[step] for step in steps] for steps in (range(2, 5), range(5, 9)))
+    record_property("E9", f"waits of {min(r['data_wait_seconds'] for r in slow):.2f} s told, of 2")
+    assert max(r["data_wait_seconds"] for r in before) < 2
+    assert max(r["step_seconds"] for r in before) < 2, "faster than the source will be"
+    assert [r["data_wait_seconds"] >= 2 for r in slow] == [True] * 4
 
 
 # E10: a cache that is half made
@@ -747,7 +766,7 @@ def contents(root: Path) -> dict[str, str]:
 
 
 def test_e10_a_cache_whose_making_was_killed_becomes_what_an_unbroken_one_is(
-    tmp_path: Path,
+    tmp_path: Path, record_property: Recorder
 ) -> None:
     (tmp_path / "texts").mkdir()
     draw = random.Random(5)
@@ -775,6 +794,7 @@ def test_e10_a_cache_whose_making_was_killed_becomes_what_an_unbroken_one_is(
     assert {name.partition("/")[0] for name in whole} == {"tokenizers", "shards", "plans"}
     killed = sorted(tmp_path.glob("killed*"))
     assert len(killed) >= 10
+    record_property("E10", f"{len(killed)} kills")
     for folder in killed:
         assert contents(folder) == whole, (seed, folder)
 
@@ -802,26 +822,26 @@ def test_e10_a_plan_that_was_harmed_is_made_again(stored: Shards, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["too short", "blank", "held out"])
-def test_e11_too_little_data_is_an_error_in_ten_seconds(tmp_path: Path, kind: str) -> None:
+def test_e11_too_little_data_is_an_error_in_ten_seconds(
+    tmp_path: Path, kind: str, record_property: Recorder
+) -> None:
     config = harness.write_config(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
     (other / "a.txt").write_text(" \n\t" * 100 if kind == "blank" else "only a few words")
     flags = [f"--config.data.train={other}/*.txt"]
     flags.append(f"--config.data.validation={'99.9%' if kind == 'held out' else ()}")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    code, said = harness.run(
-        harness.words(config, tmp_path / "run", *flags), JAXLM_CACHE=str(tmp_path / "cache")
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # The processor's, as the tests share theirs with others: no clock can be behind them but by waiting.
-    seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    with harness.timing() as took:
+        code, said = harness.run(
+            harness.words(config, tmp_path / "run", *flags), JAXLM_CACHE=str(tmp_path / "cache")
+        )
     assert code == 65, said
     assert {"too short": "a batch takes 8", "blank": "no text", "held out": "no document"}[
         kind
     ] in said
     assert "Traceback" not in said
-    assert seconds < 10
+    record_property("E11", f"{kind} {took}")
+    assert took.is_within(10), took
 
 
 def put_twice(folder: Path, way: str) -> tuple[str, str, list[str]]:
