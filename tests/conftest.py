@@ -104,11 +104,16 @@ def nothing_of_this_worker_is_left_behind():
 def pytest_terminal_summary(terminalreporter):
     """The tables that tests recorded, whichever worker they ran in; and what became of the lines of the reliability bar."""
     every = [report for found in terminalreporter.stats.values() for report in found]
-    reports = [report for report in every if getattr(report, "when", "") == "call"]
+    # What failed or was skipped before it was called has no report of a call.
+    reports = [
+        report
+        for report in every
+        if isinstance(report, pytest.TestReport) and (report.when == "call" or not report.passed)
+    ]
     tables = [
         text for report in reports for name, text in report.user_properties if name == "table"
     ]
-    for title, texts in (("tables", tables), ("lines of the bar", _lines(reports))):
+    for title, texts in (("tables", tables), ("lines of the reliability bar", _lines(reports))):
         if texts:
             terminalreporter.section(title)
         for text in texts:
@@ -116,17 +121,22 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def _lines(reports) -> list[str]:
-    """A text for each group of lines: how many tests there were of each, by how they ended."""
-    groups = collections.defaultdict(collections.Counter)
+    """A row for each line: its id, how its tests ended, and the figures that they recorded as a property of this id."""
+    ended = collections.defaultdict(collections.Counter)
+    figures = collections.defaultdict(list)
     for report in reports:
         for group, number in LINE.findall(IDS.search(report.nodeid)[0]):
-            groups[group][int(number), report.outcome] += 1
+            line = group.upper(), int(number)
+            ended[line][report.outcome] += 1
+            name = "{}{}".format(*line)
+            figures[line] += [text for known, text in report.user_properties if known == name]
     return [
-        ", ".join(
-            f"{group.upper()}{number} {count}{'' if outcome == 'passed' else f' {outcome}'}"
-            for (number, outcome), count in sorted(found.items())
-        )
-        for group, found in sorted(groups.items())
+        "{:4} {:10} {}".format(
+            "{}{}".format(*line),
+            ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items())),
+            "; ".join(figures[line]),
+        ).rstrip()
+        for line, found in sorted(ended.items())
     ]
 
 

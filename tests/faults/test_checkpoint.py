@@ -119,15 +119,20 @@ def falls_back(
     assert f"restoring step {12 - len(damages)}:" in log
 
 
-def test_b1_one_flipped_bit_in_any_file_is_found_before_any_state_is_used(unbroken, tmp_path):
+def test_b1_one_flipped_bit_in_any_file_is_found_before_any_state_is_used(
+    unbroken, tmp_path, record_property
+):
     files, draw = files_of(unbroken / "half", 8), random.Random(1)
     assert len(files) >= 8
     for number, path in enumerate(files):
         copy = tmp_path / str(number)
         is_found(lambda path: flip(path, draw), path, unbroken, copy)
+    record_property("B1", f"{len(files)} of {len(files)} flips found")
 
 
-def test_b1_a_flipped_bit_in_the_format_version_is_damage_and_no_newer_format(unbroken, tmp_path):
+def test_b1_a_flipped_bit_in_the_format_version_is_damage_and_no_newer_format(
+    unbroken, tmp_path, record_property
+):
     """'1' is '3', '5', '9' or '0' with one bit changed: numbers all of them, of formats that are not ours."""
     record = unbroken / "half/checkpoints/8" / records.NAME
     place = record.read_bytes().index(b'"format_version": 1') + len('"format_version": ')
@@ -142,6 +147,7 @@ def test_b1_a_flipped_bit_in_the_format_version_is_damage_and_no_newer_format(un
     for bit in range(8):
         is_found(functools.partial(flipped, bit), record, unbroken, tmp_path / str(bit))
     assert {"0", "3", "5", "9"} <= {*digits}
+    record_property("B1", f"{len(digits)} of 8 in the version")
 
 
 @pytest.mark.parametrize("kind", ["removed", "emptied", "other bytes"])
@@ -157,10 +163,13 @@ def test_b2_orbaxs_own_note_of_a_commit_decides_nothing(unbroken, tmp_path, kind
     assert harness.state_digest(tmp_path) == harness.state_digest(unbroken / "half")
 
 
-def test_b1_b4_the_run_falls_back_and_ends_bit_identical(config, unbroken, tmp_path):
+def test_b1_b4_the_run_falls_back_and_ends_bit_identical(
+    config, unbroken, tmp_path, record_property
+):
     """A bit in one file of each kind: record, index, manifests, shardings, arrays."""
     draw = random.Random(2)
     falls_back(config, unbroken, tmp_path / "run", [functools.partial(flip, draw=draw)] * 8)
+    record_property("B4", "8 damaged steps of 8 in the quarantine")
 
 
 DAMAGE = {
@@ -180,11 +189,14 @@ def spoilt(kind: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_b2_any_file_that_is_cut_removed_or_swapped_is_found(unbroken, tmp_path, kind):
+def test_b2_any_file_that_is_cut_removed_or_swapped_is_found(
+    unbroken, tmp_path, kind, record_property
+):
     files = files_of(unbroken / "half", 8)
     assert len(files) >= 8
     for number, path in enumerate(files):
         is_found(functools.partial(spoilt, kind), path, unbroken, tmp_path / str(number))
+    record_property("B2", f"{kind} {len(files)} of {len(files)} found")
 
 
 def test_b2_the_run_falls_back_whatever_the_damage(config, unbroken, tmp_path):
@@ -193,7 +205,7 @@ def test_b2_the_run_falls_back_whatever_the_damage(config, unbroken, tmp_path):
 
 
 def test_b3_with_all_steps_damaged_the_run_says_so_and_never_starts_again(
-    config, unbroken, tmp_path, capsys
+    config, unbroken, tmp_path, capsys, record_property
 ):
     shutil.copytree(unbroken / "whole", tmp_path / "run")
     steps = harness.steps(tmp_path / "run")
@@ -204,7 +216,9 @@ def test_b3_with_all_steps_damaged_the_run_says_so_and_never_starts_again(
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
     begun = time.monotonic()
     assert main(harness.words(config, tmp_path / "run")) == 65
-    assert time.monotonic() - begun < 30
+    took = time.monotonic() - begun
+    assert took < 30
+    record_property("B3", f"12 damaged steps named in {took:.1f} s")
     said = capsys.readouterr().err
     for step, path in damaged.items():
         name = path.relative_to(tmp_path / f"run/checkpoints/{step}")
@@ -216,7 +230,7 @@ def test_b3_with_all_steps_damaged_the_run_says_so_and_never_starts_again(
     assert (left["code"], left["cause"]) == (65, "DataError: all 12 checkpoints are damaged")
 
 
-def test_b5_hashing_reaches_a_gigabyte_a_second(tmp_path):
+def test_b5_hashing_reaches_a_gigabyte_a_second(tmp_path, record_property):
     """Or four fifths of what hashlib does here, where that is less: other work on the machine takes from both."""
     step = tmp_path / "1"
     step.mkdir()
@@ -232,6 +246,7 @@ def test_b5_hashing_reaches_a_gigabyte_a_second(tmp_path):
     records.hashlib.sha256(bytes(1 << 28)).hexdigest()
     bare = (1 << 28) / (time.process_time() - begun)
     assert best >= min(1e9, 0.8 * bare)
+    record_property("B5", f"{best / 1e9:.2f} GB/s, hashlib alone {bare / 1e9:.2f}")
 
 
 SELDOM = (
@@ -414,7 +429,9 @@ def test_b8_a_directory_that_may_not_be_written_is_said_at_once(config, unbroken
     assert harness.exit_of(tmp_path / "half")["code"] == 73
 
 
-def test_b9_a_second_run_on_the_same_directory_is_turned_away(config, unbroken, tmp_path):
+def test_b9_a_second_run_on_the_same_directory_is_turned_away(
+    config, unbroken, tmp_path, record_property
+):
     """And the first goes on as if nobody had come. Seconds of the processor, as the tests share their two cores."""
     run = tmp_path / "run"
     first = harness.start(harness.words(config, run), "step.before:sleep=1@3")
@@ -427,7 +444,9 @@ def test_b9_a_second_run_on_the_same_directory_is_turned_away(config, unbroken, 
         code, said = harness.run(harness.words(config, run))
         after = os.times()
         assert code == 77, said
-        assert sum(after[2:4]) - sum(before[2:4]) <= 3
+        took = sum(after[2:4]) - sum(before[2:4])
+        assert took <= 3
+        record_property("B9", f"{took:.1f} s of the processor")
         assert f"pid {first.pid} on {os.uname().nodename} since 20" in said
         assert not (run / "exit.json").exists()
         first.send_signal(signal.SIGCONT)
@@ -615,9 +634,7 @@ def moves(
     after = [key for key in theirs if key[1] > 8]
     assert len(after) == 20 + 1, "those of training, and of the evaluation at the end"
     pairs = [(float.fromhex(ours[key]), float.fromhex(theirs[key])) for key in after]
-    far = max(abs(a / b - 1) for a, b in pairs)
-    print(f"B14: {mesh}: {far:.1e}")
-    return far
+    return max(abs(a / b - 1) for a, b in pairs)
 
 
 def leaf_digests(leaves: dict[str, Any]) -> dict[str, str]:
@@ -629,18 +646,24 @@ def leaf_digests(leaves: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", MESHES)
 def test_b14_a_checkpoint_moves_between_meshes_bit_for_bit(
-    config, unbroken, long, tmp_path, monkeypatch, name
+    config, unbroken, long, tmp_path, monkeypatch, name, record_property
 ):
     """Saved on eight data-parallel devices."""
     shutil.copytree(unbroken / "half", tmp_path / "run")
-    assert moves(config, tmp_path / "run", MESHES[name], long, monkeypatch) <= 1e-6
+    far = moves(config, tmp_path / "run", MESHES[name], long, monkeypatch)
+    record_property("B14", f"{name} {far:.1e}")
+    assert far <= 1e-6
 
 
-def test_b14_a_checkpoint_of_split_parameters_moves_back(config, long, tmp_path, monkeypatch):
+def test_b14_a_checkpoint_of_split_parameters_moves_back(
+    config, long, tmp_path, monkeypatch, record_property
+):
     """Saved with fsdp and tensor, where the eight steps before differ in their rounding."""
     run = tmp_path / "run"
     train_on(MESHES["fsdp and tensor"], harness.words(config, run, "--stop_at=8"))
-    assert moves(config, run, {"data": 8}, long, monkeypatch) <= 1e-6
+    far = moves(config, run, {"data": 8}, long, monkeypatch)
+    record_property("B14", f"back to eight {far:.1e}")
+    assert far <= 1e-6
 
 
 def test_a_step_of_the_wrong_layout_is_refused(tmp_path):
@@ -654,7 +677,9 @@ def test_a_step_of_the_wrong_layout_is_refused(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_b5_digests_are_a_small_part_of_a_save_and_off_the_steps_thread(tmp_path, monkeypatch):
+def test_b5_digests_are_a_small_part_of_a_save_and_off_the_steps_thread(
+    tmp_path, monkeypatch, record_property
+):
     """In the best of three saves: other work on the machine, or on its disk, only ever adds to one of the two times."""
     seen = []
     digests = records.digests
@@ -677,4 +702,5 @@ def test_b5_digests_are_a_small_part_of_a_save_and_off_the_steps_thread(tmp_path
         shares.append(seen[-1][0] / (time.monotonic() - begun))
     store.close()
     assert not any(on_main for _, on_main in seen)
+    record_property("B5", f"{min(shares):.1%} of a save")
     assert min(shares) <= 0.10, shares  # the faster the disk, the larger the share

@@ -67,8 +67,8 @@ def test_c12_without_them_the_difference_is_told(config, tmp_path, record_proper
     other = [step for (_, step), a, b in pairs if a != b]
     far = max(abs(a / b - 1) for _, a, b in pairs)
     record_property(
-        "table",
-        "C12, without deterministic kernels: "
+        "C12",
+        "without deterministic kernels "
         + (
             f"losses differ from step {min(other)} on, by at most {far:.1e}"
             if other

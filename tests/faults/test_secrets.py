@@ -30,10 +30,11 @@ def leaks(*folders: Path, text: str = "") -> list[tuple[str, str]]:
     return found
 
 
-def test_s8_a_run_writes_no_secret_of_its_environment(tiny_run):
+def test_s8_a_run_writes_no_secret_of_its_environment(tiny_run, record_property):
     files = [path for path in tiny_run.workdir.rglob("*") if path.is_file()]
     assert len(SECRETS) == 12
     assert len(files) > 20
+    record_property("S8", f"0 of {len(SECRETS)} secrets in {len(files)} files")
     assert {path.suffix for path in files} >= {".json", ".jsonl", ".sh", ".txt", ".html", ".png"}
     assert list(tiny_run.workdir.glob("events/*"))
     assert leaks(tiny_run.workdir, tiny_run.cache, text=tiny_run.said) == []

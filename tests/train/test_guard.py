@@ -46,11 +46,12 @@ def test_c5_a_spike_of_the_gradient_is_told_by_the_deviations_above_the_median(s
     assert bool((after.norms == state.norms).all()) == is_spike
 
 
-def test_c5_a_level_that_stays_is_taken_up_within_two_windows():
+def test_c5_a_level_that_stays_is_taken_up_within_two_windows(record_property):
     norms = jnp.concatenate([series(400), series(2 * CONFIG.window, 2, level=5.0)])
     state, verdicts = judged(guard.fresh(CONFIG), series(len(norms), 3), norms)
     skipped = np.flatnonzero(np.asarray(verdicts))
     assert 0 < len(skipped) <= CONFIG.window
+    record_property("C5", f"a new level taken up after {len(skipped)} skipped")
     assert (verdicts[-CONFIG.window :] == 0).all()
     assert float(jnp.median(state.norms)) == pytest.approx(5.0, rel=0.1)
 
@@ -62,12 +63,13 @@ def test_a_loss_that_stays_high_is_not_taken_up():
     assert int(state.in_a_row) == 100
 
 
-def test_c4_one_nan_then_500_good_steps_skip_exactly_one():
+def test_c4_one_nan_then_500_good_steps_skip_exactly_one(record_property):
     losses = series(600).at[99].set(jnp.nan)
     norms = series(600, 1).at[99].set(jnp.nan)
     state, verdicts = judged(guard.fresh(CONFIG), losses, norms)
     assert np.flatnonzero(np.asarray(verdicts)).tolist() == [99]
     assert int(state.skipped) == 1
+    record_property("C4", "1 of 600 skipped")
     assert np.isfinite(state.losses).all()
     assert np.isfinite(state.norms).all()
 

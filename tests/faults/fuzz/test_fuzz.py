@@ -389,7 +389,9 @@ def fuzz(kind: str, folder: Path, minutes: float, seed: int) -> tuple[Counter[in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_s13_a_damaged_file_gives_the_typed_error_or_works(kind: str, folder: Path) -> None:
+def test_s13_a_damaged_file_gives_the_typed_error_or_works(
+    kind: str, folder: Path, record_property: Callable[[str, object], None]
+) -> None:
     """In a process of its own, whose end would be seen and whose memory is its own.
 
     The number and the bytes of what broke it are in the failure. For longer: `scripts/soak --fuzz`.
@@ -398,7 +400,9 @@ def test_s13_a_damaged_file_gives_the_typed_error_or_works(kind: str, folder: Pa
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as apart:
         outcomes, peak = apart.submit(fuzz, kind, folder, float(minutes), int(seed)).result()
-    print(f"\nS13: {kind}: {outcomes.total()} files, {dict(outcomes)}, {peak >> 20} MiB")
+    told = f"{kind}: {outcomes.total()} files, {dict(outcomes)}, {peak >> 20} MiB"
+    print(f"\nS13: {told}")
+    record_property("S13", told)
     assert outcomes.total() >= FEWER.get(kind, MUTATIONS)
     assert set(outcomes) <= {0, 2, 65, 66}
     if not kind.startswith(
