@@ -52,7 +52,7 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
     layer; the watch and the phases that it is told of; the polls for a signal and for an error of a save; the range check of
     ids. Then ten steps are computed twice, which at one in a hundred may cost two percent.
 
-    Times are the processor's, of all threads, and the best of each are compared: others use the machine too."""
+    Times are the processor's, of all threads, and the best of each are compared, and the median of the pairs: others use the machine too."""
     taken = collections.defaultdict(list)
     state_of = {"number": 0, "on": True, "since": 0.0, "bare": None}
 
@@ -127,11 +127,14 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
     pairs = [a / b for a, b in zip(on, off, strict=True)]
     ratio, plain = min(on) / min(off), min(off)
     repeated = (min(taken["twice"]) - plain) / 100 / plain
+    middle = statistics.median(pairs)
     record_property(
-        "table",
-        f"H7: a guarded step takes {ratio:.4f} of a bare one of {plain:.3f} s "
-        f"(pairs {min(pairs):.3f} to {max(pairs):.3f}, median {statistics.median(pairs):.3f}); C9: one repeated in a hundred adds {repeated:.4f}",
+        "H7",
+        f"a guarded step takes {ratio:.4f} of a bare one of {plain:.3f} s "
+        f"(pairs {min(pairs):.3f} to {max(pairs):.3f}, median {middle:.3f})",
     )
+    record_property("C9", f"one step repeated in a hundred adds {repeated:.4f}")
     assert ratio <= 1.03
+    assert middle <= 1.03
     assert len(taken["twice"]) == 10
     assert 0 < repeated <= 0.02
