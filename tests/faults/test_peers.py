@@ -3,6 +3,7 @@
 The ranks are tests/distributed/worker.py, which has the trainer's crew and none of its weight; the last tests train.
 """
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -79,20 +80,22 @@ def exit_of(folder):
     return json.loads((folder / "exit.json").read_text())
 
 
-def test_d1_a_lost_rank_takes_the_other_along(pair):
+def test_d1_a_lost_rank_takes_the_other_along(pair, record_property):
     done = pair(
         "--steps=500", "--watch=heartbeat=4s", faults="step.before:sigkill@8#1", grace_seconds=30
     )
     assert done.since("[1] step 8") <= 4 + 2
+    record_property("D1", f"{done.since('[1] step 8'):.1f} s, heartbeat 4")
     assert (done.failure.rank, done.failure.code) == (1, 69)
     assert done.codes[1] == -signal.SIGKILL
     assert done.codes[0] in (69, -signal.SIGABRT)
     assert done.has_no_orphans()
 
 
-def test_d2_without_its_coordinator_a_rank_ends(pair):
+def test_d2_without_its_coordinator_a_rank_ends(pair, record_property):
     done = pair("--steps=500", faults="step.before:sigkill@8#0", grace_seconds=30)
     assert done.since("[0] step 8") <= 5
+    record_property("D2", f"{done.since('[0] step 8'):.1f} s")
     assert (done.failure.rank, done.failure.code) == (0, 69)
     assert done.codes[0] == -signal.SIGKILL
     assert done.codes[1] in (69, -signal.SIGABRT)
@@ -103,11 +106,14 @@ def test_d2_without_its_coordinator_a_rank_ends(pair):
     ("point", "rank"),
     [("data.next", 1), ("step.before", 1), ("step.before", 0), ("eval", 1), ("save.begin", 1)],
 )
-def test_d3_an_error_of_one_rank_ends_both_and_both_tell_it(pair, tmp_path, point, rank):
+def test_d3_an_error_of_one_rank_ends_both_and_both_tell_it(
+    pair, tmp_path, point, rank, record_property
+):
     done = pair("--steps=500", faults=f"{point}:raise@8#{rank}", grace_seconds=30)
     assert done.codes == [70, 70]
     assert (done.failure.rank, done.failure.code) == (rank, 70)
     assert done.since(f"[{rank}] step 8") <= 3
+    record_property("D3", f"{point} {done.since(f'[{rank}] step 8'):.1f} s")
     for each in (0, 1):
         assert "in _strike" in done.said(each), "the traceback"
         assert f"RuntimeError: the fault that was asked for at {point}" in done.said(each)
@@ -120,13 +126,14 @@ SHORT = "--watch=step=3s,compile=3s,start=20s"
 
 
 @pytest.mark.parametrize("where", ["in Python", "in a callback of the device"])
-def test_d4_a_stuck_rank_ends_both_with_the_stacks_of_both(pair, tmp_path, where):
+def test_d4_a_stuck_rank_ends_both_with_the_stacks_of_both(pair, tmp_path, where, record_property):
     faults = "step.before:hang@8#1" if where == "in Python" else ""
     words = [] if faults else ["--callback_hang=1:8"]
     done = pair("--steps=500", SHORT, *words, faults=faults, grace_seconds=30)
     assert done.codes == [76, 76]
     assert done.failure.code == 76
     assert 3 <= done.since("[1] step 8") <= 3 + 3
+    record_property("D4", f"{where} {done.since('[1] step 8'):.1f} s, limit 3")
     for rank in (0, 1):
         assert "in work" in (tmp_path / f"stacks.{rank}.txt").read_text()
         assert "nothing has moved in 'step'" in done.said(rank)
@@ -135,7 +142,7 @@ def test_d4_a_stuck_rank_ends_both_with_the_stacks_of_both(pair, tmp_path, where
     assert exit_of(tmp_path)["code"] == 76
 
 
-def test_d4_a_stopped_rank_ends_both(pair, tmp_path):
+def test_d4_a_stopped_rank_ends_both(pair, tmp_path, record_property):
     sent = []
 
     def stop(ranks, line):
@@ -147,6 +154,7 @@ def test_d4_a_stopped_rank_ends_both(pair, tmp_path):
     assert done.codes == [76, 76]
     assert (done.failure.rank, done.failure.code) == (0, 76), "the one that noticed"
     assert done.ended - sent[0] <= 3 + 3
+    record_property("D4", f"SIGSTOP {done.ended - sent[0]:.1f} s")
     for rank in (0, 1):
         assert "in work" in (tmp_path / f"stacks.{rank}.txt").read_text()
 
@@ -169,7 +177,7 @@ def test_d5_slow_is_not_stuck(pair):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_d6_a_peer_that_never_comes_is_named(tmp_path, rank):
+def test_d6_a_peer_that_never_comes_is_named(tmp_path, rank, record_property):
     begun = time.monotonic()
     words = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2", f"--process_id={rank}"]
     done = subprocess.run(
@@ -177,7 +185,9 @@ def test_d6_a_peer_that_never_comes_is_named(tmp_path, rank):
         capture_output=True,
         text=True,
     )
-    assert time.monotonic() - begun <= 2 + 10
+    took = time.monotonic() - begun
+    assert took <= 2 + 10
+    record_property("D6", f"rank {1 - rank} absent {took:.1f} s, limit 2")
     assert done.returncode == 69
     assert f"present: {rank}; absent: {1 - rank}" in done.stderr
 
@@ -207,23 +217,27 @@ def test_d8_a_rank_may_finish_ten_seconds_before_the_other(pair, rank):
 
 
 @pytest.mark.slow
-def test_d11_thirty_starts_in_ten_minutes_leave_nothing_behind(pair):
+def test_d11_thirty_starts_in_ten_minutes_leave_nothing_behind(pair, record_property):
     shared = set(os.listdir("/dev/shm"))
-    begun = time.monotonic()
+    begun, ended = time.monotonic(), collections.Counter()
     for number in range(30):
         fault = ("raise", "sigkill", "sigterm")[number % 3]
         faults = f"step.before:{fault}@2#{number % 2}"
         done = pair("--steps=1000", faults=faults, grace_seconds=2)
         assert done.failure.code == {"raise": 70, "sigkill": 69, "sigterm": 75}[fault], done.lines
+        ended[done.failure.code] += 1
         assert done.has_no_orphans()
-    assert time.monotonic() - begun <= 600
+    assert ended == {70: 10, 69: 10, 75: 10}
+    took = time.monotonic() - begun
+    assert took <= 600
+    record_property("D11", f"30 starts in {took:.0f} s")
     left = set(os.listdir("/dev/shm")) - shared
     assert not [name for name in left if not is_mapped(f"/dev/shm/{name}")]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a8_a_signal_to_one_rank_stops_both_after_the_same_step_which_they_save(
-    pair, tmp_path, rank
+    pair, tmp_path, rank, record_property
 ):
     sent = []
 
@@ -235,6 +249,7 @@ def test_a8_a_signal_to_one_rank_stops_both_after_the_same_step_which_they_save(
     done = pair("--steps=5000", "--save", during=stop)
     assert done.codes == [75, 75], done.lines
     assert done.ended - sent[0] <= 10
+    record_property("A8", f"{done.ended - sent[0]:.1f} s")
     stops = [re.search(r"stopped after (\d+), total (\S+)", done.said(each)) for each in (0, 1)]
     assert stops[0].groups() == stops[1].groups()
     step, total = int(stops[0][1]), float(stops[0][2])
@@ -278,6 +293,7 @@ def test_a9_the_second_signal_to_one_rank_ends_both(pair):
     done = pair("--steps=500", faults="step.before:hang@8#0", during=stop, grace_seconds=30)
     assert done.codes == [75, 75]
     assert done.since("[1] step 8") <= 0.5 + 2
+    assert done.said(0).count("step ") == 8, "it hung"
 
 
 def listening(pid):
@@ -397,7 +413,9 @@ def recorded(processes: int, command: list[str], log: Path) -> Recorded:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_b15_a_checkpoint_moves_between_one_process_and_two(front_door, tmp_path, before, after):
+def test_b15_a_checkpoint_moves_between_one_process_and_two(
+    front_door, tmp_path, before, after, record_property
+):
     """With fsdp, so that each process has a part. What follows is compared with the same run where it was saved."""
     flags = ("--config.train.steps=28", "--config.mesh.data=2", "--config.mesh.fsdp=2")
     stayed, moved = tmp_path / "stayed", tmp_path / "moved"
@@ -422,8 +440,10 @@ def test_b15_a_checkpoint_moves_between_one_process_and_two(front_door, tmp_path
     losses, known = harness.losses(moved), harness.losses(stayed)
     assert losses.keys() == known.keys()
     assert len(losses) == 29
-    for key, loss in losses.items():
-        assert float.fromhex(loss) == pytest.approx(float.fromhex(known[key]), rel=1e-6), key
+    pairs = [(float.fromhex(loss), float.fromhex(known[key])) for key, loss in losses.items()]
+    far = max(abs(a / b - 1) for a, b in pairs)
+    record_property("B15", f"{before} to {after} {far:.1e}")
+    assert far <= 1e-6
 
 
 @pytest.mark.slow
@@ -464,7 +484,8 @@ def test_d1_a_killed_rank_is_started_again_and_no_bit_changes(front_door, tmp_pa
     assert front_door(tmp_path / "unbroken")[0]["code"] == 0
     killed = tmp_path / "killed"
     answer, said = front_door(killed, faults="step.before:sigkill@7-7#1", restarts=1)
-    assert (answer["code"], answer["started"], answer["rank"]) == (69, 2, 1), said
+    assert answer["code"] == 69, said
+    assert (answer["started"], answer["rank"]) == (2, 1), "killed in each of its two lives"
     answer, said = front_door(killed, restarts=1)
     assert answer["code"] == 0, said
     assert harness.losses(killed) == harness.losses(tmp_path / "unbroken")

@@ -1,9 +1,12 @@
 """Every line of the reliability bar has a test with its id in its name, in its tier, or a reason why not."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).parents[1]
 SOAK = TESTS.parent / "scripts/soak"
@@ -94,36 +97,68 @@ def _asserts(node: ast.stmt, helpers: frozenset[str]) -> bool:
     return False
 
 
+@functools.cache
 def helpers_of(path: Path) -> frozenset[str]:
     """The functions of a file that assert something for sure."""
     found = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
     return frozenset(node.name for node in found if asserts(node.body))
 
 
-# What a test does to a run or a file, and how it shows that it did: a count, or the signal that ended a process.
-STRIKES = re.compile(r"sigkill|flip", re.IGNORECASE)
-COUNTS = re.compile(r"(==|>=|>|<=) *\(?-?[1-9]|\blen\(|SIGKILL|-9\b")
+# What a test does to a run or a file, and the exit code that only this leads to, which is as good as a count. A flipped bit
+# or a bad number has none: 65 and 79 also come of what was wrong before.
+STRIKES = {
+    r"sigkill": r"SIGKILL|-9\b",
+    r"flip": None,
+    r"(grads|loss|batch):\w": None,
+    r":hang": r"\b76\b",
+    r":raise": r"\b7[04]\b",
+    r":enospc": r"\b74\b",
+}
+COUNTS = re.compile(r"(==|>=|>) *[\[({]*(-?[1-9]|[A-Z]{2})|\b[1-9][\d_]* <|\blen\(|SIGKILL|-9\b")
+EXIT = re.compile(r"\b(main|run|call)\(|\breturncode\b|\bcodes?\b|\.wait\(")
+Top = ast.FunctionDef | ast.Assign
 
 
-def text_of(node: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> list[ast.FunctionDef]:
-    """A test, and the functions of its file that it names, and those that they do."""
-    found, left = list[ast.FunctionDef](), [node]
-    while left:
-        found.append(left.pop())
-        named = {each.id for each in ast.walk(found[-1]) if isinstance(each, ast.Name)}
-        left += [functions[n] for n in sorted(named & functions.keys()) if functions[n] not in found + left]  # fmt: skip
+@functools.cache
+def named_in(path: Path) -> dict[str, Top]:
+    """The functions and the values at the top of a file, by their names."""
+    found: dict[str, Top] = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign):
+            found |= {ast.unparse(target): node for target in node.targets}
     return found
 
 
-def strikes(nodes: list[ast.FunctionDef]) -> bool:
-    """Whether it kills a process, or changes a bit."""
-    return any(STRIKES.search(ast.unparse(node)) for node in nodes)
+def text_of(node: ast.FunctionDef, known: dict[str, Top]) -> list[Top]:
+    """A test, and what of its file it names, and what that does."""
+    found, left = list[Top](), [node]
+    while left:
+        found.append(left.pop())
+        named = {each.id for each in ast.walk(found[-1]) if isinstance(each, ast.Name)}
+        left += [known[n] for n in sorted(named & known.keys()) if known[n] not in found + left]
+    return found
 
 
-def counts(nodes: list[ast.FunctionDef]) -> bool:
+def strikes(nodes: list[Top]) -> list[str]:
+    """How it breaks something, of `STRIKES`."""
+    text = "\n".join(map(ast.unparse, nodes))
+    return [kind for kind in STRIKES if re.search(kind, text, re.IGNORECASE)]
+
+
+def counts(nodes: list[Top], struck: list[str]) -> bool:
     """Whether a number is asserted that would be another one, had it struck nothing."""
-    asserted = (each for node in nodes for each in ast.walk(node) if isinstance(each, ast.Assert))
-    return any(COUNTS.search(ast.unparse(each.test)) for each in asserted)
+    codes = [STRIKES[kind] for kind in struck if STRIKES[kind]]
+    for asserted in (each for node in nodes for each in ast.walk(node)):
+        if isinstance(asserted, ast.Assert):
+            text = ast.unparse(asserted.test)
+            if EXIT.search(text):
+                if any(re.search(code, text) for code in codes):
+                    return True
+            elif COUNTS.search(text):
+                return True
+    return False
 
 
 def test_h2_no_test_of_a_line_can_pass_without_an_assertion():
@@ -140,18 +175,53 @@ def test_h2_no_test_of_a_line_can_pass_without_an_assertion():
     assert not asserts(empty.body), "and it would be found"
 
 
-def test_h2_a_test_that_kills_or_flips_asserts_a_count():
+def test_h2_a_test_that_breaks_something_asserts_a_count():
     """That it is the right one is for those to see who read the test."""
     struck, uncounted = 0, []
     for path, node, _ in named_after_lines():
-        every = ast.parse(path.read_text()).body
-        nodes = text_of(node, {f.name: f for f in every if isinstance(f, ast.FunctionDef)})
-        struck += strikes(nodes)
-        if strikes(nodes) and not counts(nodes):
+        nodes = text_of(node, named_in(path))
+        kinds = strikes(nodes)
+        struck += bool(kinds)
+        if kinds and not counts(nodes, kinds):
             uncounted.append(f"{path.relative_to(TESTS)}::{node.name}")
-    assert struck > 20
+    assert struck > 40
     assert uncounted == []
-    (vacuous,) = ast.parse("def test(run):\n    flip(run)\n    assert main(run) == 0").body
-    assert isinstance(vacuous, ast.FunctionDef)
-    assert strikes([vacuous])
-    assert not counts([vacuous]), "and it would be found"
+
+
+@pytest.mark.parametrize(
+    ("does", "is_counted"),
+    [
+        ("flip(run); assert main(run) == 0", False),
+        ("flip(run); assert main(run) == 65", False),
+        ("flip(run); code, said = start(run); assert code == 65", False),
+        ("flip(run); assert len(found) == 12", True),
+        ("break_('grads:nan@3'); assert main(run) == 79", False),
+        ("break_('grads:nan@3'); assert main(run) == 0; assert skipped == 1", True),
+        ("done = run('eval:hang@3'); assert done.returncode == 65", False),
+        ("done = run('eval:hang@3'); assert done.returncode == 76", True),
+        ("done = run('eval:sigkill@3'); assert done.returncode == -9", True),
+        ("done = run('eval:sigkill@3'); assert done.returncode == 1", False),
+        ("done = run('save.begin:enospc@3'); assert done.returncode == 74", True),
+    ],
+)
+def test_one_that_shows_nothing_of_what_it_broke_would_be_found(does, is_counted):
+    (test,) = ast.parse(f"def test(run):\n    {does}").body
+    assert isinstance(test, ast.FunctionDef)
+    kinds = strikes([test])
+    assert kinds
+    assert counts([test], kinds) == is_counted
+
+
+def test_a_figure_in_the_table_of_lines_is_of_a_test_of_that_line():
+    found = [
+        (node.name, call.args[0].value)
+        for _, node, _ in named_after_lines()
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call)
+        and ast.unparse(call.func) == "record_property"
+        and isinstance(call.args[0], ast.Constant)
+    ]
+    assert len({line for _, line in found}) > 40
+    assert [
+        (test, line) for test, line in found if line.lower() not in {"table", *ids_of(test)}
+    ] == []

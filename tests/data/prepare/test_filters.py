@@ -107,7 +107,7 @@ def test_shares_of_repetition_are_those_counted_by_hand():
     assert top_share(hashed(words), sizes, 3, 13) == 0
 
 
-def test_c4_cuts_lines_and_then_pages(capsys):
+def test_the_rules_of_c4_cut_lines_and_then_pages(capsys):
     sentences = [f"{sentence}" for sentence in prose(1).split("\n")]
     page = "\n".join(sentences[:6])
     texts = [
