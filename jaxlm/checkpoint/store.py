@@ -18,7 +18,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.record import Record
 from jaxlm.checkpoint.retention import kept
 from jaxlm.core import faults
-from jaxlm.core.errors import DataError, InUse, SaveFailed, cannot_write
+from jaxlm.core.errors import DataError, InUse, SaveFailed, cannot_keep
 from jaxlm.core.tree import leaves
 
 TORN = (".orbax-checkpoint-tmp", ".retired")  # what a killed save, or a killed removal, leaves
@@ -46,7 +46,8 @@ class Store:
         the arrays.
 
     Raises:
-      NotWritable: where the directory cannot be made, or nothing can be made in it.
+      SaveFailed: where the disk is full.
+      NotWritable: where the directory cannot be made, or nothing can be made in it, for another reason.
     """
 
     def __init__(
@@ -135,7 +136,8 @@ class Store:
         """Moves a step out of the way by a rename, the reason beside it; nothing is removed.
 
         Raises:
-          NotWritable: where it cannot be moved.
+          SaveFailed: where the disk is full.
+          NotWritable: where it cannot be moved for another reason.
         """
         folder = self.directory.parent / "quarantine"
         number = 1
@@ -146,7 +148,7 @@ class Store:
             (folder / f"{place.name}.reason.txt").write_text(reason + "\n")
             self._path(step).rename(place)
         except OSError as error:
-            raise cannot_write(folder.name, folder, error) from error
+            raise cannot_keep(folder.name, folder, error) from error
         return place
 
     def save(
@@ -286,7 +288,7 @@ class Store:
             probe.mkdir(exist_ok=True)
             probe.rmtree()
         except OSError as error:
-            raise cannot_write(self.directory.name, self.directory, error) from error
+            raise cannot_keep(self.directory.name, self.directory, error) from error
         self.remove_torn()
 
     def _path(self, step: int) -> epath.Path:

@@ -3,11 +3,17 @@
 Each class carries the exit code that `jaxlm` ends with. Anything else that escapes is our bug: exit 70 with a traceback.
 """
 
+import errno
 import functools
 import sys
 from typing import Any
 
 from jaxlm.core.quoting import safe
+
+FULL = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+)  # a disk without space: that passes, unlike other reasons not to write
 
 
 class JaxlmError(Exception):
@@ -113,10 +119,22 @@ def cannot_write(
 
 
 class SaveFailed(JaxlmError):
-    """A checkpoint that was due could not be committed."""
+    """A checkpoint that was due could not be committed, or the disk has no space for what a run writes down."""
 
     code = 74
     kind = "save failed"
+
+
+def cannot_keep(what: str, place: object, error: OSError) -> SaveFailed | NotWritable:
+    """That the operating system refused to write something of a run: SaveFailed where it is for want of space."""
+    if error.errno not in FULL:
+        return cannot_write(what, place, error)
+    return SaveFailed(
+        f"{what} cannot be written",
+        where=str(place),
+        why=f"{type(error).__name__}: {error.strerror}",
+        fix="free space there, then run the same command again",
+    )
 
 
 class Preempted(JaxlmError):

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, NamedTuple, Protocol, Self, TextIO
 
 from rich.console import Console as Screen
 from rich.progress import BarColumn, Progress, TextColumn
@@ -44,6 +44,13 @@ COLUMNS = (
 )
 
 
+class Log(Protocol):
+    """A text file that is added to."""
+
+    def write(self, text: str, /) -> object:
+        """Appends the text."""
+
+
 class Console:
     """A sink for people. On a terminal a progress bar stays below the rows; elsewhere there are plain rows.
 
@@ -58,7 +65,7 @@ class Console:
         self,
         screen: TextIO | None,
         *,
-        log: TextIO | None = None,
+        log: Log | None = None,
         warnings: Sink | None = None,
         total: int,
     ):
@@ -94,7 +101,7 @@ class Console:
         if self._screen:
             self._screen.print(text, style=style, markup=False)
         if self._log:
-            print(text, file=self._log, flush=True)
+            self._log.write(f"{text}\n")
 
     def warn(self, text: str, *, step: int) -> None:
         """Says what went otherwise than asked for, so that the report of the run has it too."""

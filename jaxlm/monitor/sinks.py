@@ -1,7 +1,6 @@
 """Where the record of a step goes."""
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -9,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxlm.core.errors import DataError, NotWritable
+from jaxlm.core.errors import FULL, DataError, cannot_keep
 from jaxlm.core.quoting import CONTROLS
 
 Record = Mapping[str, Any]
@@ -28,45 +27,45 @@ class Sink(Protocol):
         """Flushes and lets go."""
 
 
-class Jsonl:
-    """One JSON object a line, appended.
+class Lines:
+    """A text file that grows; the operating system has what was written when `write` returns.
 
-    At opening, a torn last line is cut, and so are the lines of steps after `keep_through`: a run that goes on from
-    step k will write those again. `dropped` says how many lines went.
-
-    Floats are written with all their digits. JSON has no infinity: a number that is not finite is written as null and
-    named under `not_finite`.
+    Args:
+      make_room: called where the disk is full, once in a write, before the rest of it is tried again.
 
     Raises:
-      NotWritable: where the file cannot be opened or written.
+      SaveFailed: where the disk is full.
+      NotWritable: where the file cannot be opened or written for another reason.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, keep_through: int | None = None):
-        self.path = Path(path)
+    def __init__(
+        self, path: str | os.PathLike[str], *, make_room: Callable[[], None] = lambda: None
+    ):
+        self.path, self._make_room = Path(path), make_room
         try:
-            kept, self.dropped = _kept(self.path, keep_through)
-            # Unbuffered: a line is with the operating system at once, and none is left over after a failure.
+            # Unbuffered: nothing is left over after a failure.
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  closed by close()
-            if self.dropped:
-                self._file.truncate(kept)
         except OSError as error:
-            raise self._refused(error) from error
+            raise cannot_keep(self.path.name, self.path, error) from error
 
-    def write(self, record: Record) -> None:
-        """Appends one line; the operating system has it when this returns."""
-        text = line(record).encode()
-        try:
-            if self._file.write(text) < len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise self._refused(error) from error
+    def write(self, text: str) -> None:
+        """Appends the text."""
+        rest, has_room = text.encode(), False
+        while rest:
+            try:
+                rest = rest[self._file.write(rest) :]
+            except OSError as error:
+                if has_room or error.errno not in FULL:
+                    raise cannot_keep(self.path.name, self.path, error) from error
+                self._make_room()
+                has_room = True
 
     def flush(self) -> None:
-        """Returns when every line is on the disk."""
+        """Returns when all of it is on the disk."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise self._refused(error) from error
+            raise cannot_keep(self.path.name, self.path, error) from error
 
     def close(self) -> None:
         """Flushes and closes; a second time does nothing."""
@@ -76,13 +75,48 @@ class Jsonl:
             finally:
                 self._file.close()
 
-    def _refused(self, error: OSError) -> NotWritable:
-        return NotWritable(
-            f"{self.path.name} cannot be written",
-            where=str(self.path),
-            why=f"{type(error).__name__}: {error.strerror}",
-            fix="--workdir=runs/another",
-        )
+
+class Jsonl:
+    """One JSON object a line, appended as `Lines` does.
+
+    At opening, a torn last line is cut, and so are the lines of steps after `keep_through`: a run that goes on from
+    step k will write those again. `dropped` says how many lines went.
+
+    Floats are written with all their digits. JSON has no infinity: a number that is not finite is written as null and
+    named under `not_finite`.
+
+    Raises:
+      SaveFailed: where the disk is full.
+      NotWritable: where the file cannot be opened or written for another reason.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep_through: int | None = None,
+        make_room: Callable[[], None] = lambda: None,
+    ):
+        path = Path(path)
+        try:
+            kept, self.dropped = _kept(path, keep_through)
+            if self.dropped:
+                os.truncate(path, kept)
+        except OSError as error:
+            raise cannot_keep(path.name, path, error) from error
+        self._lines = Lines(path, make_room=make_room)
+
+    def write(self, record: Record) -> None:
+        """Appends one line; the operating system has it when this returns."""
+        self._lines.write(line(record))
+
+    def flush(self) -> None:
+        """Returns when every line is on the disk."""
+        self._lines.flush()
+
+    def close(self) -> None:
+        """Flushes and closes; a second time does nothing."""
+        self._lines.close()
 
 
 class Nowhere:
@@ -119,7 +153,8 @@ def replace(target: Path, content: bytes) -> None:
     """Replaces a file as a whole: readers see the old one or the new, and the new one is on the disk when this returns.
 
     Raises:
-      NotWritable: where it cannot be written; the old file stays.
+      SaveFailed: where the disk is full; the old file stays.
+      NotWritable: where it cannot be written for another reason; the old file stays.
     """
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -131,12 +166,7 @@ def replace(target: Path, content: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise NotWritable(
-            f"{target.name} cannot be written",
-            where=str(target),
-            why=f"{type(error).__name__}: {error.strerror}",
-            fix="--workdir=runs/another",
-        ) from error
+        raise cannot_keep(target.name, target, error) from error
 
 
 class TensorBoard:

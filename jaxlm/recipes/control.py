@@ -68,7 +68,7 @@ class Control:
         change = Change(step, found["lr"])
         self._changes = [*(each for each in self._changes if each.step < step), change]
         if self._directory.is_writer:
-            sink = sinks.Jsonl(self._directory.path / FILE)
+            sink = self._directory.journal(FILE)
             try:
                 sink.write(dataclasses.asdict(change))
             finally:

@@ -66,7 +66,7 @@ class Journal:
         path = self._directory.path
 
         def opened(name: str, keep_through: int | None) -> Sink:
-            sink = sinks.Jsonl(path / name, keep_through=keep_through)
+            sink = self._directory.journal(name, keep_through=keep_through)
             return self._open.enter_context(contextlib.closing(sink))
 
         self._metrics = opened("metrics.jsonl", through)

@@ -16,7 +16,7 @@ from jaxlm.core.config import Loaded
 from jaxlm.core.errors import CommandError, ConfigError, Preempted
 from jaxlm.data import parts
 from jaxlm.data.dataset import Data
-from jaxlm.monitor import environment, sinks, trackers
+from jaxlm.monitor import environment, trackers
 from jaxlm.monitor.console import Console
 from jaxlm.parallel.cluster import Place
 from jaxlm.recipes import (
@@ -123,10 +123,8 @@ def pretrain(
         assembly.check_fit(run, mesh)
         log = screen = warnings = None
         if is_first:
-            warnings = stack.enter_context(
-                contextlib.closing(sinks.Jsonl(directory.path / "warnings.jsonl"))
-            )
-            log = stack.enter_context(directory.append("log.txt"))
+            warnings = stack.enter_context(contextlib.closing(directory.journal("warnings.jsonl")))
+            log = stack.enter_context(contextlib.closing(directory.append("log.txt")))
             screen = None if options.quiet or "console" not in run.log.sinks else sys.stderr
         console = stack.enter_context(
             Console(screen, log=log, warnings=warnings, total=run.train.steps)

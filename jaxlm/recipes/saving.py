@@ -65,7 +65,7 @@ class Saves:
             }
             unknown = dict.fromkeys(("loss_nats", "grad_norm"), float("nan"))
             raise BudgetSpent(step, step, values | unknown)
-        self._wait()
+        self.settle()
         self._newest, self.is_retry_due = moment, False
         last, budget = moment.progress.last_skipped, self._engine.run.guard.budget
         try:
@@ -90,7 +90,7 @@ class Saves:
 
     def finish(self) -> None:
         """Returns when the newest save is committed, tried once more if need be."""
-        self._wait()
+        self.settle()
         if self.is_retry_due:
             assert self._newest is not None
             self.save(self._newest)  # no step came after it, so its buffers are still there
@@ -98,11 +98,15 @@ class Saves:
 
     def give_up(self) -> None:
         """Before a rewind: waits for the save in flight, and asks for no other. The state that it was of is given up."""
-        self._wait()
+        self.settle()
         self._newest, self.is_retry_due = None, False
 
-    def _wait(self) -> None:
-        """Waits for the save in flight, and notes how it went."""
+    def settle(self) -> None:
+        """Waits for the save in flight, and notes how it went: on a full disk what a failed one took up is free then.
+
+        Raises:
+          SaveFailed: where it failed, and the one before it.
+        """
         try:
             self._store.wait()
         except SaveFailed as error:

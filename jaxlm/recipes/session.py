@@ -87,6 +87,7 @@ class Session:
         changes_made = control.known(directory.path, meta or {}, crew.share)
         self._control = Control(directory, run.optim.lr, changes_made, console.say)
         self._saves = Saves(engine, crew, directory, console, store, rewinds, self._control)
+        directory.make_room = self._saves.settle
 
     def train(self, stop: StopRequest, stop_at: int | None) -> None:
         """Makes or restores the state, and runs the loop; goes back and around what the guard could not get over."""

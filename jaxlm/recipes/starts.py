@@ -53,7 +53,7 @@ SHAPE: Shape = dict.fromkeys(("step", "rewinds"), sinks.is_step) | {
 
 def note(directory: RunDir, start: Start) -> None:
     """Writes a start down, through to the disk."""
-    sink = sinks.Jsonl(directory.path / FILE)
+    sink = directory.journal(FILE)
     try:
         sink.write(dataclasses.asdict(start))
     finally:

@@ -4,18 +4,21 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from jaxlm.core.errors import (
     ConfigError,
     InputMissing,
     NotWritable,
-    cannot_write,
+    SaveFailed,
+    cannot_keep,
     in_our_words,
 )
 from jaxlm.core.quoting import safe
 from jaxlm.monitor import sinks
+from jaxlm.monitor.sinks import Jsonl, Lines
 from jaxlm.train.lock import Lock
 
 IMPORTED = "imported.json"  # in a run whose weights came from elsewhere
@@ -36,13 +39,16 @@ class RunDir:
         self.path, self.is_writer = Path(path), is_writer
         self.step = 0  # the newest completed step, for exit.json
         self.has_begun = False  # set at the first write of this start
+        # Frees what may be freed on a full disk; set by whoever saves here.
+        self.make_room: Callable[[], None] = lambda: None
         self.lock = Lock(self.path / "lock")
 
     def __enter__(self) -> Self:
         """Creates and locks the directory.
 
         Raises:
-          NotWritable: where it cannot be created or written.
+          SaveFailed: where the disk is full.
+          NotWritable: where it cannot be created or written for another reason.
           InUse: where another process holds it.
         """
         if not self.is_writer:
@@ -51,7 +57,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock.acquire()
         except OSError as error:
-            raise cannot_write("the run directory", self.path, error) from error
+            raise cannot_keep("the run directory", self.path, error) from error
         return self
 
     def __exit__(
@@ -59,7 +65,7 @@ class RunDir:
     ) -> None:
         try:
             self.leave(_code(error), _cause(error))
-        except NotWritable:
+        except (NotWritable, SaveFailed):
             if (
                 error is None
             ):  # else what went wrong first is told, and not that it could not be written down
@@ -90,16 +96,19 @@ class RunDir:
         self.write_bytes(name, text.encode())
 
     def write_bytes(self, name: str, content: bytes) -> None:
-        """Replaces a file as a whole. Raises NotWritable."""
+        """Replaces a file as a whole. Raises SaveFailed where the disk is full, NotWritable where it cannot otherwise."""
         if self.is_writer:
             sinks.replace(self.path / name, content)
 
-    def append(self, name: str) -> TextIO:
-        """Opens a text file, to add lines to it. Raises NotWritable."""
-        try:
-            return open(self.path / name, "a", encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(name, self.path / name, error) from error
+    def append(self, name: str) -> Lines:
+        """Opens a text file, to add to it. Raises as `write` does; that the disk is full is said once room could not be made."""
+        return Lines(self.path / name, make_room=lambda: self.make_room())
+
+    def journal(self, name: str, *, keep_through: int | None = None) -> Jsonl:
+        """Opens a file of records, to add to it, as `append` does."""
+        return Jsonl(
+            self.path / name, keep_through=keep_through, make_room=lambda: self.make_room()
+        )
 
     def write_json(self, name: str, value: Any) -> None:
         """Replaces a JSON file as a whole."""

@@ -1,11 +1,15 @@
+import errno
+import io
 import json
 import math
+import os
 import struct
 
 import numpy as np
 import pytest
 
-from jaxlm.core.errors import DataError, NotWritable
+from jaxlm.core.errors import DataError, NotWritable, SaveFailed
+from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Jsonl, TensorBoard, read
 
 
@@ -101,12 +105,35 @@ def test_a_place_that_cannot_be_written_is_said_in_four_parts(tmp_path):
     assert str(tmp_path) in caught.value.where
 
 
-def test_a_full_disk_is_not_a_traceback():
-    sink = Jsonl("/dev/full")
-    with pytest.raises(NotWritable, match="full cannot be written"):
+def test_a_full_disk_passes_and_has_a_code_of_its_own():
+    asked = []
+    sink = Jsonl("/dev/full", make_room=lambda: asked.append(1))
+    with pytest.raises(SaveFailed, match="full cannot be written") as caught:
         sink.write(record(1))
-    with pytest.raises(NotWritable):
+    assert (caught.value.code, len(asked)) == (74, 1)
+    with pytest.raises(NotWritable):  # it is no file that could be synced
         sink.close()
+
+
+class Small(io.FileIO):
+    """A file on a disk that has space for so many bytes of it."""
+
+    space = 5
+
+    def write(self, content):
+        if not (fits := min(len(content), self.space - self.tell())):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(content[:fits])
+
+
+def test_what_room_was_made_for_follows_the_part_that_was_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(sinks, "open", lambda path, *_, **__: Small(path, "ab"), raising=False)
+    path = tmp_path / "m.jsonl"
+    sink = Jsonl(path, make_room=lambda: monkeypatch.setattr(Small, "space", 1000))
+    sink.write(record(1))
+    sink.write(record(2))
+    sink.close()
+    assert [r["step"] for r in read(path)] == [1, 2]
 
 
 def test_tensorboard_gets_every_number_by_split(tmp_path):
