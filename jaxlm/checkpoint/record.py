@@ -15,6 +15,7 @@ from typing import Any
 
 from etils import epath
 
+from jaxlm.core import disk
 from jaxlm.core.errors import DataError
 
 NAME = "digests.json"
@@ -62,11 +63,9 @@ def signed(text: str) -> str:
 
 def write(directory: epath.Path, record: Record) -> None:
     """Writes the record into a step's directory, through to the disk."""
-    with (directory / NAME).open("w") as file:
-        file.write(record.text())
-        file.flush()
-        if hasattr(file, "fileno"):
-            os.fsync(file.fileno())
+    (directory / NAME).write_text(record.text())
+    for path in (directory / NAME, directory):
+        disk.sync(path)
 
 
 def read(directory: epath.Path) -> Record:

@@ -17,7 +17,7 @@ from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.record import Record
 from jaxlm.checkpoint.retention import kept
-from jaxlm.core import faults
+from jaxlm.core import disk, faults
 from jaxlm.core.errors import DataError, InUse, SaveFailed, cannot_keep
 from jaxlm.core.tree import leaves
 
@@ -146,7 +146,7 @@ class Store:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"{place.name}.reason.txt").write_text(reason + "\n")
-            self._path(step).rename(place)
+            disk.rename(self._path(step), place)
         except OSError as error:
             raise cannot_keep(folder.name, folder, error) from error
         return place
@@ -191,9 +191,11 @@ class Store:
             raise self._failed(error) from error
 
     def wait(self) -> None:
-        """Returns when every save so far is committed. Raises SaveFailed where one failed."""
+        """Returns when every save so far is committed, on the disk too. Raises SaveFailed where one failed."""
         try:
             self._orbax.wait_until_finished()
+            if self._pending is not None and self._is_first:
+                disk.sync(self.directory)  # Orbax gives the step its name, and leaves it at that
         except Exception as error:
             raise self._failed(error) from error
 
@@ -260,15 +262,17 @@ class Store:
         """Lets go after an error: waits for what is being written, says nothing of how it went, removes what it left."""
         with contextlib.suppress(Exception):
             self._orbax.close()
-        if self._is_first and not self._read_only and self._is_owner():
+        if self._is_first and not self._read_only:
             self.remove_torn()
 
     def remove_torn(self) -> None:
         """Removes what a failed save, or a killed process, left half-done; what cannot be removed stays until the next time.
 
-        Whoever may write holds the run directory's lock, so nobody else is writing. But the writers of a save that
-        failed may still be at it for a moment, and make their folders again.
+        Whoever may write holds the run directory's lock, so nobody else is writing; who has lost it removes nothing. But
+        the writers of a save that failed may still be at it for a moment, and make their folders again.
         """
+        if not self._is_owner():
+            return
         for _ in range(10):
             with contextlib.suppress(OSError):
                 every = self.directory.iterdir()
@@ -314,12 +318,22 @@ class Store:
         """Writes the record of the step that Orbax is about to rename into place. Runs in the background, on one host.
 
         Steps are removed here too, before the rename: what is kept is chosen among those that are committed, so the
-        death of this process at any instant leaves all that the config asks for.
+        death of this process at any instant leaves all that the config asks for. A process that was stopped meanwhile may
+        have lost the run to another: it is asked before the first removal, and last.
         """
         assert self._pending is not None
         step = self._pending.step
         torn = self._path(step).with_name(f"{step}{TORN[0]}")
         faults.point("save.digest", step)
+        files = records.digests(torn)
+        records.write(torn, dataclasses.replace(self._pending, files=files))
+        self._refuse_if_lost(step)
+        self._retire()
+        faults.point("save.commit", step)
+        self._refuse_if_lost(step)
+
+    def _refuse_if_lost(self, step: int) -> None:
+        """Raises InUse where this process owns the run no longer."""
         if not self._is_owner():
             raise InUse(
                 "another process has taken this run over",
@@ -327,10 +341,6 @@ class Store:
                 why=f"step {step} was not committed",
                 fix="--workdir=runs/another",
             )
-        files = records.digests(torn)
-        records.write(torn, dataclasses.replace(self._pending, files=files))
-        self._retire()
-        faults.point("save.commit", step)
 
     def _retire(self) -> None:
         """Removes the steps that need not be kept. Damaged ones are left for the quarantine."""
@@ -340,7 +350,7 @@ class Store:
         keep = kept(found, self._config, reach=self._reach)
         for step in {record.step for record in found} - keep:
             retired = self._path(step).with_name(f"{step}{TORN[1]}")
-            self._path(step).rename(retired)
+            disk.rename(self._path(step), retired)
             faults.point("save.retire", step)
             retired.rmtree()
 

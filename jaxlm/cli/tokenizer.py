@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.cli.output import Output
-from jaxlm.core import config
+from jaxlm.core import config, disk
 from jaxlm.core.errors import ConfigError, NotWritable
 from jaxlm.core.quoting import printable
 from jaxlm.data.config import TOKENIZER_FILES
@@ -48,8 +48,6 @@ def run(args: Any, out: Output) -> int:
 
 
 def _train(args: Any, out: Output) -> int:
-    from jaxlm.data import cache
-
     tokenizer = _of_config(args, out)
     content = tokenizer.serialise()
     fits = _fits(args, None, [(args.out, tokenizer)])
@@ -63,7 +61,7 @@ def _train(args: Any, out: Output) -> int:
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        cache.write_file(path, content)
+        disk.replace(path, content)
     except OSError as error:
         raise NotWritable(
             "the tokenizer cannot be written",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core import disk
 from jaxlm.core.errors import NotWritable
 
 
@@ -39,16 +40,6 @@ def folder(root: Path, kind: str, /, **inputs: Any) -> Path:
             fix="JAXLM_CACHE=/a/writable/folder jaxlm ...",
         ) from error
     return parent / key
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Writes a file that appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(partial, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 @contextlib.contextmanager
@@ -87,9 +78,8 @@ def built(target: Path) -> Iterator[Path | None]:
         try:
             yield partial
             for path in (*partial.iterdir(), partial):
-                _flush(path)
-            os.rename(partial, target)
-            _flush(target.parent)
+                disk.sync(path)
+            disk.rename(partial, target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -108,12 +98,4 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
         os.close(handle)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.core import disk
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data import cache
 from jaxlm.data.blocks import BLOCK
 
 FORMAT_VERSION = 2
@@ -74,7 +74,7 @@ class Manifest:
         """Writes it, with a digest of itself as its last field."""
         content = dataclasses.asdict(self)
         content["sha256"] = _digest(content)
-        cache.write_file(folder / NAME, json.dumps(content, indent=1).encode())
+        disk.replace(folder / NAME, json.dumps(content, indent=1).encode())
 
 
 def tokens_name(number: int) -> str:

@@ -1,6 +1,5 @@
 """Where the record of a step goes."""
 
-import contextlib
 import json
 import math
 import os
@@ -8,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxlm.core import disk
 from jaxlm.core.errors import FULL, DataError, cannot_keep
 from jaxlm.core.quoting import CONTROLS
 
@@ -156,16 +156,9 @@ def replace(target: Path, content: bytes) -> None:
       SaveFailed: where the disk is full; the old file stays.
       NotWritable: where it cannot be written for another reason; the old file stays.
     """
-    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
+        disk.replace(target, content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise cannot_keep(target.name, target, error) from error
 
 

@@ -27,7 +27,7 @@ from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
-from jaxlm.core import tree
+from jaxlm.core import faults, tree
 from jaxlm.core.errors import DataError, SaveFailed
 from jaxlm.parallel import host
 from jaxlm.recipes import resume
@@ -644,14 +644,74 @@ def test_a_record_says_what_the_step_holds(unbroken):
     }
 
 
-def test_a_process_that_lost_its_lock_commits_nothing(tmp_path):
-    store = Store(tmp_path, CheckpointConfig(), is_owner=lambda: False)
-    store.save(1, state(), {})
+@pytest.mark.parametrize("when", ["before", "while it hashes", "at the last moment"])
+def test_b10_a_process_that_lost_its_lock_commits_and_removes_nothing(tmp_path, monkeypatch, when):
+    """It is stopped for long, anywhere in a save, and goes on."""
+    owner = ["us"]
+    store = Store(tmp_path, CheckpointConfig(keep_last=1), is_owner=lambda: owner == ["us"])
+    for step in (1, 2):
+        store.save(step, state(), {}, healthy=False)
+        store.wait()
+    digests, point = records.digests, faults.point
+
+    def lost_while_hashing(directory):
+        found = digests(directory)
+        owner[:] = ["another"]
+        return found
+
+    def lost_at_last(name, step=None):
+        point(name, step)
+        if name == "save.commit":
+            owner[:] = ["another"]
+
+    if when == "while it hashes":
+        monkeypatch.setattr(records, "digests", lost_while_hashing)
+    elif when == "at the last moment":
+        monkeypatch.setattr(faults, "point", lost_at_last)
+    else:
+        owner[:] = ["another"]
+    store.save(3, state(), {})
     with pytest.raises(SaveFailed, match="could not be written") as caught:
         store.wait()
     assert "taken this run over" in caught.value.why
-    assert store.steps() == []
     store.release()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert {"2", "3.orbax-checkpoint-tmp"} <= left, (
+        "what is not committed may be the other's by now"
+    )
+    assert "3" not in left
+    assert ("1" in left) == (when != "at the last moment")
+
+
+def test_b13_the_name_of_a_step_is_on_the_disk_before_anything_follows(tmp_path, monkeypatch):
+    """A save that is waited for, the removal of older steps, the move of a step that is given up."""
+    folder, sync, point = tmp_path / "checkpoints", os.fsync, faults.point
+    synced, retired = {}, {}
+
+    def noted(file):
+        sync(file)
+        path = Path(f"/proc/self/fd/{file}").readlink()
+        if path.is_dir():
+            synced[path.name] = {each.name for each in path.iterdir()}
+
+    def seen(name, step=None):
+        if name == "save.retire":
+            retired[step] = set(synced["checkpoints"])
+        point(name, step)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(faults, "point", seen)
+    store = Store(folder, CheckpointConfig(keep_last=1))
+    for step in (1, 2, 3):
+        store.save(step, state(), {}, healthy=False)
+        store.wait()
+        assert str(step) in synced["checkpoints"]
+        assert records.NAME in synced[f"{step}.orbax-checkpoint-tmp"]
+    assert "2" in retired[1], "when 1 goes"
+    place = store.quarantine(3, "given up")
+    assert "3" not in synced["checkpoints"]
+    assert place.name in synced["quarantine"]
+    store.close()
 
 
 def test_a_reader_of_a_damaged_step_is_told(unbroken, tmp_path, capsys):

@@ -7,9 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core import config
+from jaxlm.core import config, disk
 from jaxlm.core.errors import ConfigError, DataError
-from jaxlm.data import cache
 from jaxlm.data.documents import Corpus
 from jaxlm.data.prepare import remote
 from jaxlm.data.prepare.config import Recipe
@@ -88,10 +87,10 @@ class Job:
             )
         # First of all: by it the folder is known to be ours, whenever a kill comes.
         if not noted.exists():
-            cache.write_file(noted, json.dumps(mine, indent=1).encode())
+            disk.replace(noted, json.dumps(mine, indent=1).encode())
         (self.out / WORK).mkdir(exist_ok=True)
         paths = [os.path.abspath(path) for path, _, _ in self.files]
-        cache.write_file(self.out / WORK / "paths.json", json.dumps(paths).encode())
+        disk.replace(self.out / WORK / "paths.json", json.dumps(paths).encode())
 
     @classmethod
     def read(cls, out: Path) -> "Job":

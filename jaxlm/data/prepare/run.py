@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core import disk
 from jaxlm.core.errors import InUse, cannot_write
-from jaxlm.data import cache
 from jaxlm.data.prepare import earlier, engines, page, stages
 from jaxlm.data.prepare.comparison import compare
 from jaxlm.data.prepare.config import Recipe
@@ -142,10 +142,10 @@ def _concluded(job: Job) -> dict[str, Any]:
             files[path.relative_to(job.out).as_posix()] = fields
     if not is_done:
         found = verdict(job, 0).with_name(CLUSTERS)
-        cache.write_file(job.out / CLUSTERS, found.read_bytes() if found.exists() else b"")
+        disk.replace(job.out / CLUSTERS, found.read_bytes() if found.exists() else b"")
     answer = report(job, counts, dict(sorted(files.items())))
-    cache.write_file(job.out / PAGE, page.render(job.out, answer).encode())
-    cache.write_file(job.out / REPORT, json.dumps(answer, indent=1).encode())
+    disk.replace(job.out / PAGE, page.render(job.out, answer).encode())
+    disk.replace(job.out / REPORT, json.dumps(answer, indent=1).encode())
     return answer
 
 

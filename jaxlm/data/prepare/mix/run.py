@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core import config
+from jaxlm.core import config, disk
 from jaxlm.core.errors import ConfigError, DataError, InputMissing, cannot_write
-from jaxlm.data import cache, manifest, tokenizer_file, train_tokenizer
+from jaxlm.data import manifest, tokenizer_file, train_tokenizer
 from jaxlm.data.config import TOKENIZER_FILES
 from jaxlm.data.prepare import engines
 from jaxlm.data.prepare.engines import EngineName
@@ -64,10 +64,10 @@ def run(
                 return _checked(out)
             path = out / WORK / TOKENIZER
             content = None if path.exists() else _tokenizer(units, say).serialise()
-            cache.write_file(out / RECIPE, noted)  # a tokenizer that cannot be had claims no folder
+            disk.replace(out / RECIPE, noted)  # a tokenizer that cannot be had claims no folder
             (out / WORK).mkdir(exist_ok=True)
             if content is not None:
-                cache.write_file(path, content)
+                disk.replace(path, content)
             sizes = [sum(written.bytes for _, written in files) for _, files in units.parts]
             numbers = range(len(sizes))
             left = [number for number in numbers if not units.tokenised(number).exists()]
@@ -78,8 +78,8 @@ def run(
                         done += sizes[number]
                         progress("tokenising", done, sum(sizes))
             answer = _gathered(units, say)
-            cache.write_file(out / CARD, card(answer, units.sources).encode())
-            cache.write_file(out / MIX, json.dumps(answer, indent=1).encode())
+            disk.replace(out / CARD, card(answer, units.sources).encode())
+            disk.replace(out / MIX, json.dumps(answer, indent=1).encode())
             shutil.rmtree(out / WORK)
             return answer
     except OSError as error:

@@ -1,0 +1,66 @@
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from etils import epath
+
+from jaxlm.core import disk
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Each file or folder that is put on the disk, in turn, and the names that are in it by then."""
+    seen, sync = [], os.fsync
+
+    def noted(handle):
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        names = {each.name for each in path.iterdir()} if path.is_dir() else set()
+        seen.append((path.name, names))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    return seen
+
+
+def test_a_replaced_file_and_then_its_name_are_on_the_disk(tmp_path, synced):
+    (tmp_path / "a").write_text("old")
+    disk.replace(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"new"
+    (partial, _), (folder, names) = synced
+    assert partial.startswith(".a.")
+    assert (folder, names) == (tmp_path.name, {"a"})
+
+
+def test_a_new_name_and_that_the_old_one_is_gone_are_on_the_disk(tmp_path, synced):
+    for name in ("from", "to"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "from/x").write_text("")
+    disk.rename(tmp_path / "from/x", tmp_path / "to/y")
+    assert sorted(synced) == [("from", set()), ("to", {"y"})]
+
+
+def test_a_file_that_cannot_be_replaced_stays_and_nothing_is_left_over(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(IsADirectoryError):
+        disk.replace(tmp_path / "a", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(("number", "is_told"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_filesystem_that_syncs_no_folder_is_left_to_itself(
+    tmp_path, monkeypatch, number, is_told
+):
+    def refuse(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    if is_told:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            disk.sync(tmp_path)
+    else:
+        disk.sync(tmp_path)
+
+
+def test_what_lies_in_an_object_store_needs_no_sync():
+    disk.sync(epath.Path("gs://bucket/run"))
