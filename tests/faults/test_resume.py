@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import TORN, Store
 from jaxlm.cli.main import main
@@ -325,11 +326,15 @@ def test_a7_a_sigterm_in_any_phase_saves_and_says_75(
     ids=["SIGTERM", "SIGINT"],
 )
 def test_a9_a_second_signal_ends_the_process_within_two_seconds(
-    config, tmp_path, number, code, record_property
+    config, unbroken, tmp_path, number, code, record_property
 ):
-    process = harness.start(harness.words(config, tmp_path / "run"), "step.after:hang@5")
+    """While step 6 is saved: all of it is written but its name, so it is no checkpoint, and the newest is the one before."""
+    run = tmp_path / "run"
+    words = harness.words(config, run)
+    process = harness.start(words, "save.commit:hang@6")
+    torn = run / f"checkpoints/6{TORN[0]}"
     try:
-        while not (tmp_path / "run/checkpoints/4").exists():
+        while not (torn / records.NAME).exists():
             time.sleep(0.02)
             assert process.poll() is None
         time.sleep(0.5)
@@ -345,8 +350,12 @@ def test_a9_a_second_signal_ends_the_process_within_two_seconds(
     finally:
         process.kill()
         process.communicate()
-    assert harness.exit_of(tmp_path / "run")["code"] == code
-    assert harness.store(tmp_path / "run").newest_sound() == 4
+    assert harness.exit_of(run)["code"] == code
+    assert (torn / records.NAME).exists()
+    assert harness.store(run).newest_sound() == 4
+    assert main(words) == 0
+    assert is_same(run, unbroken)
+    assert not torn.exists()
 
 
 @SLOW
