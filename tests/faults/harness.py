@@ -144,10 +144,13 @@ def store(workdir: Path) -> Store:
 
 
 def state_digest(workdir: Path, step: int | None = None) -> str:
-    """sha256 over every leaf of a step, the newest by default: its path, dtype, shape and bytes; and over the cursor."""
+    """sha256 over every leaf of a step, the newest by default: its path, dtype, shape and bytes; the cursor; the counters."""
     opened = store(workdir)
     step = opened.steps()[-1] if step is None else step
-    digest = hashlib.sha256(str(opened.record(step).meta["step"]).encode())
+    meta = opened.record(step).meta
+    left_out = [(each["low"], each["high"]) for each in meta["rewinds"]]
+    cursor = [meta["step"], [batches for batches in left_out if batches[0] < batches[1]]]
+    digest = hashlib.sha256(json.dumps([cursor, meta["progress"]], sort_keys=True).encode())
     for path, leaf in sorted(opened.arrays(step).items()):
         digest.update(f"{path} {leaf.dtype} {leaf.shape}".encode())
         digest.update(leaf.tobytes())
