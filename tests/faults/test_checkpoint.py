@@ -246,8 +246,10 @@ def test_b5_hashing_reaches_a_gigabyte_a_second(tmp_path, record_property):
     begun = time.process_time()
     records.hashlib.sha256(bytes(1 << 28)).hexdigest()
     bare = (1 << 28) / (time.process_time() - begun)
-    assert best >= min(1e9, 0.8 * bare)
-    record_property("B5", f"{best / 1e9:.2f} GB/s, hashlib alone {bare / 1e9:.2f}")
+    bound = min(1e9, 0.8 * bare)
+    assert best >= bound
+    whose = "the bar's" if bound == 1e9 else "four fifths of what hashlib does here"
+    record_property("B5", f"{best / 1e9:.2f} GB/s; at least {bound / 1e9:.2f}, {whose}")
 
 
 SELDOM = (
