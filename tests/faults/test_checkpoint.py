@@ -343,7 +343,7 @@ def test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left(
         assert max(path.stat().st_size for path in files_of(run, 8)) > small
         command = [sys.executable, "-c", LIMITED.format(bytes=small)]
         slow = "step.before:sleep=3@13-14"  # long enough to hear of it
-    record_property("table", f"B6: on {'a full tmpfs' if private else 'files of limited size'}")
+    record_property("B6", f"on {'a full tmpfs' if private else 'files of limited size'}")
     flags = (
         "--config.train.steps=40",
         "--allow_change=train.steps",
@@ -731,9 +731,8 @@ def test_a_reader_of_a_damaged_step_is_told(unbroken, tmp_path, capsys):
 
 MESHES = {
     "one device": {"data": 1},
-    "two devices": {"data": 2},
-    "fsdp and tensor": {"data": 1, "fsdp": 2, "tensor": 2},
-    "tensor": {"data": 2, "tensor": 2},
+    "two by tensor": {"data": 1, "tensor": 2},
+    "four by both": {"data": 1, "fsdp": 2, "tensor": 2},
     "eight by fsdp": {"data": 1, "fsdp": 8},
 }
 LONG = ("--config.train.steps=28", "--allow_change=train.steps", "--config.checkpoint.every=20")
@@ -802,14 +801,50 @@ def test_b14_a_checkpoint_moves_between_meshes_bit_for_bit(
     assert far <= 1e-6
 
 
+@pytest.fixture(scope="module")
+def split(config, tmp_path_factory):
+    """A run of 12 steps with fsdp and tensor."""
+    run = tmp_path_factory.mktemp("split") / "run"
+    train_on(MESHES["four by both"], harness.words(config, run))
+    return run
+
+
+@pytest.fixture
+def half_split(split, tmp_path):
+    """The same without what came after step 8."""
+    run = tmp_path / "run"
+    shutil.copytree(split, run)
+    for step in (10, 12):
+        shutil.rmtree(run / f"checkpoints/{step}")
+    return run
+
+
+def test_b14_a_checkpoint_of_split_parameters_goes_on_bit_for_bit_where_it_was(
+    config, split, half_split
+):
+    train_on(MESHES["four by both"], harness.words(config, half_split))
+    assert "restoring step 8:" in (half_split / "log.txt").read_text()
+    assert harness.losses(half_split) == harness.losses(split)
+    assert harness.state_digest(half_split) == harness.state_digest(split)
+
+
 def test_b14_a_checkpoint_of_split_parameters_moves_back(
+    config, half_split, long, monkeypatch, record_property
+):
+    """The eight steps before it differ in their rounding from those that it is compared with."""
+    far = moves(config, half_split, {"data": 8}, long, monkeypatch)
+    record_property("B14", f"back to eight {far:.1e}")
+    assert far <= 1e-6
+
+
+def test_b14_a_checkpoint_moves_from_fsdp_to_tensor(
     config, long, tmp_path, monkeypatch, record_property
 ):
-    """Saved with fsdp and tensor, where the eight steps before differ in their rounding."""
+    """These eight steps do too."""
     run = tmp_path / "run"
-    train_on(MESHES["fsdp and tensor"], harness.words(config, run, "--stop_at=8"))
-    far = moves(config, run, {"data": 8}, long, monkeypatch)
-    record_property("B14", f"back to eight {far:.1e}")
+    train_on({"data": 1, "fsdp": 4}, harness.words(config, run, "--stop_at=8"))
+    far = moves(config, run, MESHES["two by tensor"], long, monkeypatch)
+    record_property("B14", f"fsdp to tensor {far:.1e}")
     assert far <= 1e-6
 
 
