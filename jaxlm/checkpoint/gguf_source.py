@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,6 +92,10 @@ class Gguf:
     def read_json(self, name: str) -> dict[str, Any]:
         """The same as an object."""
         return json.loads(self.read(name, 2**31))
+
+    def files(self, beside: Sequence[str]) -> list[Path]:
+        """The file, which holds everything."""
+        return [self.path]
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The dtype and the shape of every tensor, by Hugging Face's name; what is quantised is read as F32."""

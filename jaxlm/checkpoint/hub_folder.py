@@ -41,6 +41,9 @@ class Source(Protocol):
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON object. Raises InputMissing where it is not there, DataError where it is none."""
 
+    def files(self, beside: Sequence[str]) -> list[Path]:
+        """Where all that an import reads lies: those of these names that there are, and what holds the tensors."""
+
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The dtype and the shape of every tensor, by name."""
 
@@ -99,6 +102,13 @@ class Folder:
                 fix="fetch the folder again where it came from",
             )
         return path.read_bytes()
+
+    def files(self, beside: Sequence[str]) -> list[Path]:
+        """Where all that an import reads lies: those of these names that there are, and what holds the tensors."""
+        ranks = sorted(path.name for path in self.path.glob("*.tiktoken"))
+        weights = sorted({file for file, *_ in self._files.values()})
+        there = [name for name in (*beside, INDEX) if self.has(name)]
+        return [self._inside(name) for name in (*there, *ranks, *weights)]
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """The dtype and the shape of every tensor, by name."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxlm.checkpoint import hub_digests
 from jaxlm.checkpoint.hub_folder import SHARD_BYTES, Folder, write_json, write_tensors
 from jaxlm.checkpoint.hub_tensors import Part, layout
 from jaxlm.core import tree
@@ -120,6 +121,7 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
     }
     write_json(partial / "parity.json", parity)
     (partial / "README.md").write_text(_card(answer, opened))
+    hub_digests.write(partial)
     if parity["largest_difference"] > parity["tolerance"]:
         raise Different(
             "what was written gives other logits than the run",

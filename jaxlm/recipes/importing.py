@@ -8,6 +8,7 @@ from typing import Any, get_args
 import jax
 import numpy as np
 
+from jaxlm.checkpoint import hub_digests
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.hub_download import PREFIX, Show, fetched
@@ -65,7 +66,8 @@ def import_model(
     """Makes a run directory whose checkpoint of step 0 has a model's weights, each tensor read straight to its shards.
 
     Everything that can be refused is, before the first number is read: an attribute of config.json that is not
-    understood; a tensor that is missing, left over, of another shape or dtype. Nothing is left at its initial value.
+    understood; a tensor that is missing, left over, of another shape or dtype; a file that has another sha256 than it must.
+    Nothing is left at its initial value.
     What comes from the hub is fetched first, and `show` told how far each file is.
 
     Raises:
@@ -96,6 +98,7 @@ def import_model(
     theirs = dataclasses.replace(decoder, vocab=rows)
     tensors = named(layout(theirs, hub), folder, hub)
     ignored = compare(tensors, folder, hub, is_tied=decoder.tied, say=say)
+    _verify(folder, say)
     devices.start(options.cpu_devices)
     mesh = devices.build_mesh(run.mesh)
     assembled = assembly.assemble(run, decoder.vocab, mesh)
@@ -229,6 +232,19 @@ def compare(
             fix="fetch the folder again where it came from\nsave it again with transformers",
         )
     return ignored
+
+
+def _verify(folder: Source, say: Callable[[str], None]) -> None:
+    """Compares what is read with the sha256 that is known of it, and says of which files none is. Raises DataError."""
+    files = folder.files(BESIDE)
+    unknown = hub_digests.compare(files)
+    if len(unknown) == len(files):
+        say(
+            f"nothing to compare with: no {hub_digests.NAME} says what the files must hold, so a bit that flipped on the way is not seen"
+        )
+        return
+    without = f"; nothing says what must be in {', '.join(unknown)}" if unknown else ""
+    say(f"compared by sha256: {len(files) - len(unknown)} of {len(files)} files{without}")
 
 
 def _tell_ignored(ignored: list[str], folder: Source, hub: Hub, say: Callable[[str], None]) -> None:

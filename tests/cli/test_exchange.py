@@ -1,6 +1,9 @@
 """`jaxlm import` and `jaxlm export`: folders of Hugging Face in, as they were out again, and nothing of a damaged one taken."""
 
+import hashlib
 import json
+import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -426,6 +429,102 @@ def test_s3_a_lie_costs_at_most_a_second_and_a_hundred_megabytes(tmp_path, recor
     record_property("S3", f"{len(took)} lies, {slowest}, {kilobytes / 1e3:.0f} MB")
     assert all(each.is_within(1) for each in took), took
     assert kilobytes * 1024 <= 100e6
+
+
+def flip(path, place):
+    """Changes one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[place // 8] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+def payload(path):
+    """The place of the first bit of a file's numbers, and of that behind the last."""
+    return 8 * (8 + struct.unpack("<Q", path.read_bytes()[:8])[0]), 8 * path.stat().st_size
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A folder that an export wrote, in several files."""
+    folder = tmp_path_factory.mktemp("exported")
+    source, run = write(folder / "source"), folder / "run"
+    importing.import_model(importing.Options(source=source, workdir=run))
+    exporting.export_model(exporting.Options(workdir=run, out=folder / "out", shard_bytes=20_000))
+    return folder / "out"
+
+
+def test_s3_a_flipped_bit_of_an_exported_payload_is_refused_by_the_files_name(
+    capsys, tmp_path, exported
+):
+    source, run = tmp_path / "source", tmp_path / "run"
+    words = ("import", f"--from={source}", f"--workdir={run}")
+    draw, struck = random.Random(3), set()
+    files = sorted(path.name for path in exported.glob("model-*.safetensors"))
+    assert len(files) > 3
+    for name in files:
+        shutil.copytree(exported, source)
+        first, end = payload(source / name)
+        flip(source / name, draw.randrange(first, end))
+        Folder(source)  # the library finds nothing wrong
+        code, answer, _ = call(capsys, *words)
+        assert code == 65
+        assert answer["error"]["what"] == f"{name} is not what it was"
+        assert answer["error"]["where"] == str(source / name)
+        assert not run.exists()
+        shutil.rmtree(source)
+        struck.add(name)
+    assert len(struck) == len(files)
+    shutil.copytree(exported, source)
+    code, _, told = call(capsys, *words)
+    assert code == 0
+    beside = 3  # config.json, tokenizer.json, tokenizer_config.json
+    count = len(files) + 1 + beside
+    assert f"compared by sha256: {count} of {count} files\n" in told
+
+
+def test_s3_what_an_export_writes_down_is_what_sha256sum_compares(exported):
+    listed = (exported / "SHA256SUMS").read_text()
+    files = {path.name: path for path in exported.iterdir() if path.name != "SHA256SUMS"}
+    lines = [line.split("  ") for line in listed.splitlines()]
+    assert {name: digest for digest, name in lines} == {
+        name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()
+    }
+    assert {"config.json", "parity.json", "README.md", "tokenizer.json"} < files.keys()
+
+
+def test_s3_a_folder_that_says_nothing_of_its_files_is_imported_and_that_is_said(capsys, tmp_path):
+    source, run = write(tmp_path / "source"), tmp_path / "run"
+    code, _, told = call(capsys, "import", f"--from={source}", f"--workdir={run}")
+    assert code == 0
+    said = [line for line in told.splitlines() if line.startswith("nothing to compare with")]
+    assert len(said) == 1
+    digest = hashlib.sha256((source / "config.json").read_bytes()).hexdigest()
+    (source / "SHA256SUMS").write_text(f"of no form\n{digest} *config.json\n")
+    code, _, told = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'other'}")
+    assert code == 0
+    assert "compared by sha256: 1 of 4 files; nothing says what must be in tokenizer.json" in told
+
+
+def test_s3_a_cache_of_the_hub_names_its_large_files_by_what_they_must_hold(capsys, tmp_path):
+    cache = tmp_path / "models--a--b"
+    source = cache / "snapshots/1234"
+    source.parent.mkdir(parents=True)
+    weights = write(source) / "model.safetensors"
+    blob = cache / "blobs" / hashlib.sha256(weights.read_bytes()).hexdigest()
+    blob.parent.mkdir()
+    weights.rename(blob)
+    weights.symlink_to(blob)
+    flip(blob, payload(blob)[1] - 100)
+    words = ("import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
+    code, answer, _ = call(capsys, *words)
+    assert code == 65
+    assert answer["error"]["where"] == str(weights)
+    assert answer["error"]["fix"].startswith(f"rm {blob}    # ")
+    assert not (tmp_path / "run").exists()
+    flip(blob, payload(blob)[1] - 100)
+    code, _, told = call(capsys, *words)
+    assert code == 0
+    assert "compared by sha256: 1 of 4 files; nothing says what must be in config.json" in told
 
 
 @pytest.mark.parametrize("way", ["climbs", "absolute", "a link"])

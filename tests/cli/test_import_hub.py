@@ -260,3 +260,23 @@ def test_s5_an_index_that_names_files_elsewhere_makes_none_of_them_fetched(hub):
         found = fetched("hf:own/tiny")
         assert evil not in files_asked_for(hub)
         assert not (found.path / evil).is_file()
+
+
+def test_s3_a_bit_that_flips_in_the_cache_is_refused_and_the_fix_fetches_the_file_anew(
+    hub, capsys, tmp_path
+):
+    publish(hub)
+    weights = fetched("hf:own/tiny").path / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-100] ^= 4
+    weights.write_bytes(content)
+    words = ["import", "--from=hf:own/tiny", f"--workdir={tmp_path / 'run'}", "--json"]
+    assert main(words) == 65
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["what"] == "model.safetensors is not what it was"
+    assert not (tmp_path / "run").exists()
+    hub.asked.clear()
+    subprocess.run(["sh", "-c", error["fix"]], check=True)
+    assert main(words) == 0
+    assert "compared by sha256: 4 of 4 files\n" in capsys.readouterr().err
+    assert files_asked_for(hub) == ["model.safetensors"]
