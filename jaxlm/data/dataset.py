@@ -188,7 +188,7 @@ def text_loaders(
 def _tokenizer(config: DataConfig, train: list[Part], root: Path, say: Say) -> Tokenizer:
     kind = config.tokenizer
     if folders := tuple(folder for part in train for folder in part.folders):
-        return _tokenizer_of_shards(open_folders(folders), kind)
+        return _tokenizer_of_shards(open_folders(folders), kind, say)
     if kind == "bytes":
         return Bytes()
     if kind.endswith(TOKENIZER_FILES):
@@ -211,24 +211,38 @@ def _tokenizer(config: DataConfig, train: list[Part], root: Path, say: Say) -> T
     return tokenizer_file.load(path.read_bytes(), str(path))
 
 
-def _tokenizer_of_shards(opened: AnyShards, setting: str) -> Tokenizer:
+def _tokenizer_of_shards(opened: AnyShards, setting: str, say: Say) -> Tokenizer:
     """The one that made the shards, where the setting does not ask for another.
 
-    The default setting asks for none: nothing can be trained where there is no text.
+    One that would be trained is compared by its kind and size: it cannot be, where there is no text. The default asks for
+    none; what is read instead is said.
+
+    Raises:
+      ConfigError: where it asks for another.
     """
-    asked = None
+    own, asked = opened.tokenizer, None
     if setting.endswith(TOKENIZER_FILES):
         asked = tokenizer_file.read(setting)
     elif setting == "bytes":
         asked = Bytes()
-    if asked is not None and asked.digest != opened.manifest.tokenizer:
+    kind, _, size = setting.partition(":")
+    is_like = kind in own.kinds and size in ("", str(own.size))
+    is_own = asked.digest == own.digest if asked else is_like or setting == DataConfig().tokenizer
+    if not is_own:
         raise ConfigError(
             "the tokenizer is not the one that made the token shards",
             where=f"data.tokenizer = {setting}",
-            why=f"its vocabulary is {asked.size}, that of {opened.folder} is {opened.manifest.vocab}",
-            fix=f"--config.data.tokenizer=sentencepiece:{max(512, opened.manifest.vocab)} takes the one beside the shards",
+            why=f"that of {opened.folder} has {_described(own)}"
+            + (f", this one has {_described(asked)}" if asked else ""),
+            fix=f"--config.data.tokenizer={opened.folder / manifest.TOKENIZER}",
         )
-    return opened.tokenizer
+    if asked is None:
+        say(f"the tokenizer is that of the token shards: {_described(own)}")
+    return own
+
+
+def _described(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.size} ids and the digest {tokenizer.digest[:12]}"
 
 
 def _losses(name: str, manifest: Manifest) -> Iterator[str]:
@@ -261,11 +275,11 @@ def _opened(
     if part.folders:
         opened = open_folders(part.folders)
         if opened.manifest.tokenizer != encoder.digest:
-            raise DataError(
-                "token shards were made with another tokenizer",
-                where=str(opened.folder),
-                why=f"its tokenizer is {opened.manifest.tokenizer[:12]}, the run's {encoder.digest[:12]}",
-                fix="jaxlm data tokenize writes train and validation with one tokenizer",
+            raise ConfigError(
+                "token shards were made with another tokenizer than the training data",
+                where=f"{part.setting} = {opened.folder}",
+                why=f"its tokenizer has the digest {opened.manifest.tokenizer[:12]}, the run's {encoder.digest[:12]}",
+                fix="--config.data.validation=stdlib:validation    # text is cut by the run's tokenizer",
             )
         return opened
     assert part.corpus is not None

@@ -89,6 +89,7 @@ class Trained(HuggingFace):
       DataError: where it has others.
     """
 
+    kinds = ("bpe", "wordpiece")
     shift = 0
 
     def __init__(self, content: bytes, where: str = "tokenizer"):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxlm.core.errors import DataError
-from jaxlm.data.manifest import Manifest
+from jaxlm.core.errors import ConfigError
+from jaxlm.data.manifest import TOKENIZER, Manifest
 from jaxlm.data.shards import Shards
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -18,7 +18,7 @@ class Joined:
     """The documents of several folders end to end, in the order of the folders; all made with one tokenizer.
 
     Raises:
-      DataError: where two of them were made with different tokenizers.
+      ConfigError: where two of them were made with different tokenizers.
     """
 
     def __init__(self, parts: tuple[Shards, ...]):
@@ -26,11 +26,11 @@ class Joined:
         first = parts[0]
         for part in parts[1:]:
             if part.manifest.tokenizer != first.manifest.tokenizer:
-                raise DataError(
+                raise ConfigError(
                     "token shards were made with different tokenizers",
                     where=f"{first.folder} and {part.folder}",
                     why=f"their tokenizers are {first.manifest.tokenizer[:12]} and {part.manifest.tokenizer[:12]}",
-                    fix="jaxlm data tokenize with one --config.data.tokenizer=FILE for all of them",
+                    fix=f"jaxlm data tokenize --config.data.tokenizer={first.folder / TOKENIZER} --out=DIR    # of the others' text",
                 )
         self.manifest = _sum([part.manifest for part in parts])
         self._first_document = np.cumsum([0] + [part.documents for part in parts])
@@ -78,13 +78,13 @@ AnyShards = Shards | Joined
 
 
 def open_folders(folders: tuple[Path, ...]) -> AnyShards:
-    """The token shards in one folder or several. Raises DataError, as opening each does."""
+    """The token shards in one folder or several. Raises DataError, as opening each does, and ConfigError as joining them does."""
     parts = tuple(map(Shards.open, folders))
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
 def join(sets: Sequence[AnyShards]) -> Joined:
-    """Several shard sets as one, end to end. Raises DataError where they were made with different tokenizers."""
+    """Several shard sets as one, end to end. Raises ConfigError where they were made with different tokenizers."""
     return Joined(
         tuple(
             part for each in sets for part in (each.parts if isinstance(each, Joined) else (each,))

@@ -35,6 +35,7 @@ class Tokenizer(abc.ABC):
     in front of a text, and decoding gives back: a space, in many an imported one.
     """
 
+    kinds: tuple[str, ...] = ()  # of the setting that trains one
     pad, eos, unk = 0, 2, 3
     before: tuple[int, ...] = (1,)
     after: tuple[int, ...] = (2,)
@@ -112,6 +113,8 @@ class Bytes(Tokenizer):
 class Characters(Tokenizer):
     """One id for each character of the training text; others become <|unk|>, which the data report counts."""
 
+    kinds = ("characters",)
+
     def __init__(self, characters: str):
         super().__init__([b""] * len(SPECIALS) + [character.encode() for character in characters])
         self._characters = characters
@@ -129,6 +132,7 @@ class Characters(Tokenizer):
 class SentencePiece(Tokenizer):
     """A SentencePiece model with byte fallback and no normalisation (Kudo & Richardson 2018, arXiv:1808.06226)."""
 
+    kinds = ("sentencepiece", "unigram")
     SPACE = "\u2581"  # what SentencePiece writes for a space; met in text, it is spelt in bytes
 
     def __init__(self, model: bytes, where: str = "tokenizer"):

@@ -186,7 +186,7 @@ def test_token_shards_are_read_with_their_own_tokenizer(texts: str, tmp_path: Pa
     )
     with pytest.raises(ConfigError, match="not the one that made") as caught:
         _open(_config(folders["train"], folders["val"], tokenizer="bytes"), tmp_path)
-    fixed = caught.value.fix.split()[0].removeprefix("--config.data.tokenizer=")
+    fixed = caught.value.fix.removeprefix("--config.data.tokenizer=")
     assert (
         _open(_config(folders["train"], folders["val"], tokenizer=fixed), tmp_path).tokenizer.size
         == 512

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.data.tokenizer import Bytes
 from tests.faults import harness
 
 
@@ -30,18 +31,88 @@ def test_e7_filling_up_to_a_multiple_is_allowed_and_said(config, tmp_path):
     assert "320 ids (296 in use)" in (tmp_path / "run/log.txt").read_text()
 
 
-def test_e7_shards_of_another_tokenizer_are_refused(config, tmp_path, capsys):
-    words = ["data", "tokenize", f"--config={config}", f"--out={tmp_path / 'shards'}", "--quiet"]
-    assert main([*words, "--config.data.tokenizer=characters"]) == 0
+@pytest.fixture(scope="module")
+def shards(config, tmp_path_factory):
+    """Token shards of characters, and others as many of which one is another."""
+    folder = tmp_path_factory.mktemp("shards")
+    words = ["data", "tokenize", f"--config={config}", "--quiet"]
+    assert main([*words, f"--out={folder / 'own'}", "--config.data.tokenizer=characters"]) == 0
+    tokenizer = json.loads((folder / "own/train/tokenizer").read_text())
+    tokenizer["characters"] = tokenizer["characters"][:-1] + "\u00e9"
+    (folder / "other.json").write_text(json.dumps(tokenizer))
+    other = f"--config.data.tokenizer={folder / 'other.json'}"
+    assert main([*words, f"--out={folder / 'other'}", other]) == 0
+    return folder
+
+
+def digest(folder):
+    return json.loads((folder / "manifest.json").read_text())["tokenizer"]
+
+
+def refused(config, run, capsys, train, validation, tokenizer):
+    """What is said where training ends before anything is made of the data."""
     capsys.readouterr()
     flags = (
-        f"--config.data.train={tmp_path / 'shards/train'}",
-        f"--config.data.validation={tmp_path / 'shards/val'}",
+        f"--config.data.train={train}",
+        f"--config.data.validation={validation}",
+        *([f"--config.data.tokenizer={tokenizer}"] if tokenizer else []),
     )
-    assert main(harness.words(config, tmp_path / "run", *flags)) == 2
+    assert main(harness.words(config, run, *flags)) == 2
+    assert not (run / "metrics.jsonl").exists()
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "{folder}/other.json"])
+def test_e7_a_tokenizer_is_told_from_that_of_the_shards_by_its_digest(
+    config, shards, tmp_path, capsys, tokenizer
+):
+    own, other = shards / "own/train", shards / "other/train"
+    asked = tokenizer.format(folder=shards)
+    said = refused(config, tmp_path / "run", capsys, own, shards / "own/val", asked)
+    wanted = Bytes().digest if tokenizer == "bytes" else digest(other)
+    ids = len(json.loads((own / "tokenizer").read_text())["characters"]) + 40
+    assert f"that of {own} has {ids} ids and the digest {digest(own)[:12]}, this one has" in said
+    assert f"ids and the digest {wanted[:12]}\n" in said
+    assert (f"this one has {ids} ids" in said) == (tokenizer != "bytes"), "sizes may be equal"
+    assert f"fix    --config.data.tokenizer={own}/tokenizer\n" in said
+
+
+def test_e7_validation_shards_of_another_tokenizer_are_refused_as_those_for_training_are(
+    config, shards, tmp_path, capsys
+):
+    own, other = digest(shards / "own/train")[:12], digest(shards / "other/train")[:12]
+    assert own != other
+    train, run = shards / "own/train", tmp_path / "run"
+    said = refused(config, run, capsys, train, shards / "other/val", "characters")
+    assert f"where  data.validation (val) = {shards / 'other/val'}\n" in said
+    assert f"its tokenizer has the digest {other}, the run's {own}" in said
+    said = refused(config, run, capsys, f"{train},{shards}/other/train", "()", "characters")
+    assert f"their tokenizers are {own} and {other}" in said
+
+
+@pytest.mark.parametrize("tokenizer", ["sentencepiece:512", "bpe:512", "wordpiece:512"])
+def test_e7_a_tokenizer_to_be_trained_is_refused_over_shards_that_have_another(
+    config, shards, tmp_path, capsys, tokenizer
+):
+    own = shards / "own/train"
+    said = refused(config, tmp_path / "run", capsys, own, shards / "own/val", tokenizer)
+    assert f"data.tokenizer = {tokenizer}" in said
+    assert digest(own)[:12] in said
+    stats = ["data", "stats", f"--config.data.train={own}", "--config.data.validation=()"]
+    assert main([*stats, f"--config.data.tokenizer={tokenizer}"]) == 2
     said = capsys.readouterr().err
-    assert "tokenizer" in said
-    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert main([*stats, said.rpartition("fix    ")[2].strip()]) == 0
+
+
+def test_e7_the_default_reads_the_shards_own_tokenizer_and_says_so(shards, capsys):
+    own = shards / "own/train"
+    stats = ["data", "stats", f"--config.data.train={own}", "--config.data.validation=()"]
+    for more in ([], ["--config.data.tokenizer=characters"]):
+        capsys.readouterr()
+        assert main([*stats, *more]) == 0
+        said = capsys.readouterr().out
+        assert "the tokenizer is that of the token shards: " in said
+        assert f"the digest {digest(own)[:12]}\n" in said
 
 
 def test_e7_a_tokenizer_without_special_ids_gets_ours(config, tmp_path):
