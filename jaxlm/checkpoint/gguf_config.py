@@ -39,7 +39,7 @@ def architecture(metadata: Mapping[str, Any], where: str) -> Architecture:
             f"a GGUF of the architecture {name!r:.60} is not known",
             where=where,
             why=f"known are {', '.join(each for each in ARCHITECTURES if ' ' not in each)}",
-            fix="jaxlm import --from=DIR reads the folder that the file was converted from, of more families",
+            fix="--from=DIR    # the folder that the file was converted from, of more families",
         )
     return ARCHITECTURES[name]
 

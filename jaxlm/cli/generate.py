@@ -138,7 +138,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             "--stream and --json exclude each other",
             where="--stream",
             why="--json answers with one object, once all is written",
-            fix="jaxlm generate without --stream",
+            fix="leave --stream out",
         )
     is_streamed = args.beams == 1 and (args.stream or (sys.stdout.isatty() and not out.as_json))
 

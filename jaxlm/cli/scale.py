@@ -98,7 +98,7 @@ def _check(args: argparse.Namespace) -> None:
             why="the model of the plan is of the family of the largest run",
             fix=f"--runs={shlex.quote(args.runs)}"
             if args.runs
-            else "--sweep trains the runs of a config",
+            else "--sweep    # trains the runs of a config",
         )
     for flag in ("widths", "steps"):
         if getattr(args, flag) and not args.sweep:

@@ -89,5 +89,5 @@ class ChatTemplate:
             "a chat template cannot be rendered",
             where=self._where,
             why=why,
-            fix="jaxlm generate without --chat takes a prompt as it is",
+            fix="leave --chat out",
         )

@@ -143,7 +143,7 @@ class DataConfig:
         try:
             lengths = [pace.parse(entry)[0] for entry in self.sequence_warmup]
         except ValueError as error:
-            yield "sequence_warmup", str(error), "--config.data.sequence_warmup=()"
+            yield "sequence_warmup", str(error), "'--config.data.sequence_warmup=()'"
             return
         is_growing = all(a < b for a, b in itertools.pairwise([0, *lengths, self.sequence]))
         if not is_growing or any(self.sequence % length for length in lengths):
@@ -152,7 +152,7 @@ class DataConfig:
                 f"{', '.join(map(str, lengths))} tokens are not growing parts of a row of {self.sequence}",
                 f"--config.data.sequence_warmup={self.sequence // 4}@10%,{self.sequence // 2}@20%"
                 if self.sequence % 4 == 0
-                else "--config.data.sequence_warmup=()",
+                else "'--config.data.sequence_warmup=()'",
             )
 
 

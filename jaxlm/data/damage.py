@@ -43,6 +43,6 @@ def told(
                         "too much of the training data is damaged",
                         where=damage.where,
                         why=f"{total} of {tokens} tokens could not be read; data.max_dropped = {most:g} of them may be lost",
-                        fix=f"{damage.fix.splitlines()[0]}\n--config.data.max_dropped=1 goes on whatever is lost",
+                        fix=f"{damage.fix.splitlines()[0]}\n--config.data.max_dropped=1    # goes on whatever is lost",
                     ) from damage
         yield batch

@@ -41,7 +41,7 @@ class HuggingFace(Tokenizer):
                 "a tokenizer.json has an id that no embedding would hold",
                 where=where,
                 why=f"id {size - 1:,}, and ids below {LARGEST_VOCABULARY:,} are allowed",
-                fix="--config.data.tokenizer=sentencepiece:4096 trains one",
+                fix="--config.data.tokenizer=sentencepiece:4096    # trains one",
             )
         parsed = json.loads(content)
         self._is_byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})
@@ -100,7 +100,7 @@ class Trained(HuggingFace):
                 "a trained tokenizer does not start with the special tokens that jaxlm reserves",
                 where=where,
                 why=f"its first tokens are {found[:4]}",
-                fix="jaxlm tokenizer train --config=... makes one that does",
+                fix="jaxlm tokenizer train --config=configs/quickstart.py --out=tokenizer.model    # makes one that does",
             )
 
     def serialise(self) -> bytes:
@@ -178,7 +178,7 @@ def rust_errors(what: str, where: str) -> Iterator[None]:
                 what,
                 where=where,
                 why=str(error)[:300],
-                fix="--config.data.tokenizer=sentencepiece:4096 trains one",
+                fix="--config.data.tokenizer=sentencepiece:4096    # trains one",
             ) from error
         raise
 

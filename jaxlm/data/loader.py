@@ -154,7 +154,9 @@ class Loader:
             "the training data is shorter than one batch",
             where=str(self.shards.folder),
             why=f"{manifest.tokens} tokens are {rows} row{'s' if rows > 1 else ''} of {self.sequence}, a batch takes {batch}",
-            fix=f"--config.train.batch={rows}, {f'or --config.data.sequence={shorter}, ' if shorter else ''}or name more files",
+            fix=f"--config.train.batch={rows}\n"
+            + (f"--config.data.sequence={shorter}\n" if shorter else "")
+            + "name more files",
         )
 
     def _losses_at(self, step: int, pace: Pace, own: Mapping[int, slice]) -> Iterator[damage.Loss]:

@@ -77,7 +77,8 @@ def find(config: DataConfig) -> tuple[list[Part], list[Part]]:
                     "a share cannot be held out of token shards",
                     where=f"data.validation = {patterns[0]}",
                     why=f"{source.folders[0]} was tokenised as a whole",
-                    fix=f"jaxlm data tokenize --config.data.validation={patterns[0]} --out=DIR writes both sides",
+                    fix="--config.data.validation=stdlib:validation\n"
+                    f"jaxlm data tokenize --config.data.train=TEXTS --config.data.validation={patterns[0]} --out=DIR    # writes both sides",
                 )
             own = name if len(train) == 1 else f"{name}_{source.source}"
             validation.append(Part(own, source.corpus, sides[1]))
@@ -147,7 +148,9 @@ def _refuse_overlap(one: Part, other: Part, told: str) -> None:
             why=", ".join(both[:3]),
             fix="name each file in one source: patterns that do not overlap, and no copies"
             if held
-            else "--config.data.validation=5% holds documents out instead",
+            else "--config.data.validation=stdlib:validation"
+            if one.folders
+            else "--config.data.validation=5%    # holds documents out instead",
         )
 
 

@@ -22,7 +22,7 @@ from jaxlm.data.tokenizer import Tokenizer
 
 OPEN_SHARDS = 200  # of two files each; a process may have 1024 open by default
 DOCUMENT_COLUMNS = manifest.DOCUMENT_BYTES // 8
-REPAIR = "restore the file, or remove the folder and write the shards again"
+REPAIR = "restore the file\nremove the folder and write the shards again"
 
 
 class Damaged(DataError):
@@ -160,8 +160,8 @@ class Shards:
             "a token shard is damaged",
             where=f"{damage.path}, {self._named(document, row)}",
             why=damage.why,
-            fix=f"{REPAIR}; jaxlm data check {self.folder} finds all damage\n"
-            "--config.data.damaged=skip trains without what cannot be read",
+            fix=f"jaxlm data check {self.folder}    # finds all damage\n"
+            f"--config.data.damaged=skip    # trains without what cannot be read\n{REPAIR}",
         )
 
     def _named(self, document: int, row: int) -> str:

@@ -157,7 +157,7 @@ class SentencePiece(Tokenizer):
                 "a SentencePiece model does not start with the special tokens that jaxlm reserves",
                 where=where,
                 why=f"its first pieces are {' '.join(found[:4])} ...",
-                fix="jaxlm tokenizer train --config=... makes one that does",
+                fix="jaxlm tokenizer train --config=configs/quickstart.py --out=tokenizer.model    # makes one that does",
             )
         self._spelt = [
             self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in self.SPACE.encode()

@@ -33,7 +33,7 @@ def load(content: bytes, where: str) -> Tokenizer:
             "a tokenizer file is not the JSON of a tokenizer",
             where=where,
             why=f"{type(error).__name__}: {error}",
-            fix="--config.data.tokenizer=sentencepiece:4096 trains one",
+            fix="--config.data.tokenizer=sentencepiece:4096    # trains one",
         ) from error
     if kind == "bytes":
         return Bytes()
@@ -70,6 +70,6 @@ def read(path: str | Path) -> Tokenizer:
             "a tokenizer file is too large",
             where=str(path),
             why=f"it has {size:,} bytes, and {LARGEST_FILE:,} are allowed",
-            fix="--config.data.tokenizer=sentencepiece:4096 trains one",
+            fix="--config.data.tokenizer=sentencepiece:4096    # trains one",
         )
     return load(path.read_bytes(), str(path))

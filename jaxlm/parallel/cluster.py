@@ -40,7 +40,7 @@ class Place:
                 f"{' and '.join(missing)} must be given too",
                 where="jaxlm train",
                 why="a process of several needs to know where they meet, how many they are and which it is",
-                fix="jaxlm launch --processes=2 -- train ... gives all three",
+                fix="jaxlm launch --processes=2 -- train --config=configs/quickstart.py --workdir=runs/a    # gives all three",
             )
         if self.count is not None and self.rank is not None and not 0 <= self.rank < self.count:
             raise CommandError(

@@ -133,7 +133,7 @@ def _listener(address: str, deadline: float) -> socket.socket:
                 "the address of the coordinator cannot be used",
                 where=address,
                 why=f"{type(error).__name__}: {error.strerror}",
-                fix="--coordinator=HOST:PORT with another port\njaxlm launch finds a free one",
+                fix="--coordinator=HOST:PORT    # another port\njaxlm launch --processes=2 -- train --config=configs/quickstart.py --workdir=runs/a    # finds a free one",
             ) from error
 
 

@@ -73,7 +73,7 @@ def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
                     f"{way.kernel} attention cannot compute the {stage.length} tokens of a warm-up's rows",
                     where="data.sequence_warmup",
                     why=misfit.why,
-                    fix="--config.train.attention=reference\n--config.data.sequence_warmup=()",
+                    fix="--config.train.attention=reference\n'--config.data.sequence_warmup=()'",
                 )
     named = run.train.attention
     if named not in ("auto", "reference") and logical.ways(sizes, "length") > 1:

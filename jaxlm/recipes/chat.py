@@ -110,6 +110,6 @@ def _settings(path: Path) -> dict[str, Any]:
             "tokenizer_config.json is not JSON",
             where=str(path),
             why=str(error),
-            fix="jaxlm import --from=DIR --workdir=runs/another writes it again",
+            fix="jaxlm import --from=DIR --workdir=runs/another    # writes it again",
         ) from error
     return found if isinstance(found, dict) else {}

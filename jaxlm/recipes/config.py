@@ -132,7 +132,7 @@ class Run:
             yield (
                 "data.sequence_warmup",
                 f"rows that {self.objective.name} has changed cannot be cut; those of causal can",
-                "--config.data.sequence_warmup=()",
+                "'--config.data.sequence_warmup=()'",
             )
         for name in ("every", "layers_every"):
             if (
@@ -148,7 +148,7 @@ class Run:
         try:
             pace = self.pace
         except paces.Misplaced as error:
-            yield error.setting, str(error), f"--config.{error.setting}=()"
+            yield error.setting, str(error), f"'--config.{error.setting}=()'"
             return
         for name, why, fix in misfits(self.schedule, self.train.steps, pace):
             yield f"schedule.{name}", why, fix

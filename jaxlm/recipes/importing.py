@@ -162,7 +162,7 @@ def _family(raw: dict[str, Any], where: str) -> Any:
             f"models of the type {kind!r:.60} are not known",
             where=where,
             why=f"known are {', '.join(sorted(ARMS))}",
-            fix="--from=DIR with a model of one of these types",
+            fix="--from=DIR    # a model of one of these types",
         )
     given = Attributes(raw, where)
     family = ARMS[kind].from_hub(given)

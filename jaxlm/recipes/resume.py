@@ -93,7 +93,7 @@ def find(store: Store, wish: Wish, say: Callable[[str], None]) -> int | None:
             f"step {wish.start_at} is not the newest",
             where=f"--start_at={wish.start_at}",
             why=f"going on from it gives up what was trained up to step {newest}",
-            fix=f"--start_at={wish.start_at} --force moves the later steps to quarantine/",
+            fix=f"--start_at={wish.start_at} --force    # moves the later steps to quarantine/",
         )
     if wrong := store.problems(wish.start_at):
         raise DataError(

@@ -144,7 +144,7 @@ def _check_comparable(runs: Sequence[Finished]) -> None:
                     f"{name}: {_short(wanted.get(name))} and {_short(found.get(name))}"
                     for name in names[:4]
                 ),
-                fix=f"--runs='{other.path.parent}/...' with a pattern that matches one kind alone",
+                fix=f"--runs='{other.path.parent}/...'    # a pattern that matches one kind alone",
             )
 
 

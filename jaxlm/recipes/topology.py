@@ -112,6 +112,6 @@ def devices_of(known: Machine) -> list[jax.Device]:
             why=str(error).partition("\n")[0][:200],
             fix="wait for the other process of this machine that compiles for TPUs"
             if "lockfile" in str(error)
-            else "pip install 'jaxlm[tpu]' in an environment of its own",
+            else "pip install 'jaxlm[tpu]'    # in an environment of its own",
         ) from error
     return list(found.devices)

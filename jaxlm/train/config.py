@@ -100,7 +100,7 @@ class TrainConfig:
         try:
             sizes = [pace.parse(entry)[0] for entry in self.batch_warmup]
         except ValueError as error:
-            yield "batch_warmup", str(error), "--config.train.batch_warmup=()"
+            yield "batch_warmup", str(error), "'--config.train.batch_warmup=()'"
             return
         if any(b <= a for a, b in itertools.pairwise([0, *sizes, self.batch])):
             yield (

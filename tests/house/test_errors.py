@@ -1,17 +1,21 @@
 """Every error that a user can cause is told in four parts, wherever it is made."""
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from jaxlm.cli import main
 from jaxlm.core.errors import JaxlmError
 
 ROOT = Path(__file__).parents[2]
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "jaxlm").rglob("*.py"))}
 PARTS = {"where", "why", "fix"}
+COMMAND_LINE = "".join(path.read_text() for path in (ROOT / "jaxlm/cli").glob("*.py"))
+WORDS = main.VERBS.keys() | set(re.findall(r'add_parser\(\s*"([\w-]+)"', COMMAND_LINE))
 
 
 def kinds() -> set[str]:
@@ -36,11 +40,22 @@ def made() -> Iterator[tuple[str, ast.Call]]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node
 
 
-def text(node: ast.AST) -> str:
-    """What is written out of a string, the rest as {}."""
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(text, node.values))
-    return str(node.value) if isinstance(node, ast.Constant) else "{}"
+def texts(node: ast.AST) -> list[str]:
+    """All that is written out of a string, whichever way its conditions go; the rest as {}."""
+    match node:
+        case ast.Constant():
+            return [str(node.value)]
+        case ast.JoinedStr():
+            return ["".join(parts) for parts in itertools.product(*map(texts, node.values))]
+        case ast.FormattedValue():
+            return (
+                texts(node.value) if isinstance(node.value, ast.IfExp | ast.JoinedStr) else ["{}"]
+            )
+        case ast.IfExp():
+            return texts(node.body) + texts(node.orelse)
+        case ast.BinOp(op=ast.Add()):
+            return [a + b for a, b in itertools.product(texts(node.left), texts(node.right))]
+    return ["{}"]
 
 
 def test_every_error_is_made_with_all_four_parts():
@@ -49,7 +64,7 @@ def test_every_error_is_made_with_all_four_parts():
     for place, call in places:
         given = {each.arg: each.value for each in call.keywords}
         assert given.keys() >= PARTS or None in given, f"{place} lacks {PARTS - given.keys()}"
-        empty = [part for part in PARTS & given.keys() if text(given[part]) == ""]
+        empty = [part for part in PARTS & given.keys() if "" in texts(given[part])]
         assert not empty, f"{place} says nothing as its {empty}"
 
 
@@ -59,7 +74,56 @@ def test_an_error_cannot_be_made_without_a_part(part):
         JaxlmError("what", **dict.fromkeys(PARTS - {part}, "said"))
 
 
+def fixes(tree: ast.AST) -> list[str]:
+    """What a `fix` may say that some code gives to a call, or to a variable of this name."""
+    found = list[ast.expr]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.keyword(arg="fix"):
+                found.append(node.value)
+            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)):
+                found += [v for n, v in zip(names, values, strict=True) if name(n) == "fix"]
+            case ast.Assign(targets=[ast.Name(id="fix")]):
+                found.append(node.value)
+    return [said for each in found for said in texts(each)]
+
+
+def has_two_ways_out(line: str) -> bool:
+    return bool(re.search(r"[,;] or |^['-]?--[^#]*; ", line))
+
+
+def has_prose(line: str) -> bool:
+    """Whether a flag or a command of ours is followed by words that are neither, and no comment; or a shell would not take it."""
+    command = line.partition("    # ")[0]
+    first, *words = re.sub(r"'[^']*'|\"[^\"]*\"|(?<=explain )\S+", "{}", command).split() or [""]
+    if first.startswith("--"):
+        return "(" in first or any(not word.startswith(("--", "{")) for word in words)
+    words = [word for word in words if not re.search(r"^[->]|[/.={}]|^[A-Z_]+$", word)]
+    return first == "jaxlm" and not WORDS.issuperset(words)
+
+
 def test_a_fix_has_one_way_out_a_line_so_that_it_can_be_pasted():
-    for place, call in made():
-        for fix in (each.value for each in call.keywords if each.arg == "fix"):
-            assert not re.search(r"[,;] or |^['-]?--[^#\n]*; ", text(fix)), f"{place}: {text(fix)}"
+    seen = 0
+    for path, tree in TREES.items():
+        for line in (line for fix in fixes(tree) for line in fix.splitlines()):
+            seen += line.startswith(("--", "jaxlm"))
+            assert not has_two_ways_out(line), f"{path.name}: {line}"
+            assert not has_prose(line), f"{path.name}: {line}"
+    assert seen > 150, "the fixes were found"
+
+
+@pytest.mark.parametrize(
+    "fix",
+    [
+        'f\'--config.a.b={a}, {f"or --config.c={b}, " if b else ""}or name more files\'',
+        "'--config.a=1; --config.b=2'",
+        "f'--start_at={step} --force moves the later steps'",
+        "'--config.data.tokenizer=bytes' if a else '--config.data.tokenizer=a:4096 trains one'",
+        "'jaxlm data tokenize writes train and validation with one tokenizer'",
+        "'--config.a=1\\n--config.b=2 or another'",
+        "'--config.a=()'",
+    ],
+)
+def test_a_fix_that_cannot_be_pasted_would_be_found(fix):
+    lines = [line for said in fixes(ast.parse(f"E(fix={fix})")) for line in said.splitlines()]
+    assert any(has_two_ways_out(line) or has_prose(line) for line in lines)

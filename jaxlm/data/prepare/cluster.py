@@ -102,7 +102,7 @@ def each(
                 "a machine of the cluster cannot begin a unit",
                 where="--engine=ray",
                 why=str(getattr(error, "cause", error)),
-                fix="pip install 'jaxlm[prepare,ray]' of this version on every machine",
+                fix="pip install 'jaxlm[prepare,ray]'    # of this version, on every machine",
             )
             continue
         except ray.exceptions.RayError as error:

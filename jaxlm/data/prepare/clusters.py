@@ -50,7 +50,7 @@ def with_texts(out: Path, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "a document of a cluster is not there",
             where=f"{missing[0][0]}, record {missing[0][1]}",
             why=f"neither {out} nor the folder of {RECIPE}'s against holds it",
-            fix=f"--out={out}-2, to do the run again",
+            fix=f"--out={out}-2    # does the run again",
         )
     return [
         {

@@ -140,5 +140,5 @@ def _refused(why: str, where: str) -> DataError:
         "the tokenizer of a GGUF is not understood",
         where=where,
         why=why,
-        fix="--from=DIR reads the folder that the file was converted from",
+        fix="--from=DIR    # the folder that the file was converted from",
     )
