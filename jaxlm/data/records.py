@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+import shlex
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -31,6 +32,8 @@ MOST_UNPACKED = 2**28
 
 BYTE_ORDER_MARK = "\ufeff".encode()
 _SURROGATES = re.compile("[\ud800-\udfff]")
+PACKERS = {".gz": "gzip", ".zst": "zstd"}  # the commands
+
 
 
 class Document(NamedTuple):
@@ -106,11 +109,26 @@ def _not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
         "a file is not UTF-8",
         where=f"{name}, {unit} {error.start}",
         why=f"0x{error.object[error.start]:02x}: {error.reason}",
-        fix=f"iconv -f latin1 -t utf-8 '{name}' > '{name}.utf8.txt'",
+        fix=_from_latin1(Path(name)),
     )
 
 
-def _json_lines(path: Path, name: str, counts: Counter[str]) -> Iterator[tuple[Any, int]]:
+def _from_latin1(path: Path) -> str:
+    """The command that makes a file UTF-8 where it lies. The old one stays beside it, under a name that no glob finds."""
+    hidden = (path.with_name(f".{path.name}.{kind}") for kind in ("utf8", "latin1"))
+    file, new, old = (shlex.quote(str(each)) for each in (path, *hidden))
+    command = "iconv -f latin1 -t utf-8"
+    if path.suffix in PACKERS:
+        packer = PACKERS[path.suffix]
+        command = f"{packer} -dc {file} | {command} | {packer} > {new}"
+    else:
+        command = f"{command} {file} > {new}"
+    return f"{command} && mv {file} {old} && mv {new} {file}    # where it is Latin-1"
+
+
+def _json_lines(
+    path: Path, name: str, counts: Counter[str], start: Start | None
+) -> Iterator[tuple[Any, int]]:
     """Each record, and the bytes of the file that were read up to its end."""
     with _whole(name), opened(path) as file:
         unpacked = 0
@@ -147,7 +165,7 @@ def _json_lines(path: Path, name: str, counts: Counter[str]) -> Iterator[tuple[A
 
 
 def _is_packed(path: Path) -> bool:
-    return path.suffix in (".gz", ".zst")
+    return path.suffix in PACKERS
 
 
 def _limit(path: Path, unpacked: int = 0) -> int:

@@ -3,6 +3,8 @@
 import gzip
 import hashlib
 import json
+import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -77,6 +79,28 @@ def test_a_file_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path) -> None:
         _read(path)
     assert caught.value.code == 65
     assert caught.value.where == f"{path}, byte 3"
+
+
+@pytest.mark.parametrize("name", ["a'b.txt", "a.jsonl", "a.txt.gz", "a.jsonl.zst"])
+def test_a_file_that_is_not_utf8_is_mended_by_the_line_to_paste(tmp_path, name):
+    """Whatever the glob: what it finds afterwards is the text, as many documents as there were."""
+    pack, command = {".gz": (gzip.compress, "gzip"), ".zst": (zstandard.compress, "zstd")}.get(
+        Path(name).suffix, (bytes, "iconv")
+    )
+    if not (shutil.which(command) and shutil.which("iconv")):
+        pytest.skip(f"there is no {command}")
+    texts = ["caf\u00e9", "na\u00efve"] if ".jsonl" in name else ["caf\u00e9 au lait"]
+    lines = [f'{{"text": "{text}"}}\n' for text in texts] if ".jsonl" in name else texts
+    content = pack("".join(lines).encode("latin1"))
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "good.txt").write_text("good")
+    with pytest.raises(DataError, match="not UTF-8") as caught:
+        _read(tmp_path / "*")
+    subprocess.run(["sh", "-c", caught.value.fix], check=True, cwd="/")
+    found, counts = _read(tmp_path / "*")
+    assert (found, counts) == ([*texts, "good"], {})
+    kept = [path for path in tmp_path.iterdir() if path.read_bytes() == content]
+    assert [path.name for path in kept] == [f".{name}.latin1"]
 
 
 def test_more_records_without_the_text_key_than_may_be_are_refused_with_the_key_to_use(
@@ -155,7 +179,7 @@ def test_the_digest_follows_contents_and_not_times(tmp_path: Path) -> None:
     digests = []
     for text in ("one", "two", "one"):
         path.write_text(text)
-        digests.append(Corpus.find((str(path),), "text", "data.train").digest())
+        digests.append(Corpus.find((str(path),), "text", "data.train").digest)
     assert digests[0] == digests[2] != digests[1]
 
 
