@@ -193,7 +193,7 @@ def _tokenizer(config: DataConfig, train: list[Part], root: Path, say: Say) -> T
         return Bytes()
     if kind.endswith(TOKENIZER_FILES):
         return tokenizer_file.read(kind)
-    corpora = [part.corpus.digest() for part in train if part.corpus is not None]
+    corpora = [part.corpus.digest for part in train if part.corpus is not None]
     made_from = {
         "kind": kind,
         "corpus": corpora[0] if len(corpora) == 1 else corpora,
@@ -284,7 +284,7 @@ def _opened(
         return opened
     assert part.corpus is not None
     made_from = {
-        "corpus": part.corpus.digest(),
+        "corpus": part.corpus.digest,
         "selection": dataclasses.asdict(part.selection),
         "max_dropped": part.corpus.max_dropped,
         "tokenizer": encoder.digest,

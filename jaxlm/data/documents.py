@@ -1,9 +1,9 @@
 """Documents from the files that patterns find, and from the source of Python's own library."""
 
 import dataclasses
+import functools
 import glob
 import hashlib
-import itertools
 import shlex
 import sysconfig
 from collections import Counter
@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data.records import BLANK, EMPTY, NO_TEXT, Broken, Document, mended, read
+from jaxlm.data.records import BLANK, EMPTY, NO_TEXT, Broken, Document, Start, mended, read
 
-PROBED_RECORDS = 1000  # of each file are read before anything is made of the data
+PROBED_RECORDS = 1000  # of each source are read before anything is made of the data
+PROBED_BYTES = 2**27  # of all sources, at most: half a second of text, one of JSON
 MAX_DROPPED = 0.001  # of the records
 STDLIB_PARTS = {"stdlib:train", "stdlib:validation"}
 # pydoc_data is no source: one generated file of prose, which would be 60% of the validation bytes.
@@ -88,8 +89,9 @@ class Corpus:
         """Bytes on disk."""
         return sum(path.stat().st_size for path in self.files)
 
+    @functools.cached_property
     def digest(self) -> str:
-        """sha256 over every file's name and contents."""
+        """sha256 over every file's name and contents, which are read once."""
         total = hashlib.sha256(self.text_key.encode())
         for path, name in zip(self.files, self.names, strict=True):
             with open(path, "rb") as file:
@@ -98,37 +100,50 @@ class Corpus:
                 )
         return total.hexdigest()
 
-    def documents(self, counts: Counter[str], most: int | None = None) -> Iterator[Document]:
-        """Every document, one at a time, of each file's first `most` records; what is left out or mended is counted.
+    def documents(self, counts: Counter[str], start: Start | None = None) -> Iterator[Document]:
+        """Every document, one at a time, or those at the start; what is left out or mended is counted.
 
         Raises:
           DataError: where a file is not what its name says, or more than `max_dropped` of the records are broken.
         """
         if self.other_encoding:
             counts["files of the library in another encoding"] += self.other_encoding
-        seen = dropped = before = 0
+        seen = dropped = 0
         first: Broken | None = None
-        for path, name in zip(self.files, self.names, strict=True):
-            for record in itertools.islice(read(path, name, self.text_key, counts), most):
-                seen += 1
-                if isinstance(record, Broken):
-                    dropped += 1
-                    first = first or record
-                    counts[record.reason] += 1
-                    # Of the first few even one would be more than its share.
-                    most_dropped = self.max_dropped * max(seen, PROBED_RECORDS)
-                    is_early = record.reason == NO_TEXT and seen <= PROBED_RECORDS
-                    if dropped > most_dropped or (is_early and dropped >= most_dropped):
-                        raise self._too_many(first, dropped, seen)
-                    continue
-                text = mended(record.text, counts)
-                if not text or text.isspace():
-                    counts[BLANK if text else EMPTY] += 1
-                else:
-                    yield record._replace(text=text, place=before + record.place)
-            before += path.stat().st_size
-        if first and dropped > self.max_dropped * seen:
+        for record, before in self._records(counts, start):
+            seen += 1
+            if isinstance(record, Broken):
+                dropped += 1
+                first = first or record
+                counts[record.reason] += 1
+                # Of the first few even one would be more than its share.
+                most_dropped = self.max_dropped * max(seen, PROBED_RECORDS)
+                is_early = record.reason == NO_TEXT and seen <= PROBED_RECORDS
+                if dropped > most_dropped or (is_early and dropped >= most_dropped):
+                    raise self._too_many(first, dropped, seen)
+                continue
+            text = mended(record.text, counts)
+            if not text or text.isspace():
+                counts[BLANK if text else EMPTY] += 1
+            else:
+                yield record._replace(text=text, place=before + record.place)
+        is_all = start is None or not start.is_read
+        if first and is_all and dropped > self.max_dropped * seen:
             raise self._too_many(first, dropped, seen)
+
+    def _records(
+        self, counts: Counter[str], start: Start | None
+    ) -> Iterator[tuple[Document | Broken, int]]:
+        """Every record, or those at the start, and the bytes on disk of the files before its own."""
+        before = 0
+        for path, name in zip(self.files, self.names, strict=True):
+            for record in read(path, name, self.text_key, counts, start):
+                yield record, before
+                if start is not None:
+                    start.records -= 1
+                    if start.is_read:
+                        return
+            before += path.stat().st_size
 
     def _too_many(self, first: Broken, dropped: int, read: int) -> DataError:
         error = first.error

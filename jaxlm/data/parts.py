@@ -11,13 +11,14 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import manifest
 from jaxlm.data.config import DataConfig
-from jaxlm.data.documents import PROBED_RECORDS, Corpus, stdlib_instead
-from jaxlm.data.records import Document
+from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus, stdlib_instead
+from jaxlm.data.records import Document, Start
 from jaxlm.data.selection import Selection, held_out
 
 # Not a loss: such a document is in the other part.
 ELSEWHERE = ("held out", "for training")
 TRAIN = "train"
+BEGINNING_BYTES = 2**16  # that tell files of one size apart, where they are no copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +89,13 @@ def find(config: DataConfig) -> tuple[list[Part], list[Part]]:
     for source, part in itertools.product(train, validation):
         if not part.selection.held_out:
             _refuse_overlap(source, part, "both trained on and validated on")
-    for part in (*train, *validation):
-        if part.corpus is not None and not part.selection.held_out:
-            _probe(part.corpus, part.setting)
+    texts = [
+        (part.corpus, part.setting)
+        for part in (*train, *validation)
+        if part.corpus is not None and not part.selection.held_out
+    ]
+    for corpus, setting in texts:
+        _probe(corpus, setting, PROBED_BYTES // len(texts))
     return train, validation
 
 
@@ -170,16 +175,28 @@ def _overlap(train: Part, part: Part) -> Iterator[str]:
         for corpus in corpora
     )
     yield from (str(path) for path in others if path in trained)
-    # Only files of equal sizes can be copies, so almost nothing is hashed.
-    left = {path: name for path, name in others.items() if path not in trained}
-    sizes = {path.stat().st_size for path in trained} - {0}
-    found = {size for path in left if (size := path.stat().st_size) in sizes}
-    digests = {
-        _sha256(path): name for path, name in trained.items() if path.stat().st_size in found
-    }
+    left = {path: name for path, name in others.items() if path not in trained and _size(path)}
+    marks: dict[Path, int | str] = {}
+    # Each tells more apart, and reads more of fewer files: almost nothing is hashed whole.
+    for mark in (_size, _beginning, _sha256):
+        marks = {path: mark(path) for path in (*trained, *left)}
+        shared = {marks[path] for path in trained} & {marks[path] for path in left}
+        trained, left = (
+            {path: name for path, name in side.items() if marks[path] in shared}
+            for side in (trained, left)
+        )
+    copied = {marks[path]: name for path, name in trained.items()}
     for path, name in left.items():
-        if path.stat().st_size in found and (copy := digests.get(_sha256(path))):
-            yield f"{name}, a copy of {copy}"
+        yield f"{name}, a copy of {copied[marks[path]]}"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _beginning(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read(BEGINNING_BYTES)).hexdigest()
 
 
 def _sha256(path: Path) -> str:
@@ -187,15 +204,16 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _probe(corpus: Corpus, setting: str) -> None:
-    """Reads the start of each of the user's files, so that a broken one is named before anything is made."""
+def _probe(corpus: Corpus, setting: str, most: int) -> None:
+    """Reads the first records of the user's files, `most` bytes at most, so that what is broken is named before anything is made."""
     own = list(corpus.named())
     probed = dataclasses.replace(
         corpus, files=tuple(path for path, _ in own), names=tuple(name for _, name in own)
     )
     found = len(corpus.files) - len(own)  # files of Python's library, read already
-    found += sum(1 for _ in probed.documents(Counter(), PROBED_RECORDS))
-    if not found:
+    start = Start(PROBED_RECORDS, most)
+    found += sum(1 for _ in probed.documents(Counter(), start))
+    if not found and not start.is_read:
         raise DataError(
             "there is no text in the data",
             where=setting,

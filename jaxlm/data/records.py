@@ -1,14 +1,16 @@
 """Records of files: text, JSON lines, Parquet, perhaps compressed; and what is wrong with each."""
 
+import codecs
 import contextlib
+import dataclasses
 import gzip
 import io
 import itertools
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
-import shlex
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -30,10 +32,10 @@ MENDED = (SURROGATE, MARK, NUL)
 # compressed shows its size.
 MOST_UNPACKED = 2**28
 
-BYTE_ORDER_MARK = "\ufeff".encode()
-_SURROGATES = re.compile("[\ud800-\udfff]")
 PACKERS = {".gz": "gzip", ".zst": "zstd"}  # the commands
 
+BYTE_ORDER_MARK = "\ufeff".encode()
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Document(NamedTuple):
@@ -52,19 +54,36 @@ class Broken(NamedTuple):
     error: DataError
 
 
-def read(path: Path, name: str, text_key: str, counts: Counter[str]) -> Iterator[Document | Broken]:
+@dataclasses.dataclass
+class Start:
+    """How much is still to be read where only the start of some files is looked at: records, and bytes of them unpacked."""
+
+    records: int
+    bytes: int
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing is left."""
+        return not (self.records and self.bytes)
+
+
+def read(
+    path: Path, name: str, text_key: str, counts: Counter[str], start: Start | None = None
+) -> Iterator[Document | Broken]:
     """Every record of a file, as text or as what is wrong with it. What is odd about the file itself is counted.
+
+    A `start` gives up the bytes that are read of it. Where they end, so does a text, and a record that they cut is none.
 
     Raises:
       DataError: where the file cannot be read any further.
     """
     kind = Path(path.stem).suffix if _is_packed(path) else path.suffix
     if kind in (".jsonl", ".json"):
-        records = _json_lines(path, name, counts)
+        records = _json_lines(path, name, counts, start)
     elif kind == ".parquet":
         records = _parquet(path, name, text_key)
     else:
-        yield _text(path, name, counts)
+        yield _text(path, name, counts, start)
         return
     for number, (record, place) in enumerate(records):
         if isinstance(record, Broken):
@@ -72,6 +91,8 @@ def read(path: Path, name: str, text_key: str, counts: Counter[str]) -> Iterator
             continue
         found = record.get(text_key) if isinstance(record, dict) else None
         if isinstance(found, str):
+            if start is not None and kind == ".parquet":
+                start.bytes = max(start.bytes - len(found), 0)
             yield Document(found, name, number, place)
         else:
             is_there = isinstance(record, dict) and text_key in record
@@ -90,15 +111,19 @@ def mended(text: str, counts: Counter[str]) -> str:
     return _SURROGATES.sub("\ufffd", text)
 
 
-def _text(path: Path, name: str, counts: Counter[str]) -> Document | Broken:
+def _text(path: Path, name: str, counts: Counter[str], start: Start | None) -> Document | Broken:
     with _whole(name), opened(path) as file:
-        data = file.read(_limit(path))
+        data = file.read(_limit(path) if start is None else start.bytes)
         if len(data) > MOST_UNPACKED and _is_packed(path):
             raise _unpacks_too_far(path, name)
     if data.startswith(BYTE_ORDER_MARK):
         counts[MARK] += 1
+    is_whole = start is None or len(data) < start.bytes
+    if start is not None:
+        start.bytes -= len(data)
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        text = data.removeprefix(BYTE_ORDER_MARK).decode()
+        text = decoder.decode(data.removeprefix(BYTE_ORDER_MARK), final=is_whole)
         return Document(text, name, 0, path.stat().st_size)
     except UnicodeDecodeError as error:
         return Broken(NOT_UTF8, _not_utf8(name, error, "byte"))
@@ -133,9 +158,13 @@ def _json_lines(
     with _whole(name), opened(path) as file:
         unpacked = 0
         for number in itertools.count(1):
-            line = file.readline(_limit(path, unpacked))
+            line = file.readline(_limit(path, unpacked) if start is None else start.bytes)
             if not line:
                 break
+            if start is not None:
+                start.bytes -= len(line)
+                if not start.bytes:
+                    break  # it may be cut
             unpacked += len(line)
             if unpacked > MOST_UNPACKED and _is_packed(path):
                 raise _unpacks_too_far(path, f"{name}:{number}")

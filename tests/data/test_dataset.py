@@ -1,17 +1,21 @@
 """From a config to loaders: what is found, split, cached and refused."""
 
+import dataclasses
 import gzip
+import hashlib
 import json
 import random
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
 
 from jaxlm.core.errors import ConfigError, DataError, InputMissing, JaxlmError, NotWritable
-from jaxlm.data import baselines, dataset, writer
+from jaxlm.data import baselines, dataset, parts, records, writer
 from jaxlm.data.config import DataConfig
 
 
@@ -94,6 +98,99 @@ def test_a_second_opening_reads_the_cache_and_is_the_same(texts: str, tmp_path: 
     assert again == []
     assert second.fingerprint == first.fingerprint
     json.dumps(first.fingerprint)
+
+
+def test_a_start_reads_each_text_once_to_see_that_it_is_what_was_tokenised(
+    texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(texts, "20%", tokenizer="sentencepiece:512")
+    _open(config, tmp_path)
+    hashed: Counter[str] = Counter()
+    whole = hashlib.file_digest
+
+    def counted(file: Any, name: str) -> Any:
+        hashed[file.name] += 1
+        return whole(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    again: list[str] = []
+    _open(config, tmp_path, said=again)
+    assert again == []
+    files = [str(path) for path in tmp_path.glob("*.txt")]
+    assert {file: hashed[file] for file in files} == dict.fromkeys(files, 1)
+    (tmp_path / "07.txt").write_text("document 7, changed in as many bytes\n")
+    _open(config, tmp_path, said=again)
+    assert any("tokenising train" in line for line in again)
+
+
+class Counted:
+    """A file that is read, and how many bytes of it were."""
+
+    def __init__(self, file: Any):
+        self.file, self.size = file, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __enter__(self) -> "Counted":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def read(self, size: int = -1) -> bytes:
+        return self._counted(self.file.read(size))
+
+    def readline(self, size: int = -1) -> bytes:
+        return self._counted(self.file.readline(size))
+
+    def _counted(self, found: bytes) -> bytes:
+        self.size += len(found)
+        return found
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
+    """The files of text that were opened."""
+    files: list[Counted] = []
+    whole = records.opened
+
+    def opened(path: Path) -> Any:
+        files.append(Counted(whole(path)))
+        return files[-1]
+
+    monkeypatch.setattr(records, "opened", opened)
+    return files
+
+
+def test_of_many_files_the_first_thousand_records_are_looked_at(
+    tmp_path: Path, read: list[Counted]
+) -> None:
+    for number in range(1500):
+        (tmp_path / f"{number:04d}.jsonl").write_text('{"text": "good"}\n' * 3)
+    parts.find(_config(f"{tmp_path}/*.jsonl", ()))
+    assert len(read) == 334
+    (tmp_path / "0333.jsonl").write_text('{"body": "not under text"}\n')
+    with pytest.raises(DataError, match="no text under 'text'"):
+        parts.find(_config(f"{tmp_path}/*.jsonl", ()))
+
+
+@pytest.mark.parametrize("ending", ["txt", "jsonl"])
+def test_of_large_files_a_bounded_beginning_is_looked_at_whatever_their_sizes_and_number(
+    tmp_path: Path, read: list[Counted], monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    monkeypatch.setattr(parts, "PROBED_BYTES", 2**20)
+    for number, name in enumerate("abc"):
+        with open(tmp_path / f"{name}.{ending}", "wb") as file:
+            file.truncate(2**40 + number)  # of zeros, which take no room
+    config = dataclasses.replace(
+        _config(""),
+        train=(f"one={tmp_path}/a.{ending}", f"other={tmp_path}/b.{ending}"),
+        validation=(f"{tmp_path}/c.{ending}",),
+    )
+    parts.find(config)
+    assert len(read) == 3
+    assert 2**20 - 3 <= sum(file.size for file in read) <= 2**20
 
 
 def test_the_cache_is_private(texts: str, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_e4_a_record_without_the_text_key_is_refused_early_and_counted_later(
         counts: Counter[str] = Counter()
         if is_refused:
             with pytest.raises(DataError, match="no text under 'text'"):
-                list(corpus.documents(counts, documents.PROBED_RECORDS))
+                list(corpus.documents(counts, records.Start(documents.PROBED_RECORDS, 2**20)))
         else:
             assert sum(1 for _ in corpus.documents(counts)) == 1499
             assert counts == {records.NO_TEXT: 1}

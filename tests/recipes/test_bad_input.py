@@ -36,6 +36,8 @@ def place(tmp_path_factory):
     records = ['{"text": "fine"}\n'] * 1500
     records[5] = '{"body": "not under text"}\n'
     (folder / "records/a.jsonl").write_text("".join(records))
+    with open(folder / "huge.txt", "wb") as file:
+        file.truncate(2**38)  # of zeros, which take no room
     (folder / "file").write_text("")
     (folder / "c.py").write_text(CONFIG.format(folder=folder))
     return folder
@@ -61,6 +63,11 @@ CASES = {
     "misspelt setting": (["--config.optim.lrr=1e-3"], 2, ["--config.optim.lr=0.001"]),
     "wrong type": (["--config.train.batch=many"], 2, ["train.batch", "many"]),
     "batch": (["--config.train.batch=9", "--cpu_devices=4"], 2, ["--config.train.batch=8"]),
+    "batch of much data": (
+        ["--config.data.train={p}/huge.txt", "--config.train.batch=9", "--cpu_devices=4"],
+        2,
+        ["--config.train.batch=8"],
+    ),
     "batch of evaluations": (
         ["--config.eval.batch=6", "--config.train.batch=6", "--cpu_devices=4"],
         2,
