@@ -5,6 +5,7 @@ Each class carries the exit code that `jaxlm` ends with. Anything else that esca
 
 import errno
 import functools
+import shlex
 import sys
 from typing import Any
 
@@ -102,8 +103,13 @@ def not_installed(what: str, package: str, extra: str, *, where: str) -> InputMi
         f"{what} needs {package}",
         where=where,
         why=f"it is not installed in {sys.prefix}",
-        fix=f"pip install 'jaxlm[{extra}]'",
+        fix=installs(extra),
     )
+
+
+def installs(extra: str) -> str:
+    """The command that adds an extra of jaxlm to the environment that runs, activated or not."""
+    return f"{shlex.quote(sys.executable)} -m pip install 'jaxlm[{extra}]'"
 
 
 def cannot_write(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.errors import CommandError
+from jaxlm.core.errors import CommandError, installs
 from jaxlm.monitor.sinks import Record, Sink, plain, replace
 
 MODULES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}  # by name of the sink
@@ -27,7 +27,7 @@ def check(names: Iterable[str]) -> None:
                 f"log.sinks names {name}, which is not installed",
                 where="log.sinks",
                 why=f"there is no module {MODULES[name]} in this environment",
-                fix=f"pip install 'jaxlm[{name}]'",
+                fix=installs(name),
             )
 
 

@@ -2,6 +2,7 @@
 
 import resource
 import struct
+import sys
 import time
 from pathlib import Path
 
@@ -121,10 +122,10 @@ def test_the_header_of_a_large_file_takes_no_more_memory_than_what_it_says(tmp_p
 
 def test_quantised_numbers_without_the_package_are_refused_with_the_way_out(tmp_path, monkeypatch):
     file = write(tmp_path / "x.gguf", x=("Q8_0", blocks("Q8_0")))
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(InputMissing, match="reading Q8_0 needs gguf") as caught:
         file.rows(file.tensors["x"], slice(None))
-    assert caught.value.fix == "pip install 'jaxlm[gguf]'"
+    assert caught.value.fix == f"{sys.executable} -m pip install 'jaxlm[gguf]'"
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,7 @@ def test_without_ray_it_says_what_to_install(here, capsys, monkeypatch):
     write_lines(here / "in/a.jsonl", [{"text": prose(1)}])
     monkeypatch.setitem(sys.modules, "ray", None)
     error = run(capsys, "--config.source=in/*.jsonl", "--engine=ray", code=66)["error"]
-    assert error["fix"] == "pip install 'jaxlm[ray]'"
+    assert error["fix"] == f"{sys.executable} -m pip install 'jaxlm[ray]'"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense"])

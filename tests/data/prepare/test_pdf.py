@@ -124,4 +124,4 @@ def test_without_pypdf_it_is_said_what_to_install(into, capsys, monkeypatch):
     (into / "a.pdf").write_bytes(made([page("x")]))
     monkeypatch.setitem(sys.modules, "pypdf", None)
     error = run(capsys, *SET, code=66)["error"]
-    assert error["fix"] == "pip install 'jaxlm[prepare]'"
+    assert error["fix"] == f"{sys.executable} -m pip install 'jaxlm[prepare]'"

@@ -363,7 +363,7 @@ def test_a_stage_without_its_package_says_what_to_install(
     write_lines(here / "in/a.jsonl", [{"text": prose(1)}])
     monkeypatch.setitem(sys.modules, package, None)
     error = run(capsys, "--config.source=in/*.jsonl", f"--config.stages={stage}", code=66)["error"]
-    assert error["fix"] == "pip install 'jaxlm[prepare]'"
+    assert error["fix"] == f"{sys.executable} -m pip install 'jaxlm[prepare]'"
 
 
 def test_the_report_of_a_run_is_its_answer(crawl, capsys):
