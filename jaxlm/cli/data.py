@@ -177,6 +177,8 @@ def _tokenize(args: Any, out: Output) -> int:
     validation = [text for name, text in named.items() if name.partition("/")[0] != "train"]
     flags = f" --config.data.validation={','.join(validation)}" if validation else ""
     sources = ",".join(train) or answer["train"]["folder"]
+    first = next(iter(answer.values()))["folder"]
+    flags += f" --config.data.tokenizer={first}/tokenizer"  # whatever a config trains
     lines.append(f"next: jaxlm train --config.data.train={sources}{flags}")
     out.result(answer, "\n".join(lines))
     return 0

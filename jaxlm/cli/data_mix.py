@@ -45,6 +45,8 @@ def run(args: Any, out: Output) -> int:
     held = answer["sets"].get("validation", {})
     validation = ",".join(f"{name}={args.out}/validation/{name}" for name in held)
     flags = f" --config.data.validation={validation}" if validation else ""
+    first = next(iter(answer["sets"]["train"]))
+    flags += f" --config.data.tokenizer={args.out}/train/{first}/tokenizer"
     lines.append(
         f"next: jaxlm train --config=configs/quickstart.py --config.data.train={train}{flags}"
     )

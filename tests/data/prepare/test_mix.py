@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -105,6 +106,9 @@ def test_a_source_with_nothing_on_a_side_is_said(sources, capsys):
     said = capsys.readouterr().out
     assert "no document of code is in validation: it has few" in said
     assert "--config.data.validation" not in said
+    assert re.search(
+        r"next: jaxlm train .* --config\.data\.tokenizer=out/train/\w+/tokenizer\n", said
+    )
 
 
 def test_the_sets_are_what_the_trainer_reads(sources, capsys, here, monkeypatch):
@@ -112,6 +116,7 @@ def test_the_sets_are_what_the_trainer_reads(sources, capsys, here, monkeypatch)
     settings = [SOURCES, "--config.held_out=0.2", "--config.tokenizer=sentencepiece:512"]
     answer = mix(capsys, *settings)["sets"]
     sets = ["--config.data.train=out/train/*", "--config.data.validation=web=out/validation/web"]
+    sets.append("--config.data.tokenizer=out/train/web/tokenizer")
     assert main(["data", "stats", "--json", *sets]) == 0
     parts = json.loads(capsys.readouterr().out)["parts"]
     assert parts["train"]["tokens"] == sum(each["tokens"] for each in answer["train"].values())
