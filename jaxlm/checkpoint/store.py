@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -30,8 +30,8 @@ class Store:
     """The committed steps of one run.
 
     A step is a directory of Orbax with `digests.json` in it. Both are written in the background and become visible by
-    one rename. A directory without a valid record is no checkpoint; a damaged one is moved to `quarantine/`, never
-    removed.
+    one rename. A directory without a valid record is no checkpoint; a damaged one is never removed, and its owner may
+    move it to `quarantine/`.
 
     Args:
       directory: where the steps are.
@@ -104,23 +104,27 @@ class Store:
         except DataError as error:
             return [error.why]
 
-    def newest_sound(self, say: Callable[[str], None] = lambda _: None) -> int | None:
-        """The newest step whose every byte is as it was written; None where none was ever committed.
+    def newest_sound(
+        self,
+        note: Callable[[int, list[str]], object] = lambda *_: None,
+        *,
+        without: Container[int] = (),
+    ) -> int | None:
+        """The newest step, but for some, whose every byte is as it was written; None where none was ever committed.
 
-        Newer steps that are damaged are said, and moved to the quarantine unless the store is read-only.
+        `note` gets each newer step that is damaged, with what is wrong with it. Nothing is moved.
 
         Raises:
           DataError: where there are steps and all are damaged, or one is of another format.
         """
         found: list[tuple[int, list[str]]] = []
         for step in reversed(self.steps()):
+            if step in without:
+                continue
             wrong = self._checked(step)
             if not wrong:
                 for damaged, lines in found:
-                    text = f"checkpoint {damaged} is damaged ({lines[0]})"
-                    if not self._read_only:
-                        text += f" and was moved to {self.quarantine(damaged, chr(10).join(lines))}"
-                    say(text)
+                    note(damaged, lines)
                 return step
             found.append((step, wrong))
         if found:
@@ -307,6 +311,7 @@ class Store:
 
     def _checked(self, step: int) -> list[str]:
         """What is wrong with a step; a step of another format is not damaged, and stops us."""
+        faults.point("restore.verify", step)
         try:
             return records.problems(self._path(step))
         except records.OtherFormat:

@@ -27,6 +27,7 @@ POINTS = (
     "save.digest",
     "save.commit",
     "save.retire",
+    "restore.verify",
     "restore.read",
     "rewind",
     "eval",

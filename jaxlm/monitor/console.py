@@ -57,7 +57,6 @@ class Console:
     Args:
       screen: where to show it; None shows nothing.
       log: a file that gets the same lines, plain.
-      warnings: a sink that also gets what is said as a warning, for the report.
       total: steps of the whole run, for the bar.
     """
 
@@ -66,7 +65,6 @@ class Console:
         screen: TextIO | None,
         *,
         log: Log | None = None,
-        warnings: Sink | None = None,
         total: int,
     ):
         # A notebook asks for colour in its environment, but is no terminal: a bar there would leave a line a frame.
@@ -86,7 +84,7 @@ class Console:
             self._screen and self._screen.is_terminal and not self._screen.is_dumb_terminal
         )
         self._log, self._total, self._rows = log, total, 0
-        self._warnings = warnings or Nowhere()
+        self._warnings: Sink = Nowhere()
         self._bar: Progress | None = None
 
     def __enter__(self) -> Self:
@@ -94,6 +92,15 @@ class Console:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a file gets what is said."""
+        return self._log is not None
+
+    def keep(self, log: Log, warnings: Sink) -> None:
+        """From now on a file gets the same lines, plain, and a sink what is said as a warning, for the report."""
+        self._log, self._warnings = log, warnings
 
     def say(self, text: str = "", style: str | None = None) -> None:
         """Prints a line or several, above the bar."""

@@ -106,6 +106,18 @@ def token_bytes(model: Assembly, tokenizer: Tokenizer) -> Int[np.ndarray, "V"]:
     return np.pad(known, (0, model.blueprint.config.vocab - len(known)))
 
 
+def mesh_of(run: Run) -> Mesh:
+    """The mesh of a run over all devices, before anything is read or compiled.
+
+    Raises:
+      ConfigError: where the devices are not enough, or something does not come out even on it.
+    """
+    fit.check(run, len(jax.devices()), devices.slices())
+    mesh = devices.build_mesh(run.mesh)
+    check_fit(run, mesh)
+    return mesh
+
+
 def check_fit(run: Run, mesh: Mesh) -> None:
     """Raises ConfigError where the model cannot be laid out on the mesh, before there is a tokenizer.
 

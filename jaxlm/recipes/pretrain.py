@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from jaxlm.recipes import (
     assembly,
     attention,
     beginning,
+    choice,
     devices,
-    fit,
     reading,
     resume,
     space,
@@ -42,7 +41,7 @@ from jaxlm.recipes.rewinding import Rewinds
 from jaxlm.recipes.session import Session
 from jaxlm.recipes.starts import Start
 from jaxlm.train.rundir import IMPORTED, RunDir
-from jaxlm.train.signals import Interrupted
+from jaxlm.train.signals import Interrupted, StopRequest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +80,7 @@ def pretrain(
     devices.start(options.cpu_devices)
     with contextlib.ExitStack() as stack:
         crew = stack.enter_context(Crew(run.watch, options.place, workdir=options.workdir))
+        stop = stack.enter_context(crew.stop)
         is_first = crew.peers.is_first
         crew.agree("code, config and options", _identity(loaded, options))
         directory = stack.enter_context(RunDir(options.workdir, is_writer=is_first))
@@ -96,69 +96,52 @@ def pretrain(
         )
         stack.callback(store.release)
         stack.push(crew.end_if_failed)  # before anything that waits for the others
-        noticed: list[str] = []
-        found = None
-        if is_first:
-            rewinds = Rewinds(directory)
-            rewinds.abandon(store, noticed.append)
-            found = resume.find(store, options.wish, noticed.append)
-        found = crew.share("step", found)
         rewinds = Rewinds(directory)
-        meta = store.record(found).meta if found is not None else None
-        directory.step = start = found or 0
-        changes = []
-        if meta:
-            changes = resume.check(config.from_json(Run, meta["config"]), run, options.wish, start)
-            if start >= run.train.steps or (meta["finished"] and not changes):
-                crew.depart()
-                return {
-                    "step": start,
-                    "complete": True,
-                    "workdir": str(options.workdir),
-                    **(meta["evaluation"] or {}),
-                }
-        origin = _origin(options, run, meta, noticed.append)
-        fit.check(run, len(jax.devices()), devices.slices())
-        mesh = devices.build_mesh(run.mesh)
-        assembly.check_fit(run, mesh)
-        log = screen = warnings = None
-        if is_first:
-            warnings = stack.enter_context(contextlib.closing(directory.journal("warnings.jsonl")))
-            log = stack.enter_context(contextlib.closing(directory.append("log.txt")))
-            screen = None if options.quiet or "console" not in run.log.sinks else sys.stderr
-        console = stack.enter_context(
-            Console(screen, log=log, warnings=warnings, total=run.train.steps)
+        # By its record, before its bytes are read: those may take minutes, and a refusal must not.
+        found = crew.share(
+            "newest", choice.likely(store, options.wish, rewinds) if is_first else None
         )
-        warn = functools.partial(console.warn, step=start)
-        for line in noticed:
-            warn(line)
-        stop = stack.enter_context(crew.stop)
-        try:
-            with stop.waiting(), crew.in_turn("prepare"):  # the first fills the caches
-                data = reading.open_data(run, say=console.say, warn=warn)
-        except Interrupted as told:
-            raise Preempted(
-                f"stopped by {told} while the data was prepared",
-                where=str(options.workdir),
-                why="nothing was trained since the last save",
-                fix="run the same command again",
-            ) from None
+        meta, changes = resume.taken_up(store, found, run, options.wish)
+        directory.step = found or 0
+        mesh = None if resume.is_over(meta, run, changes) else assembly.mesh_of(run)
+        chosen = None
+        with _waiting(stop, options, "the checkpoints were verified"):
+            if is_first:
+                chosen = choice.choose(store, options.wish, rewinds)
+        found = crew.share("step", chosen.step if chosen is not None else None)
+        meta, changes = resume.taken_up(store, found, run, options.wish)
+        directory.step = start = found or 0
+        if meta and resume.is_over(meta, run, changes):
+            crew.depart()
+            return (meta["evaluation"] or {}) | {
+                "step": start,
+                "complete": True,
+                "workdir": str(options.workdir),
+            }
+        mesh = mesh or assembly.mesh_of(run)
+        noticed: list[str] = []
+        with _waiting(stop, options, "the run to begin from was verified"):
+            origin = _origin(options, run, meta, noticed.append)
+        screen = None
+        if is_first and not options.quiet and "console" in run.log.sinks:
+            screen = sys.stderr
+        console = stack.enter_context(Console(screen, total=run.train.steps))
+        if is_first and directory.is_new:
+            _keep_log(stack, directory, console)
+        with _waiting(stop, options, "the data was prepared"), crew.in_turn("prepare"):
+            data = reading.open_data(run, say=console.say, warn=noticed.append)
         reading.followed(run, data.validation)
         crew.agree("data", data.fingerprint)
         if meta:
             resume.check_data(meta["data"], data.fingerprint, options.wish)
         if origin:
             beginning.check_tokenizer(origin, data.tokenizer.digest)
-            if is_first:
-                beginning.inherit(origin, directory.path)
         model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
         _check_vocabulary(run, data)
-        directory.has_begun = True
-        if is_first:
-            _describe(directory, loaded, options, data, model, len(rewinds.made))
         with jax.set_mesh(mesh):
             engine = Engine(run, data, model)
-            space.check(engine, store, directory)
+            if chosen is not None:
+                space.check(engine, len(store.steps()) - len(chosen.aside), directory)
             session = Session(
                 engine,
                 crew,
@@ -172,6 +155,18 @@ def pretrain(
                 origin,
                 callbacks,
             )
+            # Nothing refuses the start any more: from here on the run directory changes.
+            directory.has_begun = True
+            if chosen is not None:  # in the first process
+                if not console.is_kept:
+                    _keep_log(stack, directory, console)
+                chosen.clear(store, noticed.append)
+                if origin:
+                    beginning.inherit(origin, directory.path)
+                _describe(directory, loaded, options, data, model, len(rewinds.made))
+            for line in noticed:
+                console.warn(line, step=start)
+            crew.barrier("begin")
             telling.header(session)
             try:
                 session.train(stop, options.stop_at)
@@ -180,6 +175,29 @@ def pretrain(
                 raise
         crew.depart()
         return telling.finish(session)
+
+
+@contextlib.contextmanager
+def _waiting(stop: StopRequest, options: Options, doing: str) -> Iterator[None]:
+    """Something long before the first step, in which a signal ends the run at once."""
+    try:
+        with stop.waiting():
+            yield
+    except Interrupted as told:
+        raise Preempted(
+            f"stopped by {told} while {doing}",
+            where=str(options.workdir),
+            why="nothing was trained since the last save",
+            fix="run the same command again",
+        ) from None
+
+
+def _keep_log(stack: contextlib.ExitStack, directory: RunDir, console: Console) -> None:
+    """What is said from now on, the run directory keeps."""
+    log, warnings = directory.append("log.txt"), directory.journal("warnings.jsonl")
+    for file in (log, warnings):
+        stack.enter_context(contextlib.closing(file))
+    console.keep(log, warnings)
 
 
 def _origin(

@@ -1,7 +1,6 @@
-"""Going on with a run: from which step, with which changes, and with how much of its state."""
+"""Going on with a run: with which changes, and with how much of its state."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, pace, tree
-from jaxlm.core.errors import CommandError, ConfigError, DataError
+from jaxlm.core.errors import ConfigError
 from jaxlm.data import mixture_config
 from jaxlm.optim import average
 from jaxlm.optim.schedule_config import Schedule, spans
@@ -68,47 +67,6 @@ class Wish:
         """Settings, or whole sections, that may differ."""
         reset = ("optim", "schedule") if self.reset_optimizer else ()
         return (*self.allow_change, *reset, *(("precision",) if self.cast else ()))
-
-
-def find(store: Store, wish: Wish, say: Callable[[str], None]) -> int | None:
-    """The step to go on from; None where the run has none yet.
-
-    Raises:
-      CommandError: where the step that was asked for is not there, or is not the newest and nobody forced it.
-      DataError: where it is damaged, or all are.
-    """
-    newest = store.newest_sound(say)
-    if wish.start_at is None or wish.start_at == newest:
-        return newest
-    steps = store.steps()
-    if wish.start_at not in steps:
-        raise CommandError(
-            f"there is no checkpoint of step {wish.start_at}",
-            where=f"--start_at={wish.start_at}",
-            why=f"committed steps: {', '.join(map(str, steps)) or 'none'}",
-            fix=f"--start_at={steps[-1]}" if steps else "leave --start_at out",
-        )
-    if not wish.force:
-        raise CommandError(
-            f"step {wish.start_at} is not the newest",
-            where=f"--start_at={wish.start_at}",
-            why=f"going on from it gives up what was trained up to step {newest}",
-            fix=f"--start_at={wish.start_at} --force    # moves the later steps to quarantine/",
-        )
-    if wrong := store.problems(wish.start_at):
-        raise DataError(
-            f"checkpoint {wish.start_at} is damaged",
-            where=f"--start_at={wish.start_at}",
-            why="\n".join(wrong[:4]),
-            fix=f"jaxlm checkpoint list --workdir={store.directory.parent}",
-        )
-    for step in steps:
-        if step > wish.start_at:
-            place = store.quarantine(
-                step, f"given up: the run was started again at {wish.start_at}"
-            )
-            say(f"checkpoint {step} was given up; it is in {place}")
-    return wish.start_at
 
 
 def state(engine: Engine, store: Store, step: int, wish: Wish) -> TrainState:
@@ -197,6 +155,27 @@ def check(saved: Run, wanted: Run, wish: Wish, completed: int) -> list[config.Ch
             fix=f"--workdir=runs/another\n{_permission(refused)}",
         )
     return changes
+
+
+def taken_up(
+    store: Store, step: int | None, run: Run, wish: Wish
+) -> tuple[dict[str, Any] | None, list[config.Change]]:
+    """What the record of a step knows of the run, and what changes where it goes on from there; None of a run that begins.
+
+    Raises:
+      ConfigError: where a change is not allowed.
+    """
+    if step is None:
+        return None, []
+    meta = store.record(step).meta
+    return meta, check(config.from_json(Run, meta["config"]), run, wish, step)
+
+
+def is_over(meta: dict[str, Any] | None, run: Run, changes: list[config.Change]) -> bool:
+    """Whether nothing is left to be trained after a step."""
+    if meta is None:
+        return False
+    return meta["step"] >= run.train.steps or (meta["finished"] and not changes)
 
 
 def _permission(refused: list[config.Change]) -> str:

@@ -95,21 +95,23 @@ class Rewinds:
         self.made.append(rewind)
         self._directory.write_json(FILE, self.as_json())
         faults.point("rewind", first_bad)
-        self.abandon(store, lambda _: None)
+        for step, reason in self.given_up(store).items():
+            store.quarantine(step, reason)
         return rewind
 
-    def abandon(self, store: Store, say: Callable[[str], None]) -> None:
-        """Moves the steps of a future that was given up to the quarantine, also where the process died before it did."""
+    def given_up(self, store: Store) -> dict[int, str]:
+        """The steps of a future that was given up, each with why; some are left where the process died before it moved them."""
+        found: dict[int, str] = {}
         if not self.made:
-            return
+            return found
         for step in store.steps():
             try:
                 known = len(store.record(step).meta["rewinds"])
             except DataError:
                 continue  # damaged: for the store to deal with
             if step > self.made[-1].to and known < len(self.made):
-                place = store.quarantine(step, f"given up by the rewind to {self.made[-1].to}")
-                say(f"checkpoint {step} belongs to a future that was given up; it is in {place}")
+                found[step] = f"given up by the rewind to {self.made[-1].to}"
+        return found
 
 
 def _is_healthy(store: Store, step: int) -> bool:

@@ -5,7 +5,6 @@ import shutil
 
 import jax
 
-from jaxlm.checkpoint.store import Store
 from jaxlm.core import tree
 from jaxlm.core.errors import NotWritable
 from jaxlm.monitor import words
@@ -14,10 +13,10 @@ from jaxlm.recipes.engine import Engine
 from jaxlm.train.rundir import RunDir
 
 
-def check(engine: Engine, store: Store, directory: RunDir) -> None:
+def check(engine: Engine, committed: int, directory: RunDir) -> None:
     """Compares what the kept steps, and one more while it is written, will take with what is free.
 
-    The arrays are counted as they are; compression saves a little of it.
+    So many steps of the run are `committed` already. The arrays are counted as they are; compression saves a little of it.
 
     Raises:
       NotWritable: where they do not fit, with both numbers.
@@ -28,7 +27,7 @@ def check(engine: Engine, store: Store, directory: RunDir) -> None:
     one = tree.size_bytes(jax.eval_shape(engine.traced))
     way_back = 1  # a healthy step to rewind to
     kept = config.keep_last + config.keep_best + _rungs(engine.run) + way_back
-    missing = max(kept + 1 - len(store.steps()), 1)
+    missing = max(kept + 1 - committed, 1)
     free = shutil.disk_usage(directory.path).free
     if missing * one > free:
         raise NotWritable(

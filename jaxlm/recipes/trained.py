@@ -90,8 +90,12 @@ def _restored(store: Store, step: int, placed: Any, weights: Weights) -> Any:
 
 def choose(store: Store, step: int | None, best: bool, say: Callable[[str], None]) -> int:
     """The step that was asked for, whole; without a number or `best`, the newest that is."""
+
+    def damaged(step: int, lines: list[str]) -> None:
+        say(f"checkpoint {step} is damaged ({lines[0]})")
+
     named = step if step is not None else store.best() if best else None
-    chosen = store.newest_sound(say) if named is None else named
+    chosen = store.newest_sound(damaged) if named is None else named
     committed = store.steps()
     if chosen is None or chosen not in committed:
         raise InputMissing(

@@ -120,8 +120,11 @@ def run(
         saved = completed
 
     def preempted(completed: int) -> Preempted:
+        reached = (
+            f"after step {completed}, which is saved" if completed else "before the first step"
+        )
         return Preempted(
-            f"stopped by {stop.reason} after step {completed}, which is saved",
+            f"stopped by {stop.reason} {reached}",
             where=f"step {completed}",
             why=f"{steps - completed} of {steps} steps are left",
             fix="run the same command again",

@@ -75,8 +75,7 @@ class RunDir:
 
     def leave(self, code: int, cause: str) -> None:
         """Writes exit.json: how this process ended, or is about to. One that says that the run finished at this step stays."""
-        is_refused = not self.has_begun and code in REFUSALS
-        if is_refused and (self.path / "config.json").exists():
+        if not self.has_begun and code in REFUSALS and not self.is_new:
             return
         record = {"code": code, "step": self.step, "cause": cause}
         if code == 0 and self._last_words() == record:
@@ -117,6 +116,11 @@ class RunDir:
     def write_command(self, arguments: list[str]) -> None:
         """Writes command.sh, the one line that repeats the run."""
         self.write("command.sh", f"#!/bin/sh\njaxlm {shlex.join(arguments)}\n")
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no run has begun here before."""
+        return not (self.path / "config.json").exists()
 
     @property
     def checkpoints(self) -> Path:

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from jaxlm.checkpoint import record as records
 from jaxlm.cli.main import main
 from jaxlm.recipes import starts
 from tests.faults import harness
@@ -62,11 +63,16 @@ def test_f3_e3_unsafe_fields_are_refused_with_a_table_and_a_flag(config, run, ca
     assert harness.tree(run) == before, "also how the run ended"
 
 
+BACK = ("--start_at=8", "--force")  # gives steps up, once the run goes on
+MORE = ("--config.train.steps=14", "--allow_change=train.steps")
 REFUSED = {
     "a setting of the model": ["--config.model.depth=1"],
-    "the mesh": ["--config.train.steps=14", "--config.mesh.tensor=3"],
-    "the data": ["--config.train.steps=14", "--config.data.train=none/*.txt"],
-    "an earlier step": ["--config.train.steps=14", "--start_at=3"],
+    "the mesh": [*MORE, "--config.mesh.tensor=3"],
+    "the data": [*MORE, "--config.data.train=none/*.txt"],
+    "an earlier step": [*MORE, "--start_at=3"],
+    "going back, a setting of the model": [*BACK, "--config.model.depth=1"],
+    "going back, heads": [*BACK, "--config.mesh.tensor=3"],
+    "going back, the batch": [*BACK, "--config.mesh.data=3"],
 }
 
 
@@ -80,13 +86,46 @@ def finished(config, half, tmp_path_factory):
 
 
 @pytest.mark.parametrize("flags", REFUSED.values(), ids=REFUSED)
-def test_a_refused_start_leaves_a_finished_run_as_it_was(config, finished, tmp_path, flags):
+def test_a_refused_start_reads_no_array_and_leaves_a_finished_run_as_it_was(
+    config, finished, tmp_path, monkeypatch, flags
+):
+    """A checkpoint may be of a terabyte, and what is wrong must be said in seconds: by its record alone."""
     run = shutil.copytree(finished, tmp_path / "run")
     before = harness.tree(run)
-    assert main(harness.words(config, run, *flags)) in (2, 66)
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "_digest", lambda path: pytest.fail(f"{path} was read"))
+        assert main(harness.words(config, run, *flags)) in (2, 66)
     assert harness.tree(run) == before
     assert main(["report", f"--workdir={run}"]) == 0
     assert "ended with code 0: finished" in (run / "report.html").read_text()
+
+
+def spoil(run, step):
+    """Changes a byte of the arrays of a step: its record is as it was."""
+    path = max((run / f"checkpoints/{step}").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+LATE = {"going back": BACK, "around a damaged step": ()}
+
+
+@pytest.mark.parametrize("flags", LATE.values(), ids=LATE)
+def test_a_start_that_is_refused_for_its_data_leaves_every_step_where_it_was(
+    config, finished, tmp_path, flags
+):
+    """Data is opened last of all that can refuse a start; only then are steps moved."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    spoil(run, 12)
+    before = harness.tree(run)
+    glob = json.loads((run / "config.json").read_text())["data"]["train"][0]
+    fewer = [f"--config.data.train={glob.replace('*', '00*')}", "--allow_change=data.train"]
+    assert main(harness.words(config, run, *flags, *fewer)) == 2
+    assert harness.tree(run) == before
+    assert main(harness.words(config, run, *flags, "--stop_at=11")) == 0
+    moved = {path.name for path in (run / "quarantine").iterdir() if path.is_dir()}
+    assert moved == ({"10", "12"} if "--force" in flags else {"12"})
 
 
 def test_f3_a_change_that_was_allowed_is_recorded(config, run):

@@ -284,6 +284,8 @@ PHASES = {
     "an evaluation": "eval:sigterm@6",
     "a save": "save.files:sigterm@6",
     "the wait for data": "data.next:sigterm@6,data.next:hang@6",
+    "the verification of a checkpoint": "restore.verify:sigterm@6,restore.verify:hang@6",
+    "a restore": "restore.read:sigterm@6",
 }
 
 
@@ -292,6 +294,8 @@ def test_a7_a_sigterm_in_any_phase_saves_and_says_75(
     config, unbroken, tmp_path, monkeypatch, phase, record_property
 ):
     words = harness.words(config, tmp_path / "run", "--config.eval.every=6")
+    if "restore" in PHASES[phase]:
+        assert main([*words, "--stop_at=6"]) == 0
     sent, strike = [], faults._strike
 
     def noted(fault):

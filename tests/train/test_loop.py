@@ -177,3 +177,12 @@ def test_a_run_goes_on_with_the_next_batch():
     story = Story()
     story.run(start=2, steps=4)
     assert [batch for _, batch in story.named("step")] == [2, 3]
+
+
+def test_a_signal_before_the_first_step_is_not_said_to_have_saved_one():
+    story, stop = Story(), StopRequest()
+    stop.reason = "SIGTERM"
+    with pytest.raises(Preempted) as caught:
+        story.run(stop=stop)
+    assert caught.value.what == "stopped by SIGTERM before the first step"
+    assert not story.named("save")
