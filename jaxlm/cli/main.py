@@ -12,6 +12,7 @@ from typing import Any
 from jaxlm.cli.arguments import Parser, Shared, check_taken, extract
 from jaxlm.cli.output import Output, abandon, write
 from jaxlm.core.errors import CommandError, JaxlmError, in_our_words
+from jaxlm.core.places import check_local
 from jaxlm.core.quoting import safe
 from jaxlm.core.spelling import nearest
 
@@ -136,7 +137,11 @@ def dispatch(words: list[str], out: Output) -> int:
     prog = f"{parser.prog} {action}" if action else parser.prog
     check_taken(prog, getattr(args, "withheld", {}), shared, rest)
     args.words = words
-    return module.run(_joined(args, shared), out)
+    args = _joined(args, shared)
+    for flag in ("workdir", "out"):
+        if place := getattr(args, flag, None):
+            check_local(place, f"--{flag}")
+    return module.run(args, out)
 
 
 def _joined(args: Any, shared: Shared) -> Any:

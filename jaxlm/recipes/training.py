@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlm.core import config as configs
 from jaxlm.core.config import Loaded, Origin
+from jaxlm.core.places import check_local
 from jaxlm.core.values import show
 from jaxlm.parallel import cluster
 from jaxlm.parallel.cluster import Place
@@ -64,6 +65,7 @@ def train(
     Raises:
       JaxlmError: for whatever a user can cause; what a callback has raised.
     """
+    check_local(workdir, "workdir")
     loaded = _loaded(config, settings or {})
 
     from jaxlm.recipes.pretrain import Options, pretrain

@@ -11,14 +11,16 @@ import shlex
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
+import jaxlm
 import jaxlm.cli
 from jaxlm.cli import main as front
 from jaxlm.cli.arguments import Parser
 from jaxlm.cli.main import VERBS, Verb, main
-from jaxlm.core.errors import DataError
+from jaxlm.core.errors import DataError, NotWritable
 
 
 @pytest.fixture
@@ -313,3 +315,34 @@ def test_python_dash_m_is_the_same_door():
     done = subprocess.run([sys.executable, "-m", "jaxlm", "trian"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("command error: there is no verb 'trian'")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--config=configs/quickstart.py", "--workdir=gs://bucket/x"],
+        ["eval", "--workdir=s3://bucket/x"],
+        ["export", "--workdir=runs/a", "--out=gs://bucket/x"],
+        ["data", "run", "--config=configs/data/clean_stdlib.py", "--out=file:///tmp/x"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_place_that_is_no_path_is_refused_and_no_folder_gets_its_name(
+    words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 73
+    said = capsys.readouterr().err
+    assert said.startswith("output not writable: ")
+    flag, _, url = words[-1].partition("=")
+    assert f"where  {flag}={url}\n" in said
+    assert f"fix    {flag}={url.partition('://')[2].strip('/')}\n" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["gs://bucket/x", Path("gs://bucket/x")])
+def test_nor_does_the_function_train_in_a_folder_of_that_name(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotWritable):
+        jaxlm.train("configs/quickstart.py", workdir=place)
+    assert not list(tmp_path.iterdir())
