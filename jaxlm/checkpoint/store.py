@@ -18,12 +18,11 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.record import Record
 from jaxlm.checkpoint.retention import kept
 from jaxlm.core import disk, faults
-from jaxlm.core.errors import DataError, InUse, SaveFailed, cannot_keep
+from jaxlm.core.errors import DataError, InUse, SaveFailed, cannot_keep, listed
 from jaxlm.core.tree import leaves
 
 TORN = (".orbax-checkpoint-tmp", ".retired")  # what a killed save, or a killed removal, leaves
 AT_ONCE_GB = 1  # of a frugal save; a leaf that is larger goes alone
-LINES = 5  # for the why of an error, which has eight in all
 
 
 class Store:
@@ -131,7 +130,7 @@ class Store:
             raise DataError(
                 f"all {len(found)} checkpoints are damaged",
                 where=str(self.directory),
-                why=_listed([f"step {step}: {lines[0]}" for step, lines in found]),
+                why=listed([f"step {step}: {lines[0]}" for step, lines in found], 5),
                 fix="--workdir=runs/another",
             )
         return None
@@ -381,13 +380,6 @@ class Store:
             why=f"{type(error).__name__}: {error}"[:500],
             fix="free space there, then run the same command again: it goes on from the last committed step",
         )
-
-
-def _listed(items: list[str]) -> str:
-    """All of them, several to a line where there are more than an error has lines."""
-    width = -(-len(items) // LINES)
-    lines = (items[first : first + width] for first in range(0, len(items), width))
-    return "\n".join("; ".join(line) for line in lines)
 
 
 def _parts(state: Any) -> Any:

@@ -7,6 +7,7 @@ import errno
 import functools
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from jaxlm.core.quoting import safe
@@ -95,6 +96,12 @@ class NotWritable(JaxlmError):
 
     code = 73
     kind = "output not writable"
+
+
+def listed(items: Sequence[str], lines: int) -> str:
+    """All of them in so many lines, several to a line where they are more: an error has eight in all."""
+    width = -(-len(items) // lines)
+    return "\n".join("; ".join(items[at : at + width]) for at in range(0, len(items), width or 1))
 
 
 def not_installed(what: str, package: str, extra: str, *, where: str) -> InputMissing:

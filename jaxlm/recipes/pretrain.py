@@ -133,7 +133,7 @@ def pretrain(
         reading.followed(run, data.validation)
         crew.agree("data", data.fingerprint)
         if meta:
-            resume.check_data(meta["data"], data.fingerprint, options.wish)
+            changes += resume.check_data(meta["data"], data.fingerprint, options.wish)
         if origin:
             beginning.check_tokenizer(origin, data.tokenizer.digest)
         model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)

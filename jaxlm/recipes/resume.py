@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, pace, tree
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, listed
 from jaxlm.data import mixture_config
 from jaxlm.optim import average
 from jaxlm.optim.schedule_config import Schedule, spans
@@ -42,6 +42,7 @@ FREE_TRAIN = (
     "train.control",
     "loss.chunk",
 )
+LINES = 4  # of an error, for what differs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,17 @@ class Wish:
         """Settings, or whole sections, that may differ."""
         reset = ("optim", "schedule") if self.reset_optimizer else ()
         return (*self.allow_change, *reset, *(("precision",) if self.cast else ()))
+
+    def __str__(self) -> str:
+        """The flags that say it; none where the run just goes on."""
+        said = {
+            f"--start_at={self.start_at}": self.start_at is not None,
+            "--force": self.force,
+            "--reset_optimizer": self.reset_optimizer,
+            "--cast": self.cast,
+            f"--allow_change={','.join(self.allow_change)}": bool(self.allow_change),
+        }
+        return " ".join(flag for flag, is_said in said.items() if is_said)
 
 
 def state(engine: Engine, store: Store, step: int, wish: Wish) -> TrainState:
@@ -145,13 +157,10 @@ def check(saved: Run, wanted: Run, wish: Wish, completed: int) -> list[config.Ch
         change for change in changes if not _is_free(change, wanted, wish.allowed, completed)
     ]
     if refused:
-        shown = [str(change) for change in refused[:4]]
-        if len(refused) > 4:
-            shown.append(f"and {len(refused) - 4} more")
         raise ConfigError(
             f"{len(refused)} setting{'s differ' if len(refused) > 1 else ' differs'} from the run in this directory",
             where=f"after step {completed} of {saved.train.steps}",
-            why="\n".join(shown),
+            why=listed([*map(str, refused)], LINES),
             fix=f"--workdir=runs/another\n{_permission(refused)}",
         )
     return changes
@@ -191,19 +200,25 @@ def _permission(refused: list[config.Change]) -> str:
     return " ".join([*flags, *([f"--allow_change={','.join(paths)}"] if paths else [])])
 
 
-def check_data(saved: dict[str, Any], found: dict[str, Any], wish: Wish) -> None:
-    """Raises ConfigError where the data is not what the run read before."""
-    names = [name for name in saved | found if saved.get(name) != found.get(name)]
-    if names and "data" not in wish.allowed:
+def check_data(saved: dict[str, Any], found: dict[str, Any], wish: Wish) -> list[config.Change]:
+    """The changes of the data's fingerprint that a run takes over when it goes on.
+
+    Raises:
+      ConfigError: where the data is not what the run read before, and nobody allowed that; shows all of them.
+    """
+    changes = [
+        config.Change(f"data ({name})", _short(saved.get(name)), _short(found.get(name)))
+        for name in saved | found
+        if saved.get(name) != found.get(name)
+    ]
+    if changes and "data" not in wish.allowed:
         raise ConfigError(
             "the data is not what this run read before",
             where="data",
-            why="\n".join(
-                f"{name}: {_short(saved.get(name))} -> {_short(found.get(name))}"
-                for name in names[:4]
-            ),
+            why=listed([*map(str, changes)], LINES),
             fix="--workdir=runs/another\n--allow_change=data    # goes on with it, from the same step",
         )
+    return changes
 
 
 def _is_free(change: config.Change, wanted: Run, allowed: tuple[str, ...], completed: int) -> bool:

@@ -63,6 +63,8 @@ def header(session: Session) -> None:
     if session.start:
         facts.append(("resumed", f"after step {session.start}"))
     facts += [("changed", str(change)) for change in session.changes]
+    if flags := str(session.wish):
+        facts.append(("by", flags))
     session.console.block(f"jaxlm train, {session.directory.path}", facts)
 
 
