@@ -136,6 +136,10 @@ class Loader:
                 [Key(self.seed, 0, n) if n < self.plan.rows else None for n in numbers]
             )
 
+    def share(self, *, batch: int, limit: int | None) -> float:
+        """The share of the rows that an `evaluation` of so many batches has."""
+        return 1.0 if limit is None else min(1.0, limit * batch / self.plan.rows)
+
     def origins(self, step: int, *, batch: int | Pace) -> list[list[tuple[str, int]]]:
         """For each row of the global batch at `step`, uncut, the (file, record) of its documents."""
         return [

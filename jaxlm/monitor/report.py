@@ -124,12 +124,14 @@ def _result(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     baselines = _json(run / "baselines.json")
     if wrong := [name for name, bits in baselines.items() if not sinks.is_number(bits)]:
         raise _misshapen(run / "baselines.json", f"has no number for {wrong[0]!r}")
-    ours = {
-        split: r["bits_per_byte"] for split, r in last.items() if r.get("bits_per_byte") is not None
-    }
     if baselines:
+        newest = max((record["step"] for record in records), default=0)
         named = [(name, bits, "") for name, bits in baselines.items()]
-        named += [(f"this run, {split}", bits, "ours") for split, bits in ours.items()]
+        named += [
+            (f"this run, {split}{words.limits(r, newest)}", r["bits_per_byte"], "ours")
+            for split, r in last.items()
+            if r.get("bits_per_byte") is not None
+        ]
         named.sort(key=lambda row: -row[1])
         yield _table(
             ["coder of the validation set", "bits per byte"],

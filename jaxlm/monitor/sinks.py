@@ -242,7 +242,7 @@ FIGURES = ("loss_nats", "perplexity", "bits_per_byte", "token_accuracy", "calibr
 METRICS: Shape = (
     {"step": is_step, "split": lambda value: isinstance(value, str | None)}
     | dict.fromkeys(FIGURES, is_figure)
-    | dict.fromkeys(("time_unix", "learning_rate", "grad_norm", "tokens"), is_figure)
+    | dict.fromkeys(("time_unix", "learning_rate", "grad_norm", "tokens", "share"), is_figure)
     | dict.fromkeys(("tokens_per_second", "mfu", "peak_bytes"), is_figure)
 )
 

@@ -1,6 +1,8 @@
 """Numbers as people read them."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 
 def count(value: float | None) -> str:
@@ -45,3 +47,12 @@ def _three(value: float) -> str:
     if value == int(value) and abs(value) < 1000:
         return str(int(value))
     return f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"
+
+
+def limits(evaluation: Mapping[str, Any], newest: int) -> str:
+    """What an evaluation was not of: the `newest` step, or the whole set. Begins with a comma; empty where it was of both."""
+    step, share = evaluation.get("step", newest), evaluation.get("share")
+    told = [f"after step {step}"] if step != newest else []
+    if share is not None and share < 1:
+        told.append(f"on {share:.1%} of the set")
+    return "".join(f", {part}" for part in told)

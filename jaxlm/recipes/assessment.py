@@ -33,15 +33,18 @@ class Assessment:
             both_ways=run.objective.prompts == "both ways",
         )
 
-    def evaluate(self, state: TrainState, step: int) -> dict[str, Any]:
-        """The figures of the set that is followed. Those of every set are written down, and those of the average as NAME.ema or NAME.swa.
+    def evaluate(self, state: TrainState, step: int) -> tuple[dict[str, Any], float]:
+        """The figures of the set that is followed, and the loss that ranks this step among the others.
 
-        They are of whole sets at the beginning and at the end of the run, else of as much as `eval.batches` says.
+        Those of every set are written down, and those of the average as NAME.ema or NAME.swa. They are of whole sets at the
+        beginning and at the end of the run, else of as much as `eval.batches` says. What ranks is always of as much.
         """
         run = self._engine.run
         every = None if run.eval.batches == "all" else run.eval.batches
         limit = None if step in (0, run.train.steps) else every
-        results = self._engine.evaluate(state.params, limit=limit)
+        results = ranked = self._engine.evaluate(state.params, limit=limit)
+        if limit != every and step:
+            ranked = self._engine.evaluate(state.params, limit=every)
         kept = run.average
         if not isinstance(kept, NoAverage) and step >= start(kept, run.train.steps, run.pace):
             of_average = self._engine.evaluate(self._engine.averaged(state), limit=limit)
@@ -49,7 +52,7 @@ class Assessment:
         for name, record in results.items():
             self._journal.write(step, name, record)
         assert self.followed is not None  # else no evaluation is due
-        return results[self.followed]
+        return results[self.followed] | {"step": step}, ranked[self.followed]["loss_nats"]
 
     def sample(self, state: TrainState, step: int) -> None:
         """Writes down what follows each prompt."""

@@ -177,7 +177,7 @@ class Engine:
         return jax.make_array_from_callback((), where, lambda _: np.asarray(value, np.float32))
 
     def evaluate(self, params: Any, *, limit: int | None) -> dict[str, dict[str, Any]]:
-        """The figures of each validation set, over all of it or the first `limit` batches."""
+        """The figures of each validation set, over all of it or the first `limit` batches, and the `share` of it that those are."""
         run = self.run
         size = run.train.batch if run.eval.batch == "auto" else run.eval.batch
         rows = host.host_rows(self.model.mesh, size)
@@ -186,6 +186,7 @@ class Engine:
             name: evals.evaluate(
                 eval_step, loader.evaluation(batch=size, rows=rows, limit=limit), self._put
             ).record()
+            | {"share": loader.share(batch=size, limit=limit)}
             for name, loader in self.data.validation.items()
         }
 

@@ -12,6 +12,7 @@ from jaxlm.core import config, faults
 from jaxlm.core.errors import Preempted
 from jaxlm.core.span import Span
 from jaxlm.data import loader as loaders
+from jaxlm.evals.config import EvalConfig
 from jaxlm.monitor import memory
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.profile import Trace
@@ -112,7 +113,7 @@ class Session:
         """What the host knows at the step of a checkpoint; None is the beginning."""
         self.start: int = meta["step"] if meta else 0
         self.progress = Progress(**meta["progress"]) if meta else Progress()
-        if meta and meta["config"]["eval"].get("follow", "auto") != self.run.eval.follow:
+        if meta and not _rank_together(meta["config"]["eval"], self.run.eval):
             self.progress.forget()
         self.evaluation: dict[str, Any] | None = meta["evaluation"] if meta else None
         self.directory.step = self._counted = self.start
@@ -127,7 +128,7 @@ class Session:
                     self.crew.watch.phase("eval"),
                     self.console.timer(f"evaluating {self._origin}"),
                 ):
-                    self.evaluation = self.assessment.evaluate(state, 0)
+                    self.evaluation, _ = self.assessment.evaluate(state, 0)
             with self.crew.watch.phase("save"), self.console.timer("saving where it begins"):
                 self._journal.flush()
                 self._saves.save(Moment(0, state, self.progress, self.evaluation, None))
@@ -248,11 +249,11 @@ class Session:
         self._journal.open(self.start)
 
     def _evaluate(self, state: TrainState, step: int) -> float | None:
-        """Every validation set; the loss of the one followed ranks checkpoints."""
+        """Every validation set; the loss of the one followed that ranks checkpoints."""
         with self._clock.pause(), self.crew.watch.phase("eval"):
             faults.point("eval", step)
-            self.evaluation = self.assessment.evaluate(state, step)
-        return self.evaluation["loss_nats"]
+            self.evaluation, ranked = self.assessment.evaluate(state, step)
+        return ranked
 
     def _sample(self, state: TrainState, step: int) -> None:
         with self._clock.pause(), self.crew.watch.phase("eval"):
@@ -267,3 +268,11 @@ class Session:
     def _finish_saves(self) -> None:
         with self.crew.watch.phase("save"):
             self._saves.finish()
+
+
+def _rank_together(before: dict[str, Any], now: EvalConfig) -> bool:
+    """Whether losses of before, by the JSON of the section, are of the same rows as those to come."""
+    is_same_set = before.get("follow", "auto") == now.follow
+    if before["batches"] == now.batches == "all":
+        return is_same_set
+    return is_same_set and (before["batches"], before["batch"]) == (now.batches, now.batch)

@@ -181,12 +181,11 @@ def finish(session: Session) -> dict[str, Any]:
     """The yardsticks, the plots, the report, and the closing block."""
     path, progress = session.directory.path, session.progress
     followed = session.assessment.followed
-    last = session.directory.step
-    answer = {
+    last, batches = session.directory.step, session.run.eval.batches
+    answer = (session.evaluation or {}) | {
         "step": last,
         "complete": last >= session.run.train.steps,
         "workdir": str(path),
-        **(session.evaluation or {}),
     }
     if not session.directory.is_writer:
         return answer
@@ -196,11 +195,15 @@ def finish(session: Session) -> dict[str, Any]:
         text = baselines.stored_text(validation.shards)
         known = baselines.bits_per_byte(text)
         session.directory.write_json("baselines.json", known)
-        ours = session.evaluation["bits_per_byte"]
-        table = sorted([*known.items(), ("this run", ours or math.nan)], key=lambda row: -row[1])
+        ours = "this run" + words.limits(session.evaluation, last)
+        measured = session.evaluation["bits_per_byte"] or math.nan
+        table = sorted([*known.items(), (ours, measured)], key=lambda row: -row[1])
+        title = f"validation set {followed}, bits per byte"
+        if len(text) == baselines.MEASURED_BYTES:
+            title += f"; of the compressors on its first {words.size(len(text))}"
         session.console.block(
-            f"validation set {followed}, bits per byte",
-            [(name, f"{bits:.4f}" + (" <" if name == "this run" else "")) for name, bits in table],
+            title,
+            [(name, f"{bits:.4f}" + (" <" if name == ours else "")) for name, bits in table],
         )
         answer["baselines"] = known
     plots.draw(path)
@@ -211,6 +214,7 @@ def finish(session: Session) -> dict[str, Any]:
             (
                 "best",
                 f"step {progress.best_step}, {progress.best_loss:.4f} nats on {followed}"
+                + ("" if batches == "all" else f", its first {batches} batches")
                 if progress.best_loss is not None
                 else "no evaluation",
             ),

@@ -1,6 +1,7 @@
 """Several validation sets: each has its name in the metrics, and one of them ranks checkpoints."""
 
 import json
+import re
 
 import pytest
 
@@ -22,7 +23,8 @@ def config(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_followed_set_ranks_checkpoints_and_is_named(config, tmp_path, capsys):
-    assert main(harness.words(config, tmp_path / "run", "--json")) == 0
+    whole = "--config.eval.batches=all"
+    assert main(harness.words(config, tmp_path / "run", "--json", whole)) == 0
     answer = json.loads(capsys.readouterr().out)
     found = {
         (r["split"], r["step"]): r["loss_nats"]
@@ -44,7 +46,7 @@ def test_the_followed_set_ranks_checkpoints_and_is_named(config, tmp_path, capsy
     assert evaluated["loss_nats"] == evaluated["sets"]["far"]["loss_nats"]
 
     # Another set to follow is another run's, or one's that begins to count anew.
-    more = ["--config.eval.follow=near", "--config.train.steps=5"]
+    more = ["--config.eval.follow=near", "--config.train.steps=5", whole]
     assert main(harness.words(config, tmp_path / "run", *more)) == 2
     assert "eval.follow: far -> near" in capsys.readouterr().err
     allowed = ["--allow_change=eval.follow,train.steps"]
@@ -52,6 +54,39 @@ def test_the_followed_set_ranks_checkpoints_and_is_named(config, tmp_path, capsy
     went_on = harness.store(tmp_path / "run").record(5)
     assert went_on.meta["progress"]["best_step"] == 5
     assert went_on.loss_nats == harness.records(tmp_path / "run")[-2]["loss_nats"]
+
+
+def test_like_is_ranked_with_like_and_what_is_of_a_part_says_so(config, tmp_path):
+    """The last evaluation is of the whole set, the others of two batches: those rank. Another run has the last step in its middle."""
+    seldom = "--config.eval.every=2"
+    assert main(harness.words(config, tmp_path / "ended", seldom)) == 0
+    longer = ("--config.train.steps=6", "--stop_at=5")
+    assert main(harness.words(config, tmp_path / "stopped", seldom, *longer)) == 0
+    ended, stopped = (
+        {
+            r["step"]: r
+            for r in harness.records(tmp_path / name)
+            if r["split"] == "far" and r["step"] in (2, 4)
+        }
+        for name in ("ended", "stopped")
+    )
+    share = stopped[4]["share"]
+    assert 0 < share == ended[2]["share"] < ended[4]["share"] == 1
+    assert ended[4]["tokens"] > stopped[4]["tokens"]
+    assert ended[2]["loss_nats"] == stopped[2]["loss_nats"]
+    assert ended[4]["loss_nats"] != stopped[4]["loss_nats"]
+    record = harness.store(tmp_path / "ended").record(4)
+    assert record.loss_nats == stopped[4]["loss_nats"]
+    assert record.meta["progress"]["best_loss"] == min(r["loss_nats"] for r in stopped.values())
+
+    logs = {name: (tmp_path / name / "log.txt").read_text() for name in ("ended", "stopped")}
+    assert re.search(r"^  this run +\d", logs["ended"], re.M)
+    part = f"this run, after step 4, on {share:.1%} of the set"
+    assert re.search(rf"^  {re.escape(part)} +\d", logs["stopped"], re.M)
+    assert all("nats on far, its first 2 batches" in log for log in logs.values())
+    assert "<td>this run, far</td>" in (tmp_path / "ended/report.html").read_text()
+    page = (tmp_path / "stopped/report.html").read_text()
+    assert f"<td>this run, far, after step 4, on {share:.1%} of the set</td>" in page
 
 
 @pytest.mark.parametrize(
