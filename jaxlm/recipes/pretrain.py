@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,7 +85,8 @@ def pretrain(
         is_first = crew.peers.is_first
         crew.agree("code, config and options", _identity(loaded, options))
         directory = stack.enter_context(RunDir(options.workdir, is_writer=is_first))
-        crew.ending.leave = directory.leave
+        crew.ending.leave, crew.ending.conclude = directory.leave, directory.conclude
+        directory.epilogue = functools.partial(telling.report_hastily, directory.path)
         crew.barrier("run directory")
         store = Store(
             directory.checkpoints,

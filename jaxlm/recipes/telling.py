@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -175,6 +176,17 @@ def _example(session: Session) -> str:
     first = data.train.at(session.start, batch=session.engine.pace, rows=slice(0, 1))
     text = peek.rendered(first, data.tokenizer, 0)[0].replace("\n", "\\n")
     return text[:150] + (" ..." if len(text) > 150 else "")
+
+
+def report_hastily(path: Path) -> None:
+    """The report of a run that did not come to its end: at once, and with the plots as soon as they are drawn.
+
+    Raises:
+      JaxlmError: where a file of the run is damaged, or one cannot be written.
+    """
+    report.write(path)
+    plots.draw(path)
+    report.write(path)
 
 
 def finish(session: Session) -> dict[str, Any]:

@@ -15,13 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from jaxlm.core.errors import JaxlmError, PeerLost, Stalled
+from jaxlm.core.errors import Diverged, JaxlmError, PeerLost, Stalled
 from jaxlm.core.quoting import printable, safe
 from jaxlm.monitor import watch
 from jaxlm.parallel.peers import AGAIN, Peers, is_loss
 
 LONGEST = 16_000  # characters of a traceback that the peers are told
 POLL_SECONDS = 0.2
+EXPLAINED = (Stalled.code, Diverged.code)  # ends that a report helps with
+EXPLAIN_SECONDS = 1.5
 STEP_SECONDS = 0.6  # for each thing that is done on the way out; a disk or a peer may not answer
 
 
@@ -43,6 +45,7 @@ class Ending:
 
     Args:
       leave: writes exit.json; set once this process owns a run directory.
+      conclude: leaves what else tells how the run ended; set then too, and called for ends that a report helps with.
       stacks: where to write what each thread was doing, if the run stalled.
       report: a file for the launcher that started this process.
     """
@@ -50,6 +53,7 @@ class Ending:
     def __init__(self, peers: Peers, *, stacks: Path | None = None, report: Path | None = None):
         self.peers, self._stacks, self._report = peers, stacks, report
         self.leave: Callable[[int, str], None] | None = None
+        self.conclude: Callable[[], None] = lambda: None
         self.hear: Callable[[dict[str, str]], None] = lambda _: (
             None
         )  # all signs, whenever they are read
@@ -83,7 +87,7 @@ class Ending:
     def failed(self, error: BaseException) -> NoReturn:
         """Ends with an exception, in its own code, unless a peer has ended the run before and this only follows from it."""
         if self.peers.count > 1 and not isinstance(error, PeerLost):
-            _within(self._read_signs)
+            within(self._read_signs)
         if is_loss(error):
             why = str(error).partition("\n")[0]
             error = PeerLost(
@@ -143,20 +147,22 @@ class Ending:
         text = notice.text or notice.cause
         if heard:
             text = f"rank {notice.rank} has ended this run with exit code {notice.code}:\n{text}"
-        _within(lambda: _write(text))
+        within(lambda: _write(text))
         if self.leave:
             leave = self.leave
-            _within(lambda: leave(notice.code, notice.cause))
+            within(lambda: leave(notice.code, notice.cause))
         if self._report:
             report = self._report
-            _within(lambda: report.write_text(json.dumps(dataclasses.asdict(notice))))
+            within(lambda: report.write_text(json.dumps(dataclasses.asdict(notice))))
         if peers.count > 1:
             if not heard:
-                _within(lambda: peers.sign("abort", json.dumps(dataclasses.asdict(notice))))
-            _within(lambda: peers.sign(f"gone/{peers.rank}", ""))
-            if peers.is_first:
-                _within(lambda: _await_others(peers), 2 * STEP_SECONDS)
-        _within(lambda: (sys.stdout.flush(), sys.stderr.flush()))
+                within(lambda: peers.sign("abort", json.dumps(dataclasses.asdict(notice))))
+            within(lambda: peers.sign(f"gone/{peers.rank}", ""))
+        if notice.code in EXPLAINED:
+            within(self.conclude, EXPLAIN_SECONDS)
+        if peers.count > 1 and peers.is_first:
+            within(lambda: _await_others(peers), 2 * STEP_SECONDS)
+        within(lambda: (sys.stdout.flush(), sys.stderr.flush()))
         os._exit(notice.code)
 
 
@@ -166,7 +172,7 @@ def _await_others(peers: Peers) -> None:
         time.sleep(0.05)
 
 
-def _within(act: Callable[[], object], seconds: float = STEP_SECONDS) -> None:
+def within(act: Callable[[], object], seconds: float = STEP_SECONDS) -> None:
     """Does something that may hang or fail, and goes on without it then."""
 
     def attempt() -> None:

@@ -19,9 +19,11 @@ from jaxlm.core.errors import (
 from jaxlm.core.quoting import safe
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Jsonl, Lines
+from jaxlm.train.ending import within
 from jaxlm.train.lock import Lock
 
 IMPORTED = "imported.json"  # in a run whose weights came from elsewhere
+EPILOGUE_SECONDS = 5.0  # who stopped the run may kill it soon
 REFUSALS = {ConfigError.code, InputMissing.code}  # of the command, not of the run
 
 
@@ -41,6 +43,8 @@ class RunDir:
         self.has_begun = False  # set at the first write of this start
         # Frees what may be freed on a full disk; set by whoever saves here.
         self.make_room: Callable[[], None] = lambda: None
+        # What else tells how it ended, where that was not well; done in haste, and left out where it fails.
+        self.epilogue: Callable[[], object] = lambda: None
         self.lock = Lock(self.path / "lock")
 
     def __enter__(self) -> Self:
@@ -65,6 +69,8 @@ class RunDir:
     ) -> None:
         try:
             self.leave(_code(error), _cause(error))
+            if error is not None:
+                self.conclude()
         except (NotWritable, SaveFailed):
             if (
                 error is None
@@ -81,6 +87,11 @@ class RunDir:
         if code == 0 and self._last_words() == record:
             return
         self.write_json("exit.json", record | {"time_unix": time.time()})
+
+    def conclude(self) -> None:
+        """Does the epilogue of a run that has begun, or as much of it as there is time for."""
+        if self.is_writer and self.has_begun:
+            within(self.epilogue, EPILOGUE_SECONDS)
 
     def _last_words(self) -> dict[str, Any] | None:
         """exit.json without its time; None where there is none that can be read."""

@@ -318,6 +318,8 @@ def test_a7_a_sigterm_in_any_phase_saves_and_says_75(
     exited = harness.exit_of(tmp_path / "run")
     assert exited["code"] == 75
     assert exited["step"] == harness.steps(tmp_path / "run")[-1] >= 1
+    if "verify" not in PHASES[phase]:
+        assert "ended with code 75" in (tmp_path / "run/report.html").read_text()
     monkeypatch.setattr(faults, "_faults", ())
     assert main(words) == 0
     ours, theirs = harness.losses(tmp_path / "run"), harness.losses(unbroken)

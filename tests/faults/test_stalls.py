@@ -1,5 +1,6 @@
 """Lines D4, D5 and E9 for one process, through the trainer: what hangs is noticed, named, and ended; what is slow is not."""
 
+import html
 import itertools
 import re
 import signal
@@ -57,6 +58,8 @@ def test_e9_d4_what_hangs_is_named_and_ends_with_76(
     assert exited["code"] == 76
     assert named in said
     assert named in exited["cause"]
+    page = (tmp_path / "run/report.html").read_text()
+    assert f"ended with code 76: Stalled: nothing has moved in '{phase}'" in html.unescape(page)
     assert "File " in (tmp_path / "run/stacks.0.txt").read_text()
     assert main(harness.words(config, tmp_path / "run")) == 0
 

@@ -346,6 +346,10 @@ def test_a_loss_that_is_not_a_number_ends_with_79_and_commits_nothing(config, tm
     assert train(config, tmp_path / "run", *flags, "--config.checkpoint.every=1") == 79
     assert "not finite" in capsys.readouterr().err
     assert json.loads((tmp_path / "run/exit.json").read_text())["code"] == 79
+    page = (tmp_path / "run/report.html").read_text()
+    assert "ended with code 79: Diverged: training cannot go on" in page
+    assert (tmp_path / "run/plots/loss.png").exists()
+    assert page.count('src="data:image/png') == len(list((tmp_path / "run/plots").iterdir())) > 1
 
 
 def test_eval_agrees_with_the_last_evaluation_of_the_run(unbroken, capsys):

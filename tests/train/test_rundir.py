@@ -3,10 +3,13 @@ import os
 import stat
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 from jaxlm.core.errors import ConfigError, Diverged, InputMissing, InUse, NotWritable
+from jaxlm.train import rundir
 from jaxlm.train.rundir import RunDir, read_json
 
 
@@ -117,3 +120,27 @@ def test_files_are_replaced_whole_and_a_missing_one_is_named(tmp_path):
         ] == "jaxlm train '--config=a b.py'"
     with pytest.raises(InputMissing):
         read_json(tmp_path, "config.json")
+
+
+def test_an_end_that_was_not_well_has_an_epilogue_that_neither_delays_it_nor_changes_its_code(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(rundir, "EPILOGUE_SECONDS", 0.2)
+    told = []
+
+    def end(epilogue, *, kind=Diverged, has_begun=True):
+        with pytest.raises(kind), RunDir(tmp_path) as run:
+            run.has_begun, run.epilogue = has_begun, epilogue
+            raise error(kind)
+        assert read_json(tmp_path, "exit.json")["code"] == kind.code
+
+    end(lambda: told.append(read_json(tmp_path, "exit.json")["code"]))
+    assert told == [79], "how it ended is written down before"
+    end(lambda: told.append("not begun"), kind=InputMissing, has_begun=False)
+    with RunDir(tmp_path) as run:
+        run.has_begun, run.epilogue = True, lambda: told.append("all went well")
+    assert told == [79]
+    end(lambda: 1 / 0)
+    begun = time.monotonic()
+    end(threading.Event().wait)
+    assert time.monotonic() - begun < 5
