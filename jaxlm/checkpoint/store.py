@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -216,15 +216,8 @@ class Store:
 
     def restore_part(self, step: int, name: str, abstract: Any) -> Any:
         """One part of the state, such as `params`, without reading the others. Raises DataError as `restore` does."""
-        saved = {
-            path: layout
-            for path, layout in self.layout(step).items()
-            if path.startswith(f"{name}/")
-        }
-        self._compare(
-            step, {f"{name}/{path}": layout for path, layout in _layout(abstract).items()}, saved
-        )
         wanted = {name: abstract}
+        self.check_layout(step, wanted)
         args = ocp.args.PyTreeRestore(
             item=wanted,
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
@@ -232,6 +225,13 @@ class Store:
         )
         reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
         return reader.restore(self._path(step), args=args)[name]
+
+    def check_layout(self, step: int, parts: Mapping[str, Any]) -> None:
+        """Raises DataError where these parts of a step's state have other leaves, shapes or dtypes; no array is read."""
+        names = tuple(f"{name}/" for name in parts)
+        saved = self.layout(step).items()
+        found = {path: layout for path, layout in saved if path.startswith(names)}
+        self._compare(step, _layout(parts), found)
 
     def layout(self, step: int) -> dict[str, str]:
         """Each leaf of a step's state by its path, as "float32[8, 4]"; no array is read."""

@@ -142,6 +142,8 @@ def pretrain(
         _check_vocabulary(run, data)
         with jax.set_mesh(mesh):
             engine = Engine(run, data, model)
+            if meta:
+                resume.check_state(engine, store, start, options.wish if start else Wish())
             if chosen is not None:
                 space.check(engine, len(store.steps()) - len(chosen.aside), directory)
             session = Session(

@@ -110,6 +110,18 @@ def state(engine: Engine, store: Store, step: int, wish: Wish) -> TrainState:
     return _cast(restored, wanted)
 
 
+def check_state(engine: Engine, store: Store, step: int, wish: Wish) -> None:
+    """Raises DataError where `state` will, by the layout of the step alone: before anything is written or moved."""
+    wanted, layout = engine.abstract(), store.layout(step)
+    stored = _in_stored_dtypes(wanted, layout) if wish.cast else wanted
+    parts = {"params": stored.params, "guard": stored.guard}
+    if not wish.reset_optimizer:
+        parts["opt_state"] = stored.opt_state
+    if stored.average is not None and any(path.startswith("average/") for path in layout):
+        parts["average"] = stored.average
+    store.check_layout(step, parts)
+
+
 def parameters(engine: Engine, store: Store, step: int, fresh: TrainState) -> TrainState:
     """A fresh state with the parameters of a step of another run, cast to the dtypes of this one.
 

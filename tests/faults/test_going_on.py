@@ -141,6 +141,18 @@ def test_a_start_that_is_refused_for_its_data_leaves_every_step_where_it_was(
     assert moved == ({"10", "12"} if "--force" in flags else {"12"})
 
 
+def test_a_checkpoint_of_another_shape_is_refused_whatever_was_allowed_and_all_stays_where_it_was(
+    config, finished, tmp_path, capsys
+):
+    run = shutil.copytree(finished, tmp_path / "run")
+    before = harness.tree(run) | {"exit.json": b""}
+    flags = (*BACK, "--config.model.width=16", "--allow_change=model")
+    assert main(harness.words(config, run, *flags)) == 65
+    assert "checkpoint 8 does not match the model" in capsys.readouterr().err
+    assert harness.exit_of(run)["code"] == 65
+    assert harness.tree(run) | {"exit.json": b""} == before
+
+
 def test_f3_a_change_that_was_allowed_is_recorded(config, run):
     words = harness.words(config, run, "--config.optim.lr=1e-4", "--allow_change=optim.lr")
     assert main(words) == 0
