@@ -62,6 +62,8 @@ class Engine:
             width_ratio=blueprint.config.width_ratio,
             balance_rate=configs.balance_rate(blueprint.config),
         )
+        self.shapes: TrainState = jax.eval_shape(self.traced)  # once: that is a trace of the model
+        self._layout = self._shardings()
         self._frozen = groups.frozen(run.optim, blueprint.axes)
         self._ahead = optimizers.ahead(run.optim, blueprint.axes)
         clipped: tuple[Kind, ...] = () if run.regularisation.qk_clip is None else ("logits",)
@@ -119,7 +121,7 @@ class Engine:
         self.step = jax.jit(
             step,
             donate_argnums=0,
-            out_shardings=(self._shardings(), None),
+            out_shardings=(self._layout, None),
             compiler_options=compiler.options(model.mesh),
         )
         self._eval_step = jax.jit(
@@ -147,7 +149,7 @@ class Engine:
 
     def fresh(self) -> TrainState:
         """The state before the first update, on the mesh from birth."""
-        return jax.jit(self.traced, out_shardings=self._shardings())()
+        return jax.jit(self.traced, out_shardings=self._layout)()
 
     def seen(self, state: TrainState) -> Any:
         """The parameters at which the next step takes its gradient."""
@@ -159,7 +161,7 @@ class Engine:
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, for a restore."""
-        return states.abstract(jax.eval_shape(self.traced), self._shardings())
+        return states.abstract(self.shapes, self._layout)
 
     def batches(
         self, start: int, skips: Skips = (), warn: Callable[[str], None] = lambda _: None
@@ -215,7 +217,7 @@ class Engine:
     def _shardings(self, *, is_fetched: bool = False) -> Any:
         """Where each leaf of the state lies, between steps or while one `is_fetched` to the devices."""
         blueprint, mesh = self.model.blueprint, self.model.mesh
-        shapes = jax.eval_shape(self.traced)
+        shapes: Any = self.shapes
         axes = optimizers.state_axes(
             self.run.optim, self.optimizer, blueprint.shapes, blueprint.axes
         )

@@ -3,8 +3,6 @@
 import math
 import shutil
 
-import jax
-
 from jaxlm.core import tree
 from jaxlm.core.errors import NotWritable
 from jaxlm.monitor import words
@@ -24,7 +22,7 @@ def check(engine: Engine, committed: int, directory: RunDir) -> None:
     config = engine.run.checkpoint
     if config.space == "ignore":
         return
-    one = tree.size_bytes(jax.eval_shape(engine.traced))
+    one = tree.size_bytes(engine.shapes)
     way_back = 1  # a healthy step to rewind to
     kept = config.keep_last + config.keep_best + _rungs(engine.run) + way_back
     missing = max(kept + 1 - committed, 1)

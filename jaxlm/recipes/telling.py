@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxlm.core import tree
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data import baselines, peek
@@ -135,7 +133,7 @@ def _processes(session: Session) -> str:
 def _memory(session: Session) -> str:
     """What a device holds of the state, by its layout; activations come on top."""
     engine, run = session.engine, session.run
-    whole = tree.size_bytes(jax.eval_shape(engine.traced))
+    whole = tree.size_bytes(engine.shapes)
     held = " + ".join(f"{words.size(size)} of {name}" for name, size in engine.held().items())
     is_away = ", the last on the host between steps" if run.train.offload else ""
     return (
