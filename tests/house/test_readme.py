@@ -1,15 +1,20 @@
 """Every command of README.md runs, in order, in a folder that looks like a fresh checkout.
 
 `jaxlm` is the one under test. The commands are the reader's; only what makes them long is cut: where a command names
-`configs/quickstart.py`, the settings of TINY that it does not give itself are added to it.
+`configs/quickstart.py`, the settings of TINY that it does not give itself are added to it. Commands stand in blocks; what
+the prose names of them, flags and extras, is there.
 """
 
+import argparse
+import importlib.util
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,14 +44,22 @@ TINY = {
 }
 
 
+# Of these the last one given counts: steps of a shorter run, and a tokenizer that is a file of SentencePiece.
+SHORTER = {
+    "--stop_at": "--stop_at=2",
+    "--start_at": "--start_at=3",
+    "--out=my.model": "--config.data.tokenizer=sentencepiece:512",
+}
+
+
 def shortened(command: str) -> str:
-    """The command with what TINY adds to it."""
+    """The command with what TINY and SHORTER add to it."""
     words = shlex.split(command)
     if "--config=configs/quickstart.py" not in words:
         return command
     given = {word.partition("=")[0] for word in words}
     added = [f"{name}={value}" for name, value in TINY.items() if name not in given]
-    added += ["--stop_at=2"] if "--stop_at" in given else []
+    added += [last for word, last in SHORTER.items() if word in given or word in words]
     return f"{command} {shlex.join(added)}"
 
 
@@ -84,10 +97,13 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def marked(command: str):
-    """The command as a test; those that compile for several devices are slow."""
-    many = "--cpu_devices" in command or command.startswith("jaxlm check ")
-    slow = (pytest.mark.slow,) if many else ()
-    return pytest.param(command, marks=slow, id=command)
+    """The command as a test. Those that compile for several devices are slow."""
+    marks = []
+    if "--topology" in command:
+        marks.append(pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="scripts/test --slow has libtpu in another environment"))  # fmt: skip
+    if re.search(r"--cpu_devices|^jaxlm check ", command):
+        marks.append(pytest.mark.slow)
+    return pytest.param(command, marks=marks, id=command)
 
 
 @pytest.mark.parametrize("command", [marked(line) for line in COMMANDS if line not in SCRIPTS])
@@ -140,6 +156,37 @@ def test_every_verb_is_in_the_tour():
 
     named = {line.split()[1] for line in COMMANDS if line.startswith("jaxlm ")}
     assert named == set(VERBS)
+
+
+def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """What a verb takes, and its actions."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from flags_of(each)
+
+
+def test_every_flag_and_every_extra_that_the_prose_names_is_one():
+    from jaxlm.cli.arguments import Parser
+    from jaxlm.cli.main import VERBS
+
+    prose = re.sub(r"```sh\n.*?```", "", README, flags=re.DOTALL)
+    assert re.findall(r"`jaxlm [a-z-]+ [^`]*--", prose) == [], (
+        "a command stands in a block, and runs"
+    )
+    known = {"--slow", "--help"}  # of scripts/test
+    for verb in VERBS.values():
+        parser = Parser(prog="jaxlm")
+        importlib.import_module(verb.module).add_arguments(parser)
+        parser.add_shared()
+        known |= set(flags_of(parser))
+    named = {flag for code in re.findall(r"`[^`\n]+`", prose) for flag in re.findall(r"--[a-z_]+", code)}  # fmt: skip
+    assert {"--min_p", "--add_token", "--workers"} < named
+    assert named - known - {"--config"} == set()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]  # fmt: skip
+    asked = set(re.findall(r"jaxlm\[([a-z]+)\]|extra `([a-z]+)`", README))
+    assert {"prepare", "tpu"} < {a or b for a, b in asked} <= set(extras)
 
 
 def test_every_path_that_the_readme_names_is_there():

@@ -1,6 +1,7 @@
 """scripts/setup.sh, with Pythons that only pretend."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -27,7 +28,7 @@ TOOLS = (
     "tr",
 )
 
-# Answers the probe, makes an environment that holds a copy of itself, and notes what pip is asked for.
+# Answers the probe, makes an environment that holds a copy of itself, notes what pip is asked for, and says what pytest is.
 PYTHON = """#!/bin/sh
 case "$1 $2" in
   "-c "*import*ensurepip*) echo {version}; exit {probe} ;;
@@ -36,6 +37,8 @@ case "$1 $2" in
   "--version ") echo "Python {version}" ;;
   "-m venv") mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
   "-m pip") echo "$@" >> "$PIP_CALLS"; {pip} ;;
+  "-m pytest") shift 2; echo "pytest of ${{0%/bin/python}}: $*; XLA_FLAGS=${{XLA_FLAGS:-}}"; exit {pytest} ;;
+  "-m ruff") exit {lint} ;;
 esac
 """
 
@@ -53,12 +56,19 @@ class Machine:
         for tool in TOOLS:
             (self.bin / tool).symlink_to(shutil.which(tool))
 
-    def python(self, path, version, *, probe=0, pip="exit 0", accelerated=1):
+    def python(self, path, version, *, probe=0, pip="exit 0", accelerated=1, pytest=0, lint=0):
         """Puts a Python somewhere."""
         path = self.bin / path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
-            PYTHON.format(version=version, probe=probe, pip=pip, accelerated=accelerated)
+            PYTHON.format(
+                version=version,
+                probe=probe,
+                pip=pip,
+                accelerated=accelerated,
+                pytest=pytest,
+                lint=lint,
+            )
         )
         path.chmod(0o755)
         return path
@@ -266,6 +276,72 @@ def test_the_quickstart_is_its_steps_in_order_and_the_same_again(machine, failin
             0 if failing in steps[:2] else 3 if failing else 4
         )
     assert len(machine.installs) == 1
+
+
+HURRIED = "--xla_backend_optimization_level=0 "
+WORKERS = "-q -n logical --maxprocesses=8 --dist=loadfile"
+FAST = [(".venv", WORKERS, HURRIED)]
+SLOW = [
+    *FAST,
+    (".venv", f"{WORKERS} -m slow and not alone and not parity and not cluster and not trackers and not gpu", ""),
+    (".venv", "-q -m alone", ""),
+    (".venv-parity", WORKERS, HURRIED),
+    (".venv-parity", "-q -m parity", ""),
+    (".venv-ray", "-q -m cluster tests/data/prepare", ""),
+    (".venv-trackers", "-q -m trackers tests/monitor/test_trackers.py", ""),
+    (".venv-tpu", "-q -m slow tests/recipes/test_topology.py", ""),
+]  # fmt: skip
+GPU = (".venv-gpu", "-q -m gpu tests/faults/test_gpu.py", "")
+
+
+def started(machine, words):
+    """A run of the tests' script, and what each pytest of it was asked for: its environment, its words, XLA's flags."""
+    for name in ("scripts/test", "scripts/check", ".ci/run"):
+        (machine.clone / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, machine.clone / name)
+    done = machine.run(f'cd /; exec bash "$OLDPWD/"{words}')
+    return done, re.findall(r"^pytest of (.*?): (.*); XLA_FLAGS=(.*)$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "calls"),
+    [
+        ("scripts/test", FAST),
+        (".ci/run", FAST),
+        ("scripts/test --slow", SLOW),
+        (".ci/run --slow", SLOW),
+        ("scripts/test tests/ops -x", [(".venv", "-q tests/ops -x", "")]),
+    ],
+)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_tests_are_their_steps_in_order_and_fail_where_one_does(machine, words, calls, failing):
+    machine.python("python3.11", "3.11", pytest=failing)
+    machine.python("python3.13", "3.13", pytest=failing)
+    done, found = started(machine, words)
+    assert (done.returncode, found) == (failing, calls), done.stderr
+    assert ("lint     ok" in done.stdout) == (calls != [(".venv", "-q tests/ops -x", "")])
+    made = dict.fromkeys(environment for environment, *_ in calls)
+    assert len(machine.installs) == len(made)
+    assert done.stdout.count("/python3.11)") == (".venv-parity" in made), "the oldest jax"
+
+
+def test_the_slow_tests_are_those_of_a_gpu_too_where_there_is_one(machine):
+    for version in ("3.11", "3.13"):
+        machine.python(f"python{version}", version)
+    assert "C12 was left out" in started(machine, "scripts/test --slow")[0].stdout
+    smi = machine.bin / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '| Driver Version: 550.5    CUDA Version: 12.4 |'\n")
+    smi.chmod(0o755)
+    done, found = started(machine, "scripts/test --slow")
+    assert (done.returncode, found) == (0, [*SLOW, GPU]), done.stderr
+    assert ".[cuda12,test]" in machine.installs[-1]
+
+
+def test_a_failed_check_fails_the_tests_and_they_run_all_the_same(machine):
+    machine.python("python3.13", "3.13", lint=1)
+    done, found = started(machine, "scripts/test")
+    assert (done.returncode, found) == (1, FAST)
+    assert "lint     FAILED" in done.stdout
 
 
 def test_a_failed_install_shows_the_last_words_and_is_tried_again(machine):
