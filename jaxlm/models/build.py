@@ -45,7 +45,9 @@ class Blueprint:
         self.config, self.schedule = config, schedule
         execution = Execution(precision, layers, remat, schedule)
         self._make = functools.partial(MODULES[type(config)], config, execution)
-        module = nnx.eval_shape(lambda key: self._make(key=key), jax.random.key(0))
+        # Of the key, too, only the shape: it would be computed, and so compiled.
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        module = nnx.eval_shape(lambda key: self._make(key=key), key)
         self._graphdef, state = nnx.split(module)
         self._treedef = jax.tree.structure(state)
         self.shapes: Params = _plain(state)
