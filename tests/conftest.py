@@ -19,8 +19,22 @@ TEST = (
     "PYTEST_CURRENT_TEST="  # pytest keeps it in the environment, and so do those that a test starts
 )
 ENDING_SECONDS = 10
+LONGEST_SECONDS = 10  # of a fast test, but for those of the bar's lines
+SLACK = 1.5  # other programs on the same processor make it slower, and no two are alike
+SQUARED = (
+    20_000_000  # numbers whose squares are added up in a second, on a processor on which 10 are 10
+)
 BEFORE = pytest.StashKey[set[str]]()
 OWN = pytest.StashKey[str]()
+LATER = (
+    "slow",
+    "alone",
+    "parity",
+    "cluster",
+    "trackers",
+    "gpu",
+    "atheris",
+)  # what scripts/test leaves to --slow
 LINE = re.compile(r"([a-hs])(\d{1,2})_")
 IDS = re.compile(
     rf"(?<=::test_)({LINE.pattern})+|$"
@@ -63,6 +77,36 @@ def pytest_assertrepr_compare(op, left, right):
         at = next((n for n, (a, b) in both if a != b), min(len(left), len(right)))
         return [f"{len(left)} and {len(right)} bytes, different from byte {at} on"]
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fails a fast test that should be a slow one, unless it is of a line of the bar, which every run has.
+
+    The clock and the processor's time, of this process and of those that it waited for, must both be over the limit: others
+    make the one longer, several threads the other. A slower machine has more of it.
+    """
+    begun, before = time.monotonic(), os.times()
+    result = yield
+    seconds = min(time.monotonic() - begun, sum(os.times()[:4]) - sum(before[:4]))
+    is_free = IDS.search(item.nodeid)[0] or any(map(item.get_closest_marker, LATER))
+    if seconds > LONGEST_SECONDS and not is_free:
+        limit = LONGEST_SECONDS * SLACK * max(1.0, _slowness())
+        if seconds > limit:
+            pytest.fail(
+                f"it took {seconds:.1f} s of the processor, a fast test may take {limit:.1f}: make it shorter, or slow"
+            )
+    return result
+
+
+def _slowness() -> float:
+    """How many times longer a piece of Python takes here than where the limit was set; of several the best."""
+    taken = []
+    for _ in range(3):
+        begun = time.process_time()
+        sum(number * number for number in range(SQUARED // 10))
+        taken.append(time.process_time() - begun)
+    return 10 * min(taken)
 
 
 @pytest.fixture(scope="module")

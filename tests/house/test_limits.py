@@ -1,0 +1,68 @@
+"""A fast test that takes too long fails, wherever it runs: tests/conftest.py sees to it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFTEST = Path(__file__).parents[1] / "conftest.py"
+TESTS = """
+import subprocess, sys, time
+import pytest
+
+LONG = "import time\\nwhile time.process_time() < 0.6: pass"
+
+
+def test_that_computes():
+    exec(LONG.replace("0.6", f"{time.process_time() + 0.6}"))
+
+
+def test_that_starts_one_that_computes():
+    subprocess.run([sys.executable, "-c", LONG], check=True)
+
+
+def test_that_waits():
+    time.sleep(0.6)
+
+
+def test_that_is_short():
+    pass
+
+
+def test_a3_e12_of_a_line_of_the_bar_that_computes():
+    test_that_computes()
+
+
+@pytest.mark.slow
+def test_that_is_marked_and_computes():
+    test_that_computes()
+"""
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """A session of these tests in which two tenths of a second are the limit."""
+    ours = CONFTEST.read_text()
+    assert "LONGEST_SECONDS = 10 " in ours
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/conftest.py").write_text(
+        ours.replace("LONGEST_SECONDS = 10 ", "LONGEST_SECONDS = 0.2 ")
+    )
+    (tmp_path / "tests/test_long.py").write_text(TESTS)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", str(tmp_path / "tests")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONWARNINGS": "ignore", "HOME": str(tmp_path)},
+    )
+
+
+def test_a_test_that_computes_for_too_long_fails_and_one_that_waits_does_not(ended):
+    assert ended.returncode == 1
+    assert "2 failed, 4 passed" in ended.stdout
+    for name in ("that_computes", "that_starts_one_that_computes"):
+        assert f"FAILED tests/test_long.py::test_{name}" in ended.stdout
+    assert ended.stdout.count("make it shorter, or slow") >= 2
