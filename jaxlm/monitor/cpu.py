@@ -1,5 +1,6 @@
 """The processor at hand: what it multiplies and copies, measured, and its memory. Free of JAX."""
 
+import functools
 import os
 import time
 from typing import Any
@@ -8,15 +9,8 @@ from jaxlm.monitor.chips import Chip, Machine
 
 
 def this_machine(devices: int, assumed: list[str]) -> Machine:
-    """The CPU at hand, measured for a twentieth of a second: what its BLAS multiplies in float32, what it copies."""
-    import numpy as np  # not needed for other machines
-
-    side = 512
-    a = np.ones((side, side), np.float32)
-    a @ a  # threads start
-    flops = 2 * side**3 / min(_timed(lambda: a @ a) for _ in range(5))
-    block = np.zeros(8 * 2**20, np.float32)
-    copied = 2 * block.nbytes / min(_timed(block.copy) for _ in range(3))
+    """The CPU at hand, as `_measured` once in a process."""
+    flops, copied = _measured()
     memory = physical_bytes()
     assumed.append(
         f"this CPU's products run at {flops / 1e9:.0f} GFLOP/s and its copies at {copied / 1e9:.1f} GB/s, as measured now"
@@ -31,6 +25,19 @@ def this_machine(devices: int, assumed: list[str]) -> Machine:
         source="measured",
     )
     return Machine(name="cpu", chip=chip, devices=devices)
+
+
+@functools.cache
+def _measured() -> tuple[float, float]:
+    """FLOPs a second of this machine's BLAS in float32, and bytes a second that it copies; measured for a twentieth of a second."""
+    import numpy as np  # not needed for other machines
+
+    side = 512
+    a = np.ones((side, side), np.float32)
+    a @ a  # threads start
+    flops = 2 * side**3 / min(_timed(lambda: a @ a) for _ in range(5))
+    block = np.zeros(8 * 2**20, np.float32)
+    return flops, 2 * block.nbytes / min(_timed(block.copy) for _ in range(3))
 
 
 def physical_bytes() -> int:

@@ -46,7 +46,7 @@ def error(capsys, *args):
 
 def test_a_run_begins_with_the_weights_of_a_step_of_another(folder):
     run, straight = folder / "from-2", folder / "straight"
-    begun = words(folder, run.name, f"--init_from={folder / 'a'}@2", "--config.seed=1")
+    begun = words(folder, run.name, f"--init_from={folder / 'a'}@2", "--config.train.steps=4")
     assert main([*begun, "--stop_at=1"]) == 0
     for path, array in arrays(folder / "a", 2).items():
         np.testing.assert_array_equal(arrays(run, 0)[path], array, err_msg=path)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 
 import pytest
 
@@ -56,8 +57,20 @@ def test_each_stage_is_said_compiled_once_and_counted(unbroken):
     assert work[0] < 0.51 * work[2] < 0.51 * work[4]
 
 
-@pytest.mark.parametrize("stop", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_resume_inside_a_stage_changes_no_bit(stop, config, unbroken, tmp_path):
+def test_going_on_from_inside_a_stage_changes_no_bit(config, unbroken, tmp_path):
+    """From step 3 of a copy of the run, over the beginning of the last stage; what it had of later steps is cut."""
+    run = tmp_path / "run"
+    shutil.copytree(unbroken, run)
+    assert main(harness.words(config, run, "--start_at=3", "--force", "--stop_at=5")) == 0
+    found, wanted = harness.losses(run), harness.losses(unbroken)
+    assert list(found) == [("train", step) for step in range(1, 6)]
+    assert found == {key: wanted[key] for key in found}
+    assert harness.state_digest(run) == harness.state_digest(unbroken, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [1, 3])
+def test_stopping_inside_a_stage_and_going_on_changes_no_bit(stop, config, unbroken, tmp_path):
     assert main(harness.words(config, tmp_path / "run", f"--stop_at={stop}")) == 0
     assert main(harness.words(config, tmp_path / "run")) == 0
     assert harness.losses(tmp_path / "run") == harness.losses(unbroken)
