@@ -33,6 +33,8 @@ from jaxlm.data.shards import Shards
 from jaxlm.data.tokenizer import Bytes
 from tests.faults import harness
 
+pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
+
 Recorder = Callable[[str, object], None]
 BATCH, SEQUENCE = 8, 16
 ROOT = Path(__file__).parents[2]

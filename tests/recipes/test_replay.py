@@ -10,6 +10,9 @@ from jaxlm.cli.main import main
 from jaxlm.core import faults
 from tests.faults import harness
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
+EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 BAD_BATCH = 8  # by its number in the stream
 FAULTS = f"batch:nan@{BAD_BATCH}-{BAD_BATCH + 1}"
 GUARD = ("--config.guard.budget=2", "--config.guard.reach=2", "--config.guard.skip=4")
@@ -206,11 +209,16 @@ def test_a_process_of_its_own_with_the_fault_sees_the_step_that_was_not_applied(
 
 
 @pytest.mark.slow
-def test_where_the_guard_knows_no_spikes_the_norms_are_taken_all_the_same(config, tmp_path, capsys):
+def test_where_the_guard_knows_no_spikes_the_norms_are_taken_all_the_same(config, tmp_path):
+    """Over eight devices, of micro-batches."""
     flags = ("--config.guard.sigmas=none", "--config.train.microbatches=2")
-    rows = "--config.train.batch=16"  # micro-batches over eight devices
-    assert main(harness.words(config, tmp_path / "run", *flags, rows, "--stop_at=3")) == 0
-    found = replay(capsys, tmp_path / "run", 3)
+    words = harness.words(config, tmp_path / "run", *flags, "--config.train.batch=16")
+    code, said = harness.run([*words, "--stop_at=3"], **EIGHT)
+    assert code == 0, said
+    words = ["replay", f"--workdir={tmp_path / 'run'}", "--step=3", "--json", "--quiet"]
+    code, said = harness.run(words, **EIGHT)
+    assert code == 0, said
+    found = json.loads(said.splitlines()[-1])
     assert found["loss_nats"].hex() == logged(tmp_path / "run")[3]["loss_nats"].hex()
     assert total(found["layers"]) == pytest.approx(found["grad_norm"], rel=1e-5)
 
