@@ -1,0 +1,50 @@
+"""The small shipped configs, trained as their first lines say, reach what these promise. Minutes each, on CPU cores."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+
+
+def trained(config, workdir):
+    """What `jaxlm train` answers, in a process of its own with the devices that a user has."""
+    words = ["train", f"--config={config}", f"--workdir={workdir}", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxlm", *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["complete"]
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("config", "method"), [("quickstart.py", "gzip -9"), ("quickstart.py:long", "bz2 -9")]
+)
+def test_the_quickstart_needs_fewer_bits_than_a_file_compressor(
+    config, method, tmp_path, record_property
+):
+    found = trained(f"configs/{config}", tmp_path / "run")
+    ours, theirs = found["bits_per_byte"], found["baselines"]
+    record_property("table", f"{config}: {ours:.4f} bits per byte; {theirs}")
+    assert 0 < ours < theirs[method]
+
+
+def test_the_shakespeare_config_ends_at_or_below_nanogpts_loss(tmp_path, record_property):
+    """Its text is no part of this repository: where it is, the variable says."""
+    text = os.environ.get("JAXLM_TINYSHAKESPEARE")
+    if text is None:
+        pytest.skip("JAXLM_TINYSHAKESPEARE names no file; configs/shakespeare_char.py says whose")
+    found = trained(f"configs/shakespeare_char.py:{Path(text).resolve()}", tmp_path / "run")
+    record_property("table", f"shakespeare_char.py: {found['loss_nats']:.4f} nats")
+    assert found["loss_nats"] <= 1.88
