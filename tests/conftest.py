@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 import os
 import re
 import shutil
@@ -55,6 +56,7 @@ os.environ.setdefault("TPU_LOG_DIR", str(CACHE / "libtpu"))
 Path(os.environ["TPU_LOG_DIR"]).mkdir(parents=True, exist_ok=True)
 os.environ.setdefault("MPLCONFIGDIR", str(CACHE / "matplotlib"))
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
+gc.set_threshold(100_000, 20, 100)  # as in cli.main.entry; with the default a twentieth of it all
 
 
 def pytest_configure(config):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import gc
 import importlib
 import os
 import sys
@@ -185,4 +186,6 @@ def _bug(error: Exception) -> JaxlmError:
 def entry() -> None:
     """The console script. What it writes is never writable by everybody, whatever the umask allows."""
     os.umask(os.umask(0o077) | 0o002)
+    # Imports and traces make objects and drop few: to look among them for cycles so often took a twentieth of a start.
+    gc.set_threshold(100_000, 20, 100)
     sys.exit(main())

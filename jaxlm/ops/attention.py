@@ -11,7 +11,6 @@ from jaxlm.ops.cudnn import cudnn
 from jaxlm.ops.kernels import PLATFORMS, Kernel
 from jaxlm.ops.masks import HIDDEN, Mask
 from jaxlm.ops.ring import ring
-from jaxlm.ops.splash import splash
 from jaxlm.parallel import context
 from jaxlm.parallel.rules import constrain
 
@@ -64,6 +63,10 @@ def attention(
     elif kernel in PLATFORMS:
         alike = _filled(query, key, value)
         if kernel == "splash":
+            from jaxlm.ops.splash import (
+                splash,  # Pallas is a tenth of a second of a start, for TPUs
+            )
+
             out = splash(*alike, mask, precision.compute, scale=scale, cap=cap)
         elif cap is not None:
             raise ValueError("cudnn attention with a cap")

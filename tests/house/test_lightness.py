@@ -52,3 +52,11 @@ def test_configs_costs_data_the_command_line_and_the_monitor_import_no_jax():
 @pytest.mark.parametrize("module", ["jaxlm.core.precision", "matplotlib"])
 def test_a_heavy_import_would_be_seen(module):
     assert heavy_after(f"import {module}") != []
+
+
+def test_a_start_imports_no_kernels_for_other_hardware():
+    code = "import sys, jaxlm.recipes.pretrain; print(*(n for n in sys.modules if 'splash' in n))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []

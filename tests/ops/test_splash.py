@@ -125,7 +125,7 @@ def test_values_of_another_size_than_keys_are_filled_up(monkeypatch):
     given = [jnp.asarray(x, jnp.float32) for x in operands(128, 2, 2)]
     query, key, value = given[0], given[1], given[2][..., :5]
     call = functools.partial(attention, query, key, value, masks.causal(128), FULL, scale=SCALE)
-    monkeypatch.setattr("jaxlm.ops.attention.splash", interpreted)
+    monkeypatch.setattr("jaxlm.ops.splash.splash", interpreted)
     with backend.of("tpu"):
         out = call(kernel="splash")
     np.testing.assert_allclose(out, call(), rtol=1e-4, atol=1e-5)
