@@ -119,7 +119,7 @@ def test_f1_every_setting_misspelt_or_in_the_wrong_section_is_refused_and_the_ri
         meant = re.search(r"the nearest is ([\w.]+)", caught.value.why)
         named += bool(meant) and meant[1] in right
     assert len(mistakes) > 1.9 * len(SETTINGS) > 100
-    told = f"{way.__name__}: the nearest is right in {named} of {len(mistakes)}"
+    told = f"{way.__name__.replace('_', ' ')}: the nearest is right in {named} of {len(mistakes)}"
     record_property("F1", told)
     assert named / len(mistakes) >= 0.95, told
     assert slowest < 1
