@@ -182,7 +182,7 @@ def test_of_large_files_a_bounded_beginning_is_looked_at_whatever_their_sizes_an
     monkeypatch.setattr(parts, "PROBED_BYTES", 2**20)
     for number, name in enumerate("abc"):
         with open(tmp_path / f"{name}.{ending}", "wb") as file:
-            file.truncate(2**40 + number)  # of zeros, which take no room
+            file.truncate(2**27 + number)  # of zeros, which take no room
     config = dataclasses.replace(
         _config(""),
         train=(f"one={tmp_path}/a.{ending}", f"other={tmp_path}/b.{ending}"),
@@ -191,6 +191,23 @@ def test_of_large_files_a_bounded_beginning_is_looked_at_whatever_their_sizes_an
     parts.find(config)
     assert len(read) == 3
     assert 2**20 - 3 <= sum(file.size for file in read) <= 2**20
+
+
+def test_files_of_one_size_are_read_whole_only_where_they_begin_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+    whole = parts._sha256
+    monkeypatch.setattr(parts, "_sha256", lambda path: (hashed.append(path.name), whole(path))[1])
+    for name, text in {"a.txt": "one", "b.txt": "two", "c.md": "six", "d.md": "ten"}.items():
+        (tmp_path / name).write_text(text)
+    config = _config(f"{tmp_path}/*.txt", f"{tmp_path}/*.md")
+    parts.find(config)
+    assert hashed == []
+    (tmp_path / "d.md").write_text("one")
+    with pytest.raises(DataError, match="both trained on and validated on"):
+        parts.find(config)
+    assert hashed == ["a.txt", "d.md"]
 
 
 def test_the_cache_is_private(texts: str, tmp_path: Path) -> None:
