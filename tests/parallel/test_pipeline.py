@@ -39,9 +39,9 @@ counted.defvjp(_forward, _backward)
 FORWARD, BACKWARD = [], []
 
 
-@pytest.mark.parametrize("plan", [Schedule(4, 6), Schedule(4, 5, 2)], ids=str)
+@pytest.mark.parametrize("plan", [Schedule(4, 6), Schedule(4, 5, 2), Schedule(2, 3, 2)], ids=str)
 def test_stages_are_run_as_often_as_predicted_and_in_the_order_of_the_layers(plan, record_property):
-    """On four devices, each a stage: every execution is counted where it happens, forward and back."""
+    """On four devices, in stages and replicas of them: every execution is counted where it happens, forward and back."""
     layers = 2 * plan.stages * plan.repeats
     weights = jnp.arange(1.0, layers + 1) / layers
     x = jax.random.normal(jax.random.key(0), (plan.microbatches, 2, 3, 4))
@@ -67,7 +67,7 @@ def test_stages_are_run_as_often_as_predicted_and_in_the_order_of_the_layers(pla
         out = jnp.stack([one(x, number) for number, x in enumerate(x)])
         return jnp.square(out).sum(), out
 
-    grid = mesh.build(MeshConfig(data=1, pipe=4), jax.devices()[:4])
+    grid = mesh.build(MeshConfig(data=4 // plan.stages, pipe=plan.stages), jax.devices()[:4])
     with jax.set_mesh(grid):
         (_, (out, sums)), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights, x)
         jax.effects_barrier()
