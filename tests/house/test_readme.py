@@ -97,11 +97,11 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def marked(command: str):
-    """The command as a test. Those that compile for several devices are slow."""
+    """The command as a test. Those that take long and need nothing of the others are slow: their verbs have fast tests of their own."""
     marks = []
     if "--topology" in command:
         marks.append(pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="scripts/test --slow has libtpu in another environment"))  # fmt: skip
-    if re.search(r"--cpu_devices|^jaxlm check ", command):
+    if re.search(r"--cpu_devices|^jaxlm (check|bench|lr-find) |workdir=runs/c", command):
         marks.append(pytest.mark.slow)
     return pytest.param(command, marks=marks, id=command)
 
