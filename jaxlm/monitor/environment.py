@@ -67,16 +67,16 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 def versions() -> dict[str, str]:
     """What decides how a program computes: the packages, and the text of this one, a digest for each room of it."""
     found = {f"package {name}": version for name, version in installed(PACKAGES).items()}
-    return found | _code()
+    return found | _code(ROOM)
 
 
 @functools.cache
-def _code() -> dict[str, str]:
-    """A digest of each room of this package, as it was when the process first asked: what runs is no newer."""
+def _code(package: Path) -> dict[str, str]:
+    """A digest of each room of a package, as it was when the process first asked: what runs is no newer."""
     digests: dict[str, Any] = collections.defaultdict(hashlib.sha256)
-    for path in sorted(ROOM.rglob("*.py")):
-        inner = path.relative_to(ROOM)
-        room = "/".join((ROOM.name, *inner.parts[:-1][:1]))
+    for path in sorted(package.rglob("*.py")):
+        inner = path.relative_to(package)
+        room = "/".join((package.name, *inner.parts[:-1][:1]))
         digests[room].update(str(inner).encode() + b"\0" + path.read_bytes())
     return {f"code of {room}": one.hexdigest()[:12] for room, one in digests.items()}
 

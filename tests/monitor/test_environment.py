@@ -19,19 +19,20 @@ def test_a_secret_in_the_environment_is_not_written(monkeypatch):
 
 
 def test_another_text_shows_in_the_digest_of_its_room(monkeypatch, tmp_path):
-    room = tmp_path / "jaxlm"
-    for file in ("__init__.py", "core/tree.py", "data/prepare/run.py"):
-        (room / file).parent.mkdir(parents=True, exist_ok=True)
-        (room / file).write_text(file)
-    monkeypatch.setattr(environment, "ROOM", room)
-    before = environment.versions()
-    (room / "data/prepare/run.py").write_text("another")
-    (room / "optim").mkdir()
-    (room / "optim/muon.py").write_text("new")
-    after = environment.versions()
-    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    def versions(place, texts):
+        for file, text in texts.items():
+            path = tmp_path / place / "jaxlm" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        monkeypatch.setattr(environment, "ROOM", tmp_path / place / "jaxlm")
+        return environment.versions()
+
+    files = {"top.py": "1", "core/tree.py": "2", "data/prepare/run.py": "3"}
+    here = versions("here", files)
+    there = versions("there", files | {"data/prepare/run.py": "another", "optim/muon.py": "new"})
+    changed = {name for name in here | there if here.get(name) != there.get(name)}
     assert changed == {"code of jaxlm/data", "code of jaxlm/optim"}
-    assert before.keys() >= {"code of jaxlm", "code of jaxlm/core", "package jax"}
+    assert here.keys() >= {"code of jaxlm", "code of jaxlm/core", "package jax"}
 
 
 def git(folder, *words):
