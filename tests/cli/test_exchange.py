@@ -514,7 +514,9 @@ def test_s3_a_cache_of_the_hub_names_its_large_files_by_what_they_must_hold(caps
     blob.parent.mkdir()
     weights.rename(blob)
     weights.symlink_to(blob)
+    whole = blob.read_bytes()
     flip(blob, payload(blob)[1] - 100)
+    assert sum(a != b for a, b in zip(whole, blob.read_bytes(), strict=True)) == 1
     words = ("import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
     code, answer, _ = call(capsys, *words)
     assert code == 65

@@ -267,9 +267,11 @@ def test_s3_a_bit_that_flips_in_the_cache_is_refused_and_the_fix_fetches_the_fil
 ):
     publish(hub)
     weights = fetched("hf:own/tiny").path / "model.safetensors"
-    content = bytearray(weights.read_bytes())
+    whole = weights.read_bytes()
+    content = bytearray(whole)
     content[-100] ^= 4
     weights.write_bytes(content)
+    assert sum(a != b for a, b in zip(whole, weights.read_bytes(), strict=True)) == 1
     words = ["import", "--from=hf:own/tiny", f"--workdir={tmp_path / 'run'}", "--json"]
     assert main(words) == 65
     error = json.loads(capsys.readouterr().out)["error"]
