@@ -109,8 +109,7 @@ def measure(
 
 
 def _run(name: str, overrides: Sequence[tuple[str, str]]) -> Run:
-    low = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    settings = SIZES[name] | {"precision.compute": low}
+    settings = SIZES[name] | {"precision.compute": "bfloat16"}
     settings["train.batch"] = str(int(settings["train.batch"]) * jax.device_count())
     return config.load(Run, None, [*settings.items(), *overrides]).value
 

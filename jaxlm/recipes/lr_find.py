@@ -17,7 +17,7 @@ from jaxlm.data import parts
 from jaxlm.monitor import plots, sinks
 from jaxlm.optim.config import Muon
 from jaxlm.optim.schedules import LearningRate
-from jaxlm.recipes import assembly, devices, fit, reading
+from jaxlm.recipes import assembly, devices, reading
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
 
@@ -72,9 +72,7 @@ def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, 
     parts.find(run.data)
     _open(options.out)
     devices.start(options.cpu_devices)
-    fit.check(run, len(jax.devices()), devices.slices())
-    mesh = devices.build_mesh(run.mesh)
-    assembly.check_fit(run, mesh)
+    mesh = assembly.mesh_of(run)
     data = reading.open_data(run, say=say, warn=say)
     model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
     whole = run.at(run.pace.stages[-1])  # the rate is for the batches behind a warm-up
