@@ -126,20 +126,22 @@ def _compare(args: Any, out: Output) -> int:
 
 
 def _named(name: str, args: Any, out: Output) -> Any:
-    from jaxlm.data import tokenizer_file
+    from jaxlm.data import dataset, parts, tokenizer_file
+    from jaxlm.data.tokenizer import Bytes
 
     if name.endswith(TOKENIZER_FILES):
         return tokenizer_file.read(name)
-    found = _of_config(args, out, ("data.tokenizer", name))
-    size = name.partition(":")[2]
-    if size and found.size != int(size):  # token shards have one tokenizer, whatever is asked for
+    if name == "bytes":
+        return Bytes()
+    config = _config(args, ("data.tokenizer", name)).data
+    if any(part.folders for part in parts.find(config)[0]):
         raise ConfigError(
             f"{name} cannot be trained",
             where="data.train",
-            why=f"it is tokens already, of a tokenizer of {found.size:,} ids",
+            why="it is tokens already",
             fix="--config.data.train=stdlib:train",
         )
-    return found
+    return dataset.open_tokenizer(config, say=out.say)
 
 
 def _fits(args: Any, pattern: str | None, named: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -172,7 +174,7 @@ def _config(args: Any, *more: tuple[str, str]) -> Run:
     return config.load(Run, args.config or args.workdir, overrides).value
 
 
-def _of_config(args: Any, out: Output, *more: tuple[str, str]) -> Any:
+def _of_config(args: Any, out: Output) -> Any:
     from jaxlm.data import dataset
 
-    return dataset.open_tokenizer(_config(args, *more).data, say=out.say)
+    return dataset.open_tokenizer(_config(args).data, say=out.say)

@@ -15,7 +15,7 @@ def check_local(place: str | os.PathLike[str], flag: str) -> None:
     if not found:
         return
     scheme, _, rest = text.partition(":")
-    local = rest.strip("/") or "runs/a"
+    local = rest.strip("/").rpartition("@")[2] or "runs/a"  # without a name and a password
     raise NotWritable(
         f"{scheme}:// is no file system",
         where=f"{flag}={text}",

@@ -538,7 +538,7 @@ def test_d7_ranks_that_differ_refuse_and_show_the_difference(front_door, tmp_pat
         for rank in (0, 1)
     ]
     shown = {
-        "config and code": ("optim.lr: 0.001 on rank 0, 0.002 on rank 1", "code of jaxlm: "),
+        "config and code": ("optim.lr: 0.001 on rank 0, 0.002 on rank 1", "code of jaxlm/core: "),
         "data": ("train: ",),
     }[difference]
     for process in pair:

@@ -26,4 +26,5 @@ def test_of_several_policies_the_one_that_does_not_exist_is_named():
 
 def test_micro_batches_that_do_not_divide_are_a_problem_with_the_nearest_that_do():
     ((field, _, fix),) = TrainConfig(batch=12, microbatches=5).problems()
-    assert (field, fix) == ("microbatches", "--config.train.microbatches=4")
+    assert field == "microbatches"
+    assert fix.splitlines() == [f"--config.train.microbatches={size}" for size in (4, 6)]
