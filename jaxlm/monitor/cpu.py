@@ -9,7 +9,7 @@ from typing import Any
 from jaxlm.monitor.chips import Chip, Machine
 
 CPUINFO = Path("/proc/cpuinfo")
-AMX = 3  # times as fast as float32, of the 3 to 6 that single products are (scripts/LOG.md)
+AMX = 2  # times what float32 reaches, in a step of many tokens; single products 3 to 6 times (scripts/LOG.md)
 
 
 def this_machine(devices: int, assumed: list[str]) -> Machine:
@@ -22,7 +22,7 @@ def this_machine(devices: int, assumed: list[str]) -> Machine:
     low = flops
     if has_amx():
         low *= AMX
-        assumed.append(f"products of bfloat16 are {AMX} times as fast: this CPU has AMX")
+        assumed.append(f"products of bfloat16 are up to {AMX} times as fast: this CPU has AMX")
     chip = Chip(
         name="cpu",
         kinds=("cpu",),

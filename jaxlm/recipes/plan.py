@@ -123,6 +123,8 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     sent = _sent(run, decoder, sizes, share)
     memory = memory_bytes(machine, assumed)
     low_share, high_share = REACHED["cpu" if is_cpu else "accelerator"]
+    if is_cpu:  # a step of few tokens gains nothing from a unit for bfloat16
+        low_share *= machine.chip.flops["float32"] / peak
     spared = _spared(run, decoder, machine.chip, peak) * run.tokens_per_step
     compute = (hardware - spared) / (machine.devices * peak)
     if schedule := fit.schedule(run, sizes):
