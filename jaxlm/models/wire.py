@@ -64,15 +64,17 @@ def fsdp_bytes(work: Work, sizes: dict[str, int]) -> float:
     """Sent by a chip over fsdp in one step.
 
     Where weights are split, ZeRO 3, in each pass blocks and the unembedding are gathered forward and again backward, the
-    embedding once, and gradients scattered as they are summed. A pipeline does so with its blocks in each tick. Else updated
-    weights are gathered once, in the bytes they are kept in, and gradients of each pass summed: scattered under ZeRO 2, and
-    handed out as over data under 1.
+    embedding once, which of a tied one serves the unembedding too, and gradients scattered as they are summed. A pipeline does
+    so with its blocks in each tick. Else updated weights are gathered once, in the bytes they are kept in, and gradients of
+    each pass summed: scattered under ZeRO 2, and handed out as over data under 1.
     """
     blocks, tables, lookup = matrices(work.model, sizes["tensor"])
     through_blocks, through_tables = work.passes(sizes)
     is_split = work.zero == 3
     gathered = (
-        2 * blocks * through_blocks + 3 * lookup * through_tables if is_split else blocks + tables
+        2 * blocks * through_blocks + (lookup + tables) * through_tables
+        if is_split
+        else blocks + tables
     )
     summed = (blocks * through_blocks + tables * through_tables) * (2 if work.zero == 1 else 1)
     sent = gathered * work.weight_bytes + summed * work.gradient_bytes

@@ -85,6 +85,13 @@ def test_fsdp_and_tensor_send_what_the_closed_form_says():
 
 
 @pytest.mark.slow
+def test_a_tied_table_is_gathered_once_for_both_its_uses_forward():
+    found, run, sizes = sent({"mesh.fsdp": "2", "mesh.tensor": "2", "model.tied": "True"}, 4)
+    gathered = wire.fsdp_bytes(work(run, sizes, gradient_bytes=0), sizes)
+    assert found["all-gather", "fsdp", "parameters"] == gathered
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_weights_that_are_whole_are_sent_once_and_gradients_as_the_closed_form_says(
