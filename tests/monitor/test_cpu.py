@@ -5,7 +5,9 @@ import pytest
 from jaxlm.monitor import cpu
 
 
-@pytest.mark.parametrize(("flags", "times"), [("avx512_bf16 amx_bf16 avx512_fp16", cpu.AMX), ("avx2", 1)])
+@pytest.mark.parametrize(
+    ("flags", "times"), [("avx512_bf16 amx_bf16 avx512_fp16", cpu.AMX), ("avx2", 1)]
+)
 def test_products_of_bfloat16_are_faster_where_there_is_a_unit_for_them(
     flags, times, tmp_path, monkeypatch
 ):
