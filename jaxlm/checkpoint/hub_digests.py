@@ -3,19 +3,17 @@
 A file of safetensors holds no digest of its numbers: with a bit of them flipped it is a whole file of another model.
 """
 
-import concurrent.futures
-import hashlib
 import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from jaxlm.checkpoint import record
 from jaxlm.core.errors import DataError
 from jaxlm.monitor import sinks
 
 NAME = "SHA256SUMS"  # in the form of coreutils: `sha256sum -c SHA256SUMS` compares them too
 LARGEST = 2**20  # bytes of it that are read; a model of a thousand files has a tenth
-THREADS = 4  # hashing lets go of the interpreter's lock
 SHOWN = 5
 _LINE = re.compile(r"^([0-9a-f]{64}) [ *](.+)$", re.MULTILINE)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -84,10 +82,4 @@ def _blob(path: Path) -> str | None:
 
 
 def _sha256(paths: Iterable[Path]) -> list[str]:
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(_digest, paths))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return [digest for _, digest in record.of_files(paths)]

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from etils import epath
@@ -104,12 +104,16 @@ def read(directory: epath.Path) -> Record:
 def digests(directory: epath.Path) -> dict[str, tuple[int, str]]:
     """Size and sha256 of each file below a step's directory, the record left out."""
     paths = [path for path in _files(directory) if path.name != NAME]
+    return {
+        path.relative_to(directory).as_posix(): digest
+        for path, digest in zip(paths, of_files(paths), strict=True)
+    }
+
+
+def of_files(paths: Iterable[Any]) -> list[tuple[int, str]]:
+    """Size and sha256 of each file, by paths of `pathlib` or `etils.epath`."""
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(_digest, paths)
-        return {
-            path.relative_to(directory).as_posix(): digest
-            for path, digest in zip(paths, found, strict=True)
-        }
+        return list(pool.map(_digest, paths))
 
 
 def problems(directory: epath.Path) -> list[str]:
