@@ -21,7 +21,9 @@ TEST = (
 )
 ENDING_SECONDS = 10
 LONGEST_SECONDS = 10  # of a fast test, but for those of the bar's lines
-SLACK = 1.5  # other programs on the same processor make it slower, and no two are alike
+# A first run compiles what later ones find, and other programs share the processor: 18 s were seen of a test of 8. So a
+# test fails that is far beyond the limit; those just above it are in the list of the slowest that each run ends with.
+SLACK = 3
 SQUARED = (
     20_000_000  # numbers whose squares are added up in a second, on a processor on which 10 are 10
 )
