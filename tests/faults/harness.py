@@ -165,6 +165,19 @@ def tree(workdir: Path) -> dict[str, bytes]:
     }
 
 
+def children(pid: int) -> dict[int, str]:
+    """The processes that those of a process's threads started, and their command lines; without what ends meanwhile."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        # A thread that ends takes its list along.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for child in (task / "children").read_text().split():
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    words = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(child)] = words.decode(errors="replace")
+    return found
+
+
 def allowed(seconds: float) -> float:
     """What a figure of the bar, which is of two cores, is where others ask for them too: programs, and tests beside this one."""
     cores = os.cpu_count() or 1

@@ -290,7 +290,7 @@ class Life:
 
     def _strike(self, process: subprocess.Popen) -> None:
         """What comes from outside; without such a fault, the end of this life. Too late for one that is gone."""
-        inside = children(process.pid)
+        inside = harness.children(process.pid)
         match self.kind:
             case "killed":
                 process.kill()
@@ -314,15 +314,6 @@ class Life:
             path.write_bytes(content)
         assert code != 65 or str(path) in said, said
         return code, said
-
-
-def children(pid: int) -> dict[int, str]:
-    """The processes that a process started, and their command lines."""
-    found = {}
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        for child in (task / "children").read_text().split():
-            found[int(child)] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
-    return found
 
 
 def finish(words: list[str]) -> tuple[int, str]:

@@ -624,16 +624,6 @@ def test_e6_a_manifest_that_does_not_fit_its_tokenizer_is_refused(tmp_path: Path
 # E8, E9: where reading itself fails
 
 
-def children(pid: int) -> dict[int, str]:
-    """Child processes and their command lines."""
-    found = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ")
-            found[int(child)] = command.decode(errors="replace")
-    return found
-
-
 @contextlib.contextmanager
 def with_a_worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, int]]:
     """A run that trains on and on, and the process that reads for it."""
@@ -646,7 +636,7 @@ def with_a_worker(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, int]]:
         while not harness.records(tmp_path / "run") and time.monotonic() < deadline:
             assert run.poll() is None, run.communicate()[0]
             time.sleep(0.1)
-        workers = [pid for pid, words in children(run.pid).items() if "spawn_main" in words]
+        workers = [pid for pid, words in harness.children(run.pid).items() if "spawn_main" in words]
         assert len(workers) == 1
         owned = [Path(f"/proc/{workers[0]}")]
         for pid in (run.pid, workers[0]):
