@@ -541,12 +541,17 @@ def test_d7_ranks_that_differ_refuse_and_show_the_difference(front_door, tmp_pat
         "config and code": ("optim.lr: 0.001 on rank 0, 0.002 on rank 1", "code of jaxlm/core: "),
         "data": ("train: ",),
     }[difference]
-    for process in pair:
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode == 2, said
+    try:
+        said = [process.communicate(timeout=120)[0] for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in pair] == [2, 2], "\n".join(said)
+    for each in said:
         for line in shown:
-            assert line in said
-            assert " on rank 0, " in said.partition(line)[2].partition("\n")[0] + line
+            assert line in each
+            assert " on rank 0, " in each.partition(line)[2].partition("\n")[0] + line
     assert time.monotonic() - begun < harness.allowed(10)
     assert harness.steps(run) == []
     assert not (run / "metrics.jsonl").exists()
