@@ -13,7 +13,9 @@ from jaxlm.core.errors import ConfigError
 # Outermost first: the slowest wire carries the least.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
-OFFERED = 4  # layouts at most, as an error has eight lines
+OFFERED = (
+    4  # layouts to paste at most, as an error has eight lines; others are named in one of them
+)
 
 AxisSize = int | Literal["auto"]
 ContextKeys = Literal["auto", "gather", "ring"]
@@ -70,13 +72,13 @@ class MeshConfig:
         if fixed == devices:
             return named
         shape = " x ".join(f"{axis}={size}" for axis, size in named.items() if size != 1)
+        needed = f"{shape} needs {'a multiple of ' if 'auto' in named.values() else ''}{fixed}"
+        fixes = offered(named, nearest(named, devices), lambda fit: flags(fit, named))
         raise ConfigError(
             f"the mesh does not fit {devices} device{'s' if devices != 1 else ''}",
             where="mesh",
-            why=f"{shape} needs {'a multiple of ' if 'auto' in named.values() else ''}{fixed}",
-            fix="\n".join(
-                offered(named, nearest(named, devices), lambda fit: flags(fit, named))[:OFFERED]
-            ),
+            why="\n".join([needed, *beyond(fixes)]),
+            fix="\n".join(fixes[:OFFERED]),
         )
 
 
@@ -118,6 +120,12 @@ def offered(
         if len(found) > 1:
             break
     return found
+
+
+def beyond(fixes: list[str]) -> list[str]:
+    """A line that names those of the layouts found by `offered` that are too many to paste; none where all are pasted."""
+    rest = [fix.replace("--config.mesh.", "") for fix in fixes[OFFERED:]]
+    return [f"as near as the last mesh below: {', '.join(rest)}"] if rest else []
 
 
 def _distance(wanted: Mapping[str, AxisSize], fit: Mapping[str, int]) -> tuple[float, float]:

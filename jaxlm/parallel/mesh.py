@@ -13,6 +13,7 @@ from jaxlm.parallel.config import (
     AXES,
     OFFERED,
     MeshConfig,
+    beyond,
     crossings,
     flags,
     nearest,
@@ -81,9 +82,10 @@ def across(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     fixes = offered(
         sizes, layouts, lambda fit: flags(fit, sizes) if crossings(fit, count) is not None else ""
     )
+    why = "the outermost axes cross from slice to slice, and their sizes must divide by the number of slices"
     raise ConfigError(
         f"the mesh does not fit {count} slices",
         where=f"mesh {shown(sizes)}",
-        why="the outermost axes cross from slice to slice, and their sizes must divide by the number of slices",
+        why="\n".join([why, *beyond(fixes)]),
         fix="\n".join(fixes[:OFFERED]),
     )

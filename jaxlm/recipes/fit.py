@@ -12,7 +12,7 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.models.config import EncoderDecoder, ModelConfig
 from jaxlm.nn.config import BlockConfig
 from jaxlm.parallel import logical
-from jaxlm.parallel.config import AXES, OFFERED, crossings, flags, nearest, offered, shown
+from jaxlm.parallel.config import AXES, OFFERED, beyond, crossings, flags, nearest, offered, shown
 from jaxlm.parallel.logical import Sizes
 from jaxlm.parallel.schedule import Schedule
 from jaxlm.recipes import attention
@@ -43,7 +43,8 @@ def check(run: Run, count: int, slices: int = 1) -> None:
         sizes = run.mesh.sizes(count)
         misfits = list(find(run, sizes))
     except ConfigError as error:
-        why.append(f"{error.why} devices, and there are {count}")
+        needed, *_ = error.why.splitlines()  # what fits is found below, as the model must, too
+        why.append(f"{needed} devices, and there are {count}")
         fixed = {axis: 1 if size == "auto" else size for axis, size in wanted.items()}
         sizes, misfits = None, list(find(run, fixed))
     is_cut = sizes is None or crossings(sizes, slices) is not None
@@ -61,8 +62,7 @@ def check(run: Run, count: int, slices: int = 1) -> None:
         return "" if any(find(run, fit)) else flags(fit, wanted)
 
     fixes = offered(near, layouts, line)
-    if len(fixes) > OFFERED:
-        why.append(f"as near as the last mesh below: {len(fixes) - OFFERED} more")
+    why += beyond(fixes)
     fixes = fixes[:OFFERED]
     if sizes and is_cut and (changes := _changes(run, sizes, misfits)):
         fixes.append(_pasted(changes))

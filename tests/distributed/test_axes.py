@@ -35,6 +35,7 @@ TRIPLES = [
     {"fsdp": 2, "expert": 2, "context": 2},
     {"expert": 2, "context": 2, "tensor": 2},
 ]
+STEPS = 20
 # Parameters are shown alone: AdamW divides gradients near zero by their own size, so they drift with the sign of a rounding
 # error.
 LIMITS = dict.fromkeys(("loss", "first grad_norm", "gradients", "grad_norm"), 1e-5)
@@ -95,19 +96,19 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(data):
-    return laws.follow(laws.run_on(data, {}, rows=16, microbatches=4), 5)
+    return laws.follow(laws.run_on(data, {}, rows=16, microbatches=4), STEPS)
 
 
 def test_the_course_of_one_device_is_one_to_compare_with(alone):
     assert alone.losses[-1] < alone.losses[0]
-    assert len(set(alone.losses)) == 5
+    assert len(set(alone.losses)) == STEPS
     assert all(np.abs(gradient).max() > 0 for gradient in alone.gradients.values())
 
 
 @pytest.mark.parametrize("sizes", [*({axis: 4} for axis in AXES), *PAIRS], ids=named)
 def test_an_axis_and_a_pair_on_four_devices_give_the_course_of_one(alone, data, sizes):
     run = laws.run_on(data, sizes, rows=16, microbatches=4)
-    assert not outside(laws.follow(run, 5, begun=alone.start).deviation(alone))
+    assert not outside(laws.follow(run, STEPS, begun=alone.start).deviation(alone))
 
 
 @pytest.mark.slow
@@ -158,9 +159,9 @@ def test_every_way_to_use_an_axis(data, record_property):
 def check(data, record_property, family, cases):
     """The course of each case, settings of its mesh and of `train`, is that of one device."""
     on = functools.partial(laws.run_on, data, rows=64, microbatches=8, family=family)
-    alone = laws.follow(on({}), 20)
+    alone = laws.follow(on({}), STEPS)
     found = {
-        name: laws.follow(on(sizes, **train), 20, begun=alone.start).deviation(alone)
+        name: laws.follow(on(sizes, **train), STEPS, begun=alone.start).deviation(alone)
         for name, (sizes, train) in cases.items()
     }
     record_property("table", table(family, found))

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -164,21 +165,60 @@ def test_every_tpu_host_gets_the_same_words(tmp_path):
     assert run("tpu_vm.sh", "pod").returncode == 2
 
 
-def test_the_jobset_has_the_fields_that_jobset_knows():
-    """The part of the schema of jobset.x-k8s.io/v1alpha2 and batch/v1 that the file uses."""
+def job_of(jobset):
+    """The Job that JobSet makes of its template, under a name, as its controller does."""
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    made = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": replicated["name"]}}
+    return made | replicated["template"]
+
+
+def test_the_job_of_the_jobset_has_the_schema_of_kubernetes():
     jobset = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
+    kubernetes_validate.validate(job_of(jobset), kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("resources:", "resource:"),
+        ("image:", "imge:"),
+        ("args:", "arg:"),
+        ("claimName:", "claim:"),
+        ("mountPath:", "path:"),
+        ("restartPolicy: Never", "restartPolicy: [Never]"),
+        ("terminationGracePeriodSeconds: 300", "terminationGracePeriodSeconds: long"),
+        ('value: "8"', "value: 8"),
+        ("backoffLimit: 0", "backoffLimits: 0"),
+        ("fieldPath: metadata", "path: metadata"),
+    ],
+)
+def test_a_misspelt_job_is_refused_by_the_schema(right, wrong):
+    text = (LAUNCH / "jobset.yaml").read_text()
+    assert right in text
+    job = job_of(yaml.safe_load(text.replace(right, wrong)))
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_jobset_has_the_fields_that_jobset_knows():
+    """Of jobset.x-k8s.io/v1alpha2, around the Job."""
+    jobset = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
+    assert jobset.keys() == {"apiVersion", "kind", "metadata", "spec"}
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     spec = jobset["spec"]
     assert spec.keys() == {"network", "failurePolicy", "replicatedJobs"}
     assert spec["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
     policy = spec["failurePolicy"]
+    assert policy.keys() == {"maxRestarts", "rules"}
     assert policy["maxRestarts"] > 0
     (rule,) = policy["rules"]
+    assert rule.keys() == {"name", "action", "onJobFailureReasons"}
     assert rule["name"].isalnum()
     assert rule["action"] == "FailJobSet"
     assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
     (replicated,) = spec["replicatedJobs"]
     assert replicated.keys() == {"name", "replicas", "template"}
+    assert replicated["template"].keys() == {"spec"}
     job = replicated["template"]["spec"]
     assert job["completionMode"] == "Indexed"
     assert job["parallelism"] == job["completions"]

@@ -65,7 +65,9 @@ def held(values):
 
 
 def test_the_bytes_that_the_header_shows_are_those_of_the_live_arrays():
-    """Gradients live inside of a step alone: how they lie there is read in a compiled one by tests/train/test_zero.py."""
+    """Gradients live inside of a step alone: a program that ends with them shows how they lie, and tests/train/test_zero.py
+    reads it in the step.
+    """
     told = {}
     for zero in (1, 2, 3):
         engine = engine_of({"fsdp": 4, "zero": zero})
@@ -73,6 +75,8 @@ def test_the_bytes_that_the_header_shows_are_those_of_the_live_arrays():
         state = engine.fresh()
         assert told[zero]["parameters"] == held(state.params)
         assert told[zero]["optimizer"] == held(state.opt_state)
+        with jax.set_mesh(engine.model.mesh):
+            assert told[zero]["gradients"] == held(engine.gradient(state, batch_of(engine)))
     whole = tree.size_bytes(engine.model.blueprint.shapes)
     shares = {
         name: [told[zero][name] / whole for zero in (1, 2, 3)]
