@@ -118,14 +118,20 @@ def _step(small: Small) -> traffic.Step:
     """What is known of the step of a small run."""
     run, vocab = small.run, topology.vocabulary(small.run)
     ways = {axis: logical.ways(small.mesh, axis) for axis in ("batch", "kv_heads")}
-    kv_heads = run.decoder(vocab).layers[0].attention.kv_heads
+    decoder = run.decoder(vocab)
+    kv_heads = decoder.layers[0].attention.kv_heads
     vectors = small.tokens // ways["batch"] * kv_heads // ways["kv_heads"]
+    schedule = fit.schedule(run, small.mesh)
+    passes = run.train.microbatches if schedule is None else schedule.ticks
+    layers = -(-decoder.depth // (1 if schedule is None else schedule.stages * schedule.repeats))
+    again = 1 if run.train.remat == "none" else 2
     return traffic.Step(
         tokens=small.tokens,
         mark=small.mark,
         vocab=vocab,
         head_dim=HEAD_DIM,
         keys=vectors * HEAD_DIM,
+        gathers=2 * layers * passes * again,
         has_ring=run.mesh.context_keys == "ring",
         has_places=getattr(run.model, "capacity", None) is not None,
     )

@@ -39,6 +39,7 @@ class Step:
     keys: int = (
         0  # numbers in the keys, or in the values, of a micro-batch on one device, of whole rows
     )
+    gathers: int = 0  # of such an array over context, in a step
     has_ring: bool = False  # keys go round context; else they are gathered
     has_places: bool = (
         False  # tokens are sent to the places that experts have; else they are gathered
@@ -48,7 +49,19 @@ class Step:
 def table(
     collectives: Sequence[Collective], mesh: Mapping[str, int], step: Step = Step()
 ) -> list[Line]:
-    """The lines of a step's collectives, what nobody wanted first, then by bytes."""
+    """The lines of a step's collectives, what nobody wanted first, then by bytes.
+
+    Where more is gathered in the shape of keys than keys and values there are, nothing of that shape passes for keys.
+    """
+    gathered = sum(
+        len(each.shapes) * (each.times or 1)
+        for each in collectives
+        if each.kind == "all-gather"
+        and each.axes(mesh) == ("context",)
+        and _are_keys(each.shapes, step)
+    )
+    if gathered > step.gathers:
+        step = dataclasses.replace(step, keys=0)
     found: dict[tuple[Any, ...], list[Collective]] = {}
     for each in collectives:
         axes = each.axes(mesh)
@@ -100,7 +113,7 @@ def unexpected(
     Parameters and their gradients may go wherever the layout of parameters sends them. What has more than one number for
     each token stays with its tokens: it is summed over `tensor`, handed on over `pipe`, and no device ever needs it whole.
     The exceptions are keys and values over `context`, gathered or in a ring, and tokens that go to experts. Queries are
-    told from keys by their number: not where each head has keys of its own.
+    told from keys by their number, and where each head has keys of its own `table` counts them.
     """
     if content == "logits":
         return "logits are sent whole, and each device needs only its part of the vocabulary"
@@ -114,9 +127,7 @@ def unexpected(
     ):
         return ""
     if kind == "all-gather":
-        # From whichever line: the compiler moves a gather past what was done to the keys.
-        is_keys = all(s.sizes[-1:] == (step.head_dim,) and s.elements == step.keys for s in shapes)
-        if set(axes) == {"context"} and is_keys and not step.has_ring:
+        if set(axes) == {"context"} and _are_keys(shapes, step) and not step.has_ring:
             return ""
         return "activations are gathered, and nothing needs them whole"
     if kind in ("all-to-all", "ragged-all-to-all"):
@@ -130,3 +141,8 @@ def unexpected(
     if kind in ("all-reduce", "reduce-scatter") and ROW_AXES & set(axes):
         return "activations are summed over devices that hold other rows"
     return ""
+
+
+def _are_keys(shapes: Sequence[Shape], step: Step) -> bool:
+    """By their shape, from whichever line: the compiler moves a gather past what was done to the keys."""
+    return all(s.sizes[-1:] == (step.head_dim,) and s.elements == step.keys for s in shapes)

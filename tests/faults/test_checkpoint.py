@@ -293,11 +293,11 @@ def filling(name, step=None):
         time.sleep(2)  # long enough to hear of it
     if (name, len(saves)) == ("save.digest", 1):
         fill(next((run / "checkpoints").glob(f"{step}.*")) / "more", 0)
-        seen = []
-        while sizes() != seen:  # until nobody writes any more
-            seen = sizes()
+        end, is_full = time.monotonic() + 60, False
+        while not is_full and time.monotonic() < end:  # until a line no longer fits
             time.sleep(0.5)
-        print("full to the end of a page:", any(size % 4096 == 0 for size in seen))
+            is_full = any(size % 4096 == 0 for size in sizes())
+        print("full to the end of a page:", is_full)
 
 
 faults.point = filling

@@ -163,6 +163,7 @@ def test_each_bug_that_was_put_in_is_found(file, capsys, monkeypatch, sharded_on
 
 
 SPLIT = ("mesh.context=2", "mesh.fsdp=1", "mesh.tensor=1")
+OWN_KEYS = ("model.family=bert", "objective.name=masked")  # each head has keys of its own
 PLACED = ("model.family=mixtral", "model.capacity=1.25", "mesh.expert=2", "mesh.tensor=1")
 
 
@@ -171,6 +172,7 @@ PLACED = ("model.family=mixtral", "model.capacity=1.25", "mesh.expert=2", "mesh.
     ("bug", "settings", "kind", "over"),
     [
         ("queries", SPLIT, "all-gather", "context"),
+        ("queries", (*SPLIT, *OWN_KEYS), "all-gather", "context"),
         ("places", PLACED, "all-gather", "expert"),
         ("table", (), "all-to-all", "fsdp"),
     ],
@@ -199,6 +201,9 @@ def test_what_is_sent_beside_what_may_be_is_found(
     flags = [f"--config.{setting}" for setting in settings]
     found = check(capsys, file, *flags, "--steps=1", code=1)
     assert (kind, [over]) in [(each["kind"], each["axes"]) for each in found["unexpected"]]
+    if bug == "queries" and "model.family=bert" in settings:
+        heads = [each for each in found["unexpected"] if each["largest"].count(",") == 3]
+        assert any(each["kind"] == "all-gather" for each in heads), "the queries among them"
 
 
 WHOLE = {
@@ -425,6 +430,21 @@ def test_tokens_go_to_experts_by_one_way():
     assert why("all-to-all", over, source=EXPERT)
     assert not why("all-to-all", over, source=EXPERT, step=PLACES)
     assert why("all-to-all", ("fsdp",), source="jaxlm/nn/embedding.py:1", step=PLACES)
+
+
+def test_queries_of_heads_with_keys_of_their_own_are_found_by_counting():
+    """Keys and values of two layers are four arrays; a fifth of their shape is something else, and which one nobody knows."""
+    groups = read_groups("replica_groups={{0,1}}", 2)
+    gather = Collective(
+        kind="all-gather", name="g", shapes=(KEYS,), groups=groups, times=4, op="", source=LINEAR
+    )
+    mesh = dict.fromkeys(AXES, 1) | {"context": 2}
+    step = dataclasses.replace(STEP, gathers=4)
+    (line,) = traffic.table([gather], mesh, step)
+    assert not line.why_unexpected
+    queries = dataclasses.replace(gather, times=1)
+    (line,) = traffic.table([gather, queries], mesh, step)
+    assert (line.count, bool(line.why_unexpected)) == (5, True)
 
 
 def test_a_collective_of_which_no_line_is_known_says_so():
