@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data.records import BLANK, EMPTY, NO_TEXT, Broken, Document, Start, mended, read
+from jaxlm.data.records import BLANK, EMPTY, NO_TEXT, Broken, Document, Start, is_text, mended, read
 
 PROBED_RECORDS = 1000  # of each source are read before anything is made of the data
 PROBED_BYTES = 2**27  # of all sources, at most: half a second of text, one of JSON
@@ -110,6 +110,8 @@ class Corpus:
             counts["files of the library in another encoding"] += self.other_encoding
         seen = dropped = 0
         first: Broken | None = None
+        # A text is one record, so that of texts alone it is known how many there are.
+        least = len(self.files) if all(map(is_text, self.files)) else PROBED_RECORDS
         for record, before in self._records(counts, start):
             seen += 1
             if isinstance(record, Broken):
@@ -117,7 +119,7 @@ class Corpus:
                 first = first or record
                 counts[record.reason] += 1
                 # Of the first few even one would be more than its share.
-                most_dropped = self.max_dropped * max(seen, PROBED_RECORDS)
+                most_dropped = self.max_dropped * max(seen, least)
                 is_early = record.reason == NO_TEXT and seen <= PROBED_RECORDS
                 if dropped > most_dropped or (is_early and dropped >= most_dropped):
                     raise self._too_many(first, dropped, seen)

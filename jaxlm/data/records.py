@@ -77,14 +77,14 @@ def read(
     Raises:
       DataError: where the file cannot be read any further.
     """
-    kind = Path(path.stem).suffix if _is_packed(path) else path.suffix
-    if kind in (".jsonl", ".json"):
-        records = _json_lines(path, name, counts, start)
-    elif kind == ".parquet":
-        records = _parquet(path, name, text_key)
-    else:
+    if is_text(path):
         yield _text(path, name, counts, start)
         return
+    kind = _kind(path)
+    if kind != ".parquet":
+        records = _json_lines(path, name, counts, start)
+    else:
+        records = _parquet(path, name, text_key)
     for number, (record, place) in enumerate(records):
         if isinstance(record, Broken):
             yield record
@@ -99,6 +99,15 @@ def read(
             yield Broken(
                 OTHER_TYPE if is_there else NO_TEXT, _no_text(record, name, number, text_key)
             )
+
+
+def is_text(path: Path) -> bool:
+    """Whether a file is one text; it holds records else."""
+    return _kind(path) not in (".jsonl", ".json", ".parquet")
+
+
+def _kind(path: Path) -> str:
+    return Path(path.stem).suffix if _is_packed(path) else path.suffix
 
 
 def mended(text: str, counts: Counter[str]) -> str:

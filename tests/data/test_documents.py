@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+import sysconfig
 from collections import Counter
 from pathlib import Path
 
@@ -193,5 +194,18 @@ def test_the_two_parts_of_the_library_share_no_file_and_no_test_is_in_them() -> 
         for name in corpus.names:
             assert (hashlib.sha256(name.encode()).digest()[0] < STDLIB_HELD_OUT) == is_held_out
             assert not {"test", "tests", "idle_test", "site-packages"} & set(name.split("/")[:-1])
+    root, found = Path(sysconfig.get_path("stdlib")), set(train.names) | set(held_out.names)
+    left = {path.relative_to(root) for path in root.rglob("*.py")} - set(map(Path, found))
+    folders = {
+        "test",
+        "tests",
+        "idle_test",
+        "pydoc_data",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+    }
+    unread = [path for path in left if not folders & set(path.parts[:-1])]
+    assert len(unread) == train.other_encoding + held_out.other_encoding < 5
     assert 400 < len(train.names) < 800
     assert sum(path.stat().st_size for path in train.files) > 5e6
