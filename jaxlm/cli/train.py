@@ -9,7 +9,7 @@ from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
 from jaxlm.core.quoting import redacted
-from jaxlm.parallel import cluster
+from jaxlm.parallel import cluster, rollcall
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +61,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     workdir = Path(needed(args, "workdir"))
     file = needed(args, "config")
-    loaded = config.load(Run, file, args.overrides)
-    _refuse_secrets(args.words)
+    place = cluster.place(
+        os.environ, coordinator=args.coordinator, count=args.num_processes, rank=args.process_id
+    )
+    with rollcall.excused(place):
+        loaded = config.load(Run, file, args.overrides)
+        _refuse_secrets(args.words)
 
     from jaxlm.recipes.resume import Wish
     from jaxlm.recipes.training import train
@@ -81,12 +85,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             allow_change=tuple(name for name in args.allow_change.split(",") if name),
         ),
         cpu_devices=args.cpu_devices,
-        place=cluster.place(
-            os.environ,
-            coordinator=args.coordinator,
-            count=args.num_processes,
-            rank=args.process_id,
-        ),
+        place=place,
         quiet=args.quiet,
     )
     loss = f", {result.metrics['loss_nats']:.4f} nats" if "loss_nats" in result.metrics else ""

@@ -1,18 +1,41 @@
 """The ranks of a run meet before JAX starts.
 
 JAX ends the process without an exception where a rank does not come in time. Here the wait is ours: who is missing is
-said by name, on every rank that is there.
+said by name, on every rank that is there, and a rank that is refused before they meet says why to those who wait for it.
 """
 
 import contextlib
 import json
 import socket
+import sys
 import time
+from collections.abc import Iterator
 
-from jaxlm.core.errors import CommandError, PeerLost
+from jaxlm.core.errors import CommandError, JaxlmError, PeerLost
+from jaxlm.parallel.cluster import Place
 
 LONGEST = 1024  # bytes of what a rank says of itself
+REASON = 200  # letters of why it cannot come
 PATIENCE_SECONDS = 2.0  # with a caller that says nothing
+EXCUSE_SECONDS = 10.0  # that a rank which cannot come waits for those it has to tell
+
+
+@contextlib.contextmanager
+def excused(place: Place) -> Iterator[None]:
+    """For what may refuse a rank before it meets the others: they hear of it, and do not wait for the one that is gone."""
+    try:
+        yield
+    except JaxlmError as error:
+        if place.coordinator is not None and place.rank is not None and place.count is not None:
+            why = f"{error.what}, {error.where}"[:REASON]
+            print(f"{why}: telling the other processes", file=sys.stderr)
+            deadline = time.monotonic() + EXCUSE_SECONDS
+            with contextlib.suppress(JaxlmError):  # nobody is there to hear it
+                if place.rank == 0:
+                    _call(place.coordinator, place.count, deadline, why)
+                else:
+                    _answer(place.coordinator, place.rank, place.count, deadline, why)
+        raise
 
 
 def meet(address: str, *, rank: int, count: int, seconds: float) -> None:
@@ -20,7 +43,7 @@ def meet(address: str, *, rank: int, count: int, seconds: float) -> None:
 
     Raises:
       PeerLost: where one has not come in time, on all that have; or where the address cannot be bound.
-      CommandError: where two give the same rank, or they disagree about how many they are.
+      CommandError: where two give the same rank, they disagree about how many they are, or one was refused.
     """
     deadline = time.monotonic() + seconds
     if rank == 0:
@@ -32,7 +55,7 @@ def meet(address: str, *, rank: int, count: int, seconds: float) -> None:
             "the processes of this run do not fit together",
             where=address,
             why=wrong,
-            fix="start each with the same --num_processes, and its own --process_id",
+            fix="start each with the same command, code and --num_processes, and its own --process_id",
         )
     absent = sorted(set(range(count)) - set(present))
     if absent:
@@ -57,14 +80,24 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _call(address: str, count: int, deadline: float) -> tuple[list[int], str]:
-    """Rank 0: hears who is there, and tells it to all of them."""
+def _call(address: str, count: int, deadline: float, refused: str = "") -> tuple[list[int], str]:
+    """Rank 0: hears who is there, and tells it to all once they are; at once that something is wrong, its own refusal too.
+
+    Whoever comes later is told for some seconds more.
+    """
     callers: dict[int, socket.socket] = {}
-    twin = None  # the first of two that gave the same rank: it is told as well
-    wrong = ""
+    untold: list[socket.socket] = []
+    wrong = f"rank 0 was refused: {refused}" if refused else ""
+
+    def tell(present: list[int]) -> None:
+        for caller in untold:
+            with contextlib.suppress(OSError):
+                _say(caller, {"present": present, "wrong": wrong})
+        untold.clear()
+
     with contextlib.ExitStack() as stack:
         with _listener(address, deadline) as listener:
-            while len(callers) < count - 1 and not wrong and time.monotonic() < deadline:
+            while len(callers) < count - 1 and time.monotonic() < deadline:
                 listener.settimeout(max(deadline - time.monotonic(), 0.01))
                 with contextlib.suppress(OSError):  # a timeout too
                     caller = stack.enter_context(listener.accept()[0])
@@ -73,32 +106,36 @@ def _call(address: str, count: int, deadline: float) -> tuple[list[int], str]:
                     rank = name.get("rank")
                     if not isinstance(rank, int) or not isinstance(name.get("count"), int):
                         continue  # a stranger
+                    found = ""
                     if name["count"] != count or not 0 < rank < count:
-                        wrong = f"rank {rank} was started as one of {name['count']}, rank 0 as one of {count}"
+                        found = f"rank {rank} was started as one of {name['count']}, rank 0 as one of {count}"
                     elif rank in callers and not _has_gone(callers[rank]):
-                        wrong = f"two processes say that they are rank {rank}"
-                        twin = callers[rank]
+                        found = f"two processes say that they are rank {rank}"
+                    elif why := name.get("refused"):
+                        found = f"rank {rank} was refused: {why}"
                     callers[rank] = caller
-                if (
-                    len(callers) == count - 1
-                ):  # one that died while it waited is not there, and may come again
-                    callers = {
-                        rank: caller for rank, caller in callers.items() if not _has_gone(caller)
-                    }
+                    untold.append(caller)
+                    if found and not wrong:
+                        wrong, deadline = found, min(deadline, time.monotonic() + EXCUSE_SECONDS)
+                    if wrong:
+                        tell([0, *callers])
+                    elif len(callers) == count - 1:
+                        # One that died while it waited is not there, and may come again.
+                        callers = {rank: c for rank, c in callers.items() if not _has_gone(c)}
         # The port is free for JAX before anybody hears that all are there.
         present = sorted([0, *callers])
-        for caller in [*callers.values(), *([twin] if twin else [])]:
-            with contextlib.suppress(OSError):
-                _say(caller, {"present": present, "wrong": wrong})
+        tell(present)
     return present, wrong
 
 
-def _answer(address: str, rank: int, count: int, deadline: float) -> tuple[list[int], str]:
+def _answer(
+    address: str, rank: int, count: int, deadline: float, refused: str = ""
+) -> tuple[list[int], str]:
     """Another rank: gives its name, and hears who else is there. Comes again where rank 0 has not begun yet."""
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(OSError):
             with socket.create_connection(split(address), timeout=left) as caller:
-                _say(caller, {"rank": rank, "count": count})
+                _say(caller, {"rank": rank, "count": count, "refused": refused})
                 caller.settimeout(left + PATIENCE_SECONDS)  # rank 0 may have begun to wait later
                 heard = _line(caller)
             if {"present", "wrong"} <= heard.keys():

@@ -18,6 +18,7 @@ from jaxlm.data import parts
 from jaxlm.data.dataset import Data
 from jaxlm.monitor import environment, trackers
 from jaxlm.monitor.console import Console
+from jaxlm.parallel import rollcall
 from jaxlm.parallel.cluster import Place
 from jaxlm.recipes import (
     assembly,
@@ -68,17 +69,8 @@ def pretrain(
       JaxlmError: for whatever a user can cause, before anything is compiled where it can be known.
     """
     run: Run = loaded.value
-    if (options.workdir / IMPORTED).exists():
-        raise CommandError(
-            "an imported model is no run to go on with",
-            where=f"--workdir={options.workdir}",
-            why="it has weights and no optimizer, and stays as it was imported",
-            fix=f"--init_from={options.workdir} --workdir={options.workdir}-trained",
-        )
-    # What costs nothing to find out comes first: a wrong setting must not cost a minute.
-    trackers.check(run.log.sinks)
-    parts.find(run.data)
-    devices.start(options.cpu_devices)
+    with rollcall.excused(options.place):
+        _check_cheaply(run, options)
     with contextlib.ExitStack() as stack:
         crew = stack.enter_context(Crew(run.watch, options.place, workdir=options.workdir))
         stop = stack.enter_context(crew.stop)
@@ -179,6 +171,20 @@ def pretrain(
                 raise
         crew.depart()
         return telling.finish(session)
+
+
+def _check_cheaply(run: Run, options: Options) -> None:
+    """What costs nothing to find out comes first: a wrong setting must not cost a minute."""
+    if (options.workdir / IMPORTED).exists():
+        raise CommandError(
+            "an imported model is no run to go on with",
+            where=f"--workdir={options.workdir}",
+            why="it has weights and no optimizer, and stays as it was imported",
+            fix=f"--init_from={options.workdir} --workdir={options.workdir}-trained",
+        )
+    trackers.check(run.log.sinks)
+    parts.find(run.data)
+    devices.start(options.cpu_devices)
 
 
 @contextlib.contextmanager

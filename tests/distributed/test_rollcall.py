@@ -4,19 +4,25 @@ import time
 
 import pytest
 
-from jaxlm.core.errors import CommandError, JaxlmError, PeerLost
+from jaxlm.core.errors import CommandError, ConfigError, JaxlmError, PeerLost
 from jaxlm.parallel import rollcall
+from jaxlm.parallel.cluster import Place
 from jaxlm.recipes.ranks import free_port
 
+REFUSED = ConfigError("no setting optim.lrr", where="--config.optim.lrr=1", why="", fix="")
 
-def meet(*ranks, count, seconds=1.0, counts=None):
-    """What each of these ranks finds out: None, or its error."""
+
+def meet(*ranks, count, seconds=1.0, counts=None, refused=()):
+    """What each of these ranks finds out: None, or its error. Some are refused before they come."""
     address = f"127.0.0.1:{free_port()}"
     found = {}
 
     def go(number, rank):
         try:
             own = (counts or {}).get(rank, count)
+            with rollcall.excused(Place(coordinator=address, count=own, rank=rank)):
+                if rank in refused:
+                    raise REFUSED
             rollcall.meet(address, rank=rank, count=own, seconds=seconds)
             found[number] = None
         except JaxlmError as error:
@@ -58,6 +64,24 @@ def test_d6_without_the_first_rank_the_others_end_in_time():
     assert isinstance(error, PeerLost)
     assert error.why == "present: 1; absent: 0"
     assert time.monotonic() - begun < 3
+
+
+@pytest.mark.parametrize("refused", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
+def test_those_who_wait_hear_at_once_that_a_rank_was_refused(refused):
+    begun = time.monotonic()
+    errors = meet(0, 1, 2, count=3, seconds=60, refused=refused)
+    assert time.monotonic() - begun < 8
+    for rank, error in enumerate(errors):
+        if rank in refused:
+            assert error is REFUSED
+        else:
+            assert isinstance(error, CommandError)
+            assert "was refused: no setting optim.lrr, --config.optim.lrr=1" in error.why
+
+
+def test_a_rank_that_is_refused_alone_waits_for_nobody_for_long(monkeypatch):
+    monkeypatch.setattr(rollcall, "EXCUSE_SECONDS", 0.3)
+    assert meet(0, count=2, refused=(0,)) == meet(1, count=2, refused=(1,)) == [REFUSED]
 
 
 def test_two_processes_of_one_rank_are_refused():

@@ -557,6 +557,31 @@ def test_d7_ranks_that_differ_refuse_and_show_the_difference(front_door, tmp_pat
     assert not (run / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("refused", [0, 1])
+def test_d7_a_rank_whose_own_command_is_wrong_is_told_to_the_other(front_door, tmp_path, refused):
+    """It is refused before they meet: the other would wait for it for minutes."""
+    words = harness.words(front_door.config, tmp_path / "run")
+    words += [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2", "--cpu_devices=1"]
+    wrong = "--config.optim.lrr=1"
+    with harness.timing() as took:
+        pair = [
+            harness.start([*words, f"--process_id={rank}", *([wrong] if rank == refused else [])])
+            for rank in (0, 1)
+        ]
+        try:
+            said = [process.communicate(timeout=120)[0] for process in pair]
+        finally:
+            for process in pair:
+                process.kill()
+                process.wait()
+    assert [process.returncode for process in pair] == [2, 2], "\n".join(said)
+    assert "fix    --config.optim.lr=" in said[refused]
+    assert f"rank {refused} was refused: " in said[1 - refused]
+    assert "optim.lrr" in said[1 - refused].partition("was refused")[2]
+    assert took.is_within(10), took
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_ranks_whose_launcher_is_gone_stop_and_save(front_door, tmp_path):
     ranks = []
