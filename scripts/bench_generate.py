@@ -49,7 +49,7 @@ def ours(folder: Path, compute: Float, prompts: np.ndarray, count: int) -> Gener
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), blueprint.shapes
     )
     with read.opened() as fetch:
-        tensors = importing.named(layout(decoder, family.HUB), read, family.HUB.optional)
+        tensors = importing.named(layout(decoder, family.HUB), read, family.HUB)
         params = importing.load(tensors, fetch, placed)
     draw = functools.partial(sampling.draw, temperature=0.0)
     run = jax.jit(decode.build(blueprint.merge, draw, max_tokens=count, end=-1, pad=0))

@@ -191,7 +191,8 @@ class Folder:
             raise DataError(
                 f"{INDEX} does not match its files in {len(problems)} tensors",
                 where=str(self.path / INDEX),
-                why="\n".join(problems[:5]),
+                why="",
+                every=problems,
                 fix="download the folder again",
             )
         return found

@@ -33,14 +33,17 @@ class Output:
         write(sys.stdout, text, end="")
 
     def error(self, error: JaxlmError) -> None:
-        """The four parts on stderr; under `--json` also as an object on stdout."""
+        """The four parts on stderr, after a list of what is too much for them; under `--json` also as an object on stdout."""
+        for line in error.every:
+            write(sys.stderr, line)
         write(sys.stderr, str(error))
         if self.as_json:
             parts = {
                 name: getattr(error, name)
                 for name in ("what", "where", "why", "fix", "kind", "code")
             }
-            write(sys.stdout, to_line({"error": parts}))
+            every = {"every": error.every} if error.every else {}
+            write(sys.stdout, to_line({"error": parts | every}))
 
 
 def write(stream: TextIO, text: str, end: str = "\n") -> None:

@@ -26,12 +26,19 @@ class JaxlmError(Exception):
       where: the file and line, the setting and who set it, or the path on disk.
       why: the numbers that make it wrong.
       fix: a command, flag or value to paste; several lines are allowed.
+      every: a line for each thing that is wrong, where `why` shows the first of many.
     """
+
+    SHOWN = 5  # of them, in `why`
 
     code = 70
     kind = "internal error"
 
-    def __init__(self, what: str, *, where: str, why: str, fix: str):
+    def __init__(self, what: str, *, where: str, why: str, fix: str, every: Sequence[str] = ()):
+        self.every = [safe(line) for line in every] if len(every) > self.SHOWN else []
+        if every:
+            more = [f"and {len(every) - self.SHOWN} more, listed above"] if self.every else []
+            why = "\n".join([*filter(None, [why]), *every[: self.SHOWN], *more])
         self.what, self.where, self.why, self.fix = map(safe, (what, where, why, fix))
         super().__init__(self.what)
 

@@ -1,6 +1,7 @@
 """A run made a folder of Hugging Face, read back and compared before it is called finished."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from jaxlm.core.errors import CommandError, JaxlmError, cannot_write
 from jaxlm.data import tokenizer_json
 from jaxlm.data.hub_tokenizer import Imported
 from jaxlm.models import cost
+from jaxlm.models.build import Blueprint
 from jaxlm.models.families.hub import uncomputed
 from jaxlm.objectives.config import Causal
 from jaxlm.parallel import rules
@@ -35,6 +37,7 @@ DTYPES: dict[Dtype, np.dtype] = {
     "float16": np.dtype(np.float16),
 }
 TOLERANCE = 1e-5  # of the largest logit: what was written is read back by the same arithmetic
+GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 LENGTH = 256  # of the rows of text that both are compared on, at most
 
 
@@ -97,7 +100,7 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write_json(partial / "config.json", attributes)
-        _write_beside(partial, options, opened, say)
+        _write_beside(partial, options, opened, attributes, say)
     except OSError as error:
         raise cannot_write("the folder", partial, error, fix="--out=another/folder") from error
     leaves = tree.leaves(opened.params)
@@ -152,14 +155,15 @@ def _without_heads(opened: Trained, say: Callable[[str], None]) -> Trained:
 def compare(folder: Path, opened: Trained, dtype: np.dtype) -> dict[str, Any]:
     """The largest difference between the logits of what lies in a folder and of the run, on Python's own source.
 
-    The run's parameters are rounded to the folder's dtype first, which is what a folder can hold; what the rounding
+    Theirs are of the model that the folder's config.json describes. The run's parameters are rounded to the folder's dtype first, which is what a folder can hold; what the rounding
     itself does to the logits is told beside it.
     """
     model = opened.model
     read = Folder(folder)
     family, _ = importing.described(read, lambda _: None)
-    decoder = family.build()
-    placed = assembly.placed(model)
+    described = dataclasses.replace(opened.run, model=family)
+    written = assembly.assemble(described, model.blueprint.config.vocab, model.mesh)
+    decoder, placed = family.build(), assembly.placed(written)
     with read.opened() as fetch, jax.set_mesh(model.mesh):
         tensors = layout(decoder, family.HUB)
         theirs = importing.load(tensors, fetch, placed)
@@ -170,8 +174,12 @@ def compare(folder: Path, opened: Trained, dtype: np.dtype) -> dict[str, Any]:
 
         rounded = tree.map_with_path(held, opened.params)
         tokens, places = _text(opened)
-        logits = jax.jit(lambda params: _logits(opened, params, tokens, places))
-        ours, read_back, exact = (np.asarray(logits(p)) for p in (rounded, theirs, opened.params))
+        logits, their_logits = (
+            jax.jit(functools.partial(_logits, each, is_paired=opened.run.is_paired))
+            for each in (model.blueprint, written.blueprint)
+        )
+        ours, exact = (np.asarray(logits(p, tokens, places)) for p in (rounded, opened.params))
+        read_back = np.asarray(their_logits(theirs, tokens, places))
     is_same = all(
         np.array_equal(a, b)
         for a, b in zip(jax.tree.leaves(rounded), jax.tree.leaves(theirs), strict=True)
@@ -198,9 +206,11 @@ def _text(opened: Trained) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(tokens), jnp.asarray(places)
 
 
-def _logits(opened: Trained, params: Any, tokens: jax.Array, places: jax.Array) -> jax.Array:
-    model = opened.model.blueprint.merge(params)
-    more = {"source": tokens} if opened.run.is_paired else {}
+def _logits(
+    blueprint: Blueprint, params: Any, tokens: jax.Array, places: jax.Array, *, is_paired: bool
+) -> jax.Array:
+    model = blueprint.merge(params)
+    more = {"source": tokens} if is_paired else {}
     return model.logits(model(tokens, positions=places, **more).values)
 
 
@@ -234,9 +244,15 @@ def _attributes(family: Any, dtype: str, opened: Trained) -> dict[str, Any]:
 
 
 def _write_beside(
-    folder: Path, options: Options, opened: Trained, say: Callable[[str], None]
+    folder: Path,
+    options: Options,
+    opened: Trained,
+    attributes: dict[str, Any],
+    say: Callable[[str], None],
 ) -> None:
-    """The tokenizer, and what came with an imported model."""
+    """The tokenizer, what came with an imported model, and the ids that generation begins and ends with."""
+    ends = {name: id_ for name, id_ in attributes.items() if name in GENERATION and id_ is not None}
+    write_json(folder / "generation_config.json", ends)
     kept = options.workdir / importing.FOLDER
     if kept.is_dir():
         for name in importing.BESIDE:

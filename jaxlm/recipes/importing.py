@@ -44,7 +44,6 @@ BESIDE = (
     "chat_template.jinja",
 )
 LONGEST_ROW = 2048  # tokens of a row that an imported run reads, where its model can read more
-SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +96,7 @@ def import_model(
     hub = run.model.HUB
     theirs = dataclasses.replace(decoder, vocab=rows)
     tensors = named(layout(theirs, hub), folder, hub)
-    ignored = compare(tensors, folder, hub, is_tied=decoder.tied, say=say)
+    ignored = compare(tensors, folder, hub, is_tied=decoder.tied)
     _verify(folder, say)
     devices.start(options.cpu_devices)
     mesh = devices.build_mesh(run.mesh)
@@ -200,7 +199,6 @@ def compare(
     hub: Hub,
     *,
     is_tied: bool,
-    say: Callable[[str], None],
 ) -> list[str]:
     """The tensors of the folder that need not be read.
 
@@ -221,14 +219,11 @@ def compare(
         if dtype not in DTYPES:
             problems.append(f"dtype       {name}: got {dtype}, want {', '.join(DTYPES)}")
     if problems:
-        for line in problems:
-            say(line)
-        more = len(problems) - SHOWN
         raise DataError(
             f"{len(problems)} tensors of the folder do not fit the model of its config.json",
             where=str(folder.path),
-            why="\n".join(problems[:SHOWN])
-            + (f"\nand {more} more, listed above" if more > 0 else ""),
+            why="",
+            every=problems,
             fix="fetch the folder again where it came from\nsave it again with transformers",
         )
     return ignored

@@ -309,10 +309,31 @@ def test_f6_a_damaged_folder_is_refused_with_the_whole_list_and_nothing_is_made(
     assert (code, answer["error"]["code"]) == (65, 65)
     for part in said:
         assert part in told
-    kinds = ("missing", "unexpected", "shape", "dtype")
-    listed = [line for line in told.splitlines() if line.startswith(kinds)]
-    assert answer["error"]["what"].startswith(f"{len(listed)} tensors")
+    error = answer["error"]
+    listed = error.get("every", error["why"].splitlines())
+    assert {line.split()[0] for line in listed} <= {"missing", "unexpected", "shape", "dtype"}
+    assert error["what"].startswith(f"{len(listed)} tensors")
     assert not run.exists()
+
+
+@pytest.mark.parametrize("wrong", ["tensors", "index"])
+def test_f6_more_than_an_error_has_room_for_is_listed_all_the_same(capsys, tmp_path, wrong):
+    source = write(tmp_path / "source")
+    if wrong == "index":
+        index, _ = split(source)
+        names = [f"nowhere.{number}" for number in range(9)]
+        index["weight_map"] |= dict.fromkeys(names, "a.safetensors")
+        (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        names = [f"model.more.{number}" for number in range(9)]
+        tensors_of(source, lambda found: found.update(dict.fromkeys(names, found[LAYER])))
+    words = ("import", f"--from={source}", f"--workdir={tmp_path / 'run'}", "--quiet")
+    code, answer, told = call(capsys, *words)
+    assert code == 65
+    assert "and 4 more, listed above" in answer["error"]["why"]
+    for name in names:
+        assert sum(name in line for line in answer["error"]["every"]) == 1
+        assert name in told.partition("and 4 more")[0]
 
 
 def split(source):
@@ -477,7 +498,7 @@ def test_s3_a_flipped_bit_of_an_exported_payload_is_refused_by_the_files_name(
     shutil.copytree(exported, source)
     code, _, told = call(capsys, *words)
     assert code == 0
-    beside = 3  # config.json, tokenizer.json, tokenizer_config.json
+    beside = 4  # config.json, generation_config.json, tokenizer.json, tokenizer_config.json
     count = len(files) + 1 + beside
     assert f"compared by sha256: {count} of {count} files\n" in told
 
@@ -490,6 +511,19 @@ def test_s3_what_an_export_writes_down_is_what_sha256sum_compares(exported):
         name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()
     }
     assert {"config.json", "parity.json", "README.md", "tokenizer.json"} < files.keys()
+
+
+def test_an_export_says_what_generation_begins_and_ends_with_and_what_the_run_was(exported):
+    config = json.loads((exported / "config.json").read_text())
+    ends = json.loads((exported / "generation_config.json").read_text())
+    assert ends == {name: config[name] for name in ends}
+    assert {"eos_token_id", "pad_token_id"} <= ends.keys()
+    card, parity = (
+        (exported / "README.md").read_text(),
+        json.loads((exported / "parity.json").read_text()),
+    )
+    for fact in (f"{config['architectures'][0]} by jaxlm", "step 0", f"{parity['tokens']} tokens"):
+        assert fact in card
 
 
 def test_s3_a_folder_that_says_nothing_of_its_files_is_imported_and_that_is_said(capsys, tmp_path):
@@ -608,6 +642,21 @@ def test_a_head_that_is_stored_beside_a_tied_embedding_must_be_the_same(capsys, 
     )
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'run2'}")
     assert (code, answer["ignored"]) == (0, ["lm_head.weight"])
+
+
+def test_an_export_whose_config_says_something_else_is_not_called_finished(
+    capsys, tmp_path, monkeypatch
+):
+    source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
+    assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
+    real = exporting._attributes
+    monkeypatch.setattr(
+        exporting, "_attributes", lambda *given: real(*given) | {"rope_theta": 123.0}
+    )
+    code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
+    assert code == 1
+    assert "other logits" in answer["error"]["what"]
+    assert not out.exists()
 
 
 def test_an_export_that_reads_back_otherwise_is_not_called_finished(capsys, tmp_path, monkeypatch):
