@@ -11,8 +11,9 @@ def kept(records: Sequence[Record], config: CheckpointConfig, *, reach: int = 0)
 
     Step 0 is there where a run began with the weights of another, which nothing could make again.
 
-    The way back is the newest healthy step, and the newest healthy one that is at least `reach` steps older than the
-    newest: a rewind goes there when training has gone wrong for longer than one interval between saves.
+    The way back is where a rewind goes when training has gone wrong for longer than one interval between saves: the newest
+    healthy step, the newest healthy one at least `reach` steps before that, and the oldest one between them, which will be
+    that far back when it is needed.
     """
     steps = sorted(record.step for record in records)
     keep = set(steps[-config.keep_last :]) | ({0} & set(steps))
@@ -23,6 +24,5 @@ def kept(records: Sequence[Record], config: CheckpointConfig, *, reach: int = 0)
     if config.keep_every is not None:
         keep |= {step for step in steps if step % config.keep_every == 0}
     healthy = sorted(record.step for record in records if record.healthy)
-    for far_enough in (healthy, [step for step in healthy if step <= steps[-1] - reach]):
-        keep |= set(far_enough[-1:])
-    return keep
+    far = [step for step in healthy if step <= healthy[-1] - reach]
+    return keep | set(healthy[-1:]) | set(far[-1:]) | set(healthy[len(far) :][:1])

@@ -90,6 +90,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     )
     loss = f", {result.metrics['loss_nats']:.4f} nats" if "loss_nats" in result.metrics else ""
     state = "complete" if result.complete else "stopped"
+    state = f"already {state}" if result.metrics.get("already") else state
     known = {"step": result.step, "complete": result.complete, "workdir": str(result.workdir)}
     out.result(known | result.metrics, f"{workdir}: {state} at step {result.step}{loss}")
     return 0

@@ -99,8 +99,7 @@ def _summary(run: Path, records: Sequence[Mapping[str, Any]]) -> str:
             stamp = time.gmtime(last.get("time_unix") or 0)
             parts.append(time.strftime("%Y-%m-%d %H:%M UTC", stamp))
     end = _json(run / "exit.json", EXIT)
-    # While a run goes on, the file still tells of the time before.
-    if end and end["time_unix"] >= (records[-1].get("time_unix") or 0 if records else 0):
+    if end:
         parts.append(f"ended with code {end['code']}: {end['cause']}")
     return f'<p class="soft">{html.escape(" · ".join(parts))}</p>'
 

@@ -1,5 +1,6 @@
 """A run of several processes, started again as long as that helps."""
 
+import contextlib
 import shutil
 import signal
 import threading
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from jaxlm.core.errors import JaxlmError, PeerLost, Preempted, SaveFailed, Stalled
 from jaxlm.recipes.ranks import Failure, Ranks
+from jaxlm.train import rundir
+from jaxlm.train.rundir import RunDir
 
 AGAIN = (PeerLost.code, Preempted.code, Stalled.code, SaveFailed.code)
 TRIES = 3  # without progress
@@ -48,11 +51,21 @@ class Job:
             self._ranks.signal(number)
 
     def run(self) -> Failure | None:
-        """The last failure; None where the run finished.
+        """The last failure; None where the run finished. What killed processes could not, it writes into exit.json.
 
         Raises:
           JaxlmError: where it crashes again and again without progress.
         """
+        try:
+            failure = self._attempts()
+        except JaxlmError as error:
+            self._write_down(error.code, rundir.cause(error))
+            raise
+        if failure:
+            self._write_down(failure.code, failure.cause)
+        return failure
+
+    def _attempts(self) -> Failure | None:
         here, tries = self._newest(), 0
         while True:
             with Ranks(
@@ -97,6 +110,20 @@ class Job:
             if shutil.disk_usage(self._workdir).free > had:
                 return True
         return False
+
+    def _write_down(self, code: int, cause: str) -> None:
+        if self._workdir is None:
+            return
+        directory = RunDir(self._workdir)
+        if directory.is_new or (self._workdir / "exit.json").exists():
+            return
+        directory.has_begun, directory.step = True, self._newest()
+        with contextlib.suppress(JaxlmError, OSError):  # another run is there by now
+            directory.lock.acquire()
+            try:
+                directory.leave(code, cause)
+            finally:
+                directory.lock.release()
 
     def _newest(self) -> int:
         """The newest checkpoint."""

@@ -13,7 +13,7 @@ import jax
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
 from jaxlm.core.config import Loaded
-from jaxlm.core.errors import CommandError, ConfigError, Preempted
+from jaxlm.core.errors import CommandError, ConfigError, DataError, Preempted
 from jaxlm.data import parts
 from jaxlm.data.dataset import Data
 from jaxlm.monitor import environment, trackers
@@ -110,6 +110,7 @@ def pretrain(
             return (meta["evaluation"] or {}) | {
                 "step": start,
                 "complete": True,
+                "already": True,
                 "workdir": str(options.workdir),
             }
         mesh = mesh or assembly.mesh_of(run)
@@ -137,6 +138,10 @@ def pretrain(
             if meta:
                 resume.check_state(engine, store, start, options.wish if start else Wish())
             if chosen is not None:
+                try:
+                    changes += starts.upgraded(directory.path, environment.versions())
+                except DataError as error:
+                    noticed.append(f"{error.what}: {error.where}")
                 space.check(engine, len(store.steps()) - len(chosen.aside), directory)
             session = Session(
                 engine,
@@ -152,7 +157,7 @@ def pretrain(
                 callbacks,
             )
             # Nothing refuses the start any more: from here on the run directory changes.
-            directory.has_begun = True
+            directory.begin()
             if chosen is not None:  # in the first process
                 if not console.is_kept:
                     _keep_log(stack, directory, console)
@@ -170,7 +175,10 @@ def pretrain(
                 crew.depart()
                 raise
         crew.depart()
-        return telling.finish(session)
+        answer = telling.finish(session)
+        if not answer["complete"]:
+            directory.outcome = f"stopped after step {answer['step']}, as it was asked to"
+        return answer
 
 
 def _check_cheaply(run: Run, options: Options) -> None:
@@ -258,6 +266,7 @@ def _describe(
         cast=wish.cast,
         config=wanted,
         data=data.fingerprint,
+        versions=environment.versions(),
     )
     starts.note(directory, start)
     directory.write_json("config.json", wanted)

@@ -23,7 +23,7 @@ def check(engine: Engine, committed: int, directory: RunDir) -> None:
     if config.space == "ignore":
         return
     one = tree.size_bytes(engine.shapes)
-    way_back = 1  # a healthy step to rewind to
+    way_back = 2  # healthy steps: one to rewind to, and one that will be
     kept = config.keep_last + config.keep_best + _rungs(engine.run) + way_back
     missing = max(kept + 1 - committed, 1)
     free = shutil.disk_usage(directory.path).free

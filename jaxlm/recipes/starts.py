@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.config import ABSENT, Change
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Shape
 from jaxlm.recipes.resume import Wish
@@ -28,6 +29,7 @@ class Start:
       cast: whether the arrays were taken over into other dtypes at this step.
       config: the resolved config.
       data: the fingerprint of the data.
+      versions: of packages, and digests of the rooms of this one.
     """
 
     step: int
@@ -36,6 +38,7 @@ class Start:
     cast: bool
     config: dict[str, Any]
     data: dict[str, Any]
+    versions: dict[str, str]
 
     @property
     def wish(self) -> Wish:
@@ -48,6 +51,7 @@ SHAPE: Shape = dict.fromkeys(("step", "rewinds"), sinks.is_step) | {
     "cast": lambda value: isinstance(value, bool),
     "config": lambda value: isinstance(value, dict),
     "data": lambda value: isinstance(value, dict),
+    "versions": lambda value: isinstance(value, dict),
 }
 
 
@@ -66,6 +70,18 @@ def read(workdir: Path) -> list[Start]:
     return [
         Start(**{name: record[name] for name in names})
         for record in sinks.read(workdir / FILE, SHAPE)
+    ]
+
+
+def upgraded(workdir: Path, versions: dict[str, str]) -> list[Change]:
+    """What computes otherwise than when the newest start of a run was made. Raises DataError as `read` does."""
+    if not (workdir / FILE).exists():
+        return []
+    before = read(workdir)[-1].versions
+    return [
+        Change(name, before.get(name, ABSENT), versions.get(name, ABSENT))
+        for name in sorted(before | versions)
+        if before.get(name) != versions.get(name)
     ]
 
 

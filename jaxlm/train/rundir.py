@@ -31,8 +31,8 @@ class RunDir:
     """A directory that one process at a time may write.
 
     Use it as a context manager: it holds an exclusive lock while it is open, and leaves `exit.json` behind, whatever the
-    way out. Who does not get the lock writes nothing. Nor does who is refused before `has_begun` where a run was before: how
-    that ended stays as it is told.
+    way out but one that leaves no time for it: then there is none, as while a run goes on. Who does not get the lock writes
+    nothing. Nor does who is refused before `begin` where a run was before: how that ended stays as it is told.
 
     Where a run has several processes, one writes: for the others nothing here takes or leaves anything.
     """
@@ -40,7 +40,8 @@ class RunDir:
     def __init__(self, path: str | os.PathLike[str], *, is_writer: bool = True):
         self.path, self.is_writer = Path(path), is_writer
         self.step = 0  # the newest completed step, for exit.json
-        self.has_begun = False  # set at the first write of this start
+        self.has_begun = False
+        self.outcome = "finished"  # the cause in exit.json, where nothing went wrong
         # Frees what may be freed on a full disk; set by whoever saves here.
         self.make_room: Callable[[], None] = lambda: None
         # What else tells how it ended, where that was not well; done in haste, and left out where it fails.
@@ -64,11 +65,17 @@ class RunDir:
             raise cannot_keep("the run directory", self.path, error) from error
         return self
 
+    def begin(self) -> None:
+        """From here on the directory changes: how the last start ended is no longer how the run did."""
+        self.has_begun = True
+        if self.is_writer:
+            (self.path / "exit.json").unlink(missing_ok=True)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
     ) -> None:
         try:
-            self.leave(_code(error), _cause(error))
+            self.leave(_code(error), self.outcome if error is None else cause(error))
             if error is not None:
                 self.conclude()
         except (NotWritable, SaveFailed):
@@ -147,9 +154,8 @@ def _code(error: BaseException | None) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 70
 
 
-def _cause(error: BaseException | None) -> str:
-    if error is None:
-        return "finished"
+def cause(error: BaseException) -> str:
+    """Why something ended, as exit.json says it."""
     return f"{type(error).__name__}: {safe(str(getattr(error, 'what', error)))}"
 
 

@@ -40,6 +40,7 @@ def get_config(arg=""):
     c.eval.every = "100%"
     c.checkpoint.every = 2
     c.checkpoint.keep_last = 3
+    c.guard.reach = 2  # of so short a run the first healthy step would be kept for good else
     c.log.every = 1
     c.log.sinks = ()
     c.sample.every = "100%"

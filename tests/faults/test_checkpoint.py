@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlm.checkpoint import record as records
+from jaxlm.checkpoint import retention
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
@@ -321,7 +322,8 @@ def private_mounts(folder: Path) -> list[str] | None:
 def test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left(
     config, unbroken, tmp_path, record_property
 ):
-    """A save is due after step 12. It fails while lines of later steps are written; the second try fails as well.
+    """A save is due after step 20, and the next after more lines than a page of the disk holds. It fails while those are
+    written; the second try fails as well.
 
     On a disk of 8 MB that is really full, where this machine lets a process mount one; else under a limit on the size
     of a file, where only the saves fail.
@@ -335,12 +337,12 @@ def test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left(
         left, small = run, 20_000  # metrics and logs fit, the arrays do not
         assert max(path.stat().st_size for path in files_of(run, 8)) > small
         command = [sys.executable, "-c", LIMITED.format(bytes=small)]
-        slow = "step.before:sleep=3@13-14"  # long enough to hear of it
+        slow = "step.before:sleep=3@21-22"  # long enough to hear of it
     record_property("B6", f"on {'a full tmpfs' if private else 'files of limited size'}")
     flags = (
-        "--config.train.steps=40",
+        "--config.train.steps=80",
         "--allow_change=train.steps",
-        "--config.checkpoint.every=12",
+        "--config.checkpoint.every=20",
     )
     done = subprocess.run(
         [*map(str, command), *harness.words(config, run, *flags)],
@@ -355,13 +357,13 @@ def test_b6_a_full_disk_is_an_error_at_the_next_step_with_the_good_step_left(
     if private:
         assert "full to the end of a page: True" in done.stdout
         first, second = map(int, done.stdout.partition("saves: ")[2].split())
-        assert first == 12
-        assert second > 13, "steps were done before a line met the full disk"
+        assert first == 20
+        assert second > 21, "steps were done before a line met the full disk"
         assert reached <= second + 1
         assert "No space left on device" in done.stderr
     else:
-        # Step 13 hears of it and saves once more, which step 14 hears of.
-        assert reached in (13, 14)
+        # Step 21 hears of it and saves once more, which step 22 hears of.
+        assert reached in (21, 22)
     assert harness.steps(left)[-1] == 8
     assert not list((left / "checkpoints").glob("*tmp*"))
     assert harness.exit_of(left)["code"] == 74
@@ -431,13 +433,13 @@ def test_b7_a_run_that_will_not_fit_the_disk_is_refused_before_it_starts(
     words = harness.words(config, tmp_path / "run")
     assert main(words) == 73
     said = capsys.readouterr().err
-    # Three newest, the best, a healthy one, and one that is being written, each of weights and two moments in float32.
-    assert re.search(r"why +6 more of 459 KiB need 2\.69 MiB, and 391 KiB are free", said)
+    # Three newest, the best, two healthy ones, and one that is being written, each of weights and two moments in float32.
+    assert re.search(r"why +7 more of 459 KiB need 3\.14 MiB, and 391 KiB are free", said)
     assert "checkpoint.space" in said
     assert not (tmp_path / "run/metrics.jsonl").exists()
     # Of the steps 2, 4, ... 12 those that are multiples of 4 stay for good.
     assert main([*words, "--config.checkpoint.keep_every=4"]) == 73
-    assert "9 more of 459 KiB need 4.03 MiB" in capsys.readouterr().err
+    assert "10 more of 459 KiB need 4.48 MiB" in capsys.readouterr().err
     assert main([*words, "--config.checkpoint.space=ignore", "--stop_at=2"]) == 0
 
 
@@ -550,7 +552,29 @@ def test_b11_a_healthy_step_and_the_ladder_outlive_saves_that_are_not_healthy(tm
     for step in range(1, 11):
         store.save(step, state(), {}, healthy=step <= 5)
     store.close()
-    assert Store(tmp_path, kept, read_only=True).steps() == [4, 5, 8, 9, 10]
+    assert Store(tmp_path, kept, read_only=True).steps() == [1, 4, 5, 8, 9, 10]
+
+
+@pytest.mark.parametrize("every", [1, 2, 7, 10, 25, 50, 60, 100])
+def test_c6_the_way_back_is_as_long_as_it_must_be_however_often_steps_are_saved(every):
+    """And no longer than one reach and one interval more. Steps that were saved after it went wrong are not healthy."""
+    reach, config = 100, CheckpointConfig(keep_last=2, keep_best=0)
+    lengths = set()
+    for first_bad in range(301, 502, 10):
+        here: dict[int, records.Record] = {}
+        for step in range(every, first_bad + 9, every):
+            here[step] = record(step, healthy=step < first_bad)
+            left = retention.kept(list(here.values()), config, reach=reach)
+            assert len(left) <= config.keep_last + 3
+            here = {step: here[step] for step in left}
+        healthy = [step for step in here if here[step].healthy]
+        lengths.add(first_bad - max(step for step in healthy if step <= first_bad - reach))
+    assert min(lengths) >= reach
+    assert max(lengths) <= 2 * reach + every
+
+
+def record(step, *, healthy):
+    return records.Record(step=step, owner="", loss_nats=None, healthy=healthy, meta={}, files={})
 
 
 def test_b11_a_state_that_is_not_finite_is_never_committed(config, tmp_path, capsys):

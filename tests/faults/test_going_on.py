@@ -1,5 +1,7 @@
-"""Lines E3, F3, F5, F8 and F9: going on with something changed, and only where the user says so."""
+"""Lines E3, F3, F5, F8, F9 and S14: going on with something changed, and only where the user says so, or sees it."""
 
+import dataclasses
+import importlib.metadata
 import json
 import shutil
 
@@ -40,6 +42,32 @@ def test_f3_safe_fields_go_on_and_are_said(config, run):
     assert all(field in log for field in ("log.every", "eval.every", "checkpoint.every"))
     assert [start.config["log"]["every"] for start in starts.read(run)] == [1, 2]
     assert json.loads((run / "config.json").read_text())["log"]["every"] == 2
+
+
+def test_s14_libraries_that_changed_under_a_run_are_said_and_each_start_keeps_its_own(config, run):
+    path = run / starts.FILE
+    (first,) = starts.read(run)
+    assert first.versions["package jax"] == importlib.metadata.version("jax")
+    older = dataclasses.asdict(first)
+    older["versions"] |= {"package jax": "0.1.2", "package gone": "3"}
+    path.write_text(json.dumps(older) + "\n")
+    assert main([*harness.words(config, run), "--stop_at=7"]) == 0
+    log = (run / "log.txt").read_text()
+    assert f"package jax: 0.1.2 -> {importlib.metadata.version('jax')}" in log
+    assert "package gone: 3 -> " in log
+    assert log.count(" -> ") == 2, "nothing else did"
+    assert starts.read(run)[-1].versions == first.versions
+    assert harness.exit_of(run)["cause"] == "stopped after step 7, as it was asked to"
+    path.write_text("{}\n")
+    assert main([*harness.words(config, run), "--stop_at=8"]) == 0
+    assert starts.FILE in (run / "warnings.jsonl").read_text()
+
+
+def test_how_a_start_ended_says_nothing_of_the_next_that_was_killed(config, run):
+    assert harness.exit_of(run)["code"] == 0
+    code, said = harness.run(harness.words(config, run), "step.before:sigkill@8")
+    assert code == -9, said
+    assert not (run / "exit.json").exists()
 
 
 # Field -> what it is in the run, and another value.

@@ -30,7 +30,8 @@ def broken(monkeypatch, plan: str) -> None:
 NEVER = "grads:nan@999"
 NEITHER = f"{NEVER},loss:nan@999"
 STEPS = ("--config.train.steps=40", "--config.guard.window=16")
-LIMITS = ("--config.guard.budget=3", "--config.guard.reach=6", "--config.guard.skip=8")
+# Fewer steps are kept than a rewind goes back.
+LIMITS = ("--config.guard.budget=3", "--config.guard.reach=6", "--config.guard.skip=8", "--config.checkpoint.keep_last=1")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,8 @@ def test_c6_a_bad_stretch_of_data_is_rewound_and_gone_around(
     assert f"rewind 1 of 3: steps 21 to 23 could not be applied; {gone}" in log
     steps = [r["step"] for r in harness.records(tmp_path / "run") if r["split"] == "train"]
     assert steps == list(range(1, 41))
-    assert sorted(p.name for p in (tmp_path / "run/quarantine").iterdir() if p.is_dir())[0] == "16"
+    given_up = [int(p.name) for p in (tmp_path / "run/quarantine").iterdir() if p.is_dir()]
+    assert 14 < min(given_up) < 21
     assert harness.steps(tmp_path / "run")[-1] == 40
     record_property("C6", f"back to step {made[0]['to']}, around 8 batches")
 

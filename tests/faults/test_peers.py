@@ -486,6 +486,7 @@ def test_d1_a_killed_rank_is_started_again_and_no_bit_changes(front_door, tmp_pa
     answer, said = front_door(killed, faults="step.before:sigkill@7-7#1", restarts=1)
     assert answer["code"] == 69, said
     assert (answer["started"], answer["rank"]) == (2, 1), "killed in each of its two lives"
+    assert harness.exit_of(killed)["code"] == 69
     answer, said = front_door(killed, restarts=1)
     assert answer["code"] == 0, said
     assert harness.losses(killed) == harness.losses(tmp_path / "unbroken")
@@ -503,6 +504,19 @@ def test_a12_a_run_that_dies_at_one_step_again_and_again_is_given_up(front_door,
     assert "SIGKILL" in answer["error"]["why"]
     assert said.count("starting again in") == 2, "no fourth try"
     assert harness.steps(tmp_path) == [2]
+    left = harness.exit_of(tmp_path)
+    assert (left["code"], left["step"]) == (70, 2), "not how the first start ended"
+    assert "3 times in a row" in left["cause"]
+
+
+@pytest.mark.slow
+def test_d2_a_killed_coordinator_of_a_run_ends_the_other_rank_with_69(front_door, tmp_path):
+    faults = "step.before:sigkill@7#0"
+    answer, said = front_door(tmp_path, faults=faults, restarts=0)
+    assert (answer["code"], answer["rank"]) == (69, 0), said
+    assert "SIGKILL" in answer["cause"]
+    left = harness.exit_of(tmp_path)
+    assert (left["code"], left["step"]) == (69, harness.steps(tmp_path)[-1])
 
 
 @pytest.mark.parametrize("difference", ["config and code", "data"])

@@ -178,14 +178,14 @@ def test_a1_h5_fifty_kills_change_no_bit(config, tmp_path, on_four, record_prope
 
 
 # Point -> its step, the step that was committed last by then, and the intervals that may be lost. Removing is asked with
-# the step that is removed: 2 goes while 6 is saved. Each life goes on where the one before was killed.
+# the step that is removed: 2 goes while 8 is saved. Each life goes on where the one before was killed.
 SAVE_POINTS = {
-    "save.retire": (2, 4, 2),
-    "save.begin": (6, 4, 1),
-    "save.files": (8, 6, 1),
-    "save.digest": (8, 6, 2),
-    "save.commit": (10, 8, 2),
-    "step.after": (10, 8, 1),
+    "save.retire": (2, 6, 2),
+    "save.begin": (8, 6, 1),
+    "save.files": (10, 8, 1),
+    "save.digest": (10, 8, 2),
+    "save.commit": (12, 10, 2),
+    "step.after": (12, 10, 1),
 }
 
 
@@ -441,7 +441,7 @@ def test_a11_a_finished_run_started_again_says_so_and_writes_nothing(
     took = time.monotonic() - begun
     assert took < 10
     record_property("A11", f"{took:.1f} s")
-    assert "complete at step 12" in capsys.readouterr().out
+    assert "already complete at step 12" in capsys.readouterr().out
     assert everything() == before
 
 

@@ -120,13 +120,6 @@ def test_it_holds_results_warnings_settings_and_who_set_them(page):
     assert "ended with code 0: finished" in " ".join(page.texts)
 
 
-def test_how_an_earlier_start_ended_is_not_how_this_one_did(run):
-    (run / "exit.json").write_text(
-        '{"code": 75, "step": 4, "cause": "Preempted", "time_unix": 1e9}'
-    )
-    assert "Preempted" not in report.write(run).read_text()
-
-
 def test_what_a_default_set_is_folded_away(page):
     assert page.texts.count("optim.lr") == 2
     assert page.texts.count("seed") == 1

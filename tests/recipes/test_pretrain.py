@@ -290,7 +290,7 @@ def test_a_finished_run_says_so_and_writes_nothing(config, unbroken, capsys):
         if path.is_file() and path.name != "lock"
     }
     assert train(config, unbroken) == 0
-    assert "complete at step 12" in capsys.readouterr().out
+    assert "already complete at step 12" in capsys.readouterr().out
     after = {
         path: path.stat().st_mtime_ns
         for path in unbroken.rglob("*")

@@ -15,6 +15,7 @@ def start(step, name, rewinds=0, reset=False):
         cast=False,
         config={"name": name},
         data={},
+        versions={},
     )
 
 
