@@ -169,16 +169,17 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def _lines(reports) -> list[str]:
-    """A row for each line: its id, how its tests ended, and the figures that they recorded as a property of this id."""
+    """A row for each line: its id, how its tests ended, and the figures that they recorded as a property of this id; and a sum."""
     ended = collections.defaultdict(collections.Counter)
     figures = collections.defaultdict(list)
-    for report in reports:
+    tests = [report for report in reports if IDS.search(report.nodeid)[0]]
+    for report in tests:
         for group, number in LINE.findall(IDS.search(report.nodeid)[0]):
             line = group.upper(), int(number)
             ended[line][report.outcome] += 1
             name = "{}{}".format(*line)
             figures[line] += [text for known, text in report.user_properties if known == name]
-    return [
+    rows = [
         "{:4} {:10} {}".format(
             "{}{}".format(*line),
             ", ".join(f"{count} {outcome}" for outcome, count in sorted(found.items())),
@@ -186,6 +187,12 @@ def _lines(reports) -> list[str]:
         ).rstrip()
         for line, found in sorted(ended.items())
     ]
+    seconds = sum(report.duration for report in tests)
+    return (
+        [*rows, f"{len(ended)} lines, {len(tests)} tests, {seconds:.0f} s of the workers"]
+        if rows
+        else []
+    )
 
 
 def pytest_sessionstart(session):

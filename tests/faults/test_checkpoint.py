@@ -426,7 +426,7 @@ def test_a_kill_after_the_last_commit_loses_nothing(config, unbroken, tmp_path, 
 
 
 def test_b7_a_run_that_will_not_fit_the_disk_is_refused_before_it_starts(
-    config, tmp_path, capsys, monkeypatch
+    config, tmp_path, capsys, monkeypatch, record_property
 ):
     free = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=400_000))
@@ -434,7 +434,9 @@ def test_b7_a_run_that_will_not_fit_the_disk_is_refused_before_it_starts(
     assert main(words) == 73
     said = capsys.readouterr().err
     # Three newest, the best, two healthy ones, and one that is being written, each of weights and two moments in float32.
-    assert re.search(r"why +7 more of 459 KiB need 3\.14 MiB, and 391 KiB are free", said)
+    told = re.search(r"why +(7 more of 459 KiB need 3\.14 MiB, and 391 KiB are free)", said)
+    assert told
+    record_property("B7", told[1])
     assert "checkpoint.space" in said
     assert not (tmp_path / "run/metrics.jsonl").exists()
     # Of the steps 2, 4, ... 12 those that are multiples of 4 stay for good.
@@ -484,7 +486,9 @@ for place in sys.argv[2:]:
 """
 
 
-def test_b8_a_directory_that_may_not_be_written_is_said_at_once(config, unbroken, tmp_path):
+def test_b8_a_directory_that_may_not_be_written_is_said_at_once(
+    config, unbroken, tmp_path, record_property
+):
     """One that is new, one below it, a run, and a run of which only the checkpoints may not be written."""
     for name in ("run", "half"):
         shutil.copytree(unbroken / "half", tmp_path / name)
@@ -504,7 +508,9 @@ def test_b8_a_directory_that_may_not_be_written_is_said_at_once(config, unbroken
             path.chmod(0o700)
     found = [line.split() for line in done.stdout.splitlines()]
     assert [code for code, _ in found] == ["73"] * 4, done.stderr
-    assert max(float(seconds) for _, seconds in found) < 5
+    longest = max(float(seconds) for _, seconds in found)
+    assert longest < 5
+    record_property("B8", f"{len(found)} places, {longest:.1f} s at most")
     assert all(str(path) in done.stderr for path in places)
     assert done.stderr.count("PermissionError") == 4
     assert harness.exit_of(tmp_path / "half")["code"] == 73

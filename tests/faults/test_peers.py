@@ -167,13 +167,14 @@ def test_d4_a_rank_whose_python_does_not_run_is_ended_from_outside(pair):
     assert done.has_no_orphans()
 
 
-def test_d5_slow_is_not_stuck(pair):
+def test_d5_slow_is_not_stuck(pair, record_property):
     slow = "step.before:sleep=0.6@8#1,eval:sleep=1.6@8#0,save.begin:sleep=1.6@8#1,data.next:sleep=1.6@9#1"
     limits = "--watch=step=1s,factor=2,compile=20s,eval=3s,save=3s,data=3s"
     done = pair("--steps=12", "--pace=0.2", limits, faults=slow)
     assert done.failure is None, done.lines
     assert done.codes == [0, 0]
     assert done.said(1).count("step ") == 12
+    record_property("D5", "0 alarms in 4 phases")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -192,20 +193,22 @@ def test_d6_a_peer_that_never_comes_is_named(tmp_path, rank, record_property):
     assert f"present: {rank}; absent: {1 - rank}" in done.stderr
 
 
-def test_d7_ranks_that_differ_refuse_before_they_compute(pair):
+def test_d7_ranks_that_differ_refuse_before_they_compute(pair, record_property):
     done = pair("--fact=RANK")
     assert done.codes == [2, 2]
     assert done.failure.code == 2
     for rank in (0, 1):
         assert "fact: 0 on rank 0, 1 on rank 1" in done.said(rank)
         assert "step 1" not in done.said(rank)
-    assert done.ended - done.lines[0][0] <= 10
+    assert (took := done.ended - done.lines[0][0]) <= 10
+    record_property("D7", f"{took:.1f} s")
 
 
-def test_d8_a_rank_may_finish_before_the_other(pair):
+def test_d8_a_rank_may_finish_before_the_other(pair, record_property):
     done = pair("--late=1:2")
     assert (done.failure, done.codes) == (None, [0, 0])
-    assert done.since("[0] total 40.0") >= 2
+    assert (before := done.since("[0] total 40.0")) >= 2
+    record_property("D8", f"{before:.1f} s before the other")
 
 
 @pytest.mark.slow
@@ -507,6 +510,31 @@ def test_a12_a_run_that_dies_at_one_step_again_and_again_is_given_up(front_door,
     left = harness.exit_of(tmp_path)
     assert (left["code"], left["step"]) == (70, 2), "not how the first start ended"
     assert "3 times in a row" in left["cause"]
+
+
+@pytest.mark.slow
+def test_d4_a_stuck_rank_of_a_run_ends_both_with_the_stacks_of_both(front_door, tmp_path):
+    answer, said = front_door(tmp_path, "--config.watch.step=3s", faults="step.before:hang@7#1")
+    assert answer["code"] == 76, said
+    left = harness.exit_of(tmp_path)
+    assert left["code"] == 76
+    last = max(record["time_unix"] for record in harness.records(tmp_path))
+    assert left["time_unix"] - last <= harness.allowed(3 + 3)
+    for rank in (0, 1):
+        assert "train.py" in (tmp_path / f"stacks.{rank}.txt").read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_d6_a_run_whose_peer_never_comes_ends_with_69_and_says_who_is_there(
+    front_door, tmp_path, rank
+):
+    words = harness.words(front_door.config, tmp_path / "run", "--config.watch.join=2s")
+    place = (f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2", f"--process_id={rank}")
+    with harness.timing() as took:
+        code, said = harness.run([*words, *place, "--cpu_devices=1"])
+    assert code == 69, said
+    assert f"present: {rank}; absent: {1 - rank}" in said
+    assert took.is_within(2 + 10), took
 
 
 @pytest.mark.slow

@@ -90,12 +90,13 @@ def test_the_exit_code_says_what_happened(job, end, code):
 
 
 @pytest.mark.parametrize("saved", ["", "save(7)"])
-def test_a12_a_crash_loop_without_progress_ends_after_three_starts(job, saved):
+def test_a12_a_crash_loop_without_progress_ends_after_three_starts(job, saved, record_property):
     made = job(f"{saved}\nprint('the last words', flush=True)\nkill()")
     with pytest.raises(JaxlmError) as caught:
         made.run()
     assert caught.value.code == 70
     assert made.started == 3, "no fourth try"
+    record_property("A12", f"{made.started} starts")
     assert f"without a step past {7 if saved else 0}" in caught.value.what
     assert "ended by SIGKILL" in caught.value.why
     assert "the last words" in caught.value.why
