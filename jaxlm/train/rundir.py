@@ -66,10 +66,14 @@ class RunDir:
         return self
 
     def begin(self) -> None:
-        """From here on the directory changes: how the last start ended is no longer how the run did."""
+        """From here on the directory changes: how the last start ended is no longer how the run did. Raises as `write` does."""
         self.has_begun = True
         if self.is_writer:
-            (self.path / "exit.json").unlink(missing_ok=True)
+            last = self.path / "exit.json"
+            try:
+                last.unlink(missing_ok=True)
+            except OSError as error:
+                raise cannot_keep("exit.json", last, error) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
