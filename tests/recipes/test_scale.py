@@ -52,7 +52,7 @@ def write_run(folder, width, steps, *, done=None, settings=(), data=(), losses=L
     (folder / "tokenizer").write_bytes(encoder.serialise())
     fingerprint = {"tokenizer": encoder.digest, "sequence": 32, "seed": 0, "train": "a" * 64}
     fingerprint |= {"train.tokens": 10**7, "validation.val": "b" * 64} | dict(data)
-    start = {"step": 0, "rewinds": 0, "reset_optimizer": False, "cast": False}
+    start = {"step": 0, "rewinds": 0, "reset_optimizer": False, "cast": False, "versions": {}}
     start |= {"config": configs.to_json(run), "data": fingerprint}
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
     done = steps if done is None else done
