@@ -191,7 +191,7 @@ class Folder:
             raise DataError(
                 f"{INDEX} does not match its files in {len(problems)} tensors",
                 where=str(self.path / INDEX),
-                why="",
+                why="each tensor must be in the file that it is listed for, and in no other",
                 every=problems,
                 fix="download the folder again",
             )

@@ -159,10 +159,15 @@ def problems(
         return
     steps = {name: span.steps(total, tokens_per_step) for name, span in found.items()}
     warmup, end = steps["warmup"], steps.get("end", total)
-    if "end" in steps and warmup >= end:
+    if warmup >= end:
+        ends = (
+            f"the schedule ends: {warmup} steps, end at step {end}"
+            if "end" in steps
+            else f"the run ends: {warmup} steps"
+        )
         yield (
             "warmup",
-            f"it is not over when the schedule ends: {warmup} steps, end at step {end}, {total} steps in all",
+            f"it is not over when {ends}, {total} steps in all",
             "--config.schedule.warmup=2%",
         )
     elif "decay" in steps and warmup + steps["decay"] > end:

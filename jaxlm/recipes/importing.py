@@ -222,7 +222,7 @@ def compare(
         raise DataError(
             f"{len(problems)} tensors of the folder do not fit the model of its config.json",
             where=str(folder.path),
-            why="",
+            why="every one must be there, of the shape that it has there, and no other",
             every=problems,
             fix="fetch the folder again where it came from\nsave it again with transformers",
         )

@@ -164,6 +164,8 @@ def test_cycles_begin_at_whole_steps_and_grow():
         ({"name": "wsd", "decay": "0"}, "nothing decays"),
         ({"name": "step", "every": "0"}, "at least a step apart"),
         ({"name": "step", "every": "300"}, "the run ends at 200"),
+        ({"name": "constant", "warmup": "200"}, "when the run ends: 200 steps"),
+        ({"name": "inverse_sqrt", "warmup": "5000"}, "when the run ends: 5000 steps"),
         ({"name": "inverse_sqrt", "warmup": "0"}, "without one"),
     ],
     ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else "",
