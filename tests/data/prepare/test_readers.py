@@ -94,6 +94,13 @@ def test_the_main_text_of_a_page_is_its_prose_its_headings_and_its_code(into, ca
     assert page["meta"]["title"] == "A title"
 
 
+def test_a_page_that_is_longer_than_is_read_says_so(into, capsys):
+    (into / "a.html").write_text(f"<p>{prose(1)}</p>{' ' * 2**23}<p>{prose(2)}</p>")
+    answer = read(capsys)
+    assert answer["notes"] == {"HTML: pages cut after 8,388,608 characters": 1}
+    assert kept() == [prose(1).replace("\n", " ")]
+
+
 def test_a_page_whose_tags_are_not_closed_loses_nothing(into, capsys):
     page = f"<title>T<body><form><h1>Head<p>{prose(1)}<p>{prose(2)} <a>b</a><div>{prose(3)}"
     (into / "a.html").write_text(page)

@@ -9,6 +9,7 @@ of its neighbours; here the thresholds below, which were not fitted).
 import dataclasses
 import html.parser
 import re
+from collections import Counter
 
 SKIPPED = frozenset(
     "script style noscript template svg math iframe object nav footer aside button select".split()
@@ -45,8 +46,10 @@ def charset(data: bytes) -> str:
     return match[1].decode() if match else ""
 
 
-def main_text(page: str) -> tuple[str, str]:
-    """The title of a page, and its main text with an empty line between blocks."""
+def main_text(page: str, counts: Counter[str]) -> tuple[str, str]:
+    """The title of a page, and its main text with an empty line between blocks; a page that is too long for it is counted."""
+    if len(page) > MOST_HTML:
+        counts[f"HTML: pages cut after {MOST_HTML:,} characters"] += 1
     parser = _Blocks()
     parser.feed(page[:MOST_HTML])
     parser.close()

@@ -28,7 +28,7 @@ def html(stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]) -> 
     """The main text of a page, its title in the meta."""
     data = whole(stream, recipe.reading.document_bytes)
     page = _document(data, name, charset(data), counts)
-    title, text = main_text(page.text)
+    title, text = main_text(page.text, counts)
     yield page.with_text(text, title=title)
 
 

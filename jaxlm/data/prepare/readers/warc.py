@@ -103,7 +103,7 @@ def _document(
     if encoding != "utf-8":
         meta["encoding"] = encoding
     if page.kind in PAGES:
-        meta["title"], text = main_text(text)
+        meta["title"], text = main_text(text, counts)
     return Document(text, name, number, meta)
 
 
