@@ -3,7 +3,6 @@
 Not by an exception: where there are several processes, one that raises waits in JAX for the others, which wait for it.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -19,12 +18,12 @@ from jaxlm.core.errors import Diverged, JaxlmError, PeerLost, Stalled
 from jaxlm.core.quoting import printable, safe
 from jaxlm.monitor import watch
 from jaxlm.parallel.peers import AGAIN, Peers, is_loss
+from jaxlm.train.haste import STEP_SECONDS, within
 
 LONGEST = 16_000  # characters of a traceback that the peers are told
 POLL_SECONDS = 0.2
 EXPLAINED = (Stalled.code, Diverged.code)  # ends that a report helps with
 EXPLAIN_SECONDS = 1.5
-STEP_SECONDS = 0.6  # for each thing that is done on the way out; a disk or a peer may not answer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,18 +169,6 @@ def _await_others(peers: Peers) -> None:
     """The first process keeps the signs: it goes last."""
     while sum(name.startswith("gone/") for name in peers.signs()) < peers.count:
         time.sleep(0.05)
-
-
-def within(act: Callable[[], object], seconds: float = STEP_SECONDS) -> None:
-    """Does something that may hang or fail, and goes on without it then."""
-
-    def attempt() -> None:
-        with contextlib.suppress(Exception):
-            act()
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(seconds)
 
 
 def _write(text: str) -> None:

@@ -19,7 +19,7 @@ from jaxlm.core.errors import (
 from jaxlm.core.quoting import safe
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Jsonl, Lines
-from jaxlm.train.ending import within
+from jaxlm.train.haste import within
 from jaxlm.train.lock import Lock
 
 IMPORTED = "imported.json"  # in a run whose weights came from elsewhere
