@@ -289,7 +289,7 @@ SLOW = [
     (".venv-parity", "-q -m parity", ""),
     (".venv-ray", "-q -m cluster tests/data/prepare", ""),
     (".venv-trackers", "-q -m trackers tests/monitor/test_trackers.py", ""),
-    (".venv-tpu", "-q -m slow -k topology tests/recipes/test_topology.py tests/house/test_readme.py", ""),
+    (".venv-tpu", "-q -m slow -k topology tests/house/test_readme.py tests/recipes/test_topology.py", ""),
 ]  # fmt: skip
 GPU = (".venv-gpu", "-q -m gpu tests/faults/test_gpu.py", "")
 
