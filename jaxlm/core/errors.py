@@ -38,7 +38,7 @@ class JaxlmError(Exception):
         self.every = [safe(line) for line in every] if len(every) > self.SHOWN else []
         if every:
             more = [f"and {len(every) - self.SHOWN} more, listed above"] if self.every else []
-            why = "\n".join([*filter(None, [why]), *every[: self.SHOWN], *more])
+            why = "\n".join([why, *every[: self.SHOWN], *more])
         self.what, self.where, self.why, self.fix = map(safe, (what, where, why, fix))
         super().__init__(self.what)
 

@@ -13,9 +13,7 @@ from jaxlm.core.errors import ConfigError
 # Outermost first: the slowest wire carries the least.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
-OFFERED = (
-    4  # layouts to paste at most, as an error has eight lines; others are named in one of them
-)
+OFFERED = 4  # layouts to paste at most, as an error has eight lines; one names the others
 
 AxisSize = int | Literal["auto"]
 ContextKeys = Literal["auto", "gather", "ring"]

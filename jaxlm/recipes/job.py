@@ -117,10 +117,11 @@ class Job:
         directory = RunDir(self._workdir)
         if directory.is_new or (self._workdir / "exit.json").exists():
             return
-        directory.has_begun, directory.step = True, self._newest()
+        directory.step = self._newest()
         with contextlib.suppress(JaxlmError, OSError):  # another run is there by now
             directory.lock.acquire()
             try:
+                directory.begin()
                 directory.leave(code, cause)
             finally:
                 directory.lock.release()

@@ -110,12 +110,18 @@ def start(
 def run(command: list[str], faults: str = "", **env: str) -> tuple[int, str]:
     """The exit code, negative for a signal, and all that was printed."""
     process = start(command, faults, **env)
-    try:
-        said, _ = process.communicate(timeout=300)
-    finally:
-        process.kill()
-        process.communicate()
+    (said,) = said_by([process])
     return process.returncode, said
+
+
+def said_by(processes: list[subprocess.Popen], seconds: float = 300) -> list[str]:
+    """What each of them printed until it ended. None outlives this, whatever happens."""
+    try:
+        return [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def records(workdir: Path, name: str = "metrics.jsonl") -> list[dict]:

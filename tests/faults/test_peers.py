@@ -399,12 +399,7 @@ def recorded(processes: int, command: list[str], log: Path) -> Recorded:
         )
         for rank in range(processes)
     ]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    said = harness.said_by(ranks)
     assert [process.returncode for process in ranks] == [0] * processes, said
     rows = {
         (line["step"], row): digest
@@ -585,12 +580,7 @@ def test_d7_ranks_that_differ_refuse_and_show_the_difference(front_door, tmp_pat
         "config and code": ("optim.lr: 0.001 on rank 0, 0.002 on rank 1", "code of jaxlm/core: "),
         "data": ("train: ",),
     }[difference]
-    try:
-        said = [process.communicate(timeout=120)[0] for process in pair]
-    finally:
-        for process in pair:
-            process.kill()
-            process.wait()
+    said = harness.said_by(pair, 120)
     assert [process.returncode for process in pair] == [2, 2], "\n".join(said)
     for each in said:
         for line in shown:
@@ -612,12 +602,7 @@ def test_d7_a_rank_whose_own_command_is_wrong_is_told_to_the_other(front_door, t
             harness.start([*words, f"--process_id={rank}", *([wrong] if rank == refused else [])])
             for rank in (0, 1)
         ]
-        try:
-            said = [process.communicate(timeout=120)[0] for process in pair]
-        finally:
-            for process in pair:
-                process.kill()
-                process.wait()
+        said = harness.said_by(pair, 120)
     assert [process.returncode for process in pair] == [2, 2], "\n".join(said)
     assert "fix    --config.optim.lr=" in said[refused]
     assert f"rank {refused} was refused: " in said[1 - refused]
