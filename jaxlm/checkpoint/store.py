@@ -377,7 +377,7 @@ class Store:
         return SaveFailed(
             "a checkpoint could not be written",
             where=str(self.directory),
-            why=f"{type(error).__name__}: {error}"[:500],
+            why=f"{type(error).__name__}: {error}",  # its cause may be the last words of many
             fix="free space there, then run the same command again: it goes on from the last committed step",
         )
 

@@ -607,6 +607,24 @@ def test_b12_each_due_save_is_committed_or_an_error(tmp_path):
     store.release()
 
 
+def test_b6_the_cause_of_a_failed_save_is_shown_though_long_paths_stand_before_it(
+    tmp_path, monkeypatch
+):
+    """Tensorstore names two paths first: 481 characters of a folder that is not deep."""
+    cause = f"Failed writing {'folder/' * 100}: No space left on device"
+
+    def full(*_):
+        raise ValueError(cause)
+
+    monkeypatch.setattr(records, "digests", full)
+    store = Store(tmp_path, CheckpointConfig())
+    store.save(1, state(), {})
+    with pytest.raises(SaveFailed) as caught:
+        store.wait()
+    assert caught.value.why == f"ValueError: {cause}"
+    store.release()
+
+
 def test_the_metrics_through_a_step_are_on_the_disk_before_its_commit(
     config, tmp_path, monkeypatch
 ):
