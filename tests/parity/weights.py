@@ -84,6 +84,7 @@ FAMILIES = {
         **SIZES | dict(depth=2), decoder_depth=1, head_dim=12, hidden=40, activation="gelu_tanh", gated=True,
         tied=False,
     ),
+    "t5, ul2": T5(**SIZES | dict(depth=1), hidden=40, activation="silu", gated=True, tied=False),
 }  # fmt: skip
 
 
