@@ -3,6 +3,7 @@
 JAXLM_WRITE_GOLDENS=1 .venv-parity/bin/python -m pytest -m parity tests/parity
 """
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -10,28 +11,32 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from jaxlm.checkpoint.hub_folder import Folder
+from jaxlm.checkpoint.hub_folder import Folder, write_tensors
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
-from jaxlm.models.config import Decoder
+from jaxlm.models.config import Encoder
 from jaxlm.models.families.t5 import T5
 from jaxlm.recipes import importing
+from jaxlm.recipes.exporting import DTYPES
 from tests.parity import weights
 
 pytestmark = pytest.mark.parity
 GOLDENS = Path(__file__).parents[1] / "golden/transformers"
+# Two rows that are not of one length: tokens of each, and of what the encoder of an encoder-decoder reads.
+LENGTHS, SOURCES = np.array((11, 6)), np.array((9, 5))
 
 
-def read_by_transformers(folder):
-    """The model of a folder in float64, and what of it transformers did not find or did not know."""
+def read_by_transformers(folder, dtype="float64"):
+    """The model of a folder, and what of it transformers did not find or did not know."""
     import torch
     import transformers
 
     name = json.loads((Path(folder) / "config.json").read_text())["architectures"][0]
     return getattr(transformers, name).from_pretrained(
         folder,
-        dtype=torch.float64,
+        dtype=getattr(torch, dtype),
         attn_implementation="eager",
         experts_implementation="eager",
         output_loading_info=True,
@@ -77,6 +82,16 @@ def by_files(family, gradients):
     return found
 
 
+def scored(model, family, ids, source):
+    """Logits of rows by transformers."""
+    import torch
+
+    ids, source = (torch.from_numpy(rows).long() for rows in (ids, source))
+    if isinstance(family, T5):
+        return model(source, decoder_input_ids=ids).logits
+    return model(ids).logits
+
+
 @pytest.fixture(scope="module", params=weights.FAMILIES)
 def both(request, tmp_path_factory):
     import torch
@@ -87,19 +102,26 @@ def both(request, tmp_path_factory):
     model, told = read_by_transformers(folder)
     assert not any(told.values()), told
     model = model.eval()
-    ids = torch.from_numpy(weights.tokens()).long()
-    if isinstance(family, T5):
-        source = torch.from_numpy(weights.source()).long()
-        logits = model(source, decoder_input_ids=ids).logits
-    else:
-        logits = model(ids).logits
+    logits = scored(model, family, weights.tokens(), weights.source())
+    wanted = torch.from_numpy(weights.tokens()[:, 1:]).long()
     loss = torch.nn.functional.cross_entropy(
-        logits[:, :-1].reshape(-1, weights.VOCAB), ids[:, 1:].reshape(-1)
+        logits[:, :-1].reshape(-1, weights.VOCAB), wanted.reshape(-1)
     )
     loss.backward()
     gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
     gradients = by_files(family, apart(gradients))
     return request.param, model, logits.detach().numpy(), loss.item(), gradients
+
+
+@pytest.fixture(scope="module")
+def saved(both, tmp_path_factory):
+    """What transformers saves of the model, by dtype: in float32, and that in bfloat16."""
+    _, model, *_ = both
+    folders = {dtype: tmp_path_factory.mktemp(dtype) for dtype in ("float32", "bfloat16")}
+    copy.deepcopy(model).float().save_pretrained(folders["float32"])
+    rounded, _ = read_by_transformers(folders["float32"], "bfloat16")
+    rounded.save_pretrained(folders["bfloat16"])
+    return folders
 
 
 def blueprint_of(name):
@@ -114,14 +136,55 @@ def our_loss(blueprint, family, params):
     return -picked.mean(), logits
 
 
-def test_logits_loss_and_gradients_are_those_of_transformers(both, record_property):
+def loaded(name, folder):
+    """Our parameters in float32, of a folder."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), blueprint_of(name).shapes
+    )
+    with Folder(folder).opened() as fetch:
+        return importing.load(weights.tensors(weights.FAMILIES[name]), fetch, placed)
+
+
+def round_trip(name, folder, dtype, out):
+    """The tensors that transformers saved, and those that we write of what we read of them, by name."""
+    family = weights.FAMILIES[name]
+    read = weights.theirs(family, loaded(name, folder))
+    out.mkdir()
+    dtype = DTYPES[dtype]
+    write_tensors(out, weights.tensors(family), lambda each: read[each.name], dtype)
+    return tuple(load_file(place / "model.safetensors") for place in (folder, out))
+
+
+def unequal():
+    """Tokens and sources of two rows, the second shorter: see `within`."""
+    return weights.tokens()[:, : LENGTHS.max()], weights.source()[:, : SOURCES.max()]
+
+
+def within(lengths):
+    """Which slots of rows are no padding."""
+    return np.arange(lengths.max()) < lengths[:, None]
+
+
+def places():
+    """The positions of tokens that are `unequal`."""
+    return np.broadcast_to(np.arange(LENGTHS.max(), dtype=np.int32), (2, LENGTHS.max()))
+
+
+def check(found, wanted):
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
+
+
+def test_logits_loss_gradients_and_the_way_back_are_those_of_transformers(
+    both, saved, tmp_path, record_property
+):
     name, _, logits, loss, gradients = both
     family, blueprint = weights.FAMILIES[name], blueprint_of(name)
     params = weights.params(family, blueprint.shapes)
     step = jax.jit(jax.value_and_grad(lambda p: our_loss(blueprint, family, p), has_aux=True))
     (ours, our_logits), gradient = step(params)
     assert np.abs(logits).max() > 0.5
-    np.testing.assert_allclose(our_logits, logits, rtol=1e-4, atol=2e-5)
+    check(our_logits, logits)
     np.testing.assert_allclose(ours, loss, rtol=1e-6)
     mine = weights.gradients(family, gradient)
     assert mine.keys() == gradients.keys()
@@ -137,75 +200,101 @@ def test_logits_loss_and_gradients_are_those_of_transformers(both, record_proper
         worst = max(worst, float(np.abs(mine[key] - gradient).max() / size))
     far = np.abs(our_logits - logits).max() / np.abs(logits).max()
     assert max(worst, far) < 1e-4
-    record_property("table", f"{name:28} logits {far:.1e}  gradients {worst:.1e}")
+    for dtype, folder in saved.items():
+        there, again = round_trip(name, folder, dtype, tmp_path / dtype)
+        assert there.keys() == again.keys()
+        for key, array in there.items():
+            assert again[key].dtype == array.dtype, (key, dtype)
+            assert again[key].tobytes() == array.tobytes(), (key, dtype)
+    record_property(
+        "table",
+        f"{name:50} logits {far:.1e}  gradients {worst:.1e}  round trip bit-identical, {len(there)} tensors",
+    )
 
 
-def test_padded_packed_and_cached_rows_are_those_of_transformers(both):
+def test_padded_and_packed_rows_are_those_of_transformers(both):
     import torch
 
     name, model, *_ = both
     family, blueprint = weights.FAMILIES[name], blueprint_of(name)
-    if not isinstance(blueprint.config, Decoder):
-        pytest.skip("no decoder alone")
-    params, ids = weights.params(family, blueprint.shapes), weights.tokens()
-    lengths = (11, 6)
-    there = np.arange(11) < np.array(lengths)[:, None]
-    theirs = torch.from_numpy(ids).long()
+    params, ids, source = weights.params(family, blueprint.shapes), *unequal()
     with torch.no_grad():  # each by itself: beside padding, its windows give it no numbers
         alone = [
-            model(theirs[row : row + 1, :length]).logits[0] for row, length in enumerate(lengths)
+            scored(model, family, ids[row : row + 1, :length], source[row : row + 1, :read])[0]
+            for row, (length, read) in enumerate(zip(LENGTHS, SOURCES, strict=True))
         ]
     wanted = torch.cat(alone).numpy()
 
     @jax.jit
     def run(params, tokens, **rest):
         model = blueprint.merge(params)
-        hidden = model(tokens, **rest)
+        return model.logits(model(tokens, **rest).values)
+
+    inside, read = within(LENGTHS), within(SOURCES)
+    number = np.array([[1], [2]], np.int32)
+    padded = {"positions": places(), "segments": inside * number}
+    if isinstance(family, T5):
+        padded |= {"source": source, "source_segments": read * number}
+    packed = {
+        word: rows[read if "source" in word else inside][None] for word, rows in padded.items()
+    }
+    check(run(params, ids, **padded)[inside], wanted)
+    check(run(params, ids[inside][None], **packed)[0], wanted)
+
+
+def test_tokens_after_a_cache_are_those_of_transformers(both):
+    import torch
+
+    name, model, *_ = both
+    family, blueprint = weights.FAMILIES[name], blueprint_of(name)
+    if isinstance(blueprint.config, Encoder):
+        pytest.skip("it reads a text at once")
+    params, ids, source = weights.params(family, blueprint.shapes), *unequal()
+    inside = within(SOURCES)
+
+    @jax.jit
+    def begun(params):
+        model = blueprint.merge(params)
+        if isinstance(family, T5):
+            return model.begun(source, inside.astype(np.int32), LENGTHS.max())
+        return model.empty_cache(2, LENGTHS.max())
+
+    @jax.jit
+    def run(params, tokens, positions, cache):
+        model = blueprint.merge(params)
+        hidden = model(tokens, positions=positions, cache=cache)
         return model.logits(hidden.values), hidden.cache
 
-    def check(found, wanted):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
-
-    places = np.broadcast_to(np.arange(11, dtype=np.int32), there.shape)
-    padded, _ = run(params, ids[:, :11], positions=places, segments=there.astype(np.int32))
-    check(padded[there], wanted)
-    packed, _ = run(
-        params, ids[:, :11][there][None], positions=places[there][None],
-        segments=np.repeat([1, 2], lengths)[None].astype(np.int32),
-    )  # fmt: skip
-    check(packed[0], wanted)
-    known = None
-    cache = blueprint.merge(params).empty_cache(2, 11)
+    word, given, known = "input_ids", {}, None
+    if isinstance(family, T5):
+        mask, rows = (torch.from_numpy(each).long() for each in (inside, source))
+        given = {
+            "encoder_outputs": model.encoder(rows, attention_mask=mask),
+            "attention_mask": mask,
+        }
+        word = "decoder_input_ids"
+    cache = begun(params)
     for start, stop in ((0, 8), (8, 9), (9, 10), (10, 11)):
+        part = {word: torch.from_numpy(ids[:, start:stop]).long()}
         with torch.no_grad():
-            out = model(theirs[:, start:stop], past_key_values=known, use_cache=True)
+            out = model(**part, **given, past_key_values=known, use_cache=True)
         known = out.past_key_values
-        found, cache = run(params, ids[:, start:stop], positions=places[:, start:stop], cache=cache)
+        found, cache = run(params, ids[:, start:stop], places()[:, start:stop], cache)
         cache = cache._replace(length=cache.length + stop - start)
         check(found, out.logits.numpy())
 
 
-def test_what_transformers_writes_is_read_as_it_was(both, tmp_path):
-    name, model, *_ = both
-    family, blueprint = weights.FAMILIES[name], blueprint_of(name)
-    model.float().save_pretrained(tmp_path)
-    model.double()
-    folder = Folder(tmp_path)
+def test_what_transformers_writes_is_read_as_it_was(both, saved):
+    name, *_ = both
+    family, folder = weights.FAMILIES[name], Folder(saved["float32"])
     read, _ = importing.described(folder, lambda _: None)
     assert read.build() == family.build()
-    tensors = weights.tensors(read)
-    ignored = importing.compare(tensors, folder, read.HUB, is_tied=family.build().tied)
-    assert not [each for each in ignored if "head" in each]
-    placed = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(
-            s.shape, s.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        ),
-        blueprint.shapes,
+    ignored = importing.compare(
+        weights.tensors(read), folder, read.HUB, is_tied=family.build().tied
     )
-    with folder.opened() as fetch:
-        params = importing.load(tensors, fetch, placed)
-    expected = weights.params(family, blueprint.shapes)
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert not [each for each in ignored if "head" in each]
+    expected = weights.params(family, blueprint_of(name).shapes)
+    jax.tree.map(np.testing.assert_array_equal, loaded(name, folder.path), expected)
 
 
 def test_the_goldens_are_what_transformers_says_today(both):
