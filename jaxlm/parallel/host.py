@@ -1,12 +1,13 @@
-"""Global arrays from the rows that each host reads."""
+"""Global arrays from what each host reads: rows of a batch, parts of a parameter."""
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.parallel import rules
@@ -71,6 +72,27 @@ def put(mesh: Mesh, rows: Any) -> Any:
         )
 
     return jax.tree.map(place, rows)
+
+
+def by_parts(
+    shape: tuple[int, ...],
+    sharding: Sharding,
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+) -> jax.Array:
+    """A global array of which one part is on the host at a time: `read` gives what lies within a slice of each dimension.
+
+    What several devices hold is read once. `jax.make_array_from_callback` reads the parts of all devices of this process
+    before it puts the first where it belongs: together those of eight devices are a whole leaf.
+    """
+    devices = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        cuts = zip(index or (), shape, strict=True)
+        devices[tuple(cut.indices(size)[:2] for cut, size in cuts)].append(device)
+    placed: list[jax.Array] = []
+    for bounds, own in devices.items():
+        found = read(tuple(slice(*each) for each in bounds))
+        placed += jax.block_until_ready([jax.device_put(found, device) for device in own])
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
 
 def part(rows: np.ndarray, index: tuple[slice, ...] | None, first: int) -> np.ndarray:

@@ -24,6 +24,7 @@ from jaxlm.models.families.hub import Attributes, Hub
 from jaxlm.models.families.union import EncoderDecoderFamily, EncoderFamily, Family
 from jaxlm.monitor import words
 from jaxlm.objectives.config import Causal, Masked, Objective, Span
+from jaxlm.parallel import host
 from jaxlm.recipes import assembly, devices, saving, vocabulary
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.import_tokenizer import SENTENCEPIECE, read_tokenizer
@@ -274,16 +275,14 @@ def _refuse_other_head(name: str, tensors: list[Theirs], folder: Source, fetch: 
 
 
 def load(tensors: list[Theirs], fetch: Fetch, placed: Any, *, mean_from: int | None = None) -> Any:
-    """The parameters on the devices, each leaf shard by shard; ids from `mean_from` on have the mean of those before."""
+    """The parameters on the devices, each leaf part by part; ids from `mean_from` on have the mean of those before."""
     plain = Reader(tensors, fetch)
     reader = plain if mean_from is None else vocabulary.Extended(plain, mean_from)
 
     def leaf(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         dtype = np.dtype(like.dtype)
-        return jax.make_array_from_callback(
-            like.shape,
-            like.sharding,
-            lambda within: reader.leaf(path, like.shape, within or (), dtype),
+        return host.by_parts(
+            like.shape, like.sharding, lambda within: reader.leaf(path, like.shape, within, dtype)
         )
 
     return tree.map_with_path(leaf, placed)

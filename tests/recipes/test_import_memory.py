@@ -1,22 +1,26 @@
 """What an import needs of host memory beside the arrays that it makes, on a model of 2.2 GB made on the spot."""
 
+import collections
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 
 from jaxlm.checkpoint.hub_folder import write_json, write_tensors
-from jaxlm.checkpoint.hub_tensors import layout
+from jaxlm.checkpoint.hub_tensors import Reader, layout
+from jaxlm.cli.main import main
 from jaxlm.models import cost
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.tensors import tensors as stacked
-from tests.cli.test_exchange import write_tokenizer
+from tests.cli.test_exchange import SIZES, write, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 FAMILY = Llama(vocab=8192, width=2048, depth=20, heads=16, kv_heads=16, hidden=5632, context=512)
@@ -42,10 +46,29 @@ def peak(words, folder):
     return process.returncode, most
 
 
-@pytest.mark.slow
-def test_an_import_holds_little_beside_the_arrays(tmp_path, record_property):
-    source = tmp_path / "source"
-    source.mkdir()
+def test_a_part_of_a_leaf_is_on_its_devices_before_the_next_is_read(tmp_path, monkeypatch):
+    """Of eight devices each has an eighth of a matrix, and no more is ever on the host; what two have of a norm is read once."""
+    read, seen = Reader.leaf, collections.defaultdict(list)
+
+    def leaf(self, path, shape, within, dtype):
+        found = read(self, path, shape, within, dtype)
+        there = sum(each.shape == found.shape for each in jax.live_arrays())
+        seen[path].append((found.size, there))
+        return found
+
+    monkeypatch.setattr(Reader, "leaf", leaf)
+    mesh = [f"--config.mesh.{axis}={ways}" for axis, ways in dict(data=1, fsdp=4, tensor=2).items()]
+    words = ["import", f"--from={write(tmp_path / 'source')}", f"--workdir={tmp_path / 'run'}"]
+    assert main([*words, *mesh, "--quiet"]) == 0
+    part = SIZES["depth"] * SIZES["width"] * SIZES["hidden"] // 8
+    assert seen["stack/0/mlp/up/weight"] == [(part, number) for number in range(8)]
+    assert seen["final_norm/scale"] == [(SIZES["width"] // 4, number) for number in range(0, 8, 2)]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A folder of 2.1 GB in bfloat16, and the bytes of its largest leaf, which is of all layers together."""
+    source = tmp_path_factory.mktemp("large")
     row = np.random.default_rng(0).normal(0, 0.02, 2**20).astype(BF16)
     tensors = layout(FAMILY.build(), FAMILY.HUB)
     write_tensors(source, tensors, lambda each: np.resize(row, each.shape), BF16)
@@ -54,14 +77,24 @@ def test_an_import_holds_little_beside_the_arrays(tmp_path, record_property):
         FAMILY.to_hub() | {"model_type": FAMILY.HUB.model_type, "torch_dtype": "bfloat16"},
     )
     write_tokenizer(source)
-    largest = max(each.size for each in stacked(FAMILY.build()))  # all layers of one kind together
+    yield source, max(each.size for each in stacked(FAMILY.build())) * BF16.itemsize
+    shutil.rmtree(source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 8])
+def test_an_import_holds_little_beside_the_arrays(large, devices, tmp_path, record_property):
+    source, largest = large
     arrays = cost.parameters(FAMILY.build()) * BF16.itemsize
     assert arrays > 2e9
     _, before = peak(["doctor", "--quiet"], tmp_path)
-    words = ["import", f"--from={source}", f"--workdir={tmp_path / 'run'}"]
-    code, most = peak([*words, "--config.precision.params=bfloat16", "--json"], tmp_path)
+    words = ["import", f"--from={source}", f"--workdir={tmp_path / 'run'}", "--json"]
+    words += [f"--cpu_devices={devices}", "--config.mesh.data=1", f"--config.mesh.fsdp={devices}"]
+    code, most = peak([*words, "--config.precision.params=bfloat16"], tmp_path)
     assert code == 0, (tmp_path / "said").read_text()
-    beyond, allowed = most - arrays, 1.2 * largest * BF16.itemsize + 1e9
+    shutil.rmtree(tmp_path / "run")
+    beyond, allowed = most - arrays, 1.2 * largest / devices + 1e9
     told = {"arrays": arrays, "beyond": beyond, "allowed": allowed, "of an idle process": before}
-    record_property("table", json.dumps({name: f"{n / 1e9:.2f} GB" for name, n in told.items()}))
+    figures = {name: f"{n / 1e9:.2f} GB" for name, n in told.items()}
+    record_property("table", json.dumps({"devices": devices} | figures))
     assert beyond < allowed, told
