@@ -8,7 +8,7 @@ import pytest
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
-from tests.cli.test_exchange import FAMILIES, write
+from tests.cli.test_exchange import write
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -92,30 +92,64 @@ def test_a_place_that_is_none_is_refused(folder, capsys, place, code, what):
     assert (found, told["what"]) == (code, what)
 
 
-def test_an_imported_model_is_trained_further_in_a_directory_of_its_own(folder, tmp_path, capsys):
-    source, run = write(tmp_path / "source"), tmp_path / "run"
+def texts(folder, **words_):
+    """A folder of twelve texts of these words, by its name."""
+    for name, own in words_.items():
+        (folder / name).mkdir()
+        for number in range(12):
+            (folder / name / f"{number}.txt").write_text(f"{name} {number} {own} " * 6)
+
+
+def shown(run, names):
+    """Checks the table of what was learnt and forgotten in the report; its differences, by set."""
+    found = {(each["split"], each["step"]): each["loss_nats"] for each in harness.records(run)}
+    last, report = max(step for _, step in found), (run / "report.html").read_text()
+    changes = {}
+    for name in names:
+        before, after = found[name, 0], found[name, last]
+        changes[name] = after - before
+        cells = [f"{before:.4f}", f"{after:.4f}", f"{changes[name]:+.4f}"]
+        row = "".join(f"<td class=number>{cell}</td>" for cell in cells)
+        assert f"<td>{name}</td>{row}" in report
+    return changes
+
+
+def test_an_imported_model_learns_a_new_domain_beside_a_replay_of_the_old(folder, tmp_path, capsys):
+    """In a directory of its own, by a schedule that begins anew: the rate rises once more, and falls."""
+    source, run, further = write(tmp_path / "source"), tmp_path / "run", tmp_path / "further"
     assert main(["import", f"--from={source}", f"--workdir={run}"]) == 0
     capsys.readouterr()
     fix = error(capsys, *words(folder, "x"), f"--workdir={run}")[1]["fix"]
     assert f"--init_from={run}" in fix
-    model = [f"--config.model.{name}={getattr(FAMILIES['llama'], name)}" for name in ("family", "vocab", "context", "depth", "width", "heads", "kv_heads", "hidden")]  # fmt: skip
-    own = words(folder, "further", *fix.split()[:1], f"--config.data.tokenizer={run}/tokenizer")
-    own += [*model, "--config.model.head_dim=8", "--config.model.norm_eps=1e-5"]
-    assert main([*own, "--config.model.init=normal"]) == 0
-    found = losses(folder / "further")
-    assert found[max(found)] < found[min(found)]
+    texts(tmp_path, old="one two three four", new="red green blue")
+    sets = [f"{name}={tmp_path}/{name}" for name in ("new", "old")]
+    own = {
+        "data.train": ",".join(f"{each}/[0-9].txt" for each in sets),
+        "data.validation": ",".join(f"{each}/1[01].txt" for each in sets),
+        "data.mixture.name": "weights",
+        "data.mixture.weights": "new=0.75,old=0.25",
+        "schedule.name": "cosine",
+        "schedule.warmup": "4",
+        "optim.lr": "3e-3",
+        "train.steps": "12",
+        "train.batch": "8",
+        "log.every": "1",
+    }
+    begin = ["train", f"--config={run}/config.json", fix.split()[0], f"--workdir={further}"]
+    assert main([*begin, "--quiet", *(f"--config.{k}={v}" for k, v in own.items())]) == 0
+    steps = [each for each in harness.records(further) if each["split"] == "train"]
+    rates = [each["learning_rate"] for each in steps]
+    assert rates.index(max(rates)) in (3, 4)
+    assert max(rates) == pytest.approx(3e-3)
+    assert rates == sorted(rates[:4]) + sorted(rates[4:], reverse=True)
+    rows = {name: steps[-1][f"sources/{name}/rows"] for name in ("new", "old")}
+    assert rows == {"new": 72, "old": 24}
+    assert max(shown(further, ("new", "old")).values()) < 0
 
 
 def test_what_was_forgotten_is_a_number_in_the_report(folder, capsys):
     """Of other words than the run began with: the loss of each named set before the first step, and after the last."""
-    for name, words_ in (
-        ("old", "one two three four"),
-        ("new", "red green blue"),
-        ("more", "red blue"),
-    ):
-        (folder / name).mkdir()
-        for number in range(12):
-            (folder / name / f"{number}.txt").write_text(f"{name} {number} {words_} " * 6)
+    texts(folder, old="one two three four", new="red green blue", more="red blue")
     run = folder / "domain"
     begun = words(
         folder,
@@ -129,21 +163,12 @@ def test_what_was_forgotten_is_a_number_in_the_report(folder, capsys):
         "--config.optim.lr=0.02",
     )
     assert main(begun) == 0
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    found = {(each["split"], each["step"]): each for each in lines}
     capsys.readouterr()
     text = f"--text={folder}/old/*.txt"
     assert main(["eval", f"--workdir={folder / 'a'}", text, "--json"]) == 0
     before = json.loads(capsys.readouterr().out)
+    found = {(each["split"], each["step"]): each for each in harness.records(run)}
     np.testing.assert_allclose(found["old", 0]["loss_nats"], before["loss_nats"], rtol=1e-6)
-    report = (run / "report.html").read_text()
-    changes = {
-        name: found[name, 6]["loss_nats"] - found[name, 0]["loss_nats"] for name in ("old", "new")
-    }
+    changes = shown(run, ("old", "new"))
     assert changes["new"] < changes["old"]
-    for name, change in changes.items():
-        figures = [found[name, step]["loss_nats"] for step in (0, 6)]
-        cells = [f"{figures[0]:.4f}", f"{figures[1]:.4f}", f"{change:+.4f}"]
-        row = "".join(f"<td class=number>{cell}</td>" for cell in cells)
-        assert f"<td>{name}</td>{row}" in report
     assert "nats before" not in (folder / "a" / "report.html").read_text()
