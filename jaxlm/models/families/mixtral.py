@@ -82,6 +82,19 @@ SIZES: dict[str, dict[str, Any]] = {
         balance_loss=0.02 * 2 / 32,
         rope_theta=1e6,
     ),
+    "mixtral-8x22b": dict(
+        vocab=32_000,
+        context=65_536,
+        depth=56,
+        width=6144,
+        heads=48,
+        kv_heads=8,
+        experts=8,
+        top_k=2,
+        hidden=16_384,
+        balance_loss=0.001 * 2 / 56,  # likewise
+        rope_theta=1e6,
+    ),
     "deepseek-moe-16b": dict(
         vocab=102_400,
         context=4096,

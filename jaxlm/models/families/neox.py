@@ -184,6 +184,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "pythia-160m": dict(vocab=50_304, depth=12, width=768, heads=12),
     "pythia-410m": dict(vocab=50_304, depth=24, width=1024, heads=16),
     "pythia-1b": dict(vocab=50_304, depth=16, width=2048, heads=8),
+    "pythia-1.4b": dict(vocab=50_304, depth=24, width=2048, heads=16),
+    "pythia-2.8b": dict(vocab=50_304, depth=32, width=2560, heads=32),
     "pythia-6.9b": dict(vocab=50_432, depth=32, width=4096, heads=32),
+    "pythia-12b": dict(vocab=50_688, depth=36, width=5120, heads=40),
     "gpt-neox-20b": dict(vocab=50_432, depth=44, width=6144, heads=64),
 }

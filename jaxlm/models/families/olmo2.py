@@ -47,27 +47,10 @@ class OLMo2(Rotated):
         return super().from_hub(given)
 
 
+_ALL: dict[str, Any] = dict(vocab=100_352, context=4096, rope_theta=5e5, norm_eps=1e-6)
 SIZES: dict[str, dict[str, Any]] = {
-    "olmo-2-1b": dict(
-        vocab=100_352,
-        context=4096,
-        depth=16,
-        width=2048,
-        heads=16,
-        kv_heads=16,
-        hidden=8192,
-        rope_theta=5e5,
-        norm_eps=1e-6,
-    ),
-    "olmo-2-7b": dict(
-        vocab=100_352,
-        context=4096,
-        depth=32,
-        width=4096,
-        heads=32,
-        kv_heads=32,
-        hidden=11_008,
-        rope_theta=5e5,
-        norm_eps=1e-6,
-    ),
+    "olmo-2-1b": _ALL | dict(depth=16, width=2048, heads=16, kv_heads=16, hidden=8192),
+    "olmo-2-7b": _ALL | dict(depth=32, width=4096, heads=32, kv_heads=32, hidden=11_008),
+    "olmo-2-13b": _ALL | dict(depth=40, width=5120, heads=40, kv_heads=40, hidden=13_824),
+    "olmo-2-32b": _ALL | dict(depth=64, width=5120, heads=40, kv_heads=8, hidden=27_648),
 }

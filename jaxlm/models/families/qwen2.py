@@ -47,40 +47,15 @@ def refuse_windows(given: Attributes) -> None:
             given.refuse("layer_types", "full_attention in every layer")
 
 
+_SMALL: dict[str, Any] = dict(vocab=151_936, rope_theta=1e6, norm_eps=1e-6, kv_heads=2, tied=True)
+_LARGE: dict[str, Any] = dict(vocab=152_064, context=131_072, rope_theta=1e6)
 SIZES: dict[str, dict[str, Any]] = {
-    "qwen2.5-0.5b": dict(
-        vocab=151_936,
-        context=32_768,
-        depth=24,
-        width=896,
-        heads=14,
-        kv_heads=2,
-        hidden=4864,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        tied=True,
-    ),
-    "qwen2.5-1.5b": dict(
-        vocab=151_936,
-        context=131_072,
-        depth=28,
-        width=1536,
-        heads=12,
-        kv_heads=2,
-        hidden=8960,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        tied=True,
-    ),
-    "qwen2.5-7b": dict(
-        vocab=152_064,
-        context=131_072,
-        depth=28,
-        width=3584,
-        heads=28,
-        kv_heads=4,
-        hidden=18_944,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-    ),
+    "qwen2.5-0.5b": _SMALL | dict(context=32_768, depth=24, width=896, heads=14, hidden=4864),
+    "qwen2.5-1.5b": _SMALL | dict(context=131_072, depth=28, width=1536, heads=12, hidden=8960),
+    "qwen2.5-3b": _SMALL | dict(context=32_768, depth=36, width=2048, heads=16, hidden=11_008),
+    "qwen2.5-7b": _LARGE
+    | dict(depth=28, width=3584, heads=28, kv_heads=4, hidden=18_944, norm_eps=1e-6),
+    "qwen2.5-14b": _LARGE | dict(depth=48, width=5120, heads=40, kv_heads=8, hidden=13_824),
+    "qwen2.5-32b": _LARGE | dict(depth=64, width=5120, heads=40, kv_heads=8, hidden=27_648),
+    "qwen2.5-72b": _LARGE | dict(depth=80, width=8192, heads=64, kv_heads=8, hidden=29_568),
 }

@@ -45,43 +45,14 @@ class Qwen3(Rotated):
         return super().to_hub() | {"use_sliding_window": False}
 
 
+_ALL: dict[str, Any] = dict(
+    vocab=151_936, context=40_960, kv_heads=8, head_dim=128, rope_theta=1e6, norm_eps=1e-6
+)
 SIZES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": dict(
-        vocab=151_936,
-        context=40_960,
-        depth=28,
-        width=1024,
-        heads=16,
-        kv_heads=8,
-        head_dim=128,
-        hidden=3072,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        tied=True,
-    ),
-    "qwen3-1.7b": dict(
-        vocab=151_936,
-        context=40_960,
-        depth=28,
-        width=2048,
-        heads=16,
-        kv_heads=8,
-        head_dim=128,
-        hidden=6144,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        tied=True,
-    ),
-    "qwen3-8b": dict(
-        vocab=151_936,
-        context=40_960,
-        depth=36,
-        width=4096,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        hidden=12_288,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-    ),
+    "qwen3-0.6b": _ALL | dict(depth=28, width=1024, heads=16, hidden=3072, tied=True),
+    "qwen3-1.7b": _ALL | dict(depth=28, width=2048, heads=16, hidden=6144, tied=True),
+    "qwen3-4b": _ALL | dict(depth=36, width=2560, heads=32, hidden=9728, tied=True),
+    "qwen3-8b": _ALL | dict(depth=36, width=4096, heads=32, hidden=12_288),
+    "qwen3-14b": _ALL | dict(depth=40, width=5120, heads=40, hidden=17_408),
+    "qwen3-32b": _ALL | dict(depth=64, width=5120, heads=64, hidden=25_600),
 }

@@ -68,19 +68,17 @@ class Qwen3Moe(Mixtral):
         }
 
 
+_ALL: dict[str, Any] = dict(
+    vocab=151_936,
+    context=40_960,
+    kv_heads=4,
+    head_dim=128,
+    experts=128,
+    top_k=8,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+)
 SIZES: dict[str, dict[str, Any]] = {
-    "qwen3-30b-a3b": dict(
-        vocab=151_936,
-        context=40_960,
-        depth=48,
-        width=2048,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        experts=128,
-        top_k=8,
-        hidden=768,
-        rope_theta=1e6,
-        norm_eps=1e-6,
-    ),
+    "qwen3-30b-a3b": _ALL | dict(depth=48, width=2048, heads=32, hidden=768),
+    "qwen3-235b-a22b": _ALL | dict(depth=94, width=4096, heads=64, hidden=1536),
 }
