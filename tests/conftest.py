@@ -117,16 +117,19 @@ def _slowness() -> float:
 def one_device():
     """Runs of this module, in this process and in those that it starts, are on one device.
 
-    The two are then the same in every bit, and a process with one device starts and steps at two thirds of the cost.
+    The two are then the same in every bit, and a process with one device starts and steps at two thirds of the cost. They
+    have as many threads: how jax 0.10 adds a loss up depends on that, and a client has one for each device at least.
     """
     import jax
 
+    threads = max(len(os.sched_getaffinity(0)), jax.device_count())
     first = jax.devices()[:1]
     flags = re.sub(r"(force_host_platform_device_count)=\d+", r"\1=1", os.environ["XLA_FLAGS"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *_: first)
         patch.setattr(jax, "device_count", lambda *_: 1)
         patch.setenv("XLA_FLAGS", flags)
+        patch.setenv("PJRT_NPROC", str(threads))
         yield
 
 

@@ -25,7 +25,8 @@ def rematerialised(
     mlp_out are what the two parts add to it. Only where a norm follows mlp_out does the backward pass read it.
 
     Outside of a loop XLA would find the two computations equal and keep the first, so it is told not to look; the
-    body of a loop has its own backward loop, where that would only be in the way. `mapped` says that the function is
+    body of a loop has its own backward loop, where that would only be in the way. Before jax 0.12 nothing makes the second
+    wait for the backward pass: on a CPU little memory is freed outside of a loop. `mapped` says that the function is
     run for all stages of a pipeline at once, which gives every product one batch dimension more.
 
     Raises:

@@ -214,7 +214,9 @@ def test_full_remat_keeps_less_in_memory(layers):
         loss = lambda p, b=blueprint: (logits(b, p, tokens, positions) ** 2).mean()  # noqa: E731
         compiled = jax.jit(jax.grad(loss)).lower(blueprint.shapes).compile()
         sizes[policy] = compiled.memory_analysis().temp_size_in_bytes
-    assert sizes["full"] < 0.6 * sizes["none"]
+    # Before 0.12, what is computed again outside of a loop does not wait for the backward pass.
+    is_waited_for = layers == "scan" or jax.__version_info__ >= (0, 12)
+    assert sizes["full"] < (0.6 if is_waited_for else 0.95) * sizes["none"]
 
 
 def test_cached_decoding_is_the_full_forward_row_by_row(built):

@@ -12,7 +12,8 @@ from jaxlm.data.tokenizer import LARGEST_VOCABULARY, SentencePiece
 SPACE = SentencePiece.SPACE
 LONGEST_PIECE = 1000  # characters; each way to cut a piece in two is looked at
 MOST_CHARACTERS = 8_000_000  # of all pieces; the largest vocabularies in use have a fourth of it
-# The score of what text never becomes: below any path, for scores are logarithms of probabilities of pieces.
+# The score of what text never becomes: below any path, for scores are logarithms of probabilities of pieces. Only a character
+# without a piece has less, so that text which spells a control piece with one is taken for the piece.
 NEVER = -1e4
 
 # Text on which a tokenizer.json is compared with SentencePiece itself; none may become a token of another kind in either.

@@ -38,7 +38,8 @@ MODELS = {
         user_defined_symbols=USER,
     ),
     "t5": dict(model_type="unigram", pad_id=0, eos_id=1, unk_id=2, bos_id=-1),
-    "unigram of bytes": AS_IS | dict(model_type="unigram", byte_fallback=True),
+    "unigram of bytes": AS_IS
+    | dict(model_type="unigram", byte_fallback=True, required_chars="</>"),
 }
 TEXTS = [
     *NASTY,
