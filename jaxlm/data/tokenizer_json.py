@@ -7,17 +7,33 @@ from typing import Any
 from jaxlm.data.hub_tokenizer import BYTE_OF_CHARACTER, HuggingFace, Imported, Trained, rust_errors
 from jaxlm.data.tokenizer import SPECIALS, Bytes, SentencePiece, Tokenizer
 from jaxlm.data.vocabularies import pieces
+from jaxlm.data.vocabularies.added import put_in_front
 
 
 def as_json(tokenizer: Tokenizer) -> bytes | None:
-    """The content of a tokenizer.json, None where it would give other ids.
+    """The content of a tokenizer.json, with which a prompt begins as a document does; None where it would give other ids.
 
     Of a SentencePiece model, the character U+2581 itself is the exception: there it is a space. Of a unigram model, a long
     run of one character is too: the same pieces may come in another order, as their sum is rounded otherwise.
     """
     import tokenizers
 
-    if isinstance(tokenizer, Imported | Trained):
+    if isinstance(tokenizer, Imported):
+        return tokenizer.content
+    content = _same_ids(tokenizer)
+    if content is None:
+        return None
+    built = tokenizers.Tokenizer.from_buffer(content)
+    (first,) = tokenizer.before
+    put_in_front(built, SPECIALS[first])
+    return built.to_str().encode()
+
+
+def _same_ids(tokenizer: Tokenizer) -> bytes | None:
+    """The content of a tokenizer.json that gives the ids of a text, without what stands before a document."""
+    import tokenizers
+
+    if isinstance(tokenizer, Trained):
         return tokenizer.content
     if isinstance(tokenizer, SentencePiece):
         found = pieces.read(tokenizer.serialise(), "tokenizer")

@@ -53,7 +53,8 @@ def write_tokenizer(folder, *, begins=True):
             single="<s> $A", special_tokens=[("<s>", 256)]
         )
     built.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "{{ x }}"}
+    end = {"__type": "AddedToken", "content": "</s>"}
+    settings = {"bos_token": "<s>", "eos_token": end, "chat_template": "{{ x }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

@@ -33,6 +33,7 @@ def test_ids_and_text_are_the_same(tokenizer):
             continue
         ids = tokenizer.encode(text)
         assert other.encode(text, add_special_tokens=False).ids == ids
+        assert other.encode(text).ids == [*tokenizer.before, *ids], "a prompt begins as a document"
         if tokenizer.unk not in ids:  # whose name would be written out
             assert other.decode(ids, skip_special_tokens=False) == tokenizer.decode(ids)
 

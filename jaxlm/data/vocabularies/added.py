@@ -1,7 +1,7 @@
 """Tokens beside a vocabulary: special ones, and others that text is cut at first."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxlm.core.errors import DataError
 from jaxlm.data.hub_tokenizer import rust_errors
@@ -32,3 +32,14 @@ def with_added(content: bytes, added: Iterable[Added], where: str) -> bytes:
                     fix="a folder with tokenizer.json, as transformers writes it, is read as it is",
                 )
         return built.to_str().encode()
+
+
+def put_in_front(built: Any, name: str) -> None:
+    """Has a tokenizer of the library begin every text with a special token of its own."""
+    from tokenizers import processors
+
+    built.post_processor = processors.TemplateProcessing(
+        single=f"{name} $A",
+        pair=f"{name} $A {name} $B",
+        special_tokens=[(name, built.token_to_id(name))],
+    )

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from jaxlm.core.errors import DataError
 from jaxlm.data.hub_tokenizer import rust_errors
 from jaxlm.data.tokenizer import LARGEST_VOCABULARY, SentencePiece
+from jaxlm.data.vocabularies.added import put_in_front
 
 SPACE = SentencePiece.SPACE
 LONGEST_PIECE = 1000  # characters; each way to cut a piece in two is looked at
@@ -130,7 +131,7 @@ def checked(found: Pieces, where: str) -> Pieces:
 def as_json(found: Pieces, where: str) -> bytes:
     """The content of a tokenizer.json. Raises DataError where the pieces make none."""
     import tokenizers
-    from tokenizers import decoders, processors
+    from tokenizers import decoders
 
     with rust_errors("the pieces of a SentencePiece model make no tokenizer", where):
         built = tokenizers.Tokenizer(_model(found))
@@ -151,11 +152,7 @@ def as_json(found: Pieces, where: str) -> bytes:
                 token = tokenizers.AddedToken(piece.text, normalized=False, special=is_special)
                 built.add_tokens([token])
         if found.begins is not None:
-            built.post_processor = processors.TemplateProcessing(
-                single=f"{found.begins} $A",
-                pair=f"{found.begins} $A {found.begins} $B",
-                special_tokens=[(found.begins, built.token_to_id(found.begins))],
-            )
+            put_in_front(built, found.begins)
         return built.to_str().encode()
 
 

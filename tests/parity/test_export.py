@@ -1,0 +1,81 @@
+"""A folder that `jaxlm export` wrote as a stranger opens it: transformers finds the model, its tokenizer and how it ends."""
+
+import json
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.recipes import trained
+from tests.cli.test_exchange import write
+from tests.faults import harness
+
+pytestmark = pytest.mark.parity
+TEXT = "def caf\u00e9(x):\n    return '\U0001f600' * x\n"
+
+
+@pytest.fixture(params=["imported", "trained"])
+def exported(request, tmp_path):
+    """A run, and the folder that was exported of it."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    begin = ["import", f"--from={write(tmp_path / 'source')}", f"--workdir={run}"]
+    if request.param == "trained":
+        begin = harness.words(harness.write_config(tmp_path), run, "--stop_at=2")
+    assert main(begin) == 0
+    assert main(["export", f"--workdir={run}", f"--out={out}", "--quiet"]) == 0
+    return run, out
+
+
+@pytest.fixture
+def complaints(caplog):
+    """What transformers warns of, as `records`."""
+    import transformers
+
+    transformers.logging.enable_propagation()
+    caplog.set_level(logging.WARNING)
+    yield caplog
+    transformers.logging.disable_propagation()
+
+
+def test_an_export_opens_in_transformers_with_the_same_ids_logits_and_text(
+    exported, complaints, capsys
+):
+    import torch
+    import transformers
+
+    run, out = exported
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    ends = transformers.GenerationConfig.from_pretrained(out)
+    ours = trained.open_run(run)
+    ids = [*ours.tokenizer.before, *ours.tokenizer.encode(TEXT)]
+    assert tokenizer(TEXT).input_ids == ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT == ours.tokenizer.decode(ids)
+    assert ends.eos_token_id == tokenizer.eos_token_id == ours.tokenizer.eos
+    assert ends.pad_token_id == model.config.pad_token_id == ours.tokenizer.pad
+
+    @jax.jit
+    def logits(params, tokens):
+        model = ours.model.blueprint.merge(params)
+        return model.logits(model(tokens, positions=np.arange(len(ids))[None]).values)
+
+    with torch.no_grad():
+        wanted = model(torch.tensor([ids])).logits.numpy()
+    found = logits(ours.params, np.array([ids], np.int32))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
+    capsys.readouterr()
+    words = [
+        "generate",
+        f"--workdir={run}",
+        f"--prompt={TEXT}",
+        "--temperature=0",
+        "--max_tokens=9",
+    ]
+    assert main([*words, "--json"]) == 0
+    (sample,) = json.loads(capsys.readouterr().out)["samples"]
+    prompt = tokenizer(TEXT, return_tensors="pt")
+    text = model.generate(**prompt, max_new_tokens=9, do_sample=False)[0, len(ids) :].tolist()
+    assert sample["ids"] == text
+    assert not [record.getMessage() for record in complaints.records]
