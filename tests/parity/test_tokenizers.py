@@ -6,6 +6,7 @@ import tokenizers as hf
 
 from jaxlm.checkpoint.hub_folder import Folder, write_json
 from jaxlm.recipes.import_tokenizer import read_tokenizer
+from tests.data.vocabularies import test_byte_pairs as byte_pairs
 from tests.data.vocabularies.test_pieces import LINES, MODELS, TEXTS, model
 from tests.data.vocabularies.test_word_pieces import PIECES
 from tests.parity import weights
@@ -48,7 +49,14 @@ def trained(kind: str) -> bytes:
     return made.to_str().encode()
 
 
+def ranks() -> bytes:
+    """A file of tiktoken's ranks."""
+    return byte_pairs.lines(byte_pairs.trained("\n".join(LINES)[:3000], MERGES))
+
+
 GENERIC = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+MERGES = 200
+ADDED = {f"{256 + MERGES}": {"content": "<|endoftext|>", "special": True}}
 FOLDERS = {
     "llama": ("llama", {"tokenizer.model": lambda: model("llama")}, {}),
     "gemma": ("gemma", {"tokenizer.model": lambda: model("gemma")}, {"eos_token": "</s>", "bos_token": "<s>"}),
@@ -57,18 +65,25 @@ FOLDERS = {
     "byte-level": ("llama", {"tokenizer.json": lambda: trained("byte-level")}, GENERIC),
     "unigram": ("llama", {"tokenizer.json": lambda: trained("unigram")}, GENERIC),
     "word pieces": ("llama", {"tokenizer.json": lambda: trained("word pieces")}, GENERIC),
+    "tiktoken": (
+        "llama", {"tokenizer.model": ranks}, GENERIC | {"added_tokens_decoder": ADDED}
+    ),
 }  # fmt: skip
 
 # Texts to which transformers 5 gives other ids than SentencePiece, with which such models were trained and which we follow:
 # it puts no space before a text that begins with one, takes a <mask> that the user named for Gemma's special one, and
 # cuts T5's text at line separators, which SentencePiece keeps.
 OTHERS = {"llama": 7, "gemma": 1, "t5": 3}
+SPELT = {"unigram": "<|endoftext|>", "t5": "</s>"}
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_ids_are_those_of_transformers(name, tmp_path):
+@pytest.fixture(params=FOLDERS)
+def both(request, tmp_path, monkeypatch):
+    """The name of a form, a folder that has its tokenizer, and transformers' reading of it."""
     import transformers
 
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # it would keep what it reads
+    name = request.param
     kind, files, settings = FOLDERS[name]
     weights.write(tmp_path, weights.FAMILIES[kind])
     for file, content in files.items():
@@ -77,18 +92,47 @@ def test_ids_are_those_of_transformers(name, tmp_path):
         tmp_path / "tokenizer_config.json",
         {"tokenizer_class": f"{kind.title()}Tokenizer"} | settings,
     )
-    ours = read_tokenizer(Folder(tmp_path))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    return name, tmp_path, transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+
+def encoded(theirs, text):
+    return theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+
+def spells_a_piece(name, text):
+    """Whether a text spells a special token that a unigram model has as a piece too; with us no text becomes one."""
+    return name in SPELT and SPELT[name] in text
+
+
+def test_ids_are_those_of_transformers(both):
+    name, folder, theirs = both
+    ours = read_tokenizer(Folder(folder))
     processor = (
         sentencepiece.SentencePieceProcessor(model_proto=model(name)) if name in MODELS else None
     )
     others = []
     for text in TEXTS:
-        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        ids = encoded(theirs, text)
         if processor is not None and processor.encode(text) != ids:
             others.append(text)
             ids = processor.encode(text)
-        elif name == "unigram" and "<|endoftext|>" in text:
-            continue  # its model has the token as a piece; with us no text becomes a special token
+        elif processor is None and spells_a_piece(name, text):
+            continue
         assert ours.encode(text) == ids, ascii(text[:60])
     assert len(others) == OTHERS.get(name, 0), [ascii(text[:40]) for text in others]
+
+
+def test_ids_of_what_transformers_saved_are_its_own(both, tmp_path):
+    """Whatever the form was, it saves a tokenizer.json, which is read as it is, beside its own settings."""
+    import transformers
+
+    name, _, theirs = both
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    weights.write(saved, weights.FAMILIES[FOLDERS[name][0]])
+    theirs.save_pretrained(saved)
+    ours, again = read_tokenizer(Folder(saved)), transformers.AutoTokenizer.from_pretrained(saved)
+    for text in TEXTS:
+        if not spells_a_piece(name, text):
+            assert ours.encode(text) == encoded(again, text), ascii(text[:60])
+    assert ours.after == (again.eos_token_id if name != "bert" else again.sep_token_id,)
