@@ -1,5 +1,11 @@
 """What is generated beside transformers: penalties and cuts beside its processors, beams beside its search, on a tiny model."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +23,7 @@ from jaxlm.recipes import importing
 from tests.parity import weights
 
 pytestmark = pytest.mark.parity
+BENCH = Path(__file__).parents[2] / "scripts/bench_generate.py"
 VOCAB, END, PAD, LENGTH = 40, 2, 0, 8
 PROMPT = [5, 6, 7, 8]
 
@@ -116,3 +123,21 @@ def searched(folder, family, beams, penalty):
     count = int(found.length[0])
     score = float(found.log_probabilities[0, :count].sum()) / count**penalty
     return found.ids[0, :count].tolist(), score
+
+
+def test_the_benchmark_beside_its_generate_runs_and_both_give_the_same_text():
+    sizes = dict(turns=1, batch=2, prompt=8, new=6, width=64, depth=2, vocab=100)
+    done = subprocess.run(
+        [sys.executable, str(BENCH), *(f"--{name}={size}" for name, size in sizes.items())],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": "", "JAX_NUMPY_RANK_PROMOTION": "allow"},
+    )
+    assert done.returncode == 0, done.stderr
+    *turns, last = done.stdout.splitlines()
+    found = json.loads(last)
+    assert len(turns) == 4
+    for dtype in ("float32", "bfloat16"):
+        rates = [found[f"{name} {dtype}"] for name in ("jaxlm", "transformers")]
+        assert found[f"times as fast, {dtype}"] == pytest.approx(rates[0] / rates[1])
+    assert found["same ids, float32"] == 1
