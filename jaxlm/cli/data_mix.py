@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli import data_run
+from jaxlm.cli import data_engine
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 from jaxlm.core import config
@@ -13,7 +13,7 @@ from jaxlm.core import config
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where it writes, and what works."""
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to go on")
-    data_run.add_engine(parser)
+    data_engine.add_arguments(parser)
 
 
 def run(args: Any, out: Output) -> int:
@@ -21,7 +21,7 @@ def run(args: Any, out: Output) -> int:
     from jaxlm.data.prepare.mix.config import Mix
     from jaxlm.data.prepare.mix.run import run as mix_sources
 
-    data_run.check_workers(args)
+    data_engine.check(args)
     mix = config.load(Mix, args.config, args.overrides).value
     with progress_bars(out) as progress:
         answer = mix_sources(
@@ -32,6 +32,12 @@ def run(args: Any, out: Output) -> int:
             say=out.say,
             progress=progress,
         )
+    out.result({"out": args.out, **answer}, "\n".join(described(answer, args.out)))
+    return 0
+
+
+def described(answer: dict[str, Any], folder: str) -> list[str]:
+    """The sets of a mix for people, where its card is, and how to train on it."""
     lines = [f"{'set':<12}{'source':<16}{'documents':>12}{'tokens':>16}{'share':>8}"]
     for side, sets in answer["sets"].items():
         lines += [
@@ -40,15 +46,14 @@ def run(args: Any, out: Output) -> int:
         ]
     made = answer["tokenizer"]
     lines.append(f"tokenizer   {made['size']:,} ids, sha256 {made['sha256'][:12]}")
-    lines.append(f"data card   {args.out}/CARD.md")
-    train = ",".join(f"{args.out}/train/{name}" for name in answer["sets"]["train"])
+    lines.append(f"data card   {folder}/CARD.md")
+    train = ",".join(f"{folder}/train/{name}" for name in answer["sets"]["train"])
     held = answer["sets"].get("validation", {})
-    validation = ",".join(f"{name}={args.out}/validation/{name}" for name in held)
+    validation = ",".join(f"{name}={folder}/validation/{name}" for name in held)
     flags = f" --config.data.validation={validation}" if validation else ""
     first = next(iter(answer["sets"]["train"]))
-    flags += f" --config.data.tokenizer={args.out}/train/{first}/tokenizer"
+    flags += f" --config.data.tokenizer={folder}/train/{first}/tokenizer"
     lines.append(
         f"next: jaxlm train --config=configs/quickstart.py --config.data.train={train}{flags}"
     )
-    out.result({"out": args.out, **answer}, "\n".join(lines))
-    return 0
+    return lines

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxlm.cli import data_engine, data_mix
 from jaxlm.cli.arguments import needed
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
@@ -15,7 +16,7 @@ from jaxlm.core.errors import CommandError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where it writes, with how many processes, how much it reads."""
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to go on")
-    add_engine(parser)
+    data_engine.add_arguments(parser)
     parser.add_argument(
         "--copy_to",
         metavar="URL",
@@ -29,38 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """What works, and how much of it."""
-    parser.add_argument(
-        "--workers", type=int, default=1, help="processes (1); the bytes are the same"
-    )
-    parser.add_argument(
-        "--engine",
-        choices=("processes", "ray"),
-        default="processes",
-        help="what works: processes of this machine, or a Ray cluster that shares the folders; the bytes are the same",
-    )
-
-
-def check_workers(args: Any) -> None:
-    """Raises CommandError where nothing is to work."""
-    if args.workers < 1:
-        raise CommandError(
-            f"--workers={args.workers} does nothing",
-            where=f"jaxlm data {args.action}",
-            why="at least one process has to work",
-            fix="--workers=1",
-        )
-
-
 def run(args: Any, out: Output) -> int:
     """Runs a recipe and shows its funnel."""
     from jaxlm.data.prepare.config import Recipe
+    from jaxlm.data.prepare.mix import after
     from jaxlm.data.prepare.report import table
     from jaxlm.data.prepare.run import run as prepare
 
-    check_workers(args)
-    recipe = config.load(Recipe, needed(args, "config"), args.overrides).value
+    data_engine.check(args)
+    recipe: Recipe = config.load(Recipe, needed(args, "config"), args.overrides).value
+    after.check(recipe)
     if args.copy_to:
         from jaxlm.data.prepare import remote
 
@@ -81,6 +60,16 @@ def run(args: Any, out: Output) -> int:
             say=out.say,
             progress=progress,
         )
+        shards = {}
+        if recipe.shards.tokenizer:
+            shards = after.write(
+                recipe,
+                Path(args.out),
+                workers=args.workers,
+                engine=args.engine,
+                say=out.say,
+                progress=progress,
+            )
     if args.copy_to:
         from jaxlm.data.prepare.upload import copy_to
 
@@ -100,11 +89,15 @@ def run(args: Any, out: Output) -> int:
             f"{outcome.bytes / 1e6:,.1f} MB of files in {outcome.seconds:,.1f} s; a core's seconds: {core:.1f} ({parts})"
         )
     lines.append(f"report: {args.out}/report.html")
-    lines.append(
-        f"next: jaxlm train --config=configs/quickstart.py --config.data.train={args.out}/kept/*.jsonl "
-        "--config.data.validation=5%"
-    )
     answer = {name: value for name, value in outcome.report.items() if name != "files"}
+    if shards:
+        lines += data_mix.described(shards, f"{args.out}/{after.SHARDS}")
+        answer[after.SHARDS] = shards
+    else:
+        lines.append(
+            f"next: jaxlm train --config=configs/quickstart.py --config.data.train={args.out}/kept/*.jsonl "
+            "--config.data.validation=5%"
+        )
     out.result({"out": args.out, **answer, "speed": speed}, "\n".join(lines))
     return 0
 

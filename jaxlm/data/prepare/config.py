@@ -22,6 +22,7 @@ from jaxlm.data.prepare.filters.config import (
     Repetition,
     Urls,
 )
+from jaxlm.data.prepare.mix.config import Shards, entry_problems, named
 
 StageName = Literal[
     "mojibake",
@@ -41,6 +42,7 @@ StageName = Literal[
     "harmful",
     "licence",
 ]
+WHOLE = "text"  # name of a corpus that has no parts, as a source of shards
 DedupName = Literal["exact", "near", "spans", "substrings"]
 
 
@@ -72,6 +74,11 @@ class Recipe:
     source: tuple[str, ...] = setting(
         ("stdlib:train",),
         "globs of files to clean, or URLs such as s3://bucket/*.gz; stdlib:train and stdlib:validation are Python's library",
+    )
+    parts: tuple[str, ...] = setting(
+        (),
+        "NAME=PATTERN, as web=crawl/*: a file belongs to the first whose pattern its name matches, is read after those of the "
+        "parts before, and counted with its part; what --config.shards.weights weighs",
     )
     text_key: str = setting("text", "field of a record that holds its text")
     unit_bytes: int = setting(
@@ -109,6 +116,7 @@ class Recipe:
     near: MinHash = setting(MinHash(), "near duplicates")
     spans: Spans = setting(Spans(), "lines or paragraphs that are there twice")
     substrings: Substrings = setting(Substrings(), "runs of words that are there twice")
+    shards: Shards = setting(Shards(), "token shards of what is kept, in the folder shards")
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """A stage stands once, and has what it cannot do without."""
@@ -121,6 +129,16 @@ class Recipe:
                 yield name, f"{twice[0]} stands there twice", f"--config.{name}={once}"
         if not self.source:
             yield "source", "nothing to read", "--config.source='crawl/*.warc.gz'"
+        yield from entry_problems("parts", self.parts)
+        if self.shards.tokenizer:
+            for field, why, fix in self.shards.wrong(self.part_names, "shards."):
+                yield f"shards.{field}", why, fix
+        elif self.shards != Shards():
+            yield (
+                "shards.tokenizer",
+                "shards are described, and none are written without a tokenizer",
+                "--config.shards.tokenizer=sentencepiece:4096",
+            )
         if "decontaminate" in self.stages and not self.decontaminate.against:
             yield (
                 "decontaminate.against",
@@ -151,6 +169,11 @@ class Recipe:
                 "the stage urls has no list",
                 "--config.urls.blocked='lists/*.txt'",
             )
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """The names of the parts; that of the whole where there are none."""
+        return tuple(named(self.parts)) or (WHOLE,)
 
     @property
     def order(self) -> tuple[str, ...]:

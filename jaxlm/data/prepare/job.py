@@ -1,6 +1,7 @@
 """What a folder of output is made of: the recipe, its files, and how they are cut into units of work."""
 
 import dataclasses
+import fnmatch
 import hashlib
 import json
 import os
@@ -11,9 +12,10 @@ from jaxlm.core import config, disk
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data.documents import Corpus
 from jaxlm.data.prepare import remote
-from jaxlm.data.prepare.config import Recipe
+from jaxlm.data.prepare.config import WHOLE, Recipe
 from jaxlm.data.prepare.files import changed
 from jaxlm.data.prepare.filters.perplexity import MakeScorer
+from jaxlm.data.prepare.mix.config import Shards, named
 
 FORMAT_VERSION = 1
 RECIPE, WORK, CLUSTERS = "recipe.json", "unfinished", "clusters.jsonl"
@@ -22,7 +24,10 @@ REPORT, PAGE = "report.json", "report.html"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A recipe over files that are there. The units follow from it, so every process knows them."""
+    """A recipe over files that are there. The units follow from it, so every process knows them.
+
+    What is made of the clean documents afterwards is not in it: other shards need no other cleaning.
+    """
 
     out: Path
     recipe: Recipe
@@ -36,18 +41,36 @@ class Job:
 
         Raises:
           InputMissing: where a pattern matches no file.
+          ConfigError: where a file is in no part, or a part has no file.
         """
-        return cls(out, recipe, sample, tuple(remote.find(recipe)))
+        recipe = dataclasses.replace(recipe, shards=Shards())
+        files = remote.find(recipe)
+        if recipe.parts:
+            found = {part_of(recipe.parts, name) for _, name, _ in files}
+            if empty := [name for name in recipe.part_names if name not in found]:
+                others = [each for each in recipe.parts if each.partition("=")[0] in found]
+                raise ConfigError(
+                    f"no file is in the part {empty[0]!r}",
+                    where="parts",
+                    why="its pattern matches no name, or only names that a part before it has",
+                    fix=f"--config.parts='{','.join(others)}'",
+                )
+            order = {name: number for number, name in enumerate(recipe.part_names)}
+            files.sort(
+                key=lambda file: order[part_of(recipe.parts, file[1])]
+            )  # stable: by name in each
+        return cls(out, recipe, sample, tuple(files))
 
     @property
     def units(self) -> list[list[tuple[Path, str, int]]]:
-        """Files in order, as many together as hold `unit_bytes`, or one that holds more."""
+        """Files of a part in order, as many together as hold `unit_bytes`, or one that holds more."""
         units: list[list[tuple[Path, str, int]]] = []
-        room = 0
+        room, before = 0, ""
         for file in self.files:
-            if not units or file[2] > room:
+            part = part_of(self.recipe.parts, file[1])
+            if file[2] > room or part != before:
                 units.append([])
-                room = self.recipe.unit_bytes
+                room, before = self.recipe.unit_bytes, part
             units[-1].append(file)
             room -= file[2]
         return units
@@ -118,6 +141,25 @@ class Job:
             why=why,
             fix=f"--out={self.out}-2",
         )
+
+
+def part_of(parts: tuple[str, ...], name: str) -> str:
+    """The part that a file belongs to, by its name: the first whose pattern matches, in which * crosses folders.
+
+    Raises:
+      ConfigError: where none does.
+    """
+    for part, pattern in named(parts).items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return part
+    if parts:
+        raise ConfigError(
+            "a file is in no part",
+            where="parts",
+            why=f"{name} matches none of {', '.join(named(parts).values())}",
+            fix=f"--config.parts='{','.join((*parts, 'other=*'))}'",
+        )
+    return WHOLE
 
 
 def _noted(path: Path) -> dict[str, Any]:

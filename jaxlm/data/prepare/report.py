@@ -2,36 +2,55 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from jaxlm.data.prepare.config import DedupName
 from jaxlm.data.prepare.counts import Counts
 from jaxlm.data.prepare.dedup.minhash import recall
-from jaxlm.data.prepare.job import FORMAT_VERSION, Job
+from jaxlm.data.prepare.job import FORMAT_VERSION, Job, part_of
 
 SHOWN = 3  # reasons of a stage in the table
 SIMILARITIES = 0.7, 0.75, 0.8, 0.85, 0.9
 
 
-def report(job: Job, counts: Counts, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def report(
+    job: Job, parts: Mapping[str, Counts], files: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """Everything that was counted. The same input gives the same report: it holds no times and no places of this machine."""
+    counts = Counts()
+    for each in parts.values():
+        counts += each
     counts.check("all units")
     answer: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "sample": job.sample,
+        **_sums(job, counts),
+        "files": files,
+    }
+    if job.recipe.parts:
+        of_units = [part_of(job.recipe.parts, unit[0][1]) for unit in job.units]
+        answer["parts"] = {
+            name: _sums(job, parts[name])
+            | {"units": [number for number, part in enumerate(of_units) if part == name]}
+            for name in job.recipe.part_names
+        }
+    if "near" in job.recipe.dedup:
+        answer["near_recall_at_least"] = {
+            f"{s:g}": round(recall(s, job.recipe.near), 4) for s in SIMILARITIES
+        }
+    return answer
+
+
+def _sums(job: Job, counts: Counts) -> dict[str, Any]:
+    return {
         **{name: counts.documents[name] for name in ("read", "kept")},
         "removed": dict(counts.under("removed")),
         "broken": dict(counts.under("broken")),
         "characters": {name: counts.characters[name] for name in ("read", "kept")},
         "funnel": funnel(job, counts),
         "notes": dict(sorted(counts.notes.items())),
-        "files": files,
     }
-    if "near" in job.recipe.dedup:
-        answer["near_recall_at_least"] = {
-            f"{s:g}": round(recall(s, job.recipe.near), 4) for s in SIMILARITIES
-        }
-    return answer
 
 
 def funnel(job: Job, counts: Counts) -> list[dict[str, Any]]:
@@ -98,6 +117,11 @@ def table(answer: dict[str, Any]) -> str:
     lines.append(
         f"kept {answer['kept']:,} of {answer['read']:,} documents, {kept:,} of {read:,} characters"
     )
+    for name, part in answer.get("parts", {}).items():
+        kept, read = part["characters"]["kept"], part["characters"]["read"]
+        lines.append(
+            f"{name}: kept {part['kept']:,} of {part['read']:,} documents, {kept:,} of {read:,} characters"
+        )
     lines += [f"{count:,} {what}" for what, count in answer["notes"].items()]
     if is_sample:
         lines.append(

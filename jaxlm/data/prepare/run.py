@@ -10,6 +10,7 @@ OUT/signatures/NNNNN.bin             what later runs compare with those that sta
 OUT/units/NNNNN.json                 counts of a unit, digests of its files
 OUT/report.json                      sums of all; it is there when all is done
 OUT/report.html                      the same for people, with samples
+OUT/shards/                          token shards of it, where the recipe asks for them: mix/run.py
 OUT/unfinished/                      what is between the steps; gone at the end
 """
 
@@ -20,6 +21,7 @@ import json
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,11 @@ from jaxlm.data.prepare.counts import Counts
 from jaxlm.data.prepare.engines import Each, EngineName
 from jaxlm.data.prepare.files import Written, changed, is_whole
 from jaxlm.data.prepare.filters.perplexity import MakeScorer
-from jaxlm.data.prepare.job import CLUSTERS, PAGE, REPORT, WORK, Job
+from jaxlm.data.prepare.job import CLUSTERS, PAGE, REPORT, WORK, Job, part_of
 from jaxlm.data.prepare.report import report
 from jaxlm.data.prepare.unit import Half, Seconds, cleaned, finished, output, verdict
 
+LOCK = ".lock"
 Progress = Callable[
     [str, int, int], None
 ]  # what, bytes of the files that are done, and of how many
@@ -74,7 +77,7 @@ def run(
     earlier.find(recipe)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with owned(out / ".lock"):
+        with owned(out / LOCK):
             job.claim()
             left = [n for n in range(len(job.units)) if not finished(job, n).exists()]
             seconds, size = Seconds(float), 0
@@ -129,12 +132,12 @@ def _concluded(job: Job) -> dict[str, Any]:
     Raises:
       DataError: where one is not.
     """
-    counts = Counts()
+    parts: defaultdict[str, Counts] = defaultdict(Counts)
     files: dict[str, dict[str, Any]] = {}
     is_done = (job.out / REPORT).exists()
-    for number in range(len(job.units)):
+    for number, sources in enumerate(job.units):
         unit = json.loads(finished(job, number).read_text(encoding="utf-8"))
-        counts += Counts.from_json(unit["counts"])
+        parts[part_of(job.recipe.parts, sources[0][1])] += Counts.from_json(unit["counts"])
         for name, fields in unit["files"].items():
             path = output(job.out, name, number)
             if is_done and not is_whole(path, Written(**fields)):
@@ -143,7 +146,7 @@ def _concluded(job: Job) -> dict[str, Any]:
     if not is_done:
         found = verdict(job, 0).with_name(CLUSTERS)
         disk.replace(job.out / CLUSTERS, found.read_bytes() if found.exists() else b"")
-    answer = report(job, counts, dict(sorted(files.items())))
+    answer = report(job, parts, dict(sorted(files.items())))
     disk.replace(job.out / PAGE, page.render(job.out, answer).encode())
     disk.replace(job.out / REPORT, json.dumps(answer, indent=1).encode())
     return answer

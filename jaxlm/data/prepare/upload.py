@@ -6,7 +6,10 @@ from typing import Any
 
 from jaxlm.core.errors import NotWritable
 from jaxlm.data.prepare.job import CLUSTERS, PAGE, RECIPE, REPORT
+from jaxlm.data.prepare.mix.after import SHARDS
+from jaxlm.data.prepare.mix.run import MIX
 from jaxlm.data.prepare.remote import Changed, open_store, said, tried
+from jaxlm.data.prepare.run import LOCK
 
 
 def copy_to(folder: Path, files: list[str], url: str) -> int:
@@ -16,19 +19,31 @@ def copy_to(folder: Path, files: list[str], url: str) -> int:
       InputMissing: where the store cannot be asked.
       NotWritable: where something else is there, or a file cannot be written after several tries.
     """
-    store, root = open_store(url.rstrip("/"))
-    names = [RECIPE, CLUSTERS, *files, PAGE, REPORT]
+    count = _copied(folder, [RECIPE, CLUSTERS, *files, PAGE, REPORT], url.rstrip("/"))
+    shards = folder / SHARDS
+    if (shards / MIX).exists():
+        paths = (path for path in sorted(shards.rglob("*")) if path.is_file())
+        names = [path.relative_to(shards).as_posix() for path in paths if path.name != LOCK]
+        names.sort(key=lambda name: (name == MIX, name != RECIPE))
+        count += _copied(shards, names, f"{url.rstrip('/')}/{SHARDS}")
+    return count
+
+
+def _copied(folder: Path, names: list[str], url: str) -> int:
+    """Copies files, of which the first says what they all are, and the last that they are all there."""
+    store, root = open_store(url)
+    first, last = names[0], names[-1]
     try:
-        for name in (REPORT, RECIPE):  # by these it is known what else is there
+        for name in (last, first):
             there = store.cat_file(f"{root}/{name}") if store.exists(f"{root}/{name}") else None
             if there is not None and there != (folder / name).read_bytes():
                 raise NotWritable(
                     "the place holds something else",
                     where=f"{url}/{name}",
                     why="nothing is overwritten",
-                    fix=f"--copy_to={url.rstrip('/')}-2",
+                    fix=f"--copy_to={url.removesuffix(f'/{SHARDS}')}-2",
                 )
-            if name == REPORT and there is not None:
+            if name == last and there is not None:
                 return 0
         for name in names:
             tried(functools.partial(_put, store, folder / name, f"{root}/{name}"))

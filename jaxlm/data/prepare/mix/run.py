@@ -30,7 +30,7 @@ from jaxlm.data.prepare.mix.config import Mix
 from jaxlm.data.prepare.mix.gather import gather
 from jaxlm.data.prepare.mix.sources import Source
 from jaxlm.data.prepare.mix.unit import COUNTS, TOKENIZER, TRAIN, Tokenise, Units
-from jaxlm.data.prepare.run import Progress, owned
+from jaxlm.data.prepare.run import LOCK, Progress, owned
 from jaxlm.data.shards import Shards
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ def run(
     units = Units(out, mix, sources.find(mix))
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with owned(out / ".lock"):
+        with owned(out / LOCK):
             noted = _noted(units)
             if (out / MIX).exists():
                 shutil.rmtree(
@@ -125,15 +125,26 @@ def _noted(units: Units) -> bytes:
 def _tokenizer(units: Units, say: Callable[[str], None]) -> Tokenizer:
     """The tokenizer that the mix names, read or trained."""
     setting = units.mix.tokenizer
+    if setting != "bytes" and not setting.endswith(TOKENIZER_FILES):
+        say(f"training the tokenizer {setting}")
+    return tokenizer_of(setting, "tokenizer", lambda: _texts(units))
+
+
+def tokenizer_of(
+    setting: str, path: str, texts: Callable[[], Iterator[str]] = lambda: iter(())
+) -> Tokenizer:
+    """The tokenizer that a setting names, read or trained on texts; errors name the setting by its path.
+
+    Raises:
+      JaxlmError: where it cannot be had.
+    """
     try:
         if setting.endswith(TOKENIZER_FILES):
             return tokenizer_file.read(setting)
-        if setting != "bytes":
-            say(f"training the tokenizer {setting}")
-        return train_tokenizer.train(setting, _texts(units))
+        return train_tokenizer.train(setting, texts())
     except (ConfigError, DataError, InputMissing) as error:  # which name the setting of a run
         parts = (error.where, error.why, error.fix)
-        where, why, fix = (part.replace("data.tokenizer", "tokenizer") for part in parts)
+        where, why, fix = (part.replace("data.tokenizer", path) for part in parts)
         raise type(error)(error.what, where=where, why=why, fix=fix) from error
 
 

@@ -11,24 +11,25 @@ from typing import Any
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.prepare.files import Written, checked_lines
-from jaxlm.data.prepare.job import RECIPE, REPORT
+from jaxlm.data.prepare.job import RECIPE, REPORT, part_of
 from jaxlm.data.prepare.mix.config import Mix, named
 from jaxlm.data.records import Document
 from jaxlm.data.selection import Selection
 
 BY_WEIGHT = "by its source's weight"
+PART = "!"  # in FOLDER!PART
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A folder of `jaxlm data run`, finished."""
+    """A folder of `jaxlm data run`, finished, or a part of one."""
 
     name: str
     folder: Path
     share: float  # of its documents that is taken
     licence: str
-    report: dict[str, Any]
-    recipe: dict[str, Any]  # recipe.json: the recipe, its files
+    report: dict[str, Any]  # with the counts of the part
+    recipe: dict[str, Any]  # recipe.json: the recipe, the files of the part
     sha256: str  # of its report, which holds the digest of every file
     kept: tuple[tuple[str, Written], ...]  # path in the folder
 
@@ -63,8 +64,7 @@ def find(mix: Mix) -> list[Source]:
     """
     licences = named(mix.licences)
     found = [
-        _source(name, Path(folder), licences.get(name, ""))
-        for name, folder in named(mix.sources).items()
+        _source(name, folder, licences.get(name, "")) for name, folder in named(mix.sources).items()
     ]
     weights = {name: float(text) for name, text in named(mix.weights).items()}
     if not weights:
@@ -75,7 +75,9 @@ def find(mix: Mix) -> list[Source]:
     return [dataclasses.replace(each, share=least / room[each.name]) for each in found]
 
 
-def _source(name: str, folder: Path, licence: str) -> Source:
+def _source(name: str, place: str, licence: str) -> Source:
+    before, mark, part = place.rpartition(PART)
+    folder = Path(before if mark else place)
     path = folder / REPORT
     if not path.is_file():
         raise InputMissing(
@@ -87,11 +89,18 @@ def _source(name: str, folder: Path, licence: str) -> Source:
     try:
         content = path.read_bytes()
         report = json.loads(content)
+        recipe = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+        itemgetter("stages", "dedup")(recipe["recipe"])
         kept = tuple(
             (each, Written(**fields))
             for each, fields in report["files"].items()
             if each.startswith("kept/")
         )
+        if mark:
+            report |= report["parts"][part]
+            kept = tuple(file for file in kept if int(Path(file[0]).stem) in report["units"])
+            parts = recipe["recipe"]["parts"]
+            recipe["files"] = [file for file in recipe["files"] if part_of(parts, file[0]) == part]
         if not kept or not report["characters"]["kept"] > 0:
             raise DataError(
                 f"the source {name!r} kept nothing",
@@ -101,9 +110,7 @@ def _source(name: str, folder: Path, licence: str) -> Source:
                 else "its report names no kept files",
                 fix="leave it out of --config.sources",
             )
-        recipe = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
         itemgetter("funnel", "notes", "removed", "sample", "kept", "read")(report)
-        itemgetter("stages", "dedup")(recipe["recipe"])
         digest = hashlib.sha256(content).hexdigest()
         return Source(name, folder, 1.0, licence, report, recipe, digest, kept)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

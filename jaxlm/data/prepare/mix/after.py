@@ -1,0 +1,66 @@
+"""The last step of a recipe: token shards of what it kept, in the folder `shards` of its output."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.data.config import TOKENIZER_FILES
+from jaxlm.data.prepare.config import Recipe
+from jaxlm.data.prepare.engines import EngineName
+from jaxlm.data.prepare.mix import run, sources
+from jaxlm.data.prepare.mix.config import Mix, Shards
+from jaxlm.data.prepare.run import Progress
+
+SHARDS = "shards"
+
+
+def check(recipe: Recipe) -> None:
+    """Says what keeps shards from being written, before hours of cleaning.
+
+    Raises:
+      JaxlmError: where the tokenizer is a file that cannot be read.
+    """
+    if recipe.shards.tokenizer.endswith(TOKENIZER_FILES):
+        run.tokenizer_of(recipe.shards.tokenizer, "shards.tokenizer")
+
+
+def write(
+    recipe: Recipe,
+    out: Path,
+    *,
+    workers: int,
+    engine: EngineName,
+    say: Callable[[str], None],
+    progress: Progress,
+) -> dict[str, Any]:
+    """Makes shards of a finished output folder, or finds that they are there. Gives what mix.json holds.
+
+    Raises:
+      JaxlmError: as `run.run`. Where the shards that are asked for cannot be had of this corpus, the fix is a mix apart from it.
+    """
+    mix = _mix(recipe, out)
+    try:
+        return run.run(
+            mix, out / SHARDS, workers=workers, engine=engine, say=say, progress=progress
+        )
+    except (ConfigError, DataError) as error:
+        chosen = ",".join(mix.sources)
+        raise type(error)(
+            error.what,
+            where=error.where,
+            why=f"{error.why}; the cleaned corpus is done, and stays",
+            fix=f"jaxlm data mix --config.sources='{chosen}' --config.tokenizer={mix.tokenizer} --out={out}-{SHARDS}",
+        ) from error
+
+
+def _mix(recipe: Recipe, out: Path) -> Mix:
+    """The mix of a recipe's own output: its parts, or the whole of it."""
+    places = {name: f"{out}{sources.PART}{name}" for name in recipe.part_names}
+    if not recipe.parts:
+        places = dict.fromkeys(recipe.part_names, str(out))
+    fields = {
+        field.name: getattr(recipe.shards, field.name) for field in dataclasses.fields(Shards)
+    }
+    return Mix(sources=tuple(f"{name}={place}" for name, place in places.items()), **fields)
