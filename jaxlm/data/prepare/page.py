@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.quoting import cut, printable
-from jaxlm.data.prepare.report import shown_share
+from jaxlm.data.prepare.report import not_looked_for, shown_share
 from jaxlm.monitor.report import STYLE
 
 SAMPLES = 3  # documents of each reason
@@ -100,6 +100,8 @@ def _samples(out: Path, answer: dict[str, Any], folder: str) -> Iterator[str]:
 
 
 def _notes(answer: dict[str, Any]) -> Iterator[str]:
+    if said := not_looked_for(answer):
+        yield f"<p>{said}</p>"
     if answer["notes"]:
         rows = "".join(
             f"<tr><td>{_shown(what)}</td><td class=number>{count:,}</td></tr>"

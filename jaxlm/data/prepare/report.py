@@ -8,6 +8,7 @@ from typing import Any, get_args
 from jaxlm.data.prepare.config import DedupName
 from jaxlm.data.prepare.counts import Counts
 from jaxlm.data.prepare.dedup.minhash import recall
+from jaxlm.data.prepare.filters.decontaminate import evaluations
 from jaxlm.data.prepare.job import FORMAT_VERSION, Job, part_of
 
 SHOWN = 3  # reasons of a stage in the table
@@ -35,6 +36,9 @@ def report(
             | {"units": [number for number, part in enumerate(of_units) if part == name]}
             for name in job.recipe.part_names
         }
+    if "decontaminate" in job.recipe.stages:
+        sets = evaluations(job.recipe)
+        answer["evaluations"] = {"records": sets.records, "too_short": sets.short}
     if "near" in job.recipe.dedup:
         answer["near_recall_at_least"] = {
             f"{s:g}": round(recall(s, job.recipe.near), 4) for s in SIMILARITIES
@@ -77,6 +81,17 @@ def funnel(job: Job, counts: Counts) -> list[dict[str, Any]]:
         rows.append({**row, "reasons": dict(reasons.most_common())})
         left -= gone
     return rows
+
+
+def not_looked_for(answer: dict[str, Any]) -> str:
+    """What of the evaluation sets is too short to be found in documents; nothing where all of it is long enough."""
+    sets = answer.get("evaluations")
+    if not (sets and sets["too_short"]):
+        return ""
+    return (
+        f"decontaminate: {sets['too_short']:,} of {sets['records']:,} records of the evaluation sets are shorter than a run of "
+        "words, and were not looked for"
+    )
 
 
 def interval(found: int, of: int) -> tuple[float, float]:
@@ -123,6 +138,8 @@ def table(answer: dict[str, Any]) -> str:
             f"{name}: kept {part['kept']:,} of {part['read']:,} documents, {kept:,} of {read:,} characters"
         )
     lines += [f"{count:,} {what}" for what, count in answer["notes"].items()]
+    if said := not_looked_for(answer):
+        lines.append(said)
     if is_sample:
         lines.append(
             f"a sample of {answer['sample']:.2%} of the records: duplicates of what is not in it are not seen"

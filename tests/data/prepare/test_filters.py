@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxlm.cli.main import main
 from tests.data.prepare.recipes import kept, lines, prose, removed, run, write_lines
 
 
@@ -228,11 +229,17 @@ def test_documents_that_share_words_with_an_evaluation_set_are_named(here, capsy
     other = "And what did the second ferryman say to the younger of both sisters that evening?"
     write_lines(here / "eval/story.jsonl", [{"text": other}])
     write_lines(here / "in/b.jsonl", [{"text": f"{other} {question}"}])
-    report = run(capsys, "--config.source=in/*.jsonl", "--config.dedup=()", *words, "--out=both")
+    source = ("--config.source=in/*.jsonl", "--config.dedup=()")
+    report = run(capsys, *source, *words, "--out=both")
     assert report["notes"] == {
         "decontaminate: documents that share with eval/quiz.jsonl": 2,
         "decontaminate: documents that share with eval/story.jsonl": 1,
     }
+    assert report["evaluations"] == {"records": 3, "too_short": 1}
+    said = "1 of 3 records of the evaluation sets are shorter than a run of words"
+    assert said in (here / "both/report.html").read_text()
+    assert main(["data", "run", "--config=recipe.py", "--out=third", *source, *words]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_an_evaluation_set_that_cannot_be_compared_is_refused(here, capsys):

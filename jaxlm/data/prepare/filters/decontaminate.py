@@ -43,6 +43,7 @@ class Evaluations:
     def __init__(self, numbers: np.ndarray, origins: np.ndarray, names: list[str], short: int):
         self.numbers, first = np.unique(numbers, return_index=True)
         self._origins, self._names = origins[first], names
+        self.records = len(names)
         self.short = short  # records with fewer words than a run, which cannot be looked for
 
     def holds(self, numbers: np.ndarray) -> np.ndarray:
