@@ -11,6 +11,7 @@ import struct
 import tarfile
 import time
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,108 @@ def test_encodings_are_found(into, capsys, data, text, encoding):
     (found,) = lines("kept/*.jsonl")
     assert found["text"] == text
     assert found["meta"].get("encoding") == encoding
+
+
+RUSSIAN = (
+    "Весной, когда на реке тает лёд, старый паромщик каждое утро выходит на берег и смотрит, не поднялась ли вода. "
+    "Он знает каждую отмель и каждый поворот, и дети любят слушать его рассказы о далёких городах.\n"
+)
+UKRAINIAN = (
+    "Навесні, коли на річці тане лід, старий поромник щоранку виходить на берег і дивиться, чи не піднялася вода. "
+    "Він знає кожну мілину, і діти із села люблять слухати його оповідання про далекі міста.\n"
+)
+JAPANESE = (
+    "春になると、川の氷がとけて、渡し守の老人は毎朝岸に出て水の高さを見る。村の子どもたちは、遠い町の話を聞くのが好きだった。\n"
+    "冬のあいだ、彼は網を直し、妹から届いた手紙を読む。とても静かな暮らしである。\n"
+)
+CHINESE = (
+    "春天来了,河上的冰开始融化,老船夫每天早晨都到岸边去看水涨了没有。他认识每一处浅滩和每一个弯道,孩子们喜欢听他讲故事。\n"
+    "冬天的时候,他修补渔网,读妹妹寄来的信。\n"
+)
+TAIWANESE = "春天來了,河上的冰開始融化,老船夫每天早晨都到岸邊去看水漲了沒有。他認識每一處淺灘,村裡的孩子們喜歡聽他講遠方城市的故事。\n"
+KOREAN = (
+    "봄이 되어 강의 얼음이 녹으면 늙은 뱃사공은 매일 아침 강가에 나가 물이 불었는지 살펴본다. "
+    "마을 아이들은 먼 도시에 대한 그의 이야기를 듣는 것을 좋아한다. 겨울에는 그물을 고치고 누이가 보낸 편지를 읽는다.\n"
+)
+POLISH = (
+    "Wiosną, gdy na rzece topnieje lód, stary przewoźnik każdego ranka wychodzi na brzeg i patrzy, czy woda się nie podniosła. "
+    "Zna każdą mieliznę i każdy zakręt, a dzieci ze wsi lubią słuchać jego opowieści o dalekich miastach.\n"
+)
+CZECH = (
+    "Na jaře, když na řece taje led, vychází starý převozník každé ráno na břeh a dívá se, jestli voda nestoupla. "
+    "Zná každou mělčinu a každou zátočinu a děti z vesnice rády poslouchají jeho vyprávění o dalekých městech.\n"
+)
+GREEK = "Την άνοιξη, όταν λιώνει ο πάγος στο ποτάμι, ο γέρος βαρκάρης βγαίνει κάθε πρωί στην όχθη και κοιτάζει αν ανέβηκε το νερό.\n"
+FRENCH = (
+    "Au printemps, quand la glace fond sur la rivière, le vieux passeur sort chaque matin sur la berge et regarde si l'eau a "
+    "monté. Les enfants du village aiment écouter ses récits, où il est question de villes éloignées et d'étés très chauds.\n"
+)
+GERMAN = (
+    "Im Frühling, wenn das Eis auf dem Fluss schmilzt, geht der alte Fährmann jeden Morgen ans Ufer und schaut, ob das Wasser "
+    "gestiegen ist. Die Kinder hören gern seine Geschichten über ferne Städte und große Brücken.\n"
+)
+ENGLISH = (
+    f"{prose(1)}\nIt was \u201cna\u00efve\u201d \u2013 but the caf\u00e9\u2019s owner stayed.\n"
+)
+WRITTEN = [  # text, as it was written, as what it is read
+    *((RUSSIAN, name, name) for name in ("koi8_r", "cp1251", "iso8859_5", "cp866")),
+    *((UKRAINIAN, name, name) for name in ("koi8_u", "cp1251")),
+    (JAPANESE, "shift_jis", "cp932"),  # Microsoft's, which holds it
+    (JAPANESE, "euc_jp", "euc_jp"),
+    *((CHINESE, name, "gb18030") for name in ("gb18030", "gb2312")),
+    (TAIWANESE, "big5", "big5"),
+    (KOREAN, "euc_kr", "cp949"),
+    *((POLISH, name, name) for name in ("iso8859_2", "cp1250")),
+    *((CZECH, name, name) for name in ("iso8859_2", "cp1250")),
+    (GREEK, "iso8859_7", "cp1253"),  # the same bytes
+    *((each, "cp1252", "cp1252") for each in (FRENCH, GERMAN, ENGLISH)),
+    *(
+        (each, name, name)
+        for each in (RUSSIAN, JAPANESE, CHINESE, POLISH, GREEK, KOREAN, ENGLISH)
+        for name in ("utf-16-le", "utf-16-be")
+    ),
+]
+
+
+def test_legacy_encodings_and_unmarked_utf_16_are_told_by_their_letters_and_counted(into, capsys):
+    begin = "# " + "=" * 70 + "\n"
+    for number, (text, name, _) in enumerate(WRITTEN):
+        (into / f"{number:02d}.txt").write_bytes(text.encode(name))
+        # A long one: ASCII first, and what is looked at ends in the middle.
+        (into / f"{number:02d}-long.txt").write_bytes((begin * 1000 + text * 400).encode(name))
+    marked = [(RUSSIAN, "utf-16"), (JAPANESE, "utf-16"), (POLISH, "utf-8-sig"), (GREEK, "utf-32")]
+    for number, (text, name) in enumerate(marked):
+        (into / f"marked{number}.txt").write_bytes(text.encode(name))
+    answer = read(capsys)
+    found = {row["file"].removeprefix("in/"): row for row in lines("kept/*.jsonl")}
+    for number, (text, name, encoding) in enumerate(WRITTEN):
+        for file, wanted in (
+            (f"{number:02d}.txt", text),
+            (f"{number:02d}-long.txt", begin * 1000 + text * 400),
+        ):
+            assert found[file]["meta"] == {"encoding": encoding}, (file, name)
+            assert found[file]["text"] == wanted, (file, name)
+    for number, (text, _) in enumerate(marked):
+        assert found[f"marked{number}.txt"]["text"] == text
+    counted = Counter(f"read as {encoding}" for _, _, encoding in WRITTEN for _ in range(2))
+    counted.update(f"read as {name}" for name in ("utf-16-le", "utf-16-le", "utf-32-le"))
+    assert answer["notes"] == counted
+
+
+def test_a_declared_encoding_goes_before_what_the_letters_say(into, capsys):
+    page = f"<meta charset=koi8-r><title>t</title><p>{RUSSIAN}{RUSSIAN}"
+    (into / "a.html").write_bytes(page.encode("koi8_r"))
+    (into / "b.html").write_bytes(page.replace("koi8-r", "utf-8").encode("cp1251"))  # a lie
+    response_fields = "Content-Type: text/plain; charset=windows-1251"
+    (into / "c.warc").write_bytes(
+        warc("response", response(RUSSIAN.encode("cp1251"), response_fields))
+        + warc("conversion", RUSSIAN.encode("koi8_r"))
+    )
+    read(capsys)
+    found = lines("kept/*.jsonl")
+    assert [RUSSIAN.strip() in row["text"] for row in found] == [True] * 4
+    names = ["koi8-r", "cp1251", "windows-1251"]
+    assert [row["meta"]["encoding"] for row in found if "encoding" in row["meta"]] == names
 
 
 def test_binary_files_that_are_named_as_text_are_counted(into, capsys):
