@@ -4,6 +4,7 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -349,6 +350,41 @@ def test_a_cut_file_gives_what_was_before_the_cut_and_is_counted(into, capsys, n
     assert prose(1) in kept()
     if name != "a.zip":  # its table of contents stands at its end
         assert answer["kept"] > 1
+
+
+def damaged(data: bytes, at: int, how: str) -> bytes:
+    """The bytes with damage at a place."""
+    return {
+        "zeroed": data[:at] + bytes(40) + data[at + 40 :],
+        "flipped": data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :],
+        "lost": data[:at] + data[at + 50 :],
+        "added": data[:at] + b"\x1f\x8b\x08 and more" + data[at:],
+    }[how]
+
+
+@pytest.mark.parametrize("how", ["zeroed", "flipped", "lost", "added"])
+def test_a_damaged_member_of_a_web_archive_costs_no_other(into, capsys, how):
+    """Damage in the head, the body and the check of members, two of them side by side, and in the last."""
+    texts = [prose(number, words=240) for number in range(300)]
+    parts = [gzip.compress(warc("conversion", text.encode())) for text in texts]
+    begins = list(itertools.accumulate(map(len, parts), initial=0))
+    data, lost = b"".join(parts), set()
+    hit = {20: 0, 50: 300, 51: 300, 90: len(parts[90]) - 5, 120: len(parts[120]) // 2, 299: 200}
+    for member, place in sorted(hit.items(), reverse=True):
+        data = damaged(data, begins[member] + place, how)
+        lost.add(member)
+        if place + 50 > len(parts[member]) and how in ("zeroed", "lost"):
+            lost.add(member + 1)
+    (into / "a.warc.gz").write_bytes(data)
+    (into / "b.txt").write_text(prose(1000))
+    answer = read(capsys)
+    if how == "added":  # in front of a member's first byte, it costs none
+        lost.remove(20)
+    assert kept() == [text for at, text in enumerate(texts) if at not in lost] + [prose(1000)]
+    found = lines("broken/*.jsonl")
+    assert {row["kind"] for row in found} == {"damaged"}
+    assert all(row["detail"].startswith("a gzip member: ") for row in found)
+    assert len(lost) - 2 <= answer["broken"]["damaged"] <= len(lost) + 1  # a gap is one loss
 
 
 def tar_of(files: dict[str, bytes]) -> bytes:

@@ -14,7 +14,7 @@ from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.document import Broken, Document
 from jaxlm.data.prepare.readers import archives, pdf, tables, texts, warc
 from jaxlm.data.prepare.readers.encoding import NotText
-from jaxlm.data.prepare.readers.streams import TooLarge, kind_of, opened, unpacked
+from jaxlm.data.prepare.readers.streams import DAMAGED, TooLarge, kind_of, opened, unpacked
 
 Reader = Callable[[IO[bytes], str, Recipe, Counter[str]], Iterator[Document | Broken]]
 READERS: dict[str, Reader] = {
@@ -33,7 +33,7 @@ READERS: dict[str, Reader] = {
     ".pdf": pdf.pdf,
 }
 ARCHIVES = {".zip": archives.zipped, ".tar": archives.tarred}
-TOO_LARGE, DAMAGED, NOT_TEXT, NESTED = "too large", "damaged", "not text", "an archive in another"
+TOO_LARGE, NOT_TEXT, NESTED = "too large", "not text", "an archive in another"
 
 
 def read(

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import IO
 
 from jaxlm.data import records
+from jaxlm.data.prepare.readers.members import members
 
 PACKED = ".gz", ".zst", ".bz2", ".xz"
 MOST_PASSED = 2**30  # bytes of one line that are read past; a bomb unpacks to more
+
+
+DAMAGED = "damaged"  # class of what is broken so
 
 
 class TooLarge(Exception):
@@ -20,6 +24,8 @@ class TooLarge(Exception):
 
 def opened(path: Path) -> IO[bytes]:
     """The bytes of a file as they were before they were packed."""
+    if _is_web_archive(path.name):
+        return unpacked(open(path, "rb"), path.name)
     if path.suffix == ".bz2":
         return bz2.open(path, "rb")  # type: ignore[return-value]
     if path.suffix == ".xz":
@@ -29,6 +35,8 @@ def opened(path: Path) -> IO[bytes]:
 
 def unpacked(stream: IO[bytes], name: str) -> IO[bytes]:
     """The bytes of a stream as they were before they were packed, as its name says."""
+    if _is_web_archive(name):
+        return members(stream)
     match Path(name).suffix:
         case ".gz" | ".tgz":
             return gzip.GzipFile(fileobj=stream)  # type: ignore[return-value]
@@ -47,6 +55,10 @@ def kind_of(name: str) -> str:
     if path.suffix == ".tgz":
         return ".tar"
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+
+
+def _is_web_archive(name: str) -> bool:
+    return name.endswith(".gz") and kind_of(name) in (".warc", ".wet")
 
 
 def whole(stream: IO[bytes], most: int) -> bytes:

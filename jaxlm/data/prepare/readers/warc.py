@@ -1,7 +1,7 @@
 """Web archives: pages as a crawler got them (WARC) and their text (WET).
 
 Source: ISO 28500, "The WARC Format 1.1": a record is a version line, named fields, an empty line, Content-Length bytes, two
-empty lines. Packed as `.gz` each record is a member of its own, which gzip reads end to end.
+empty lines. Packed as `.gz` each record is a member of its own: `readers/members.py`.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.document import Broken, Document
 from jaxlm.data.prepare.readers.encoding import NotText, decoded
 from jaxlm.data.prepare.readers.main_text import charset, main_text
-from jaxlm.data.prepare.readers.streams import TooLarge, whole
+from jaxlm.data.prepare.readers.members import DamagedMember
+from jaxlm.data.prepare.readers.streams import DAMAGED, TooLarge, whole
 
 NOT_A_RECORD, CUT = "no WARC record", "a WARC record that is cut"
 NOT_HTTP, NOT_TEXT, TOO_LARGE = "no HTTP response", "not text", "too large"
@@ -33,8 +34,24 @@ def records(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
 ) -> Iterator[Document | Broken]:
     """The pages and texts of an archive. Records of other kinds, and answers that are no text, are counted."""
-    most = recipe.reading.document_bytes
-    number, is_lost = 0, False
+    number = 0
+    while True:
+        try:
+            for at, each in _records(stream, name, number, recipe, counts):
+                number = at
+                if each is not None:
+                    yield each
+            return
+        except DamagedMember as error:  # the stream goes on behind it
+            number += 1
+            yield Broken(DAMAGED, name, number, str(error))
+
+
+def _records(
+    stream: IO[bytes], name: str, number: int, recipe: Recipe, counts: Counter[str]
+) -> Iterator[tuple[int, Document | Broken | None]]:
+    """Each record behind that of a number, with its own; None for one that is no text."""
+    most, is_lost = recipe.reading.document_bytes, False
     while line := stream.readline(MOST_FIELDS):
         if not line.strip():
             continue
@@ -42,7 +59,7 @@ def records(
             # Between two records nothing else can stand: one of them lied about its length. The next begins at its version.
             if not is_lost:
                 number += 1
-                yield Broken(NOT_A_RECORD, name, number, f"it begins with {line[:40]!r}")
+                yield number, Broken(NOT_A_RECORD, name, number, f"it begins with {line[:40]!r}")
             is_lost = True
             continue
         number, is_lost = number + 1, False
@@ -52,23 +69,21 @@ def records(
             if length < 0:
                 raise ValueError(f"a length of {length}")
         except ValueError as error:
-            yield Broken(NOT_A_RECORD, name, number, str(error)[:200])
+            yield number, Broken(NOT_A_RECORD, name, number, str(error)[:200])
             is_lost = True
             continue
         except _Cut:
-            yield Broken(CUT, name, number, "the file ends among its fields")
+            yield number, Broken(CUT, name, number, "the file ends among its fields")
             return
         if length > most:
-            yield Broken(TOO_LARGE, name, number, f"{length:,} bytes")
+            yield number, Broken(TOO_LARGE, name, number, f"{length:,} bytes")
             _pass(stream, length)
             continue
         block = stream.read(length)
         if len(block) < length:
-            yield Broken(CUT, name, number, f"{len(block):,} of {length:,} bytes are there")
+            yield number, Broken(CUT, name, number, f"{len(block):,} of {length:,} bytes are there")
             return
-        found = _document(fields, block, name, number, most, counts)
-        if found is not None:
-            yield found
+        yield number, _document(fields, block, name, number, most, counts)
 
 
 def _document(
