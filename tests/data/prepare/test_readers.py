@@ -9,6 +9,8 @@ import json
 import lzma
 import os
 import struct
+import subprocess
+import sys
 import tarfile
 import time
 import zipfile
@@ -18,8 +20,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from tests.data.prepare.recipes import kept, lines, prose, run, write_lines
+from tests.data.prepare.recipes import RECIPE, kept, lines, prose, run, write_lines
 
+ROOT = Path(__file__).parents[3]
 PLAIN = ["--config.stages=()", "--config.dedup=()"]
 PAGE = f"""<!doctype html><html><head><title>A  title</title><meta charset="utf-8"><style>p {{}}</style></head>
 <body><nav><a href="/">Home</a> <a href="/b">Everything else that is in this menu and is longer than a word</a></nav>
@@ -385,6 +388,63 @@ def test_a_damaged_member_of_a_web_archive_costs_no_other(into, capsys, how):
     assert {row["kind"] for row in found} == {"damaged"}
     assert all(row["detail"].startswith("a gzip member: ") for row in found)
     assert len(lost) - 2 <= answer["broken"]["damaged"] <= len(lost) + 1  # a gap is one loss
+
+
+def test_a_long_line_of_a_table_is_one_broken_row_and_the_next_are_read(into, capsys):
+    long = "x" * 5000
+    (into / "a.csv").write_text(
+        f'text,id\none,1\n{long},2\n"{long}",3\nfour,4\n"five\n{long}\nmore",5\nsix,6\n'
+        f'"{long}\nseven",7\neight,8\n"nine\n{long}",9\nten,10\n'
+    )
+    (into / "b.tsv").write_text(f"text\tid\n{long}\t1\ntwo\t2\n{long}")
+    answer = read(capsys, "--config.reading.document_bytes=1000")
+    assert kept() == ["one", "four", "six", "eight", "ten", "two"]
+    found = [(row["file"], row["record"]) for row in lines("broken/*.jsonl")]
+    assert found == [*(("in/a.csv", n) for n in (2, 3, 5, 7, 9)), ("in/b.tsv", 1), ("in/b.tsv", 3)]
+    assert answer["broken"] == {"too large": 7}
+
+
+@pytest.mark.parametrize(
+    ("ending", "size"),
+    [
+        ("csv", 4e7),
+        *(
+            pytest.param(each, 1e9, marks=pytest.mark.slow)
+            for each in ("csv", "tsv", "jsonl", "txt")
+        ),
+    ],
+)
+def test_s4_a_line_of_a_gigabyte_takes_no_memory(into, here, capsys, ending, size, record_property):
+    """The most that the command holds, beside what it holds of a file without the line."""
+    short = '{"text": "behind"}\n' if ending == "jsonl" else "text\nbehind\n"
+    piece = b"y" * 10**6
+    with gzip.open(into / f"a.{ending}.gz", "wb", compresslevel=1) as file:
+        file.write(b"text\n" if ending in ("csv", "tsv") else b"")
+        for _ in range(int(size / len(piece))):
+            file.write(piece)
+        file.write(b"\n" + short.encode())
+    (here / "small").mkdir()
+    (here / f"small/a.{ending}").write_text(short)
+    (here / "recipe.py").write_text(RECIPE)
+    peaks = []
+    for folder in ("small", "in"):
+        words = ["data", "run", "--config=recipe.py", f"--out={folder}-out", "--quiet", *PLAIN]
+        words += [f"--config.source={folder}/*", "--config.reading.document_bytes=1e6"]
+        code = (
+            f"from jaxlm.cli.main import main\nassert main({words}) == 0\n"
+            "print(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0])"
+        )
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout.splitlines()[-1]) / 1024)
+    report = json.loads(Path("in-out/report.json").read_text())
+    assert report["broken"] == {"too large": 1}
+    assert report["kept"] == {"csv": 2, "tsv": 2, "jsonl": 1, "txt": 0}[ending]
+    record_property("table", f".{ending}, a line of {size:.0e} bytes: {peaks} MiB")
+    assert peaks[1] - peaks[0] < 20
 
 
 def tar_of(files: dict[str, bytes]) -> bytes:

@@ -85,11 +85,24 @@ def lines(stream: IO[bytes], most: int) -> Iterator[tuple[int, bytes | None]]:
             return
         if len(line) <= most:
             yield number, line
-            continue
-        passed = 0
-        while line and not line.endswith(b"\n"):
-            line = stream.readline(2**20)
-            passed += len(line)
-            if passed > MOST_PASSED:
-                raise TooLarge(f"line {number} has more than {MOST_PASSED:,} bytes")
-        yield number, None
+        else:
+            for _ in rest(stream, line, number):
+                pass
+            yield number, None
+
+
+def rest(stream: IO[bytes], line: bytes, number: int) -> Iterator[bytes]:
+    """A line that is longer than was asked for, from its begin on, a piece at a time.
+
+    Raises:
+      TooLarge: where it does not end for a gigabyte.
+    """
+    passed = 0
+    while line:
+        yield line
+        if line.endswith(b"\n"):
+            return
+        line = stream.readline(2**20)
+        passed += len(line)
+        if passed > MOST_PASSED:
+            raise TooLarge(f"line {number} has more than {MOST_PASSED:,} bytes")

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import math
 from collections import Counter
@@ -11,11 +12,12 @@ from typing import IO, Any
 from jaxlm.data.parquet import rows
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.document import Broken, Document
-from jaxlm.data.prepare.readers.streams import TooLarge, lines, whole
+from jaxlm.data.prepare.readers.streams import lines, rest, whole
 from jaxlm.data.records import BYTE_ORDER_MARK, NO_TEXT, NOT_JSON, NOT_UTF8, OTHER_TYPE, mended
 
 NOT_A_ROW = "with more or fewer fields than the table"
 TOO_LARGE = "too large"
+TOO_LONG = "\udfff"  # no byte is decoded to it
 
 
 def json_lines(
@@ -76,7 +78,9 @@ def _separated(
     for number, cells in enumerate(rows, 1):
         if not cells:
             continue
-        if len(cells) != len(names):
+        if any(TOO_LONG in cell for cell in cells if not cell.isascii()):
+            yield Broken(TOO_LARGE, name, number, f"with a line of more than {most:,} bytes")
+        elif len(cells) != len(names):
             yield Broken(NOT_A_ROW, name, number, f"{len(cells)} of them, not {len(names)}")
         elif any(
             "\udc80" <= letter <= "\udcff"
@@ -90,10 +94,16 @@ def _separated(
 
 
 def _as_text(stream: IO[bytes], most: int) -> Iterator[str]:
-    """Lines, in which bytes that are not UTF-8 are halves of surrogate pairs."""
-    for number, line in lines(stream, most):
-        if line is None:
-            raise TooLarge(f"line {number} has more than {most:,} bytes")
+    """Lines, in which bytes that are not UTF-8 are halves of surrogate pairs, and TOO_LONG stands for a line that is."""
+    for number in itertools.count(1):
+        line = stream.readline(most + 1)
+        if not line:
+            return
+        if len(line) > most:
+            # An odd quote opens or closes a cell of several lines, which other lines belong to.
+            quotes = sum(piece.count(b'"') for piece in rest(stream, line, number))
+            yield '"' * (quotes % 2) + TOO_LONG + "\n"
+            continue
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
         yield line.decode(errors="surrogateescape")
