@@ -82,6 +82,31 @@ def test_pairs_that_are_not_alike_are_left_alone():
     assert found_share(pairs(0.5, 150, seed=1)) <= 0.02
 
 
+def test_pairs_that_are_taken_for_alike_are(record_property):
+    """Precision among pairs of every similarity, as many of each, with exact Jaccard as the judge; recall beside it."""
+    steps = [0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+    texts = [pair for seed, step in enumerate(steps) for pair in pairs(step, 60, seed)]
+    exact = np.array([jaccard(*pair) for pair in texts])
+    every = np.array([signature(text, CONFIG) for pair in texts for text in pair])
+    found = np.zeros(len(texts), bool)
+    for one, other, _ in similar(every, CONFIG):
+        assert other == one ^ 1, "texts of different pairs share nothing"
+        found[one // 2] = True
+    for alike, least in (
+        (0.7, 0.8),
+        (0.65, 0.97),
+    ):  # a signature's share has an error of a few hundredths
+        is_alike = exact >= alike
+        precision = (found & is_alike).sum() / found.sum()
+        record_property(
+            "table",
+            f"near duplicates, alike from Jaccard {alike:g} on: precision {precision:.3f}, recall "
+            f"{found[is_alike].mean():.3f}; {found.sum()} of {len(texts)} pairs of Jaccard 0.3 to 0.9 found",
+        )
+        assert precision >= least
+    assert not found[exact < 0.55].any()
+
+
 def test_the_clusters_are_those_of_brute_force(here, capsys):
     """Families of edited texts, on several files: every pair compared exactly says which belong together."""
     draw = random.Random(5)
