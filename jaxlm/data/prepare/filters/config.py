@@ -6,7 +6,7 @@ from typing import Literal
 
 from jaxlm.core.config import setting
 
-PiiKind = Literal["email", "phone", "ip", "card", "iban", "us_ssn", "key"]
+PiiKind = Literal["email", "phone", "ip", "card", "iban", "us_ssn", "national_id", "key"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,8 @@ class Pii:
     """What tells who or where a person is, and what opens their doors."""
 
     kinds: tuple[PiiKind, ...] = setting(
-        ("email", "phone", "ip", "card", "iban", "us_ssn", "key"), "what is looked for"
+        ("email", "phone", "ip", "card", "iban", "us_ssn", "key"),
+        "what is looked for; national_id, of ten states, needs jaxlm[prepare]",
     )
     action: Literal["mask", "remove"] = setting(
         "mask", "write <EMAIL> and the like in its place, or remove the document"

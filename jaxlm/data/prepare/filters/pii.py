@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from jaxlm.data.prepare.document import Document, Removed, Stage
-from jaxlm.data.prepare.filters import presidio
+from jaxlm.data.prepare.filters import national, presidio
 from jaxlm.data.prepare.filters.config import Pii
 from jaxlm.data.prepare.filters.found import Found, apart
 
@@ -17,8 +17,10 @@ def pii(config: Pii) -> Stage:
     """Each find masked as <EMAIL> and the like, or its document removed.
 
     Raises:
-      InputMissing: where the finder is presidio and not installed.
+      InputMissing: where the finder is presidio and not installed, or python-stdnum is not, for national_id.
     """
+    if "national_id" in config.kinds:
+        national.checks()
     finder: Callable[[str], list[Found]] = functools.partial(find, kinds=config.kinds)
     if config.finder == "presidio":
         other = presidio.finders(config.kinds, config.score)
@@ -218,6 +220,7 @@ KINDS = {
     "us_ssn": _Kind(
         _lines_with(r"\d-\d"), re.compile(r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)"), _is_ssn
     ),
+    "national_id": _Kind(_lines_with(national.SIGN), national.PATTERN, national.is_national),
     "ip": _Kind(
         _lines_with(r"\d\.\d|[0-9A-Fa-f]:"),
         re.compile(
