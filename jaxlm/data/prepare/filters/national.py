@@ -42,7 +42,7 @@ NATIONALS = {
         r"(?!BG|GB|KN|NK|NT|TN|ZZ)[A-CEGHJ-PR-TW-Z][A-CEGHJ-NPR-TW-Z](?: ?\d\d){3} ?[A-D]"
     ),
 }
-SIGN = r"\d{6}|\d[ .]\d{3}|\d \d\d|\d-\d{4}-|[A-Z]\d\d[A-Z]"  # each of them holds one of these
+SIGN = r"\d(?:\d{5}| \d\d|\.\d{3}|-\d{4}-|\d[A-Z])"  # each holds one of these; a common begin is found fast
 PATTERN = re.compile(
     rf"(?<![\w.-])(?<!\d )(?:{'|'.join(f'{each.before}(?:{each.form})' for each in NATIONALS.values())})(?![\w-]|[ .]\d)"
 )

@@ -135,15 +135,19 @@ def _always(text: str) -> bool:
 
 
 def _lines_with(sign: str) -> Callable[[str], Iterator[tuple[int, str]]]:
-    """The lines in which a short pattern is found, and where they begin: most text is passed over at this price."""
+    """The lines in which a short pattern is found, and where they begin: most text is passed over at this price.
+
+    The pattern holds no end of a line. It is found fast where all that it matches begins with one set of characters.
+    """
     search = re.compile(sign).search
 
     def pieces(text: str) -> Iterator[tuple[int, str]]:
-        begin = 0
-        for line in text.split("\n"):
-            if search(line):
-                yield begin, line
-            begin += len(line) + 1
+        end = -1
+        while match := search(text, end + 1):
+            begin = text.rfind("\n", 0, match.start()) + 1
+            end = text.find("\n", match.end())
+            end = len(text) if end < 0 else end
+            yield begin, text[begin:end]
 
     return pieces
 
@@ -222,7 +226,7 @@ KINDS = {
     ),
     "national_id": _Kind(_lines_with(national.SIGN), national.PATTERN, national.is_national),
     "ip": _Kind(
-        _lines_with(r"\d\.\d|[0-9A-Fa-f]:"),
+        _lines_with(r"[.:](?:(?<=\d\.)\d|(?<=[0-9A-Fa-f]:))"),
         re.compile(
             r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)|(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![:.]?\w))"
         ),
