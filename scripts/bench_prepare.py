@@ -1,26 +1,32 @@
 """Megabytes a second on one core, of each stage of a recipe, on the source of Python's own library.
 
-    python scripts/bench_prepare.py [--megabytes=4]
+    python scripts/bench_prepare.py [--source='texts/**/*'] [--megabytes=4]
 
-Every stage gets the same documents, whatever another would have removed, so that each is measured on all of the text. Time is
-that of the process: what else the machine does changes little. Stages whose package is not installed are left out.
+A reader's rate is in bytes of its files, by their ending, all other rates are in characters. Every stage gets the same
+documents, whatever another would have removed, so that each is measured on all of the text. Time is that of the process: what
+else the machine does changes little. Stages whose package is not installed are left out. At the end it says where the slowest
+stage spends its time.
 """
 
 import argparse
+import cProfile
 import functools
+import pstats
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from jaxlm.core.errors import InputMissing
-from jaxlm.data.documents import Corpus
+from jaxlm.data.prepare import remote
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.dedup.signatures import Signer
 from jaxlm.data.prepare.document import Document, to_line
 from jaxlm.data.prepare.filters.config import Decontaminate, Urls
 from jaxlm.data.prepare.readers.files import read
+from jaxlm.data.prepare.readers.streams import kind_of
 from jaxlm.data.prepare.stages import MAKERS
+
+PROFILED = 12  # functions
 
 
 def _counted(
@@ -29,48 +35,68 @@ def _counted(
     return stage(document, counts)
 
 
-def timed(name: str, work: Callable[[Document], object], documents: Iterable[Document]) -> None:
-    """Prints how fast something is done to every document."""
+def timed(name: str, work: Callable[[Document], object], documents: Iterable[Document]) -> float:
+    """Prints how fast something is done to every document. Gives a core's seconds."""
     size, begun = 0, time.process_time()
     for document in documents:
         work(document)
         size += len(document.text)
     seconds = time.process_time() - begun
     print(f"{name:<14}{size / 1e6 / seconds:>10.1f} MB/s", flush=True)
+    return seconds
+
+
+def read_all(recipe: Recipe, most: float) -> list[Document]:
+    """Documents of every nth file of a recipe's source, which hold about `most` bytes; prints how fast each reader was."""
+    files = remote.find(recipe)
+    step = max(1, int(sum(size for *_, size in files) / most))
+    found: list[Document] = []
+    sizes, seconds = Counter[str](), defaultdict[str, float](float)
+    for path, name, size in files[::step]:
+        begun = time.process_time()
+        records = list(read(path, name, recipe, Counter()))
+        kind = kind_of(name) or "none"
+        seconds[kind] += time.process_time() - begun
+        sizes[kind] += size
+        found += [each for each in records if isinstance(each, Document)]
+    characters = sum(len(each.text) for each in found)
+    print(f"{len(found)} documents, {characters / 1e6:.1f} MB")
+    for kind, size in sizes.most_common():
+        print(
+            f"{'read ' + kind:<14}{size / 1e6 / seconds[kind]:>10.1f} MB/s of {size / 1e6:.1f} MB"
+        )
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--source", default="stdlib:train", help="glob of files (Python's library)")
     parser.add_argument("--megabytes", type=float, default=4.0)
-    most = parser.parse_args().megabytes * 1e6
-    corpus = Corpus.find(("stdlib:train",), "text", "source")
+    args = parser.parse_args()
     recipe = Recipe(
-        source=("stdlib:train",),
+        source=(args.source,),
         urls=Urls(blocked=(__file__,)),
         decontaminate=Decontaminate(against=(__file__,)),
     )
-    found: list[Document] = []
-    begun = time.process_time()
-    for path, name in zip(corpus.files, corpus.names, strict=True):
-        found += [
-            each for each in read(Path(path), name, recipe, Counter()) if isinstance(each, Document)
-        ]
-        if sum(len(each.text) for each in found) > most:
-            break
-    size = sum(len(each.text) for each in found) / 1e6
-    print(f"{len(found)} documents, {size:.1f} MB")
-    print(f"{'read':<14}{size / (time.process_time() - begun):>10.1f} MB/s", flush=True)
+    found = read_all(recipe, args.megabytes * 1e6)
+    work: dict[str, Callable[[Document], object]] = {}
     for name, maker in MAKERS.items():
         try:
             stage = maker(recipe, None)
         except InputMissing as error:
             print(f"{name:<14} {error.what}")
             continue
-        counts: Counter[str] = Counter()
-        timed(name, functools.partial(_counted, stage, counts), found)
+        work[name] = functools.partial(_counted, stage, Counter())
     for kind in ("exact", "near", "spans"):
-        timed(f"sign {kind}", Signer(Recipe(dedup=(kind,))).add, found)
-    timed("write", to_line, found)
+        work[f"sign {kind}"] = Signer(Recipe(dedup=(kind,))).add
+    work["write"] = to_line
+    spent = {name: timed(name, each, found) for name, each in work.items()}
+    slowest = max(spent, key=spent.__getitem__)
+    with cProfile.Profile() as profile:
+        for document in found:
+            work[slowest](document)
+    print(f"the slowest, {slowest}, by what its functions take themselves:")
+    pstats.Stats(profile).strip_dirs().sort_stats("tottime").print_stats(PROFILED)
 
 
 if __name__ == "__main__":
