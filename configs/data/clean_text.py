@@ -3,6 +3,8 @@
     jaxlm data run --config=configs/data/clean_text.py --config.source='crawl/*.warc.gz' --out=clean --workers=8
     jaxlm data run --config=configs/data/clean_text.py --config.source='crawl/*.warc.gz' --out=preview --sample=1%
 
+With --config.shards.tokenizer=sentencepiece:32768 the same command goes on to token shards, in clean/shards.
+
 On many machines that share the folders, with jaxlm[prepare,ray] on each: `ray start --head` on one, `ray start
 --address=THAT_ONE:6379` on the others, then on the first the first line with --engine=ray --workers=THEIR_CORES.
 

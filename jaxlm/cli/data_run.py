@@ -65,6 +65,7 @@ def run(args: Any, out: Output) -> int:
             shards = after.write(
                 recipe,
                 Path(args.out),
+                outcome.report,
                 workers=args.workers,
                 engine=args.engine,
                 say=out.say,

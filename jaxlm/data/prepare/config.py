@@ -131,7 +131,7 @@ class Recipe:
             yield "source", "nothing to read", "--config.source='crawl/*.warc.gz'"
         yield from entry_problems("parts", self.parts)
         if self.shards.tokenizer:
-            for field, why, fix in self.shards.wrong(self.part_names, "shards."):
+            for field, why, fix in self.shards.problems_with(self.part_names, "shards."):
                 yield f"shards.{field}", why, fix
         elif self.shards != Shards():
             yield (

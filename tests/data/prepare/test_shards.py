@@ -134,6 +134,20 @@ def test_other_shards_need_no_other_cleaning(crawl, capsys):
     assert cleaned.items() <= tree(Path("out")).items()
 
 
+def test_a_part_of_which_nothing_stays_has_no_shards_and_is_said(crawl, capsys):
+    for path in crawl.glob("crawl/*.txt"):
+        path.write_text("short")
+    answer = made(capsys)
+    assert list(answer["shards"]["sets"]["train"]) == ["web"]
+    assert answer["parts"]["books"]["kept"] == 0
+    shutil.rmtree("out")
+    assert main(["data", "run", "--config=corpus.py", "--out=out"]) == 0
+    assert "nothing of the part books stays: it has no shards" in capsys.readouterr().out
+    write_lines(crawl / "in/a.jsonl", [{"text": "short"}])
+    words = ("--config.source=in/*", "--config.shards.tokenizer=bytes", "--out=none")
+    assert "kept nothing" in run(capsys, *words, code=65)["error"]["what"]
+
+
 def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
     fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("memory")

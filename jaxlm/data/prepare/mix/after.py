@@ -29,6 +29,7 @@ def check(recipe: Recipe) -> None:
 def write(
     recipe: Recipe,
     out: Path,
+    report: dict[str, Any],
     *,
     workers: int,
     engine: EngineName,
@@ -37,10 +38,17 @@ def write(
 ) -> dict[str, Any]:
     """Makes shards of a finished output folder, or finds that they are there. Gives what mix.json holds.
 
+    A part of which nothing stays has none, and is said.
+
     Raises:
       JaxlmError: as `run.run`. Where the shards that are asked for cannot be had of this corpus, the fix is a mix apart from it.
     """
-    mix = _mix(recipe, out)
+    parts = report.get("parts", {})
+    for name in (name for name in parts if not parts[name]["kept"]):
+        say(f"nothing of the part {name} stays: it has no shards")
+    mix = _mix(
+        recipe, out, [name for name in recipe.part_names if not parts or parts[name]["kept"]]
+    )
     try:
         return run.run(
             mix, out / SHARDS, workers=workers, engine=engine, say=say, progress=progress
@@ -55,12 +63,13 @@ def write(
         ) from error
 
 
-def _mix(recipe: Recipe, out: Path) -> Mix:
-    """The mix of a recipe's own output: its parts, or the whole of it."""
-    places = {name: f"{out}{sources.PART}{name}" for name in recipe.part_names}
-    if not recipe.parts:
-        places = dict.fromkeys(recipe.part_names, str(out))
+def _mix(recipe: Recipe, out: Path, names: list[str]) -> Mix:
+    """The mix of these parts of a recipe's own output, or of the whole of it."""
+    names = names or list(recipe.part_names)  # where nothing stays, the mix says so
     fields = {
         field.name: getattr(recipe.shards, field.name) for field in dataclasses.fields(Shards)
     }
+    for name in ("weights", "licences"):
+        fields[name] = tuple(each for each in fields[name] if each.partition("=")[0] in names)
+    places = {name: f"{out}{sources.PART}{name}" if recipe.parts else str(out) for name in names}
     return Mix(sources=tuple(f"{name}={place}" for name, place in places.items()), **fields)

@@ -31,7 +31,9 @@ class Shards:
         low=1,
     )
 
-    def wrong(self, sources: Sequence[str], path: str = "") -> Iterator[tuple[str, str, str]]:
+    def problems_with(
+        self, sources: Sequence[str], path: str = ""
+    ) -> Iterator[tuple[str, str, str]]:
         """What does not go with these sources; `path` leads to this section, `shards.` in a recipe."""
         for name in ("weights", "licences"):
             yield from entry_problems(name, getattr(self, name), known=sources, path=path)
@@ -76,7 +78,7 @@ class Mix(Shards):
         if not self.sources:
             yield "sources", "nothing to read", "--config.sources=web=clean"
         yield from entry_problems("sources", self.sources, "web=clean")
-        yield from self.wrong(tuple(named(self.sources)))
+        yield from self.problems_with(tuple(named(self.sources)))
 
 
 def named(entries: tuple[str, ...]) -> dict[str, str]:
