@@ -173,6 +173,14 @@ GERMAN = (
 ENGLISH = (
     f"{prose(1)}\nIt was \u201cna\u00efve\u201d \u2013 but the caf\u00e9\u2019s owner stayed.\n"
 )
+TURKISH = (
+    "İlkbaharda nehirdeki buz eriyince yaşlı kayıkçı her sabah kıyıya çıkar ve suyun yükselip yükselmediğine bakar. "
+    "Köyün çocukları onun uzak şehirler hakkındaki öykülerini dinlemeyi çok sever, kışın ise ağlarını onarır.\n"
+)
+PORTUGUESE = (
+    "Na primavera, quando o gelo derrete no rio, o velho barqueiro sai todas as manhãs para a margem e vê se a água subiu. As "
+    "crianças da aldeia não se cansam de ouvir as suas histórias sobre cidades distantes, estações e verões muito quentes.\n"
+)
 WRITTEN = [  # text, as it was written, as what it is read
     *((RUSSIAN, name, name) for name in ("koi8_r", "cp1251", "iso8859_5", "cp866")),
     *((UKRAINIAN, name, name) for name in ("koi8_u", "cp1251")),
@@ -183,8 +191,9 @@ WRITTEN = [  # text, as it was written, as what it is read
     (KOREAN, "euc_kr", "cp949"),
     *((POLISH, name, name) for name in ("iso8859_2", "cp1250")),
     *((CZECH, name, name) for name in ("iso8859_2", "cp1250")),
+    (TURKISH, "cp1254", "cp1254"),
     (GREEK, "iso8859_7", "cp1253"),  # the same bytes
-    *((each, "cp1252", "cp1252") for each in (FRENCH, GERMAN, ENGLISH)),
+    *((each, "cp1252", "cp1252") for each in (FRENCH, GERMAN, PORTUGUESE, ENGLISH)),
     *(
         (each, name, name)
         for each in (RUSSIAN, JAPANESE, CHINESE, POLISH, GREEK, KOREAN, ENGLISH)
@@ -239,9 +248,12 @@ def test_binary_files_that_are_named_as_text_are_counted(into, capsys):
     (into / "program.md").write_bytes(b"\x7fELF" + bytes(1000))
     (into / "noise.txt").write_bytes(bytes(range(256)) * 20)
     (into / "paper.txt").write_bytes(b"%PDF-1.7\n")
+    (into / "stateful.txt").write_bytes(
+        RUSSIAN.encode("iso2022_kr", "ignore") + b"\x0e9Y\x0f\x0e:;\x0f" * 9
+    )
     (into / "fine.txt").write_text(prose(1))
     answer = read(capsys)
-    assert answer["broken"] == {"not text": 4}
+    assert answer["broken"] == {"not text": 5}
     assert kept() == [prose(1)]
 
 

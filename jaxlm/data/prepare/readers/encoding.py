@@ -40,6 +40,7 @@ _NO_TEXT = (
     "Co",
 )  # categories of Unicode: controls, characters that are none, of private use
 _MAGIC = (b"%PDF-", b"PK\x03\x04", b"\x1f\x8b", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"\x7fELF")
+_FEW = 8  # letters that are not ASCII, which say nothing of their encoding
 _COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")  # PEP 263
 
 
@@ -106,16 +107,15 @@ def _legacy(data: bytes, start: int) -> str:
     """The encoding in which text looks most like a language, or cp1252 where none does more than it."""
     import charset_normalizer
 
-    begin = data.rfind(b"\n", 0, start) + 1  # the text before is ASCII, and tells nothing
+    # Its first lines may name an encoding. Where there are many, they are ASCII, and tell nothing else.
+    begin = 0 if start < _PROBED // 2 else data.rfind(b"\n", 0, start) + 1
     probe = data[begin : begin + _PROBED]
-    if begin + _PROBED < len(data):
-        probe = (
-            probe[: probe.rfind(b"\n") + 1] or probe
-        )  # a character of several bytes is cut at no line's end
+    if begin + _PROBED < len(data):  # a character of several bytes is cut at no line's end
+        probe = probe[: probe.rfind(b"\n") + 1] or probe
     found = charset_normalizer.from_bytes(probe, cp_isolation=LEGACY, enable_fallback=False)
     best = found.best()
     others = len(probe) - len(probe.translate(None, bytes(range(128, 256))))
-    if best is None or not (best.coherence or others > len(probe) / 4):
+    if best is None or others < min(_FEW, len(probe) / 4):
         return LAST_RESORT  # a word or two in other letters fit any
     for match in found:
         is_last_resort = LAST_RESORT in match.could_be_from_charset
@@ -130,9 +130,12 @@ def _legacy(data: bytes, start: int) -> str:
 def _unmarked(data: bytes) -> str:
     """Which UTF-16 bytes without a mark are; nothing where some character would be a control, or of no alphabet.
 
-    Text in the wrong order of bytes is almost always one or the other; where it is not, spaces and ends of lines decide.
+    Text in the wrong order of bytes is almost always one or the other; where it is not, spaces and ends of lines decide. These
+    have a byte of zero, and no text is without.
     """
     found = []
+    if b"\0" not in data:
+        return ""
     for name in UNMARKED:
         try:
             text = data.decode(name)
