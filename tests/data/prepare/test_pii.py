@@ -152,6 +152,7 @@ INNOCENT = (
     "c56a4180-65aa-42ec-a945-5fd21dec0538 and da39a3ee5e6b4b0d3255bfef95601890afd80709 are hashes.",
     "36 574 261 808, 54362315-L, RCCMNL83S18D969I, 390.533.447-06, 2341 2341 2345 and QQ 12 34 56 C are one off.",
     "The parts 111222333 and 1112.22.333 are in room 12345678-A; 2341 2341 2346 1234 has a group too many.",
+    "See doi:10.1137/54362315K, and the table 5E0C 2341 2341 2346 in hexadecimal.",
     "AKIA is short, ghp_short too; eyJ is not a token. 12 345 678 people in 2001:2003 of 1999-2000-2001.",
 )
 # Text without personal data in it that looks as if it had some: what a rule of form cannot know.

@@ -43,8 +43,10 @@ NATIONALS = {
     ),
 }
 SIGN = r"\d(?:\d{5}| \d\d|\.\d{3}|-\d{4}-|\d[A-Z])"  # each holds one of these; a common begin is found fast
+_FORMS = "|".join(f"{each.before}(?:{each.form})" for each in NATIONALS.values())
+# Not in a path or a longer number, nor in a table of numbers in hexadecimal, as most finds in a gigabyte of source code were.
 PATTERN = re.compile(
-    rf"(?<![\w.-])(?<!\d )(?:{'|'.join(f'{each.before}(?:{each.form})' for each in NATIONALS.values())})(?![\w-]|[ .]\d)"
+    rf"(?<![\w./-])(?<!\d )(?<![\dA-F]{{4}} )(?:{_FORMS})(?![\w-]|[ .]\d| [\dA-F]{{4}}\b)"
 )
 
 
