@@ -1,0 +1,43 @@
+"""Raw text gathered from installed packages, and the bench of the stages on it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.data.prepare.recipes import prose
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def script(name: str, *words: str) -> str:
+    """What a script prints."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / name), *words],
+        env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_text_is_gathered_once_and_every_stage_is_timed_on_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "packages/one"
+    package.mkdir(parents=True)
+    for number in range(4):
+        (package / f"{number}.py").write_text(f'"""{prose(number)}"""\n')
+    (package / "README.md").write_text(prose(9))
+    (package / "module.so").write_bytes(b"\x7fELF")
+    (tmp_path / "packages/again.py").symlink_to(package / "0.py")
+    os.link(package / "1.py", tmp_path / "packages/same.py")
+    said = script("gather_texts.py", "packages", "--out=texts")
+    assert len(list(tmp_path.glob("texts/py/*/*.py"))) == 4
+    assert len(list(tmp_path.glob("texts/*/*/*"))) == 5
+    assert said.splitlines()[-1].split()[:3] == ["all", "5", "files"]
+    said = script("bench_prepare.py", "--source=texts/*/*/*", "--megabytes=1")
+    assert "5 documents" in said
+    for name in ("read .py", "read .md", "gopher", "pii", "sign near"):
+        assert f"\n{name} " in said
+    assert "by what its functions take themselves" in said
