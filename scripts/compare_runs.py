@@ -1,4 +1,4 @@
-"""What scripts/compare_optimizers.py and scripts/compare_objectives.py do alike: the runs of a comparison.
+"""What scripts/compare_optimizers.py, compare_objectives.py and compare_schedules.py do alike: the runs of a comparison.
 
 Each is a run of `jaxlm train` in a directory of its own, WORKDIR/ARM/lrRATE-sSTEPS-seedSEED, one after the other in this
 process. A comparison that was killed goes on where it was: a run that has ended is read, and one that was begun is gone on with.
@@ -132,11 +132,12 @@ def compare(
     *,
     seeds: int,
     most: int,
+    is_timed: bool,
     figures: Callable[[Ended], Mapping[str, float | None]],
     say: Callable[[str], None],
     publish: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
-    """A row for each arm: rates tried, the best one, and figures of its seeds at equal tokens and at equal time.
+    """A row for each arm: rates tried, the best one, and figures of its seeds at equal tokens, and where it `is_timed` at equal time.
 
     At most `most` rates are tried. The time is what the fastest arm's step takes, times all steps. Who is slower takes fewer,
     and has a schedule of its own that ends with them. `figures` are those of a run, and `publish` is given the rows so far
@@ -154,7 +155,7 @@ def compare(
                 why="it is empty",
                 fix="--config.data.validation=5%",
             )
-    seconds = sweep.seconds(arms)
+    seconds = sweep.seconds(arms) if is_timed else {}
     rows: list[dict[str, Any]] = []
     for number, arm in enumerate(arms, 1):
         say(f"arm {number} of {len(arms)}: {arm.name}")
@@ -167,15 +168,14 @@ def compare(
         row: dict[str, Any] = {
             "name": arm.name,
             "settings": dict(arm.settings),
-            "step_seconds": seconds[arm.name],
             "rates": [[each, finite(rates[each])] for each in sorted(rates)],
             "rate": rate,
             "is_edge": rate in (min(rates), max(rates)),
         }
-        spans = {
-            "equal_tokens": sweep.steps,
-            "equal_time": affordable(sweep.steps, min(seconds.values()) / seconds[arm.name]),
-        }
+        spans = {"equal_tokens": sweep.steps}
+        if is_timed:
+            row["step_seconds"] = own = seconds[arm.name]
+            spans["equal_time"] = affordable(sweep.steps, min(seconds.values()) / own)
         for name, steps in spans.items():
             ended = [
                 sweep.ended(arm, rate=rate, steps=steps, seed=TUNING + seed)

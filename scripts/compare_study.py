@@ -1,4 +1,4 @@
-"""The command line of scripts/compare_optimizers.py and scripts/compare_objectives.py, and the page that both write."""
+"""The command line of scripts/compare_optimizers.py, compare_objectives.py and compare_schedules.py, and the page that each writes."""
 
 import argparse
 import dataclasses
@@ -39,6 +39,11 @@ class Study:
     columns: Sequence[Column] = COLUMNS
     how: str  # what the page says beside the table
     limits: str
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether anything is shown at equal time."""
+        return any(measure.runs == "equal_time" for measure in self.measures)
 
 
 def main(study: Study) -> int:
@@ -99,6 +104,7 @@ def _run(study: Study, words: Sequence[str]) -> int:
         arms,
         seeds=args.seeds,
         most=args.rates,
+        is_timed=study.is_timed,
         figures=study.figures,
         say=say,
         publish=publish,

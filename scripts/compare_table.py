@@ -1,4 +1,4 @@
-"""What scripts/compare_optimizers.py and scripts/compare_objectives.py make of their runs: places, a table, a picture, a page."""
+"""What scripts/compare_optimizers.py, compare_objectives.py and compare_schedules.py make of their runs: places, a table, a picture."""
 
 import dataclasses
 import os
@@ -36,9 +36,12 @@ class Column:
     cell: Callable[[Row], str]
 
 
-COLUMNS = (
+RATES = (
     Column("learning rate", lambda row: f"{row['rate']:g}{' (edge)' if row['is_edge'] else ''}"),
     Column("next rate costs", lambda row: _sensitivity(row)),
+)
+COLUMNS = (
+    *RATES,
     Column("steps in that time", lambda row: f"{row['equal_time']['steps']}"),
     Column("ms a step", lambda row: f"{1000 * row['step_seconds']:.1f}"),
 )

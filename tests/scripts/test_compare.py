@@ -1,4 +1,4 @@
-"""scripts/compare_optimizers.py and compare_objectives.py: what they compare, how they search, that they go on, what they write."""
+"""scripts/compare_optimizers.py, compare_objectives.py and compare_schedules.py: what they compare, how they search, that they go on, what they write."""
 
 import importlib.util
 import json
@@ -14,11 +14,12 @@ from jaxlm.core import config
 from jaxlm.core.errors import ConfigError, Diverged, Preempted
 from jaxlm.objectives.config import Mixture, Objective
 from jaxlm.optim.config import Optimizer
+from jaxlm.optim.schedule_config import Linear, Schedule
 from jaxlm.recipes.config import Run
 from tests.faults import harness
 
 ROOT = Path(__file__).parents[2]
-MODULES = "runs table study optimizers objectives".split()
+MODULES = "runs table study optimizers objectives schedules".split()
 TINY = {
     "data.validation": "20%",
     "data.tokenizer": "bytes",
@@ -120,6 +121,7 @@ def sweep(scripts, tmp_path, monkeypatch):
                 arms,
                 seeds=2,
                 most=12,
+                is_timed=True,
                 figures=scripts.optimizers.figures,
                 say=lambda _: None,
                 publish=lambda rows: None,
@@ -130,12 +132,22 @@ def sweep(scripts, tmp_path, monkeypatch):
     return make
 
 
-def test_every_optimizer_and_every_objective_is_compared(scripts):
+def test_every_optimizer_every_objective_and_every_schedule_is_compared(scripts):
     names = {arm.name for arm in typing.get_args(Optimizer)}
     assert {arm.name for arm in scripts.optimizers.ARMS} == names
     alone = {arm.name for arm in typing.get_args(Objective)} - {Mixture.name}
     mixed = {f"causal+{name}" for name in alone - {"causal", "mtp"}}
     assert {arm.name for arm in scripts.objectives.ARMS} == alone | mixed
+    names = {arm.name for arm in typing.get_args(Schedule)}
+    assert {arm.name for arm in scripts.schedules.ARMS} == names | {"cosine_restarts"}
+
+
+def test_a_schedule_is_compared_at_its_own_defaults_whatever_the_config_has(scripts, sweep):
+    arm = next(arm for arm in scripts.schedules.ARMS if arm.name == "linear")
+    made = scripts.runs.Sweep(
+        scripts.runs.FILE, scripts.runs.SMALL, Path(), steps=40, say=lambda _: None
+    )
+    assert made.run(arm).schedule == Linear()
 
 
 @pytest.mark.parametrize("optimum", [2e-5, 3e-4, 1.1e-3, 0.7])
@@ -223,9 +235,9 @@ def test_the_table_and_the_sentences_name_the_lowest(scripts, sweep):
     assert scripts.table.draw(rows, measures).startswith(b"\x89PNG")
 
 
-def test_the_readme_has_a_place_for_both_tables(scripts):
+def test_the_readme_has_a_place_for_every_table(scripts):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for study in (scripts.optimizers.STUDY, scripts.objectives.STUDY):
+    for study in (scripts.optimizers.STUDY, scripts.objectives.STUDY, scripts.schedules.STUDY):
         assert f"<!-- {study.name} -->" in text
         assert f"<!-- end of {study.name} -->" in text
 
@@ -273,6 +285,26 @@ def test_two_optimizers_from_the_command_to_the_page_and_nothing_again(
     assert len(stamps) >= 4
     assert compare("optimizers", *flags)[2] == results
     assert stamps == {path: path.stat().st_mtime_ns for path in stamps}
+
+
+@pytest.mark.slow
+def test_two_schedules_from_the_command_to_the_page_and_none_is_timed(
+    compare, tmp_path, one_device
+):
+    flags = ("--only=step,cosine_restarts", "--steps=10", "--seeds=1", "--rates=1")
+    code, said, results = compare("schedules", *flags)
+    assert code == 0, said.err
+    assert {row["name"] for row in results["arms"]} == {"step", "cosine_restarts"}
+    for row in results["arms"]:
+        (bits,) = row["equal_tokens"]["bits_per_byte"]
+        assert 0 < bits < 9
+        assert "equal_time" not in row
+    assert not (tmp_path / "runs/seconds.json").exists()
+    assert "What it cannot show" in (tmp_path / "runs/schedules.md").read_text()
+    runs = tmp_path.glob("runs/*/lr*-seed1/config.json")
+    told = {path.parts[-3]: json.loads(path.read_text())["schedule"] for path in runs}
+    assert told["cosine_restarts"]["cycles"] == 3
+    assert told["step"]["name"] == "step"
 
 
 @pytest.mark.slow

@@ -1,0 +1,70 @@
+"""Every schedule on the quickstart's text: bits per byte at equal tokens, each at its own learning rate.
+
+    python scripts/compare_schedules.py --workdir=runs/schedules
+    python scripts/compare_schedules.py --workdir=runs/schedules --out=scripts/compared --readme=README.md
+
+The first leaves schedules.md, .json and .png in the folder; the second, which trains nothing again, where README.md shows
+them. About 30 minutes of two idle cores; killed, the same command goes on. --only=cosine,wsd and --steps=100 make it
+shorter, --config.a.b=V changes the model, the data or the optimizer.
+"""
+
+import sys
+import typing
+
+from compare_runs import Arm, Ended, finite
+from compare_study import Study, main
+from compare_table import RATES, Measure
+
+from jaxlm.core import config
+from jaxlm.optim.schedule_config import Cosine, Schedule
+
+
+def _arm(name: str, schedule: Schedule) -> Arm:
+    """Says every setting: the config's own schedule has others than its arm's defaults."""
+    settings = config.to_json(schedule)
+    return Arm(name, {f"schedule.{field}": value for field, value in settings.items()})
+
+
+ARMS = [
+    *(_arm(arm.name, arm()) for arm in typing.get_args(Schedule)),
+    _arm("cosine_restarts", Cosine(cycles=3)),
+]
+HOW = """\
+Each schedule of `optim/schedule_config.py` has the settings that `schedule.name` gives it, floors and warm-ups among them, and
+ends with the run; `cosine_restarts` is `cosine` in three cycles. Only the peak of the learning rate is tuned, for each by itself: a
+schedule that stays at its peak wants a lower one than one that is there for a moment, so that a common rate would choose the winner.
+It is tried four times apart from the config's, until the best has a worse one on either side, then twice and half the best, all
+with a seed that is not reported. `(edge)` is a best without a worse one beside it, and "next rate" is what the worse of the two
+rates beside the best costs. Then {seeds} other seeds, which draw weights and the order of the data: the mean, and from the lowest to
+the highest. Places are those that seeds leave open: a schedule is behind another where its best seed is worse than the other's worst.
+
+All take {steps} steps, {tokens:,} tokens. A schedule costs no time, so that equal tokens are equal time."""
+LIMITS = """\
+- One small model, one text and one short run, which ends before much could be learnt by a small rate: what decays early, or to
+  nothing, has less of that to gain here than in a long run.
+- Warm-ups, floors and the lengths of decays are not tuned: defaults suit some better than others.
+- What a schedule is for beside its last loss is not seen: `constant`, `inverse_sqrt` and `wsd` go on without knowing the end, and a
+  run of `cosine` cannot be made longer.
+- Rates are known to a factor of two, by one seed: two schedules that are nearer to each other than "next rate" says are not told
+  apart. Three seeds show a spread, and no probability."""
+
+
+def figures(run: Ended) -> dict[str, float | None]:
+    """What is shown of a run."""
+    return {"bits_per_byte": finite(run.bits)}
+
+
+STUDY = Study(
+    name="schedules",
+    about=__doc__,
+    arms=ARMS,
+    steps=200,
+    figures=figures,
+    measures=(Measure("equal tokens", "equal_tokens", "bits_per_byte"),),
+    columns=RATES,
+    how=HOW,
+    limits=LIMITS,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(STUDY))
