@@ -4,7 +4,7 @@
     python scripts/compare_objectives.py --workdir=runs/objectives --out=scripts/compared --readme=README.md
 
 The first leaves objectives.md, .json and .png in the folder; the second, which trains nothing again, where README.md shows
-them. About 40 minutes of two idle cores; killed, the same command goes on. --only=causal,mtp and --steps=100 make it
+them. About 45 minutes of two idle cores; killed, the same command goes on. --only=causal,mtp and --steps=100 make it
 shorter, --config.a.b=V changes the model or the data.
 """
 

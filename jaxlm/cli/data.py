@@ -74,6 +74,8 @@ def run(args: Any, out: Output) -> int:
 def _peek(args: Any, out: Output) -> int:
     from jaxlm.data.mixture import Mixture
     from jaxlm.data.peek import BOTH_WAYS, rendered
+    from jaxlm.objectives import ahead
+    from jaxlm.objectives.config import mtp
 
     chosen, data = _open(args, out)
     batch = chosen.pace
@@ -85,23 +87,35 @@ def _peek(args: Any, out: Output) -> int:
     answer, lines = [], ["text between \u00ab and \u00bb is trained on"]
     if tokens.reach is not None:
         lines.append(f"text between {' and '.join(BOTH_WAYS)} is read both ways")
+    found = mtp(chosen.objective)
+    further = ahead.predicted(tokens, len(found.weights)) if found else []
+    shown = {"text": tokens} | {f"ahead_{k}": view for k, view in enumerate(further, 2)}
+    if found:
+        lines.append(
+            "ahead_2 is what the head for the token after the next is trained on, and so on"
+        )
     for row in range(rows):
-        segments = rendered(tokens, data.tokenizer, row)
+        texts = {
+            name: rendered(view, data.tokenizer, row)
+            for name, view in shown.items()
+            if view is tokens or view.weights[row].any()
+        }
+        segments = [
+            dict(zip(texts, each, strict=True)) for each in zip(*texts.values(), strict=True)
+        ]
         sources = [f"{file}, record {record}" for file, record in origins[row]]
         if mixture is not None:
             name = mixture.source(mixture.keys(first + row, first + row + 1)[0])
             sources = [f"{name}, {source}" for source in sources]
         answer.append(
-            [
-                {"source": source, "text": text}
-                for source, text in zip(sources, segments, strict=True)
-            ]
+            [{"source": source} | each for source, each in zip(sources, segments, strict=True)]
         )
-        for number, (source, text) in enumerate(zip(sources, segments, strict=True), 1):
+        for number, (source, each) in enumerate(zip(sources, segments, strict=True), 1):
             # A person is shown the start of a long text; --json gives all of it.
+            lines.append(f"--- step {args.step}, row {row}, segment {number}: {cut(source)}")
             lines += [
-                f"--- step {args.step}, row {row}, segment {number}: {cut(source)}",
-                cut(text),
+                cut(text) if name == "text" else f"{name}: {cut(text)}"
+                for name, text in each.items()
             ]
     out.result({"step": args.step, "rows": answer}, "\n".join(lines))
     return 0

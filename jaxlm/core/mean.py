@@ -39,3 +39,8 @@ class Mean(NamedTuple):
     def value(self) -> Float[Array, ""]:
         """total / weight, and 0 where nothing was weighed."""
         return self.total / jnp.maximum(self.weight, 1e-30)
+
+    @property
+    def figure(self) -> Float[Array, ""]:
+        """As `value`, for a person: NaN where nothing was weighed."""
+        return jnp.where(self.weight > 0, self.value, jnp.nan)

@@ -20,6 +20,8 @@ class Tokens(NamedTuple):
 
     `reach` is the last slot of the row that each slot sees, where parts are read both ways; None where all is read from
     left to right. `inner` is a second position, inside of a span that was cut out; None where no objective cuts any so.
+    `ahead` is a factor on the weights of the tokens beyond the next one, where a model has heads for those: 1 in rows that
+    predict them and 0 in others; None where all do.
 
     `source` is what the encoder of an encoder-decoder reads, of S slots; the tokens of a segment see that segment of it.
     """
@@ -31,5 +33,6 @@ class Tokens(NamedTuple):
     positions: Int[Array, "B T"]
     reach: Int[Array, "B T"] | None = None
     inner: Int[Array, "B T"] | None = None
+    ahead: Float[Array, "B T"] | None = None
     source: Int[Array, "B S"] | None = None
     source_segments: Int[Array, "B S"] | None = None

@@ -221,6 +221,7 @@ def _corrupted(batch: Tokens, keys: Sequence[Key | None], corruption: AnyCorrupt
     return stacked._replace(
         reach=stacked.reach if corruption.both_ways else None,
         inner=stacked.inner if corruption.has_inner else None,
+        ahead=stacked.ahead if corruption.has_ahead else None,
     )
 
 

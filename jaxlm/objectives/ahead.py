@@ -19,12 +19,21 @@ class Further(NamedTuple):
 
 def further(batch: Tokens, count: int) -> list[Further]:
     """For k from 1 to `count`, what lies k slots on. No document sees a token of another."""
+    counted = batch.weights if batch.ahead is None else batch.weights * batch.ahead
     found = []
     for k in range(1, count + 1):
         tokens, targets, weights, segments = (
             jnp.pad(each[:, k:], [(0, 0), (0, k)])
-            for each in (batch.tokens, batch.targets, batch.weights, batch.segments)
+            for each in (batch.tokens, batch.targets, counted, batch.segments)
         )
         is_there = (segments == batch.segments) & (batch.segments > 0)
         found.append(Further(tokens, is_there, targets, jnp.where(is_there, weights, 0.0)))
     return found
+
+
+def predicted(batch: Tokens, count: int) -> list[Tokens]:
+    """For each further token, the batch with weights where its head predicts: of each target in the slot that it lies in."""
+    return [
+        batch._replace(weights=jnp.pad(each.weights[:, :-k], [(0, 0), (k, 0)]))
+        for k, each in enumerate(further(batch, count), 1)
+    ]

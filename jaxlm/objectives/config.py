@@ -125,68 +125,6 @@ class FIM:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Weights:
-    """How often a row is read by each objective, in proportion."""
-
-    causal: float = setting(0.5, "weight of causal", low=0)
-    prefix: float = setting(0.0, "weight of prefix", low=0)
-    masked: float = setting(0.0, "weight of masked", low=0)
-    span: float = setting(0.0, "weight of span", low=0)
-    ul2: float = setting(0.0, "weight of ul2", low=0)
-    fim: float = setting(0.5, "weight of fim", low=0)
-    blank: float = setting(0.0, "weight of blank", low=0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixture:
-    """Several objectives in one run, one drawn for each row by their weights."""
-
-    name: Literal["mixture"] = "mixture"
-    weights: Weights = setting(Weights(), "how often each is drawn")
-    masked: Masked = setting(Masked(), "masked, where it has a weight")
-    span: Span = setting(Span(), "span, where it has a weight")
-    fim: FIM = setting(FIM(), "fim, where it has a weight")
-    blank: Blank = setting(Blank(), "blank, where it has a weight")
-
-    @property
-    def both_ways(self) -> bool:
-        """Whether any of them reads parts both ways."""
-        return any(arm.both_ways for arm, _ in self.parts)
-
-    @property
-    def prompts(self) -> Prompts:
-        """From left to right, where that was learnt too."""
-        known = [arm.prompts for arm, _ in self.parts]
-        order: tuple[Prompts, ...] = ("left to right", "both ways", "none")
-        return min(known, key=order.index)
-
-    @property
-    def parts(self) -> tuple[tuple["Simple", float], ...]:
-        """The objectives that have a weight, each with its share."""
-        arms: tuple[Simple, ...] = (
-            Causal(),
-            Prefix(),
-            self.masked,
-            self.span,
-            UL2(),
-            self.fim,
-            self.blank,
-        )
-        weights = [getattr(self.weights, arm.name) for arm in arms]
-        total = sum(weights)
-        return tuple((arm, w / total) for arm, w in zip(arms, weights, strict=True) if w)
-
-    def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Something has a weight."""
-        if not self.parts:
-            yield (
-                "weights.causal",
-                "no objective has a weight",
-                "--config.objective.weights.causal=1",
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MTP:
     """Each token is predicted from those before it, and so are the tokens after it, by heads of their own."""
 
@@ -214,22 +152,102 @@ class MTP:
             )
 
 
-Simple = Causal | Prefix | Masked | Span | UL2 | FIM | Blank
-Objective = Simple | MTP | Mixture
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """How often a row is read by each objective, in proportion."""
+
+    causal: float = setting(0.5, "weight of causal", low=0)
+    prefix: float = setting(0.0, "weight of prefix", low=0)
+    masked: float = setting(0.0, "weight of masked", low=0)
+    span: float = setting(0.0, "weight of span", low=0)
+    ul2: float = setting(0.0, "weight of ul2", low=0)
+    fim: float = setting(0.5, "weight of fim", low=0)
+    blank: float = setting(0.0, "weight of blank", low=0)
+    mtp: float = setting(0.0, "weight of mtp", low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Several objectives in one run, one drawn for each row by their weights; heads of mtp learn from its rows alone."""
+
+    name: Literal["mixture"] = "mixture"
+    weights: Weights = setting(Weights(), "how often each is drawn")
+    masked: Masked = setting(Masked(), "masked, where it has a weight")
+    span: Span = setting(Span(), "span, where it has a weight")
+    fim: FIM = setting(FIM(), "fim, where it has a weight")
+    blank: Blank = setting(Blank(), "blank, where it has a weight")
+    mtp: MTP = setting(MTP(), "mtp, where it has a weight")
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether any of them reads parts both ways."""
+        return any(arm.both_ways for arm, _ in self.parts)
+
+    @property
+    def prompts(self) -> Prompts:
+        """From left to right, where that was learnt too."""
+        known = [arm.prompts for arm, _ in self.parts]
+        order: tuple[Prompts, ...] = ("left to right", "both ways", "none")
+        return min(known, key=order.index)
+
+    @property
+    def parts(self) -> tuple[tuple["Simple", float], ...]:
+        """The objectives that have a weight, each with its share."""
+        arms: tuple[Simple, ...] = (
+            Causal(),
+            Prefix(),
+            self.masked,
+            self.span,
+            UL2(),
+            self.fim,
+            self.blank,
+            self.mtp,
+        )
+        weights = [getattr(self.weights, arm.name) for arm in arms]
+        total = sum(weights)
+        return tuple((arm, w / total) for arm, w in zip(arms, weights, strict=True) if w)
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Something has a weight."""
+        if not self.parts:
+            yield (
+                "weights.causal",
+                "no objective has a weight",
+                "--config.objective.weights.causal=1",
+            )
+
+
+Simple = Causal | Prefix | Masked | Span | UL2 | FIM | Blank | MTP
+Objective = Simple | Mixture
 Paired = Span | UL2  # of one text, one for an encoder and one for its decoder
 
 
 def has_inner(objective: Objective) -> bool:
     """Whether tokens have a second position, for which the model needs a table."""
-    arms = objective.parts if isinstance(objective, Mixture) else ((objective, 1.0),)
-    return any(isinstance(arm, Blank) for arm, _ in arms)
+    return any(isinstance(arm, Blank) for arm in arms(objective))
+
+
+def has_ahead(objective: Objective) -> bool:
+    """Whether a batch says which of its rows predict tokens beyond the next: some do, and others do not."""
+    return isinstance(objective, Mixture) and mtp(objective) is not None
+
+
+def mtp(objective: Objective) -> MTP | None:
+    """How tokens beyond the next are predicted; None where they are not."""
+    return next((arm for arm in arms(objective) if isinstance(arm, MTP)), None)
 
 
 def heads(objective: Objective) -> Ahead | None:
     """The heads for further tokens that the model needs."""
-    if not isinstance(objective, MTP):
-        return None
-    return Ahead(tokens=len(objective.weights), kind=objective.heads)
+    found = mtp(objective)
+    return None if found is None else Ahead(tokens=len(found.weights), kind=found.heads)
+
+
+def arms(objective: Objective) -> tuple[Simple, ...]:
+    """The objectives that a row may be read by."""
+    return (
+        tuple(arm for arm, _ in objective.parts) if isinstance(objective, Mixture) else (objective,)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

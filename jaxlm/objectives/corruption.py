@@ -22,6 +22,8 @@ from jaxlm.objectives.config import (
     Prefix,
     Simple,
     Span,
+    arms,
+    has_ahead,
     has_inner,
 )
 
@@ -39,8 +41,8 @@ def reading(
     """The function (tokenizer, slots of a row) -> Reading; `is_paired` for a model that reads one row and writes another.
 
     What an evaluation means: a validation set is read as in training, with draws that never change, and the loss is that of
-    what is predicted there; bits per byte are those of the bytes predicted. But `fim` is evaluated as `causal`, on
-    documents in their order: so its bits per byte are those of any left-to-right model. A mixture is evaluated for each
+    what is predicted there; bits per byte are those of the bytes predicted. But `fim` and `mtp` are evaluated as `causal`, on
+    documents in their order and by their next tokens: so their bits per byte are those of any left-to-right model. A mixture is evaluated for each
     objective alone: the first that has a weight under the set's name, the others under `NAME.objective`.
 
     The denoisers of UL2 are drawn evenly, without their mode tokens: no tokenizer reserves any.
@@ -105,8 +107,7 @@ def _reading(objective: Objective, tokenizer: Tokenizer, sequence: int) -> Readi
     _check_tokens(objective, tokenizer, f"{OTHER_TOKENIZER}\n--config.objective.name=causal")
     training = _corruption(objective, tokenizer, sequence)
     _check_room(objective, training.room, sequence)
-    parts = objective.parts if isinstance(objective, Mixture) else ((objective, 1.0),)
-    known = {_evaluated(arm): None for arm, _ in parts}
+    known = {_evaluated(arm): None for arm in arms(objective)}
     evaluations = {
         f".{arm.name}" if number else "": None
         if arm == Causal()
@@ -117,20 +118,22 @@ def _reading(objective: Objective, tokenizer: Tokenizer, sequence: int) -> Readi
 
 
 def _evaluated(arm: Simple) -> Simple:
-    return Causal() if isinstance(arm, FIM) else arm
+    return Causal() if isinstance(arm, FIM | MTP) else arm
 
 
 def _corruption(objective: Objective, tokenizer: Tokenizer, sequence: int) -> Corruption:
     change, room = _change(objective, tokenizer, sequence)
-    return Corruption(change, room, objective.both_ways, has_inner(objective))
+    return Corruption(change, room, objective.both_ways, has_inner(objective), has_ahead(objective))
 
 
 def _change(objective: Objective, tokenizer: Tokenizer, sequence: int) -> tuple[Change[Piece], int]:
     """What is done with a row, and the slots that it needs for it."""
     ids = tokenizer.specials
     match objective:
-        case Causal() | MTP():
+        case Causal():
             return rows.causal, 0
+        case MTP():
+            return rows.further, 0
         case Prefix():
             return prefix.prefixes, 0
         case Masked():
@@ -172,8 +175,8 @@ def _change(objective: Objective, tokenizer: Tokenizer, sequence: int) -> tuple[
             )
             return change, fim.room(sequence, is_split=is_split)
         case Mixture():
-            arms, shares = zip(*objective.parts, strict=True)
-            found = [_change(arm, tokenizer, sequence) for arm in arms]
+            drawn, shares = zip(*objective.parts, strict=True)
+            found = [_change(arm, tokenizer, sequence) for arm in drawn]
             changes, rooms = zip(*found, strict=True)
             return _drawn(changes, shares, OF_MIXTURE), max(rooms)
 
@@ -212,7 +215,7 @@ def _needed(objective: Objective) -> Iterator[str]:
         case FIM():
             yield from (f"<|fim_{name}|>" for name in fim.Marks._fields)
         case Mixture():
-            for arm, _ in objective.parts:
+            for arm in arms(objective):
                 yield from _needed(arm)
 
 
@@ -220,8 +223,8 @@ def _check_tokens(objective: Objective, tokenizer: Tokenizer, fix: str) -> None:
     # Where they are ours, so that all below them are special and none above: of an imported model others may be.
     ours = {name: number for number, name in enumerate(SPECIALS)}
     lacking = [name for name in _needed(objective) if tokenizer.specials.get(name) != ours[name]]
-    parts = [arm for arm, _ in objective.parts] if isinstance(objective, Mixture) else [objective]
-    if any(isinstance(arm, Span | UL2) for arm in parts) and not len(spans.sentinels(tokenizer)):
+    has_spans = any(isinstance(arm, Span | UL2) for arm in arms(objective))
+    if has_spans and not len(spans.sentinels(tokenizer)):
         lacking.append(spans.SENTINEL_FORMS[0].format(0))
     if lacking:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""

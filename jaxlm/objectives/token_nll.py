@@ -32,7 +32,8 @@ def token_nll(
 
     `ahead` are the weights of the same sums for the tokens 2, 3, ... ahead, which the model's heads predict: so each is
     divided by the weight of the next tokens, of which a document has a few more. Their metrics are `ahead_2_nats` and
-    `ahead_2_accuracy`, and so on; all others are of the next token.
+    `ahead_2_accuracy`, and so on; all others are of the next token. Rows of a mixture that do not predict them add nothing to
+    these sums (`batch.ahead`).
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, section 5 (z-loss, there with 1e-4); DeepSeek-AI 2024, arXiv:2412.19437,
     equations 24 and 25 (further tokens, where each weight is lambda / D).

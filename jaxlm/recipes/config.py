@@ -27,7 +27,6 @@ from jaxlm.models.families.union import (
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
 from jaxlm.objectives.config import (
     INNER,
-    MTP,
     Causal,
     LossConfig,
     Masked,
@@ -152,7 +151,7 @@ class Run:
             return
         for name, why, fix in misfits(self.schedule, self.train.steps, pace):
             yield f"schedule.{name}", why, fix
-        if isinstance(self.objective, MTP) and isinstance(self.optim, Sophia):
+        if heads(self.objective) and isinstance(self.optim, Sophia):
             yield (
                 "optim.name",
                 "sophia estimates the curvature of next tokens, and heads for further ones would have none",

@@ -14,7 +14,7 @@ from jaxlm.core.errors import CommandError
 from jaxlm.data.batch import Tokens
 from jaxlm.monitor import chips
 from jaxlm.monitor.chips import Machine
-from jaxlm.objectives.config import has_inner
+from jaxlm.objectives.config import has_ahead, has_inner
 from jaxlm.parallel import collectives, host, mesh
 from jaxlm.parallel.config import shown
 from jaxlm.recipes import devices, fit, stepping, traffic
@@ -35,7 +35,7 @@ def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
 
     read, written = run.data.sequence, engine.targets or run.data.sequence
     fields: Any = dict.fromkeys(Tokens._fields, slots(written))
-    fields |= {"weights": slots(written, jnp.float32)}
+    fields |= dict.fromkeys(("weights", "ahead"), slots(written, jnp.float32))
     batch = Tokens(**fields | dict.fromkeys(("source", "source_segments"), slots(read)))
     if not run.objective.both_ways:
         batch = batch._replace(reach=None)
@@ -43,6 +43,8 @@ def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
         batch = batch._replace(source=None, source_segments=None)
     if not has_inner(run.objective):
         batch = batch._replace(inner=None)
+    if not has_ahead(run.objective):
+        batch = batch._replace(ahead=None)
     (platform,) = {device.platform for device in grid.devices.flat}
     with backend.of(platform), jax.set_mesh(grid):
         return engine.step.lower(engine.abstract(), batch).compile()

@@ -81,8 +81,8 @@ def build(
         own_key = jax.random.fold_in(key, state.step)
         grads, part, notes = gradient(at, batch, own_key, scale.factor)
         grads = _broken("grads", grads, state.step)
-        means = {name: mean.value for name, mean in part.metrics.items()}
-        means["loss_nats"] = _broken("loss", means["loss_nats"], state.step)
+        means = {name: mean.figure for name, mean in part.metrics.items()}
+        means["loss_nats"] = _broken("loss", part.metrics["loss_nats"].value, state.step)
         grad_norm = gradients.norm(grads)
         applied = state.applied
         given = estimate(state.params, batch, own_key, scale.factor, applied)

@@ -39,9 +39,10 @@ from tests.objectives.reading import (
     shards_of,
 )
 
-ALL = Weights(causal=1, prefix=1, masked=1, span=1, ul2=1, fim=1, blank=1)
+ALL = Weights(causal=1, prefix=1, masked=1, span=1, ul2=1, fim=1, blank=1, mtp=1)
 ARMS = {
     "causal": Causal(),
+    "mtp": MTP(),
     "prefix": Prefix(),
     "masked": Masked(),
     "masked words": Masked(unit="word", masking="static"),
@@ -59,7 +60,7 @@ BATCH, SEQUENCE = 8, 96
 
 
 def test_every_objective_is_in_the_table():
-    assert {type(arm) for arm in ARMS.values()} == set(typing.get_args(Objective)) - {MTP}
+    assert {type(arm) for arm in ARMS.values()} == set(typing.get_args(Objective))
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +182,7 @@ def test_each_epoch_draws_anew_unless_all_is_fixed(stream):
         {_text(loader.at(n, batch=1, rows=slice(0, 1))) for n in range(e * rows, (e + 1) * rows)}
         for e in range(2)
     )
-    is_fixed = isinstance(arm, Causal) or getattr(arm, "masking", "") == "static"
+    is_fixed = isinstance(arm, Causal | MTP) or getattr(arm, "masking", "") == "static"
     assert (first == second) == is_fixed
     again = [_text(batch) for _, batch in everything(loader)]
     assert again == [_text(batch) for _, batch in everything(loader)]
@@ -314,10 +315,27 @@ def test_a_mixture_draws_rows_by_weight_and_is_evaluated_part_by_part(many, tmp_
     assert read.evaluations[""].both_ways
 
 
+def test_rows_of_a_mixture_predict_further_tokens_where_mtp_was_drawn(many, tmp_path):
+    arm = Mixture(weights=Weights(causal=2, fim=0, masked=1, mtp=1))
+    read = read_by(arm)
+    further = total = 0
+    for _, batch in everything(loader_of(many, tmp_path, read.train)):
+        is_used = batch.segments[0] > 0
+        total += 1
+        assert set(batch.ahead[0, ~is_used]) <= {0.0}
+        (factor,) = set(batch.ahead[0, is_used])
+        if factor:
+            further += factor
+            assert (batch.weights[0] == is_used).all()
+            assert (batch.reach[0] == np.arange(SEQUENCE)).all()
+    assert bounded(further, total, 0.25)
+    assert list(read.evaluations) == ["", ".masked"], "mtp is evaluated as causal"
+
+
 def test_what_is_evaluated_is_said_for_every_objective():
     told = {name: read_by(arm).evaluations for name, arm in ARMS.items()}
     as_causal = {name for name, each in told.items() if None in each.values()}
-    assert as_causal == {"causal", "fim by tokens", "fim by characters", "mixture"}
+    assert as_causal == {"causal", "mtp", "fim by tokens", "fim by characters", "mixture"}
     assert list(told["mixture"]) == ["", ".prefix", ".masked", ".span", ".ul2", ".blank"]
 
 
@@ -328,7 +346,7 @@ class Bare(Bytes):
 
 
 def test_without_its_special_tokens_an_objective_is_refused_by_name(arm):
-    if isinstance(arm, Causal | Prefix):
+    if isinstance(arm, Causal | MTP | Prefix):
         assert read_by(arm, Bare())
         return
     with pytest.raises(ConfigError, match=f"the tokens of the objective {arm.name}") as caught:

@@ -118,19 +118,24 @@ def expected(blueprint, params, rows):
     return sums
 
 
-def test_each_depth_is_that_of_a_float64_reference(built):
+@pytest.mark.parametrize("factors", [None, (1, 0)], ids=["all rows", "one row of a mixture"])
+def test_each_depth_is_that_of_a_float64_reference(built, factors):
     """Which sees one document at a time, and only tokens that it has: so nothing crosses a border."""
     blueprint, params = built
     rows = batch()
+    counted = rows
+    if factors is not None:
+        ahead = np.repeat(np.array(factors, np.float32)[:, None], LENGTH, axis=1)
+        rows, counted = rows._replace(ahead=ahead), rows._replace(weights=rows.weights * ahead)
     found = jax.jit(lambda params: loss(blueprint, params, rows))(params)
-    sums = expected(blueprint, params, rows)
+    sums = expected(blueprint, params, counted)
     plain = token_nll(blueprint.merge(params), rows, None, LossConfig())
     assert found.metrics["loss_nats"].total == pytest.approx(float(plain.objective.total), rel=1e-6)
     assert found.objective.weight == rows.weights.sum()
     for depth, (nll, weight, correct) in enumerate(sums, 2):
         mean = found.metrics[f"ahead_{depth}_nats"]
         assert float(mean.total) == pytest.approx(nll, rel=1e-5)
-        assert float(mean.weight) == weight < rows.weights.sum()
+        assert float(mean.weight) == weight < counted.weights.sum()
         assert float(found.metrics[f"ahead_{depth}_accuracy"].total) == pytest.approx(correct)
     total = float(plain.objective.total) + np.dot(WEIGHTS, sums[:, 0])
     assert float(found.objective.total) == pytest.approx(total, rel=1e-5)

@@ -1,6 +1,7 @@
 """Multi-token prediction through the front door: trained, resumed, evaluated, exported, planned."""
 
 import json
+import re
 
 import pytest
 
@@ -17,6 +18,12 @@ SETTINGS = {
     "objective.weights": (0.3, 0.1),
     "eval.batches": 2,
 }
+SHARES = {"causal": 1, "fim": 0, "mtp": 1}
+MIXED = [
+    "--config.objective.name=mixture",
+    *(f"--config.objective.weights.{name}={weight}" for name, weight in SHARES.items()),
+    "--config.objective.mtp.weights=0.3",
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +76,35 @@ def test_the_plan_counts_the_heads(config, run, capsys):
     assert found["flops_per_token"] > plain["flops_per_token"]
 
 
+def test_peek_shows_what_each_head_predicts(config, capsys):
+    """Of every segment the same text; the head k tokens ahead begins k tokens later, and in a mixture it is idle in some rows."""
+    found = answer(capsys, "data", "peek", f"--config={config}", "--rows=4")["rows"]
+    for segment in (segment for row in found for segment in row):
+        first, marked = segment["text"].rstrip("\u00bb").split("\u00ab")
+        tokens = re.findall(r"<\|\w+\|>|.", marked)
+        for k in (1, 2):
+            seen, rest = "".join(tokens[:k]), "".join(tokens[k:])
+            assert segment[f"ahead_{k + 1}"] == first + seen + (rest and f"\u00ab{rest}\u00bb")
+    found = answer(capsys, "data", "peek", f"--config={config}", "--rows=8", *MIXED)["rows"]
+    assert {tuple(sorted(row[0])) for row in found} == {
+        ("source", "text"),
+        ("ahead_2", "source", "text"),
+    }
+
+
+@pytest.mark.slow
+def test_a_batch_of_a_mixture_without_such_a_row_says_nothing_of_further_tokens(config, tmp_path):
+    flags = ["--config.train.batch=1", "--config.train.microbatches=1", "--config.train.steps=8"]
+    assert main(harness.words(config, tmp_path / "run", *MIXED, *flags)) == 0
+    rows = [r for r in harness.records(tmp_path / "run") if r["split"] == "train"]
+    known = [r["ahead_2_nats"] for r in rows]
+    assert None in known
+    assert any(nats is not None and nats > 1 for nats in known)
+    assert all(r["loss_nats"] > 1 for r in rows)
+    arrays = harness.store(tmp_path / "run").arrays(8)
+    assert any(path.startswith("params/heads/0/") for path in arrays)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", ["sequential", "parallel"])
 def test_stopping_and_going_on_changes_no_bit(heads, config, tmp_path):
@@ -83,5 +119,7 @@ def test_stopping_and_going_on_changes_no_bit(heads, config, tmp_path):
 def test_what_cannot_be_is_refused(config, tmp_path, capsys):
     assert main(harness.words(config, tmp_path / "run", "--config.objective.weights=()")) == 2
     assert "that is the objective causal" in capsys.readouterr().err
-    assert main(harness.words(config, tmp_path / "run", "--config.optim.name=sophia")) == 2
-    assert "heads for further ones would have none" in capsys.readouterr().err
+    for flags in ((), MIXED):
+        words = harness.words(config, tmp_path / "run", *flags, "--config.optim.name=sophia")
+        assert main(words) == 2
+        assert "heads for further ones would have none" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
-EVERY = ("causal", "prefix", "masked", "span", "ul2", "fim", "blank")
+EVERY = ("causal", "prefix", "masked", "span", "ul2", "fim", "blank", "mtp")
 MIXED = ["--config.objective.name=mixture"] + [
     f"--config.objective.weights.{name}=1" for name in EVERY
 ]
@@ -58,6 +58,7 @@ def test_an_objective_trains_evaluates_and_samples(name, config, tmp_path):
     assert last < first
     splits = {r["split"] for r in found}
     assert splits == {"train", "val"} | (PARTS if name == "mixture" else set())
+    assert any("ahead_2_nats" in r for r in found) == (name in ("mixture", "mtp"))
     samples = (tmp_path / "run/samples.jsonl").read_text()
     assert bool(samples) == (name != "masked")
     log = (tmp_path / "run/log.txt").read_text()
@@ -115,7 +116,8 @@ def test_peek_shows_what_is_read_and_what_is_predicted(name, config, capsys):
     assert main(["data", "peek", *flags]) == 0
     said = capsys.readouterr().out
     assert "\u00ab" in said
-    assert ("\u2039" in said) == (name not in ("causal", "fim"))
+    assert ("\u2039" in said) == (name not in ("causal", "fim", "mtp"))
+    assert ("ahead_2: " in said) == (name == "mtp")
     for token, names in SHOWN.items():
         assert (token in said) == (name in names)
 

@@ -45,6 +45,7 @@ class Pairs:
     room: ClassVar[int] = 0
     both_ways: ClassVar[bool] = False
     has_inner: ClassVar[bool] = False
+    has_ahead: ClassVar[bool] = False
 
     def __call__(self, row: Tokens, key: Key) -> Tokens:
         """One row [S] as a source [S] and a decoder's row [T]. Pieces that could not be read are left out."""
@@ -71,8 +72,8 @@ class Pairs:
                 tokens[here], targets[here] = [START, *written[:-1]], written
             weights[here], owner[here], positions[here] = 1, segment, np.arange(len(written))
             begun += len(written)
-        fields = (tokens, targets, weights, owner, positions, None, None, source, segments)
-        return Tokens(*fields)  # type: ignore[arg-type]
+        made = Tokens(tokens, targets, weights, owner, positions)  # type: ignore[arg-type]
+        return made._replace(source=source, source_segments=segments)  # type: ignore[arg-type]
 
 
 def cut_all(ids: Sequence[Ids], free: int, key: Key, *, cut: Cut) -> list[Pair]:

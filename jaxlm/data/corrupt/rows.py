@@ -32,7 +32,7 @@ class Key(NamedTuple):
 class Piece(NamedTuple):
     """What becomes of one document's piece: slots with what is read, what is predicted there, and how far each sees.
 
-    `inner` is a second position of each slot; None is 0 for all.
+    `inner` is a second position of each slot; None is 0 for all. `ahead` is whether tokens beyond the next are predicted too.
     """
 
     tokens: Ids
@@ -41,6 +41,7 @@ class Piece(NamedTuple):
     positions: Ids
     reach: Ids  # slots of the piece, counted from 0
     inner: Ids | None = None
+    ahead: bool = False
 
 
 Made = TypeVar("Made")  # of a document's piece: a `Piece`, or a `pairs.Pair`
@@ -75,6 +76,11 @@ class AnyCorruption(Protocol):
         """Whether slots have a second position."""
         ...
 
+    @property
+    def has_ahead(self) -> bool:
+        """Whether only some rows predict tokens beyond the next."""
+        ...
+
     def __call__(self, row: Tokens, key: Key) -> Tokens:
         """One row, changed."""
         ...
@@ -90,12 +96,14 @@ class Corruption:
       room: slots of each row that the plan leaves free for what is added.
       both_ways: whether some slots see further than themselves.
       has_inner: whether slots have a second position.
+      has_ahead: whether only some rows predict tokens beyond the next.
     """
 
     change: Change[Piece]
     room: int = 0
     both_ways: bool = False
     has_inner: bool = False
+    has_ahead: bool = False
 
     def __call__(self, row: Tokens, key: Key) -> Tokens:
         """One row [T], changed. Pieces that could not be read stay as they are, without weight."""
@@ -122,6 +130,11 @@ def whole_pieces(row: Tokens) -> list[Ids | None]:
 def causal(ids: Sequence[Ids], free: int, key: Key) -> list[Piece]:
     """Every piece as it is."""
     return [left_to_right(piece) for piece in ids]
+
+
+def further(ids: Sequence[Ids], free: int, key: Key) -> list[Piece]:
+    """Every piece as it is; tokens beyond the next are predicted too."""
+    return [left_to_right(piece)._replace(ahead=True) for piece in ids]
 
 
 def mixture(
@@ -166,7 +179,8 @@ def _packed(pieces: list[Piece], length: int) -> Tokens:
       ValueError: where they do not fit.
     """
     tokens, targets, segments, positions, inner = (np.zeros(length, np.int32) for _ in range(5))
-    weights, reach = np.zeros(length, np.float32), np.arange(length, dtype=np.int32)
+    weights, ahead = (np.zeros(length, np.float32) for _ in range(2))
+    reach = np.arange(length, dtype=np.int32)
     start = 0
     for segment, piece in enumerate(pieces, 1):
         end = start + len(piece.tokens)
@@ -178,5 +192,6 @@ def _packed(pieces: list[Piece], length: int) -> Tokens:
         reach[here] = np.minimum(piece.reach + start, end - 1)
         if piece.inner is not None:
             inner[here] = piece.inner
+        ahead[here] = piece.ahead
         start = end
-    return Tokens(tokens, targets, weights, segments, positions, reach, inner)  # type: ignore[arg-type]
+    return Tokens(tokens, targets, weights, segments, positions, reach, inner, ahead)  # type: ignore[arg-type]
