@@ -142,7 +142,7 @@ def _scaling(config: Directed, axes: Any) -> optax.GradientTransformation:
     Bytes of state for a number of float32: 0 for sgd; 8 for adam, adamw and nadam; 12 for amsgrad; 4 for the others. What has
     a file of its own says there what it does and keeps.
 
-    Source: Polyak 1964 (momentum); Sutskever et al. 2013, section 2 (nesterov, in PyTorch's variables); Duchi et al.
+    Source: Robbins and Monro 1951 (sgd); Polyak 1964 (momentum); Sutskever et al. 2013, section 2 (nesterov, in PyTorch's variables); Duchi et al.
     2011, JMLR 12, figure 1, whose delta is `initial`, in the root as in Optax; Tieleman and Hinton 2012, lecture 6.5
     (rmsprop); Kingma and Ba 2015, arXiv:1412.6980, algorithm 1 (adam); Dozat 2016 (nadam, with one b1 for all steps and
     Adam's v'); Reddi et al. 2018, arXiv:1904.09237, algorithm 2 (amsgrad, which corrects no bias: here as in Optax it

@@ -46,6 +46,7 @@ SIZES = {"vocab": 6, "embed": 4, "layers": 3, "heads": 2, "head_dim": 2, "mlp": 
 INPUTS = {"stack/out/weight": 4, "stack/query/weight": 4, "stack/up/weight": 4}  # of the matrices
 # Where adamw8bit cuts a layer of them into blocks of up to three: which dimension, and how long.
 BLOCKS = {"stack/out/weight": (0, 2), "stack/query/weight": (1, 2), "stack/up/weight": (1, 3)}
+NEAR = {"rtol": 2e-5, "atol": 2e-6}  # how near every arm comes to its update in float64
 PATHS = list(tree.leaves(AXES, is_leaf=lambda node: isinstance(node, tuple)))
 
 
@@ -239,13 +240,11 @@ def orthogonal(x, steps):
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A config to try, its update in float64, the bytes it keeps for a float32 of a large matrix, and how near it comes."""
+    """A config to try, its update in float64, and the bytes it keeps for a float32 of a large matrix."""
 
     config: Optimizer
     direction: Direction
     matrix_bytes: float
-    rtol: float = 2e-5
-    atol: float = 2e-6
 
 
 ARMS = {
@@ -261,15 +260,9 @@ ARMS = {
     AdamW8bit: Arm(AdamW8bit(block=3, weight_decay=0.3), adamw8bit, 2 + 8 / 256),
     ScheduleFree: Arm(ScheduleFree(weight_decay=5.0), schedule_free, 8),
     Lion: Arm(Lion(weight_decay=0.3), lion, 4),
-    Adafactor: Arm(
-        Adafactor(factor_from=4, weight_decay=0.3), adafactor, 4 / 512 + 4 / 2048, 2e-4, 2e-5
-    ),
-    Muon: Arm(
-        Muon(newton_schulz_dtype="float32", adam_lr=0.005, weight_decay=0.3), muon, 4, 2e-3, 2e-4
-    ),
+    Adafactor: Arm(Adafactor(factor_from=4, weight_decay=0.3), adafactor, 4 / 512 + 4 / 2048),
+    Muon: Arm(Muon(newton_schulz_dtype="float32", adam_lr=0.005, weight_decay=0.3), muon, 4),
     # Of a side that is longer than the other by two, the first gradient leaves part of the basis open.
-    Soap: Arm(
-        Soap(longest=4, weight_decay=0.3), soap, 8 + 8 * (512 / 2048 + 2048 / 512), 2e-3, 2e-4
-    ),
+    Soap: Arm(Soap(longest=4, weight_decay=0.3), soap, 8 + 8 * (512 / 2048 + 2048 / 512)),
     Sophia: Arm(Sophia(every=3, gamma=0.5), sophia, 8),
 }

@@ -10,7 +10,7 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.optim import build as optim
 from jaxlm.optim.config import AdamW, Optimizer, ScheduleFree
-from tests.optim.arms import ARMS, AXES, SIZES, Leaf, given
+from tests.optim.arms import ARMS, AXES, NEAR, SIZES, Leaf, given
 
 EVERY_ARM = pytest.mark.parametrize("arm", typing.get_args(Optimizer), ids=lambda arm: arm().name)
 NAMES = tree.leaves(AXES, is_leaf=lambda node: isinstance(node, tuple))
@@ -33,20 +33,23 @@ def schedule(step):
 
 
 def run(config, steps=50):
-    """Our parameters by path, and the start and gradients that led to them."""
+    """Our parameters by path, after each step, and the start and gradients that led to them."""
     rng = np.random.default_rng(0)
     start, grads = draw(rng), [draw(rng) for _ in range(steps)]
     optimizer = optim.build(config, schedule, AXES)
     params, state = start, optimizer.init(start)
     update = jax.jit(optimizer.update)
+    passed = []
     for t, grad in enumerate(grads, 1):
         updates, state = update(grad, state, params, **given(config, grad, t))
         params = optax.apply_updates(params, updates)
-    return tree.leaves(params), tree.leaves(start), [tree.leaves(grad) for grad in grads]
+        passed.append(tree.leaves(params))
+    ours = {path: np.stack([each[path] for each in passed]) for path in NAMES}
+    return ours, tree.leaves(start), [tree.leaves(grad) for grad in grads]
 
 
 def expected(config, direction, start, grads):
-    """The parameters after the same steps, each layer of a stack for itself."""
+    """The parameters after each of the same steps, each layer of a stack for itself."""
     found = {}
     for path, axes in NAMES.items():
         layers = range(SIZES["layers"]) if axes[0] == "layers" else [...]
@@ -54,23 +57,30 @@ def expected(config, direction, start, grads):
         for layer in layers:
             leaf = Leaf(path, layer, start[path][layer].astype(np.float64))
             decay = config.weight_decay if leaf.decays else 0.0
+            passed = []
             for t, grad in enumerate(grads, 1):
                 u = direction(config, leaf, grad[path][layer].astype(np.float64), t)
                 leaf.value = leaf.value - 0.01 / t * (u + decay * leaf.value)
-            values.append(leaf.value)
-        found[path] = np.stack(values).reshape(start[path].shape)
+                passed.append(leaf.value)
+            values.append(passed)
+        found[path] = np.stack(values, axis=1).reshape(len(grads), *start[path].shape)
     return found
 
 
 @EVERY_ARM
-def test_an_arm_is_its_published_update_for_50_steps(arm):
+def test_an_arm_is_its_published_update_for_50_steps(arm, record_property):
+    """The parameters, which begin as draws of the size of one, are the reference's after every step."""
     known = ARMS[arm]
     config = dataclasses.replace(known.config, clip_norm=None)
     ours, start, grads = run(config)
-    for path, value in expected(config, known.direction, start, grads).items():
-        np.testing.assert_allclose(
-            ours[path], value, rtol=known.rtol, atol=known.atol, err_msg=path
-        )
+    wanted = expected(config, known.direction, start, grads)
+    for path, value in wanted.items():
+        np.testing.assert_allclose(ours[path], value, err_msg=path, **NEAR)
+    most = max(np.abs(ours[path] - value).max() for path, value in wanted.items())
+    record_property(
+        "table",
+        f"{config.name}: deviates by {most:.1e} at most in 50 steps, keeps {known.matrix_bytes:.4g} bytes a number of a matrix",
+    )
 
 
 @EVERY_ARM
@@ -93,16 +103,16 @@ def test_values_are_clipped_before_the_norm():
     assert norm > 0.5
     for p, g in clipped.items():
         moved = start[p] - 0.01 * g * 0.5 / norm / (np.abs(g) * 0.5 / norm + 1)
-        np.testing.assert_allclose(ours[p], moved, rtol=2e-5, atol=2e-6, err_msg=p)
+        np.testing.assert_allclose(ours[p][-1], moved, err_msg=p, **NEAR)
 
 
 def test_a_group_with_scale_zero_is_frozen_and_one_with_half_takes_half_the_step():
     plain, start, _ = run(AdamW(), 1)
     grouped, _, _ = run(AdamW(lr_scale=("norm/*=0", "*/weight=0.5")), 1)
-    np.testing.assert_array_equal(grouped["norm/scale"], start["norm/scale"])
+    np.testing.assert_array_equal(grouped["norm/scale"][-1], start["norm/scale"])
     p = "stack/query/weight"
     np.testing.assert_allclose(
-        grouped[p] - start[p], (plain[p] - start[p]) / 2, rtol=1e-3, atol=1e-6
+        grouped[p][-1] - start[p], (plain[p][-1] - start[p]) / 2, rtol=1e-3, atol=1e-6
     )
     np.testing.assert_array_equal(grouped["embedding/table"], plain["embedding/table"])
 
