@@ -1,3 +1,7 @@
+import math
+import re
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +11,8 @@ from jaxlm.core import tree
 from jaxlm.optim import build as optim
 from jaxlm.optim import moments, muon
 from jaxlm.optim.config import Muon
+from jaxlm.parallel import mesh, rules
+from jaxlm.parallel.config import MeshConfig
 
 AXES = {
     "embedding": {"table": ("vocab", "embed")},
@@ -26,6 +32,7 @@ SHAPES = {
         "up": {"weight": (3, 4, 9)},
     },
 }
+DOT = re.compile(r"= \w+\[([\d,]+)\]\S* dot\(")
 MATRICES = {  # path: (inputs, outputs) of a layer
     "stack/out/weight": (6, 4),
     "stack/query/weight": (4, 6),
@@ -49,6 +56,41 @@ def test_singular_values_end_near_one(dtype, shape):
     assert float(values.max()) < 1.3
     # Random square matrices have singular values near zero, which five steps do not lift all the way.
     assert float(jnp.median(values)) > 0.6
+
+
+@pytest.mark.parametrize("ways", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_each_device_multiplies_its_part_of_newton_schulz(ways):
+    """By the products in the compiled update: a quarter of the work each, and none that is whole."""
+    axes = {"up": {"weight": ("layers", "embed", "mlp")}}
+    whole = {"up": {"weight": jax.ShapeDtypeStruct((2, 64, 256), jnp.float32)}}
+    config = Muon(newton_schulz_dtype="float32")
+    optimizer = optim.build(config, lambda step: 0.02, axes)
+    state = jax.eval_shape(optimizer.init, whole)
+
+    def compiled(params_at, state_at):
+        def of(shapes, layout):
+            return jax.tree.map(
+                lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, layout
+            )
+
+        params = of(whole, params_at)
+        update = jax.jit(optimizer.update, out_shardings=(params_at, state_at))
+        return update.lower(params, of(state, state_at), params).compile()
+
+    def split(**sizes):
+        grid = mesh.build(MeshConfig(data=1, **sizes), jax.devices()[: math.prod(sizes.values())])
+        layout = optim.state_axes(config, optimizer, whole, axes)
+        with jax.set_mesh(grid):
+            return compiled(
+                rules.shardings(grid, axes, whole), rules.shardings(grid, layout, state)
+            )
+
+    alone, parts = split(fsdp=1), split(**ways)
+    assert parts.cost_analysis()["flops"] < 0.26 * alone.cost_analysis()["flops"]
+    products, shares = (Counter(DOT.findall(each.as_text())) for each in (alone, parts))
+    assert products == {"2,64,64": 10, "2,64,256": 5}
+    assert shares.total() == 15
+    assert not products.keys() & shares.keys()
 
 
 def test_only_matrices_of_blocks_are_orthogonalised_and_they_need_no_second_moment():
