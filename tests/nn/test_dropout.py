@@ -67,6 +67,28 @@ def test_scan_and_unroll_pass_by_the_same_layers(whole):
     assert np.abs(one - whole).max() > 0.01
 
 
+def test_embeddings_are_dropped_at_their_rate_and_the_mean_stays():
+    """Seen behind a block that adds nothing."""
+    plain = GPT2(vocab=64, width=32, depth=1, heads=2, context=16, dropout=0.0).build()
+    model = RegularisationConfig(embedding_dropout=0.3).applied(plain)
+    blueprint = Blueprint(model, Precision.float32())
+    params = jax.jit(blueprint.init)(jax.random.key(0))
+    params["stack"] = jax.tree.map(jnp.zeros_like, params["stack"])
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 16))
+    positions = np.broadcast_to(np.arange(16), (8, 16))
+
+    def stream(key):
+        return np.asarray(blueprint.merge(params)(tokens, positions=positions, key=key).stream)
+
+    tables = [np.asarray(params[name]["table"]) for name in ("embedding", "positions")]
+    whole = tables[0][tokens] + tables[1][positions]
+    np.testing.assert_allclose(stream(None), whole, rtol=1e-6)
+    found = stream(jax.random.key(1))
+    kept = found != 0
+    np.testing.assert_allclose(found[kept], (whole / 0.7)[kept], rtol=1e-5)
+    assert abs(kept.mean() - 0.7) < 0.03
+
+
 def test_each_kind_of_dropout_has_its_rate_and_depth_has_its_line():
     model = GPT2(vocab=64, width=WIDTH, depth=4, heads=2, context=LENGTH, dropout=0.1).build()
     assert RegularisationConfig().applied(model) == model
