@@ -83,9 +83,12 @@ def _validate(args: Any, out: Output) -> int:
     loaded = _load(args)
     count = len(loaded.provenance)
     chosen = sum(origin.kind != "default" for origin in loaded.provenance.values())
+    cautions = list(loaded.value.cautions())
+    lines = [f"valid: {count} settings, {chosen} of them not left at their default"]
+    lines += [f"but {path}: {why}; if that is not meant, {fix}" for path, why, fix in cautions]
+    told = [dict(zip(("path", "why", "fix"), each, strict=True)) for each in cautions]
     out.result(
-        {"valid": True, "settings": count, "chosen": chosen},
-        f"valid: {count} settings, {chosen} of them not left at their default",
+        {"valid": True, "settings": count, "chosen": chosen, "cautions": told}, "\n".join(lines)
     )
     return 0
 

@@ -78,10 +78,24 @@ def problems(
             fix = f"--config.average.{name}={getattr(type(average)(), name)}"
             yield name, f"updates are counted, and {span} is a time", fix
             return
-    # The first part of a longer run may end before, and so may one of a step or two, whose shares are a step each.
-    is_share = all(span.unit == "share" for span in found.values())
+    # The first part of a longer run may end before, see `cautions`.
+    if all(span.unit == "share" for span in found.values()):
+        yield from _unreached(average, total, tokens_per_step)
+
+
+def cautions(
+    average: Average, *, total: int, tokens_per_step: int | Paced
+) -> Iterator[tuple[str, str, str]]:
+    """What of an average the run does not reach, though that may be meant: (setting, why, fix)."""
+    if not isinstance(average, NoAverage):
+        yield from _unreached(average, total, tokens_per_step)
+
+
+def _unreached(
+    average: Ema | Swa, total: int, tokens_per_step: int | Paced
+) -> Iterator[tuple[str, str, str]]:
     steps = start(average, total, tokens_per_step)
-    if is_share and total > 2 and steps > total:
+    if total > 2 and steps > total:  # of a step or two, shares are a step each
         yield (
             "begin",
             f"the run of {total} steps ends before anything was averaged, at update {steps}",

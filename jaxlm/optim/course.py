@@ -2,8 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import numpy as np
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.span import Paced
@@ -67,6 +69,22 @@ def course(
         return xp.where(now < warmup, _rising(config, warmup, now, xp), after)
 
     return factor
+
+
+def cautions(
+    config: Schedule, *, total: int, tokens_per_step: int | Paced
+) -> Iterator[tuple[str, str, str]]:
+    """What of a schedule the run does not reach, though that may be meant: (setting, why, fix)."""
+    end = spans(config).get("end")
+    if end is None or end.steps(total, tokens_per_step) <= total:
+        return
+    last = course(config, total=total, tokens_per_step=tokens_per_step, xp=np)(float(total - 1))
+    yield (
+        "end",
+        f"the schedule ends at step {end.steps(total, tokens_per_step)} and the run at {total}, "
+        f"whose last update has {last:.0%} of the peak learning rate",
+        "--config.schedule.end=100%",
+    )
 
 
 def averaged(

@@ -144,7 +144,7 @@ def problems(
 ) -> Iterator[tuple[str, str, str]]:
     """What is wrong with a schedule on a run of `total` steps: (setting, why, fix).
 
-    An end beyond the run in steps or tokens is none: the run may be the first part of a longer one.
+    An end beyond the run in steps or tokens is none: the run may be the first part of a longer one. See `course.cautions`.
     """
     found = spans(schedule)
     for name, span in found.items():

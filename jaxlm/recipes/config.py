@@ -35,8 +35,8 @@ from jaxlm.objectives.config import (
     has_inner,
     heads,
 )
+from jaxlm.optim import average_config, course
 from jaxlm.optim.average_config import Average, NoAverage
-from jaxlm.optim.average_config import problems as misaveraged
 from jaxlm.optim.config import (
     Adam,
     AdamW,
@@ -157,7 +157,7 @@ class Run:
                 "sophia estimates the curvature of next tokens, and heads for further ones would have none",
                 "--config.optim.name=adamw",
             )
-        for name, why, fix in misaveraged(self.average, self.train.steps, pace):
+        for name, why, fix in average_config.problems(self.average, self.train.steps, pace):
             yield f"average.{name}", why, fix
         for name, why, fix in mixture_config.misfits(self.data.mixture, self.row_at, self.rows):
             yield f"data.{name}", why, fix
@@ -186,6 +186,14 @@ class Run:
                 f"{self.model.init} draws weights by their sizes, and so does muP",
                 "--config.model.init=normal",
             )
+
+    def cautions(self) -> Iterator[tuple[str, str, str]]:
+        """What is let through because it may be meant, as in the first part of a longer run: (setting, why, fix)."""
+        length: dict[str, Any] = {"total": self.train.steps, "tokens_per_step": self.pace}
+        for name, why, fix in course.cautions(self.schedule, **length):
+            yield f"schedule.{name}", why, fix
+        for name, why, fix in average_config.cautions(self.average, **length):
+            yield f"average.{name}", why, fix
 
     def changed(self, settings: Mapping[str, Any]) -> "Run":
         """The run with other settings, by path. Raises ConfigError where they do not suit it."""

@@ -114,7 +114,9 @@ def pretrain(
                 "workdir": str(options.workdir),
             }
         mesh = mesh or assembly.mesh_of(run)
-        noticed: list[str] = []
+        noticed = [
+            f"{path}: {why}; if that is not meant, {fix}" for path, why, fix in run.cautions()
+        ]
         with _waiting(stop, options, "the run to begin from was verified"):
             origin = _origin(options, run, meta, noticed.append)
         screen = None

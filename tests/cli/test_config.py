@@ -117,6 +117,24 @@ def test_validate_is_0_or_2_and_a_file_that_is_not_there_is_66(capsys):
     assert answer(capsys, "validate", "--config=y.py", code=66)["error"]["fix"] == "--config=x.py"
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("schedule.end=770",), "ends at step 770 and the run at 77, whose last update has 98%"),
+        (("schedule.name=wsd", "schedule.end=100"), "has 100% of the peak"),
+        (("schedule.name=linear", "schedule.end=1e6tok"), "ends at step 123 and the run at 77"),
+        (("average.name=swa", "average.begin=70", "average.every=9"), "averaged, at update 79"),
+    ],
+)
+def test_validate_names_what_the_run_does_not_reach_and_how_it_would(capsys, settings, said):
+    words = ["validate", "--config=x.py", *(f"--config.{each}" for each in settings)]
+    (caution,) = answer(capsys, *words)["cautions"]
+    assert said in caution["why"]
+    assert main(["config", *words]) == 0
+    assert caution["fix"] in capsys.readouterr().out
+    assert answer(capsys, *words, caution["fix"])["cautions"] == []
+
+
 def test_plot_draws_the_rate_of_every_update_and_says_where(capsys, tmp_path):
     words = ["--config=x.py", "--config.schedule.name=step", "--config.schedule.warmup=7"]
     drawn = answer(capsys, "plot", *words, "--config.schedule.every=40")

@@ -226,13 +226,17 @@ def test_what_is_left_out_is_said_at_every_start_and_samples_need_no_validation(
     texts = ["one two three " * 9, ""] * 20
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     flags = [f"--config.data.train={tmp_path}/a.jsonl", "--config.data.validation=()"]
-    flags += ["--config.train.steps=4", "--config.sample.every=3"]
+    flags += ["--config.train.steps=4", "--config.sample.every=3", "--config.schedule.end=8"]
     run, said = tmp_path / "run", "left out of train: 20 empty"
     assert train(config, run, *flags, "--stop_at=2") == 0
     assert train(config, run, *flags) == 0
     assert (run / "log.txt").read_text().splitlines().count(said) == 2
     found = harness.records(run, "warnings.jsonl")
-    assert [(warning["step"], warning["text"]) for warning in found] == [(0, said), (2, said)]
+    assert [each["step"] for each in found] == [0, 0, 2, 2]
+    assert [each["text"] for each in found[1::2]] == [said, said]
+    for each in found[::2]:
+        assert "the schedule ends at step 8 and the run at 4" in each["text"]
+        assert each["text"].endswith("--config.schedule.end=100%")
     assert f"step 0, 2 times: {said}" in (run / "report.html").read_text()
     assert {s["step"] for s in harness.records(run, "samples.jsonl")} == {3, 4}
 
