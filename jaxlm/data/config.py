@@ -49,7 +49,7 @@ class DataConfig:
     sequence: int = setting(256, "tokens in a row", unit="tokens", low=1)
     sequence_warmup: tuple[str, ...] = setting(
         (),
-        "TOKENS@SPAN: rows are cut into pieces of so many tokens until then, and a step has as many tokens as ever. Each stage compiles the step once",
+        "TOKENS@SPAN: rows are cut into pieces of so many tokens until then, and a step has as many tokens as ever. Each stage compiles the step once. For the objectives causal and mtp",
     )
     packing: Literal["concat", "first_fit"] = setting(
         "concat",

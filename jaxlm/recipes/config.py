@@ -27,6 +27,7 @@ from jaxlm.models.families.union import (
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
 from jaxlm.objectives.config import (
     INNER,
+    MTP,
     Causal,
     LossConfig,
     Masked,
@@ -127,10 +128,10 @@ class Run:
                 "--config.regularisation.qk_clip=None",
             )
         yield from self._mup_problems()
-        if self.data.sequence_warmup and self.objective != Causal():
+        if self.data.sequence_warmup and not isinstance(self.objective, Causal | MTP):
             yield (
                 "data.sequence_warmup",
-                f"rows that {self.objective.name} has changed cannot be cut; those of causal can",
+                f"rows that {self.objective.name} has changed cannot be cut; those of causal and mtp can",
                 "'--config.data.sequence_warmup=()'",
             )
         for name in ("every", "layers_every"):

@@ -78,6 +78,18 @@ def test_stopping_inside_a_stage_and_going_on_changes_no_bit(stop, config, unbro
 
 
 @pytest.mark.slow
+def test_rows_that_predict_further_tokens_are_cut_too(config, unbroken, tmp_path):
+    """The rows are those of causal, and so is the loss of the next token before the first update."""
+    run = tmp_path / "run"
+    assert main(harness.words(config, run, "--config.objective.name=mtp", "--stop_at=6")) == 0
+    found = [r for r in harness.records(run) if r["split"] == "train"]
+    plain = [r for r in harness.records(unbroken) if r["split"] == "train"]
+    assert [r["tokens"] for r in found] == [r["tokens"] for r in plain[:6]]
+    assert found[0]["loss_nats"] == pytest.approx(plain[0]["loss_nats"], rel=1e-6)
+    assert all(0 < r["ahead_2_nats"] < 9 for r in found)
+
+
+@pytest.mark.slow
 def test_a_step_of_an_early_stage_is_done_again(unbroken, capsys):
     assert main(["replay", f"--workdir={unbroken}", "--step=4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["is_as_logged"]
