@@ -100,6 +100,34 @@ def test_an_average_that_the_run_has_not_is_refused(run, capsys):
 
 
 @pytest.mark.slow
+def test_swa_from_a_step_on_its_own_schedule_is_evaluated_and_exported(config, tmp_path, capsys):
+    """Cycles of two updates from the fourth on, at half of the peak and then a tenth; their ends are averaged."""
+    run = tmp_path / "run"
+    own = {"name": "swa", "begin": 4, "every": 2, "high": 0.5, "low": 0.1}
+    flags = [f"--config.average.{name}={value}" for name, value in own.items()]
+    flags += ["--config.schedule.name=constant", "--config.schedule.warmup=0"]
+    assert main(harness.words(config, run, *flags, "--config.optim.lr=0.01")) == 0
+    train = [r for r in harness.records(run) if r["split"] == "train"]
+    rates = [r["learning_rate"] for r in train]
+    assert rates == pytest.approx([0.01] * 4 + [0.005, 0.001] * 2)
+    arrays = harness.store(run).arrays(8)
+    for path, last in params(run, 8).items():
+        mean = (params(run, 6)[path] + last) / 2
+        np.testing.assert_allclose(arrays[f"average/{path}"], mean, rtol=1e-5, atol=1e-7)
+    losses = {r["split"]: r["loss_nats"] for r in harness.records(run) if r["step"] == 8}
+    capsys.readouterr()
+    found = answer(capsys, "eval", f"--workdir={run}", "--weights=swa")["loss_nats"]
+    assert found == pytest.approx(losses["val.swa"], rel=1e-6)
+    assert abs(found - losses["val"]) > 1e-4
+    out = tmp_path / "hub"
+    answer(capsys, "export", f"--workdir={run}", f"--out={out}", "--weights=swa")
+    from safetensors.numpy import load_file
+
+    table = load_file(out / "model.safetensors")["model.embed_tokens.weight"]
+    assert (table == arrays["average/embedding/table"]).all()
+
+
+@pytest.mark.slow
 def test_a_run_may_begin_to_average_later_and_stop_to(config, run, tmp_path):
     """With the user's word. It begins at the parameters that are there."""
     workdir = tmp_path / "run"
