@@ -144,9 +144,9 @@ class Decoder(Backbone):
         """The same model as a loop over tokens reads it, see `Backbone.unstacked`; the unembedding too."""
         super().unstacked()
         if self.unembedding is None:
-            self.embedding.turn()
+            self.embedding.cast()
         else:
-            self.unembedding.cast()
+            self.unembedding.turn()
         return self
 
 

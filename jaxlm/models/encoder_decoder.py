@@ -128,9 +128,9 @@ class EncoderDecoder(nnx.Module):
         """The same model as a loop over tokens reads it, see `Backbone.unstacked`: the decoder and the unembedding."""
         self.decoder.unstacked()
         if self.unembedding is None:
-            self.embedding.turn()
+            self.embedding.cast()
         else:
-            self.unembedding.cast()
+            self.unembedding.turn()
         return self
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

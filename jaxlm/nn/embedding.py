@@ -26,7 +26,7 @@ class Embedding(nnx.Module):
     ):
         self.precision, self.axis = precision, axis
         self.table = parameter(init.table(key, (rows, width)), axis, "embed")
-        self._turned: Array | None = None
+        self._cast: Array | None = None
 
     def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The rows of `ids`.
@@ -39,11 +39,9 @@ class Embedding(nnx.Module):
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The dot product of `x` with every row, in float32: the tied output layer."""
-        wide = jnp.dtype(jnp.float32)
-        if self._turned is None:
-            return matmul(x, self.table[...], self.precision, wide, 1)
-        return matmul(x, self._turned, self.precision, wide)
+        table = self.table[...] if self._cast is None else self._cast
+        return matmul(x, table, self.precision, jnp.dtype(jnp.float32), 1)
 
-    def turn(self) -> None:
-        """Keeps the table as `unembed` multiplies it, so that no product turns and casts it again; for a trace."""
-        self._turned = nnx.data(self.table[...].T.astype(self.precision.compute))
+    def cast(self) -> None:
+        """Keeps the table also in the dtype in which `unembed` multiplies it, so that no product casts it again; for a trace."""
+        self._cast = nnx.data(self.table[...].astype(self.precision.compute))

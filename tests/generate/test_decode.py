@@ -213,7 +213,6 @@ def test_some_tokens_at_a_time_are_the_tokens_of_one_program(built, monkeypatch,
         state = parts.go_on(ready, state, keys, jnp.int32(until))
         found = decode.drawn(state)
         np.testing.assert_array_equal(found.ids[:, :until], whole.ids[:, :until])
-    for ours, theirs in zip(
-        found, whole, strict=True
-    ):  # two programs: jax 0.10 adds up in another order
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    # What is not an id comes of two programs, which add up in orders of their own.
+    for ours, theirs in zip(found, whole, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5)

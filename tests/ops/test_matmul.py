@@ -10,19 +10,20 @@ from jaxlm.models.families.llama import Llama
 from jaxlm.ops.matmul import matmul
 
 
-def operands():
+def operands(rows=(2, 5)):
     x, weight = jax.random.split(jax.random.key(0))
-    return jax.random.normal(x, (2, 5, 16)), jax.random.normal(weight, (16, 8))
+    return jax.random.normal(x, (*rows, 16)), jax.random.normal(weight, (16, 8))
 
 
 @pytest.mark.parametrize(
     ("compute", "within"), [("float32", 1e-5), ("bfloat16", 2e-2), ("float16", 5e-3)]
 )
 @pytest.mark.parametrize("side", [0, 1])
-def test_the_product_and_its_gradients_are_those_of_numpy(compute, within, side):
+@pytest.mark.parametrize("rows", [(2, 5), (1, 1)], ids=["ten rows", "one row"])
+def test_the_product_and_its_gradients_are_those_of_numpy(compute, within, side, rows):
     """Also where the gradient is transposed afterwards, as optimizers do."""
     precision = Precision.of(PrecisionConfig(compute=compute))
-    x, weight = operands()
+    x, weight = operands(rows)
 
     def product(x, weight):
         return matmul(x, weight.T if side else weight, precision, side=side)
@@ -32,7 +33,7 @@ def test_the_product_and_its_gradients_are_those_of_numpy(compute, within, side)
         out, pull = jax.vjp(product, x, weight)
         return out, *pull(grad)
 
-    grad = jax.random.normal(jax.random.key(1), (2, 5, 8))
+    grad = jax.random.normal(jax.random.key(1), (*rows, 8))
     out, x_grad, weight_grad = all_of(x, weight, grad)
     x, weight, grad = (np.asarray(each, np.float64) for each in (x, weight, grad))
     for found, wanted in (
