@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -125,15 +126,36 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
     write_json(partial / "parity.json", parity)
     (partial / "README.md").write_text(_card(answer, opened))
     hub_digests.write(partial)
-    if parity["largest_difference"] > parity["tolerance"]:
+    _check_parity(parity, partial)
+    os.replace(partial, options.out)
+    return answer
+
+
+def _check_parity(parity: dict[str, Any], partial: Path) -> None:
+    """Raises Different where what was written is not the run."""
+    report = "the folder was left for you to look at; this is a fault of jaxlm: please report it"
+    difference, tolerance = parity["largest_difference"], parity["tolerance"]
+    if not math.isfinite(difference):
+        raise Different(
+            "what was written gives logits that are no numbers",
+            where=str(partial),
+            why=f"weights of the run are none, or lie beyond what {parity['dtype']} holds",
+            fix="--dtype=bfloat16",
+        )
+    if difference > tolerance:
         raise Different(
             "what was written gives other logits than the run",
             where=str(partial),
-            why=f"they differ by {parity['largest_difference']:.3g}, and {parity['tolerance']:.3g} is allowed",
-            fix="the folder was left for you to look at; this is a fault of jaxlm: please report it",
+            why=f"they differ by {difference:.3g}, and {tolerance:.3g} is allowed",
+            fix=report,
         )
-    os.replace(partial, options.out)
-    return answer
+    if not parity["is_bit_identical"]:
+        raise Different(
+            "what was written holds other weights than the run",
+            where=str(partial),
+            why="the logits of the text that was tried agree, which does not meet every weight",
+            fix=report,
+        )
 
 
 def _without_heads(opened: Trained, say: Callable[[str], None]) -> Trained:

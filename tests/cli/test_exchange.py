@@ -616,6 +616,7 @@ def test_s1_a_folder_of_pickles_is_refused_with_the_way_out(capsys, tmp_path):
         ("model_type", "mamba", "models of the type 'mamba' are not known"),
         ("attention_bias", True, "attention_bias = True, and False is what jaxlm computes"),
         ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "rope_type = 'dynamic'"),
+        ("rope_interleaved", True, "rope_interleaved = True, and False is what jaxlm computes"),
         ("clever_new_part", 3, "clever_new_part = 3 is not known"),
         ("hidden_size", "32", "hidden_size = '32' is no int"),
         ("hidden_size", None, "hidden_size is missing"),
@@ -660,20 +661,41 @@ def test_an_export_whose_config_says_something_else_is_not_called_finished(
     assert not out.exists()
 
 
-def test_an_export_that_reads_back_otherwise_is_not_called_finished(capsys, tmp_path, monkeypatch):
+def last_row(array):
+    """With another last row: an id that the text which is tried does not have."""
+    array = np.array(array)
+    array[-1] += 1
+    return array
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("mlp", lambda array: array * 1.01, "other logits"),
+        ("mlp", lambda array: array * np.nan, "no numbers"),
+        ("embed_tokens", last_row, "other weights"),
+    ],
+)
+def test_an_export_that_reads_back_otherwise_is_not_called_finished(
+    capsys, tmp_path, monkeypatch, name, change, said
+):
+    """Also where no logit shows it, and where a logit is no number, which is not above a limit. Its config has what SmolLM2's has."""
     source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
+    attributes = json.loads((source / "config.json").read_text())
+    attributes |= {"is_llama_config": True, "rope_interleaved": False}
+    (source / "config.json").write_text(json.dumps(attributes))
     assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
     whole = exporting.write_tensors
 
     def harmed(folder, tensors, array, dtype, **rest):
         def other(each):
-            return array(each) * (1.01 if "mlp" in each.name else 1)
+            return change(array(each)) if name in each.name else array(each)
 
         return whole(folder, tensors, other, dtype, **rest)
 
     monkeypatch.setattr(exporting, "write_tensors", harmed)
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
     assert code == 1
-    assert "other logits" in answer["error"]["what"]
+    assert said in answer["error"]["what"]
     assert not out.exists()
     assert (tmp_path / "out.partial/parity.json").exists()

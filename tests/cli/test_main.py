@@ -63,7 +63,13 @@ def test_help_names_every_verb_and_imports_nothing_heavy():
 def test_every_module_of_the_room_is_a_verb():
     modules = {f"jaxlm.cli.{each.name}" for each in pkgutil.iter_modules(jaxlm.cli.__path__)}
     shared = ("main", "output", "arguments", "bars")
-    shared += ("data_run", "data_clusters", "data_classifier", "data_mix")  # parts of `data`
+    shared += (
+        "data_run",
+        "data_clusters",
+        "data_classifier",
+        "data_mix",
+        "data_engine",
+    )  # parts of `data`
     assert modules - {f"jaxlm.cli.{name}" for name in shared} == {
         verb.module for verb in VERBS.values()
     }

@@ -30,6 +30,8 @@ class Llama(Rotated):
         """The family as a config.json describes it."""
         given.must("attention_bias", False)
         given.must("mlp_bias", False)
+        given.must("is_llama_config", True)  # SmolLM2's say these two
+        given.must("rope_interleaved", False)
         return super().from_hub(given)
 
 
