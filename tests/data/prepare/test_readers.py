@@ -20,7 +20,9 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from jaxlm.data.prepare.readers import members
 from tests.data.prepare.recipes import RECIPE, kept, lines, prose, run, write_lines
+from tests.faults import harness
 
 ROOT = Path(__file__).parents[3]
 PLAIN = ["--config.stages=()", "--config.dedup=()"]
@@ -400,6 +402,19 @@ def test_a_damaged_member_of_a_web_archive_costs_no_other(into, capsys, how):
     assert {row["kind"] for row in found} == {"damaged"}
     assert all(row["detail"].startswith("a gzip member: ") for row in found)
     assert len(lost) - 2 <= answer["broken"]["damaged"] <= len(lost) + 1  # a gap is one loss
+
+
+def test_what_only_begins_as_members_do_is_passed_over_once():
+    """300,000 such places before the next member: seconds, as each is looked at where it lies."""
+    good = gzip.compress(warc("conversion", prose(1).encode()))
+    stream = members.members(
+        io.BytesIO(damaged(good, 12, "zeroed") + b"\x1f\x8b\x08" * 300_000 + good)
+    )
+    begun = time.process_time()
+    with pytest.raises(members.DamagedMember):
+        stream.read()
+    assert stream.read() == gzip.decompress(good)
+    assert time.process_time() - begun < harness.allowed(5)
 
 
 def test_a_long_line_of_a_table_is_one_broken_row_and_the_next_are_read(into, capsys):

@@ -70,18 +70,19 @@ class _Members(io.RawIOBase):
 
     def _damaged(self, why: str) -> DamagedMember:
         """Goes to the next place behind the begin of this member where one begins that unpacks to a record."""
-        packed, more = bytes(self._seen[1:]), b"?"
+        packed, begin, more = bytes(self._seen[1:]), 0, b"?"
         self._packed, self._unpacker = b"", None
-        while packed or more:
-            at = packed.find(_BEGIN)
+        while True:
+            at = packed.find(_BEGIN, begin)
             if at >= 0 and (len(packed) - at >= _HEAD_BYTES or not more):
                 if _holds_record(packed[at : at + _HEAD_BYTES]):
                     self._packed = packed[at:]
                     break
-                packed = packed[at + 1 :]
+                begin = at + 1
             elif more:
                 more = self._stream.read(_CHUNK)
-                packed = packed[at if at >= 0 else 1 - len(_BEGIN) :] + more
+                kept = at if at >= 0 else max(begin, len(packed) + 1 - len(_BEGIN))
+                packed, begin = packed[kept:] + more, 0
             else:
                 break
         return DamagedMember(f"a gzip member: {why}")
