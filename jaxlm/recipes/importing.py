@@ -139,7 +139,7 @@ def import_model(
 
 
 def described(folder: Source, say: Callable[[str], None]) -> tuple[Any, str]:
-    """The family with its sizes, and the dtype that config.json says the numbers have.
+    """The family with its sizes, and the dtype of its matrices: float32 where they have several, which holds all of them.
 
     Raises:
       DataError: where there is no such family here, or an attribute is not understood.
@@ -150,8 +150,16 @@ def described(folder: Source, say: Callable[[str], None]) -> tuple[Any, str]:
         say(
             "the folder names code of its own (auto_map), which is never run: the model is built from our own parts"
         )
-    dtype = raw.get("dtype") or raw.get("torch_dtype")
-    return family, dtype if dtype in ("float32", "bfloat16", "float16") else "float32"
+    found = {dtype for dtype, shape in folder.tensors().values() if len(shape) > 1}
+    stored = found & DTYPES.keys()  # GPT-2's has masks of bytes beside
+    dtype = DTYPES.get("".join(stored), DTYPES["F32"]).name
+    claimed = raw.get("dtype") or raw.get("torch_dtype") or dtype
+    if claimed != dtype:
+        held = " and ".join(sorted(stored))
+        say(
+            f"config.json says {claimed!r:.40}, and the matrices are {held}: an export will be in {dtype}"
+        )
+    return family, dtype
 
 
 def _family(raw: dict[str, Any], where: str) -> Any:

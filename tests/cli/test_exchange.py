@@ -661,6 +661,25 @@ def test_an_export_whose_config_says_something_else_is_not_called_finished(
     assert not out.exists()
 
 
+def test_numbers_of_two_dtypes_come_back_whole_whatever_config_json_calls_them(capsys, tmp_path):
+    source, run, out = (
+        write(tmp_path / "source", dtype="bfloat16"),
+        tmp_path / "run",
+        tmp_path / "out",
+    )
+    file = source / "model.safetensors"
+    given = load_file(file)
+    wide = next(name for name in given if "mlp" in name)
+    given[wide] = given[wide].astype(np.float32) + 1e-5
+    save_file(given, file, metadata={"format": "pt"})
+    code, answer, said = call(capsys, "import", f"--from={source}", f"--workdir={run}")
+    assert (code, answer["dtype"]) == (0, "float32")
+    assert "config.json says 'bfloat16', and the matrices are BF16 and F32" in said
+    assert call(capsys, "export", f"--workdir={run}", f"--out={out}")[0] == 0
+    back = load_file(out / "model.safetensors")
+    assert all(np.array_equal(back[name], each.astype(np.float32)) for name, each in given.items())
+
+
 def last_row(array):
     """With another last row: an id that the text which is tried does not have."""
     array = np.array(array)
