@@ -12,7 +12,7 @@ import sys
 import typing
 from typing import Any
 
-from compare_runs import Arm, Ended, finite
+from compare_runs import Arm
 from compare_study import Study, main
 from compare_table import Measure
 
@@ -50,17 +50,11 @@ LIMITS = """\
   optimizer costs, and eight-bit states save memory's time, not a small CPU's."""
 
 
-def figures(run: Ended) -> dict[str, float | None]:
-    """What is shown of a run."""
-    return {"bits_per_byte": finite(run.bits)}
-
-
 STUDY = Study(
     name="optimizers",
     about=__doc__,
     arms=ARMS,
     steps=300,
-    figures=figures,
     measures=(
         Measure("equal tokens", "equal_tokens", "bits_per_byte"),
         Measure("equal time", "equal_time", "bits_per_byte"),

@@ -11,7 +11,7 @@ shorter, --config.a.b=V changes the model, the data or the optimizer.
 import sys
 import typing
 
-from compare_runs import Arm, Ended, finite
+from compare_runs import Arm
 from compare_study import Study, main
 from compare_table import RATES, Measure
 
@@ -49,17 +49,11 @@ LIMITS = """\
   apart. Three seeds show a spread, and no probability."""
 
 
-def figures(run: Ended) -> dict[str, float | None]:
-    """What is shown of a run."""
-    return {"bits_per_byte": finite(run.bits)}
-
-
 STUDY = Study(
     name="schedules",
     about=__doc__,
     arms=ARMS,
     steps=200,
-    figures=figures,
     measures=(Measure("equal tokens", "equal_tokens", "bits_per_byte"),),
     columns=RATES,
     how=HOW,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import compare_table
-from compare_runs import FILE, SMALL, Arm, Ended, Sweep, compare, write
+from compare_runs import FILE, SMALL, Arm, Ended, Sweep, compare, finite, write
 from compare_table import COLUMNS, Column, Measure
 
 from jaxlm.cli.arguments import Parser, extract, needed
@@ -26,6 +26,11 @@ ALT = "Bits per byte of the validation set, a mark for each seed"
 OURS = {"train.steps": "--steps=200", "seed": "--seeds=5"}
 
 
+def bits_per_byte(run: Ended) -> dict[str, float | None]:
+    """What most studies show of a run."""
+    return {"bits_per_byte": finite(run.bits)}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
     """What a script compares, and what it says of that."""
@@ -34,8 +39,8 @@ class Study:
     about: str  # for --help
     arms: Sequence[Arm]
     steps: int
-    figures: Callable[[Ended], Mapping[str, float | None]]
     measures: Sequence[Measure]
+    figures: Callable[[Ended], Mapping[str, float | None]] = bits_per_byte
     columns: Sequence[Column] = COLUMNS
     how: str  # what the page says beside the table
     limits: str

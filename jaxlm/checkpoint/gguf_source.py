@@ -59,7 +59,6 @@ class Gguf:
             frequencies=None if turned is None else self._file.rows(turned, slice(None))[0],
         )
         self._theirs = dict(self._named())
-        self.config["dtype"] = self._dtype()
         tokenizer, settings = gguf_tokens.as_json(metadata, str(path))
         self._beside = {
             "config.json": _json(self.config),
@@ -139,11 +138,6 @@ class Gguf:
                     yield theirs.replace("{e}", str(expert)), Lying(name, entry, expert)
             elif name != FREQUENCIES:
                 yield theirs, Lying(name, entry, None)
-
-    def _dtype(self) -> str:
-        """That of the matrices, where all are of one; float32 of others, as of what is quantised."""
-        names = {each.storage.name for each in self._file.tensors.values() if len(each.shape) > 1}
-        return {"F16": "float16", "BF16": "bfloat16"}.get("".join(names), "float32")
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -122,7 +122,7 @@ def sweep(scripts, tmp_path, monkeypatch):
                 seeds=2,
                 most=12,
                 is_timed=True,
-                figures=scripts.optimizers.figures,
+                figures=scripts.optimizers.STUDY.figures,
                 say=lambda _: None,
                 publish=lambda rows: None,
             )
