@@ -52,7 +52,7 @@ def ours(folder: Path, compute: Float, prompts: np.ndarray, count: int) -> Gener
         tensors = importing.named(layout(decoder, family.HUB), read, family.HUB)
         params = importing.load(tensors, fetch, placed)
     draw = functools.partial(sampling.draw, temperature=0.0)
-    parts = decode.build(blueprint.merge, draw, max_tokens=count, end=-1, pad=0).compiled()
+    parts = decode.build(blueprint.merge, draw, max_tokens=count, ends=(), pad=0).compiled()
     ready = parts.ready(params)  # once, as a model is read once on the other side
     rows, length = prompts.shape
     keys = jax.random.split(jax.random.key(0), rows)

@@ -65,6 +65,8 @@ class Gguf:
             "tokenizer.json": tokenizer,
             "tokenizer_config.json": _json(settings),
         }
+        if ends := gguf_tokens.ends(metadata):
+            self._beside["generation_config.json"] = _json({"eos_token_id": ends})
 
     def has(self, name: str) -> bool:
         """Whether a folder would have such a file."""

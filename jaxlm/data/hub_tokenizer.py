@@ -115,6 +115,7 @@ class Imported(HuggingFace):
       content: the tokenizer.json.
       before: ids in front of each document, such as Llama's <s>; many models have none.
       after: ids behind each document, at least one.
+      ends: ids that end an answer, beside the first of those; what is no id of the tokenizer is left out.
       where: for errors.
 
     Raises:
@@ -129,6 +130,7 @@ class Imported(HuggingFace):
         *,
         before: Sequence[int],
         after: Sequence[int],
+        ends: Sequence[int] = (),
         where: str = "tokenizer",
     ):
         self.before, self.after = tuple(before), tuple(after)
@@ -142,6 +144,7 @@ class Imported(HuggingFace):
                 fix="config.json or tokenizer_config.json of the model names them: eos_token, bos_token",
             )
         self.pad = self.eos = self.after[0]
+        self.ends = tuple(sorted({self.eos, *(i for i in ends if 0 <= i < self.size)}))
         model = json.loads(content)["model"]
         unknown = model.get("unk_id")
         if unknown is None:
@@ -161,8 +164,8 @@ class Imported(HuggingFace):
 
     def serialise(self) -> bytes:
         """The content of the file that `tokenizer_file.load` reads back."""
-        own = {"kind": "imported", "before": self.before, "after": self.after}
-        return as_json(own | {"content": self.content.decode()})
+        around = {"before": self.before, "after": self.after, "ends": self.ends}
+        return as_json({"kind": "imported", **around, "content": self.content.decode()})
 
 
 @contextlib.contextmanager

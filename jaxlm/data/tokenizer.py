@@ -31,14 +31,16 @@ class Tokenizer(abc.ABC):
     """Ids 0 to 39 are `SPECIALS`, in that order, but for a model's own; text never encodes to specials, even where it spells them.
 
     `table[i]` are the bytes that id i stands for, none for specials, so decoding is joining them. `before` and `after` are
-    the ids around each document, `eos` is the first of those after it, and `pad` fills rows up. `lead` is what encoding puts
-    in front of a text, and decoding gives back: a space, in many an imported one.
+    the ids around each document, `eos` is the first of those after it, `ends` are all that end what a model writes, and
+    `pad` fills rows up. `lead` is what encoding puts in front of a text, and decoding gives back: a space, in many an
+    imported one.
     """
 
     kinds: tuple[str, ...] = ()  # of the setting that trains one
     pad, eos, unk = 0, 2, 3
     before: tuple[int, ...] = (1,)
     after: tuple[int, ...] = (2,)
+    ends: tuple[int, ...] = (2,)
     lead = ""
     specials = {name: number for number, name in enumerate(SPECIALS)}
 

@@ -42,12 +42,13 @@ def load(content: bytes, where: str) -> Tokenizer:
 
 def _imported(ours: dict[str, Any], where: str) -> Imported:
     """Raises ValueError where a part is missing or of another type."""
-    content, before, after = (ours.get(name) for name in ("content", "before", "after"))
-    if not isinstance(content, str) or not isinstance(before, list) or not isinstance(after, list):
+    content = ours.get("content")
+    around: dict[str, Any] = {name: ours.get(name) for name in ("before", "after", "ends")}
+    if not isinstance(content, str) or not all(isinstance(ids, list) for ids in around.values()):
         raise ValueError("its content or its ids are missing")
-    if not all(type(number) is int for number in (*before, *after)):
+    if not all(type(number) is int for ids in around.values() for number in ids):
         raise ValueError("its ids are no integers")
-    return Imported(content.encode(), before=before, after=after, where=where)
+    return Imported(content.encode(), **around, where=where)
 
 
 def read(path: str | Path) -> Tokenizer:

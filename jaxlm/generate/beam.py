@@ -1,6 +1,6 @@
 """Beam search: the likeliest texts that keeping a few beginnings finds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from jaxlm.generate.decode import (
     Generated,
     Writer,
     following,
+    is_any,
     prefill,
     prepared,
 )
@@ -51,7 +52,7 @@ def build(
     beams: int,
     length_penalty: float,
     max_tokens: int,
-    end: int,
+    ends: Sequence[int],
     pad: int,
     allowed: Int[Array, "V"] | None = None,
     both_ways: bool = False,
@@ -99,7 +100,7 @@ def build(
         best = jax.lax.while_loop(is_open, advance, first).ended.at(jnp.zeros((rows, 1), jnp.int32))
         ids, length = best.ids[:, 0], best.length[:, 0]
         last = jnp.take_along_axis(ids, length[:, None] - 1, axis=1)[:, 0]
-        reason = jnp.where(last == end, END, LENGTH)
+        reason = jnp.where(is_any(last, ends), END, LENGTH)
         return Generated(ids, length, reason, best.log_probabilities[:, 0])
 
     def extend(model: Writer, hidden: Array, state: _State) -> _State:
@@ -122,7 +123,7 @@ def build(
             log_probabilities=texts.log_probabilities.at[:, :, number].set(own),
             length=texts.length + 1,
         )
-        is_ended = (token == end) | (number + 1 == max_tokens)
+        is_ended = is_any(token, ends) | (number + 1 == max_tokens)
         size = (number + 1).astype(jnp.float32) ** length_penalty
         is_among = is_ended & (jnp.arange(2 * beams) < beams)[None]
         new = texts._replace(score=jnp.where(is_among, score / size, -jnp.inf))

@@ -1,7 +1,7 @@
 """Prefill and decode with a key-value cache, in one compiled program or a few tokens at a time."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from jaxlm.nn.cache import KVCache
 Writer = Decoder | EncoderDecoder
 Draw = Callable[[Array, Array], Array]
 NO_PENALTIES = Penalties()
-LENGTH, END, STOP = 0, 1, 2  # why a row ended: at its most tokens, at the end token, at a stop
+LENGTH, END, STOP = 0, 1, 2  # why a row ended: at its most tokens, at an end token, at a stop
 
 
 class Generated(NamedTuple):
@@ -77,6 +77,11 @@ class Decoding:
         )
 
 
+def is_any(token: Array, ids: Sequence[int]) -> Array:
+    """Where a token is one of some ids."""
+    return jnp.isin(token, jnp.asarray(ids, jnp.int32))
+
+
 def drawn(state: State) -> Generated:
     """What there is so far; the reason of a row that has not ended is its length."""
     reason = jnp.where(state.reason < 0, LENGTH, state.reason)
@@ -88,7 +93,7 @@ def build(
     draw: Draw,
     *,
     max_tokens: int,
-    end: int,
+    ends: Sequence[int],
     pad: int,
     allowed: Int[Array, "V"] | None = None,
     both_ways: bool = False,
@@ -99,7 +104,7 @@ def build(
 ) -> Decoding:
     """What goes on from prompts, to be jitted.
 
-    Prompts are padded on the right to one length. All rows run until each has drawn `end`, has come to a stop, or has
+    Prompts are padded on the right to one length. All rows run until each has drawn one of `ends`, has come to a stop, or has
     `max_tokens` ids; a row that has ended draws `pad`. `draw(logits [B, V], keys [B])` picks the next ids; where `allowed`
     is False an id is never drawn. `both_ways` is how prompts are read; what is drawn is read from left to right.
 
@@ -165,7 +170,7 @@ def build(
         if found is not None:
             score = jnp.take_along_axis(jax.nn.log_softmax(raw), token[:, None], axis=1)[:, 0]
             found = found.at[:, state.number].set(jnp.where(is_closed, 0.0, score))
-        at, reason = state.at, jnp.where(~is_closed & (token == end), END, state.reason)
+        at, reason = state.at, jnp.where(~is_closed & is_any(token, ends), END, state.reason)
         if stops is not None and at is not None:
             at = jnp.where(is_closed, at, stops[at, token])
             reason = jnp.where((reason < 0) & (at == stops.shape[0] - 1), STOP, reason)

@@ -13,10 +13,10 @@ from jaxlm.core import config, tree
 from jaxlm.core.errors import CommandError, DataError
 from jaxlm.data import tokenizer_file
 from jaxlm.optim.average_config import NoAverage
-from jaxlm.recipes import beginning, saving, trained
+from jaxlm.recipes import adopted, beginning, trained
 from jaxlm.recipes.beginning import Origin
 from jaxlm.recipes.config import Run
-from jaxlm.train.rundir import IMPORTED, RunDir, read_json
+from jaxlm.train.rundir import RunDir, read_json
 
 PART = "params/"
 
@@ -49,13 +49,7 @@ def average(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
 
     Source: Wortsman et al. 2022, arXiv:2203.05482, section 2 (uniform, of runs that began alike).
     """
-    if (options.out / "config.json").exists():
-        raise CommandError(
-            "there is a run in this directory",
-            where=f"--out={options.out}",
-            why="an average begins a run, and nothing is overwritten",
-            fix=f"--out={options.out}-2",
-        )
+    adopted.check_free(options.out, "--out", "an average")
     origins = _origins(options, say)
     proportions = _proportions(options, len(origins))
     leaves = _agreed(origins)
@@ -158,13 +152,5 @@ def _layout(origin: Origin) -> dict[str, str]:
 
 def _write(place: Path, run: Run, first: Origin, params: Any, answer: dict[str, Any]) -> None:
     with RunDir(place) as directory:
-        store = Store(
-            directory.checkpoints,
-            CheckpointConfig(),
-            owner=directory.lock.fence,
-            is_owner=directory.lock.is_owner,
-        )
-        saving.first(store, run, params)
-        directory.write_json("config.json", config.to_json(run))
-        directory.write_bytes("tokenizer", (first.workdir / "tokenizer").read_bytes())
-        directory.write_json(IMPORTED, answer | {"dtype": run.precision.params})
+        tokenizer = (first.workdir / "tokenizer").read_bytes()
+        adopted.write(directory, run, params, tokenizer, answer | {"dtype": run.precision.params})

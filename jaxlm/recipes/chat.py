@@ -60,7 +60,8 @@ class Chat(Tokenizer):
     def __init__(self, own: Imported, template: ChatTemplate):
         super().__init__(own.table)
         self._own, self._template = own, template
-        self.pad, self.eos, self.unk, self.after = own.pad, own.eos, own.unk, own.after
+        self.pad, self.eos, self.unk = own.pad, own.eos, own.unk
+        self.after, self.ends = own.after, own.ends
         self.specials = own.specials
         names = sorted(own.specials, key=len, reverse=True)
         self._spelt = re.compile("|".join(map(re.escape, names)) or "(?!)")

@@ -273,8 +273,10 @@ def _write_beside(
     say: Callable[[str], None],
 ) -> None:
     """The tokenizer, what came with an imported model, and the ids that generation begins and ends with."""
-    ends = {name: id_ for name, id_ in attributes.items() if name in GENERATION and id_ is not None}
-    write_json(folder / "generation_config.json", ends)
+    ids = {name: id_ for name, id_ in attributes.items() if name in GENERATION and id_ is not None}
+    if len(ends := opened.tokenizer.ends) > 1:
+        ids["eos_token_id"] = list(ends)
+    write_json(folder / "generation_config.json", ids)
     kept = options.workdir / importing.FOLDER
     if kept.is_dir():
         for name in importing.BESIDE:

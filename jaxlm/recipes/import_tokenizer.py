@@ -47,7 +47,7 @@ class Form(NamedTuple):
 
 
 def read_tokenizer(folder: Source, say: Say = lambda _: None) -> Imported:
-    """The model's tokenizer, with the tokens that its documents begin and end with.
+    """The model's tokenizer, with the tokens that its documents begin and end with, and those that end an answer.
 
     A SentencePiece model, word pieces, byte pairs or tiktoken's ranks become a tokenizer.json first.
 
@@ -97,12 +97,27 @@ def read_tokenizer(folder: Source, say: Say = lambda _: None) -> Imported:
     # BERT calls what begins a document its class, and what ends one a separator.
     bos = ids("bos", "cls") or own(form.begins)
     is_begun = settings.get("add_bos_token", bool(bos) and added.get(begun) == bos[0])
-    return Imported(
+    ends = _ends(folder)
+    tokenizer = Imported(
         form.content,
         before=bos if is_begun else (),
         after=ids("eos", "sep") or own(form.ends),
+        ends=ends,
         where=where,
     )
+    if others := set(ends).difference(tokenizer.ends):
+        say(
+            f"eos_token_id {sorted(others)}: the tokenizer has {tokenizer.size:,} ids, so they end nothing"
+        )
+    return tokenizer
+
+
+def _ends(folder: Source) -> list[int]:
+    """Ids that end an answer, as transformers finds them; a chat model may have its own beside the end of a document."""
+    name = "generation_config.json"
+    generation = folder.read_json(name) if folder.has(name) else {}
+    found = generation.get("eos_token_id", folder.config.get("eos_token_id"))
+    return [i for i in (found if isinstance(found, list) else [found]) if type(i) is int]
 
 
 def _form(folder: Source, settings: dict[str, Any], say: Say) -> Form:

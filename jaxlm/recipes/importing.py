@@ -9,14 +9,12 @@ import jax
 import numpy as np
 
 from jaxlm.checkpoint import hub_digests
-from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.hub_download import PREFIX, Show, fetched
 from jaxlm.checkpoint.hub_folder import DTYPES, Folder, Source
 from jaxlm.checkpoint.hub_tensors import Fetch, Reader, Theirs, layout
-from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, tree
-from jaxlm.core.errors import CommandError, DataError
+from jaxlm.core.errors import DataError
 from jaxlm.data.hub_tokenizer import Imported
 from jaxlm.data.tokenizer_file import LARGEST_FILE
 from jaxlm.models import cost
@@ -25,21 +23,20 @@ from jaxlm.models.families.union import EncoderDecoderFamily, EncoderFamily, Fam
 from jaxlm.monitor import words
 from jaxlm.objectives.config import Causal, Masked, Objective, Span
 from jaxlm.parallel import host
-from jaxlm.recipes import assembly, devices, saving, vocabulary
+from jaxlm.recipes import adopted, assembly, devices, vocabulary
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.import_tokenizer import SENTENCEPIECE, read_tokenizer
-from jaxlm.train.rundir import IMPORTED, RunDir
+from jaxlm.train.rundir import RunDir
 
 ARMS = {arm.HUB.model_type: arm for arm in get_args(Family)}
 FOLDER = "hub"  # in a run that was imported: what came with the weights, as it was
+# A tokenizer that tokenizer.json holds too.
+VOCABULARIES = (*SENTENCEPIECE, "vocab.txt", "vocab.json", "merges.txt")
 BESIDE = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
-    *SENTENCEPIECE,
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
+    *VOCABULARIES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -73,13 +70,7 @@ def import_model(
     Raises:
       JaxlmError: with the whole list told before.
     """
-    if (options.workdir / "config.json").exists():
-        raise CommandError(
-            "there is a run in this directory",
-            where=f"--workdir={options.workdir}",
-            why="an import begins a run, and nothing is overwritten",
-            fix=f"--workdir={options.workdir}-2",
-        )
+    adopted.check_free(options.workdir, "--workdir", "an import")
     folder, origin = _opened(options.source, say, show)
     family, dtype = described(folder, say)
     tokenizer = read_tokenizer(folder, say)
@@ -103,13 +94,6 @@ def import_model(
     mesh = devices.build_mesh(run.mesh)
     assembled = assembly.assemble(run, decoder.vocab, mesh)
     with RunDir(options.workdir) as directory:
-        store = Store(
-            directory.checkpoints,
-            CheckpointConfig(),
-            owner=directory.lock.fence,
-            is_owner=directory.lock.is_owner,
-            is_frugal=True,
-        )
         with folder.opened() as fetch:
             if decoder.tied and hub.head in ignored:
                 _refuse_other_head(hub.head, tensors, folder, fetch)
@@ -124,11 +108,10 @@ def import_model(
             "dtype": dtype,
             "added_tokens": list(options.add_tokens),
         }
-        directory.write_json("config.json", config.to_json(run))
-        directory.write_bytes("tokenizer", tokenizer.serialise())
-        _keep(folder, tokenizer, directory.path / FOLDER)
-        directory.write_json(IMPORTED, answer | {"source": origin})
-        saving.first(store, run, params)
+        place = directory.path / FOLDER
+        _keep(folder, tokenizer, place, is_extended=bool(options.add_tokens))
+        facts = answer | {"source": origin}
+        adopted.write(directory, run, params, tokenizer.serialise(), facts, is_frugal=True)
     _tell_ignored(ignored, folder, hub, say)
     if options.add_tokens:
         say(
@@ -314,10 +297,16 @@ def _run(family: Any, options: Options) -> Run:
     return config.from_json(Run, raw, where=str(options.source), overrides=options.overrides)
 
 
-def _keep(folder: Source, tokenizer: Imported, place: Path) -> None:
-    """Copies what came with the weights, for an export, and the tokenizer.json where it was made of another form."""
+def _keep(folder: Source, tokenizer: Imported, place: Path, *, is_extended: bool) -> None:
+    """Copies what came with the weights, for an export, and the tokenizer.json where it was made of another form.
+
+    A vocabulary to which tokens were added is in tokenizer.json alone.
+    """
     place.mkdir(exist_ok=True)
+    without = VOCABULARIES if is_extended else ()
     for name in BESIDE:
-        if folder.has(name):
+        if folder.has(name) and name not in without:
             (place / name).write_bytes(folder.read(name, LARGEST_FILE))
+        else:  # of an import that was killed here
+            (place / name).unlink(missing_ok=True)
     (place / "tokenizer.json").write_bytes(tokenizer.content)

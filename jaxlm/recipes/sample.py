@@ -64,11 +64,11 @@ class Sampler:
         self._is_paired = isinstance(blueprint.config, EncoderDecoder)
         self._check_room(blueprint.config.positions, flag)
         ids = np.arange(blueprint.config.vocab)
-        text = np.isin(ids, np.flatnonzero(tokenizer.token_bytes > 0)) | (ids == tokenizer.eos)
+        text = np.isin(ids, [*np.flatnonzero(tokenizer.token_bytes > 0), *tokenizer.ends])
         self._stops = tuple(stop.encode() for stop in config.stop)
         shared: dict[str, Any] = {
             "max_tokens": config.max_tokens,
-            "end": tokenizer.eos,
+            "ends": tokenizer.ends,
             "pad": tokenizer.pad,
             "allowed": jnp.asarray(text),
             "both_ways": both_ways,

@@ -7,7 +7,6 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.core import config
 from jaxlm.core.errors import SaveFailed
 from jaxlm.monitor.console import Console
-from jaxlm.recipes.config import Run
 from jaxlm.recipes.control import Control
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
@@ -140,22 +139,3 @@ class Saves:
         if self._failed > 1 or self._crew.peers.count > 1:
             raise error
         self._console.warn(f"{error}\ntrying once more", step=self._directory.step)
-
-
-def first(store: Store, run: Run, params: Any) -> None:
-    """Commits weights that were trained elsewhere as step 0 of a run, of which nothing else is known, and closes the store.
-
-    Raises:
-      SaveFailed: where they cannot be written.
-    """
-    meta = {
-        "step": 0,
-        "finished": False,
-        "config": config.to_json(run),
-        "data": {},
-        "progress": dataclasses.asdict(Progress()),
-        "evaluation": None,
-        "rewinds": [],
-    }
-    store.save(0, {"params": params}, meta)
-    store.close()

@@ -38,6 +38,7 @@ def extended(tokenizer: Imported, tokens: Sequence[str]) -> Imported:
         built.to_str().encode(),
         before=tokenizer.before,
         after=tokenizer.after,
+        ends=tokenizer.ends,
         where="--add_token",
     )
 

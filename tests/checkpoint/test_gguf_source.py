@@ -119,6 +119,13 @@ def test_what_changes_nothing_is_taken(tmp_path):
     assert read.build() == LLAMA.build()
 
 
+def test_the_end_of_a_turn_ends_an_answer_too(tmp_path):
+    ggufs.write(tmp_path / "model.gguf", LLAMA, change=lambda writer: writer.add_eot_token_id(7))
+    found = importing.read_tokenizer(Gguf(tmp_path / "model.gguf"))
+    assert found.eos != 7
+    assert found.ends == (found.eos, 7)
+
+
 @pytest.mark.parametrize(("storage", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float32")])  # fmt: skip
 def test_numbers_are_called_what_the_matrices_are_kept_as(storage, dtype, tmp_path):
     ggufs.write(tmp_path / "model.gguf", dataclasses.replace(LLAMA, hidden=64), storage=storage)

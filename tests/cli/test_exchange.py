@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -177,6 +178,41 @@ def test_an_imported_run_is_evaluated_and_goes_on_from_its_own_tokens(capsys, tm
     assert "there is a run in this directory" in answer["error"]["what"]
 
 
+@pytest.mark.parametrize("point", ["save.files", "save.commit"])
+def test_an_import_that_was_killed_is_no_run_and_the_same_command_makes_it_whole(
+    capsys, tmp_path, point
+):
+    source, run = write(tmp_path / "source"), tmp_path / "run"
+    words = ["import", f"--from={source}", f"--workdir={run}"]
+    assert harness.run(words, f"{point}:sigkill")[0] == -signal.SIGKILL
+    left = {path.name for path in run.iterdir()}
+    assert "imported.json" in left, "it was killed while it saved"
+    assert "config.json" not in left
+    assert call(capsys, "generate", f"--workdir={run}")[0] == 66
+    code, answer, _ = call(capsys, "train", "--config=configs/quickstart.py", f"--workdir={run}")
+    assert (code, answer["error"]["what"]) == (2, "an imported model is no run to go on with")
+    assert call(capsys, *words)[0] == 0
+    assert call(capsys, "checkpoint", "verify", f"--workdir={run}")[0] == 0
+    assert call(capsys, "generate", f"--workdir={run}", "--max_tokens=2")[0] == 0
+    assert not (run / "quarantine").exists(), "nothing was committed"
+
+
+def test_weights_without_the_config_that_makes_them_a_run_are_kept_and_imported_again(
+    capsys, tmp_path
+):
+    source, run = write(tmp_path / "source"), tmp_path / "run"
+    words = ("import", f"--from={source}", f"--workdir={run}")
+    assert call(capsys, *words)[0] == 0
+    (run / "config.json").unlink()
+    assert call(capsys, *words)[0] == 0
+    (kept,) = run.glob("quarantine/*/digests.json")
+    assert kept.read_bytes() != (run / "checkpoints/0/digests.json").read_bytes()
+    (run / "config.json").unlink()
+    (run / "imported.json").unlink()  # then it may be anybody's
+    code, answer, _ = call(capsys, *words)
+    assert (code, answer["error"]["what"]) == (2, "there is a run in this directory")
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])  # of its own head, and of the embedding
 def test_added_tokens_have_the_mean_of_the_others_and_those_stay_as_they_were(
     capsys, tmp_path, name
@@ -212,6 +248,17 @@ def test_added_tokens_have_the_mean_of_the_others_and_those_stay_as_they_were(
     assert found.encode(text) == ids
     assert {258, 259} < set(ids)
     assert found.decode(ids) == text
+
+
+def test_a_vocabulary_that_lacks_the_added_tokens_is_not_exported_beside(capsys, tmp_path):
+    source = write(tmp_path / "source")
+    (source / "vocab.json").write_text('{"a": 0}')
+    (source / "merges.txt").write_text("#version: 0.2\n")
+    for words, there in (((), True), (("--add_token=<|tool|>",), False)):
+        run, out = tmp_path / f"run {there}", tmp_path / f"out {there}"
+        assert call(capsys, "import", f"--from={source}", f"--workdir={run}", *words)[0] == 0
+        assert call(capsys, "export", f"--workdir={run}", f"--out={out}")[0] == 0
+        assert {(out / name).exists() for name in ("vocab.json", "merges.txt")} == {there}
 
 
 @pytest.mark.parametrize("token", ["", "a", "<s>"])

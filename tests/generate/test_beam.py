@@ -66,7 +66,7 @@ def searched(scores, prompt, beams, penalty):
 def test_the_best_text_is_that_of_the_search_written_out(model, beams, penalty):
     blueprint, params, scores = model
     run = beam.build(
-        blueprint.merge, beams=beams, length_penalty=penalty, max_tokens=LENGTH, end=END, pad=PAD
+        blueprint.merge, beams=beams, length_penalty=penalty, max_tokens=LENGTH, ends=[END], pad=PAD
     )
     padded = np.array([prompt + [PAD] * (3 - len(prompt)) for prompt in PROMPTS], np.int32)
     lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)

@@ -37,10 +37,10 @@ def llama():
     return made("llama")
 
 
-def program(blueprint, params, *, max_tokens=8, end=END, temperature=0.0, **how):
+def program(blueprint, params, *, max_tokens=8, ends=(END,), temperature=0.0, **how):
     """What goes on from prompts, compiled once for all that are as many and as long."""
     draw = functools.partial(sampling.draw, temperature=temperature)
-    built = decode.build(blueprint.merge, draw, max_tokens=max_tokens, end=end, pad=PAD, **how)
+    built = decode.build(blueprint.merge, draw, max_tokens=max_tokens, ends=ends, pad=PAD, **how)
     compiled = jax.jit(built)
 
     def run(prompts, seeds=(0, 1, 2)):
@@ -98,23 +98,33 @@ def test_prompts_are_read_both_ways_where_that_is_asked_for(llama):
 
 
 def test_a_row_ends_with_the_end_token_and_the_others_go_on(llama):
-    whole = generate(*llama, PROMPTS, end=-1)
+    whole = generate(*llama, PROMPTS, ends=())
     end = whole[0][2]
-    out = generate(*llama, PROMPTS, end=end)
+    out = generate(*llama, PROMPTS, ends=(end,))
     for row, full in zip(out, whole, strict=True):
         stop = full.index(end) + 1 if end in full else len(full)
         assert row == full[:stop]
     assert len(out[0]) <= 3
 
 
+def test_any_of_several_ends_ends_a_row(llama):
+    whole = generate(*llama, PROMPTS, ends=())
+    ends = (whole[0][4], whole[1][2])
+    out = generate(*llama, PROMPTS, ends=ends)
+    for row, full in zip(out, whole, strict=True):
+        stop = next((n for n, i in enumerate(full, 1) if i in ends), len(full))
+        assert row == full[:stop]
+    assert (len(out[0]) <= 5, len(out[1]) <= 3) == (True, True)
+
+
 def test_ids_that_are_not_allowed_are_never_drawn(llama):
     allowed = jnp.asarray([i % 2 == 0 for i in range(VOCAB)])
-    out = generate(*llama, PROMPTS, temperature=2.0, allowed=allowed, end=-1)
+    out = generate(*llama, PROMPTS, temperature=2.0, allowed=allowed, ends=())
     assert {i % 2 for row in out for i in row} == {0}
 
 
 def test_a_seed_draws_the_same_text_alone_in_a_batch_and_at_any_place_in_it(llama):
-    run = program(*llama, temperature=1.5, end=-1)
+    run = program(*llama, temperature=1.5, ends=())
     batch = rows(run(PROMPTS, (4, 5, 6)))
     assert batch == rows(run(PROMPTS[::-1], (6, 5, 4)))[::-1]
     assert batch[1:2] == rows(run(PROMPTS[1:2], (5,)))
@@ -146,7 +156,7 @@ def test_penalties_and_log_probabilities_are_those_of_the_numbers_written_out(
 ):
     """Beside a float64 loop over the full forward. With an int8 cache log-probabilities are within 0.15 nats here."""
     penalties = Penalties(repetition=1.3, presence=0.2, frequency=0.4)
-    out = program(*llama, penalties=penalties, end=-1, is_scored=True, is_int8=is_int8)(PROMPTS)
+    out = program(*llama, penalties=penalties, ends=(), is_scored=True, is_int8=is_int8)(PROMPTS)
     for prompt, drawn, found in zip(PROMPTS, rows(out), out.log_probabilities, strict=True):
         every = forward(prompt + drawn)[len(prompt) - 1 : -1]
         exact = every - np.log(np.exp(every).sum(-1, keepdims=True))
@@ -163,10 +173,10 @@ def test_penalties_and_log_probabilities_are_those_of_the_numbers_written_out(
 
 def test_a_row_stops_at_its_stop_and_others_go_on(llama):
     table = [bytes([97 + i % 26]) * (i % 3) for i in range(VOCAB)]
-    whole = generate(*llama, PROMPTS, end=-1)
+    whole = generate(*llama, PROMPTS, ends=())
     stop = b"".join(table[i] for i in whole[0])[3:6]
     states = jnp.asarray(stops.automaton([stop], table))
-    out = program(*llama, end=-1, stops=states, is_scored=True)(PROMPTS)
+    out = program(*llama, ends=(), stops=states, is_scored=True)(PROMPTS)
     for row, ids in enumerate(whole):
         texts = [b"".join(table[i] for i in ids[:n]) for n in range(len(ids) + 1)]
         first = next((n for n, text in enumerate(texts) if stop in text), None)
@@ -186,7 +196,7 @@ def test_no_step_is_made_once_all_rows_have_ended(llama):
         jax.debug.callback(lambda: made.append(1))
         return jnp.full(logits.shape[:1], END, jnp.int32)
 
-    built = decode.build(llama[0].merge, draw, max_tokens=50, end=END, pad=PAD)
+    built = decode.build(llama[0].merge, draw, max_tokens=50, ends=(END,), pad=PAD)
     keys = jax.random.split(jax.random.key(0))
     out = jax.jit(built)(llama[1], jnp.ones((2, 4), jnp.int32), jnp.array([4, 2]), keys)
     jax.effects_barrier()
@@ -198,9 +208,9 @@ def test_some_tokens_at_a_time_are_the_tokens_of_one_program(built, monkeypatch,
     """Where the weights need no preparing, as on accelerators, they are not copied."""
     monkeypatch.setattr(decode, "is_prepared", lambda: is_prepared)
     blueprint, params = built
-    whole = program(blueprint, params, temperature=1.3, end=END, is_scored=True)(PROMPTS)
+    whole = program(blueprint, params, temperature=1.3, ends=(END,), is_scored=True)(PROMPTS)
     draw = functools.partial(sampling.draw, temperature=1.3)
-    how = dict(max_tokens=8, end=END, pad=PAD, is_scored=True)
+    how = dict(max_tokens=8, ends=(END,), pad=PAD, is_scored=True)
     parts = decode.build(blueprint.merge, draw, **how).compiled()
     ready = parts.ready(params)
     assert (ready is params) == (not is_prepared)

@@ -117,7 +117,7 @@ def searched(folder, family, beams, penalty):
     with Folder(folder).opened() as fetch:
         params = importing.load(layout(decoder, family.HUB), fetch, placed)
     run = beam.build(
-        blueprint.merge, beams=beams, length_penalty=penalty, max_tokens=LENGTH, end=END, pad=PAD
+        blueprint.merge, beams=beams, length_penalty=penalty, max_tokens=LENGTH, ends=[END], pad=PAD
     )
     found = jax.jit(run)(params, jnp.asarray([PROMPT]), jnp.array([len(PROMPT)]), None)
     count = int(found.length[0])

@@ -82,6 +82,26 @@ def test_generate_answers_what_a_user_says(tmp_path, capsys):
     assert spoken["samples"][0]["ids"] == plain["samples"][0]["ids"] != []
 
 
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_an_answer_ends_with_any_of_the_tokens_that_the_model_names(tmp_path, capsys, where):
+    """As of Gemma and Phi-3: the end of a turn is another token than the end of a document, and neither has text."""
+    source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
+    path = source / where
+    attributes = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(attributes | {"eos_token_id": [257, 256, 4096]}))
+    code, _, told = call(capsys, "import", f"--from={source}", f"--workdir={run}")
+    assert code == 0
+    assert "eos_token_id [4096]: the tokenizer has 258 ids, so they end nothing" in told
+    words = ("generate", f"--workdir={run}", "--temperature=9", "--max_tokens=600")
+    code, answer, _ = call(capsys, *words, "--prompt=ab", "--prompt=c")
+    assert code == 0
+    assert [each["finish_reason"] for each in answer["samples"]] == ["eos_token"] * 2
+    assert all(i < 256 for each in answer["samples"] for i in each["ids"])
+    assert call(capsys, "export", f"--workdir={run}", f"--out={out}")[0] == 0
+    exported = json.loads((out / "generation_config.json").read_text())
+    assert {256, 257} <= set(exported["eos_token_id"])
+
+
 @pytest.mark.slow
 def test_a_run_that_begins_with_an_imported_one_speaks_and_leaves_as_it_does(tmp_path, capsys):
     source, run, more = write(tmp_path / "source"), tmp_path / "run", tmp_path / "more"

@@ -71,6 +71,12 @@ def as_json(metadata: Mapping[str, Any], where: str) -> tuple[bytes, dict[str, A
     return content, _settings(metadata, own, tokens, begins)
 
 
+def ends(metadata: Mapping[str, Any]) -> list[int]:
+    """Ids that end a document, a turn of a conversation, or a message; [] where none is named."""
+    named = [metadata.get(f"{OWN}{what}_token_id") for what in ("eos", "eot", "eom")]
+    return sorted({number for number in named if isinstance(number, int)})
+
+
 def _pieces(own: dict[str, Any], tokens: list[str], kinds: list[int], where: str) -> bytes:
     scores = _list(own, "scores", float, where)
     if len(scores) != len(tokens):

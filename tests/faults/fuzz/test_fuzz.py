@@ -292,7 +292,8 @@ def sound(kind: str, folder: Path) -> Any:
             return byte_pairs(normalizer={"type": "NFC"})
         case "imported tokenizer":
             content = json.dumps(byte_pairs(normalizer={"type": "NFC"}))
-            return {"kind": "imported", "before": [], "after": [1], "content": content}
+            ids = {"before": [], "after": [1], "ends": [1]}
+            return {"kind": "imported", **ids, "content": content}
         case "safetensors":
             return save({"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.int8)})
         case "index":
