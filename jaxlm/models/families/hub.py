@@ -8,7 +8,8 @@ from jaxlm.core.errors import ConfigError, DataError
 
 T = TypeVar("T")
 DEEPEST = 10_000  # layers; their kinds are listed one by one
-# What any config.json may say that does not change what the model computes, and how it is trained there.
+# What any config.json may say that does not change what the model computes: how it is trained there, how text is drawn
+# from it, what the tools that wrote it leave.
 NEUTRAL = frozenset(
     """
     architectures auto_map model_type dtype torch_dtype transformers_version _name_or_path _attn_implementation
@@ -17,7 +18,12 @@ NEUTRAL = frozenset(
     output_attentions output_hidden_states output_router_logits return_dict return_dict_in_generate torchscript
     chunk_size_feed_forward is_decoder gradient_checkpointing pretraining_tp keys_to_ignore_at_inference
     initializer_range initializer_factor attention_dropout hidden_dropout classifier_dropout resid_pdrop embd_pdrop
-    attn_pdrop router_jitter_noise use_bfloat16
+    attn_pdrop router_jitter_noise use_bfloat16 attention_probs_dropout_prob hidden_dropout_prob output_past num_labels
+    _num_labels transformers.js_config unsloth_version unsloth_fixed
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups temperature top_k top_p
+    typical_p repetition_penalty length_penalty diversity_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+    bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
+    remove_invalid_values exponential_decay_length_penalty output_scores sep_token_id
     """.split()
 )
 

@@ -32,6 +32,8 @@ class Llama(Rotated):
         given.must("mlp_bias", False)
         given.must("is_llama_config", True)  # SmolLM2's say these two
         given.must("rope_interleaved", False)
+        context = given.take("max_position_embeddings", 2048)
+        given.must("max_sequence_length", context)  # what the first files said
         return super().from_hub(given)
 
 

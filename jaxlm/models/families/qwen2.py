@@ -30,6 +30,7 @@ class Qwen2(Rotated):
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
         refuse_windows(given)
+        given.must("use_mrope", False)
         return super().from_hub(given)
 
     def to_hub(self) -> dict[str, Any]:
