@@ -32,7 +32,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import Float, PrecisionConfig
 from jaxlm.generate import decode, sampling
 from jaxlm.models.build import Blueprint
-from jaxlm.recipes import importing
+from jaxlm.recipes import foreign, importing
 
 Generate = Callable[[], np.ndarray]  # new ids [rows, tokens]
 
@@ -40,7 +40,7 @@ Generate = Callable[[], np.ndarray]  # new ids [rows, tokens]
 def ours(folder: Path, compute: Float, prompts: np.ndarray, count: int) -> Generate:
     """jaxlm, with products of operands in `compute`."""
     read = Folder(folder)
-    family, _ = importing.described(read, lambda _: None)
+    family, _ = foreign.described(read, lambda _: None)
     decoder = family.build()
     precision = Precision.of(PrecisionConfig(compute=compute))
     blueprint = Blueprint(decoder, precision)
@@ -49,7 +49,7 @@ def ours(folder: Path, compute: Float, prompts: np.ndarray, count: int) -> Gener
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), blueprint.shapes
     )
     with read.opened() as fetch:
-        tensors = importing.named(layout(decoder, family.HUB), read, family.HUB)
+        tensors = foreign.named(layout(decoder, family.HUB), read, family.HUB)
         params = importing.load(tensors, fetch, placed)
     draw = functools.partial(sampling.draw, temperature=0.0)
     parts = decode.build(blueprint.merge, draw, max_tokens=count, ends=(), pad=0).compiled()

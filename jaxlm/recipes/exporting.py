@@ -27,7 +27,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.families.hub import uncomputed
 from jaxlm.objectives.config import Causal
 from jaxlm.parallel import rules
-from jaxlm.recipes import assembly, importing, trained
+from jaxlm.recipes import assembly, foreign, importing, trained
 from jaxlm.recipes.trained import Trained, Weights
 from jaxlm.train.rundir import IMPORTED
 
@@ -182,7 +182,7 @@ def compare(folder: Path, opened: Trained, dtype: np.dtype) -> dict[str, Any]:
     """
     model = opened.model
     read = Folder(folder)
-    family, _ = importing.described(read, lambda _: None)
+    family, _ = foreign.described(read, lambda _: None)
     described = dataclasses.replace(opened.run, model=family)
     written = assembly.assemble(described, model.blueprint.config.vocab, model.mesh)
     decoder, placed = family.build(), assembly.placed(written)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,24 +11,22 @@ import numpy as np
 from jaxlm.checkpoint import hub_digests
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.hub_download import PREFIX, Show, fetched
-from jaxlm.checkpoint.hub_folder import DTYPES, Folder, Source
+from jaxlm.checkpoint.hub_folder import Folder, Source
 from jaxlm.checkpoint.hub_tensors import Fetch, Reader, Theirs, layout
 from jaxlm.core import config, tree
 from jaxlm.core.errors import DataError
 from jaxlm.data.hub_tokenizer import Imported
 from jaxlm.data.tokenizer_file import LARGEST_FILE
 from jaxlm.models import cost
-from jaxlm.models.families.hub import Attributes, Hub
-from jaxlm.models.families.union import EncoderDecoderFamily, EncoderFamily, Family
+from jaxlm.models.families.union import EncoderDecoderFamily, EncoderFamily
 from jaxlm.monitor import words
 from jaxlm.objectives.config import Causal, Masked, Objective, Span
 from jaxlm.parallel import host
-from jaxlm.recipes import adopted, assembly, devices, vocabulary
+from jaxlm.recipes import adopted, assembly, devices, foreign, vocabulary
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.import_tokenizer import SENTENCEPIECE, read_tokenizer
 from jaxlm.train.rundir import RunDir
 
-ARMS = {arm.HUB.model_type: arm for arm in get_args(Family)}
 FOLDER = "hub"  # in a run that was imported: what came with the weights, as it was
 # A tokenizer that tokenizer.json holds too.
 VOCABULARIES = (*SENTENCEPIECE, "vocab.txt", "vocab.json", "merges.txt")
@@ -72,7 +70,7 @@ def import_model(
     """
     adopted.check_free(options.workdir, "--workdir", "an import")
     folder, origin = _opened(options.source, say, show)
-    family, dtype = described(folder, say)
+    family, dtype = foreign.described(folder, say)
     tokenizer = read_tokenizer(folder, say)
     known, rows = tokenizer.size, family.vocab
     if known > rows:
@@ -87,16 +85,17 @@ def import_model(
     decoder = run.model.build()
     hub = run.model.HUB
     theirs = dataclasses.replace(decoder, vocab=rows)
-    tensors = named(layout(theirs, hub), folder, hub)
-    ignored = compare(tensors, folder, hub, is_tied=decoder.tied)
+    tensors = foreign.named(layout(theirs, hub), folder, hub)
+    ignored = foreign.compare(tensors, folder, hub, is_tied=decoder.tied)
     _verify(folder, say)
     devices.start(options.cpu_devices)
     mesh = devices.build_mesh(run.mesh)
     assembled = assembly.assemble(run, decoder.vocab, mesh)
     with RunDir(options.workdir) as directory:
         with folder.opened() as fetch:
-            if decoder.tied and hub.head in ignored:
-                _refuse_other_head(hub.head, tensors, folder, fetch)
+            head = foreign.namer(folder, hub)(hub.head)
+            if decoder.tied and head in ignored:
+                foreign.refuse_other_head(head, tensors, folder, fetch)
             mean_from = known if options.add_tokens else None
             params = load(tensors, fetch, assembly.placed(assembled), mean_from=mean_from)
         answer: dict[str, Any] = {
@@ -112,7 +111,7 @@ def import_model(
         _keep(folder, tokenizer, place, is_extended=bool(options.add_tokens))
         facts = answer | {"source": origin}
         adopted.write(directory, run, params, tokenizer.serialise(), facts, is_frugal=True)
-    _tell_ignored(ignored, folder, hub, say)
+    foreign.tell_ignored(ignored, folder, hub, say)
     if options.add_tokens:
         say(
             f"{tokenizer.size - known} tokens added; their rows are the mean of the {known:,} others"
@@ -121,104 +120,13 @@ def import_model(
     return answer
 
 
-def described(folder: Source, say: Callable[[str], None]) -> tuple[Any, str]:
-    """The family with its sizes, and the dtype of its matrices: float32 where they have several, which holds all of them.
-
-    Raises:
-      DataError: where there is no such family here, or an attribute is not understood.
-    """
-    raw = folder.config
-    family = _family(raw, str(folder.path / "config.json"))
-    if raw.get("auto_map"):
-        say(
-            "the folder names code of its own (auto_map), which is never run: the model is built from our own parts"
-        )
-    found = {dtype for dtype, shape in folder.tensors().values() if len(shape) > 1}
-    stored = found & DTYPES.keys()  # GPT-2's has masks of bytes beside
-    dtype = DTYPES.get("".join(stored), DTYPES["F32"]).name
-    claimed = raw.get("dtype") or raw.get("torch_dtype") or dtype
-    if claimed != dtype:
-        held = " and ".join(sorted(stored))
-        say(
-            f"config.json says {claimed!r:.40}, and the matrices are {held}: an export will be in {dtype}"
-        )
-    return family, dtype
-
-
-def _family(raw: dict[str, Any], where: str) -> Any:
-    """What a config.json describes, checked as a config of ours. Raises DataError."""
-    kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in ARMS:
-        raise DataError(
-            f"models of the type {kind!r:.60} are not known",
-            where=where,
-            why=f"known are {', '.join(sorted(ARMS))}",
-            fix="--from=DIR    # a model of one of these types",
-        )
-    given = Attributes(raw, where)
-    family = ARMS[kind].from_hub(given)
-    given.finish()
-    return config.from_json(ARMS[kind], config.to_json(family), where=where)
-
-
 def _opened(source: Path | str, say: Callable[[str], None], show: Show) -> tuple[Source, str]:
     """What is imported, and the name that is remembered of it."""
     if str(source).startswith(PREFIX):
-        found = fetched(str(source), BESIDE, check=_family, say=say, show=show)
+        found = fetched(str(source), BESIDE, check=foreign.family_of, say=say, show=show)
         return Folder(found.path), found.origin
     path = Path(source)
     return Gguf(path) if path.suffix == ".gguf" else Folder(path), path.name
-
-
-def named(tensors: list[Theirs], folder: Source, hub: Hub) -> list[Theirs]:
-    """The tensors by the names that the folder uses, which may be older ones, or leave out what is optional in front."""
-    there = folder.tensors()
-    is_short = not any(name.startswith(hub.optional) for name in there)
-
-    def name(ours: str) -> str:
-        ours = ours.removeprefix(hub.optional) if is_short else ours
-        for old, new in hub.older:
-            if ours not in there and ours.endswith(new):
-                ours = ours.removesuffix(new) + old
-        return ours
-
-    return [dataclasses.replace(each, name=name(each.name)) for each in tensors]
-
-
-def compare(
-    tensors: list[Theirs],
-    folder: Source,
-    hub: Hub,
-    *,
-    is_tied: bool,
-) -> list[str]:
-    """The tensors of the folder that need not be read.
-
-    Raises:
-      DataError: where one is missing, left over, or of another shape or dtype; all of them are told.
-    """
-    there, wanted = folder.tensors(), {each.name: each.shape for each in tensors}
-    again = (*hub.buffers, hub.head) if is_tied else hub.buffers
-    left = there.keys() - wanted.keys()
-    others = (*hub.others, *hub.layers_ahead(folder.config))
-    ignored = sorted(name for name in left if name.endswith(again) or name.startswith(others))
-    problems = [f"missing     {name} {list(wanted[name])}" for name in wanted if name not in there]
-    problems += [f"unexpected  {name}" for name in sorted(left - set(ignored))]
-    for name, shape in wanted.items():
-        dtype, found = there.get(name, ("F32", shape))
-        if found != shape:
-            problems.append(f"shape       {name}: got {list(found)}, want {list(shape)}")
-        if dtype not in DTYPES:
-            problems.append(f"dtype       {name}: got {dtype}, want {', '.join(DTYPES)}")
-    if problems:
-        raise DataError(
-            f"{len(problems)} tensors of the folder do not fit the model of its config.json",
-            where=str(folder.path),
-            why="every one must be there, of the shape that it has there, and no other",
-            every=problems,
-            fix="fetch the folder again where it came from\nsave it again with transformers",
-        )
-    return ignored
 
 
 def _verify(folder: Source, say: Callable[[str], None]) -> None:
@@ -232,37 +140,6 @@ def _verify(folder: Source, say: Callable[[str], None]) -> None:
         return
     without = f"; nothing says what must be in {', '.join(unknown)}" if unknown else ""
     say(f"compared by sha256: {len(files) - len(unknown)} of {len(files)} files{without}")
-
-
-def _tell_ignored(ignored: list[str], folder: Source, hub: Hub, say: Callable[[str], None]) -> None:
-    """Every tensor that was not read, and why; those of a layer that predicts further tokens by their number."""
-    for layer in hub.layers_ahead(folder.config):
-        count = sum(name.startswith(layer) for name in ignored)
-        if count:
-            say(
-                f"not read: {count} tensors of {layer}*, a layer that predicts a token beyond the next, which "
-                f"{hub.architecture} does not compute; objective.name=mtp trains such heads from their start"
-            )
-    for name in ignored:
-        if not name.startswith(hub.layers_ahead(folder.config)):
-            is_other = name.startswith(hub.others)
-            why = f"{hub.architecture} has no such part" if is_other else "it can be computed again"
-            say(f"not read, as {why}: {name}")
-
-
-def _refuse_other_head(name: str, tensors: list[Theirs], folder: Source, fetch: Fetch) -> None:
-    """A head that is stored although the model is tied must be the embedding itself, of which a part is compared at a time."""
-    table = next(each for each in tensors if each.parts[0].path == "embedding/table")
-    shape = folder.tensors()[name][1]
-    for first in range(0, shape[0], 4096):
-        cut = (slice(first, min(first + 4096, shape[0])), slice(0, shape[1]))
-        if shape != table.shape or not np.array_equal(fetch(name, cut), fetch(table.name, cut)):
-            raise DataError(
-                f"{name} is another matrix than the embedding",
-                where=str(folder.path),
-                why="config.json says tie_word_embeddings, and one of the two would be lost",
-                fix='"tie_word_embeddings": false in config.json keeps both',
-            )
 
 
 def load(tensors: list[Theirs], fetch: Fetch, placed: Any, *, mean_from: int | None = None) -> Any:

@@ -12,7 +12,7 @@ from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.models.families.gemma import Gemma
 from jaxlm.models.families.gemma2 import Gemma2
 from jaxlm.models.families.gemma3 import Gemma3
-from jaxlm.recipes import importing
+from jaxlm.recipes import foreign, importing
 from tests.checkpoint import ggufs
 from tests.parity import weights
 
@@ -34,7 +34,7 @@ def test_a_file_has_the_settings_and_tensors_of_the_folder(name, tmp_path):
     family = FAMILIES[name]
     ggufs.write(tmp_path / "model.gguf", family)
     source = Gguf(tmp_path / "model.gguf")
-    read, dtype = importing.described(source, lambda _: None)
+    read, dtype = foreign.described(source, lambda _: None)
     assert read.build() == family.build()
     assert dtype == "float32"
     wanted = {each.name: each.shape for each in weights.tensors(family)}
@@ -115,7 +115,7 @@ def test_what_changes_nothing_is_taken(tmp_path):
         writer.add_add_space_prefix(False)
 
     ggufs.write(tmp_path / "model.gguf", LLAMA, change=change)
-    read, _ = importing.described(Gguf(tmp_path / "model.gguf"), lambda _: None)
+    read, _ = foreign.described(Gguf(tmp_path / "model.gguf"), lambda _: None)
     assert read.build() == LLAMA.build()
 
 
@@ -129,7 +129,7 @@ def test_the_end_of_a_turn_ends_an_answer_too(tmp_path):
 @pytest.mark.parametrize(("storage", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float32")])  # fmt: skip
 def test_numbers_are_called_what_the_matrices_are_kept_as(storage, dtype, tmp_path):
     ggufs.write(tmp_path / "model.gguf", dataclasses.replace(LLAMA, hidden=64), storage=storage)
-    assert importing.described(Gguf(tmp_path / "model.gguf"), lambda _: None)[1] == dtype
+    assert foreign.described(Gguf(tmp_path / "model.gguf"), lambda _: None)[1] == dtype
 
 
 def test_a_header_with_changed_bytes_is_read_or_refused_and_nothing_else(tmp_path):
@@ -146,7 +146,7 @@ def test_a_header_with_changed_bytes_is_read_or_refused_and_nothing_else(tmp_pat
         path.write_bytes(content)
         try:
             source = Gguf(path)
-            importing.described(source, lambda _: None)
+            foreign.described(source, lambda _: None)
             importing.read_tokenizer(source)
             codes[0] += 1
         except JaxlmError as error:

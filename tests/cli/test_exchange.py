@@ -133,6 +133,67 @@ def test_layers_that_predict_further_tokens_are_left_out_and_counted(capsys, tmp
     assert "eh_proj" not in said
 
 
+def part_of_a_larger(source, begins):
+    """The folder as if its Gemma 3 were the text part of one that sees images; what the other parts of it are called."""
+    path = source / "config.json"
+    attributes = json.loads(path.read_text())
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 8}
+    whole = {"model_type": "gemma3", "vision_config": vision, "mm_tokens_per_image": 4}
+    path.write_text(json.dumps(whole | {"text_config": attributes, "eos_token_id": [257, 256]}))
+    stored = load_file(source / "model.safetensors")
+    before, after = begins
+    moved = {after + name.removeprefix(before): array for name, array in stored.items()}
+    prefix = after.removesuffix("language_model.")
+    others = {
+        f"{prefix}{name}": np.zeros((3, 2), np.float32)
+        for name in ("vision_tower.a", "vision_tower.b", "multi_modal_projector.c")
+    }
+    save_file(moved | others, source / "model.safetensors")
+    return stored, others
+
+
+@pytest.mark.parametrize(
+    "begins", [("", "language_model."), ("model.", "model.language_model.")], ids=["4", "5"]
+)
+def test_the_text_part_of_a_model_that_sees_images_is_a_model(capsys, tmp_path, begins):
+    source, run, out = write(tmp_path / "source", "gemma3"), tmp_path / "run", tmp_path / "out"
+    stored, others = part_of_a_larger(source, begins)
+    words = ("import", f"--from={source}", f"--workdir={run}")
+    code, answer, told = call(capsys, *words)
+    assert (code, answer["family"], answer["ignored"]) == (0, "gemma3", sorted(others))
+    assert "not read: 2 tensors of" in told
+    assert "vision_tower.*, which is not of Gemma3ForCausalLM" in told
+    assert call(capsys, "export", f"--workdir={run}", f"--out={out}")[0] == 0
+    written = load_file(out / "model.safetensors")
+    assert written.keys() == stored.keys()
+    assert all((written[name] == array).all() for name, array in stored.items())
+    attributes = json.loads((out / "config.json").read_text())
+    assert (attributes["model_type"], "vision_config" in attributes) == ("gemma3_text", False)
+
+
+def test_what_is_not_known_of_a_model_that_sees_images_is_refused(capsys, tmp_path):
+    source = write(tmp_path / "source", "gemma3")
+    part_of_a_larger(source, ("", "language_model."))
+    words = ("import", f"--from={source}", f"--workdir={tmp_path / 'run'}")
+    path = source / "config.json"
+    sound = json.loads(path.read_text())
+    for changed, why in (
+        ({"attention_turned": 1}, "attention_turned = 1 is not known"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings = False, and True is"),
+        ({"text_config": None}, "text_config is missing"),
+        ({"text_config": sound["text_config"] | {"depth": 1}}, "depth = 1 is not known"),
+    ):
+        path.write_text(json.dumps(sound | changed))
+        code, answer, _ = call(capsys, *words)
+        assert code == 65
+        assert why in answer["error"]["why"]
+    path.write_text(json.dumps(sound))
+    whole = load_file(source / "model.safetensors")
+    save_file(whole | {"audio_tower.x": np.zeros(2, np.float32)}, source / "model.safetensors")
+    code, answer, _ = call(capsys, *words)
+    assert (code, "unexpected  audio_tower.x" in answer["error"]["why"]) == (65, True)
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [

@@ -19,7 +19,7 @@ from jaxlm.checkpoint import hub_download
 from jaxlm.checkpoint.hub_folder import INDEX, Folder, write_tensors
 from jaxlm.cli.main import main
 from jaxlm.core.errors import CommandError, InputMissing
-from jaxlm.recipes import importing
+from jaxlm.recipes import foreign, importing
 from tests.cli.test_exchange import write
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -105,7 +105,7 @@ def publish(hub, name="own/tiny", shards=False):
     write(folder)
     if shards:
         whole = Folder(folder)
-        family, _ = importing.described(whole, print)
+        family, _ = foreign.described(whole, print)
         with whole.opened() as fetch:
             tensors = importing.layout(family.build(), family.HUB)
             arrays = {

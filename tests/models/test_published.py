@@ -7,7 +7,7 @@ import pytest
 
 from jaxlm.core.errors import DataError
 from jaxlm.models import cost
-from jaxlm.recipes import importing
+from jaxlm.recipes import foreign
 
 PUBLISHED = Path(__file__).parent / "published.jsonl"
 TABLE = [json.loads(line) for line in PUBLISHED.read_text().splitlines()]
@@ -25,7 +25,7 @@ class Described:
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
 def test_a_published_config_is_understood_and_has_as_many_parameters_as_the_model(row):
-    family, _ = importing.described(Described(row["attributes"]), lambda _: None)
+    family, _ = foreign.described(Described(row["attributes"]), lambda _: None)
     assert cost.parameters(family.build()) == row["parameters"]
 
 
@@ -33,5 +33,5 @@ def test_a_published_config_is_understood_and_has_as_many_parameters_as_the_mode
 def test_one_attribute_more_is_refused_by_its_name(row):
     attributes = row["attributes"] | {"residual_multiplier": 0.22}
     with pytest.raises(DataError) as caught:
-        importing.described(Described(attributes), lambda _: None)
+        foreign.described(Described(attributes), lambda _: None)
     assert caught.value.why == "residual_multiplier = 0.22 is not known"

@@ -18,7 +18,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import Encoder
 from jaxlm.models.families.t5 import T5
-from jaxlm.recipes import importing
+from jaxlm.recipes import foreign, importing
 from jaxlm.recipes.exporting import DTYPES
 from tests.parity import weights
 
@@ -287,11 +287,9 @@ def test_tokens_after_a_cache_are_those_of_transformers(both):
 def test_what_transformers_writes_is_read_as_it_was(both, saved):
     name, *_ = both
     family, folder = weights.FAMILIES[name], Folder(saved["float32"])
-    read, _ = importing.described(folder, lambda _: None)
+    read, _ = foreign.described(folder, lambda _: None)
     assert read.build() == family.build()
-    ignored = importing.compare(
-        weights.tensors(read), folder, read.HUB, is_tied=family.build().tied
-    )
+    ignored = foreign.compare(weights.tensors(read), folder, read.HUB, is_tied=family.build().tied)
     assert not [each for each in ignored if "head" in each]
     expected = weights.params(family, blueprint_of(name).shapes)
     jax.tree.map(np.testing.assert_array_equal, loaded(name, folder.path), expected)

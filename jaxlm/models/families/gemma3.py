@@ -6,14 +6,14 @@ from typing import Any, ClassVar, Literal
 from jaxlm.core.config import setting
 from jaxlm.models.families import rope, rotated, terms
 from jaxlm.models.families.gemma2 import SANDWICH, Gemma2
-from jaxlm.models.families.hub import Attributes, Hub
+from jaxlm.models.families.hub import Attributes, Hub, Whole
 from jaxlm.nn.config import AttentionConfig
-from jaxlm.nn.rotary import Rope
+from jaxlm.nn.rotary import LinearScaling, Rope
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3(Gemma2):
-    """A Gemma-3-style decoder of text: the last of six layers is global."""
+    """A Gemma-3-style decoder of text: the last of six layers is global. It is a part of those that see images too."""
 
     family: Literal["gemma3"] = "gemma3"  # type: ignore[assignment]
     rope_theta: float = setting(1e6, **terms.GLOBAL_ROPE_THETA)
@@ -37,6 +37,21 @@ class Gemma3(Gemma2):
             *rotated.ATTENTION,
             *rotated.QK_NORMS,
             *rotated.MLP,
+        ),
+        whole=Whole(
+            model_type="gemma3",
+            attribute="text_config",
+            absent={"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4},
+            own=(
+                *("vision_config", "mm_tokens_per_image"),
+                *("boi_token_index", "eoi_token_index", "image_token_index"),
+                *("boi_token_id", "eoi_token_id", "image_token_id"),
+            ),
+            names=(("", "language_model."), ("model.", "model.language_model.")),
+            beside=(
+                *("vision_tower.", "multi_modal_projector."),
+                *("model.vision_tower.", "model.multi_modal_projector."),
+            ),
         ),
     )
     TURN: ClassVar[int] = 6
@@ -73,6 +88,14 @@ class Gemma3(Gemma2):
         return super().to_hub() | {"rope_local_base_freq": self.local_rope_theta}
 
 
+# Those that see images too have rows for them; their global layers read eight times as far as they were trained to.
+_SEEING: dict[str, Any] = dict(
+    vocab=262_208,
+    context=131_072,
+    window=1024,
+    head_dim=256,
+    rope_scaling=LinearScaling(factor=8.0),
+)
 SIZES: dict[str, dict[str, Any]] = {
     "gemma-3-270m": dict(
         vocab=262_144,
@@ -95,5 +118,11 @@ SIZES: dict[str, dict[str, Any]] = {
         head_dim=256,
         hidden=6912,
         window=512,
+    ),
+    "gemma-3-4b": _SEEING | dict(depth=34, width=2560, heads=8, kv_heads=4, hidden=10_240),
+    "gemma-3-12b": _SEEING | dict(depth=48, width=3840, heads=16, kv_heads=8, hidden=15_360),
+    "gemma-3-27b": _SEEING
+    | dict(
+        depth=62, width=5376, heads=32, kv_heads=16, hidden=21_504, head_dim=128, query_scale=168
     ),
 }

@@ -57,13 +57,31 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A larger model, of which an architecture is the part that reads and writes text.
+
+    Its config.json has the attributes of that part in one, `attribute`, without those that are as `absent`; `own` are its
+    others, which say nothing of text. `names` are what names of the part's tensors begin with here and there, one pair for
+    each version of transformers; `beside` is what those of its other parts begin with.
+    """
+
+    model_type: str
+    attribute: str
+    absent: Mapping[str, Any]
+    own: tuple[str, ...]
+    names: tuple[tuple[str, str], ...]
+    beside: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Hub:
     """An architecture of transformers: its names in config.json, its tensors, and what files hold beside these.
 
     `optional` is what names may begin with or not; `buffers` are the ends of names of what can be computed again,
     `others` what the names of parts begin with that this architecture does not compute. `older` are ends of names that
     older files have instead of ours. `ahead` are layers after the last that predict tokens beyond the next, which it does
-    not compute either: what their names begin with, and the attribute that counts them.
+    not compute either: what their names begin with, and the attribute that counts them. `whole` is a model that has this
+    one as a part.
     """
 
     model_type: str
@@ -74,6 +92,12 @@ class Hub:
     others: tuple[str, ...] = ()
     older: tuple[tuple[str, str], ...] = ()
     ahead: tuple[str, str] | None = None
+    whole: Whole | None = None
+
+    def whole_of(self, raw: Mapping[str, Any]) -> Whole | None:
+        """The larger model, where a config.json is of it."""
+        is_whole = self.whole is not None and raw.get("model_type") == self.whole.model_type
+        return self.whole if is_whole else None
 
     def layers_ahead(self, raw: Mapping[str, Any]) -> tuple[str, ...]:
         """What the names of each layer `ahead` begin with, by a config.json."""

@@ -37,7 +37,7 @@ from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.data.vocabularies import byte_pairs as pairs
 from jaxlm.models.families.llama import Llama
 from jaxlm.monitor import memory
-from jaxlm.recipes import chat, import_tokenizer, importing
+from jaxlm.recipes import chat, foreign, import_tokenizer, importing
 from jaxlm.recipes.config import Run
 from tests.checkpoint import ggufs
 from tests.data.vocabularies import test_byte_pairs, test_word_pieces
@@ -192,7 +192,7 @@ def of_gguf(folder: Path, content: bytes) -> None:
     """Opens a model of one file, builds what it describes, uses its tokenizer, and reads every tensor."""
     (folder / "model.gguf").write_bytes(content)
     opened = Gguf(folder / "model.gguf")
-    family, _ = importing.described(opened, lambda _: None)
+    family, _ = foreign.described(opened, lambda _: None)
     family.build()
     use(import_tokenizer.read_tokenizer(opened))
     fetch_all(opened)
@@ -248,7 +248,7 @@ def of_index(folder: Path, content: bytes) -> None:
 def of_attributes(folder: Path, content: bytes) -> None:
     """Reads what a config.json describes, and builds it."""
     files = {"config.json": content, "model.safetensors": save({"a": np.ones(2, np.float32)})}
-    family, _ = importing.described(model_of(folder, files), lambda _: None)
+    family, _ = foreign.described(model_of(folder, files), lambda _: None)
     family.build()
 
 
