@@ -56,6 +56,7 @@ class Meeting(nnx.Module):
             rotary.theta,
             factors=rotary.factors(size),
             amplitude=rotary.scaling.amplitude,
+            beyond=rotary.beyond,
         )
         return [rope.rotate(each, *turns, pairs=rotary.pairs) for each in vectors]
 

@@ -109,6 +109,37 @@ class YarnScaling:
         return tuple(share / self.factor + 1 - share for share in divided)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongScaling:
+    """Each frequency divided by a number of its own, which was searched for (LongRoPE; Ding et al. 2024, arXiv:2402.13753).
+
+    A document within the original context has the numbers of `short`, one that goes beyond those of `long`; in transformers
+    the longest of a batch decides for all. Text that is written beyond goes on with `long`, and what the cache holds stays
+    as it was turned, as there. Cosine and sine are multiplied by `amplitude`, sqrt(1 + ln factor / ln original).
+    """
+
+    name: Literal["long"] = "long"
+    short: tuple[float, ...] = setting((), "what frequencies are divided by within the original")
+    long: tuple[float, ...] = setting((), "what they are divided by in documents that go beyond it")
+    original: int = setting(4096, "context before the stretching", unit="tokens", low=2)
+    factor: float = setting(32.0, "how many times as long the context is now", low=1.0)
+
+    @property
+    def amplitude(self) -> float:
+        """What cosine and sine are multiplied by."""
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original))
+
+    def problems(self) -> Problems:
+        """They divide."""
+        for name in ("short", "long"):
+            if min(getattr(self, name), default=1.0) <= 0:
+                yield name, "a frequency cannot be divided by it", "numbers above 0"
+
+    def factors(self, frequencies: list[float], theta: float) -> tuple[float, ...]:
+        """What each frequency is multiplied by in a document within the original context."""
+        return tuple(1 / each for each in self.short)
+
+
 Scaling = NoScaling | LinearScaling | Llama3Scaling | YarnScaling
 
 
@@ -118,7 +149,7 @@ class Rope:
 
     theta: float = 10_000.0
     share: float = 1.0
-    scaling: Scaling = NoScaling()
+    scaling: Scaling | LongScaling = NoScaling()
     pairs: Literal["halves", "neighbours"] = "halves"  # which features turn together
 
     def dims(self, head_dim: int) -> int:
@@ -130,6 +161,13 @@ class Rope:
         dims = self.dims(head_dim)
         frequencies = [self.theta ** (-2 * i / dims) for i in range(dims // 2)]
         return self.scaling.factors(frequencies, self.theta)
+
+    @property
+    def beyond(self) -> tuple[int, tuple[float, ...]] | None:
+        """The position from which on a document has other factors, and these; None where there are no others."""
+        if not isinstance(self.scaling, LongScaling):
+            return None
+        return self.scaling.original, tuple(1 / each for each in self.scaling.long)
 
 
 def _held(share: float) -> float:

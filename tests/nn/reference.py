@@ -47,6 +47,19 @@ def rotated(x, positions, theta, *, dims=None, factors=1.0, amplitude=1.0):
     return np.concatenate((pairs.real, pairs.imag, x[..., 2 * half :]), axis=-1)
 
 
+def _factors(rope, size, positions):
+    """What frequencies are multiplied by: the same for all, or others in documents that reach far."""
+    factors = rope.factors(size) or 1.0
+    if rope.beyond is None:
+        return factors
+    first, others = rope.beyond
+    is_beyond = np.zeros(positions.shape, bool)
+    for row, at in enumerate(positions):
+        for document in np.split(np.arange(at.size), np.flatnonzero(np.diff(at) < 0) + 1):
+            is_beyond[row, document] = (at[document] >= first).any()
+    return np.where(is_beyond[..., None, None], others, factors)
+
+
 def attention(x, params, config, positions):
     """Causal attention of every row, query by query over the keys that it may see."""
     query, key, value = (linear(x, params[name]) for name in ("query", "key", "value"))
@@ -57,7 +70,7 @@ def attention(x, params, config, positions):
         rope, size = config.rotary, config.head_dim
         turns = dict(
             dims=rope.dims(size),
-            factors=rope.factors(size) or 1.0,
+            factors=_factors(rope, size, positions),
             amplitude=rope.scaling.amplitude,
         )
         query, key = (rotated(each, positions, rope.theta, **turns) for each in (query, key))

@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.nn.attention import Attention
 from jaxlm.nn.config import AttentionConfig, NormConfig
-from jaxlm.nn.rotary import Rope, YarnScaling
+from jaxlm.nn.rotary import LongScaling, Rope, YarnScaling
 from jaxlm.ops import masks
 from tests.nn import reference
 
@@ -23,6 +23,14 @@ OPTIONS = {
     "a bias at the end": {"out_bias": True},
     "rotary": {"rotary": Rope(theta=100.0)},
     "rotary in part": {"rotary": Rope(theta=100.0, share=0.7)},
+    "rotary, beyond": {  # the second row is
+        "rotary": Rope(
+            theta=100.0,
+            scaling=LongScaling(
+                short=(1.0, 2.0, 3.0), long=(4.0, 9.0, 2.0), original=10, factor=4.0
+            ),
+        )
+    },
     "rotary, stretched": {"rotary": Rope(theta=100.0, scaling=YarnScaling(original=16))},
     "window": {"window": 3},
     "normed queries": {"qk_norm": NormConfig(eps=1e-3)},

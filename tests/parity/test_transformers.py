@@ -232,7 +232,7 @@ def test_padded_and_packed_rows_are_those_of_transformers(both):
 
     inside, read = within(LENGTHS), within(SOURCES)
     number = np.array([[1], [2]], np.int32)
-    padded = {"positions": places(), "segments": inside * number}
+    padded = {"positions": places() * inside, "segments": inside * number}
     if isinstance(family, T5):
         padded |= {"source": source, "source_segments": read * number}
     packed = {

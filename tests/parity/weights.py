@@ -27,7 +27,7 @@ from jaxlm.models.families.qwen3_moe import Qwen3Moe
 from jaxlm.models.families.roberta import RoBERTa
 from jaxlm.models.families.smollm3 import SmolLM3
 from jaxlm.models.families.t5 import T5
-from jaxlm.nn.rotary import LinearScaling, Llama3Scaling, YarnScaling
+from jaxlm.nn.rotary import LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 
 VOCAB, WIDTH, DEPTH, HEADS, LENGTH = 61, 32, 3, 4, 17
 SIZES = dict(vocab=VOCAB, width=WIDTH, depth=DEPTH, heads=HEADS)
@@ -60,6 +60,10 @@ FAMILIES = {
         **GROUPED | dict(depth=7), head_dim=12, window=5, query_scale=20, rope_scaling=LinearScaling(factor=8.0)
     ),
     "phi3": Phi3(**GROUPED),
+    "phi3, of 128k": Phi3(
+        **GROUPED,
+        rope_scaling=LongScaling(short=(1.0, 1.2, 1.5, 2.0), long=(1.0, 3.0, 7.0, 9.0), original=9, factor=64 / 9),
+    ),
     "phi3, in part and a window": Phi3(**GROUPED, rope_share=0.5, window=5),
     "olmo2": OLMo2(**GROUPED),
     "mixtral": Mixtral(**GROUPED, experts=4, top_k=2),

@@ -150,7 +150,7 @@ class NeoX:
             parallel=given.take("use_parallel_residual", True, kind=bool),
             rope_theta=rotary.theta,
             rope_share=rotary.share,
-            rope_scaling=rotary.scaling,
+            rope_scaling=rotary.scaling,  # type: ignore[arg-type]  # of these kinds
             norm_eps=given.take("layer_norm_eps", 1e-5, kind=float),
             tied=given.take("tie_word_embeddings", False, kind=bool),
         )

@@ -1,14 +1,18 @@
-"""Phi-3 (arXiv:2404.14219): a Llama whose projections lie side by side in one tensor; Phi-4 mini rotates part of a head."""
+"""Phi-3 (arXiv:2404.14219): a Llama whose projections lie side by side in one tensor; Phi-4 mini rotates part of a head.
+
+Those that read 128k tokens have frequencies of their own for rows beyond 4096.
+"""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rotated, terms
+from jaxlm.models.families import rope, rotated, terms
 from jaxlm.models.families.hub import Attributes, Hub, Row, linears
 from jaxlm.models.families.rotated import Rotated
 from jaxlm.nn.config import AttentionConfig
-from jaxlm.nn.rotary import Rope
+from jaxlm.nn.rotary import LongScaling, NoScaling, Rope, Scaling
 
 FUSED = (
     Row(
@@ -33,13 +37,28 @@ class Phi3(Rotated):
     family: Literal["phi3"] = "phi3"
     window: int | None = setting(None, **terms.WINDOW)
     rope_share: float = setting(1.0, **terms.ROPE_SHARE)
+    rope_scaling: Scaling | LongScaling = setting(NoScaling(), **terms.ROPE_SCALING)  # type: ignore[assignment]
 
     HUB: ClassVar[Hub] = Hub(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
         rows=(*rotated.STREAM, *rotated.NORMS, *FUSED),
     )
+    ROPE_KINDS: ClassVar[tuple[str, ...]] = (*rope.KINDS, "longrope")
     ABSENT: ClassVar[dict[str, Any]] = {"context": 4096, "norm_eps": 1e-5}
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """There is a number for each frequency, where they have some of their own."""
+        yield from super().problems()
+        count = self.rotary.dims(self.size_of_head) // 2
+        for name in ("short", "long"):
+            numbers = getattr(self.rope_scaling, name, None)
+            if numbers is not None and len(numbers) != count:
+                yield (
+                    f"rope_scaling.{name}",
+                    f"it has {len(numbers)} numbers, and {count} frequencies rotate a head",
+                    "--config.model.rope_scaling.name=none",
+                )
 
     @property
     def rotary(self) -> Rope:
@@ -53,8 +72,11 @@ class Phi3(Rotated):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
-        given.ignore("original_max_position_embeddings")  # for a scaling that is refused
+        for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
+            given.must(name, False)
+        for name in ("full_attn_mod", "interpolate_factor"):  # Phi-4 mini's
+            given.must(name, 1)
+        given.ignore("original_max_position_embeddings")  # said where nothing is stretched, too
         return cls(
             **cls.shared_settings(given),
             window=given.take("sliding_window", None),

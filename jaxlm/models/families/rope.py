@@ -7,45 +7,58 @@ from jaxlm.models.families.hub import Attributes
 from jaxlm.nn.rotary import (
     LinearScaling,
     Llama3Scaling,
+    LongScaling,
     NoScaling,
     Rope,
     Scaling,
     YarnScaling,
 )
 
+KINDS = ("default", "linear", "llama3", "yarn")  # of scaling, as config.json calls them
 
-def read(given: Attributes, *, theta: float = 10_000.0, share: float = 1.0) -> Rope:
+
+def read(
+    given: Attributes,
+    *,
+    theta: float = 10_000.0,
+    share: float = 1.0,
+    kinds: tuple[str, ...] = KINDS,
+) -> Rope:
     """How heads are rotated; `theta` and `share` are what transformers takes where config.json names none.
 
     transformers 4 has `rope_theta` beside `rope_scaling`, transformers 5 both in `rope_parameters`.
     """
     theta = given.take("rope_theta", theta, kind=float)
     share = given.take("partial_rotary_factor", share, kind=float)
-    scaling: Scaling = NoScaling()
+    scaling: Scaling | LongScaling = NoScaling()
     for name in ("rope_scaling", "rope_parameters"):
         inner = given.inner(name)
         if inner is not None:
             theta = inner.take("rope_theta", theta, kind=float)
             share = inner.take("partial_rotary_factor", share, kind=float)
-            scaling = scaling_of(inner, given)
+            scaling = scaling_of(inner, given, kinds)
             inner.unread()
     return Rope(theta=theta, share=share, scaling=scaling)
 
 
-def scaling_of(inner: Attributes, given: Attributes) -> Scaling:
+def scaling_of(
+    inner: Attributes, given: Attributes, kinds: tuple[str, ...] = KINDS
+) -> Scaling | LongScaling:
     """The scaling in a `rope_scaling` or `rope_parameters`; what it lacks may be in the config around it."""
     kind = inner.take("rope_type", inner.take("type", "default", kind=str), kind=str)
     inner.ignore("type")
     if kind == "default":
         return NoScaling()
-    if kind not in ("linear", "llama3", "yarn"):
-        inner.must("rope_type", "default", "linear", "llama3", "yarn")
-        inner.must("type", "default", "linear", "llama3", "yarn")
+    if kind not in kinds:
+        inner.must("rope_type", *kinds)
+        inner.must("type", *kinds)
         return NoScaling()
+    context = given.take("max_position_embeddings", 2048)
+    if kind == "longrope":
+        return _long(inner, given, context)
     factor = inner.take("factor", kind=(float, int))
     if kind == "linear":
         return LinearScaling(factor=float(factor))
-    context = given.take("max_position_embeddings", 2048)
     original = inner.take("original_max_position_embeddings", context)
     if kind == "llama3":
         return Llama3Scaling(
@@ -68,11 +81,29 @@ def scaling_of(inner: Attributes, given: Attributes) -> Scaling:
     )
 
 
+def _long(inner: Attributes, given: Attributes, context: int) -> LongScaling:
+    name = "original_max_position_embeddings"
+    original = inner.take(name, given.take(name, 4096), least=2)
+    ways: dict[str, Any] = {}
+    for own in ("short", "long"):
+        numbers = inner.take(f"{own}_factor", kind=list)
+        is_sound = isinstance(numbers, list) and all(
+            isinstance(n, int | float) and not isinstance(n, bool) and n > 0 for n in numbers
+        )
+        if isinstance(numbers, list) and not is_sound:
+            inner.refuse(f"{own}_factor", "a list of numbers above 0")
+        ways[own] = tuple(map(float, numbers)) if is_sound else ()
+    found = LongScaling(**ways, original=original, factor=max(1.0, context / original))
+    inner.must("factor", None, found.factor)
+    inner.must("attention_factor", None, found.amplitude)
+    return found
+
+
 def _magnitude(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def written(theta: float, scaling: Scaling) -> dict[str, Any]:
+def written(theta: float, scaling: Scaling | LongScaling) -> dict[str, Any]:
     """Attributes that `read` understands, as transformers 4 and 5 do."""
     match scaling:
         case NoScaling():
@@ -98,4 +129,12 @@ def written(theta: float, scaling: Scaling) -> dict[str, Any]:
             }
             if scaling.magnitude is not None:
                 own["attention_factor"] = scaling.magnitude
+        case LongScaling():  # transformers 4 allows these three
+            own = {
+                "type": "longrope",
+                "short_factor": list(scaling.short),
+                "long_factor": list(scaling.long),
+            }
+            beside = {"original_max_position_embeddings": scaling.original}
+            return {"rope_theta": theta, "rope_scaling": own, **beside}
     return {"rope_theta": theta, "rope_scaling": own}

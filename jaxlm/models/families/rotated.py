@@ -61,6 +61,7 @@ class Gated:
 
     # What transformers takes where config.json is silent, by our names.
     ABSENT: ClassVar[dict[str, Any]] = {}
+    ROPE_KINDS: ClassVar[tuple[str, ...]] = rope.KINDS
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """None that all these families share."""
@@ -123,7 +124,7 @@ class Gated:
         """The settings that all these families have."""
         absent = {"context": 2048, "norm_eps": 1e-6, "tied": False, "rope_theta": 10_000.0}
         absent |= cls.ABSENT
-        rotary = rope.read(given, theta=absent["rope_theta"])
+        rotary = rope.read(given, theta=absent["rope_theta"], kinds=cls.ROPE_KINDS)
         context = given.take("max_position_embeddings", absent["context"])
         return dict(
             vocab=given.take("vocab_size"),
