@@ -103,21 +103,31 @@ class File:
             raise self._damaged(f"it ends, or is no text, at byte {self._at:,}: {error}") from error
         del self._header
 
-    def rows(self, entry: Entry, rows: np.ndarray | slice) -> np.ndarray:
-        """Some rows of a tensor, all of its first dimensions as one; float32 where it is quantised."""
+    def rows(
+        self, entry: Entry, rows: np.ndarray | slice, columns: slice = slice(None)
+    ) -> np.ndarray:
+        """Some rows of a tensor, all of its first dimensions as one, and columns next to each other of them.
+
+        float32 where it is quantised: then the blocks that hold something of them are read, and no others.
+        """
         count = math.prod(entry.shape[:-1])
         whole = np.memmap(
             self.path, np.uint8, "r", offset=entry.start, shape=(count, entry.row_bytes)
         )
-        name = entry.storage.name
+        name, numbers, size = entry.storage
+        start, stop, _ = columns.indices(entry.shape[-1])
+        begin, end = start // numbers, -(-stop // numbers)  # blocks
+        inside = slice(begin * size, end * size)
         if name in PLAIN:
-            return np.ascontiguousarray(whole[rows]).view(PLAIN[name])
+            return np.ascontiguousarray(whole[rows, inside]).view(PLAIN[name])
         part = np.arange(count)[rows]
-        out = np.empty((len(part), entry.shape[-1]), np.float32)
-        step = max(1, CHUNK // entry.shape[-1])
+        out = np.empty((len(part), stop - start), np.float32)
+        within = slice(start - begin * numbers, stop - begin * numbers)
+        step = max(1, CHUNK // max(1, (end - begin) * numbers))
         for first in range(0, len(part), step):
             at = slice(first, first + step)
-            out[at] = _dequantised(np.ascontiguousarray(whole[part[at]]), name, self.path)
+            blocks = np.ascontiguousarray(whole[part[at], inside])
+            out[at] = _dequantised(blocks, name, self.path)[:, within]
         return out
 
     def _read(self) -> None:

@@ -114,7 +114,7 @@ class Gguf:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Callable[[str, Slices], np.ndarray]]:
-        """What reads a part of a tensor: only the rows that are asked for are dequantised."""
+        """What reads a part of a tensor: of the rows that are asked for, the blocks with those columns are dequantised."""
         yield self._fetch
 
     def _fetch(self, name: str, within: Slices) -> np.ndarray:
@@ -130,7 +130,7 @@ class Gguf:
             heads = self.config["num_attention_heads" if kind == "q" else "num_key_value_heads"]
             # Row (h, i, half) of the file is row (h, half, i) of transformers.
             places = places.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-        return self._file.rows(entry, places[rows] + count * (expert or 0))[:, columns]
+        return self._file.rows(entry, places[rows] + count * (expert or 0), columns)
 
     def _named(self) -> Iterator[tuple[str, Lying]]:
         for name, entry in self._file.tensors.items():

@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
+from jaxlm.checkpoint import gguf_file
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.models.families.gemma import Gemma
@@ -65,10 +66,29 @@ def test_quantised_rows_are_put_in_the_order_of_transformers_and_cut_where_asked
             if heads:  # neighbours of a head become its halves
                 pairs = whole.reshape(heads, -1, 2, 256)
                 whole = np.concatenate([pairs[:, :, 0], pairs[:, :, 1]], axis=1).reshape(-1, 256)
-            part = (slice(5, 70), slice(3, 200))
-            found = fetch(f"model.layers.0.self_attn.{name}_proj.weight", part)
-            assert np.ptp(found) > 0.1
-            np.testing.assert_array_equal(found, whole[part])
+            for columns in (slice(3, 200), slice(70, 90), slice(128, 256), slice(None)):
+                part = (slice(5, 70), columns)
+                found = fetch(f"model.layers.0.self_attn.{name}_proj.weight", part)
+                assert np.ptp(found) > 0.1
+                np.testing.assert_array_equal(found, whole[part])
+
+
+def test_only_the_blocks_that_hold_the_columns_are_dequantised(tmp_path, monkeypatch):
+    ggufs.write(
+        tmp_path / "model.gguf",
+        dataclasses.replace(LLAMA, width=256, depth=1, hidden=256),
+        storage="Q8_0",
+    )
+    read, seen = gguf_file._dequantised, []
+
+    def dequantised(rows, name, path):
+        seen.append(rows.shape)
+        return read(rows, name, path)
+
+    monkeypatch.setattr(gguf_file, "_dequantised", dequantised)
+    with Gguf(tmp_path / "model.gguf").opened() as fetch:
+        fetch("model.layers.0.self_attn.v_proj.weight", (slice(0, 9), slice(70, 130)))
+    assert seen == [(9, 3 * 34)]  # columns 64 to 159, of 256
 
 
 @pytest.mark.parametrize(
