@@ -431,6 +431,37 @@ def test_a_long_line_of_a_table_is_one_broken_row_and_the_next_are_read(into, ca
     assert answer["broken"] == {"too large": 7}
 
 
+@pytest.mark.parametrize("rows", [1, 2000], ids=["to the end", "beyond a document"])
+def test_a_quote_that_is_not_closed_costs_its_line(into, capsys, rows):
+    """Of a thousand bytes that a document may have, or to the end of the file, where the quote would swallow all of it."""
+    (into / "a.csv").write_text(
+        'text,id\none,1\n"two\nlines",2\n"three,3\nfour,4\nfive,5\n' + "six,6\n" * rows
+    )
+    (into / "b.csv").write_text('text\n"sev""en"\n"eight\nnine\n')
+    (into / "c.csv").write_text('text\nte\rn\neleven\n"twelve')
+    (into / "d.csv").write_text('text,"id\none,1\n')
+    answer = read(capsys, "--config.reading.document_bytes=1000")
+    assert kept() == [
+        "one",
+        "two\nlines",
+        "four",
+        "five",
+        *["six"] * rows,
+        'sev"en',
+        "nine",
+        "eleven",
+    ]
+    found = [(row["file"], row["record"]) for row in lines("broken/*.jsonl")]
+    assert found == [
+        ("in/a.csv", 3),
+        ("in/b.csv", 2),
+        ("in/c.csv", 1),
+        ("in/c.csv", 3),
+        ("in/d.csv", 0),
+    ]
+    assert answer["broken"] == {"with a quote that is not closed": 5}
+
+
 @pytest.mark.parametrize(
     ("ending", "size"),
     [

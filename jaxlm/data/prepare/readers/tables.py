@@ -16,6 +16,7 @@ from jaxlm.data.prepare.readers.streams import lines, rest, whole
 from jaxlm.data.records import BYTE_ORDER_MARK, NO_TEXT, NOT_JSON, NOT_UTF8, OTHER_TYPE, mended
 
 NOT_A_ROW = "with more or fewer fields than the table"
+NOT_CLOSED = "with a quote that is not closed"
 TOO_LARGE = "too large"
 TOO_LONG = "\udfff"  # no byte is decoded to it
 
@@ -73,9 +74,15 @@ def _separated(
 ) -> Iterator[Document | Broken]:
     most = recipe.reading.document_bytes
     csv.field_size_limit(most)  # of the process; 128 kB otherwise
-    rows = csv.reader(_as_text(stream, most), delimiter=mark)
+    rows = _Rows(_as_text(stream, most), mark)
     names = next(rows, [])
+    if names is None:
+        yield Broken(NOT_CLOSED, name, 0, "in the names of the table, so none of its rows is read")
+        return
     for number, cells in enumerate(rows, 1):
+        if cells is None:
+            yield Broken(NOT_CLOSED, name, number, "its lines but the first are read as rows")
+            continue
         if not cells:
             continue
         if any(TOO_LONG in cell for cell in cells if not cell.isascii()):
@@ -91,6 +98,45 @@ def _separated(
             yield Broken(NOT_UTF8, name, number, "a cell of the row")
         else:
             yield _of_row(dict(zip(names, cells, strict=True)), name, number, recipe, counts)
+
+
+class _Rows:
+    """The cells of each row; None for one that the file ends in, or that has a cell beyond the limit: its quote is not closed.
+
+    Of such a row the lines after the first are rows of their own.
+    """
+
+    def __init__(self, lines: Iterator[str], mark: str):
+        self._lines, self._mark = lines, mark
+        self._again: list[str] = []  # the next one last
+        self._row: list[str] = []  # lines of the row that is being read
+        self._is_over = False
+        self._rows = csv.reader(self._text(), delimiter=mark)
+
+    def __iter__(self) -> Iterator[list[str] | None]:
+        return self
+
+    def __next__(self) -> list[str] | None:
+        self._row.clear()
+        try:
+            cells = next(self._rows)
+        except csv.Error:
+            cells = None
+        if cells is not None and not self._is_over:
+            return cells
+        self._again += self._row[:0:-1]
+        self._is_over = False
+        self._rows = csv.reader(self._text(), delimiter=self._mark)
+        return None
+
+    def _text(self) -> Iterator[str]:
+        while True:
+            line = self._again.pop() if self._again else next(self._lines, None)
+            if line is None:
+                self._is_over = True
+                return
+            self._row.append(line)
+            yield line
 
 
 def _as_text(stream: IO[bytes], most: int) -> Iterator[str]:
