@@ -305,7 +305,7 @@ def test_a5_a_kill_while_old_steps_are_removed_leaves_a_good_one(
     run = tmp_path / "run"
     words = harness.words(config, run, "--config.checkpoint.keep_last=1")
     removed = []
-    for count, step in ((0, 2), (1, 4), (5, 6), (2, 8), (3, 10)):
+    for count, step in ((0, 2), (1, 4), (5, 6), (3, 8)):
         done = subprocess.run(
             [sys.executable, "-c", HALFWAY, str(count), str(step), run / "checkpoints", *words],
             capture_output=True,
@@ -318,7 +318,7 @@ def test_a5_a_kill_while_old_steps_are_removed_leaves_a_good_one(
         sound = harness.store(run).newest_sound()
         assert sound is not None
         assert sound > step
-    assert removed == [0, 1, 5, 2, 3], "killed while it removed"
+    assert removed == [0, 1, 5, 3], "killed while it removed"
     record_property("A5", f"killed after {removed} files were removed")
     assert main(words) == 0
     assert not any(TORN[1] in p.name for p in (run / "checkpoints").iterdir())
