@@ -1,6 +1,6 @@
 """Phi-3 (arXiv:2404.14219): a Llama whose projections lie side by side in one tensor; Phi-4 mini rotates part of a head.
 
-Those that read 128k tokens have frequencies of their own for rows beyond 4096.
+Those that read 128k tokens have frequencies of their own for documents beyond 4096.
 """
 
 import dataclasses
