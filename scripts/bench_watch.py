@@ -3,10 +3,11 @@
     taskset -c 0 python scripts/bench_watch.py --config=configs/quickstart.py --rounds=5
 
 For each choice of `log.layers`: seconds of the step, of observing once, and the share of a run's time at `log.layers_every`;
-and what compiling the second program took. Medians; the step's are taken in turns with the others.
+and what compiling the second program took. Medians; the step's are taken in turns with the others. Lines of JSON.
 """
 
 import argparse
+import json
 import statistics
 import time
 from typing import Any
@@ -55,11 +56,15 @@ def main() -> None:
                 steps.append(taken)
             one, look = statistics.median(steps[1:]), statistics.median(looks[1:])
             every = run.log.layers_every.steps(run.train.steps, run.tokens_per_step)
-            print(
-                f"{','.join(choice)}: step {one:.3f} s, observing {look:.3f} s, "
-                f"{look / one / every:.2%} every {every} steps; compiling {compiling:.1f} s",
-                flush=True,
-            )
+            row = {
+                "layers": choice,
+                "step_seconds": one,
+                "observing_seconds": look,
+                "every": every,
+                "share": look / one / every,
+                "compile_seconds": compiling,
+            }
+            print(json.dumps(row), flush=True)
 
 
 def rows(run: Run, engine: Engine, vocab: int) -> Any:

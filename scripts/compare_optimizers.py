@@ -44,6 +44,8 @@ LIMITS = """\
   is not seen at all; what leads here need not lead at a hundred times the size.
 - Weight decay, momentum, warm-up, clipping and the schedule are not tuned: defaults suit some better than others. All are clipped at
   a norm of 1; all but `schedule_free`, which has a constant rate, follow the config's schedule.
+- One rate serves all of a model, with `muon` two. `adafactor` alone takes it relative to the size of what it changes, so that embeddings,
+  norms and matrices learn at rates of their own: what `optim.lr_scale` or muP could give the others is not tried.
 - Rates are known to a factor of two, by one seed: two that are nearer to each other than "next rate" says are not told apart.
 - Three seeds show a spread, and no probability.
 - Time is that of this machine's CPU and of these programs. On an accelerator the step of a larger model hides most of what an

@@ -156,6 +156,16 @@ def test_the_bytes_are_the_same_with_any_number_of_processes_and_after_a_kill(so
         assert tree(Path("out")) == alone
 
 
+def test_where_corpora_lie_changes_no_byte_of_their_shards(sources, capsys, here):
+    mix(capsys, *SETTINGS, "--config.held_out=0.2")
+    made = {side: tree(Path(f"out/{side}")) for side in ("train", "validation")}
+    shutil.rmtree("out")
+    shutil.copytree("web", here / "elsewhere/crawl")
+    moved = "--config.sources=web=elsewhere/crawl,code=code"
+    mix(capsys, *SETTINGS, moved, "--config.held_out=0.2")
+    assert made == {side: tree(Path(f"out/{side}")) for side in made}
+
+
 def test_a_finished_mix_is_checked_and_another_is_refused(sources, capsys):
     first = mix(capsys, *SETTINGS)
     Path("out/unfinished").mkdir()

@@ -33,6 +33,10 @@ class Source:
     sha256: str  # of its report, which holds the digest of every file
     kept: tuple[tuple[str, Written], ...]  # path in the folder
 
+    def named(self, file: str) -> str:
+        """What shards call a file of its folder: by the source, as where the folder lies must not change a byte of them."""
+        return f"{self.name}/{file}"
+
     def documents(
         self, files: Sequence[tuple[str, Written]], selection: Selection, counts: Counter[str]
     ) -> Iterator[Document]:
@@ -51,7 +55,7 @@ class Source:
                 if self.share < 1 and _drawn(text) >= self.share:
                     counts[BY_WEIGHT] += 1
                 elif selection.take(text):
-                    yield Document(text, str(path), number, place)
+                    yield Document(text, self.named(name), number, place)
             before += written.bytes
 
 

@@ -80,7 +80,7 @@ class Units:
         """Writes the shards of a unit. Gives a core's seconds."""
         begun = time.process_time()
         source, files = self.parts[number]
-        names = [str(source.folder / name) for name, _ in source.kept]
+        names = [source.named(name) for name, _ in source.kept]
         with cache.built(self.tokenised(number)) as folder:
             if folder is not None:
                 counts = {side: Counter[str]() for side in self.sides}
