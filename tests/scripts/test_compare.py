@@ -132,6 +132,18 @@ def sweep(scripts, tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.parametrize("name", ["optimizers", "objectives", "schedules"])
+def test_what_is_published_has_every_arm_as_measured(scripts, name):
+    study = getattr(scripts, name).STUDY
+    published = json.loads((ROOT / f"scripts/compared/{name}.json").read_text())
+    assert published["missing"] == 0
+    assert [row["name"] for row in published["arms"]] == [arm.name for arm in study.arms]
+    assert (published["seeds"], published["steps"]) == (3, study.steps)
+    table = scripts.table.table(published["arms"], study.measures, study.columns)
+    for page in (f"scripts/compared/{name}.md", "README.md"):
+        assert table in (ROOT / page).read_text()
+
+
 def test_every_optimizer_every_objective_and_every_schedule_is_compared(scripts):
     names = {arm.name for arm in typing.get_args(Optimizer)}
     assert {arm.name for arm in scripts.optimizers.ARMS} == names
