@@ -12,6 +12,7 @@ from jaxlm.optim.moments import inputs
 from jaxlm.parallel.logical import LAYERS, STACKED, LogicalAxes
 
 TABLE = "table"  # the last name of an embedding's path
+HEADS = "heads/"  # what predicts further tokens, after the layers of the model
 
 
 class Group(NamedTuple):
@@ -73,6 +74,13 @@ def frozen(config: Groups, axes: Any) -> frozenset[str]:
     return patterns.frozen(config, tree.leaves(axes, is_leaf=_is_axes))
 
 
+def unmoved(config: Groups, axes: Any) -> frozenset[str]:
+    """The paths of the leaves that no update changes: those that are frozen, and those that learn at 0. Raises as `frozen`."""
+    names = tree.leaves(axes, is_leaf=_is_axes)
+    rates = patterns.factors(config, "lr_scale", names)
+    return patterns.frozen(config, names) | {path for path, rate in rates.items() if not rate}
+
+
 def clipped(config: Groups, axes: Any) -> list[tuple[frozenset[str], float]]:
     """The leaves whose gradient is clipped together, and to which norm."""
     paths = list(tree.leaves(axes, is_leaf=_is_axes))
@@ -87,10 +95,14 @@ def clipped(config: Groups, axes: Any) -> list[tuple[frozenset[str], float]]:
 def _depths(
     decay: float, names: Mapping[str, LogicalAxes], shapes: Any
 ) -> dict[str, float | tuple[float, ...]]:
-    """The factor of each leaf, or of each of its layers; what follows the layers has none."""
+    """The factor of each leaf, or of each of its layers; what follows the layers has none, further heads' layers among them."""
     assert shapes is not None, "rates by layer need the number of layers"
     sizes = {path: leaf.shape[0] for path, leaf in tree.leaves(shapes).items()}
-    stacked = {path: size for path, size in sizes.items() if names[path][0] in LAYERS}
+    stacked = {
+        path: size
+        for path, size in sizes.items()
+        if names[path][0] in LAYERS and not path.startswith(HEADS)
+    }
     found = layers.places(stacked)
     count = {
         stack: 1 + max(place.numbers[-1] for place in found.values() if place.stack == stack)

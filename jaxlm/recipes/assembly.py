@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -12,11 +13,13 @@ from jaxtyping import Int
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision
 from jaxlm.data.tokenizer import Tokenizer
-from jaxlm.models import config as configs
 from jaxlm.models.build import Blueprint
+from jaxlm.optim import groups
 from jaxlm.parallel import rules
 from jaxlm.recipes import attention, devices, fit
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
+
+_SCALED = re.compile(r"/attention/(query|key)/")  # what QK-clip may scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +48,6 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
     decoder = run.decoder(vocab)
     target = devices.target(mesh)
     attention.check(run, decoder, mesh.shape, target)
-    if run.regularisation.qk_clip is not None:
-        _check_qk_clip(decoder, mesh)
     decoder = attention.fitted(run, decoder, mesh.shape, target)
     made = functools.partial(
         Blueprint,
@@ -56,6 +57,8 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
         schedule=fit.schedule(run, mesh.shape),
     )
     blueprint = made(precision=precision.exact)
+    if run.regularisation.qk_clip is not None:
+        _check_qk_clip(run, blueprint, mesh)
     trained = blueprint if precision == precision.exact else made(precision=precision)
     layout = functools.partial(rules.shardings, mesh, blueprint.axes, blueprint.shapes)
     zero = run.mesh.zero
@@ -64,9 +67,17 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
     )
 
 
-def _check_qk_clip(decoder: configs.ModelConfig, mesh: Mesh) -> None:
+def _check_qk_clip(run: Run, blueprint: Blueprint, mesh: Mesh) -> None:
     """Raises ConfigError where heads cannot be scaled back."""
-    if any(layer.attention.qk_norm is not None for layer in decoder.layers):
+    scaled = [path for path in groups.unmoved(run.optim, blueprint.axes) if _SCALED.search(path)]
+    if scaled:
+        raise ConfigError(
+            "QK-clip of queries and keys that stay as they are",
+            where="regularisation.qk_clip",
+            why=f"it scales {min(scaled)}, which optim.freeze or optim.lr_scale keeps",
+            fix="--config.regularisation.qk_clip=None",
+        )
+    if any(layer.attention.qk_norm is not None for layer in blueprint.config.layers):
         raise ConfigError(
             "QK-clip with normed queries and keys",
             where="regularisation.qk_clip",

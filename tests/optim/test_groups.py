@@ -51,6 +51,7 @@ def test_a_leaf_in_two_groups_is_refused():
 
 LAYERED = {
     "embedding": {"table": ("vocab", "embed")},
+    "heads": {"0": {"block": {"0": {"up": {"weight": ("layers", "embed", "mlp")}}}}},
     "prefix": {"0": {"up": {"weight": ("prefix", "embed", "mlp")}}},
     "stack": {
         "0": {"up": {"weight": ("layers", "embed", "mlp")}},
@@ -87,6 +88,7 @@ def test_layers_learn_the_slower_the_earlier_they_are():
     # Layer 1 of 5 is the prefix; those of the stack are of two kinds by turns.
     rates = {
         "embedding/table": [0.5**6],
+        "heads/0/block/0/up/weight": [1, 1],
         "prefix/0/up/weight": [0.5**5],
         "stack/0/up/weight": [0.5**4, 0.5**2],
         "stack/1/up/weight": [0.5**3, 0.5**1],

@@ -7,7 +7,7 @@ from jaxlm.cli.main import main
 from jaxlm.core.errors import ConfigError
 from jaxlm.models.config import RegularisationConfig
 from jaxlm.models.families.qwen3 import Qwen3
-from jaxlm.optim.config import ScheduleFree
+from jaxlm.optim.config import AdamW, ScheduleFree
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import assembly
@@ -34,6 +34,10 @@ def test_where_heads_cannot_be_scaled_back_it_is_said_before_compiling():
     staged = Run(mesh=MeshConfig(data=1, pipe=2), regularisation=CLIPPED)
     with pytest.raises(ConfigError, match="pipeline"):
         assembly.assemble(staged, 64, mesh.build(staged.mesh, jax.devices()[:2]))
+    for kept in (AdamW(freeze=("*/attention/query/*",)), AdamW(lr_scale=("*/key/weight=0",))):
+        held = Run(optim=kept, regularisation=CLIPPED)
+        with pytest.raises(ConfigError, match="stay as they are"):
+            assembly.assemble(held, 64, mesh.build(MeshConfig(data=1), jax.devices()[:1]))
     averaged = Run(optim=ScheduleFree(), regularisation=CLIPPED)
     assert "regularisation.qk_clip" in [path for path, _, _ in averaged.problems()]
 
