@@ -255,6 +255,31 @@ def test_spans_have_their_rate_and_length_and_find_room(many, tmp_path, arm):
     assert whole > 0.8 * pieces
 
 
+@pytest.mark.parametrize("arm", [Blank(), Blank(rate=0.5, mean=6)], ids=["few", "many"])
+def test_blanks_have_their_rate_and_length(many, tmp_path, arm):
+    cut = blanked = total = 0
+    for _, batch in everything(loader_of(many, tmp_path, read_by(arm).train)):
+        for _, tokens, _, weights, _ in segments(batch, 0):
+            count = int((tokens == START).sum())
+            if count:
+                written = int((weights > 0).sum()) - count  # each ends with a mark
+                blanked, cut = blanked + count, cut + written
+                total += written + int((tokens >= len(SPECIALS))[weights == 0].sum())
+    assert cut / total == pytest.approx(arm.rate, rel=0.1)
+    assert cut / blanked == pytest.approx(arm.mean, rel=0.15)
+
+
+def test_a_prefix_ends_anywhere_in_its_document(many, tmp_path):
+    ends = []
+    for _, batch in everything(loader_of(many, tmp_path, read_by(Prefix()).train)):
+        for _, tokens, _, weights, _ in segments(batch, 0):
+            if len(tokens) > 20:
+                ends.append(np.flatnonzero(weights)[0] / len(tokens))
+    assert len(ends) > 100
+    quarters = np.quantile(ends, (0.25, 0.5, 0.75))
+    np.testing.assert_allclose(quarters, (0.25, 0.5, 0.75), atol=0.1)
+
+
 def test_documents_are_rearranged_at_their_rate_in_both_orders(many, tmp_path):
     arm = FIM(rate=0.3, spm=0.25, level="token")
     found = []
