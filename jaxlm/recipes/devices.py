@@ -43,6 +43,8 @@ def start(cpu_devices: int | None = None) -> None:
                 why=str(error),
                 fix="name it in the first command of the process",
             ) from error
+    # Nothing runs beside a program on a CPU but its own threads; and what the main thread runs, `allocator` can keep.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(compile_cache()))
     lru_cache.LRUCache.put = _put  # type: ignore[assignment]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxlm.core import faults, random, tree
+from jaxlm.core import allocator, backend, faults, random, tree
 from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
@@ -49,6 +49,8 @@ class Engine:
 
     def __init__(self, run: Run, data: Data, model: Assembly, schedule: LearningRate | None = None):
         self.run, self.data, self.model = run, data, model
+        if backend.name() == "cpu":
+            allocator.keep_freed()
         blueprint, self.pace = model.blueprint, run.pace
         length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": self.pace}
         schedule = schedule or schedules.build(
