@@ -6,9 +6,11 @@ from jaxtyping import Array, Float
 
 from jaxlm.core import backend
 from jaxlm.core.precision import Precision
+from jaxlm.ops.blocks import by_head, by_token
 from jaxlm.ops.blockwise import blockwise
 from jaxlm.ops.cudnn import cudnn
 from jaxlm.ops.kernels import PLATFORMS, Kernel
+from jaxlm.ops.layouts import turned
 from jaxlm.ops.masks import HIDDEN, Mask
 from jaxlm.ops.ring import ring
 from jaxlm.parallel import context
@@ -73,19 +75,10 @@ def attention(
         else:
             out = cudnn(*alike, mask, precision.compute, scale=scale)
         return out[..., : value.shape[-1]]
-    batch, length, heads, size = query.shape
-    kv_heads = key.shape[2]
-    q_btkgh = (
-        (query * scale)
-        .astype(precision.compute)
-        .reshape(batch, length, kv_heads, heads // kv_heads, size)
-    )
-    scores_bkgts = jnp.einsum(
-        "btkgh,bskh->bkgts",
-        q_btkgh,
-        key.astype(precision.compute),
-        preferred_element_type=jnp.float32,
-    )
+    low = precision.compute
+    q_bkgth = by_head((query * scale).astype(low), key)
+    k_bksh, v_bksu = (jnp.swapaxes(x, 1, 2).astype(low) for x in (key, value))
+    scores_bkgts = _product(q_bkgth, turned(k_bksh))
     if cap is not None:
         scores_bkgts = cap * jnp.tanh(scores_bkgts / cap)
     if mask.bias is not None:
@@ -96,13 +89,33 @@ def attention(
     if dropout and dropout_key is not None:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights_bkgts.shape)
         weights_bkgts = jnp.where(kept, weights_bkgts / (1.0 - dropout), 0.0)
-    out_btkgu = jnp.einsum(
-        "bkgts,bsku->btkgu",
-        weights_bkgts.astype(precision.compute),
-        value.astype(precision.compute),
+    return by_token(_product(weights_bkgts.astype(low), v_bksu), query)
+
+
+@jax.custom_vjp
+def _product(x: Float[Array, "B K G T C"], y: Float[Array, "B K C S"]) -> Float[Array, "B K G T S"]:
+    """x y in float32, whose gradients are products of operands in the same dtype: JAX would take the float32 cotangent for one."""
+    return jnp.einsum("bkgtc,bkcs->bkgts", x, y, preferred_element_type=jnp.float32)
+
+
+def _product_forward(x: Array, y: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(x, y), (x, y)
+
+
+def _product_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    x, y = kept
+    low = grad.astype(x.dtype)
+    rows = x.reshape(*x.shape[:2], -1, x.shape[-1])  # of all queries of a key
+    y_grad = jnp.einsum(
+        "bkcr,bkrs->bkcs",
+        turned(rows),
+        low.reshape(*rows.shape[:3], -1),
         preferred_element_type=jnp.float32,
     )
-    return out_btkgu.reshape(batch, length, heads, -1).astype(query.dtype)
+    return _product(low, turned(y)).astype(x.dtype), y_grad.astype(y.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 def _filled(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:

@@ -6,11 +6,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxlm.core import backend
 from jaxlm.core.precision import Precision
-from jaxlm.ops import quantize
+from jaxlm.ops import layouts, quantize
 from jaxlm.ops.quantize import E4M3, E5M2, INT8, Format
 from jaxlm.parallel import context
 
@@ -70,7 +69,7 @@ def _backward(
     rows = tuple(range(one.ndim - 1))
     if precision.products == "fp8":
         weight_grad = quantize.dot(one, other, (rows, rows), (low, other_low), precision.reduce)
-    elif precision.compute == jnp.bfloat16 and _is_one_cpu():
+    elif precision.compute == jnp.bfloat16 and layouts.is_one_cpu():
         weight_grad = _over_rows(one, other, precision.reduce)
     else:
         weight_grad = lax.dot_general(
@@ -93,7 +92,7 @@ def _dot(
     shape = x.shape
     if _is_flat():
         x = x.reshape(-1, shape[-1])
-    if is_alone := x.shape[0] == 1 and x.dtype == jnp.bfloat16 and _is_one_cpu():
+    if is_alone := x.shape[0] == 1 and x.dtype == jnp.bfloat16 and layouts.is_one_cpu():
         x = jnp.broadcast_to(x, (2, *x.shape[1:]))
     axes = ((x.ndim - 1,), (side,))
     if formats:
@@ -108,13 +107,10 @@ def _dot(
 def _over_rows(one: Array, other: Array, result: jnp.dtype) -> Array:
     """one[M, I] transposed times other[M, O], in bfloat16 on a CPU.
 
-    XLA for CPU multiplies in bfloat16 only what it contracts along rows of the first factor as they lie in memory; the rest
-    it converts and multiplies in float32. So the first is transposed in memory: 3 to 6 times as fast where a CPU has AMX. A
-    transpose of the result would be merged into the product, whose form XLA then compiles and cannot run: hence the barrier.
+    A transpose of the result would be merged into the product, whose form XLA then compiles and cannot run: hence the barrier.
     """
-    transposed = with_layout_constraint(one.T, Layout((0, 1)))
     product = lax.dot_general(
-        transposed, other, (((1,), (0,)), ((), ())), preferred_element_type=result
+        layouts.turned(one), other, (((1,), (0,)), ((), ())), preferred_element_type=result
     )
     return lax.optimization_barrier(product)
 
@@ -126,11 +122,6 @@ def _other(side: Side) -> Side:
 def _is_flat() -> bool:
     # A merged axis cannot be split as rows and context split its two parts: tokens would be gathered.
     return backend.name() == "cpu" and context.ways() == 1
-
-
-def _is_one_cpu() -> bool:
-    # What is constrained in its layout is not split by jax 0.10's partitioner: it would be gathered.
-    return backend.name() == "cpu" and jax.sharding.get_abstract_mesh().size <= 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

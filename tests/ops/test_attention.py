@@ -60,7 +60,7 @@ def test_attention_is_what_it_says_query_by_query(window, cap, segments):
 
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_the_softmax_is_float32_where_products_are_bfloat16(kernel):
-    """Every exponential of the program, forward and backward, whatever dtype the activations have."""
+    """Every exponential and every factor of the program, forward and backward, whatever dtype the activations have."""
     precision = Precision.of(PrecisionConfig(compute="bfloat16"))
     query, key, value = (
         jnp.ones((ROWS, LENGTH, n, SIZE), jnp.bfloat16) for n in (HEADS, KV_HEADS, KV_HEADS)
@@ -72,7 +72,10 @@ def test_the_softmax_is_float32_where_products_are_bfloat16(kernel):
 
     program = str(jax.make_jaxpr(jax.grad(total, (0, 1, 2)))(query, key, value))
     assert set(re.findall(r":(\w+)\[[^]]*\] = exp2?\b", program)) == {"f32"}
-    assert "bf16[" in program
+    dtypes = dict(re.findall(r"\b(\w+):(\w+)\[", program))
+    factors = re.findall(r"= dot_general\[.*?\] (\w+) (\w+)", program, re.DOTALL)
+    assert len(factors) >= 6
+    assert {dtypes[name] for pair in factors for name in pair} == {"bf16"}
 
 
 def test_a_dropped_weight_is_zero_and_the_others_make_up_for_it():
