@@ -32,5 +32,6 @@ def get_config() -> ml_collections.ConfigDict:
         "fineweb",
         "pii",
     )
+    c.pii.kinds = (*c.pii.kinds, "national_id")
     c.dedup = ("exact", "near", "spans")
     return c

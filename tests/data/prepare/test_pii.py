@@ -222,7 +222,21 @@ def test_whatever_has_the_form_of_a_number_is_right_or_wrong():
     draw = random.Random(3)
     made = (shaped(draw, shape) for shapes in SHAPES.values() for shape in shapes * 300)
     assert {is_national(each) for each in made} == {True, False}
-    assert not is_national("115191198405155557"), "of a place that is a whole province"
+
+
+@pytest.mark.parametrize(
+    ("value", "is_found"),
+    [
+        ("511801194601020971", True),
+        ("441800198301130857", True),
+        ("991801194601020970", False),
+        ("511801194613020979", False),
+        ("511801194601020972", False),
+    ],
+    ids=["of a city", "of a place no more", "of no province", "of month 13", "one off"],
+)
+def test_a_chinese_number_needs_a_province_a_date_and_its_check(value, is_found):
+    assert is_national(value) == is_found
 
 
 def test_without_stdnum_it_is_said_what_to_install(here, capsys, monkeypatch):
