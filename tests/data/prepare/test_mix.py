@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm.cli.main import main
+from jaxlm.data import manifest
 from jaxlm.data.shards import Shards
 from tests.data.prepare.recipes import prose, tree, write_lines
 
@@ -237,4 +238,16 @@ def test_the_card_says_sources_licences_funnel_languages_and_personal_data(sourc
     assert "Languages: en 80." in card
     assert "Personal data: email masked 80." in card
     assert "Personal data: not looked at." in card.partition("## code")[2]
-    assert answer["tokenizer"]["sha256"] in card
+    made = manifest.read(Path("out/train/web"))
+    assert answer["tokenizer"] == {"sha256": made.tokenizer, "size": made.vocab}
+    assert len(made.tokenizer) == 64
+    assert made.tokenizer in card
+
+
+def test_the_card_says_how_many_documents_went_for_personal_data(here, capsys):
+    rows = [{"text": prose(n) + ("\nWrite to me@example.org." if n < 3 else "")} for n in range(9)]
+    write_lines(here / "raw|few/a.jsonl", rows)
+    assert main(_clean("few", ["--config.stages=pii", "--config.pii.action=remove"])) == 0
+    capsys.readouterr()
+    mix(capsys, "--config.sources=few=few", "--config.tokenizer=bytes", "--config.held_out=0")
+    assert "Personal data: none left; 3 documents removed." in Path("out/CARD.md").read_text()

@@ -148,7 +148,7 @@ INNOCENT = (
     "The network 192.168.0.1, 10.0.0.255, 127.0.0.1, ::1 and fe80::1 is at home, as is v1.2.3.4.",
     "@property of user@localhost, a @ b, and git@ is none; nor is x@y.",
     "DE00 1234 5678 9012 3456 78 and GB99BANK12345678901234 fail, XX12345678901234567890 is nowhere.",
-    "Call 555-0100, (212) 555-0199, 000-00-0000, 666-12-3456 or 123-4567; it costs 100-200-3000.",
+    "Call 555-0100, (212) 555-0199, 000-00-0000, 666-12-3456, 912-34-5678 or 123-4567; it costs 100-200-3000.",
     "c56a4180-65aa-42ec-a945-5fd21dec0538 and da39a3ee5e6b4b0d3255bfef95601890afd80709 are hashes.",
     "36 574 261 808, 54362315-L, RCCMNL83S18D969I, 390.533.447-06, 2341 2341 2345 and QQ 12 34 56 C are one off.",
     "The parts 111222333 and 1112.22.333 are in room 12345678-A; 2341 2341 2346 1234 has a group too many.",

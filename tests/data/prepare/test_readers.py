@@ -606,12 +606,14 @@ def test_s4_bombs_end_at_the_caps_and_the_rest_of_the_job_finishes(into, capsys)
 
 
 def test_rows_that_do_not_fit_are_counted(into, capsys):
-    (into / "a.csv").write_bytes(b"text,id\nfine,1\nno id\n\nthree,2,3\nna\xefve,4\nlast,5\n")
+    (into / "a.csv").write_bytes(
+        b"text,id\nfine,1\nno id\n\nthree,2,3\nna\xefve,4\nna\xc3\xafve,5\nlast,6\n"
+    )
     write_lines(into / "b.jsonl", [{"text": "fine"}, [1], {"text": 3}, {"other": "x"}, "text"])
     with open(into / "b.jsonl", "ab") as file:
         file.write(b"{" * 100_000 + b'\n\n{"text": "half \\ud800 a pair"}\n')
     answer = read(capsys)
-    assert kept() == ["fine", "last", "fine", "half \ufffd a pair"]
+    assert kept() == ["fine", "na\u00efve", "last", "fine", "half \ufffd a pair"]
     assert answer["broken"] == {
         "not JSON": 1,
         "not UTF-8": 1,
@@ -620,6 +622,57 @@ def test_rows_that_do_not_fit_are_counted(into, capsys):
         "without the text key": 3,
     }
     assert answer["notes"] == {"with a lone surrogate, replaced": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding", "called"),
+    [
+        ("a.csv", "cp1252", "cp1252"),
+        ("a.csv.gz", "koi8-r", "koi8_r"),
+        ("a.csv", "utf-16", "utf-16-le"),
+        ("a.tsv.gz", "utf-16-be", "utf-16-be"),
+        ("a.jsonl.zst", "utf-16", "utf-16-le"),
+    ],
+)
+def test_tables_are_read_in_the_encoding_that_their_begin_tells(
+    into, capsys, name, encoding, called
+):
+    """Of 150 to 290 kB: most rows lie behind the begin that is looked at, which ends within one."""
+    spoken = FRENCH if encoding == "cp1252" else RUSSIAN
+    texts = [f"{spoken.strip()} {n}" for n in range(700)]
+    rows = [f"{n}\t{text}" if ".tsv" in name else f'{n},"{text}"' for n, text in enumerate(texts)]
+    if ".jsonl" in name:
+        table = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    else:
+        table = "\n".join([("id\ttext" if ".tsv" in name else "id,text"), *rows])
+    (into / name).write_bytes(packed(name, table.encode(encoding)))
+    answer = read(capsys)
+    assert kept() == texts
+    assert answer["notes"] == {f"read as {called}": 1}
+
+
+@pytest.mark.parametrize("ending", ["gz", "xz"])
+def test_rows_before_a_cut_near_the_begin_are_read(into, capsys, ending):
+    rows = [{"text": os.urandom(50).hex()} for _ in range(2000)]
+    data = packed(f"a.{ending}", b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+    (into / f"a.jsonl.{ending}").write_bytes(data[: len(data) // 2])
+    answer = read(capsys)
+    assert answer["broken"] == {"damaged": 1}
+    assert kept() == [row["text"] for row in rows[: answer["kept"]]]
+    assert answer["kept"] > 500
+
+
+def test_a_packed_file_of_no_bytes_is_damaged(into, capsys):
+    names = ["a.jsonl.gz", "a.txt.zst", "a.txt.bz2", "a.csv.xz", "a.warc.gz", "a.tgz"]
+    for name in names:
+        (into / name).touch()
+    with zipfile.ZipFile(into / "a.zip", "w") as archive:
+        archive.writestr("a.jsonl.gz", b"")
+    assert read(capsys)["broken"] == {"damaged": 7}
+    assert {row["file"] for row in lines("broken/*.jsonl")} == {
+        *(f"in/{name}" for name in names),
+        "in/a.zip!a.jsonl.gz",
+    }
 
 
 def zip_of_nothing(members: int) -> bytes:

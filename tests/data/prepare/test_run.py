@@ -70,6 +70,10 @@ def test_every_document_is_kept_removed_or_broken_and_the_files_hold_what_the_co
     ]
     assert all(before["out"] == after["in"] for before, after in itertools.pairwise(funnel))
     assert funnel[-1]["out"] == answer["kept"]
+    for row in funnel:
+        assert row["in"] - row["out"] == sum(row["reasons"].values())
+        assert row["share"] == pytest.approx(1 - row["out"] / row["in"]), "of what came to it"
+    assert len([row for row in funnel if row["share"]]) == 4
 
 
 def test_what_is_removed_is_kept_with_its_place_its_reason_and_its_meta(crawl, capsys):
@@ -142,6 +146,28 @@ def test_a_killed_run_goes_on_to_the_same_bytes(crawl, capsys, point):
     shutil.rmtree("out")
     run(capsys, *ALL)
     assert tree(Path("out")) == whole
+
+
+def test_bars_get_the_bytes_that_are_done_and_go_on_where_it_was_stopped(
+    crawl, capsys, monkeypatch
+):
+    """Of these the bar on a terminal makes rates and the time that is left: tests/cli/test_data.py."""
+    told: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(
+        "jaxlm.cli.data_run.progress_bars",
+        lambda out: contextlib.nullcontext(lambda *each: told.append(each)),
+    )
+    assert command("--out=out", JAXLM_FAULTS="prepare.clean:sigkill@1").returncode < 0
+    run(capsys, *ALL)
+    total = sum(path.stat().st_size for path in Path("in").iterdir())
+    units = [json.loads(path.read_text()) for path in sorted(Path("out/units").iterdir())]
+    sizes = [sum(size for _, size in unit["inputs"]) for unit in units]
+    done = list(itertools.accumulate(sizes))
+    assert len(done) > 2
+    assert told == [
+        *(("cleaning", size, total) for size in done[1:]),
+        *(("writing", size, total) for size in done),
+    ]
 
 
 def test_a_full_disk_ends_with_73_and_the_same_command_goes_on(crawl, capsys):

@@ -16,6 +16,7 @@ MOST_PASSED = 2**30  # bytes of one line that are read past; a bomb unpacks to m
 
 
 DAMAGED = "damaged"  # class of what is broken so
+_EMPTY = "it should hold something packed, and is empty"  # what is left of a copy that never began
 
 
 class TooLarge(Exception):
@@ -23,7 +24,13 @@ class TooLarge(Exception):
 
 
 def opened(path: Path) -> IO[bytes]:
-    """The bytes of a file as they were before they were packed."""
+    """The bytes of a file as they were before they were packed.
+
+    Raises:
+      EOFError: where it is packed, and empty.
+    """
+    if _is_packed(path.name) and not path.stat().st_size:
+        raise EOFError(_EMPTY)
     if _is_web_archive(path.name):
         return unpacked(open(path, "rb"), path.name)
     if path.suffix == ".bz2":
@@ -34,7 +41,13 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def unpacked(stream: IO[bytes], name: str) -> IO[bytes]:
-    """The bytes of a stream as they were before they were packed, as its name says."""
+    """The bytes of a buffered stream as they were before they were packed, as its name says.
+
+    Raises:
+      EOFError: where it is packed, and empty.
+    """
+    if _is_packed(name) and not stream.peek(1):  # type: ignore[attr-defined]
+        raise EOFError(_EMPTY)
     if _is_web_archive(name):
         return members(stream)
     match Path(name).suffix:
@@ -55,6 +68,10 @@ def kind_of(name: str) -> str:
     if path.suffix == ".tgz":
         return ".tar"
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+
+
+def _is_packed(name: str) -> bool:
+    return Path(name).suffix in (*PACKED, ".tgz")
 
 
 def _is_web_archive(name: str) -> bool:

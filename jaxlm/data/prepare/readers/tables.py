@@ -12,6 +12,7 @@ from typing import IO, Any
 from jaxlm.data.parquet import rows
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.document import Broken, Document
+from jaxlm.data.prepare.readers.recoded import as_utf8
 from jaxlm.data.prepare.readers.streams import lines, rest, whole
 from jaxlm.data.records import BYTE_ORDER_MARK, NO_TEXT, NOT_JSON, NOT_UTF8, OTHER_TYPE, mended
 
@@ -24,9 +25,9 @@ TOO_LONG = "\udfff"  # no byte is decoded to it
 def json_lines(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
 ) -> Iterator[Document | Broken]:
-    """A JSON object a line."""
+    """A JSON object a line, in UTF-8, UTF-16 or UTF-32."""
     most = recipe.reading.document_bytes
-    for number, line in lines(stream, most):
+    for number, line in lines(as_utf8(stream, counts, legacy=False), most):
         if line is None:
             yield Broken(TOO_LARGE, name, number, f"a line of more than {most:,} bytes")
             continue
@@ -58,7 +59,7 @@ def parquet(
 def comma_separated(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
 ) -> Iterator[Document | Broken]:
-    """Rows under a first row of names, as RFC 4180 has them."""
+    """Rows under a first row of names, as RFC 4180 has them, in whatever encoding."""
     yield from _separated(stream, name, recipe, counts, ",")
 
 
@@ -74,7 +75,7 @@ def _separated(
 ) -> Iterator[Document | Broken]:
     most = recipe.reading.document_bytes
     csv.field_size_limit(most)  # of the process; 128 kB otherwise
-    rows = _Rows(_as_text(stream, most), mark)
+    rows = _Rows(_as_text(as_utf8(stream, counts, legacy=True), most), mark)
     names = next(rows, [])
     if names is None:
         yield Broken(NOT_CLOSED, name, 0, "in the names of the table, so none of its rows is read")
