@@ -1,6 +1,7 @@
 """What is found twice: the probability that is stated against exact Jaccard, clusters, spans."""
 
 import itertools
+import json
 import random
 from pathlib import Path
 
@@ -132,6 +133,8 @@ def test_the_clusters_are_those_of_brute_force(here, capsys):
             "--config.unit_bytes=1",
         ),
     )
+    stated = json.loads(Path("out/report.json").read_text())["near_recall_at_least"]
+    assert stated == {f"{s:g}": round(recall(s, CONFIG), 4) for s in (0.7, 0.75, 0.8, 0.85, 0.9)}
     assert len(list(Path("out/units").iterdir())) == 4
     group = list(range(len(texts)))
     for a, b in itertools.combinations(range(len(texts)), 2):

@@ -76,6 +76,15 @@ def test_every_document_is_kept_removed_or_broken_and_the_files_hold_what_the_co
     assert len([row for row in funnel if row["share"]]) == 4
 
 
+def test_a_document_that_is_lost_on_the_way_ends_the_run_with_70(crawl, capsys, monkeypatch):
+    """A stage that forgets to write what it removes, as a mistake of ours would."""
+    monkeypatch.setattr("jaxlm.data.prepare.unit._remove", lambda *_: None)
+    error = run(capsys, *ALL, code=70)["error"]
+    assert error["where"] == "unit 0"
+    assert "0 removed" in error["why"]
+    assert not Path("out/report.json").exists()
+
+
 def test_what_is_removed_is_kept_with_its_place_its_reason_and_its_meta(crawl, capsys):
     run(capsys, *ALL)
     short = removed()["length.short"][0]
