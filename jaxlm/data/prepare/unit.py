@@ -23,7 +23,7 @@ from jaxlm.data.prepare.document import Broken, Document, Removed, Stage, from_l
 from jaxlm.data.prepare.files import LineFiles, Written, checked_lines
 from jaxlm.data.prepare.filters.perplexity import MakeScorer
 from jaxlm.data.prepare.job import WORK, Job
-from jaxlm.data.prepare.readers.files import read
+from jaxlm.data.prepare.readers.files import is_one_record, read
 from jaxlm.data.prepare.task import Task
 
 KEPT, BROKEN, PLACES, SIGNATURES, DONE = "kept", "broken", "places", "signatures", "done.json"
@@ -94,6 +94,8 @@ class Units:
 
     def _read(self, number: int, counts: Counts, seconds: Seconds) -> Iterator[Document | Broken]:
         for path, name, _ in self._units[number]:
+            if is_one_record(name) and not self._job.is_in(name, 1):
+                continue  # a preview need not open it
             records = read(path, name, self._job.recipe, counts.notes)
             while True:
                 begun = time.process_time()

@@ -313,6 +313,18 @@ def test_a_sample_reads_its_share_and_says_how_sure_it_is(here, capsys):
     assert "at most 100%" in run(capsys, *settings, "--sample=0%", code=2)["error"]["why"]
 
 
+def test_of_a_sample_files_of_one_document_are_not_opened_in_vain(here, capsys):
+    (here / "in").mkdir()
+    for number in range(200):
+        data = f"Caf\u00e9 num\u00e9ro {number}.".encode("latin-1")
+        (here / f"in/{number}.txt").write_bytes(data if number % 2 else b"\x7fELF")
+    words = ["--config.stages=()", "--config.dedup=()", "--sample=20%", "--config.unit_bytes=1e9"]
+    answer = run(capsys, "--config.source=in/*", *words)
+    assert 20 < answer["read"] < 60
+    assert answer["notes"] == {"read as cp1252": answer["kept"]}, "nothing of the others is told"
+    assert answer["broken"] == {"not text": answer["read"] - answer["kept"]}
+
+
 def test_of_a_sample_the_share_of_duplicates_is_a_lower_bound_and_said_to_be(here, capsys):
     rows = [{"text": prose(n % 300)} for n in range(600)]
     write_lines(here / "in/a.jsonl", rows)

@@ -32,8 +32,15 @@ READERS: dict[str, Reader] = {
     ".py": texts.python,
     ".pdf": pdf.pdf,
 }
+WHOLE = texts.plain, texts.html, texts.python, pdf.pdf  # of these a file is one record
 ARCHIVES = {".zip": archives.zipped, ".tar": archives.tarred}
 TOO_LARGE, NOT_TEXT, NESTED = "too large", "not text", "an archive in another"
+
+
+def is_one_record(name: str) -> bool:
+    """Whether a file is one record, the first, by its name."""
+    kind = kind_of(remote.path_in(name))
+    return kind not in ARCHIVES and READERS.get(kind, texts.plain) in WHOLE
 
 
 def read(
