@@ -52,15 +52,25 @@ def building(target: Path) -> Iterator[Path | None]:
     Raises:
       NotWritable: where a write fails, as on a full disk.
     """
+    with writing(target), built(target) as partial:
+        yield partial
+
+
+@contextlib.contextmanager
+def writing(target: Path, *, fix: str = "export JAXLM_CACHE=/a/writable/folder") -> Iterator[None]:
+    """What is written into a folder, with the errors of the operating system as ours.
+
+    Raises:
+      NotWritable: where a write fails, as on a full disk.
+    """
     try:
-        with built(target) as partial:
-            yield partial
+        yield
     except OSError as error:
         raise NotWritable(
             "a folder cannot be written",
             where=str(error.filename or target),
             why=f"{type(error).__name__}: {error.strerror}",
-            fix="export JAXLM_CACHE=/a/writable/folder",
+            fix=fix,
         ) from error
 
 

@@ -167,7 +167,8 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
                 why="shards are never overwritten",
                 fix=f"--out={out}-2",
             )
-        written[part.name] = _written(target, part, encoder, progress)
+        with cache.writing(target, fix=f"--out={out}-2    # on a disk with room"):
+            written[part.name] = _written(target, part, encoder, progress)
         for line in _losses(part.name, written[part.name].manifest):
             say(line)
     return written
@@ -302,7 +303,8 @@ def _opened(
     say(
         f"tokenising {part.name}: {len(part.corpus.files)} file{'s' if len(part.corpus.files) != 1 else ''}"
     )
-    return _written(folder, part, encoder, progress)
+    with cache.writing(folder):
+        return _written(folder, part, encoder, progress)
 
 
 def _written(folder: Path, part: Part, encoder: Tokenizer, progress: Progress) -> Shards:

@@ -41,8 +41,9 @@ def write(
 
     Raises:
       DataError: where there is no document, or the tokenizer gives an id outside its own table.
+      OSError: where it cannot be written; the caller knows what to do about that.
     """
-    with cache.building(folder) as partial:
+    with cache.built(folder) as partial:
         if partial is None:
             return Shards.open(folder)
         writer = _Writer(partial, tokenizer, files)

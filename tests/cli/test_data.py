@@ -1,5 +1,6 @@
 """`jaxlm data`: peek, stats, tokenize, check, on files of a user."""
 
+import errno
 import json
 import os
 import pty
@@ -92,6 +93,26 @@ def test_a_second_tokenize_into_the_same_folder_is_refused(
     answer(capsys, "data", "tokenize", "--out=out", *SETTINGS)
     error = answer(capsys, "data", "tokenize", "--out=out", *SETTINGS, code=65)["error"]
     answer(capsys, "data", "tokenize", error["fix"], *SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [(("tokenize", "--out=out"), "--out=out-2"), (("stats",), "export JAXLM_CACHE=")],
+    ids=["of a folder", "of the cache"],
+)
+def test_a_full_disk_names_the_setting_of_the_folder_that_is_full(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    fix: str,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("jaxlm.data.writer.BlockWriter.write", full)
+    error = answer(capsys, "data", *words, *SETTINGS, code=73)["error"]
+    assert "No space left" in error["why"]
+    assert error["fix"].startswith(fix)
 
 
 def test_no_match_ends_with_66(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Cleaned corpora as token shards: what is in them, their shares, their card, kills, several processes."""
 
+import errno
 import json
 import os
 import re
@@ -251,3 +252,15 @@ def test_the_card_says_how_many_documents_went_for_personal_data(here, capsys):
     capsys.readouterr()
     mix(capsys, "--config.sources=few=few", "--config.tokenizer=bytes", "--config.held_out=0")
     assert "Personal data: none left; 3 documents removed." in Path("out/CARD.md").read_text()
+
+
+def test_a_disk_that_is_full_of_shards_ends_with_73_and_what_helps(sources, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxlm.data.writer.BlockWriter.write", full)
+        error = mix(capsys, *SETTINGS, code=73)["error"]
+    assert "No space left" in error["why"]
+    assert "the same command again" in error["fix"]
+    assert mix(capsys, *SETTINGS)["sets"]["train"]["web"]["documents"] == 80
