@@ -14,7 +14,7 @@ _QUERY = re.compile(
 )
 # A token is a secret unless it is one of a tokenizer's.
 _OURS = "".join(
-    f"(?<!{name}_)" for name in ("max", "pad", "bos", "eos", "unk", "mask", "sep", "cls")
+    f"(?<!{name}_)" for name in ("max", "pad", "bos", "eos", "unk", "mask", "sep", "cls", "add")
 )
 _NAMED = re.compile(
     rf"(?i)((?<![a-z])(?:passw(?:or)?d|passphrase|secret|{_OURS}token|credentials?|(?:api|access|private|secret)[_-]?key)"

@@ -151,7 +151,8 @@ class Imported(HuggingFace):
             unknown = self._tokenizer.token_to_id(model.get("unk_token") or "")
         self.unk = self.eos if unknown is None else unknown
         tokens = self._tokenizer.get_added_tokens_decoder()
-        self.specials = {tokens[number].content: number for number in sorted(self._special)}
+        self.reserved = {tokens[number].content: number for number in sorted(tokens)}
+        self.specials = {name: i for name, i in self.reserved.items() if i in self._special}
 
     def encode_spelt(self, text: str) -> list[int]:
         """The ids of a text in which special tokens that are spelt out are meant: what a chat template made."""

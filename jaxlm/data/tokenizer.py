@@ -2,6 +2,7 @@
 
 import abc
 import codecs
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -43,6 +44,9 @@ class Tokenizer(abc.ABC):
     ends: tuple[int, ...] = (2,)
     lead = ""
     specials = {name: number for number, name in enumerate(SPECIALS)}
+    reserved = (
+        specials  # and, of an imported one, all else that was added to what its model of text knows
+    )
 
     def __init__(self, table: list[bytes]):
         self.table = table
@@ -56,6 +60,13 @@ class Tokenizer(abc.ABC):
     def token_bytes(self) -> np.ndarray:
         """Bytes that each id stands for, int32 [size]."""
         return np.array([len(entry) for entry in self.table], np.int32)
+
+    @functools.cached_property
+    def is_text(self) -> np.ndarray:
+        """Which ids stand for text, bool [size]: those that have bytes and are not reserved."""
+        found = np.array([bool(entry) for entry in self.table])
+        found[list(self.reserved.values())] = False
+        return found
 
     @property
     def digest(self) -> str:

@@ -2,12 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.corrupt import blanks, fim, masked, pairs, prefix, rows, spans
 from jaxlm.data.corrupt.rows import Change, Corruption, Made, Piece, Reading
-from jaxlm.data.tokenizer import SPECIALS, Tokenizer
+from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.objectives.config import (
     FIM,
     INNER,
@@ -32,7 +32,6 @@ DENOISERS = ((0.15, 3.0), (0.15, 8.0), (0.5, 3.0), (0.5, 8.0), (0.15, 64.0), (0.
 SEQUENTIAL = 0.25  # share of a text that the denoiser S predicts
 BLANKS = "<|mask|>", "<|sentinel_0|>", "<|sentinel_1|>"  # of GLM: [MASK], [START] and [END]
 OF_UL2, OF_MIXTURE = 1, 2  # their draws
-OTHER_TOKENIZER = "--config.data.tokenizer=sentencepiece:4096"  # which has all of them
 
 
 def reading(
@@ -59,7 +58,7 @@ def reading(
 def _paired(objective: Objective, tokenizer: Tokenizer, sequence: int) -> Reading:
     """Raises ValueError for an objective that makes no pairs."""
     length = target_length(objective, sequence)
-    _check_tokens(objective, tokenizer, OTHER_TOKENIZER)
+    _check_tokens(objective, tokenizer, "")
     assert isinstance(objective, Paired)
     found = pairs.Pairs(_pairing(objective, tokenizer), length, tokenizer.eos)
     return Reading(found, {"": found})
@@ -104,7 +103,7 @@ def _cutting(cut: pairs.Cut) -> Change[pairs.Pair]:
 def _reading(objective: Objective, tokenizer: Tokenizer, sequence: int) -> Reading:
     if isinstance(objective, Causal | MTP):
         return Reading()
-    _check_tokens(objective, tokenizer, f"{OTHER_TOKENIZER}\n--config.objective.name=causal")
+    _check_tokens(objective, tokenizer, "--config.objective.name=causal\n")
     training = _corruption(objective, tokenizer, sequence)
     _check_room(objective, training.room, sequence)
     known = {_evaluated(arm): None for arm in arms(objective)}
@@ -128,7 +127,6 @@ def _corruption(objective: Objective, tokenizer: Tokenizer, sequence: int) -> Co
 
 def _change(objective: Objective, tokenizer: Tokenizer, sequence: int) -> tuple[Change[Piece], int]:
     """What is done with a row, and the slots that it needs for it."""
-    ids = tokenizer.specials
     match objective:
         case Causal():
             return rows.causal, 0
@@ -137,13 +135,15 @@ def _change(objective: Objective, tokenizer: Tokenizer, sequence: int) -> tuple[
         case Prefix():
             return prefix.prefixes, 0
         case Masked():
+            mask = masked.mark(tokenizer)
+            assert mask is not None  # as for the marks below: it was checked
             change = functools.partial(
                 masked.masks,
                 rate=objective.rate,
                 hidden=objective.hidden,
                 random=objective.random,
-                mask=ids["<|mask|>"],
-                vocab=tokenizer.size,
+                mask=mask,
+                is_text=tokenizer.is_text,
                 is_fixed=objective.masking == "static",
                 words=masked.Words(tokenizer) if objective.unit == "word" else None,
             )
@@ -155,8 +155,9 @@ def _change(objective: Objective, tokenizer: Tokenizer, sequence: int) -> tuple[
                 blanks.blanks,
                 rate=objective.rate,
                 mean=objective.mean,
-                marks=blanks.Marks(*(ids[name] for name in BLANKS)),
+                marks=blanks.Marks(*(tokenizer.reserved[name] for name in BLANKS)),
                 inner=INNER,
+                edges=spans.Edges.of(tokenizer),
             )
             return change, spans.room(sequence, objective.rate, objective.mean)
         case UL2():
@@ -166,12 +167,15 @@ def _change(objective: Objective, tokenizer: Tokenizer, sequence: int) -> tuple[
             return _denoised([*changes, last]), max(rooms)
         case FIM():
             is_split = objective.level == "character"
+            marks = fim.marks(tokenizer)
+            assert marks is not None
             change = functools.partial(
                 fim.infills,
                 rate=objective.rate,
                 spm=objective.spm,
-                marks=fim.Marks(*(ids[f"<|fim_{name}|>"] for name in fim.Marks._fields)),
+                marks=marks,
                 tokenizer=tokenizer if is_split else None,
+                edges=spans.Edges.of(tokenizer),
             )
             return change, fim.room(sequence, is_split=is_split)
         case Mixture():
@@ -205,34 +209,31 @@ def _drawn(changes: Sequence[Change[Made]], shares: Sequence[float], number: int
     )
 
 
-def _needed(objective: Objective) -> Iterator[str]:
-    """The special tokens of ours that an objective writes; its sentinels may be others."""
+def _lacking(objective: Simple, tokenizer: Tokenizer) -> Sequence[str]:
+    """The tokens that an objective writes and this tokenizer has in none of their forms; by our names."""
     match objective:
-        case Masked():
-            yield "<|mask|>"
+        case Masked() if masked.mark(tokenizer) is None:
+            return masked.FORMS[:1]
         case Blank():
-            yield from BLANKS
-        case FIM():
-            yield from (f"<|fim_{name}|>" for name in fim.Marks._fields)
-        case Mixture():
-            for arm in arms(objective):
-                yield from _needed(arm)
+            return [name for name in BLANKS if name not in tokenizer.reserved]
+        case FIM() if fim.marks(tokenizer) is None:
+            return [name for name in fim.FORMS[0] if name not in tokenizer.reserved]
+        case Span() | UL2() if not len(spans.sentinels(tokenizer)):
+            return [spans.SENTINEL_FORMS[0].format(0)]
+    return []
 
 
-def _check_tokens(objective: Objective, tokenizer: Tokenizer, fix: str) -> None:
-    # Where they are ours, so that all below them are special and none above: of an imported model others may be.
-    ours = {name: number for number, name in enumerate(SPECIALS)}
-    lacking = [name for name in _needed(objective) if tokenizer.specials.get(name) != ours[name]]
-    has_spans = any(isinstance(arm, Span | UL2) for arm in arms(objective))
-    if has_spans and not len(spans.sentinels(tokenizer)):
-        lacking.append(spans.SENTINEL_FORMS[0].format(0))
-    if lacking:
+def _check_tokens(objective: Objective, tokenizer: Tokenizer, other: str) -> None:
+    """Raises ConfigError where the tokenizer of a model lacks what the objective writes; `other` is a fix without them."""
+    found = itertools.chain.from_iterable(_lacking(arm, tokenizer) for arm in arms(objective))
+    if lacking := list(dict.fromkeys(found)):
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        added = " ".join(f"--add_token='{name}'" for name in lacking)
         raise ConfigError(
             f"the tokenizer has not the tokens of the objective {objective.name}",
             where="objective.name",
             why=f"it lacks {lacking[0]}{more}",
-            fix=fix,
+            fix=f"{other}jaxlm import --from=MODEL {added} --workdir=RUN    # and --init_from=RUN",
         )
 
 

@@ -367,7 +367,7 @@ def test_what_is_evaluated_is_said_for_every_objective():
 class Bare(Bytes):
     """As a tokenizer that reserves nothing."""
 
-    specials = {"<|eos|>": 2}
+    specials = reserved = {"<|eos|>": 2}
 
 
 def test_without_its_special_tokens_an_objective_is_refused_by_name(arm):
@@ -384,7 +384,7 @@ def test_in_pairs_it_is_refused_with_a_tokenizer_that_has_them(arm):
     """And with no objective that an encoder-decoder does not learn by."""
     with pytest.raises(ConfigError, match=f"the tokens of the objective {arm.name}") as caught:
         read_by(arm, Bare(), is_paired=True)
-    assert caught.value.fix == "--config.data.tokenizer=sentencepiece:4096"
+    assert caught.value.fix.startswith("jaxlm import --from=MODEL --add_token='<|sentinel_0|>' ")
 
 
 @pytest.mark.parametrize("arm", [FIM(), Span(rate=0.5, mean=1)])

@@ -180,7 +180,7 @@ class OfT5(Bytes):
     """As of an imported T5: nothing before a document, an end of its own, and sentinels from the last id downwards."""
 
     before, after, eos, pad = (), (41,), 41, 41
-    specials = {"</s>": 41} | {f"<extra_id_{i}>": 295 - i for i in range(3)}
+    specials = reserved = {"</s>": 41} | {f"<extra_id_{i}>": 295 - i for i in range(3)}
 
 
 def test_the_sentinels_and_the_end_are_those_of_the_tokenizer():

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlm.data.corrupt.rows import Ids, Key, Piece, left_to_right
-from jaxlm.data.corrupt.spans import SHORTEST, count_of, inside, runs
+from jaxlm.data.corrupt.spans import OURS, SHORTEST, Edges, count_of, inside, runs
 
 
 class Marks(NamedTuple):
@@ -18,7 +18,15 @@ class Marks(NamedTuple):
 
 
 def blanks(
-    ids: Sequence[Ids], free: int, key: Key, *, rate: float, mean: float, marks: Marks, inner: int
+    ids: Sequence[Ids],
+    free: int,
+    key: Key,
+    *,
+    rate: float,
+    mean: float,
+    marks: Marks,
+    inner: int,
+    edges: Edges = OURS,
 ) -> list[Piece]:
     """`x <blank> y <blank>`, read both ways, then for each blank, in an order that is drawn, `<start> span`.
 
@@ -34,7 +42,7 @@ def blanks(
     draw = key.draws()
     found: dict[int, Piece] = {}
     for number in draw.permutation(len(ids)).tolist():
-        found[number], used = _cut(ids[number], free, draw, rate, mean, marks, inner)
+        found[number], used = _cut(ids[number], free, draw, rate, mean, marks, inner, edges)
         free -= used
     return [found[number] for number in range(len(ids))]
 
@@ -47,9 +55,10 @@ def _cut(
     mean: float,
     marks: Marks,
     most: int,
+    edges: Edges,
 ) -> tuple[Piece, int]:
     """The piece, and how many free slots it takes."""
-    begin, end = inside(ids)
+    begin, end = inside(ids, edges)
     if end - begin < SHORTEST or free < 3:
         return left_to_right(ids, int(draw.integers(1, len(ids)))), 0
     cut, count = count_of(end - begin, rate, mean)

@@ -6,12 +6,21 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxlm.data.corrupt.rows import Ids, Key, Piece, left_to_right
-from jaxlm.data.corrupt.spans import inside
-from jaxlm.data.tokenizer import SPECIALS, Tokenizer
+from jaxlm.data.corrupt.spans import OURS, Edges, inside
+from jaxlm.data.tokenizer import Tokenizer
 
 SLOTS = 128  # of a row, for which one document can be rearranged
 ADDED = 3  # sentinels of a rearranged document
 SPLIT = 6  # ids more that text may need where it is cut within ids
+
+
+# Prefix, middle and suffix: ours and those of Qwen and CodeGemma, of StarCoder, of SantaCoder, of DeepSeek Coder.
+FORMS = (
+    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
+    ("<fim-prefix>", "<fim-middle>", "<fim-suffix>"),
+    ("<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜fim▁hole｜>"),
+)
 
 
 class Marks(NamedTuple):
@@ -31,6 +40,7 @@ def infills(
     spm: float,
     marks: Marks,
     tokenizer: Tokenizer | None,
+    edges: Edges = OURS,
 ) -> list[Piece]:
     """The share `rate` of the pieces, each cut at two places into prefix, middle and suffix, in one of two orders.
 
@@ -39,7 +49,8 @@ def infills(
     end, the middle just ends.
 
     The places are drawn uniformly: between ids, or with a `tokenizer` between characters, whose three parts are then
-    encoded anew, as prompts will be; where a piece is not text, as it begins within a character, between its ids. A piece
+    encoded anew, as prompts will be; where a piece is not text, as it begins within a character, between its ids, and likewise
+    where the tokenizer puts a space in front of all that it encodes. A piece
     that does not find the free slots for its three marks, and for ids that were split, stays as it is.
 
     Source: Bavarian et al. 2022, arXiv:2207.14255, section 3 (SPM as its second variant, for training with both), with
@@ -53,7 +64,7 @@ def infills(
         wanted, order = draw.random(2)
         if wanted >= rate:
             continue
-        begin, end = inside(piece)
+        begin, end = inside(piece, edges)
         parts = _parts(piece[begin:end], draw, tokenizer)
         placed = np.concatenate(
             [piece[:begin], *_ordered(parts, marks, is_spm=order < spm), piece[end:]]
@@ -80,7 +91,7 @@ def _ordered(parts: list[Ids], marks: Marks, *, is_spm: bool) -> list[Ids]:
 
 def _parts(ids: Ids, draw: np.random.Generator, tokenizer: Tokenizer | None) -> list[Ids]:
     """Prefix, middle and suffix."""
-    if tokenizer is not None and (ids >= len(SPECIALS)).all():
+    if tokenizer is not None and not tokenizer.lead and tokenizer.is_text[ids].all():
         try:
             text = b"".join(tokenizer.table[i] for i in ids.tolist()).decode()
         except UnicodeDecodeError:
@@ -91,3 +102,11 @@ def _parts(ids: Ids, draw: np.random.Generator, tokenizer: Tokenizer | None) -> 
             return [np.array(part, np.int32) for part in tokenizer.encode_many(texts)]
     low, high = np.sort(draw.integers(0, len(ids) + 1, 2)).tolist()
     return [ids[:low], ids[low:high], ids[high:]]
+
+
+def marks(tokenizer: Tokenizer) -> Marks | None:
+    """The marks of a tokenizer: ours or, of an imported model, its own."""
+    known = tokenizer.reserved
+    return next(
+        (Marks(*map(known.__getitem__, form)) for form in FORMS if known.keys() >= set(form)), None
+    )

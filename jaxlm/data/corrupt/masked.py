@@ -6,7 +6,9 @@ import numpy as np
 from jaxtyping import Bool
 
 from jaxlm.data.corrupt.rows import Ids, Key, Piece
-from jaxlm.data.tokenizer import SPECIALS, Tokenizer
+from jaxlm.data.tokenizer import Tokenizer
+
+FORMS = "<|mask|>", "[MASK]", "<mask>"  # ours, BERT's, RoBERTa's
 
 
 class Words:
@@ -32,14 +34,14 @@ def masks(
     hidden: float,
     random: float,
     mask: int,
-    vocab: int,
+    is_text: Bool[np.ndarray, "vocab"],
     is_fixed: bool,
     words: Words | None,
 ) -> list[Piece]:
     """Each id, or each word with all its ids, is drawn with probability `rate`; those ids are predicted, where they stood.
 
-    Of them the share `hidden` is read as `mask`, the share `random` as any ordinary id of `vocab`, the others as
-    themselves. Special tokens are never drawn. `is_fixed` draws the same in every epoch: static masking.
+    Of them the share `hidden` is read as `mask`, the share `random` as any id that `is_text`, the others as
+    themselves. What is no text is never drawn. `is_fixed` draws the same in every epoch: static masking.
 
     The id after a piece's last slot is in no slot, and so neither read nor predicted here.
 
@@ -48,7 +50,7 @@ def masks(
     Hugging Face's collator. Its whole words end at punctuation too, ours at white space only.
     """
     draw = key.draws(is_fixed=is_fixed)
-    return [_piece(piece[:-1], draw, rate, hidden, random, mask, vocab, words) for piece in ids]
+    return [_piece(piece[:-1], draw, rate, hidden, random, mask, is_text, words) for piece in ids]
 
 
 def _piece(
@@ -58,14 +60,15 @@ def _piece(
     hidden: float,
     random: float,
     mask: int,
-    vocab: int,
+    is_text: Bool[np.ndarray, "vocab"],
     words: Words | None,
 ) -> Piece:
     count = len(ids)
     units = np.arange(count) if words is None else words(ids)
-    drawn: Bool[np.ndarray, "n"] = (draw.random(count) < rate)[units] & (ids >= len(SPECIALS))
+    drawn: Bool[np.ndarray, "n"] = (draw.random(count) < rate)[units] & is_text[ids]
     fate = draw.random(count)
-    noise = draw.integers(len(SPECIALS), vocab, count, dtype=np.int32)
+    ordinary = np.flatnonzero(is_text)
+    noise = ordinary[draw.integers(len(ordinary), size=count, dtype=np.int32)]
     read = np.where(fate < hidden, mask, np.where(fate < hidden + random, noise, ids))
     return Piece(
         tokens=np.where(drawn, read, ids).astype(np.int32),
@@ -74,3 +77,8 @@ def _piece(
         positions=np.arange(count, dtype=np.int32),
         reach=np.full(count, count - 1, np.int32),
     )
+
+
+def mark(tokenizer: Tokenizer) -> int | None:
+    """The id that a hidden one is read as: ours or, of an imported model, its own."""
+    return next((tokenizer.reserved[name] for name in FORMS if name in tokenizer.reserved), None)

@@ -131,8 +131,8 @@ def sentinels(tokenizer: Tokenizer) -> Ids:
     for form in SENTINEL_FORMS:
         names = map(form.format, itertools.count())
         if found := [
-            tokenizer.specials[name]
-            for name in itertools.takewhile(tokenizer.specials.__contains__, names)
+            tokenizer.reserved[name]
+            for name in itertools.takewhile(tokenizer.reserved.__contains__, names)
         ]:
             return np.array(found, np.int32)
     return np.zeros(0, np.int32)
