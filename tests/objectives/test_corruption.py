@@ -1,15 +1,22 @@
 """What every objective makes of rows: one table of arms, the same laws for all."""
 
+import argparse
 import dataclasses
+import inspect
 import itertools
+import re
 import typing
+from collections import Counter
 
 import jax
 import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
+from jaxlm.data.corrupt import spans
+from jaxlm.data.corrupt.rows import Key, portion
 from jaxlm.data.tokenizer import SPECIALS, Bytes, Tokenizer
+from jaxlm.data.train_tokenizer import train
 from jaxlm.objectives import corruption
 from jaxlm.objectives.config import (
     FIM,
@@ -362,6 +369,48 @@ def test_what_is_evaluated_is_said_for_every_objective():
     as_causal = {name for name, each in told.items() if None in each.values()}
     assert as_causal == {"causal", "mtp", "fim by tokens", "fim by characters", "mixture"}
     assert list(told["mixture"]) == ["", ".prefix", ".masked", ".span", ".ul2", ".blank"]
+
+
+def test_ul2_in_one_row_draws_each_of_its_seven_denoisers():
+    """By the ids that are predicted and the spans that they lie in, which differ between all of them."""
+    length, read = 400, read_by(UL2(), sequence=1024).train
+    ids = np.arange(length, dtype=np.int32) % 200 + len(SPECIALS)
+    named = {
+        (portion(length, rate), max(1, round(portion(length, rate) / mean))): (rate, mean)
+        for rate, mean in corruption.DENOISERS
+    }
+    named[portion(length, corruption.SEQUENTIAL), 0] = "the end"
+    found = Counter()
+    for row in range(700):
+        (piece,) = read.change([ids], read.room, Key(0, 0, row))
+        cut = int((piece.weights > 0)[piece.targets >= len(SPECIALS)].sum())
+        marks = np.isin(piece.tokens, spans.sentinels(Bytes())).sum()
+        found[named[cut, int(marks) // 2]] += 1
+    assert found.keys() == {*corruption.DENOISERS, "the end"}
+    assert all(bounded(count, 700, 1 / 7) for count in found.values()), found
+
+
+@pytest.mark.parametrize("kind", ["unigram:400", "bpe:400", "wordpiece:400", "sentencepiece:400"])
+def test_whole_words_of_a_trained_tokenizer_are_masked_whole(kind):
+    source = inspect.getsource(argparse)
+    tokenizer = train(kind, iter(source.splitlines()))
+    words = re.findall("[a-z]{2,}", source)[:400]
+    ids = np.array([*tokenizer.encode(" ".join(words)), *tokenizer.after], np.int32)
+    assert len(ids) > 1.3 * len(words), "most words are of one id"
+    change = read_by(Masked(unit="word", hidden=1.0, random=0.0), tokenizer, 4096).train.change
+    whole = 0
+    for row in range(20):
+        (piece,) = change([ids], 0, Key(0, 0, row))
+        shown = b""
+        for number, is_hidden in zip(piece.targets.tolist(), piece.weights > 0, strict=True):
+            entry = tokenizer.table[number]
+            shown += re.sub(rb"[^ ]", b"*", entry) if is_hidden else entry
+        seen = shown.decode().split()
+        assert [len(word) for word in seen] == [len(word) for word in words]
+        hidden = {word for word in seen if "*" in word}
+        assert all(set(word) == {"*"} for word in hidden), hidden
+        whole += sum("*" in word for word in seen)
+    assert bounded(whole, 20 * len(words), 0.15)
 
 
 class Bare(Bytes):
