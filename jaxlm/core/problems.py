@@ -9,7 +9,7 @@ from typing import Any
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.provenance import DEFAULT, Origin
 from jaxlm.core.quoting import without_secret
-from jaxlm.core.schema import Setting, settings
+from jaxlm.core.schema import Setting, by_name, chosen, fields, settings, tag
 from jaxlm.core.spelling import distance
 from jaxlm.core.values import brief, check, describe, is_within, read, requirement, show
 
@@ -143,6 +143,18 @@ def unknown(
     words of the name in its doc (`learning_rate` is `optim.lr`, the peak learning rate).
     """
     present = settings(schema, raw)
+    section, _, leaf = path.rpartition(".")
+    union = present.get(section)
+    if union and (owners := _owners(union.arms, leaf)):
+        label = f"{section}.{tag(union.arms[0])}"
+        own = chosen(union.arms, at(raw, section, {}), union.default)
+        now = next((name for name, arm in by_name(union.arms).items() if arm is own), None)
+        return Problem(
+            f"{path} is not a setting here",
+            f"it belongs to another arm of {section}: {label} is {now}, {' and '.join(owners)} would have it",
+            origin,
+            "\n".join(f"--config.{label}={owner}" for owner in owners[:3]),
+        )
     alike = {
         name: known
         for name, known in present.items()
@@ -190,6 +202,11 @@ def unknown(
     return Problem(
         f"unknown setting {path}", why, origin, _renamed(path, best, known, value, origin)
     )
+
+
+def _owners(arms: tuple[type, ...], leaf: str) -> list[str]:
+    """The names of the arms that have a setting of this name."""
+    return [name for name, arm in by_name(arms).items() if leaf in fields(arm)] if arms else []
 
 
 def _parents(path: str) -> list[str]:

@@ -33,7 +33,8 @@ def factors(config: Groups, field: str, paths: Iterable[str]) -> dict[str, float
     """
     paths = list(paths)
     found: dict[str, tuple[str, float]] = {}
-    for entry in getattr(config, field):
+    entries = getattr(config, field)
+    for entry in entries:
         pattern, _, factor = entry.rpartition("=")
         for path in matches(field, pattern, paths):
             if path in found:
@@ -41,7 +42,7 @@ def factors(config: Groups, field: str, paths: Iterable[str]) -> dict[str, float
                     f"two groups of {field} hold {path}",
                     where=f"optim.{field}",
                     why=f"{found[path][0]!r} and {pattern!r} both match it",
-                    fix="narrow one pattern: every parameter lies in one group",
+                    fix=f'--config.optim.{field}="{tuple(e for e in entries if e != entry)}"',
                 )
             found[path] = (pattern, float(factor))
     return {path: factor for path, (_, factor) in found.items()}

@@ -1,6 +1,8 @@
 """What a user gets wrong is said in four parts, in five seconds, before anything compiles, and harms nothing."""
 
+import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -124,9 +126,48 @@ CASES = {
         2,
         ["needs a multiple of 3", "--config.mesh."],
     ),
+    "schedule": (
+        ["--config.schedule.warmup=5000", "--config.train.steps=100"],
+        2,
+        ["not over when the schedule ends", "--config.schedule.warmup=2%"],
+    ),
+    "group": (
+        ["--config.optim.lr_scale=('nothing/*=0.5',)"],
+        2,
+        ["matches no parameter", '--config.optim.lr_scale="()"'],
+    ),
+    "groups": (
+        ["--config.optim.lr_scale=('embedding/*=0.5','embed*=0.1')"],
+        2,
+        ["hold embedding/table", "--config.optim.lr_scale=\"('embedding/*=0.5',)\""],
+    ),
+    "source": (
+        [
+            "--config.data.train=a={p}/texts/*[0-4].txt,b={p}/texts/*[5-9].txt",
+            "--config.data.mixture.name=weights",
+            "--config.data.mixture.weights=a=0.5,c=0.5",
+        ],
+        2,
+        ["'c=0.5' names no source; there is a, b", "--config.data.mixture.weights=a=0.5"],
+    ),
+    "weights": (
+        [
+            "--config.data.train=a={p}/texts/*[0-4].txt,b={p}/texts/*[5-9].txt",
+            "--config.data.mixture.name=weights",
+            "--config.data.mixture.weights=a=0.5,b=0.7",
+        ],
+        2,
+        ["1.2", "--config.data.mixture.weights="],
+    ),
+    "arm": (
+        ["--config.data.mixture.weights=a=0.5,b=0.5"],
+        2,
+        ["weights would have it", "fix    --config.data.mixture.name=weights"],
+    ),
     "workdir": (["--workdir={p}/file/run"], 73, ["cannot be written"]),
     "no config file": (["--config={p}/none.py"], 66, ["none.py"]),
 }
+AFTER_DATA = ("group", "groups")  # the model's parameters are known once its vocabulary is
 ENVIRONMENTS = {"half a cluster": {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2"}}
 
 
@@ -136,8 +177,26 @@ def test_bad_input_is_refused_in_seconds_and_harms_nothing(case, place, tmp_path
     flags = [flag.format(p=place) for flag in flags]
     words = ["train", f"--config={place}/c.py", f"--workdir={tmp_path}/run", *flags]
     refuse(words, tmp_path, code, said, **ENVIRONMENTS.get(case, {}))
-    assert files(tmp_path / "run") <= {"lock", "exit.json"}
-    assert files(tmp_path / "cache") == set(), "no tokenizer, no shards"
+    assert files(tmp_path / "run") <= {"lock", "exit.json", "log.txt", "warnings.jsonl"}
+    if case not in AFTER_DATA:
+        assert files(tmp_path / "cache") == set(), "no tokenizer, no shards"
+
+
+@pytest.mark.slow  # each is a run
+@pytest.mark.parametrize("case", ["schedule", "group", "groups", "source", "weights"])
+def test_with_the_fix_that_is_shown_the_same_command_trains(case, place, tmp_path):
+    flags, code, _ = CASES[case]
+    short = ["--config.data.sequence=32", "--config.train.batch=4"]
+    short += ["--config.data.validation=tail:20%"]
+    words = ["train", f"--config={place}/c.py", f"--workdir={tmp_path}/run", *short]
+    words += [flag.format(p=place) for flag in flags] + ["--stop_at=1"]
+    refused = start([*words, "--json"], tmp_path)
+    assert refused.returncode == code
+    for number, fix in enumerate(json.loads(refused.stdout)["error"]["fix"].splitlines()):
+        again = [*words, *shlex.split(fix), f"--workdir={tmp_path}/{number}"]
+        done = start(again, tmp_path)
+        assert done.returncode == 0, (fix, done.stderr)
+        assert harness.records(tmp_path / str(number))[0]["loss_nats"] > 0
 
 
 def files(folder):
