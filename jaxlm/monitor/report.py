@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxlm.core.errors import DataError
-from jaxlm.monitor import sinks, words
+from jaxlm.monitor import noise, sinks, words
 from jaxlm.monitor.layer_plots import MAPS
 from jaxlm.monitor.plots import PLOTS
 from jaxlm.monitor.sinks import FIGURES, Shape
@@ -153,6 +153,8 @@ def _result(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             f"<p>Median {words.count(middle)} tokens per second. MFU {shown} (6 x parameters that multiply x tokens, "
             f"and attention at the causal half). Peak memory {words.size(peak or None)}.</p>"
         )
+    if told := noise.advice(records):
+        yield f"<p>A batch has {html.escape(told)} (arXiv:1812.06162).</p>"
 
 
 def _sources(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:

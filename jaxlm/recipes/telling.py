@@ -10,7 +10,7 @@ from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data import baselines, peek
 from jaxlm.data.mixture import Mixture
 from jaxlm.models import cost
-from jaxlm.monitor import plots, report, words
+from jaxlm.monitor import noise, plots, report, sinks, words
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import shown
 from jaxlm.recipes import attention, devices
@@ -218,6 +218,7 @@ def finish(session: Session) -> dict[str, Any]:
         answer["baselines"] = known
     plots.draw(path)
     answer["report"] = str(report.write(path))
+    advice = noise.advice(sinks.read(path / "metrics.jsonl"))
     session.console.block(
         f"done at step {last}, {words.count(progress.tokens)} tokens",
         [
@@ -228,6 +229,7 @@ def finish(session: Session) -> dict[str, Any]:
                 if progress.best_loss is not None
                 else "no evaluation",
             ),
+            *([("batch", advice)] if advice else []),
             ("report", str(path / "report.html")),
             (
                 "next",

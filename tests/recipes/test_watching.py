@@ -59,6 +59,8 @@ def test_figures_of_layers_stand_in_the_first_logged_step_of_each_interval(runs)
     # Dropout draws by micro-batch, and noise is told from more of them than the step has.
     np.testing.assert_allclose(whole, record["grad_norm"], rtol=0.03)
     assert record["gradient_noise"] > 0
+    advised = "the noise scale of the gradient is " in (runs[1] / "report.html").read_text()
+    assert advised == (record.get("noise_scale_tokens", 0) > 0)
     assert runs[1].joinpath("events").is_dir()
 
 
@@ -95,6 +97,33 @@ def test_a_step_is_logged_after_the_next_one_was_observed():
     for completed in (1, 2):
         assert seen.take(completed) == {"layers/embedding/table/grad_norm": 10.0 * completed}
     assert seen.take(1) == seen.take(3) == {}
+
+
+def test_the_noise_scale_is_of_the_means_of_twenty_estimates_and_goes_on_after_a_resume():
+    run = Run(
+        train=TrainConfig(steps=60, batch=8, microbatches=4),
+        log=LogConfig(layers=("noise",), every=Span.parse(1), layers_every=Span.parse(1)),
+    )
+    draw = np.random.default_rng(0)
+    taken = [
+        Observed({}, Notes({SQUARE: np.float64(4 * small)}, {}), np.float64(big), np.float64(64))
+        for big, small in draw.uniform([3, 3.5], [3.4, 9], (30, 2))
+    ]
+
+    def told(seen, steps):
+        for step in steps:
+            seen.look(lambda step=step: taken[step], step + 1)
+        return [seen.take(step + 1) for step in steps]
+
+    whole = told(watching.Watching(run, {}, ()), range(30))
+    each = [figures.noise(one, 4) for one in taken]
+    for step, record in enumerate(whole):
+        assert (record["gradient_square"], record["gradient_noise"]) == each[step]
+        squares, traces = np.mean(each[max(0, step - 19) : step + 1], axis=0)
+        assert squares > 0
+        np.testing.assert_allclose(record["noise_scale_tokens"], traces / squares)
+    resumed = watching.Watching(run, {}, [{}, *whole[:17]])
+    assert told(resumed, range(17, 30)) == whole[17:]
 
 
 def test_a_clock_cannot_say_beforehand_which_step_is_logged():
