@@ -1,6 +1,7 @@
 """What disturbs and steadies training, through the front door."""
 
 import jax
+import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
@@ -53,3 +54,31 @@ def test_all_of_it_together_goes_on_bit_for_bit(tmp_path):
     assert harness.losses(whole) == harness.losses(parts)
     assert harness.state_digest(whole) == harness.state_digest(parts)
     assert all(record["qk_clipped_heads"] > 0 for record in harness.records(whole))
+
+
+@pytest.mark.slow
+def test_heads_come_back_alike_in_micro_batches_and_over_a_mesh(tmp_path):
+    """The largest logit of a step is that of all of its rows and heads, wherever they are computed."""
+    plain = {"model.dropout": 0.0, "regularisation.qk_clip": 0.003, "data.validation": ()}
+    config = harness.write_config(tmp_path, plain | {"train.steps": 3, "checkpoint.every": 3})
+    ways = {
+        "whole": ("--cpu_devices=1",),
+        "parts": ("--cpu_devices=1", "--config.train.microbatches=4"),
+        "mesh": ("--cpu_devices=4", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"),
+    }
+    for name, flags in ways.items():
+        words = harness.words(config, tmp_path / name, *flags)
+        code, said = harness.run(words, XLA_FLAGS="")
+        assert code == 0, said
+    whole = harness.store(tmp_path / "whole").arrays(3)
+    records = harness.records(tmp_path / "whole")
+    assert all(record["qk_clipped_heads"] > 0 for record in records)
+    for name in ("parts", "mesh"):
+        for path, array in harness.store(tmp_path / name).arrays(3).items():
+            if path.startswith("params/"):
+                np.testing.assert_allclose(array, whole[path], rtol=1e-4, atol=1e-6, err_msg=path)
+        for one, other in zip(records, harness.records(tmp_path / name), strict=True):
+            assert one["qk_clipped_heads"] == other["qk_clipped_heads"]
+            np.testing.assert_allclose(
+                one["attention_logit_max"], other["attention_logit_max"], rtol=1e-5
+            )

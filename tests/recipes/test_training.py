@@ -7,6 +7,7 @@ import time
 import pytest
 
 import jaxlm
+from jaxlm.cli.main import main
 from jaxlm.core import config as configs
 from jaxlm.recipes.config import Run
 from tests.faults import harness
@@ -74,3 +75,19 @@ def test_a_config_of_a_notebook_is_taken_as_it_is():
     found = _loaded(draft, {"optim.lr": 2e-4, "sample.prompts": ("a", "b")}).value
     assert (found.optim.name, found.optim.lr, str(found.schedule.warmup)) == ("lion", 2e-4, "5%")
     assert found.sample.prompts == ("a", "b")
+
+
+def test_the_command_line_calls_the_same_function(tmp_path, monkeypatch):
+    from jaxlm.recipes import training
+
+    called = {}
+
+    def instead(config, **how):
+        called.update(how, config=config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "train", instead)
+    config = harness.write_config(tmp_path)
+    main(harness.words(config, tmp_path / "run", "--stop_at=7", "--config.optim.lr=0.5"))
+    assert (called["workdir"], called["stop_at"]) == (tmp_path / "run", 7)
+    assert called["config"].value.optim.lr == 0.5
