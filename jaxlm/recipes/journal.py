@@ -93,8 +93,9 @@ class Journal:
 
     def write(self, step: int, split: str, record: dict[str, Any]) -> None:
         """Hands a line of metrics.jsonl to all that take those."""
+        whole = {"step": step, "time_unix": time.time(), "split": split} | record
         for sink in self._sinks:
-            sink.write({"step": step, "time_unix": time.time(), "split": split} | record)
+            sink.write(whole)
 
     def log(self, step: int, values: dict[str, float], beside: dict[str, Any]) -> None:
         """Writes a logged step: the metrics that came of it, and what was measured `beside` them."""
