@@ -9,7 +9,7 @@ from typing import Any
 from jaxlm.monitor.chips import Chip, Machine
 
 CPUINFO = Path("/proc/cpuinfo")
-AMX = 2  # times what float32 reaches, in a step of many tokens; single products 3 to 6 times (scripts/LOG.md)
+AMX = 3  # times what float32 reaches, in a step of many tokens; single products 3 to 6 times (scripts/LOG.md)
 
 
 def this_machine(devices: int, assumed: list[str]) -> Machine:
