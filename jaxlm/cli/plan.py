@@ -3,7 +3,7 @@
 Arithmetic, without the accelerator and without JAX: --on=h100x8, h200, a100x8, t4, v5e-16, v5p-128, v6e-256, or cpu. With
 --exact the step is compiled, for a TPU slice or for this machine's CPU, and the compiler's own account is shown beside it.
 With --fit meshes, micro-batches, remat and chunks of the loss are tried for the fastest that fits. The exit code is 0 also where
-the run does not fit: the answer says so.
+the run does not fit: the answer says so, and what would: these settings, else more of the chips, else a smaller model.
 """
 
 import argparse
@@ -49,7 +49,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         if args.on == "cpu"
         else machine(args.on, flag="--on")
     )
-    chosen, answer = loaded.value, {}
+    chosen = loaded.value
+    answer: dict[str, Any] = {}
     if args.fit:
         from jaxlm.recipes.plan_fit import search
 
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         }
     forecast = plan.forecast(chosen, on, assumed)
     answer |= forecast.record(args.price) | {"sharding": forecast.sharding()}
+    if not forecast.fits:
+        answer["nearest"] = _nearest(loaded.value, on)
     if args.exact:
         from jaxlm.recipes.topology import compile_for, compile_here
 
@@ -75,6 +78,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
         answer["fits"] = compiled["bytes_per_device"]["total"] <= forecast.memory_bytes
     out.result(answer, _text(answer, forecast.run, with_sharding=args.sharding))
     return 0
+
+
+def _nearest(run: Any, on: Any) -> dict[str, Any] | None:
+    from jaxlm.recipes.plan_fit import nearest
+
+    found = nearest(run, on)
+    if found is None:
+        return None
+    return {
+        "flags": found.flags,
+        "bytes_per_device": found.forecast.bytes_per_device["total"],
+        "step_seconds": list(found.forecast.seconds),
+    }
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -154,12 +170,23 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> str:
         found = answer["fit"]
         rows.append(("tried", f"{found['tried']:,} ways, of which {found['fitting']:,} fit"))
         rows.append(("settings", found["flags"] or "as they are"))
+    if "nearest" in answer:
+        rows.append(("nearest", _told(answer["nearest"])))
     rows += [("assumed" if not n else "", text) for n, text in enumerate(answer["assumed"])]
     rows += [("risks" if not n else "", text) for n, text in enumerate(answer["risks"])]
     lines = [f"{name:<11}{text}" for name, text in rows]
     if with_sharding:
         lines += _sharding(answer["sharding"])
     return "\n".join(lines)
+
+
+def _told(nearest: dict[str, Any] | None) -> str:
+    """The nearest that fits, in words."""
+    if nearest is None:
+        return "none: no share of depth, of width or of a row's length fits"
+    low, high = map(words.duration, nearest["step_seconds"])
+    size = words.size(nearest["bytes_per_device"])
+    return f"{nearest['flags']}    # {size} a device, {low} to {high} a step"
 
 
 def _sharding(rows: list[dict[str, Any]]) -> list[str]:

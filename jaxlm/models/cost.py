@@ -1,15 +1,22 @@
 """What a model costs, in closed form: parameters, FLOPs, bytes. Free of JAX."""
 
+import functools
+
 from jaxlm.models.config import Decoder, Encoder, EncoderDecoder, ModelConfig
 from jaxlm.models.tensors import block_tensors, tensors
 from jaxlm.nn.config import AttentionConfig, BlockConfig, MoeConfig
 
+# Each layer is walked through: a search of plans asks the same of one model a thousand times.
+_once = functools.lru_cache(maxsize=64)
 
+
+@_once
 def parameters(config: ModelConfig) -> int:
     """Every number that the model holds."""
     return sum(tensor.size for tensor in tensors(config))
 
 
+@_once
 def active_parameters(config: ModelConfig) -> int:
     """Those that one token meets: all but the experts that it is not sent to."""
     return parameters(config) - sum(
@@ -18,6 +25,7 @@ def active_parameters(config: ModelConfig) -> int:
     )
 
 
+@_once
 def multiplying_parameters(config: ModelConfig) -> int:
     """Those that a token is multiplied with: matrices (of its own experts), the unembedding once for each token that is predicted; no look-up table, norm or bias."""
     heads = len(config.heads)
@@ -36,6 +44,7 @@ def multiplying_parameters(config: ModelConfig) -> int:
     )
 
 
+@_once
 def projecting_parameters(config: ModelConfig) -> int:
     """Those in the projections of attention and of dense MLPs, which training may round to eight bits."""
     return sum(

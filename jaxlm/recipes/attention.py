@@ -52,9 +52,8 @@ def told(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> str:
 
 def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
     """Raises ConfigError where a kernel was asked for that cannot compute this model there."""
-    ways = [
-        (layer.attention, _way(run, layer.attention, sizes, target)) for layer in decoder.layers
-    ]
+    kinds = dict.fromkeys(layer.attention for layer in decoder.layers)
+    ways = [(attention, _way(run, attention, sizes, target)) for attention in kinds]
     if any(attention.dropout and way.kernel == "ring" for attention, way in ways):
         raise ConfigError(
             "keys in a ring leave no room for attention dropout",
@@ -85,7 +84,7 @@ def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
         )
     if named == "auto":
         return
-    works = dict.fromkeys(_work(run, layer.attention, sizes) for layer in decoder.layers)
+    works = dict.fromkeys(_work(run, attention, sizes) for attention in kinds)
     wrong = dict.fromkeys(
         misfit for work in works for misfit in kernels.misfits(named, target, work)
     )

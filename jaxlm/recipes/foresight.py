@@ -11,7 +11,7 @@ from jaxlm.core.errors import ConfigError, OutOfMemory, is_out_of_memory
 from jaxlm.models.config import ModelConfig
 from jaxlm.monitor import chips, cpu, words
 from jaxlm.monitor.chips import Machine
-from jaxlm.recipes import plan
+from jaxlm.recipes import plan, plan_fit
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import Forecast
 
@@ -97,8 +97,14 @@ def shortage(
         f"this run needs {least}{words.size(needed)} a device, there are {words.size(there)}",
         where=when,
         why=f"biggest: {biggest}",
-        fix="\n".join(lines) or "a smaller batch\na smaller model\nmore devices",
+        fix="\n".join(lines) or _smaller(forecast),
     )
+
+
+def _smaller(forecast: Forecast) -> str:
+    """The nearest model that fits, where no setting that leaves it as it is saves anything."""
+    found = plan_fit.smaller(forecast.run, forecast.machine)
+    return found.flags if found else "a smaller model\nmore devices"
 
 
 def _remedies(

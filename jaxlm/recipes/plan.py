@@ -26,6 +26,7 @@ REACHED = {"accelerator": (0.25, 0.60), "cpu": (0.30, 1.00)}
 # XLA for CPU writes out the gradient, the direction and, to measure it, the update: what a step of one short row took, over
 # its parameters, with AdamW (3.00), Muon (3.00), Lion (2.00 to 3.00) and a model of 34M.
 CPU_COPIES = 3.0
+HOST = 8  # GPUs that are joined by the fast wire
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,8 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     assumed.append(
         f"products reach between {low_share:.0%} and {high_share:.0%} of {peak / 1e12:.3g} TFLOP/s"
     )
+    if not machine.chip.is_tpu and machine.devices > HOST:
+        assumed.append(f"the wires between hosts are as fast as those within one of {HOST}")
     if sent:
         assumed.append("communication hides behind products in the best case, and not in the worst")
     return Forecast(
@@ -261,7 +264,8 @@ def _saved(run: Run, decoder: ModelConfig) -> float:
 def _risks(run: Run, machine: Machine, decoder: ModelConfig) -> Iterator[str]:
     """What may go other than planned, by what is known of chips and of training."""
     if run.precision.compute == "bfloat16" and "bfloat16" not in machine.chip.flops:
-        yield f"{machine.chip.name} has no bfloat16: --config.precision.compute=float32"
+        instead = "float16" if "float16" in machine.chip.flops else "float32"
+        yield f"{machine.chip.name} has no bfloat16: --config.precision.compute={instead}"
     products = run.precision.products
     if products != "compute" and products not in machine.chip.flops:
         yield f"{machine.chip.name} has no unit for {products}: rounded so, products cost more time than without"

@@ -1,11 +1,15 @@
-"""The fastest way that fits: meshes, micro-batches, remat and chunks of the loss, tried by arithmetic."""
+"""The fastest way that fits: meshes, micro-batches, remat and chunks of the loss, tried by arithmetic; and where none does, what would."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from jaxlm.core import divisors
-from jaxlm.monitor.chips import Machine
+from jaxlm.core import config, divisors
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.precision_config import ITEM_BYTES
+from jaxlm.models import cost
+from jaxlm.monitor.chips import CHIPS, SLICES, Machine
 from jaxlm.parallel.config import AXES, factorisations
 from jaxlm.recipes import fit
 from jaxlm.recipes.config import Run
@@ -13,8 +17,13 @@ from jaxlm.recipes.plan import Forecast, forecast
 
 REMATS = ("none", "dots", "save:attention_out", "full")
 CHUNKS = (None, 8192, 1024)
+SMALLEST = ("full", 1024)  # of these, the ones that leave least in memory
 FULLEST = 0.85  # of the memory, as a plan may be so much wrong
 WIDEST_TENSOR = 8  # devices that sum activations in every layer need the fastest wires
+MOST_DEVICES = 4096
+# What a run is made smaller by, and the shares of it that are tried.
+SMALLER = (("model.depth",), ("data.sequence",), ("model.width",), ("model.depth", "model.width"))
+SHARES = (*(n / 8 for n in range(7, 0, -1)), *(0.5**n for n in range(4, 13)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +39,7 @@ class Found:
     @property
     def flags(self) -> str:
         """What to paste."""
-        return " ".join(f"--config.{path}={value}" for path, value in self.settings.items())
+        return _pasted(self.settings)
 
 
 def search(run: Run, machine: Machine, assumed: list[str]) -> Found:
@@ -42,7 +51,7 @@ def search(run: Run, machine: Machine, assumed: list[str]) -> Found:
     best: tuple[float, Forecast] | None = None
     smallest: Forecast | None = None
     tried = fitting = 0
-    for changed in _candidates(run, machine.devices):
+    for changed in _candidates(run, machine.devices, REMATS, CHUNKS):
         found = forecast(changed, machine, assumed)
         tried += 1
         if smallest is None or found.bytes_per_device["total"] < smallest.bytes_per_device["total"]:
@@ -59,7 +68,72 @@ def search(run: Run, machine: Machine, assumed: list[str]) -> Found:
     return Found(best[1] if best else None, _settings(run, chosen.run), tried, fitting, smallest)
 
 
-def _candidates(run: Run, devices: int) -> Iterator[Run]:
+class Nearest(NamedTuple):
+    """A plan that fits, and what to paste for it."""
+
+    forecast: Forecast
+    flags: str
+
+
+def nearest(run: Run, machine: Machine) -> Nearest | None:
+    """The first of these that fits: other settings on this machine, a larger one, a smaller model on this one; None where none does."""
+    if found := _fitting(run, machine):
+        return found
+    for larger in _larger(machine):
+        if found := _fitting(run, larger):
+            return found._replace(flags=f"--on={larger.name} {found.flags}".strip())
+    return smaller(run, machine)
+
+
+def smaller(run: Run, machine: Machine) -> Nearest | None:
+    """The run with less of one size, or of two, by as little as fits the machine, and the settings that it then needs."""
+    known = config.flatten(run)
+    for paths in SMALLER:
+        whole = {path: known.get(path) for path in paths}
+        for share in SHARES:
+            sizes = {path: int(share * n) for path, n in whole.items() if isinstance(n, int)}
+            if len(sizes) < len(paths) or not all(sizes.values()):
+                continue
+            try:
+                found = _fitting(run.changed(sizes), machine)
+            except ConfigError:
+                continue
+            if found:
+                return found._replace(flags=f"{_pasted(sizes)} {found.flags}".strip())
+    return None
+
+
+def _fitting(run: Run, machine: Machine) -> Nearest | None:
+    """The fastest that fits; no search where that which takes least memory does not."""
+    remat, chunk = SMALLEST
+    for changed in _candidates(run, machine.devices, (remat,), (chunk,)):
+        found = forecast(changed, machine)
+        weights = cost.parameters(found.decoder) * ITEM_BYTES[run.precision.params]
+        if weights > machine.devices * found.memory_bytes:
+            return None  # in no other layout either
+        if found.bytes_per_device["total"] <= FULLEST * found.memory_bytes:
+            best = search(run, machine, [])
+            return Nearest(best.best, best.flags) if best.best else None
+    return None
+
+
+def _larger(machine: Machine) -> Iterator[Machine]:
+    """More chips of a kind; of a CPU, GPUs."""
+    chip = CHIPS["h100"] if machine.chip.name == "cpu" else machine.chip
+    if chip.is_tpu:
+        of_kind = [each for each in SLICES.values() if each.chip is chip]
+        of_kind = of_kind or [each for each in SLICES.values() if each.chip is CHIPS["v5p"]]
+        yield from (each for each in of_kind if each.devices > machine.devices)
+        return
+    devices = 1 if machine.chip.name == "cpu" else 2 * machine.devices
+    while devices <= MOST_DEVICES:
+        yield Machine(name=f"{chip.name}x{devices}", chip=chip, devices=devices)
+        devices *= 2
+
+
+def _candidates(
+    run: Run, devices: int, remats: Sequence[str], chunks: Sequence[int | None]
+) -> Iterator[Run]:
     asked = {axis: getattr(run.mesh, axis) for axis in ("pipe", "expert", "context")}
     fixed = {axis: 1 if size == "auto" else size for axis, size in asked.items()}
     for sizes in factorisations(devices):
@@ -79,12 +153,16 @@ def _candidates(run: Run, devices: int) -> Iterator[Run]:
             train = dataclasses.replace(run.train, microbatches=number)
             if any(fit.find(dataclasses.replace(laid_out, train=train), sizes)):
                 continue
-            for remat, chunk in itertools.product(REMATS, CHUNKS):
+            for remat, chunk in itertools.product(remats, chunks):
                 yield dataclasses.replace(
                     laid_out,
                     train=dataclasses.replace(train, remat=remat),
                     loss=dataclasses.replace(run.loss, chunk=chunk),
                 )
+
+
+def _pasted(settings: Mapping[str, Any]) -> str:
+    return " ".join(f"--config.{path}={value}" for path, value in settings.items())
 
 
 def _settings(old: Run, new: Run) -> dict[str, str]:

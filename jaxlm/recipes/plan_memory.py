@@ -106,17 +106,20 @@ def temporary_bytes(
     for stack, own in stacks(decoder, share, targets):
         first = len(stack.prefix)
         layers = list(zip(stack.layers, itertools.cycle(policies), strict=False))
+        # A block that repeats is the same object in all its layers.
+        kinds = {(id(block), policy): block for block, policy in layers}
+        keeps = {
+            kind: activations.kept(stack, block, own, kind[1]) for kind, block in kinds.items()
+        }
         kept += activations.biases(stack, own) + sum(
-            activations.kept(stack, block, own, policy)
-            * (passes / stages if number >= first else 1)
+            keeps[id(block), policy] * (passes / stages if number >= first else 1)
             for number, (block, policy) in enumerate(layers)
         )
         kept += sum(activations.kept(stack, block, own, policies[0]) for block in stack.heads)
         # Its gradients are as large as what it keeps, and what it kept not is made again first.
         largest = max(
-            2 * activations.kept(stack, block, own, "none")
-            - activations.kept(stack, block, own, policy)
-            for block, policy in layers
+            2 * activations.kept(stack, block, own, "none") - keeps[kind]
+            for kind, block in kinds.items()
         )
         layer = max(layer, largest + activations.meeting(stack, own))
     predicted = own.tokens  # of the last stack; behind a pipeline of all micro-batches at once

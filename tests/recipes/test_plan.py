@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import typing
@@ -316,12 +317,39 @@ def test_the_fastest_that_fits_is_found_and_fits(capsys):
     assert pasted["bytes_per_device"] == found["bytes_per_device"]
 
 
-def test_what_fits_nowhere_is_answered_with_the_nearest(capsys):
-    code, answer = ask(capsys, "--config=configs/llama_70b.py", "--on=t4", "--fit")
+@pytest.mark.parametrize(
+    ("config", "words", "flags"),
+    [
+        # What this machine takes with other settings, more of the chips, chips in place of a CPU, a smaller model.
+        ("llama_1b.py", "--on=h100", r"--config\.mesh\.fsdp=1 --config\.train\.microbatches="),
+        ("llama_70b.py", "--on=t4 --fit", r"--on=t4x\d+ --config\.mesh\."),
+        ("llama_70b.py", "--on=v5e-64", r"--on=v5e-\d+ "),
+        ("llama_8b.py", "--on=v4", r"--on=v5p-\d+ "),
+        ("llama_8b.py", "--on=cpu", r"--on=h100x\d+ "),
+        ("llama_8b.py", "--on=l4 --config.model.width=65536", r"--config\.model\.\w+=\d+ "),
+    ],
+)
+def test_what_does_not_fit_is_answered_with_the_nearest_that_does(config, words, flags, capsys):
+    asked = [f"--config=configs/{config}", *words.split()]
+    code, answer = ask(capsys, *asked)
     assert code == 0
     assert answer["fits"] is False
-    assert answer["fit"]["fitting"] == 0
-    assert answer["bytes_per_device"]["total"] > 10 * answer["memory_bytes"]
+    assert answer.get("fit", {"fitting": 0})["fitting"] == 0
+    nearest = answer["nearest"]
+    assert re.match(flags, nearest["flags"])
+    plain = [word for word in asked if word != "--fit"]
+    code, pasted = ask(capsys, *plain, *nearest["flags"].split())
+    assert code == 0
+    assert pasted["fits"]
+    assert "nearest" not in pasted
+    assert pasted["bytes_per_device"]["total"] == nearest["bytes_per_device"]
+    assert pasted["step_seconds"] == nearest["step_seconds"]
+
+
+def test_that_nothing_fits_is_said(capsys):
+    words = ["--config=configs/llama_8b.py", "--on=t4", f"--config.model.vocab={2**40}"]
+    assert main(["plan", *words]) == 0
+    assert "nearest    none: no share of depth" in capsys.readouterr().out
 
 
 def test_a_price_makes_a_cost_and_a_cpu_has_no_mfu(capsys):
@@ -356,6 +384,9 @@ def test_rounded_products_take_less_time_where_the_chip_has_a_unit_for_them_and_
         load(settings | {"precision.products": "fp8"}), machine("a100", flag="--on")
     )
     assert any("a100 has no unit for fp8" in risk for risk in old.risks)
+    turing = plan.forecast(load(settings | {"mesh.data": "16"}), machine("t4x16", flag="--on"))
+    assert "t4 has no bfloat16: --config.precision.compute=float16" in turing.risks
+    assert "the wires between hosts are as fast as those within one of 8" in turing.assumed
 
 
 @pytest.mark.parametrize(
