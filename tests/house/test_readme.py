@@ -175,7 +175,12 @@ def test_every_flag_and_every_extra_that_the_prose_names_is_one():
     assert re.findall(r"`jaxlm [a-z-]+ [^`]*--", prose) == [], (
         "a command stands in a block, and runs"
     )
-    known = {"--slow", "--help", "--readme"}  # of scripts/test and scripts/compare_optimizers.py
+    known = {
+        "--slow",
+        "--help",
+        "--readme",
+        "--size",
+    }  # of scripts: test, compare_optimizers.py, bench_torch.py
     for verb in VERBS.values():
         parser = Parser(prog="jaxlm")
         importlib.import_module(verb.module).add_arguments(parser)
