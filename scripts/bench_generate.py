@@ -1,11 +1,12 @@
 """Tokens a second of greedy generation on CPU, beside `generate` of transformers, by turns in one process, with the same weights.
 
 python scripts/bench_generate.py --turns=3, where torch and transformers can be imported (Python 3.11: the `parity` extra).
-A GPT-2 of 110M parameters, 8 prompts of 64 tokens, 128 new tokens each. Both compile or warm up before they are timed.
+A GPT-2 of 110M parameters, 8 prompts of 64 tokens, 128 new tokens each; jaxlm also with guesses (`--prompt_lookup`). All compile or warm up before they are timed.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -34,11 +35,14 @@ from jaxlm.generate import decode, sampling
 from jaxlm.models.build import Blueprint
 from jaxlm.recipes import foreign, importing
 
+LOOKUP = 3  # tokens guessed at a time in the arm that guesses
 Generate = Callable[[], np.ndarray]  # new ids [rows, tokens]
 
 
-def ours(folder: Path, compute: Float, prompts: np.ndarray, count: int) -> Generate:
-    """jaxlm, with products of operands in `compute`."""
+def ours(
+    folder: Path, compute: Float, prompts: np.ndarray, count: int, lookup: int = 0
+) -> Generate:
+    """jaxlm, with products of operands in `compute`, and so many tokens guessed at a time."""
     read = Folder(folder)
     family, _ = foreign.described(read, lambda _: None)
     decoder = family.build()
@@ -52,7 +56,9 @@ def ours(folder: Path, compute: Float, prompts: np.ndarray, count: int) -> Gener
         tensors = foreign.named(layout(decoder, family.HUB), read, family.HUB)
         params = importing.load(tensors, fetch, placed)
     draw = functools.partial(sampling.draw, temperature=0.0)
-    parts = decode.build(blueprint.merge, draw, max_tokens=count, ends=(), pad=0).compiled()
+    parts = decode.build(
+        blueprint.merge, draw, max_tokens=count, ends=(), pad=0, lookup=lookup
+    ).compiled()
     ready = parts.ready(params)  # once, as a model is read once on the other side
     rows, length = prompts.shape
     keys = jax.random.split(jax.random.key(0), rows)
@@ -77,6 +83,13 @@ def theirs(folder: Path, dtype: str, prompts: np.ndarray, count: int) -> Generat
         return out[:, prompts.shape[1] :].numpy()
 
     return run
+
+
+SIDES: dict[str, Callable[..., Generate]] = {
+    "jaxlm": ours,
+    "jaxlm, guessing": functools.partial(ours, lookup=LOOKUP),
+    "transformers": theirs,
+}
 
 
 def main() -> None:
@@ -106,7 +119,7 @@ def main() -> None:
         arms = {
             f"{name} {dtype}": make(folder, dtype, prompts, args.new)
             for dtype in ("float32", "bfloat16")
-            for name, make in (("jaxlm", ours), ("transformers", theirs))
+            for name, make in SIDES.items()
         }
         texts = {name: run() for name, run in arms.items()}
         seconds: dict[str, list[float]] = {name: [] for name in arms}
@@ -125,11 +138,13 @@ def answer(
 ) -> dict[str, Any]:
     """Median rates, how many times as fast we are turn by turn, and how much of the texts is the same."""
     found: dict[str, Any] = {name: tokens / statistics.median(s) for name, s in seconds.items()}
-    for dtype in ("float32", "bfloat16"):
-        own, other = (f"{name} {dtype}" for name in ("jaxlm", "transformers"))
+    for name, dtype in itertools.product(SIDES, ("float32", "bfloat16")):
+        if name == "transformers":
+            continue
+        own, other = (f"{side} {dtype}" for side in (name, "transformers"))
         by_turn = [b / a for a, b in zip(seconds[own], seconds[other], strict=True)]
-        found[f"times as fast, {dtype}"] = statistics.median(by_turn)
-        found[f"same ids, {dtype}"] = float((texts[own] == texts[other]).mean())
+        found[f"times as fast, {own}"] = statistics.median(by_turn)
+        found[f"same ids, {own}"] = float((texts[own] == texts[other]).mean())
     return found
 
 

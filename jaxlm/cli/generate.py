@@ -92,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the same seed draws the same text; once, or once for each prompt (0)",
     )
     parser.add_argument(
+        "--prompt_lookup",
+        type=int,
+        default=0,
+        metavar="N",
+        help="guess N tokens at a time from what was said before: the same text, sooner where it repeats itself (0)",
+    )
+    parser.add_argument(
         "--kv_cache_dtype",
         default="auto",
         metavar="NAME",

@@ -92,7 +92,7 @@ def build(
             return (state.number < max_tokens) & ~jnp.all(state.is_closed)
 
         def advance(state: _State) -> _State:
-            token = state.open.ids[:, :, state.number - 1].reshape(-1)
+            token = state.open.ids[:, :, state.number - 1].reshape(-1, 1)
             values, cache = following(model, token, state.cache)
             return extend(model, values, state._replace(cache=cache))
 

@@ -34,6 +34,7 @@ BEAM_HAS_NONE: dict[str, object] = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
+    "prompt_lookup": 0,
     "stop": (),
 }
 # Of all stops together: the table of their states has as many rows, of two bytes an id.
@@ -72,6 +73,13 @@ class GenerateConfig:
         1.0, "a beam scores its log-probability over its tokens to this power"
     )
     seed: tuple[int, ...] = setting((0,), "the same seed draws the same text; one, or one a prompt")
+    prompt_lookup: int = setting(
+        0,
+        "tokens guessed at a time from what was said before, and checked in one pass: the same text, sooner where it repeats itself",
+        unit="tokens",
+        low=0,
+        high=15,
+    )
     kv_cache_dtype: Literal["auto", "int8"] = setting(
         "auto", "numbers of the key-value cache; auto is what activations have"
     )

@@ -11,8 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxlm.core import backend
 from jaxlm.data.batch import START
+from jaxlm.generate.lookup import Said
 from jaxlm.generate.penalties import History, Penalties
 from jaxlm.models.backbone import Hidden
+from jaxlm.models.config import ModelConfig
 from jaxlm.models.decoder import Decoder
 from jaxlm.models.encoder_decoder import EncoderDecoder
 from jaxlm.nn.cache import KVCache
@@ -35,14 +37,14 @@ class Generated(NamedTuple):
 class State(NamedTuple):
     """What goes from token to token."""
 
-    number: Array  # tokens drawn so far, of the rows that are open
-    length: Array  # [B], of each row
+    length: Array  # [B], tokens drawn so far
     ids: Array
     log_probabilities: Array | None
     token: Array  # [B], the last of each row
     reason: Array  # [B], -1 while a row is open
     at: Array | None  # [B], states of `stops`
     history: History | None
+    said: Said | None
     cache: KVCache
 
 
@@ -52,7 +54,8 @@ class Decoding:
 
     `ready(params)` are the weights as a loop over tokens reads them, which the others take.
     `begin(ready, prompts [B, P], lengths [B], keys [B])` reads the prompts and draws the first token of each.
-    `go_on(ready, state, keys, until)` draws on to `until` tokens, or until all rows have ended; the state may be donated.
+    `go_on(ready, state, keys, until)` draws on until each row has `until` tokens, if not more, or has ended; the state may be
+    donated.
 
     Called as (params, prompts, lengths, keys), all of it is one program, to the most tokens.
     """
@@ -75,6 +78,13 @@ class Decoding:
             begin=jax.jit(self.begin),
             go_on=jax.jit(self.go_on, donate_argnums=1),
         )
+
+
+def can_look_up(config: ModelConfig) -> bool:
+    """Whether what comes of a token is the same with guesses behind it: not where a position far on changes its rotation."""
+    return not any(
+        layer.attention.rotary and layer.attention.rotary.beyond for layer in config.layers
+    )
 
 
 def is_any(token: Array, ids: Sequence[int]) -> Array:
@@ -101,6 +111,7 @@ def build(
     stops: Int[Array, "S V"] | None = None,
     is_scored: bool = False,
     is_int8: bool = False,
+    lookup: int = 0,
 ) -> Decoding:
     """What goes on from prompts, to be jitted.
 
@@ -114,6 +125,9 @@ def build(
       is_scored: whether log-probabilities come back: those of the model itself, over all ids, before penalties and cuts.
       is_int8: whether the cache, which holds P + max_tokens slots a row, is rounded; beside an encoder, which reads the
         prompts, max_tokens.
+      lookup: tokens that are guessed from the row at a time and read with the last drawn one. Each token is drawn as
+        without, from the model's own logits and with its own key; as far as guesses turn out right, several come of one pass.
+        0 where a token's numbers depend on those after it, see `can_look_up`.
     """
     is_other = is_prepared()
 
@@ -127,12 +141,17 @@ def build(
         model = model_of(ready)
         rows = prompts.shape[0]
         hidden = prefill(
-            model, prompts, lengths, more=max_tokens, both_ways=both_ways, is_int8=is_int8
+            model,
+            prompts,
+            lengths,
+            more=max_tokens,
+            both_ways=both_ways,
+            is_int8=is_int8,
+            spare=lookup,
         )
         assert hidden.cache is not None
         empty = jnp.full((rows, max_tokens), pad, jnp.int32)
         begun = State(
-            number=jnp.int32(0),
             length=jnp.zeros((rows,), jnp.int32),
             ids=empty,
             log_probabilities=jnp.zeros(empty.shape) if is_scored else None,
@@ -140,49 +159,64 @@ def build(
             reason=jnp.full((rows,), -1),
             at=None if stops is None else jnp.zeros((rows,), stops.dtype),
             history=_history(model, prompts, lengths) if penalties.is_any else None,
+            said=Said.of(prompts, lengths, max_tokens) if lookup else None,
             cache=hidden.cache,
         )
-        return pick(model, hidden.values, begun, keys)
+        return pick(model.logits(hidden.values)[:, 0], begun, keys, begun.reason < 0)
 
     def go_on(ready: Any, state: State, keys: Array, until: Array) -> State:
         model = model_of(ready)
 
         def is_open(state: State) -> Array:
-            return (state.number < until) & jnp.any(state.reason < 0)
+            return jnp.any(is_live(state) & (state.length < until))
 
         def advance(state: State) -> State:
-            values, cache = following(model, state.token, state.cache)
-            return pick(model, values, state._replace(cache=cache), keys)
+            tokens, guesses = state.token[:, None], None
+            if state.said is not None:
+                guesses = state.said.guess(lookup)
+                tokens = jnp.concatenate((tokens, guesses), axis=1)
+            values, cache = following(model, tokens, state.cache)
+            logits, before, live = model.logits(values), state.length, is_live(state)
+            for place in range(tokens.shape[1]):
+                if guesses is not None and place:
+                    live = live & is_live(state) & (state.token == guesses[:, place - 1])
+                state = pick(logits[:, place], state, keys, live)
+            # What was read of wrong guesses is written over.
+            read = state.cache.length + state.length - before
+            return state._replace(cache=cache._replace(length=read))
 
         return jax.lax.while_loop(is_open, advance, state)
 
-    def pick(model: Writer, hidden: Array, state: State, keys: Array) -> State:
-        """The state with one id more in each open row."""
-        logits = raw = model.logits(hidden)[:, 0]
+    def is_live(state: State) -> Array:
+        """Rows that go on."""
+        return (state.reason < 0) & (state.length < max_tokens)
+
+    def pick(logits: Array, state: State, keys: Array, live: Array) -> State:
+        """The state with one id more in each row that is live."""
+        raw = logits
         if state.history is not None:
             logits = penalties(logits, state.history)
         if allowed is not None:
             logits = jnp.where(allowed[None], logits, -jnp.inf)
-        is_closed = state.reason >= 0
-        token = draw(logits, jax.vmap(jax.random.fold_in, (0, None))(keys, state.number))
-        token = jnp.where(is_closed, pad, token)
+        token = draw(logits, jax.vmap(jax.random.fold_in)(keys, state.length))
+        row, place = jnp.arange(len(token)), jnp.where(live, state.length, max_tokens)
         found = state.log_probabilities
         if found is not None:
             score = jnp.take_along_axis(jax.nn.log_softmax(raw), token[:, None], axis=1)[:, 0]
-            found = found.at[:, state.number].set(jnp.where(is_closed, 0.0, score))
-        at, reason = state.at, jnp.where(~is_closed & is_any(token, ends), END, state.reason)
+            found = found.at[row, place].set(score, mode="drop")
+        at, reason = state.at, jnp.where(live & is_any(token, ends), END, state.reason)
         if stops is not None and at is not None:
-            at = jnp.where(is_closed, at, stops[at, token])
+            at = jnp.where(live, stops[at, token], at)
             reason = jnp.where((reason < 0) & (at == stops.shape[0] - 1), STOP, reason)
         return state._replace(
-            number=state.number + 1,
-            length=state.length + ~is_closed,
-            ids=state.ids.at[:, state.number].set(token),
+            length=state.length + live,
+            ids=state.ids.at[row, place].set(token, mode="drop"),
             log_probabilities=found,
-            token=token,
+            token=jnp.where(live, token, state.token),
             reason=reason,
             at=at,
-            history=state.history and state.history.extended(token),
+            history=state.history and state.history.extended(token, live),
+            said=state.said and state.said.extended(token, live),
         )
 
     return Decoding(ready, begin, go_on, max_tokens)
@@ -217,16 +251,17 @@ def prefill(
     more: int,
     both_ways: bool,
     is_int8: bool,
+    spare: int = 0,
 ) -> Hidden:
     """The stream at the last token of each prompt, [B, 1, D], and a cache with the prompts in it and room for `more`.
 
-    Of an encoder-decoder the encoder reads the prompts, and the stream is that at what the decoder begins with.
+    Up to 1 + `spare` tokens may then be read at a time, of which the last are read again. Of an encoder-decoder the encoder reads the prompts, and the stream is that at what the decoder begins with.
     """
     rows, longest = prompts.shape
     if isinstance(model, EncoderDecoder):
         is_real = jnp.arange(longest)[None] < lengths[:, None]
-        begun = model.begun(prompts, is_real.astype(jnp.int32), more, is_int8=is_int8)
-        values, cache = following(model, jnp.full((rows,), START, jnp.int32), begun)
+        begun = model.begun(prompts, is_real.astype(jnp.int32), more, is_int8=is_int8, spare=spare)
+        values, cache = following(model, jnp.full((rows, 1), START, jnp.int32), begun)
         return Hidden(values, cache, {}, values)
     index = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32)[None], prompts.shape)
     last = lengths[:, None] - 1
@@ -234,7 +269,7 @@ def prefill(
         prompts,
         positions=jnp.minimum(index, last),  # a table of positions may end where the padding begins
         reach=jnp.maximum(index, last) if both_ways else None,
-        cache=model.empty_cache(rows, longest + more, is_int8=is_int8),
+        cache=model.empty_cache(rows, longest + more, is_int8=is_int8, spare=spare),
         count=lengths,
     )
     assert hidden.cache is not None
@@ -242,8 +277,12 @@ def prefill(
     return hidden._replace(values=values, cache=hidden.cache._replace(length=lengths))
 
 
-def following(model: Writer, tokens: Int[Array, "B"], cache: KVCache) -> tuple[Array, KVCache]:
-    """The stream at one token more of each row, [B, 1, D], and the cache with it."""
-    hidden = model(tokens[:, None], positions=cache.length[:, None], cache=cache)
+def following(model: Writer, tokens: Int[Array, "B T"], cache: KVCache) -> tuple[Array, KVCache]:
+    """The stream at some tokens more of each row, [B, T, D], and the cache with them."""
+    count = tokens.shape[1]
+    positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    if model.config.positions is not None:  # of guesses alone
+        positions = jnp.minimum(positions, model.config.positions - 1)
+    hidden = model(tokens, positions=positions, cache=cache)
     assert hidden.cache is not None
-    return hidden.values, hidden.cache._replace(length=cache.length + 1)
+    return hidden.values, hidden.cache._replace(length=cache.length + count)

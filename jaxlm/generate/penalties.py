@@ -23,10 +23,11 @@ class History(NamedTuple):
         is_there = jnp.zeros((rows, vocab), bool).at[row, ids].set(True, mode="drop")
         return cls(is_there, jnp.zeros((rows, vocab), jnp.int32))
 
-    def extended(self, ids: Int[Array, "B"]) -> Self:
-        """With one id more in each row."""
+    def extended(self, ids: Int[Array, "B"], where: Bool[Array, "B"]) -> Self:
+        """With one id more in some rows."""
         row = jnp.arange(ids.shape[0])
-        return type(self)(self.is_there.at[row, ids].set(True), self.drawn.at[row, ids].add(1))
+        is_there = self.is_there.at[row, ids].max(where)
+        return type(self)(is_there, self.drawn.at[row, ids].add(where))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -205,8 +205,13 @@ class Backbone(nnx.Module):
                 setattr(self, name, blocks)
         return self
 
-    def empty_cache(self, rows: int, slots: int, *, is_int8: bool = False) -> KVCache:
-        """A cache for `rows` sequences of up to `slots` tokens, in the dtype of activations or rounded to int8."""
+    def empty_cache(
+        self, rows: int, slots: int, *, is_int8: bool = False, spare: int = 0
+    ) -> KVCache:
+        """A cache for `rows` sequences of up to `slots` tokens, in the dtype of activations or rounded to int8.
+
+        The last `spare` of some tokens that are written at a time may be written again, see `LayerCache.empty`.
+        """
         config = self.config
         dtype = jnp.dtype(jnp.int8) if is_int8 else self.precision.activations
 
@@ -214,7 +219,7 @@ class Backbone(nnx.Module):
             own = block.attention
             # Biases are of all slots in their order.
             window = None if own.relative else own.window
-            return LayerCache.empty(rows, slots, own.cached, dtype, window)
+            return LayerCache.empty(rows, slots, own.cached, dtype, window, spare)
 
         layers: Caches = {f"prefix/{i}": (empty(block),) for i, block in enumerate(config.prefix)}
         repeated, kinds = config.depth - len(config.prefix), len(config.pattern)

@@ -112,16 +112,18 @@ class EncoderDecoder(nnx.Module):
         slots: int,
         *,
         is_int8: bool = False,
+        spare: int = 0,
     ) -> KVCache:
         """A cache for up to `slots` tokens a row, with the keys and values of what the encoder makes of `source`.
 
-        With `is_int8` those of the tokens are rounded; those of the source are as activations are.
+        With `is_int8` those of the tokens are rounded; those of the source are as activations are. `spare` is that of
+        `Backbone.empty_cache`.
         """
         values = self.encode(source, segments).values
         known = jax.tree.map(
             lambda x: x.astype(self.precision.activations), self.decoder.stack.across(values)
         )
-        cache = self.decoder.empty_cache(source.shape[0], slots, is_int8=is_int8)
+        cache = self.decoder.empty_cache(source.shape[0], slots, is_int8=is_int8, spare=spare)
         return cache._replace(source=Source(known, segments))
 
     def unstacked(self) -> Self:

@@ -27,7 +27,7 @@ class Read(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("keys", "values", "key_scale", "value_scale"),
-    meta_fields=("is_ring",),
+    meta_fields=("is_ring", "spare"),
 )
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
@@ -45,6 +45,7 @@ class LayerCache:
     key_scale: Float[Array, "B K S 1"] | None = None
     value_scale: Float[Array, "B K S 1"] | None = None
     is_ring: bool = False
+    spare: int = 0
 
     @classmethod
     def empty(
@@ -54,14 +55,22 @@ class LayerCache:
         kept: tuple[int, int, int],
         dtype: jnp.dtype,
         window: int | None,
+        spare: int = 0,
     ) -> Self:
-        """Zeros; a ring where the window is shorter than the row. `kept` is `AttentionConfig.cached`."""
+        """Zeros; a ring where the window is shorter than the row. `kept` is `AttentionConfig.cached`.
+
+        With `spare` more slots, 1 + `spare` tokens may be written at a time, and all but the first of them again, as
+        other tokens: a ring still holds what these see.
+        """
+        slots = slots + spare
+        if window is not None:
+            window = window + spare
         is_ring = window is not None and window < slots
         heads, *sizes = kept
         shape = (rows, heads, window if is_ring else slots)
         keys, values = (jnp.zeros((*shape, size), dtype) for size in sizes)
         scale = jnp.zeros((*shape, 1)) if dtype == jnp.int8 else None
-        return cls(keys, values, scale, scale, is_ring)
+        return cls(keys, values, scale, scale, is_ring, spare)
 
     @property
     def slots(self) -> int:
@@ -82,7 +91,10 @@ class LayerCache:
         """
         length = keys.shape[1]
         keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
-        new = type(self)(*self._packed(keys, values), is_ring=self.is_ring)
+        keys, values, key_scale, value_scale = self._packed(keys, values)
+        new = dataclasses.replace(
+            self, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale
+        )
         index = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
         if not self.is_ring:
             written = self._map(lambda cache, part: _placed(cache, part, start), new)
@@ -91,7 +103,7 @@ class LayerCache:
         is_kept = (index < stop[:, None]) & (index >= stop[:, None] - self.slots)
         slot = jnp.where(is_kept, index % self.slots, self.slots)
         written = self._map(lambda ring, part: _dropped(ring, part, slot), new)
-        if length == 1:
+        if length <= 1 + self.spare:
             return written, written._read(_in_ring(stop, self.slots))
         # The first of the new tokens still see what the last of them are written over.
         both = self._map(lambda ring, part: jnp.concatenate((ring, part), axis=2), new)

@@ -63,6 +63,13 @@ class Sampler:
         self.config, self.tokenizer = config, tokenizer
         self._is_paired = isinstance(blueprint.config, EncoderDecoder)
         self._check_room(blueprint.config.positions, flag)
+        if config.prompt_lookup and not decode.can_look_up(blueprint.config):
+            raise ConfigError(
+                "this model cannot check guesses",
+                where=f"{flag}prompt_lookup={config.prompt_lookup}",
+                why="it reads a text otherwise once that goes beyond the original context (rope_scaling.name=long), as guesses may",
+                fix=f"{flag}prompt_lookup=0",
+            )
         ids = np.arange(blueprint.config.vocab)
         text = np.isin(ids, [*np.flatnonzero(tokenizer.token_bytes > 0), *tokenizer.ends])
         self._stops = tuple(stop.encode() for stop in config.stop)
@@ -96,6 +103,7 @@ class Sampler:
             if self._stops
             else None,
             is_scored=is_scored,
+            lookup=config.prompt_lookup,
             **shared,
         ).compiled()
 
@@ -155,18 +163,19 @@ class Sampler:
             state = decoding.go_on(ready, state, keys, jnp.int32(most))
             return host.fetch(decode.drawn(state))
         streams = [Stream(self._stops) for _ in self.config.prompts]
-        shown, until = 0, 1
+        shown, until = [0] * len(streams), 1
         while True:
             ids, lengths, reasons = host.fetch((state.ids, state.length, state.reason))
-            is_last = until == most or not (reasons < 0).any()
+            is_last = not ((reasons < 0) & (lengths < most)).any()
             for row, stream in enumerate(streams):
                 end = lengths[row] - (reasons[row] == decode.END)
-                more = b"".join(self.tokenizer.table[i] for i in ids[row, shown : min(until, end)])
+                more = b"".join(self.tokenizer.table[i] for i in ids[row, shown[row] : end])
+                shown[row] = end
                 is_ended = is_last or bool(reasons[row] >= 0)
                 tell(row, stream.push(more, is_ended=is_ended), is_ended)
             if is_last:
                 return host.fetch(decode.drawn(state))
-            shown, until = until, min(until + SHOWN_TOKENS, most)
+            until = min(until + SHOWN_TOKENS, most)
             state = decoding.go_on(ready, state, keys, jnp.int32(until))
 
     def _written(self, prompt: str, row: int, out: Any) -> Written:

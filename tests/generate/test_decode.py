@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 
 from jaxlm.core.precision import Precision
-from jaxlm.generate import decode, sampling, stops
+from jaxlm.generate import decode, lookup, sampling, stops
 from jaxlm.generate.penalties import Penalties
 from jaxlm.models.build import Blueprint
+from jaxlm.models.families.deepseek_v2 import DeepSeekV2
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.mistral import Mistral
+from jaxlm.models.families.phi3 import Phi3
+from jaxlm.models.families.t5 import T5
+from jaxlm.nn.rotary import LongScaling
 
 VOCAB, END, PAD = 40, 2, 0
 PROMPTS = [[5, 6, 7, 8, 9], [11, 12], [20, 21, 22]]
@@ -20,10 +25,20 @@ FAMILIES = {
     "llama": Llama(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2),
     "gpt2": GPT2(vocab=VOCAB, width=32, depth=2, heads=4, context=64),
 }
+# Rings, positions up to the last that there is, biases by distance beside an encoder, latent attention.
+SMALL = {"vocab": VOCAB, "width": 32, "depth": 2, "heads": 4}
+GUESSING = FAMILIES | {
+    "mistral": Mistral(**SMALL, kv_heads=2, window=4),
+    "gpt2, full": GPT2(**SMALL, context=5 + 24),
+    "t5": T5(**SMALL),
+    "deepseek_v2": DeepSeekV2(
+        **SMALL, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=8, experts=4, top_k=2, shared=32
+    ),
+}
 
 
 def made(name):
-    blueprint = Blueprint(FAMILIES[name].build(), Precision.float32())
+    blueprint = Blueprint(GUESSING[name].build(), Precision.float32())
     return blueprint, jax.tree.map(lambda x: 5 * x, jax.jit(blueprint.init)(jax.random.key(0)))
 
 
@@ -226,3 +241,85 @@ def test_some_tokens_at_a_time_are_the_tokens_of_one_program(built, monkeypatch,
     # What is not an id comes of two programs, which add up in orders of their own.
     for ours, theirs in zip(found, whole, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5)
+
+
+@pytest.fixture(scope="module", params=GUESSING)
+def guessing(request):
+    return made(request.param)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"allowed": jnp.arange(VOCAB) < 3},  # so that it repeats itself
+        {
+            "temperature": 0.8,
+            "penalties": Penalties(repetition=1.1, frequency=0.1),
+            "ends": (7, 9),
+            "is_scored": True,
+            "is_int8": True,
+        },
+    ],
+)
+def test_guesses_change_nothing_but_the_number_of_passes(guessing, how):
+    drawn = []
+
+    def counted(logits, keys, temperature):
+        jax.debug.callback(lambda: drawn.append(1))
+        return sampling.draw(logits, keys, temperature=temperature)
+
+    def text(number):
+        drawn.clear()
+        settings = {"max_tokens": 24, "ends": (), "pad": PAD} | how
+        draw = functools.partial(counted, temperature=settings.pop("temperature", 0.0))
+        built = decode.build(guessing[0].merge, draw, lookup=number, **settings)
+        prompts = np.full((3, 5), PAD, np.int32)
+        for row, prompt in zip(prompts, PROMPTS, strict=True):
+            row[: len(prompt)] = prompt
+        lengths = jnp.asarray([*map(len, PROMPTS)], jnp.int32)
+        keys = jnp.stack([jax.random.key(seed) for seed in (0, 1, 2)])
+        out = jax.jit(built)(guessing[1], prompts, lengths, keys)
+        jax.effects_barrier()
+        return out, 1 + (len(drawn) - 1) // (1 + number)
+
+    (plain, every), (guessed, passes) = text(0), text(3)
+    np.testing.assert_array_equal(guessed.ids, plain.ids)
+    np.testing.assert_array_equal(guessed.length, plain.length)
+    np.testing.assert_array_equal(guessed.reason, plain.reason)
+    if plain.log_probabilities is not None:
+        np.testing.assert_allclose(
+            guessed.log_probabilities, plain.log_probabilities, rtol=1e-4, atol=1e-5
+        )
+    assert every == plain.length.max()
+    assert passes <= every
+    if "allowed" in how:
+        assert passes < every, "no guess was right"
+
+
+def test_a_guess_is_what_followed_the_longest_end_where_it_last_stood_before():
+    """Beside a loop over places, on rows of few ids; a row that repeats itself goes on so."""
+    rng, number = np.random.default_rng(0), 5
+    ids = rng.integers(1, 4, (60, 20)).astype(np.int32)
+    count = rng.integers(1, 21, 60).astype(np.int32)
+    ids[0, :6], count[0] = (1, 2, 3, 1, 2, 3), 6
+    found = np.asarray(lookup.Said(jnp.asarray(ids), jnp.asarray(count)).guess(number))
+    assert found[0].tolist() == [1, 2, 3, 1, 2]
+    checked = 0
+    for row, size, guess in zip(ids.tolist(), count, found, strict=True):
+        said = row[:size]
+        for length in (3, 2, 1):
+            places = [
+                n for n in range(length, size) if said[n - length : n] == said[size - length :]
+            ]
+            if places:
+                rest = said[places[-1] :]
+                assert guess.tolist() == [rest[n % len(rest)] for n in range(number)]
+                checked += 1
+                break
+    assert checked > 50
+
+
+def test_a_model_that_reads_far_texts_otherwise_looks_nothing_up():
+    scaling = LongScaling(short=(1.0,) * 4, long=(2.0,) * 4, original=8)
+    assert not decode.can_look_up(Phi3(**SMALL, rope_scaling=scaling).build())
+    assert decode.can_look_up(Phi3(**SMALL).build())

@@ -72,6 +72,12 @@ def test_a_beam_search_is_the_same_whatever_the_seed(capsys, run):
         (("--stop=" + "x" * 300,), "stop", "--stop=END"),
         (("--beams=2",), "temperature", "--temperature=0"),
         (("--beams=2", "--temperature=0", "--stop=a"), "stop", "--beams=1"),
+        (
+            ("--beams=2", "--temperature=0", "--prompt_lookup=3"),
+            "prompt_lookup",
+            "--prompt_lookup=0",
+        ),
+        (("--prompt_lookup=99",), "prompt_lookup", "--prompt_lookup=15"),
         (("--min_p=1.5",), "min_p", "--min_p=1"),
         (("--repetition_penalty=0",), "repetition_penalty", "--repetition_penalty="),
         (("--kv_cache_dtype=int4",), "kv_cache_dtype", "--kv_cache_dtype=int8"),
@@ -110,6 +116,20 @@ def test_text_printed_as_it_is_made_is_the_text_printed_at_the_end(capsys, run, 
         assert parts == []
     else:
         assert len([part for part in parts if part]) > (2 if "--max_tokens=1" in words else 6)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--temperature=0", "--stream"),
+        ("--temperature=0.7", "--seed=5", "--seed=6", "--stop=t", "--frequency_penalty=0.5"),
+        ("--temperature=0", "--kv_cache_dtype=int8"),
+    ],
+)
+def test_guesses_change_no_text(capsys, run, words):
+    """Prompts of other lengths, one of which says the same again and again."""
+    asked = ("--prompt=" + "import os\n" * 4, "--prompt=def ", *words)
+    assert printed(capsys, run, *asked, "--prompt_lookup=4") == printed(capsys, run, *asked)
 
 
 def recorded(monkeypatch):
