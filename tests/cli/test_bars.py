@@ -1,4 +1,4 @@
-"""The bars of long commands: what they show on a terminal, and that a log has none."""
+"""The bars of long commands: what they show on a terminal, and the lines of a log."""
 
 import io
 import re
@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from jaxlm.cli import bars
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 
@@ -41,5 +42,18 @@ def test_a_terminal_sees_how_much_is_done_how_fast_and_what_time_is_left(monkeyp
 
 
 @pytest.mark.parametrize(("stream", "quiet"), [(io.StringIO(), False), (Terminal(), True)])
-def test_a_log_and_a_quiet_command_see_nothing(monkeypatch, stream, quiet):
+def test_a_log_of_half_a_second_and_a_quiet_command_see_nothing(monkeypatch, stream, quiet):
     assert shown(monkeypatch, stream, quiet) == ""
+
+
+def test_a_log_has_a_line_now_and_then_with_the_rate_and_the_time_that_is_left(monkeypatch, capsys):
+    monkeypatch.setattr(bars, "LINE_SECONDS", 0.15)
+    shown(monkeypatch, io.StringIO())
+    lines = capsys.readouterr().out.splitlines()
+    assert 1 <= len(lines) <= 3
+    found = re.fullmatch(
+        r"of a test: cleaning: ([\d.]+) MiB of 76.3 MiB, ([\d.]+) MiB a second, [\d.:]+s? left",
+        lines[-1],
+    )
+    assert found, lines
+    assert 30 < float(found[2]) < 300

@@ -37,7 +37,15 @@ from jaxlm.data.prepare.files import Written, changed, is_whole
 from jaxlm.data.prepare.filters.perplexity import MakeScorer
 from jaxlm.data.prepare.job import CLUSTERS, PAGE, REPORT, WORK, Job, part_of
 from jaxlm.data.prepare.report import report
-from jaxlm.data.prepare.unit import Half, Seconds, cleaned, finished, output, verdict
+from jaxlm.data.prepare.unit import (
+    Half,
+    Seconds,
+    changed_since,
+    cleaned,
+    finished,
+    output,
+    verdict,
+)
 
 LOCK = ".lock"
 Progress = Callable[
@@ -101,7 +109,9 @@ def _do(
     sizes = [sum(size for _, _, size in unit) for unit in job.units]
     seconds = Seconds(float)
     read = 0
-    if not verdict(job, 0).parent.exists():
+    is_compared = verdict(job, 0).parent.exists()
+    _check_times(job, is_compared, say)
+    if not is_compared:
         dirty = [number for number in numbers if not cleaned(job, number).exists()]
         if len(dirty) < len(numbers):
             say(f"going on: {len(numbers) - len(dirty)} of {len(numbers)} units are cleaned")
@@ -119,6 +129,21 @@ def _do(
         done += sizes[number]
         progress("writing", done, sum(sizes))
     return seconds, read
+
+
+def _check_times(job: Job, is_compared: bool, say: Callable[[str], None]) -> None:
+    """Lets units be cleaned again whose files were written since they were, and says so; once all are compared, that it is too late."""
+    for number in range(len(job.units)):
+        if not cleaned(job, number).exists() or not (names := changed_since(job, number)):
+            continue
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        if is_compared:
+            say(
+                f"{names[0]}{others} was written since it was read, and stays as it was then: all are compared; --out={job.out}-2 reads it again"
+            )
+        else:
+            say(f"{names[0]}{others} was written since it was read: unit {number} is done again")
+            shutil.rmtree(cleaned(job, number))
 
 
 def _add(seconds: Seconds, spent: dict[str, float]) -> None:

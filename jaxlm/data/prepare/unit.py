@@ -24,6 +24,7 @@ from jaxlm.data.prepare.files import LineFiles, Written, checked_lines
 from jaxlm.data.prepare.filters.perplexity import MakeScorer
 from jaxlm.data.prepare.job import WORK, Job
 from jaxlm.data.prepare.readers.files import is_one_record, read
+from jaxlm.data.prepare.remote import is_remote
 from jaxlm.data.prepare.task import Task
 
 KEPT, BROKEN, PLACES, SIGNATURES, DONE = "kept", "broken", "places", "signatures", "done.json"
@@ -35,6 +36,13 @@ Seconds = defaultdict[str, float]  # of a core, by stage
 def cleaned(job: Job, number: int) -> Path:
     """The folder of a unit between its two halves."""
     return job.out / WORK / f"{number:05d}"
+
+
+def changed_since(job: Job, number: int) -> list[str]:
+    """The files of a unit that is cleaned which have been written since; of those behind a URL that is not known."""
+    done = json.loads((cleaned(job, number) / DONE).read_text(encoding="utf-8"))
+    now = _times(job.units[number])
+    return [name for name, before in done["times"].items() if now[name] != before]
 
 
 def finished(job: Job, number: int) -> Path:
@@ -78,6 +86,7 @@ class Units:
             if folder is None:
                 return {}
             counts, signer = Counts(), Signer(self._job.recipe)
+            times = _times(self._units[number])
             with LineFiles(folder) as out:
                 for found in self._read(number, counts, seconds):
                     self._pass(found, counts, signer, out, seconds)
@@ -85,6 +94,7 @@ class Units:
             signer.finish().write(folder / SIGNATURES)
             counts.check(f"unit {number}")
             done = {
+                "times": times,
                 "counts": counts.to_json(),
                 "files": {name: dataclasses.asdict(each) for name, each in written.items()},
             }
@@ -246,6 +256,11 @@ def output(out: Path, name: str, number: int) -> Path:
     """Where a file of a unit stays: `removed.STAGE.RULE` in removed/STAGE.RULE/NNNNN.jsonl."""
     ending = "bin" if name == SIGNATURES else "jsonl"
     return out.joinpath(*name.split(".", 1), f"{number:05d}.{ending}")
+
+
+def _times(files: list[tuple[Path, str, int]]) -> dict[str, int | None]:
+    """When each file was last written, in nanoseconds."""
+    return {name: None if is_remote(name) else path.stat().st_mtime_ns for path, name, _ in files}
 
 
 def _remove(document: Document, reason: str, detail: str, counts: Counts, out: LineFiles) -> None:

@@ -157,6 +157,34 @@ def test_a_killed_run_goes_on_to_the_same_bytes(crawl, capsys, point):
     assert tree(Path("out")) == whole
 
 
+@pytest.mark.parametrize("point", ["prepare.clean:sigkill@2", "prepare.finish:sigkill@1"])
+def test_a_file_that_was_written_while_the_run_was_stopped_is_read_again_or_told(
+    crawl, capsys, point
+):
+    """Of as many bytes as before, so that neither its name nor its size tells."""
+    assert command("--out=out", JAXLM_FAULTS=point).returncode < 0
+    changed = Path("in/0.jsonl")
+    text = changed.read_bytes()
+    assert b"Write to someone0@" in text
+    changed.write_bytes(text.replace(b"Write to someone0@", b"Reach at someone0@"))
+    assert Path("out/unfinished/00000").exists()
+    done = command("--out=out")
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    begun = "in/0.jsonl was written since it was read"
+    if point.startswith("prepare.finish"):
+        assert f"{begun}, and stays as it was then" in said
+        assert "--out=out-2" in said
+        assert not any("Reach at" in text for text in kept())
+        return
+    assert f"{begun}: unit 0 is done again" in said
+    whole = tree(Path("out"))
+    assert any("Reach at" in text for text in kept())
+    shutil.rmtree("out")
+    run(capsys, *ALL)
+    assert tree(Path("out")) == whole
+
+
 def test_bars_get_the_bytes_that_are_done_and_go_on_where_it_was_stopped(
     crawl, capsys, monkeypatch
 ):
