@@ -201,7 +201,7 @@ class Backbone(nnx.Module):
         for name in ("prefix", "stack"):
             if (stack := getattr(self, name)) is not None:
                 blocks = stack.unstacked()
-                blocks.turn()
+                blocks.settle()
                 setattr(self, name, blocks)
         return self
 

@@ -144,9 +144,9 @@ class Decoder(Backbone):
         """The same model as a loop over tokens reads it, see `Backbone.unstacked`; the unembedding too."""
         super().unstacked()
         if self.unembedding is None:
-            self.embedding.cast()
+            self.embedding.settle()
         else:
-            self.unembedding.turn()
+            self.unembedding.settle()
         return self
 
 

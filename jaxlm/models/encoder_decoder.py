@@ -130,9 +130,9 @@ class EncoderDecoder(nnx.Module):
         """The same model as a loop over tokens reads it, see `Backbone.unstacked`: the decoder and the unembedding."""
         self.decoder.unstacked()
         if self.unembedding is None:
-            self.embedding.cast()
+            self.embedding.settle()
         else:
-            self.unembedding.turn()
+            self.unembedding.settle()
         return self
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

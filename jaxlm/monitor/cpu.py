@@ -3,13 +3,14 @@
 import functools
 import os
 import time
-from pathlib import Path
 from typing import Any
 
+from jaxlm.core import processor
 from jaxlm.monitor.chips import Chip, Machine
 
-CPUINFO = Path("/proc/cpuinfo")
-AMX = 3  # times what float32 reaches, in a step of many tokens; single products 3 to 6 times (scripts/LOG.md)
+# Times what products reach in float32, by the unit that multiplies bfloat16 (scripts/LOG.md). With AMX a step of many tokens
+# reaches that, single products 3 to 6 times; with vectors single products do.
+GAINS = {processor.AMX: 3, processor.VECTORS: 2}
 
 
 def this_machine(devices: int, assumed: list[str]) -> Machine:
@@ -19,14 +20,17 @@ def this_machine(devices: int, assumed: list[str]) -> Machine:
     assumed.append(
         f"this CPU's products run at {flops / 1e9:.0f} GFLOP/s and its copies at {copied / 1e9:.1f} GB/s, as measured now"
     )
-    low = flops
-    if has_amx():
-        low *= AMX
-        assumed.append(f"products of bfloat16 are up to {AMX} times as fast: this CPU has AMX")
+    gain, unit = max(((GAINS[unit], unit) for unit in processor.units()), default=(1, ""))
+    if unit:
+        assumed.append(f"products of bfloat16 are up to {gain} times as fast: this CPU has {unit}")
     chip = Chip(
         name="cpu",
         kinds=("cpu",),
-        flops={"float32": flops / devices, "bfloat16": low / devices, "float16": flops / devices},
+        flops={
+            "float32": flops / devices,
+            "bfloat16": gain * flops / devices,
+            "float16": flops / devices,
+        },
         memory_bytes=memory // devices,
         memory_speed=copied / devices,
         link_speed=copied / devices,
@@ -46,14 +50,6 @@ def _measured() -> tuple[float, float]:
     flops = 2 * side**3 / min(_timed(lambda: a @ a) for _ in range(5))
     block = np.zeros(8 * 2**20, np.float32)
     return flops, 2 * block.nbytes / min(_timed(block.copy) for _ in range(3))
-
-
-def has_amx() -> bool:
-    """Whether this CPU multiplies tiles of bfloat16, by the flags that Linux shows; False where nothing shows them."""
-    try:
-        return " amx_bf16" in CPUINFO.read_text()
-    except OSError:
-        return False
 
 
 def physical_bytes() -> int:

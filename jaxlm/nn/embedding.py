@@ -7,6 +7,8 @@ from jaxtyping import Array, Float, Int
 from jaxlm.core.precision import Precision
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.parameter import parameter
+from jaxlm.ops import layouts
+from jaxlm.ops.layouts import Side
 from jaxlm.ops.matmul import matmul
 from jaxlm.parallel.rules import constrain
 
@@ -26,7 +28,8 @@ class Embedding(nnx.Module):
     ):
         self.precision, self.axis = precision, axis
         self.table = parameter(init.table(key, (rows, width)), axis, "embed")
-        self._cast: Array | None = None
+        self._settled: Array | None = None  # the table again, as `unembed` reads it
+        self._side: Side = 1
 
     def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The rows of `ids`.
@@ -39,9 +42,11 @@ class Embedding(nnx.Module):
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The dot product of `x` with every row, in float32: the tied output layer."""
-        table = self.table[...] if self._cast is None else self._cast
-        return matmul(x, table, self.precision, jnp.dtype(jnp.float32), 1)
+        table = self.table[...] if self._settled is None else self._settled
+        return matmul(x, table, self.precision, jnp.dtype(jnp.float32), self._side)
 
-    def cast(self) -> None:
-        """Keeps the table also in the dtype in which `unembed` multiplies it, so that no product casts it again; for a trace."""
-        self._cast = nnx.data(self.table[...].astype(self.precision.compute))
+    def settle(self) -> None:
+        """Keeps the table also as this CPU multiplies a few rows with it fastest, as `Linear.settle` does; for a trace."""
+        cast = self.table[...].astype(self.precision.compute)
+        settled, self._side = layouts.for_few_rows(cast, 1)
+        self._settled = nnx.data(settled)

@@ -10,7 +10,9 @@ from jaxtyping import Array, Float
 from jaxlm.core.precision import Precision
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.parameter import parameter
-from jaxlm.ops.matmul import Side, grouped_matmul, matmul
+from jaxlm.ops import layouts
+from jaxlm.ops.layouts import Side
+from jaxlm.ops.matmul import grouped_matmul, matmul
 
 
 class Linear(nnx.Module):
@@ -44,10 +46,11 @@ class Linear(nnx.Module):
         self.weight = parameter(weight, *ins, *outs)
         self.bias = parameter(jnp.zeros(self.outs, init.dtype), *outs) if bias else None
 
-    def turn(self) -> None:
-        """Holds the weight as [O, I], in the dtype in which it is multiplied: as a CPU reads it fastest for a few rows."""
+    def settle(self) -> None:
+        """Holds the weight as this CPU reads it fastest for a few rows, in the dtype in which it is multiplied."""
         flat = self.weight[...].reshape(math.prod(self.ins), math.prod(self.outs))
-        self.weight, self._side = nnx.Param(flat.T.astype(self.precision.compute)), 1
+        flat, self._side = layouts.for_few_rows(flat.astype(self.precision.compute), 0)
+        self.weight = nnx.Param(flat)
 
     def __call__(self, x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
         """2 x ins x outs FLOPs a token."""
@@ -69,7 +72,7 @@ class HeadLinear(Linear):
     the y_n is W_n times what is summed of the x.
     """
 
-    def turn(self) -> None:
+    def settle(self) -> None:
         """Casts the weight only: by head it is read as it lies."""
         self.weight[...] = self.weight[...].astype(self.precision.compute)
 
@@ -111,7 +114,7 @@ class GroupedLinear(nnx.Module):
 
         self.weight = parameter(jax.vmap(weight)(jax.random.split(key, experts)), *self.axes)
 
-    def turn(self) -> None:
+    def settle(self) -> None:
         """Casts the weights, so that no product casts them again."""
         self.weight[...] = self.weight[...].astype(self.precision.compute)
 

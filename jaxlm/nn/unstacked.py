@@ -34,12 +34,12 @@ class Unstacked(nnx.Module):
             blocks.append(nnx.merge(graphdef, own))
         return cls(blocks, kinds)
 
-    def turn(self) -> None:
-        """Holds each weight as a few rows meet it fastest, so that no product turns or casts it again."""
+    def settle(self) -> None:
+        """Holds each weight as a few rows meet it fastest, so that no product casts it again."""
         for block in self.blocks:
             for _, module in nnx.iter_graph(block):
                 if isinstance(module, (Linear, GroupedLinear)):
-                    module.turn()
+                    module.settle()
 
     def across(self, values: Float[Array, "B S D"]) -> dict[str, tuple[Known, ...]]:
         """Each layer's keys and values of what an encoder has read, by kind; for a `Memory`."""

@@ -1,7 +1,6 @@
 """The matrix product under every weight."""
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +9,13 @@ from jax import Array, lax
 from jaxlm.core import backend
 from jaxlm.core.precision import Precision
 from jaxlm.ops import layouts, quantize
+from jaxlm.ops.layouts import Side
 from jaxlm.ops.quantize import E4M3, E5M2, INT8, Format
 from jaxlm.parallel import context
 
 # Of the operands, and of the gradient beside the weight, by `precision.products`.
 FORWARD = {"int8": (INT8, INT8), "fp8": (E4M3, E4M3)}
 BACKWARD = {"int8": (INT8, INT8), "fp8": (E5M2, E4M3)}
-
-Side = Literal[0, 1]  # the axis of a weight that meets the last one of the activations
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.core import processor
 from jaxlm.core.precision import Precision
 from jaxlm.generate import decode, lookup, sampling, stops
 from jaxlm.generate.penalties import Penalties
@@ -100,7 +101,10 @@ def greedy(blueprint, params, prompt, count, known=0):
     return ids[len(prompt) :]
 
 
-def test_a_batch_of_uneven_prompts_is_the_full_forward_of_each(built):
+@pytest.mark.parametrize("units", [{processor.AMX, processor.VECTORS}, set()])
+def test_a_batch_of_uneven_prompts_is_the_full_forward_of_each(built, units, monkeypatch):
+    """However the weights lie on this CPU or on another."""
+    monkeypatch.setattr(processor, "units", lambda: frozenset(units))
     out = generate(*built, PROMPTS)
     assert out == [greedy(*built, prompt, 8) for prompt in PROMPTS]
     assert len({tuple(row) for row in out}) == 3
