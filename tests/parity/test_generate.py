@@ -1,5 +1,6 @@
 """What is generated beside transformers: penalties and cuts beside its processors, beams beside its search, on a tiny model."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -136,8 +137,8 @@ def test_the_benchmark_beside_its_generate_runs_and_both_give_the_same_text():
     assert done.returncode == 0, done.stderr
     *turns, last = done.stdout.splitlines()
     found = json.loads(last)
-    assert len(turns) == 4
-    for dtype in ("float32", "bfloat16"):
-        rates = [found[f"{name} {dtype}"] for name in ("jaxlm", "transformers")]
-        assert found[f"times as fast, {dtype}"] == pytest.approx(rates[0] / rates[1])
-    assert found["same ids, float32"] == 1
+    assert len(turns) == 6
+    for name, dtype in itertools.product(("jaxlm", "jaxlm, guessing"), ("float32", "bfloat16")):
+        rates = [found[f"{side} {dtype}"] for side in (name, "transformers")]
+        assert found[f"times as fast, {name} {dtype}"] == pytest.approx(rates[0] / rates[1])
+    assert found["same ids, jaxlm float32"] == found["same ids, jaxlm, guessing float32"] == 1

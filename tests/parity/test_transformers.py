@@ -307,5 +307,6 @@ def test_the_goldens_are_what_transformers_says_today(both):
     if os.environ.get("JAXLM_WRITE_GOLDENS"):
         path.write_text(json.dumps(found, indent=1) + "\n")
     golden = json.loads(path.read_text())
-    np.testing.assert_allclose(found["loss"], golden["loss"], rtol=1e-9)
-    np.testing.assert_allclose(found["logits"], golden["logits"], rtol=1e-7, atol=1e-9)
+    # transformers takes cosines in float32 whatever the dtype: another processor rounds them otherwise.
+    np.testing.assert_allclose(found["loss"], golden["loss"], rtol=1e-7)
+    np.testing.assert_allclose(found["logits"], golden["logits"], rtol=1e-6, atol=2e-6)
