@@ -3,10 +3,12 @@
 import dataclasses
 import fnmatch
 import hashlib
+import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxlm.core import config, disk
 from jaxlm.core.errors import ConfigError, DataError
@@ -16,10 +18,31 @@ from jaxlm.data.prepare.config import WHOLE, Recipe
 from jaxlm.data.prepare.files import changed
 from jaxlm.data.prepare.filters.perplexity import MakeScorer
 from jaxlm.data.prepare.mix.config import Shards, named
+from jaxlm.data.prepare.readers import spans
+from jaxlm.data.prepare.readers.files import can_cut, cut
+from jaxlm.data.prepare.readers.spans import Span
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RECIPE, WORK, CLUSTERS = "recipe.json", "unfinished", "clusters.jsonl"
 REPORT, PAGE = "report.json", "report.html"
+LEAST_CUT = 2**20  # bytes: of less a part of a file is not worth its own files
+VERDICTS, PATHS, SPANS = "verdicts", "paths.json", "spans.json"  # in WORK
+
+
+class Piece(NamedTuple):
+    """A file, or the part of one that is read by itself."""
+
+    path: Path
+    name: str
+    size: int  # bytes
+    span: int | None = None  # its number, where the file is cut
+
+
+class Cut(NamedTuple):
+    """How a file is cut, as it was at a time."""
+
+    written: int  # when it was last, in nanoseconds
+    spans: tuple[Span, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +56,9 @@ class Job:
     recipe: Recipe
     sample: float  # share of the records that is read
     files: tuple[tuple[Path, str, int], ...]  # path, name, bytes
+    cuts: dict[str, Cut] = dataclasses.field(
+        default_factory=dict
+    )  # of files that are cut; noted by `claim`
     scorer: MakeScorer | None = None  # opens the model of the stage perplexity
 
     @classmethod
@@ -62,18 +88,54 @@ class Job:
         return cls(out, recipe, sample, tuple(files))
 
     @property
-    def units(self) -> list[list[tuple[Path, str, int]]]:
-        """Files of a part in order, as many together as hold `unit_bytes`, or one that holds more."""
-        units: list[list[tuple[Path, str, int]]] = []
+    def units(self) -> list[list[Piece]]:
+        """Files of a part in order, as many together as hold `unit_bytes`; one that holds more is cut where it can be.
+
+        They follow from names and sizes: a file that is written anew in as many bytes is in the same units.
+        """
+        units: list[list[Piece]] = []
         room, before = 0, ""
-        for file in self.files:
-            part = part_of(self.recipe.parts, file[1])
-            if file[2] > room or part != before:
+        for piece in itertools.chain.from_iterable(map(self._pieces, self.files)):
+            part = part_of(self.recipe.parts, piece.name)
+            if piece.size > room or part != before:
                 units.append([])
                 room, before = self.recipe.unit_bytes, part
-            units[-1].append(file)
-            room -= file[2]
+            units[-1].append(piece)
+            room -= piece.size
         return units
+
+    @property
+    def _most(self) -> int:
+        """Bytes of a file above which it is cut."""
+        return max(self.recipe.unit_bytes, LEAST_CUT)
+
+    def _pieces(self, file: tuple[Path, str, int]) -> list[Piece]:
+        path, name, size = file
+        most = self._most
+        if size <= most or not can_cut(name):
+            return [Piece(*file)]
+        return [
+            Piece(path, name, min(most, size - number * most), number)
+            for number in range(spans.count(size, most))
+        ]
+
+    def span(self, piece: Piece) -> Span | None:
+        """What is read of a file that is cut.
+
+        Raises:
+          DataError: where the file was written since it was cut.
+        """
+        if piece.span is None:
+            return None
+        noted = self.cuts[piece.name]
+        if piece.path.stat().st_mtime_ns != noted.written:
+            raise DataError(
+                "a file was written while it is read",
+                where=str(piece.path),
+                why="it was cut into parts before, which begin elsewhere now",
+                fix="the same command again, once it stays as it is",
+            )
+        return noted.spans[piece.span]
 
     def is_in(self, file: str, record: int) -> bool:
         """Whether a record is in the sample: by a number drawn from its place, the same in every run."""
@@ -84,8 +146,8 @@ class Job:
         ).digest()
         return int.from_bytes(drawn, "little") < self.sample * 2**64
 
-    def claim(self) -> None:
-        """Notes what is made here, or finds that it is what was noted before.
+    def claim(self, say: Callable[[str], None]) -> "Job":
+        """Notes what is made here, or finds that it is what was noted before. Gives the job with its files cut.
 
         Raises:
           ConfigError: where another recipe or other files were.
@@ -113,18 +175,39 @@ class Job:
             disk.replace(noted, json.dumps(mine, indent=1).encode())
         (self.out / WORK).mkdir(exist_ok=True)
         paths = [os.path.abspath(path) for path, _, _ in self.files]
-        disk.replace(self.out / WORK / "paths.json", json.dumps(paths).encode())
+        disk.replace(self.out / WORK / PATHS, json.dumps(paths).encode())
+        job = dataclasses.replace(self, cuts=self._cut(say))
+        disk.replace(self.out / WORK / SPANS, json.dumps(job.cuts).encode())
+        return job
+
+    def _cut(self, say: Callable[[str], None]) -> dict[str, Cut]:
+        """How each large file is cut: as it was noted where it was not written since, or where all are read."""
+        noted = _cuts(self.out)
+        if (self.out / WORK / VERDICTS).exists() or (self.out / REPORT).exists():
+            return noted
+        cuts = {}
+        for piece in itertools.chain.from_iterable(self.units):
+            if piece.span is None or piece.name in cuts:
+                continue
+            before, written = noted.get(piece.name), piece.path.stat().st_mtime_ns
+            if before is None or before.written != written:
+                say(f"{piece.name} is cut into parts, for which its records are counted")
+                parts = cut(piece.path, piece.name, self._most)
+                before = Cut(written, tuple(parts))
+            cuts[piece.name] = before
+        return cuts
 
     @classmethod
     def read(cls, out: Path) -> "Job":
         """The job that a folder was claimed for, as its workers read it."""
         noted = json.loads((out / RECIPE).read_text(encoding="utf-8"))
-        paths = json.loads((out / WORK / "paths.json").read_text(encoding="utf-8"))
+        paths = json.loads((out / WORK / PATHS).read_text(encoding="utf-8"))
         files = tuple(
             (Path(path), name, size)
             for path, (name, size) in zip(paths, noted["files"], strict=True)
         )
-        return cls(out, config.from_json(Recipe, noted["recipe"]), noted["sample"], files)
+        recipe = config.from_json(Recipe, noted["recipe"])
+        return cls(out, recipe, noted["sample"], files, _cuts(out))
 
     def _compare(self, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         differ = [name for name in mine if mine[name] != theirs.get(name)]
@@ -160,6 +243,16 @@ def part_of(parts: tuple[str, ...], name: str) -> str:
             fix=f"--config.parts='{','.join((*parts, 'other=*'))}'",
         )
     return WHOLE
+
+
+def _cuts(out: Path) -> dict[str, Cut]:
+    """How files were cut, as it was noted."""
+    path = out / WORK / SPANS
+    found = json.loads(path.read_bytes()) if path.exists() else {}
+    return {
+        name: Cut(written, tuple(Span(*each) for each in each_span))
+        for name, (written, each_span) in found.items()
+    }
 
 
 def _noted(path: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def report(
         "files": files,
     }
     if job.recipe.parts:
-        of_units = [part_of(job.recipe.parts, unit[0][1]) for unit in job.units]
+        of_units = [part_of(job.recipe.parts, unit[0].name) for unit in job.units]
         answer["parts"] = {
             name: _sums(job, parts[name])
             | {"units": [number for number, part in enumerate(of_units) if part == name]}

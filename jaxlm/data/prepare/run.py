@@ -86,7 +86,7 @@ def run(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with owned(out / LOCK):
-            job.claim()
+            job = job.claim(say)
             left = [n for n in range(len(job.units)) if not finished(job, n).exists()]
             seconds, size = Seconds(float), 0
             if left:
@@ -106,7 +106,7 @@ def _do(
 ) -> tuple[Seconds, int]:
     """All steps of the units that are left. Gives the seconds of the stages, and the bytes of the files that were read."""
     numbers = range(len(job.units))
-    sizes = [sum(size for _, _, size in unit) for unit in job.units]
+    sizes = [sum(piece.size for piece in unit) for unit in job.units]
     seconds = Seconds(float)
     read = 0
     is_compared = verdict(job, 0).parent.exists()
@@ -160,9 +160,9 @@ def _concluded(job: Job) -> dict[str, Any]:
     parts: defaultdict[str, Counts] = defaultdict(Counts)
     files: dict[str, dict[str, Any]] = {}
     is_done = (job.out / REPORT).exists()
-    for number, sources in enumerate(job.units):
+    for number, pieces in enumerate(job.units):
         unit = json.loads(finished(job, number).read_text(encoding="utf-8"))
-        parts[part_of(job.recipe.parts, sources[0][1])] += Counts.from_json(unit["counts"])
+        parts[part_of(job.recipe.parts, pieces[0].name)] += Counts.from_json(unit["counts"])
         for name, fields in unit["files"].items():
             path = output(job.out, name, number)
             if is_done and not is_whole(path, Written(**fields)):

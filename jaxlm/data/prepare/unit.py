@@ -22,7 +22,7 @@ from jaxlm.data.prepare.dedup.signatures import Signatures, Signer, ranges, with
 from jaxlm.data.prepare.document import Broken, Document, Removed, Stage, from_line, to_line
 from jaxlm.data.prepare.files import LineFiles, Written, checked_lines
 from jaxlm.data.prepare.filters.perplexity import MakeScorer
-from jaxlm.data.prepare.job import WORK, Job
+from jaxlm.data.prepare.job import VERDICTS, WORK, Job, Piece
 from jaxlm.data.prepare.readers.files import is_one_record, read
 from jaxlm.data.prepare.remote import is_remote
 from jaxlm.data.prepare.task import Task
@@ -52,7 +52,7 @@ def finished(job: Job, number: int) -> Path:
 
 def verdict(job: Job, number: int) -> Path:
     """The file that says which documents of a unit are duplicates."""
-    return job.out / WORK / "verdicts" / f"{number:05d}.json"
+    return job.out / WORK / VERDICTS / f"{number:05d}.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +103,11 @@ class Units:
         return dict(seconds)
 
     def _read(self, number: int, counts: Counts, seconds: Seconds) -> Iterator[Document | Broken]:
-        for path, name, _ in self._units[number]:
-            if is_one_record(name) and not self._job.is_in(name, 1):
+        for piece in self._units[number]:
+            if is_one_record(piece.name) and not self._job.is_in(piece.name, 1):
                 continue  # a preview need not open it
-            records = read(path, name, self._job.recipe, counts.notes)
+            span = self._job.span(piece)
+            records = read(piece.path, piece.name, self._job.recipe, counts.notes, span)
             while True:
                 begun = time.process_time()
                 found = next(records, None)
@@ -184,7 +185,7 @@ class Units:
         written[SIGNATURES] = Written.of(folder / SIGNATURES, counts.documents[KEPT])
         counts.check(f"unit {number}")
         result = {
-            "inputs": [[name, size] for _, name, size in self._units[number]],
+            "inputs": [[piece.name, piece.size] for piece in self._units[number]],
             "counts": counts.to_json(),
             "files": {name: dataclasses.asdict(each) for name, each in written.items()},
         }
@@ -258,9 +259,11 @@ def output(out: Path, name: str, number: int) -> Path:
     return out.joinpath(*name.split(".", 1), f"{number:05d}.{ending}")
 
 
-def _times(files: list[tuple[Path, str, int]]) -> dict[str, int | None]:
+def _times(pieces: list[Piece]) -> dict[str, int | None]:
     """When each file was last written, in nanoseconds."""
-    return {name: None if is_remote(name) else path.stat().st_mtime_ns for path, name, _ in files}
+    return {
+        each.name: None if is_remote(each.name) else each.path.stat().st_mtime_ns for each in pieces
+    }
 
 
 def _remove(document: Document, reason: str, detail: str, counts: Counts, out: LineFiles) -> None:

@@ -12,10 +12,19 @@ from jaxlm.core.errors import JaxlmError
 from jaxlm.data.prepare import remote
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.document import Broken, Document
-from jaxlm.data.prepare.readers import archives, pdf, tables, texts, warc
+from jaxlm.data.prepare.readers import archives, pdf, spans, tables, texts, warc
 from jaxlm.data.prepare.readers.encoding import NotText
-from jaxlm.data.prepare.readers.streams import DAMAGED, TooLarge, kind_of, opened, unpacked
+from jaxlm.data.prepare.readers.spans import Span
+from jaxlm.data.prepare.readers.streams import (
+    DAMAGED,
+    TooLarge,
+    is_packed,
+    kind_of,
+    opened,
+    unpacked,
+)
 
+Opening = Callable[[], AbstractContextManager[IO[bytes]]]
 Reader = Callable[[IO[bytes], str, Recipe, Counter[str]], Iterator[Document | Broken]]
 READERS: dict[str, Reader] = {
     ".jsonl": tables.json_lines,
@@ -32,6 +41,10 @@ READERS: dict[str, Reader] = {
     ".py": texts.python,
     ".pdf": pdf.pdf,
 }
+CUTS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), spans.of_lines),
+    ".parquet": spans.of_row_groups,
+}
 WHOLE = texts.plain, texts.html, texts.python, pdf.pdf  # of these a file is one record
 ARCHIVES = {".zip": archives.zipped, ".tar": archives.tarred}
 TOO_LARGE, NOT_TEXT, NESTED = "too large", "not text", "an archive in another"
@@ -43,17 +56,31 @@ def is_one_record(name: str) -> bool:
     return kind not in ARCHIVES and READERS.get(kind, texts.plain) in WHOLE
 
 
+def can_cut(name: str) -> bool:
+    """Whether several processes may read a file of this name: one that is here, of lines or rows that are not packed."""
+    return not remote.is_remote(name) and not is_packed(name) and kind_of(name) in CUTS
+
+
+def cut(path: Path, name: str, most: int) -> list[Span]:
+    """A file that `can_cut` in spans of `most` bytes, each with the records that begin in them."""
+    return [*CUTS[kind_of(name)](path, most)]
+
+
 def read(
-    path: Path, name: str, recipe: Recipe, counts: Counter[str]
+    path: Path, name: str, recipe: Recipe, counts: Counter[str], span: Span | None = None
 ) -> Iterator[Document | Broken]:
-    """Every record of a file. What is no document by its nature, as a request in a WARC file, is only counted.
+    """Every record of a file, or of a span of it. What is no document by its nature, as a request in a WARC file, is only counted.
 
     Where a file turns out damaged, the records before the damage are there, and then a broken one.
     """
     kind = kind_of(remote.path_in(name))
+    if span is not None:
+        if span.begin < span.end:
+            yield from _guarded(*_of(span, path, kind), name, recipe, counts, span.before)
+        return
     open_file = functools.partial(_remote if remote.is_remote(name) else _local, path, name)
     if kind not in ARCHIVES:
-        yield from _guarded(open_file, name, READERS.get(kind, texts.plain), recipe, counts)
+        yield from _guarded(open_file, READERS.get(kind, texts.plain), name, recipe, counts)
         return
 
     def members(
@@ -67,10 +94,18 @@ def read(
             else:
                 reader = READERS.get(inner, texts.plain)
                 yield from _guarded(
-                    functools.partial(_member, member), member.name, reader, recipe, counts
+                    functools.partial(_member, member), reader, member.name, recipe, counts
                 )
 
-    yield from _guarded(open_file, name, members, recipe, counts)
+    yield from _guarded(open_file, members, name, recipe, counts)
+
+
+def _of(span: Span, path: Path, kind: str) -> tuple[Opening, Reader]:
+    """What opens a span of a file, and what reads it."""
+    if kind == ".parquet":
+        return functools.partial(_local, path, ""), functools.partial(tables.parquet, span=span)
+    reader = functools.partial(tables.json_lines, before=span.before)
+    return functools.partial(spans.opened, path, span), reader
 
 
 def _local(path: Path, name: str) -> IO[bytes]:
@@ -89,14 +124,14 @@ def _member(member: archives.Member) -> IO[bytes]:
 
 
 def _guarded(
-    open_stream: Callable[[], AbstractContextManager[IO[bytes]]],
-    name: str,
+    open_stream: Opening,
     reader: Reader,
+    name: str,
     recipe: Recipe,
     counts: Counter[str],
+    last: int = 0,
 ) -> Iterator[Document | Broken]:
-    """What a reader finds, with a broken record in place of what it fails with."""
-    last = 0
+    """What a reader finds behind the record `last`, with a broken one in place of what it fails with."""
     try:
         with open_stream() as stream:
             for each in reader(stream, name, recipe, counts):

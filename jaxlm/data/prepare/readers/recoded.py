@@ -18,11 +18,17 @@ def as_utf8(stream: IO[bytes], counts: Counter[str], *, legacy: bool) -> IO[byte
     the encoding that was found become U+FFFD.
     """
     again = _Again(stream)  # type: ignore[arg-type]  # each that is opened here is buffered
-    name = _encoding(again.begin)
-    if name == "utf-8" or not (legacy or name.startswith("utf")):
+    if is_utf8(again.begin, legacy=legacy):
         return io.BufferedReader(again, _PIECE)
+    name = _encoding(again.begin)
     counts[f"read as {name}"] += 1
     return io.BufferedReader(_Recoded(again, name), _PIECE)
+
+
+def is_utf8(begin: bytes, *, legacy: bool = False) -> bool:
+    """Whether a table that begins so is read as it stands."""
+    name = _encoding(begin)
+    return name == "utf-8" or not (legacy or name.startswith("utf"))
 
 
 def _encoding(begin: bytes) -> str:

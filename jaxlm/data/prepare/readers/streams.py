@@ -29,7 +29,7 @@ def opened(path: Path) -> IO[bytes]:
     Raises:
       EOFError: where it is packed, and empty.
     """
-    if _is_packed(path.name) and not path.stat().st_size:
+    if is_packed(path.name) and not path.stat().st_size:
         raise EOFError(_EMPTY)
     if _is_web_archive(path.name):
         return unpacked(open(path, "rb"), path.name)
@@ -46,7 +46,7 @@ def unpacked(stream: IO[bytes], name: str) -> IO[bytes]:
     Raises:
       EOFError: where it is packed, and empty.
     """
-    if _is_packed(name) and not stream.peek(1):  # type: ignore[attr-defined]
+    if is_packed(name) and not stream.peek(1):  # type: ignore[attr-defined]
         raise EOFError(_EMPTY)
     if _is_web_archive(name):
         return members(stream)
@@ -70,7 +70,8 @@ def kind_of(name: str) -> str:
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
-def _is_packed(name: str) -> bool:
+def is_packed(name: str) -> bool:
+    """Whether what a file of this name holds is packed."""
     return Path(name).suffix in (*PACKED, ".tgz")
 
 
@@ -90,13 +91,13 @@ def whole(stream: IO[bytes], most: int) -> bytes:
     return data
 
 
-def lines(stream: IO[bytes], most: int) -> Iterator[tuple[int, bytes | None]]:
-    """Each line and its number from 1 on; None for one of more than `most` bytes, which is read past.
+def lines(stream: IO[bytes], most: int, before: int = 0) -> Iterator[tuple[int, bytes | None]]:
+    """Each line and its number behind those `before`; None for one of more than `most` bytes, which is read past.
 
     Raises:
       TooLarge: where a line does not end for a gigabyte.
     """
-    for number in itertools.count(1):
+    for number in itertools.count(before + 1):
         line = stream.readline(most + 1)
         if not line:
             return

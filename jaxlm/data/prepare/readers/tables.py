@@ -13,6 +13,7 @@ from jaxlm.data.parquet import rows
 from jaxlm.data.prepare.config import Recipe
 from jaxlm.data.prepare.document import Broken, Document
 from jaxlm.data.prepare.readers.recoded import as_utf8
+from jaxlm.data.prepare.readers.spans import Span
 from jaxlm.data.prepare.readers.streams import lines, rest, whole
 from jaxlm.data.records import BYTE_ORDER_MARK, NO_TEXT, NOT_JSON, NOT_UTF8, OTHER_TYPE, mended
 
@@ -23,11 +24,12 @@ TOO_LONG = "\udfff"  # no byte is decoded to it
 
 
 def json_lines(
-    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str], before: int = 0
 ) -> Iterator[Document | Broken]:
-    """A JSON object a line, in UTF-8, UTF-16 or UTF-32."""
+    """A JSON object a line, in UTF-8, UTF-16 or UTF-32; behind others in UTF-8."""
     most = recipe.reading.document_bytes
-    for number, line in lines(as_utf8(stream, counts, legacy=False), most):
+    plain = stream if before else as_utf8(stream, counts, legacy=False)
+    for number, line in lines(plain, most, before):
         if line is None:
             yield Broken(TOO_LARGE, name, number, f"a line of more than {most:,} bytes")
             continue
@@ -46,13 +48,19 @@ def json_lines(
 
 
 def parquet(
-    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
+    stream: IO[bytes],
+    name: str,
+    recipe: Recipe,
+    counts: Counter[str],
+    span: Span | None = None,
 ) -> Iterator[Document | Broken]:
-    """A row a document."""
+    """A row a document, of all row groups or of some."""
     seekable = (
         stream if stream.seekable() else io.BytesIO(whole(stream, recipe.reading.archive_bytes))
     )
-    for number, row in enumerate(rows(seekable, name), 1):
+    groups = None if span is None else range(span.begin, span.end)
+    first = 1 + (0 if span is None else span.before)
+    for number, row in enumerate(rows(seekable, name, groups=groups), first):
         yield _of_row(row.fields, name, number, recipe, counts)
 
 
