@@ -1,0 +1,100 @@
+"""Opens what `jaxlm export` wrote in llama.cpp, by its own converter, and compares ids and logits with jaxlm's.
+
+    python scripts/compare_llama_cpp.py exported --converter=llama.cpp/convert_hf_to_gguf.py
+
+Wants the `parity` extra, `pip install llama-cpp-python`, and a checkout of llama.cpp for the converter. The GGUF is then
+imported, too, and its weights compared with those of the folder. llama.cpp keeps keys and values in float32 for this; its
+GELU is a table of half precision, so that a model with one differs by more than rounding.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+
+from jaxlm.checkpoint.gguf_source import Gguf
+from jaxlm.checkpoint.hub_folder import Folder
+from jaxlm.checkpoint.hub_tensors import layout
+from jaxlm.core.precision import Precision
+from jaxlm.models.build import Blueprint
+from jaxlm.recipes import foreign, importing
+
+TOKENS = 256
+FLOAT32 = 0  # GGML's number for it
+
+
+def ours(source: Folder | Gguf, ids: np.ndarray) -> tuple[np.ndarray, Any]:
+    """Logits of ids [T], [T, V], and the parameters, in float32."""
+    family, _ = foreign.described(source, lambda _: None)
+    decoder = family.build()
+    blueprint = Blueprint(decoder, Precision.float32())
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), blueprint.shapes
+    )
+    with source.opened() as fetch:
+        tensors = foreign.named(layout(decoder, family.HUB), source, family.HUB)
+        params = importing.load(tensors, fetch, placed)
+
+    @jax.jit
+    def logits(params: Any) -> jax.Array:
+        model = blueprint.merge(params)
+        return model.logits(model(ids[None], positions=jnp.arange(len(ids))[None]).values)[0]
+
+    return np.asarray(logits(params)), params
+
+
+def theirs(path: Path, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a text and their logits, by llama.cpp."""
+    import llama_cpp  # from here on it prints
+
+    model = llama_cpp.Llama(
+        str(path), n_ctx=2 * TOKENS, logits_all=True, type_k=FLOAT32, type_v=FLOAT32,
+        swa_full=True, verbose=False,
+    )  # fmt: skip
+    ids = model.tokenize(text.encode(), add_bos=True)[:TOKENS]
+    model.eval(ids)
+    return np.array(ids, np.int32), model.scores[: len(ids)].copy()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--converter", type=Path, required=True)
+    args = parser.parse_args()
+    text = Path(json.__file__).read_text()[:4000]
+    with tempfile.TemporaryDirectory() as name:
+        gguf = Path(name) / "model.gguf"
+        words = [sys.executable, str(args.converter), str(args.folder)]
+        subprocess.run([*words, "--outtype=f32", f"--outfile={gguf}"], check=True)
+        ids, found = theirs(gguf, text)
+        logits, params = ours(Folder(args.folder), ids)
+        answer = {
+            "tokens": len(ids),
+            "largest_difference": float(np.abs(logits - found).max()),
+            "largest_logit": float(np.abs(logits).max()),
+            "same_ids": ids.tolist() == _ids(args.folder, text)[: len(ids)],
+        }
+        try:
+            _, again = ours(Gguf(gguf), ids)
+            pairs = zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True)
+            answer["read_back"] = float(max(jnp.abs(a - b).max() for a, b in pairs))
+        except Exception as error:  # an architecture that is not read from GGUF
+            answer["read_back"] = str(error).splitlines()[0]
+    print(json.dumps(answer))
+
+
+def _ids(folder: Path, text: str) -> list[int]:
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+
+
+if __name__ == "__main__":
+    main()
