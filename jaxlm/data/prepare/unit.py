@@ -106,8 +106,9 @@ class Units:
         for piece in self._units[number]:
             if is_one_record(piece.name) and not self._job.is_in(piece.name, 1):
                 continue  # a preview need not open it
-            span = self._job.span(piece)
-            records = read(piece.path, piece.name, self._job.recipe, counts.notes, span)
+            job = self._job
+            span = job.span(piece)
+            records = read(piece.path, piece.name, job.recipe, counts.notes, span, job.is_in)
             while True:
                 begun = time.process_time()
                 found = next(records, None)

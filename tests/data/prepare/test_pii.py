@@ -14,7 +14,7 @@ import pytest
 from jaxlm.data.prepare.filters.national import NATIONALS, checks, is_national
 from jaxlm.data.prepare.filters.pii import IBAN_LENGTHS, KINDS, find, passes_luhn, passes_mod97
 from jaxlm.data.prepare.filters.presidio import NAMES
-from tests.data.prepare.recipes import kept, prose, removed, run, write_lines
+from tests.data.prepare.recipes import kept, lines, prose, removed, run, write_lines
 
 PLACES = ("Write to {} today.", "({})", "contact: {}", "{}", "It was {}, they said", "a\t{}\nb")
 
@@ -272,6 +272,19 @@ def test_finds_are_masked_in_place_and_counted(here, capsys):
     assert answer["notes"] == {f"pii: {kind} masked": 1 for kind in values}
     out = b"".join(path.read_bytes() for path in Path("out").rglob("*") if path.is_file())
     assert values["email"].encode() not in out
+
+
+@pytest.mark.parametrize("action", ["mask", "remove"])
+def test_what_stands_beside_a_text_is_masked_too_but_for_addresses_of_pages(here, capsys, action):
+    url = "https://a.example/user/+12123456789"
+    beside = {"url": url, "author": {"mails": ["me@example.org", 7]}, "title": "Call me"}
+    write_lines(Path("in/a.jsonl"), [{"text": prose(1), **beside}])
+    words = ["--config.source=in/a.jsonl", "--config.stages=pii", "--config.dedup=()"]
+    answer = run(capsys, *words, f"--config.pii.action={action}")
+    (document,) = lines("kept/*.jsonl")
+    assert document["text"] == prose(1)
+    assert document["meta"] == beside | {"author": {"mails": ["<EMAIL>", 7]}}
+    assert answer["notes"] == {"pii: email masked beside a text": 1}
 
 
 def test_documents_with_a_find_can_be_removed_instead(here, capsys):

@@ -1,20 +1,25 @@
 """What tells who or where a person is, and what opens their doors: found by form, and by check digits where there are some."""
 
+import dataclasses
 import functools
 import ipaddress
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxlm.data.prepare.document import Document, Removed, Stage
 from jaxlm.data.prepare.filters import national, presidio
 from jaxlm.data.prepare.filters.config import Pii
 from jaxlm.data.prepare.filters.found import Found, apart
 
+PAGES = ("http://", "https://")
+
 
 def pii(config: Pii) -> Stage:
     """Each find masked as <EMAIL> and the like, or its document removed.
+
+    What stands beside a text, in its meta, is masked in either case. Addresses of pages there stay: they say where it is from.
 
     Raises:
       InputMissing: where the finder is presidio and not installed, or python-stdnum is not, for national_id.
@@ -31,18 +36,35 @@ def pii(config: Pii) -> Stage:
 
     def stage(document: Document, counts: Counter[str]) -> Document | Removed:
         found = finder(document.text)
-        if not found:
-            return document
-        if config.action == "remove":
+        if found and config.action == "remove":
             return Removed(found[0].kind, f"at character {found[0].start}, {len(found)} in all")
-        pieces, end = [], 0
-        for each in found:
-            counts[f"pii: {each.kind} masked"] += 1
-            pieces += [document.text[end : each.start], f"<{each.kind.upper()}>"]
-            end = each.end
-        return document.with_text("".join(pieces) + document.text[end:])
+
+        def beside(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: beside(each) for key, each in value.items()}
+            if isinstance(value, list):
+                return [beside(each) for each in value]
+            if not isinstance(value, str) or value.startswith(PAGES):
+                return value
+            return masked(value, finder(value), "masked beside a text", counts)
+
+        return dataclasses.replace(
+            document,
+            text=masked(document.text, found, "masked", counts),
+            meta=beside(document.meta),
+        )
 
     return stage
+
+
+def masked(text: str, found: list[Found], what: str, counts: Counter[str]) -> str:
+    """A text with the kind of each find in its place, each counted as `what`."""
+    pieces, end = [], 0
+    for each in found:
+        counts[f"pii: {each.kind} {what}"] += 1
+        pieces += [text[end : each.start], f"<{each.kind.upper()}>"]
+        end = each.end
+    return "".join(pieces) + text[end:]
 
 
 def find(text: str, kinds: tuple[str, ...]) -> list[Found]:

@@ -23,13 +23,13 @@ from jaxlm.data.prepare.readers.streams import (
     opened,
     unpacked,
 )
+from jaxlm.data.prepare.readers.tables import IsIn
 
 Opening = Callable[[], AbstractContextManager[IO[bytes]]]
 Reader = Callable[[IO[bytes], str, Recipe, Counter[str]], Iterator[Document | Broken]]
+LINES = ".jsonl", ".ndjson", ".json"
 READERS: dict[str, Reader] = {
-    ".jsonl": tables.json_lines,
-    ".ndjson": tables.json_lines,
-    ".json": tables.json_lines,
+    **dict.fromkeys(LINES, tables.json_lines),
     ".parquet": tables.parquet,
     ".csv": tables.comma_separated,
     ".tsv": tables.tab_separated,
@@ -42,7 +42,7 @@ READERS: dict[str, Reader] = {
     ".pdf": pdf.pdf,
 }
 CUTS = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), spans.of_lines),
+    **dict.fromkeys(LINES, spans.of_lines),
     ".parquet": spans.of_row_groups,
 }
 WHOLE = texts.plain, texts.html, texts.python, pdf.pdf  # of these a file is one record
@@ -67,20 +67,26 @@ def cut(path: Path, name: str, most: int) -> list[Span]:
 
 
 def read(
-    path: Path, name: str, recipe: Recipe, counts: Counter[str], span: Span | None = None
+    path: Path,
+    name: str,
+    recipe: Recipe,
+    counts: Counter[str],
+    span: Span | None = None,
+    is_in: IsIn = lambda file, record: True,
 ) -> Iterator[Document | Broken]:
-    """Every record of a file, or of a span of it. What is no document by its nature, as a request in a WARC file, is only counted.
+    """Every record of a file, or of a span of it; JSON lines are read past where they are not in. What is no document by its nature, as a request in a WARC file, is only counted.
 
     Where a file turns out damaged, the records before the damage are there, and then a broken one.
     """
     kind = kind_of(remote.path_in(name))
     if span is not None:
         if span.begin < span.end:
-            yield from _guarded(*_of(span, path, kind), name, recipe, counts, span.before)
+            yield from _guarded(*_of(span, path, kind, is_in), name, recipe, counts, span.before)
         return
     open_file = functools.partial(_remote if remote.is_remote(name) else _local, path, name)
+    readers = READERS | dict.fromkeys(LINES, functools.partial(tables.json_lines, is_in=is_in))
     if kind not in ARCHIVES:
-        yield from _guarded(open_file, READERS.get(kind, texts.plain), name, recipe, counts)
+        yield from _guarded(open_file, readers.get(kind, texts.plain), name, recipe, counts)
         return
 
     def members(
@@ -92,7 +98,7 @@ def read(
             elif (inner := kind_of(member.name)) in ARCHIVES:
                 yield Broken(NESTED, member.name, 1, "it is not opened")
             else:
-                reader = READERS.get(inner, texts.plain)
+                reader = readers.get(inner, texts.plain)
                 yield from _guarded(
                     functools.partial(_member, member), reader, member.name, recipe, counts
                 )
@@ -100,11 +106,11 @@ def read(
     yield from _guarded(open_file, members, name, recipe, counts)
 
 
-def _of(span: Span, path: Path, kind: str) -> tuple[Opening, Reader]:
+def _of(span: Span, path: Path, kind: str, is_in: IsIn) -> tuple[Opening, Reader]:
     """What opens a span of a file, and what reads it."""
     if kind == ".parquet":
         return functools.partial(_local, path, ""), functools.partial(tables.parquet, span=span)
-    reader = functools.partial(tables.json_lines, before=span.before)
+    reader = functools.partial(tables.json_lines, before=span.before, is_in=is_in)
     return functools.partial(spans.opened, path, span), reader
 
 

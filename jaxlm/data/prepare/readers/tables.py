@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from jaxlm.data.parquet import rows
@@ -17,6 +17,7 @@ from jaxlm.data.prepare.readers.spans import Span
 from jaxlm.data.prepare.readers.streams import lines, rest, whole
 from jaxlm.data.records import BYTE_ORDER_MARK, NO_TEXT, NOT_JSON, NOT_UTF8, OTHER_TYPE, mended
 
+IsIn = Callable[[str, int], bool]  # whether the record of a file is asked for
 NOT_A_ROW = "with more or fewer fields than the table"
 NOT_CLOSED = "with a quote that is not closed"
 TOO_LARGE = "too large"
@@ -24,9 +25,14 @@ TOO_LONG = "\udfff"  # no byte is decoded to it
 
 
 def json_lines(
-    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str], before: int = 0
+    stream: IO[bytes],
+    name: str,
+    recipe: Recipe,
+    counts: Counter[str],
+    before: int = 0,
+    is_in: IsIn = lambda file, record: True,
 ) -> Iterator[Document | Broken]:
-    """A JSON object a line, in UTF-8, UTF-16 or UTF-32; behind others in UTF-8."""
+    """A JSON object a line, in UTF-8, UTF-16 or UTF-32; behind others in UTF-8. Only lines that are in are parsed."""
     most = recipe.reading.document_bytes
     plain = stream if before else as_utf8(stream, counts, legacy=False)
     for number, line in lines(plain, most, before):
@@ -35,7 +41,7 @@ def json_lines(
             continue
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
-        if not line.strip():
+        if not is_in(name, number) or not line.strip():
             continue
         try:
             row = json.loads(line.decode(), parse_constant=lambda _: None)
