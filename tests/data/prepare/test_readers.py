@@ -101,6 +101,25 @@ def test_the_main_text_of_a_page_is_its_prose_its_headings_and_its_code(into, ca
     assert page["meta"]["title"] == "A title"
 
 
+def test_short_blocks_between_prose_are_text_unless_they_are_a_list_of_links(into, capsys):
+    names = ["one", "two words", "some more", "x", "y"]
+    table = "".join(f"<tr><th>{name}<td>{number}" for number, name in enumerate(names))
+    menu = "".join(f"<li><a href=/{n}>{name}</a><li>new" for n, name in enumerate(names))
+    first, *others = (f"<p>{prose(number)}</p>" for number in range(3))
+    foot = "<p>All rights<p>reserved"
+    (into / "a.html").write_text(f"{first}<table>{table}</table>{others[0]}{foot}")
+    (into / "b.html").write_text(f"{first}<ul>{menu}</ul>{others[0]}")
+    (into / "c.html").write_text(f"{first}<h2>Links</h2><ul>{menu}</ul><h2>More</h2>{others[1]}")
+    read(capsys)
+    prose_of = [prose(number).replace("\n", " ") for number in range(3)]
+    cells = [each for number, name in enumerate(names) for each in (name, str(number))]
+    assert kept() == [
+        "\n\n".join((prose_of[0], *cells, prose_of[1])),
+        "\n\n".join((prose_of[0], prose_of[1])),
+        "\n\n".join((prose_of[0], "More", prose_of[2])),
+    ]
+
+
 def test_a_page_that_is_longer_than_is_read_says_so(into, capsys):
     (into / "a.html").write_text(f"<p>{prose(1)}</p>{' ' * 2**23}<p>{prose(2)}</p>")
     answer = read(capsys)

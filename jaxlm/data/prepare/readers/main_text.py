@@ -3,11 +3,13 @@
 A block is the text between two tags that break lines. It is kept by its length and by the share of its characters that are
 links, and by whether its neighbours are kept: the two features that carry most of the weight in Kohlschütter et al. 2010,
 "Boilerplate Detection using Shallow Text Features", §4.3 (there a decision tree over words and link density of a block and
-of its neighbours; here the thresholds below, which were not fitted).
+of its neighbours; here the thresholds below). What stands between two blocks of prose is text, however short, as tables and
+definitions are, unless it is a list of links.
 """
 
 import dataclasses
 import html.parser
+import itertools
 import re
 from collections import Counter
 
@@ -20,8 +22,9 @@ BREAKS = frozenset(
 )
 HEADINGS = frozenset(("h1", "h2", "h3", "h4", "h5", "h6"))
 LONG_WORDS = 15  # a block with this many is prose
-SHORT_WORDS = 5  # one with fewer is prose only between two that are
+SHORT_WORDS = 5  # one with as many is kept beside prose
 MOST_LINKED = 0.33  # share of characters in links
+MOST_LINKS = 0.2  # share of the blocks between two of prose that may be links
 MOST_HTML = 2**23  # characters; the parser takes time for more than text can be worth
 
 _META = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([-\w.:]{1,40})", re.IGNORECASE)
@@ -59,6 +62,7 @@ def main_text(page: str, counts: Counter[str]) -> tuple[str, str]:
         block.is_verbatim or (block.words >= LONG_WORDS and block.linked <= MOST_LINKED)
         for block in blocks
     ]
+    between = _between(blocks, is_prose)
     kept = []
     for number, block in enumerate(blocks):
         before = number > 0 and is_prose[number - 1]
@@ -66,14 +70,24 @@ def main_text(page: str, counts: Counter[str]) -> tuple[str, str]:
         if block.linked > MOST_LINKED:
             near = False
         elif block.is_heading:
-            near = after
-        elif block.words >= SHORT_WORDS:
-            near = before or after
+            near = after or number in between
         else:
-            near = before and after
+            near = number in between or (block.words >= SHORT_WORDS and (before or after))
         if is_prose[number] or near:
             kept.append(block.text)
     return _SPACE.sub(" ", parser.title).strip(), "\n\n".join(kept)
+
+
+def _between(blocks: list[_Block], is_prose: list[bool]) -> set[int]:
+    """Which blocks lie between two of prose that no list of links parts."""
+    found: set[int] = set()
+    prose = [number for number, is_it in enumerate(is_prose) if is_it]
+    for begin, end in itertools.pairwise(prose):
+        gap = range(begin + 1, end)
+        links = sum(blocks[number].linked > MOST_LINKED for number in gap)
+        if links <= MOST_LINKS * len(gap):
+            found.update(gap)
+    return found
 
 
 class _Blocks(html.parser.HTMLParser):
