@@ -1,6 +1,6 @@
 """Rows of a Parquet file, in bounded memory whatever it unpacks to."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -42,7 +42,7 @@ def rows(
     source: Path | IO[bytes],
     name: str,
     column: str | None = None,
-    groups: Sequence[int] | None = None,
+    groups: range | None = None,
 ) -> Iterator[Row]:
     """Every row, or those of some row groups, with this column alone where there is one of that name.
 
@@ -55,7 +55,8 @@ def rows(
     """
     with _opened(source, name) as file:
         columns = [column] if column and column in file.schema_arrow.names else None
-        groups = range(file.metadata.num_row_groups) if groups is None else groups
+        all_of_them = range(file.metadata.num_row_groups)
+        groups = all_of_them if groups is None else all_of_them[groups.start : groups.stop]
         _refuse_bombs(file.metadata, columns, groups)
         count, read = max(file.metadata.num_rows, 1), 0
         for batch in file.iter_batches(batch_size=1024, columns=columns, row_groups=[*groups]):
@@ -78,7 +79,7 @@ def _opened(source: Path | IO[bytes], name: str) -> Any:
     return parquet.ParquetFile(source, read_dictionary=texts)
 
 
-def _refuse_bombs(metadata: Any, columns: list[str] | None, groups: Sequence[int]) -> None:
+def _refuse_bombs(metadata: Any, columns: list[str] | None, groups: range) -> None:
     for group in groups:
         for index in range(metadata.num_columns):
             chunk = metadata.row_group(group).column(index)

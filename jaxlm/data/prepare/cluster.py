@@ -36,7 +36,7 @@ def connected(workers: int, say: Callable[[str], None]) -> Iterator[Any]:
         import ray
     except ImportError as error:
         raise not_installed("the engine ray", "ray", "ray", where="--engine=ray") from error
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if named := os.environ.get("RAY_ADDRESS"):
         _reach(named)
     try:

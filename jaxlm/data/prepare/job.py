@@ -56,9 +56,8 @@ class Job:
     recipe: Recipe
     sample: float  # share of the records that is read
     files: tuple[tuple[Path, str, int], ...]  # path, name, bytes
-    cuts: dict[str, Cut] = dataclasses.field(
-        default_factory=dict
-    )  # of files that are cut; noted by `claim`
+    # Of files that are cut, by name; noted by `claim`.
+    cuts: dict[str, Cut] = dataclasses.field(default_factory=dict)
     scorer: MakeScorer | None = None  # opens the model of the stage perplexity
 
     @classmethod

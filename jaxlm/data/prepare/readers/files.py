@@ -62,8 +62,19 @@ def can_cut(name: str) -> bool:
 
 
 def cut(path: Path, name: str, most: int) -> list[Span]:
-    """A file that `can_cut` in spans of `most` bytes, each with the records that begin in them."""
-    return [*CUTS[kind_of(name)](path, most)]
+    """A file that `can_cut` in spans of `most` bytes, each with the records that begin in them.
+
+    One that is damaged is not cut: whoever reads it says what is wrong.
+
+    Raises:
+      InputMissing: where a package is not there that reads it.
+    """
+    try:
+        return [*CUTS[kind_of(name)](path, most)]
+    except JaxlmError:
+        raise
+    except Exception:  # pyarrow's have no parent
+        return spans.uncut(path.stat().st_size, most)
 
 
 def read(
@@ -74,9 +85,9 @@ def read(
     span: Span | None = None,
     is_in: IsIn = lambda file, record: True,
 ) -> Iterator[Document | Broken]:
-    """Every record of a file, or of a span of it; JSON lines are read past where they are not in. What is no document by its nature, as a request in a WARC file, is only counted.
+    """Every record of a file, or of a span of it; JSON lines are read past where they are not in.
 
-    Where a file turns out damaged, the records before the damage are there, and then a broken one.
+    What is no document by its nature, as a request in a WARC file, is only counted. Where a file turns out damaged, the records before the damage are there, and then a broken one.
     """
     kind = kind_of(remote.path_in(name))
     if span is not None:

@@ -33,8 +33,7 @@ def of_lines(path: Path, most: int) -> Iterator[Span]:
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         if not is_utf8(file.read(PROBED)):
-            yield Span(0, size, 0)
-            yield from [Span(size, size, 0)] * (count(size, most) - 1)
+            yield from uncut(size, most)
             return
         file.seek(0)
         lines = 0
@@ -52,13 +51,8 @@ def of_lines(path: Path, most: int) -> Iterator[Span]:
 
 
 def of_row_groups(path: Path, most: int) -> Iterator[Span]:
-    """The row groups that begin in each `most` bytes of a Parquet file; all are in the first where its footer cannot be read."""
-    size = path.stat().st_size
-    try:
-        groups = parquet.row_groups(path)
-    except Exception:  # pyarrow's have no parent; whoever reads the file says what is wrong with it
-        yield from [Span(0, 1, 0), *[Span(1, 1, 0)] * (count(size, most) - 1)]
-        return
+    """The row groups that begin in each `most` bytes of a Parquet file."""
+    size, groups = path.stat().st_size, parquet.row_groups(path)
     begin = before = 0
     for number in range(1, count(size, most) + 1):
         end, rows = begin, 0
@@ -67,6 +61,11 @@ def of_row_groups(path: Path, most: int) -> Iterator[Span]:
             end += 1
         yield Span(begin, end, before)
         begin, before = end, before + rows
+
+
+def uncut(size: int, most: int) -> list[Span]:
+    """All of a file in the first of its spans."""
+    return [Span(0, size, 0), *[Span(size, size, 0)] * (count(size, most) - 1)]
 
 
 def opened(path: Path, span: Span) -> io.BufferedReader:
