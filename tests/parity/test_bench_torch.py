@@ -167,6 +167,23 @@ def test_all_arms_start_at_the_same_loss_and_are_told(scripts, tmp_path, name, r
     assert [line.split(" | ")[1] for line in cells] == arms
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--size=0.8M", "--rounds=3", "--seconds=2"),
+        ("--size=124M", "--rounds=2", "--steps=2", "--config.train.stack=unroll"),
+    ],
+)
+def test_a_step_on_a_cpu_is_as_fast_as_the_best_of_pytorch(words):
+    """Each side's better dtype, at real size; wants the machine for itself, as these tests run one after another."""
+    done = bench(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert len(row["arms"]) == 6
+    assert row["ratio"] >= 1, row["arms"]
+
+
 def test_arms_live_together_and_one_that_cannot_start_does_not_end_the_others():
     arms = "jaxlm float32,torch eager float32"
     words = ("--size=gpt2-tiny", f"--arms={arms}", "--rounds=2", "--steps=2", "--json")
