@@ -26,14 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from opened import opened
 
 from jaxlm.checkpoint.hub_folder import Folder
-from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import Float, PrecisionConfig
 from jaxlm.generate import decode, sampling
-from jaxlm.models.build import Blueprint
-from jaxlm.recipes import foreign, importing
 
 LOOKUP = 3  # tokens guessed at a time in the arm that guesses
 Generate = Callable[[], np.ndarray]  # new ids [rows, tokens]
@@ -43,18 +41,8 @@ def ours(
     folder: Path, compute: Float, prompts: np.ndarray, count: int, lookup: int = 0
 ) -> Generate:
     """jaxlm, with products of operands in `compute`, and so many tokens guessed at a time."""
-    read = Folder(folder)
-    family, _ = foreign.described(read, lambda _: None)
-    decoder = family.build()
     precision = Precision.of(PrecisionConfig(compute=compute))
-    blueprint = Blueprint(decoder, precision)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), blueprint.shapes
-    )
-    with read.opened() as fetch:
-        tensors = foreign.named(layout(decoder, family.HUB), read, family.HUB)
-        params = importing.load(tensors, fetch, placed)
+    blueprint, params = opened(Folder(folder), precision)
     draw = functools.partial(sampling.draw, temperature=0.0)
     parts = decode.build(
         blueprint.merge, draw, max_tokens=count, ends=(), pad=0, lookup=lookup

@@ -19,13 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from opened import opened
 
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.hub_folder import Folder
-from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core.precision import Precision
-from jaxlm.models.build import Blueprint
-from jaxlm.recipes import foreign, importing
 
 TOKENS = 256
 FLOAT32 = 0  # GGML's number for it
@@ -33,16 +31,7 @@ FLOAT32 = 0  # GGML's number for it
 
 def ours(source: Folder | Gguf, ids: np.ndarray) -> tuple[np.ndarray, Any]:
     """Logits of ids [T], [T, V], and the parameters, in float32."""
-    family, _ = foreign.described(source, lambda _: None)
-    decoder = family.build()
-    blueprint = Blueprint(decoder, Precision.float32())
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), blueprint.shapes
-    )
-    with source.opened() as fetch:
-        tensors = foreign.named(layout(decoder, family.HUB), source, family.HUB)
-        params = importing.load(tensors, fetch, placed)
+    blueprint, params = opened(source, Precision.float32())
 
     @jax.jit
     def logits(params: Any) -> jax.Array:

@@ -105,8 +105,8 @@ def _do(
     job: Job, left: list[int], each: Each, say: Callable[[str], None], progress: Progress
 ) -> tuple[Seconds, int]:
     """All steps of the units that are left. Gives the seconds of the stages, and the bytes of the files that were read."""
-    numbers = range(len(job.units))
     sizes = [sum(piece.size for piece in unit) for unit in job.units]
+    numbers = range(len(sizes))
     seconds = Seconds(float)
     read = 0
     is_compared = verdict(job, 0).parent.exists()
@@ -133,8 +133,10 @@ def _do(
 
 def _check_times(job: Job, is_compared: bool, say: Callable[[str], None]) -> None:
     """Lets units be cleaned again whose files were written since they were, and says so; once all are compared, that it is too late."""
-    for number in range(len(job.units)):
-        if not cleaned(job, number).exists() or not (names := changed_since(job, number)):
+    for number, pieces in enumerate(job.units):
+        if not cleaned(job, number).exists():
+            continue
+        if not (names := changed_since(job, number, pieces)):
             continue
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         if is_compared:

@@ -38,10 +38,10 @@ def cleaned(job: Job, number: int) -> Path:
     return job.out / WORK / f"{number:05d}"
 
 
-def changed_since(job: Job, number: int) -> list[str]:
+def changed_since(job: Job, number: int, pieces: list[Piece]) -> list[str]:
     """The files of a unit that is cleaned which have been written since; of those behind a URL that is not known."""
     done = json.loads((cleaned(job, number) / DONE).read_text(encoding="utf-8"))
-    now = _times(job.units[number])
+    now = _times(pieces)
     return [name for name, before in done["times"].items() if now[name] != before]
 
 

@@ -1,0 +1,26 @@
+"""A model of Hugging Face's form, opened on one device; what scripts that compare share."""
+
+from typing import Any
+
+import jax
+
+from jaxlm.checkpoint.gguf_source import Gguf
+from jaxlm.checkpoint.hub_folder import Folder
+from jaxlm.checkpoint.hub_tensors import layout
+from jaxlm.core.precision import Precision
+from jaxlm.models.build import Blueprint
+from jaxlm.recipes import foreign, importing
+
+
+def opened(source: Folder | Gguf, precision: Precision) -> tuple[Blueprint, Any]:
+    """The model and its parameters."""
+    family, _ = foreign.described(source, lambda _: None)
+    decoder = family.build()
+    blueprint = Blueprint(decoder, precision)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), blueprint.shapes
+    )
+    with source.opened() as fetch:
+        tensors = foreign.named(layout(decoder, family.HUB), source, family.HUB)
+        return blueprint, importing.load(tensors, fetch, placed)
