@@ -1,9 +1,10 @@
 """Opens what `jaxlm export` wrote in llama.cpp, by its own converter, and compares ids and logits with jaxlm's.
 
     python scripts/compare_llama_cpp.py exported --converter=llama.cpp/convert_hf_to_gguf.py
+    python scripts/compare_llama_cpp.py exported --gguf=exported.gguf
 
-Wants the `parity` extra, `pip install llama-cpp-python`, and a checkout of llama.cpp for the converter. The GGUF is then
-imported, too, and its weights compared with those of the folder. llama.cpp keeps keys and values in float32 for this; its
+Wants the `parity` extra, `pip install llama-cpp-python`, and a checkout of llama.cpp for the converter, or else the GGUF that
+`jaxlm export` wrote of the same run. It is then imported, too, and its weights compared with those of the folder. llama.cpp keeps keys and values in float32 for this; its
 GELU is a table of half precision, so that a model with one differs by more than rounding.
 """
 
@@ -57,13 +58,16 @@ def theirs(path: Path, text: str) -> tuple[np.ndarray, np.ndarray]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--converter", type=Path, required=True)
+    by = parser.add_mutually_exclusive_group(required=True)
+    by.add_argument("--converter", type=Path)
+    by.add_argument("--gguf", type=Path)
     args = parser.parse_args()
     text = Path(json.__file__).read_text()[:4000]
     with tempfile.TemporaryDirectory() as name:
-        gguf = Path(name) / "model.gguf"
-        words = [sys.executable, str(args.converter), str(args.folder)]
-        subprocess.run([*words, "--outtype=f32", f"--outfile={gguf}"], check=True)
+        gguf = args.gguf or Path(name) / "model.gguf"
+        if args.converter:
+            words = [sys.executable, str(args.converter), str(args.folder)]
+            subprocess.run([*words, "--outtype=f32", f"--outfile={gguf}"], check=True)
         ids, found = theirs(gguf, text)
         logits, params = ours(Folder(args.folder), ids)
         answer = {

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF as the config.json that transformers would have. Free of JAX."""
+"""The metadata of a GGUF as the config.json that transformers would have, and the other way. Free of JAX."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -158,7 +158,7 @@ def _blended(
     if theta <= 1 or frequencies.shape != (size // 2,):
         given.note(f"rope_freqs.weight has the shape {list(frequencies.shape)}, and heads {size}")
         return None
-    whole = [theta ** (-2 * i / size) for i in range(size // 2)]
+    whole = _whole(theta, size)
     factor = float(frequencies.max(initial=1.0))
     for original in (2**power for power in range(4, 24)):
         scaling = Llama3Scaling(factor=max(1.0, factor), original=original)
@@ -173,3 +173,65 @@ def _blended(
             }
     given.note("rope_freqs.weight divides rotary frequencies by what is not Llama 3.1's scaling")
     return None
+
+
+def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What `attributes` reads the attributes of a config.json from, by the name of the architecture.
+
+    Attributes that a file has no place for are left out: what is read back says which.
+    """
+    size, experts = config["head_dim"], config.get("num_local_experts", config.get("num_experts"))
+    own = {
+        "vocab_size": config["vocab_size"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.sliding_window": config.get("sliding_window") if name in LARGEST_SIZES else None,
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
+        "rope.dimension_count": size,
+        "rope.freq_base": config["rope_theta"],
+        "rope.freq_base_swa": config.get("rope_local_base_freq"),
+        "expert_count": experts,
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+    }
+    scaling = config.get("rope_scaling") or {}
+    if (kind := scaling.get("rope_type")) in ("linear", "yarn"):
+        own |= {
+            "rope.scaling.type": kind,
+            "rope.scaling.factor": scaling["factor"],
+            "rope.scaling.original_context_length": scaling.get("original_max_position_embeddings"),
+            "rope.scaling.yarn_beta_fast": scaling.get("beta_fast"),
+            "rope.scaling.yarn_beta_slow": scaling.get("beta_slow"),
+        }
+    prefix = name.partition(" ")[0]
+    return {"general.architecture": prefix} | {
+        f"{prefix}.{key}": value for key, value in own.items() if value is not None
+    }
+
+
+def frequencies(config: Mapping[str, Any]) -> np.ndarray | None:
+    """What rotary frequencies are divided by, float32 [head_dim / 2], where a file says it as a tensor: Llama 3.1's scaling."""
+    scaling = config.get("rope_scaling") or {}
+    if scaling.get("rope_type") != "llama3":
+        return None
+    size, theta = config["head_dim"], config["rope_theta"]
+    found = Llama3Scaling(
+        factor=scaling["factor"],
+        low=scaling["low_freq_factor"],
+        high=scaling["high_freq_factor"],
+        original=scaling["original_max_position_embeddings"],
+    )
+    return (1 / np.array(found.factors(_whole(theta, size), theta))).astype(np.float32)
+
+
+def _whole(theta: float, size: int) -> list[float]:
+    """Rotary frequencies that nothing divides."""
+    return [theta ** (-2 * i / size) for i in range(size // 2)]

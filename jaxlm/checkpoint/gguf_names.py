@@ -8,6 +8,8 @@ import dataclasses
 import re
 
 LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+THEIR_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -29,6 +31,7 @@ SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+ROUTER = "ffn_gate_inp.weight"
 MIXTRAL = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{e}.w1",
@@ -60,6 +63,20 @@ class Architecture:
         layer, stem, kind = match.groups()
         return f"model.layers.{layer}.{self.layer[stem]}.{kind}" if stem in self.layer else name
 
+    def own(self, theirs: str) -> tuple[str, int] | None:
+        """llama.cpp's name of a tensor of Hugging Face's and the expert, 0 where there are none; None where it has no such tensor."""
+        match = THEIR_LAYER.fullmatch(theirs)
+        if match is None:
+            found = next((own for own, each in OUTSIDE.items() if each == theirs), None)
+            return None if found is None else (found, 0)
+        layer, stem, kind = match.groups()
+        expert = EXPERT.search(stem)
+        stem = EXPERT.sub(".experts.{e}.", stem)
+        own = next((own for own, each in self.layer.items() if each == stem), None)
+        return (
+            None if own is None else (f"blk.{layer}.{own}.{kind}", int(expert[1]) if expert else 0)
+        )
+
     def rotated(self, name: str) -> str | None:
         """Whether a tensor's rows are those of queries ("q") or of keys ("k") in another order."""
         match = LAYER.fullmatch(name) if self.is_rotated_by_neighbours else None
@@ -68,6 +85,10 @@ class Architecture:
     def is_scale(self, name: str) -> bool:
         """Whether a tensor is a norm's scale that is counted from zero."""
         return self.counts_from_zero and name.endswith("norm.weight")
+
+    def is_exact(self, name: str, dimensions: int) -> bool:
+        """Whether llama.cpp wants a tensor in float32, whatever the others are in: vectors, and what routes to experts."""
+        return dimensions == 1 or name.endswith(ROUTER)
 
 
 LLAMA = ATTENTION | NORMS | MLP
@@ -84,3 +105,12 @@ ARCHITECTURES = {
     "gemma2": Architecture(model_type="gemma2", layer=GEMMA2, counts_from_zero=True),
     "gemma3": Architecture(model_type="gemma3_text", layer=GEMMA2, counts_from_zero=True),
 }
+
+
+def named_after(model_type: str) -> str | None:
+    """The architecture, by its name here, that computes a model_type of transformers; None where none does.
+
+    A Mistral is a Llama there, but for its window, which a file cannot say.
+    """
+    sought = "llama" if model_type == "mistral" else model_type
+    return next((name for name, each in ARCHITECTURES.items() if each.model_type == sought), None)

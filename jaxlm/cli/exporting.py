@@ -1,4 +1,4 @@
-"""Writes a run's model as transformers saves one, reads it back, and compares the logits."""
+"""Writes a run's model for transformers or llama.cpp, reads it back, and compares the logits."""
 
 import argparse
 from pathlib import Path
@@ -11,8 +11,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     withhold(
         parser, "--config", "--config.a.b", why="it goes by the config that the run was saved with"
     )
-    parser.add_argument("--to", choices=["hf"], default="hf", help="the form of the folder (hf)")
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to make")
+    parser.add_argument(
+        "--to",
+        choices=["hf", "gguf"],
+        help="a folder as transformers saves one, or a file of llama.cpp's; gguf where --out ends so, else hf",
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="PLACE", help="the folder to make, or the file"
+    )
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
@@ -29,14 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    workdir, folder = Path(needed(args, "workdir")), Path(args.out)
+    workdir, place = Path(needed(args, "workdir")), Path(args.out)
+    to = args.to or ("gguf" if place.suffix == ".gguf" else "hf")
 
     from jaxlm.recipes.exporting import Options, export_model
 
     answer = export_model(
         Options(
             workdir=workdir,
-            out=folder,
+            out=place,
+            to=to,
             step=args.step,
             best=args.best,
             weights=args.weights,
@@ -48,7 +56,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     parity = answer["parity"]
     out.result(
         answer,
-        f"{folder}: {answer['architecture']}, {answer['parameters']:,} parameters in {answer['dtype']}\n"
+        f"{place}: {answer['architecture']}, {answer['parameters']:,} parameters in {answer['dtype']}\n"
         f"read back: logits differ by {parity['largest_difference']:.3g} at most on {parity['tokens']} tokens; "
         f"rounding moved them by {parity['largest_difference_by_rounding']:.3g}",
     )

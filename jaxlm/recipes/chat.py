@@ -24,16 +24,9 @@ def template_of(workdir: Path) -> ChatTemplate:
       ConfigError: where none did.
       DataError: where it is damaged.
     """
-    kept = workdir / FOLDER
-    settings = _settings(kept / "tokenizer_config.json")
-    source, where = settings.get("chat_template"), kept / "tokenizer_config.json"
-    if isinstance(source, list):  # several by name
-        named = [entry for entry in source if isinstance(entry, dict)]
-        source = next((e.get("template") for e in named if e.get("name") == "default"), None)
-    if (kept / "chat_template.jinja").is_file():
-        where = kept / "chat_template.jinja"
-        source = where.read_text(errors="replace")
-    if not isinstance(source, str):
+    settings = _settings(workdir / FOLDER / "tokenizer_config.json")
+    source, where = template_source(workdir)
+    if source is None:
         raise ConfigError(
             "this run has no chat template",
             where=str(workdir),
@@ -47,6 +40,20 @@ def template_of(workdir: Path) -> ChatTemplate:
         and isinstance(text := token.get("content") if isinstance(token, dict) else token, str)
     }
     return ChatTemplate(source, tokens, str(where))
+
+
+def template_source(workdir: Path) -> tuple[str | None, Path]:
+    """The text of the template, None where none came with the model, and the file it is in. Raises DataError."""
+    kept = workdir / FOLDER
+    where = kept / "tokenizer_config.json"
+    source = _settings(where).get("chat_template")
+    if isinstance(source, list):  # several by name
+        named = [entry for entry in source if isinstance(entry, dict)]
+        source = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if (kept / "chat_template.jinja").is_file():
+        where = kept / "chat_template.jinja"
+        source = where.read_text(errors="replace")
+    return source if isinstance(source, str) else None, where
 
 
 class Chat(Tokenizer):

@@ -143,7 +143,14 @@ def _verify(folder: Source, say: Callable[[str], None]) -> None:
 
 
 def load(tensors: list[Theirs], fetch: Fetch, placed: Any, *, mean_from: int | None = None) -> Any:
-    """The parameters on the devices, each leaf part by part; ids from `mean_from` on have the mean of those before."""
+    """The parameters on the devices; ids from `mean_from` on have the mean of those before."""
+    return tree.map_with_path(leaf_reader(tensors, fetch, mean_from=mean_from), placed)
+
+
+def leaf_reader(
+    tensors: list[Theirs], fetch: Fetch, *, mean_from: int | None = None
+) -> Callable[[str, jax.ShapeDtypeStruct], jax.Array]:
+    """What reads a leaf to the devices, part by part, by its path and what it is like."""
     plain = Reader(tensors, fetch)
     reader = plain if mean_from is None else vocabulary.Extended(plain, mean_from)
 
@@ -153,7 +160,7 @@ def load(tensors: list[Theirs], fetch: Fetch, placed: Any, *, mean_from: int | N
             like.shape, like.sharding, lambda within: reader.leaf(path, like.shape, within, dtype)
         )
 
-    return tree.map_with_path(leaf, placed)
+    return leaf
 
 
 def _run(family: Any, options: Options) -> Run:

@@ -23,7 +23,7 @@ from jaxlm.models.families.deepseek_v3 import DeepSeekV3
 from jaxlm.models.families.gemma3 import Gemma3
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.qwen3_moe import Qwen3Moe
-from jaxlm.recipes import exporting, importing
+from jaxlm.recipes import export_folder, exporting, importing
 from tests.faults import harness
 from tests.parity import weights
 
@@ -759,9 +759,9 @@ def test_an_export_whose_config_says_something_else_is_not_called_finished(
 ):
     source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
     assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
-    real = exporting._attributes
+    real = export_folder._attributes
     monkeypatch.setattr(
-        exporting, "_attributes", lambda *given: real(*given) | {"rope_theta": 123.0}
+        export_folder, "_attributes", lambda *given: real(*given) | {"rope_theta": 123.0}
     )
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
     assert code == 1
@@ -812,7 +812,7 @@ def test_an_export_that_reads_back_otherwise_is_not_called_finished(
     attributes |= {"is_llama_config": True, "rope_interleaved": False}
     (source / "config.json").write_text(json.dumps(attributes))
     assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
-    whole = exporting.write_tensors
+    whole = export_folder.write_tensors
 
     def harmed(folder, tensors, array, dtype, **rest):
         def other(each):
@@ -820,7 +820,7 @@ def test_an_export_that_reads_back_otherwise_is_not_called_finished(
 
         return whole(folder, tensors, other, dtype, **rest)
 
-    monkeypatch.setattr(exporting, "write_tensors", harmed)
+    monkeypatch.setattr(export_folder, "write_tensors", harmed)
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
     assert code == 1
     assert said in answer["error"]["what"]

@@ -19,7 +19,7 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.config import Encoder
 from jaxlm.models.families.t5 import T5
 from jaxlm.recipes import foreign, importing
-from jaxlm.recipes.exporting import DTYPES
+from jaxlm.recipes.export_job import DTYPES
 from tests.parity import weights
 
 pytestmark = pytest.mark.parity

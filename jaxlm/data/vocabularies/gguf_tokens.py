@@ -30,6 +30,7 @@ class Cut(NamedTuple):
 CUTS = (
     dict.fromkeys(("gpt-2", "olmo", "phi-2"), Cut("gpt2"))
     | dict.fromkeys(("smollm", "starcoder", "refact"), Cut("gpt2, digits apart"))
+    | dict.fromkeys(("smaug-bpe", "dbrx"), Cut("cl100k"))
     | dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Cut("cl100k, digits apart", composed=True))
     | dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3"), Cut("cl100k", whole_words=True, begins=True)
