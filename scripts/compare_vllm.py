@@ -59,7 +59,9 @@ def theirs(folder: Path, place: Path) -> dict[str, float | int | bool]:
     )
     (found,) = model.generate([vllm.TokensPrompt(prompt_token_ids=made["ids"].tolist())], asked)
     drawn = list(found.outputs[0].token_ids)
-    same = next((n for n, (a, b) in enumerate(zip(drawn, made["follow"], strict=True)) if a != b), MORE)
+    same = next(
+        (n for n, (a, b) in enumerate(zip(drawn, made["follow"], strict=True)) if a != b), MORE
+    )
     rows = [*found.prompt_logprobs[1:], *found.outputs[0].logprobs[: min(same + 1, MORE)]]
     far = [
         abs(each.logprob - made["likely"][at, token])

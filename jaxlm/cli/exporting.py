@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     workdir, place = Path(needed(args, "workdir")), Path(args.out)
-    to = args.to or ("gguf" if place.suffix == ".gguf" else "hf")
 
-    from jaxlm.recipes.exporting import Options, export_model
+    from jaxlm.recipes.exporting import Options, To, export_model
 
+    to: To = args.to or ("gguf" if place.suffix == ".gguf" else "hf")
     answer = export_model(
         Options(
             workdir=workdir,

@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from jaxlm.checkpoint import gguf_config
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.gguf_writer import Plan, library
 from jaxlm.checkpoint.hub_folder import write_json
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import tokenizer_json
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.data.vocabularies import gguf_written
@@ -73,7 +76,14 @@ class GgufForm:
 
 def _refuse_lost(attributes: dict[str, Any], plan: Plan) -> None:
     """Raises ConfigError where the file cannot say all of the model."""
-    back = foreign.family_of(plan.read_back(), "GGUF").to_hub()
+    try:
+        back = foreign.family_of(plan.read_back(), "GGUF").to_hub()
+    except DataError as error:
+        raise _uncomputed(error.why) from error
+    if plan.frequencies is not None:  # by which the scaling is known, and by nothing else
+        found = gguf_config.frequencies(back)
+        if found is not None and np.allclose(found, plan.frequencies, rtol=1e-5):
+            back["rope_scaling"] = attributes["rope_scaling"]
     lost = [
         f"{name} = {attributes[name]!r}, and a reader of the file takes {back.get(name)!r}"
         for name in sorted(attributes.keys() - NEUTRAL)

@@ -5,9 +5,9 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from jaxlm.checkpoint.hub_folder import SHARD_BYTES
+from jaxlm.checkpoint.hub_folder import SHARD_BYTES, Source
 from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core.errors import CommandError, cannot_write
 from jaxlm.models import cost
@@ -17,10 +17,30 @@ from jaxlm.recipes import assembly, export_parity, trained
 from jaxlm.recipes.export_folder import FolderForm
 from jaxlm.recipes.export_gguf import GgufForm
 from jaxlm.recipes.export_job import DTYPES, Dtype, Job
+from jaxlm.recipes.export_parity import Held
 from jaxlm.recipes.trained import Trained, Weights
 from jaxlm.train.rundir import IMPORTED
 
-FORMS = {"hf": FolderForm, "gguf": GgufForm}
+
+class Form(Protocol):
+    """What a run's model is written as; made of a Job, it has refused what it cannot hold."""
+
+    def write(self, place: Path) -> int:
+        """Writes the model; returns how many files hold its tensors. Raises OSError, NotWritable."""
+
+    def read(self, place: Path) -> Source:
+        """What was written."""
+
+    @property
+    def held(self) -> Held:
+        """What it holds of each leaf."""
+
+    def finish(self, place: Path, answer: dict[str, Any]) -> None:
+        """Adds what says how it compares with the run."""
+
+
+To = Literal["hf", "gguf"]
+FORMS: dict[To, Callable[[Job], Form]] = {"hf": FolderForm, "gguf": GgufForm}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +49,7 @@ class Options:
 
     workdir: Path
     out: Path
-    to: Literal["hf", "gguf"] = "hf"
+    to: To = "hf"
     step: int | None = None
     best: bool = False
     weights: Weights = "raw"

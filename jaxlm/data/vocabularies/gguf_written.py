@@ -2,6 +2,7 @@
 
 import json
 import re
+import string
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,11 @@ from jaxlm.data.vocabularies.pieces import PROBES, Kind
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 # Beside the probes, what ways to cut words treat differently.
-TEXTS = (*PROBES, "I'm WE'RE don'T\n\n\n  x1234567y ...\r\n!!\t\t7", "a" * 5 + "\n \n" + "#" * 9)
+TEXTS = (
+    *PROBES,
+    "I'm WE'RE don'T\n\n\n  x1234567y a1b22c333 snake_case camelCase ABCDef \r\n!!\t\t7\n \n##",
+    string.punctuation + " " + string.punctuation[::-1] + "\n" + string.printable,
+)
 
 
 def metadata(content: bytes, rows: int, where: str) -> dict[str, Any]:

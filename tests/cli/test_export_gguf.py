@@ -1,0 +1,177 @@
+"""`jaxlm export --out=FILE.gguf`: what llama.cpp's own conversion would write, or nothing."""
+
+import json
+import sys
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxlm.data.vocabularies import gguf_tokens
+from jaxlm.models.families.gemma import Gemma
+from jaxlm.models.families.gemma2 import Gemma2
+from jaxlm.models.families.gemma3 import Gemma3
+from jaxlm.models.families.gpt2 import GPT2
+from jaxlm.models.families.llama import Llama
+from jaxlm.models.families.mistral import Mistral
+from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.qwen2 import Qwen2
+from jaxlm.models.families.qwen3 import Qwen3
+from jaxlm.models.families.qwen3_moe import Qwen3Moe
+from jaxlm.nn.rotary import LinearScaling, Llama3Scaling, YarnScaling
+from tests.checkpoint import ggufs
+from tests.cli.test_exchange import call
+from tests.data.vocabularies.test_gguf_tokens import of_byte_pairs
+from tests.parity import weights
+
+VOCAB = 512
+SIZES = dict(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2, hidden=48, context=64)
+FAMILIES = {
+    "llama": Llama(**SIZES, tied=True, rope_theta=5e5),
+    "llama, scaling of 3.1": Llama(**SIZES, rope_scaling=Llama3Scaling(factor=8.0, original=32)),
+    "llama, one that another computes": Llama(
+        **SIZES, rope_scaling=Llama3Scaling(factor=8.0, original=33)
+    ),
+    "llama, linear": Llama(**SIZES, rope_scaling=LinearScaling(factor=4.0)),
+    "llama, yarn": Llama(**SIZES, rope_scaling=YarnScaling(factor=4.0, original=16, fast=16.0)),
+    "mixtral": Mixtral(**SIZES, experts=4, top_k=2),
+    "qwen2": Qwen2(**SIZES),
+    "qwen3": Qwen3(**SIZES, head_dim=16),
+    "qwen3_moe": Qwen3Moe(**SIZES, experts=4, top_k=2),
+    "gemma": Gemma(**SIZES, head_dim=16),
+    "gemma2": Gemma2(**SIZES, window=8, attention_cap=20.0, logit_cap=10.0),
+    "gemma3": Gemma3(**SIZES | dict(depth=7), window=8),
+}
+ODD = Llama3Scaling(factor=8.0, original=32, high=7.0)
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def imported(tmp_path, capsys, family):
+    """A run of a folder with these weights and a tokenizer as Llama 3 has one."""
+    source, run = tmp_path / "source", tmp_path / "run"
+    source.mkdir()
+    weights.write(source, family)
+    content, settings = gguf_tokens.as_json(of_byte_pairs("llama-bpe"), "here")
+    (source / "tokenizer.json").write_bytes(content)
+    (source / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": TEMPLATE})
+    )
+    code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}")
+    assert code == 0, answer
+    return run
+
+
+def read(path):
+    """Tensors and metadata by the package's own reader."""
+    found = gguf.GGUFReader(path)
+    tensors = {each.name: each for each in found.tensors}
+    return tensors, {name: field.contents() for name, field in found.fields.items()}
+
+
+def numbers(tensor):
+    if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:
+        return tensor.data.view(ml_dtypes.bfloat16)
+    return tensor.data
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tensors_and_settings_are_those_of_llama_cpps_conversion(name, capsys, tmp_path):
+    """Beside a file that the tests write by the definition, tensor by tensor and setting by setting."""
+    family, out = FAMILIES[name], tmp_path / "model.gguf"
+    run = imported(tmp_path, capsys, family)
+    code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
+    assert code == 0, answer
+    assert answer["parity"]["is_bit_identical"]
+    assert answer["parity"]["largest_difference"] <= answer["parity"]["tolerance"]
+    assert json.loads((tmp_path / "model.parity.json").read_text()) == answer["parity"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "model.parity.json", "run", "source"]  # fmt: skip
+    ggufs.write(tmp_path / "expected.gguf", family)
+    (ours, settings), (theirs, expected) = read(out), read(tmp_path / "expected.gguf")
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert ours[key].tensor_type == gguf.GGMLQuantizationType.F32
+        np.testing.assert_allclose(
+            ours[key].data, tensor.data, rtol=1e-6 if key == "rope_freqs.weight" else 0, err_msg=key
+        )
+    for key, value in expected.items():
+        if not key.startswith(("GGUF.", "tokenizer.")) and key != "general.name":
+            assert settings[key] == pytest.approx(value), key
+    assert settings["general.name"] == "run"
+    assert settings["tokenizer.chat_template"] == TEMPLATE
+    assert settings["tokenizer.ggml.pre"] == "llama-bpe"
+    assert settings["tokenizer.ggml.add_bos_token"] is True
+    assert len(settings["tokenizer.ggml.tokens"]) == VOCAB
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_matrices_are_rounded_and_vectors_are_not(dtype, capsys, tmp_path):
+    family, out = FAMILIES["qwen3_moe"], tmp_path / "model.gguf"
+    run = imported(tmp_path, capsys, family)
+    words = ("export", f"--workdir={run}", f"--out={out}", f"--dtype={dtype}")
+    code, answer, _ = call(capsys, *words)
+    assert code == 0, answer
+    assert answer["parity"]["is_bit_identical"]
+    assert answer["parity"]["largest_difference_by_rounding"] > 1e-4
+    as_type = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}[dtype]
+    tensors, settings = read(out)
+    for name, array in ggufs.tensors(family).items():
+        is_whole = array.ndim == 1 or "ffn_gate_inp" in name
+        found = numbers(tensors[name]).reshape(array.shape)
+        assert found.dtype == (np.float32 if is_whole else as_type), name
+        np.testing.assert_array_equal(found, array.astype(found.dtype), err_msg=name)
+    assert settings["general.file_type"] == {"bfloat16": 32, "float16": 1}[dtype]
+
+
+def test_what_is_imported_again_says_and_computes_the_same(capsys, tmp_path):
+    run, out, again = imported(tmp_path, capsys, FAMILIES["gemma2"]), tmp_path / "a/model.gguf", tmp_path / "again"  # fmt: skip
+    assert call(capsys, "export", f"--workdir={run}", f"--out={out}")[0] == 0
+    assert call(capsys, "import", f"--from={out}", f"--workdir={again}")[0] == 0
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 40)
+    answers = []
+    for workdir in (run, again):
+        words = ("eval", f"--workdir={workdir}", f"--text={tmp_path / 'text.txt'}", "--batch=4")
+        code, answer, _ = call(capsys, *words)
+        assert code == 0, answer
+        answers.append(answer["loss_nats"])
+    assert answers[0] == pytest.approx(answers[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        (GPT2(vocab=VOCAB, width=32, depth=2, heads=4, context=64), "it is a gpt2"),
+        (Mistral(**SIZES, window=8), "sliding_window = 8, and a reader of the file takes None"),
+        (Llama(**SIZES, activation="gelu"), "hidden_act"),
+        (Llama(**SIZES, head_dim=16, rope_theta=50.0, rope_scaling=ODD), "not Llama 3.1's scaling"),
+        (Gemma2(**SIZES, window=8, query_scale=20), "query_pre_attn_scalar = 20"),
+        (Qwen3Moe(**SIZES, experts=4, top_k=2, normalised=False), "norm_topk_prob = False"),
+    ],
+)
+def test_a_model_that_no_file_can_say_is_refused_before_anything_is_written(
+    family, why, capsys, tmp_path
+):
+    run = imported(tmp_path, capsys, family)
+    before = sorted(tmp_path.iterdir())
+    code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={tmp_path / 'm.gguf'}")
+    assert code == 2, answer
+    assert why in answer["error"]["why"]
+    assert "--to=hf" in answer["error"]["fix"]
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_that_is_there_stays_as_it_is(capsys, tmp_path):
+    out = tmp_path / "model.gguf"
+    out.write_bytes(b"mine")
+    code, answer, _ = call(capsys, "export", f"--workdir={tmp_path / 'run'}", f"--out={out}")
+    assert (code, out.read_bytes()) == (2, b"mine")
+    assert answer["error"]["fix"] == f"--out={tmp_path / 'model-2.gguf'}"
+
+
+def test_without_the_package_the_extra_is_named(capsys, tmp_path, monkeypatch):
+    run = imported(tmp_path, capsys, FAMILIES["llama"])
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    code, answer, _ = call(capsys, "export", f"--workdir={run}", "--to=gguf", f"--out={tmp_path / 'x'}")  # fmt: skip
+    assert code == 66
+    assert "jaxlm[gguf]" in answer["error"]["fix"]
+    assert not list(tmp_path.glob("x*"))
