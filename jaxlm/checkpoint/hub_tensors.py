@@ -174,9 +174,15 @@ class Reader:
     def leaf(
         self, path: str, shape: tuple[int, ...], within: Slices, dtype: np.dtype
     ) -> np.ndarray:
-        """What lies `within` a leaf, tensor by tensor: beside the result, no more is held than the part of one of them."""
+        """What lies `within` a leaf, tensor by tensor: beside the result, no more is held than the part of one of them.
+
+        What is of one tensor alone is that part itself, where it has the dtype.
+        """
         sources = self._sources[path]
         lead = len(next(iter(sources)))
+        if not lead:
+            theirs, number = sources[()]
+            return theirs.part(number, self._fetch, within).astype(dtype, copy=False)
         starts, stops = zip(
             *(cut.indices(size)[:2] for cut, size in zip(within, shape, strict=True)), strict=True
         )

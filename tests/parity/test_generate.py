@@ -14,6 +14,7 @@ import pytest
 
 from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.checkpoint.hub_tensors import layout
+from jaxlm.core import processor
 from jaxlm.core.precision import Precision
 from jaxlm.generate import beam, sampling
 from jaxlm.generate.penalties import History, Penalties
@@ -129,7 +130,7 @@ def searched(folder, family, beams, penalty):
 
 @pytest.mark.timeout(600)
 def test_eight_prompts_go_on_faster_than_its_generate_does():
-    """A model of 110M, each side in its better way; wants the machine for itself."""
+    """A model of 110M, each side in its better way; in float32 twice as fast on a CPU without AMX. Wants the machine for itself."""
     clean = os.environ | {"XLA_FLAGS": "", "JAX_NUMPY_RANK_PROMOTION": "allow"}
     words = [sys.executable, str(BENCH), "--turns=2"]
     done = subprocess.run(words, capture_output=True, text=True, env=clean)
@@ -137,6 +138,8 @@ def test_eight_prompts_go_on_faster_than_its_generate_does():
     found = json.loads(done.stdout.splitlines()[-1])
     ways = [f"{name} {dtype}" for name in ("jaxlm", "jaxlm, guessing") for dtype in DTYPES]
     assert max(found[way] for way in ways) > 1.2 * max(found[f"transformers {d}"] for d in DTYPES)
+    if processor.AMX not in processor.units():
+        assert found["jaxlm float32"] >= 2 * found["transformers float32"]
     assert found["same ids, jaxlm float32"] == found["same ids, jaxlm, guessing float32"] == 1
 
 
@@ -155,4 +158,6 @@ def test_the_benchmark_beside_its_generate_runs_and_both_give_the_same_text():
     for name, dtype in itertools.product(("jaxlm", "jaxlm, guessing"), DTYPES):
         rates = [found[f"{side} {dtype}"] for side in (name, "transformers")]
         assert found[f"times as fast, {name} {dtype}"] == pytest.approx(rates[0] / rates[1])
+    if processor.AMX not in processor.units():
+        assert found["jaxlm float32"] >= 2 * found["transformers float32"]
     assert found["same ids, jaxlm float32"] == found["same ids, jaxlm, guessing float32"] == 1
