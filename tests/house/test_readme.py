@@ -34,7 +34,7 @@ TINY = {
     "--config.train.batch": "8",
     "--config.data.train": "texts/*.txt",
     "--config.data.validation": "tail:10%",
-    "--config.data.tokenizer": "bytes",
+    "--config.data.tokenizer": "bpe:512",  # a GGUF has no bytes alone
     "--config.data.sequence": "32",
     "--config.model.depth": "2",
     "--config.model.width": "32",
