@@ -80,10 +80,7 @@ class FolderForm:
         kept = self._job.workdir / importing.FOLDER
         if kept.is_dir():
             for name in importing.BESIDE:
-                if (
-                    name not in ("config.json", "generation_config.json")
-                    and (kept / name).is_file()
-                ):
+                if name != "config.json" and (kept / name).is_file():
                     shutil.copyfile(kept / name, place / name)
             return
         content = tokenizer_json.as_json(tokenizer)

@@ -88,6 +88,8 @@ def test_f7_what_is_exported_is_what_was_imported_bit_for_bit(
 ):
     source, run, out = write(tmp_path / "source", name, dtype), tmp_path / "run", tmp_path / "out"
     split = [f"--config.mesh.{axis}={ways}" for axis, ways in mesh.items()]
+    drawn = json.dumps({"eos_token_id": [257, 256], "temperature": 0.6})
+    (source / "generation_config.json").write_text(drawn)
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}", *split)
     assert (code, answer["family"], answer["dtype"]) == (0, name, dtype)
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
@@ -103,7 +105,7 @@ def test_f7_what_is_exported_is_what_was_imported_bit_for_bit(
     for key, array in theirs.items():
         assert ours[key].dtype == array.dtype
         np.testing.assert_array_equal(ours[key], array, err_msg=key)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / file).read_bytes() == (source / file).read_bytes()
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
     own = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}

@@ -91,6 +91,12 @@ def lower_case() -> bytes:
     return json.dumps(parsed).encode()
 
 
+def nothing_is_unknown() -> bytes:
+    parsed = json.loads(pieces.as_json(pieces.read(model("llama"), "here"), "here"))
+    parsed["model"]["unk_token"] = None
+    return json.dumps(parsed).encode()
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -99,6 +105,7 @@ def lower_case() -> bytes:
         (single_bytes, "no merges"),
         (cut_at_commas, "gives the same ids"),
         (lower_case, "gives the same ids"),
+        (nothing_is_unknown, "gives the same ids"),
     ],
 )
 def test_what_llama_cpp_would_read_otherwise_is_refused(content, why):
