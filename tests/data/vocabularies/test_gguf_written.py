@@ -1,5 +1,6 @@
 """A tokenizer written as a GGUF has it gives the ids it gave, or is refused."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -51,6 +52,15 @@ def test_pieces_of_an_imported_model_keep_their_ids(name):
     own = Imported(content, before=[], after=[0])
     assert read_back(written).encode_many(TEXTS) == own.encode_many(TEXTS)
     assert written["tokenizer.ggml.add_space_prefix"] == (name == "llama")
+    # llama.cpp goes by scores alone: those of pieces fall in the order in which these are merged, none like another.
+    scores = dict(
+        zip(*(written[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores")), strict=True)
+    )
+    merged = list(dict.fromkeys(map("".join, json.loads(content)["model"]["merges"])))
+    found = [scores[piece] for piece in merged]
+    assert len(found) > 100
+    assert all(first > then for first, then in itertools.pairwise(found))
+    assert max(scores[piece] for piece in scores.keys() - set(merged)) < found[-1]
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe", "smaug-bpe"])
