@@ -7,8 +7,9 @@ import numpy as np
 
 from jaxlm.checkpoint.gguf_names import ARCHITECTURES, Architecture
 from jaxlm.core.errors import DataError
+from jaxlm.models.families import rope
 from jaxlm.models.families.hub import DEEPEST, Attributes
-from jaxlm.nn.rotary import Llama3Scaling
+from jaxlm.nn.rotary import Llama3Scaling, Rope
 
 WHAT = "a GGUF's metadata"
 # What does not change what the model computes; the tokenizer's own are read with the tokenizer.
@@ -158,11 +159,10 @@ def _blended(
     if theta <= 1 or frequencies.shape != (size // 2,):
         given.note(f"rope_freqs.weight has the shape {list(frequencies.shape)}, and heads {size}")
         return None
-    whole = _whole(theta, size)
     factor = float(frequencies.max(initial=1.0))
     for original in (2**power for power in range(4, 24)):
         scaling = Llama3Scaling(factor=max(1.0, factor), original=original)
-        expected = 1 / np.array(scaling.factors(whole, theta))
+        expected = 1 / np.array(Rope(theta=theta, scaling=scaling).factors(size))
         if np.allclose(frequencies, expected, rtol=1e-5):
             return {
                 "rope_type": "llama3",
@@ -219,19 +219,7 @@ def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def frequencies(config: Mapping[str, Any]) -> np.ndarray | None:
     """What rotary frequencies are divided by, float32 [head_dim / 2], where a file says it as a tensor: Llama 3.1's scaling."""
-    scaling = config.get("rope_scaling") or {}
-    if scaling.get("rope_type") != "llama3":
+    found = rope.read(Attributes(config, "GGUF"))
+    if not isinstance(found.scaling, Llama3Scaling):
         return None
-    size, theta = config["head_dim"], config["rope_theta"]
-    found = Llama3Scaling(
-        factor=scaling["factor"],
-        low=scaling["low_freq_factor"],
-        high=scaling["high_freq_factor"],
-        original=scaling["original_max_position_embeddings"],
-    )
-    return (1 / np.array(found.factors(_whole(theta, size), theta))).astype(np.float32)
-
-
-def _whole(theta: float, size: int) -> list[float]:
-    """Rotary frequencies that nothing divides."""
-    return [theta ** (-2 * i / size) for i in range(size // 2)]
+    return (1 / np.array(found.factors(config["head_dim"]))).astype(np.float32)

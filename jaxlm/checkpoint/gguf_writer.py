@@ -10,7 +10,7 @@ import numpy as np
 from jaxlm.checkpoint import gguf_config
 from jaxlm.checkpoint.gguf_names import ARCHITECTURES, named_after
 from jaxlm.checkpoint.gguf_source import FREQUENCIES
-from jaxlm.checkpoint.hub_tensors import Theirs
+from jaxlm.checkpoint.hub_tensors import Theirs, rounded
 from jaxlm.core.errors import not_installed
 
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # as llama.cpp counts them
@@ -68,9 +68,6 @@ class Plan:
         def counted(leaf: Any) -> Any:
             return (leaf.astype(np.float32) + 1) - 1
 
-        def rounded(dtype: np.dtype) -> Callable[[Any], Any]:
-            return lambda leaf: leaf.astype(dtype).astype(leaf.dtype)
-
         return {
             part.path: counted if self.architecture.is_scale(each.name) else rounded(each.dtype)
             for each in self.tensors
@@ -98,14 +95,13 @@ class Plan:
           OSError: where the file cannot be written.
         """
         gguf = library(path)
-        prefix = self.name.partition(" ")[0]
-        writer = gguf.GGUFWriter(path, prefix)
+        settings = {**self.metadata(), **tokenizer}
+        writer = gguf.GGUFWriter(path, settings.pop("general.architecture"))
         try:
             writer.add_name(title)
             writer.add_file_type(FILE_TYPES[self.dtype.name])
-            for key, value in {**self.metadata(), **tokenizer}.items():
-                if key != "general.architecture":
-                    _add(gguf, writer, key, value)
+            for key, value in settings.items():
+                _add(gguf, writer, key, value)
             if self.frequencies is not None:
                 _declare(gguf, writer, FREQUENCIES, self.frequencies.shape, np.dtype(np.float32))
             for each in self.tensors:

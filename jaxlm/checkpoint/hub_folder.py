@@ -265,17 +265,16 @@ def write_tensors(
     """
     from safetensors.numpy import save_file
 
-    def kept(tensor: Theirs) -> np.dtype:
-        return np.dtype(np.float32) if tensor.is_exact else dtype
-
     def size(tensor: Theirs) -> int:
-        return int(np.prod(tensor.shape)) * kept(tensor).itemsize
+        return int(np.prod(tensor.shape)) * tensor.kept(dtype).itemsize
 
     groups = list(_groups(tensors, size, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else WHOLE
-        found = {each.name: np.ascontiguousarray(array(each).astype(kept(each))) for each in group}
+        found = {
+            each.name: np.ascontiguousarray(array(each).astype(each.kept(dtype))) for each in group
+        }
         try:
             save_file(found, str(folder / name), metadata={"format": "pt"})
         except Exception as error:  # the library raises its own for a full disk

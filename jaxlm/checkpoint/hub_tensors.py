@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,10 @@ class Theirs:
             return (outs,)
         return (ins, outs) if self.layout == "same" else (outs, ins)
 
+    def kept(self, dtype: np.dtype) -> np.dtype:
+        """Its dtype in a folder of this one."""
+        return np.dtype(np.float32) if self.is_exact else dtype
+
     def part(self, number: int, fetch: Fetch, within: Slices) -> np.ndarray:
         """What lies `within` a part's dimensions, of which only the first of its inputs and of its outputs may be cut."""
         part = self.parts[number]
@@ -90,6 +94,11 @@ class Theirs:
             ]
             return np.concatenate(apart, axis=1).reshape(self.shape)
         return np.concatenate(flat, axis=0 if self.layout == "transposed" else -1)
+
+
+def rounded(dtype: np.dtype) -> Callable[[Any], Any]:
+    """What a dtype holds of an array, of NumPy or of JAX, in the array's own: a function of it."""
+    return lambda array: array.astype(dtype).astype(array.dtype)
 
 
 def _span(shape: tuple[int, ...], within: Slices) -> slice:

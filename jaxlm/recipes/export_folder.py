@@ -4,10 +4,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxlm.checkpoint import hub_digests
 from jaxlm.checkpoint.hub_folder import Folder, write_json, write_tensors
+from jaxlm.checkpoint.hub_tensors import rounded
 from jaxlm.data import tokenizer_json
 from jaxlm.data.hub_tokenizer import Imported
 from jaxlm.models.families.hub import uncomputed
@@ -47,15 +46,8 @@ class FolderForm:
     @property
     def held(self) -> Held:
         """Each leaf rounded to the folder's dtype, but for those that every folder keeps in float32."""
-
-        def rounded(leaf: jax.Array) -> jax.Array:
-            return leaf.astype(self._job.dtype).astype(leaf.dtype)
-
-        def whole(leaf: jax.Array) -> jax.Array:
-            return leaf
-
         return {
-            part.path: whole if each.is_exact else rounded
+            part.path: rounded(each.kept(self._job.dtype))
             for each in self._job.tensors
             for part in each.parts
         }

@@ -1,10 +1,12 @@
 """What is exported: a run's model, its tensors by the names of transformers, and what it is rounded to."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -32,12 +34,15 @@ class Job:
     shard_bytes: int
     say: Callable[[str], None]
 
+    @functools.cached_property
+    def _leaves(self) -> dict[str, jax.Array]:
+        return tree.leaves(self.opened.params)
+
     def array(self, theirs: Theirs) -> np.ndarray:
         """The numbers of a tensor as transformers has it, in the run's dtype."""
-        leaves = tree.leaves(self.opened.params)
 
         def leaf(part: Part) -> np.ndarray:
-            found = leaves[part.path]
+            found = self._leaves[part.path]
             return np.asarray(found[part.lead] if part.lead else found)
 
         return theirs.joined(leaf)
