@@ -110,7 +110,9 @@ def ours(run: Run, data: dataset.Data, folder: Path) -> tuple[Any, Timed]:
         is_sample_due=lambda number: False,
         is_save_due=lambda number: False,
         before=lambda number: None,
-        count=lambda tokens, waited: clock.add(tokens=tokens, data_wait_seconds=waited),
+        count=lambda values, waited, at: clock.add(
+            tokens=values["tokens"], data_wait_seconds=waited, at=at
+        ),
         log=log,
         evaluate=lambda state, number: None,
         sample=lambda state, number: None,

@@ -130,11 +130,11 @@ def _arguments(study: Study, rest: Sequence[str]) -> argparse.Namespace | None:
     parser.add_argument("--readme", type=Path, help="a file that gets the table too, at its marks")
     parser.add_shared()
     try:
-        args, left = parser.parse_known_args(rest)
+        args, left = parser.read(rest, rest)
     except SystemExit:
         return None
     if left:
-        raise parser.unknown(left[0])
+        raise parser.unknown(left, args)
     for flag in ("steps", "seeds", "rates"):
         if getattr(args, flag) < 1:
             raise CommandError(

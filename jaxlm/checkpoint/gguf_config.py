@@ -31,7 +31,7 @@ def architecture(metadata: Mapping[str, Any], where: str) -> Architecture:
             "a GGUF is not a whole model",
             where=where,
             why="it is a part of one, or what changes one",
-            fix="llama-gguf-split --merge FIRST_PART OUT makes one file of several",
+            fix="make one file of several with llama-gguf-split --merge",
         )
     if name == "llama" and metadata.get("llama.expert_count"):
         name = "llama with experts"
@@ -40,7 +40,7 @@ def architecture(metadata: Mapping[str, Any], where: str) -> Architecture:
             f"a GGUF of the architecture {name!r:.60} is not known",
             where=where,
             why=f"known are {', '.join(each for each in ARCHITECTURES if ' ' not in each)}",
-            fix="--from=DIR    # the folder that the file was converted from, of more families",
+            fix="import the folder that it was converted from: more families are read from folders",
         )
     return ARCHITECTURES[name]
 

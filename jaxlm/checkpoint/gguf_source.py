@@ -48,7 +48,7 @@ class Gguf:
                 "a GGUF has no token_embd.weight",
                 where=str(path),
                 why=f"it has {len(tensors)} tensors, and a model has that one",
-                fix="--from=FILE.gguf    # of a whole model",
+                fix="find . -name '*.gguf'",
             )
         turned = tensors.get(FREQUENCIES)
         self.config = gguf_config.attributes(
@@ -79,7 +79,7 @@ class Gguf:
                 f"there is no {name} in a GGUF",
                 where=str(self.path),
                 why=f"it gives {', '.join(self._beside)}",
-                fix="--from=DIR    # the folder that the file was converted from",
+                fix="import the folder that it was converted from",
             )
         if (size := len(self._beside[name])) > largest:
             raise DataError(

@@ -5,6 +5,7 @@ What is fetched lies in the library's own cache, so that a download that broke o
 
 import contextlib
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,7 +146,8 @@ def _weights(name: str, sizes: dict[str, int]) -> list[str]:
     fix = "the name of a model that is published as safetensors"
     if files:
         model, _, revision = name.removeprefix(PREFIX).partition("@")
-        fix = f"{_by_hand(f'{model} {files[0]}', revision)} --local-dir=.\njaxlm import --from={files[0]}"
+        by_hand = _by_hand(f"{model} {shlex.quote(files[0])}", revision)
+        fix = f"{by_hand} --local-dir=.    # first\n--from={shlex.quote(files[0])}"
     raise InputMissing(
         "the model has no safetensors",
         where=f"--from={name}",
@@ -165,7 +167,7 @@ def _misnamed(name: str) -> CommandError:
         "this is no name of a model on the Hugging Face Hub",
         where=f"--from={name}",
         why="it is hf:ORG/NAME, and @REVISION behind it where one is wanted",
-        fix="--from=hf:HuggingFaceTB/SmolLM2-135M",
+        fix="look for its name on https://huggingface.co/models",
     )
 
 
@@ -191,7 +193,8 @@ def _refused(name: str, model: str, revision: str | None, error: Exception) -> J
             f"look for its name on {constants.ENDPOINT}/models; of a private one: hf auth login\n{elsewhere}",
         )
     elif isinstance(error, errors.RevisionNotFoundError):
-        what, fix = f"{model} has no revision {revision}", f"--from={PREFIX}{model}"
+        what = f"{model} has no revision {revision}"
+        fix = f"look for its branches and tags on {constants.ENDPOINT}/{model}/tree/main"
         why = "it is a branch, a tag or a commit"
     else:
         what, fix = f"{model} cannot be fetched from {constants.ENDPOINT}", elsewhere

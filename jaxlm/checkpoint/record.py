@@ -10,12 +10,16 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+import shlex
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from etils import epath
 
-from jaxlm.core import disk
+from jaxlm.core import disk, faults
 from jaxlm.core.errors import DataError
 
 NAME = "digests.json"
@@ -23,6 +27,10 @@ FORMAT_VERSION = 1
 CHUNK_BYTES = 1 << 20
 SELF = '\n "self": "'  # what comes before the record's own digest
 THREADS = 4  # hashing lets go of the interpreter's lock
+# What Orbax names a process's own files: arrays in one folder, their layout in a file of another.
+_OF_PROCESS = re.compile(r"(?:ocdbt\.)?process_(\d+)")
+
+Moved = Callable[[int], object]  # called with the bytes of each chunk that was read, by any thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,37 +109,123 @@ def read(directory: epath.Path) -> Record:
         ) from error
 
 
-def digests(directory: epath.Path) -> dict[str, tuple[int, str]]:
-    """Size and sha256 of each file below a step's directory, the record left out."""
-    paths = [path for path in _files(directory) if path.name != NAME]
-    return {
-        path.relative_to(directory).as_posix(): digest
-        for path, digest in zip(paths, of_files(paths), strict=True)
-    }
+def digests(
+    directory: epath.Path,
+    is_wanted: Callable[[str], bool] = lambda path: True,
+    moved: Moved = lambda size: None,
+) -> dict[str, tuple[int, str]]:
+    """Return size and sha256 of each wanted file below a step's directory, except the record."""
+    paths = [path for path in _paths(directory) if is_wanted(path)]
+    found = of_files([directory / path for path in paths], moved)
+    return dict(zip(paths, found, strict=True))
 
 
-def of_files(paths: Iterable[Any]) -> list[tuple[int, str]]:
-    """Size and sha256 of each file, by paths of `pathlib` or `etils.epath`."""
-    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(_digest, paths))
+def merged(
+    directory: epath.Path, parts: Sequence[Mapping[str, Sequence[Any]]]
+) -> dict[str, tuple[int, str]]:
+    """Return the digests of all files of a step, of which each process hashed those that it wrote.
 
+    Files that belong to no process, such as the merged index, are hashed here.
 
-def problems(directory: epath.Path) -> list[str]:
-    """What is wrong with a step, a line each; empty where every byte is as it was written.
+    Args:
+      directory: the step's directory, in which nothing is written any more.
+      parts: path -> (bytes, sha256) from each process.
 
     Raises:
-      DataError: where the record itself cannot be trusted.
+      RuntimeError: if a file of a process was hashed by none, or by two, or is not as it was when it was hashed.
     """
-    wanted, found = read(directory).files, digests(directory)
-    lines = []
-    for path, (size, digest) in wanted.items():
-        if path not in found:
-            lines.append(f"{path} is missing")
-        elif found[path][0] != size:
-            lines.append(f"{path} has {found[path][0]} bytes instead of {size}")
-        elif found[path][1] != digest:
-            lines.append(f"{path} has other contents than were written")
-    return lines
+    files: dict[str, tuple[int, str]] = {}
+    for part in parts:
+        if twice := files.keys() & part.keys():
+            raise RuntimeError(f"two processes hashed {min(twice)}")
+        files |= {path: (int(size), str(digest)) for path, (size, digest) in part.items()}
+    for path, (size, _) in files.items():
+        try:  # by name: the listing of a folder on NFS may be half a minute old
+            now = (directory / path).stat().length
+        except FileNotFoundError:
+            raise RuntimeError(f"{path} was hashed and is gone") from None
+        if now != size:
+            raise RuntimeError(f"{path} had {size} bytes when it was hashed and has {now} now")
+    rest = set(_paths(directory)) - files.keys()
+    if nobody := [path for path in sorted(rest) if writer(path) is not None]:
+        raise RuntimeError(f"no process hashed {nobody[0]}")
+    return files | digests(directory, rest.__contains__)
+
+
+def writer(path: str) -> int | None:
+    """Return the index of the process that wrote a file, by its path below the step; None for a shared file."""
+    matches = (_OF_PROCESS.fullmatch(part) for part in PurePosixPath(path).parts)
+    return next((int(match[1]) for match in matches if match), None)
+
+
+def divided(files: Mapping[str, tuple[int, str]], count: int) -> list[list[str]]:
+    """Divide the files of a step between `count` processes, about the same number of bytes for each.
+
+    A process gets the files that it wrote as far as that is even: on the same mesh it restores from them.
+    """
+    loads, parts = [0] * count, [[] for _ in range(count)]  # type: list[int], list[list[str]]
+    fair = 1.1 * sum(size for size, _ in files.values()) / count
+    for path, (size, _) in sorted(files.items(), key=lambda item: (-item[1][0], item[0])):
+        own = writer(path)
+        if own is None or own >= count or loads[own] + size > fair:
+            own = loads.index(min(loads))
+        loads[own] += size
+        parts[own].append(path)
+    return parts
+
+
+def of_files(paths: Iterable[Any], moved: Moved = lambda size: None) -> list[tuple[int, str]]:
+    """Return size and sha256 of each file, by paths of `pathlib` or `etils.epath`."""
+    over = threading.Event()  # a signal must not wait for the end of large files
+
+    def read(size: int) -> None:
+        if over.is_set():
+            raise InterruptedError
+        moved(size)
+
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        try:
+            return list(pool.map(lambda path: _digest(path, read), paths))
+        finally:
+            over.set()
+
+
+def problems(
+    directory: epath.Path,
+    wanted: Mapping[str, tuple[int, str]],
+    moved: Moved = lambda size: None,
+) -> dict[str, str]:
+    """Return what is wrong with each wanted file of a step, by its path; empty if every byte is as it was written."""
+    wrong, same_size = {}, []
+    for path, (size, _) in wanted.items():
+        if not _is_inside(directory, path):
+            wrong[path] = f"{path} is missing"
+        elif (now := (directory / path).stat().length) != size:
+            wrong[path] = f"{path} has {now} bytes instead of {size}"
+        else:
+            same_size.append(path)
+    found = of_files([directory / path for path in same_size], moved)
+    for path, (_, digest) in zip(same_size, found, strict=True):
+        if digest != wanted[path][1]:
+            wrong[path] = f"{path} has other contents than were written"
+    return wrong
+
+
+def _is_inside(directory: epath.Path, path: str) -> bool:
+    """Whether a path of a record names a file below the step's directory, and no link leads out of it."""
+    parts = PurePosixPath(path).parts
+    if not parts or ".." in parts or PurePosixPath(path).is_absolute():
+        return False
+    for end in range(1, len(parts) + 1):
+        if os.path.islink(directory.joinpath(*parts[:end])):
+            return False
+    return (directory / path).is_file()
+
+
+def _paths(directory: epath.Path) -> list[str]:
+    """The path of each file of a step below its directory, except the record."""
+    files = (path for path in _files(directory) if path.name != NAME)
+    return [path.relative_to(directory).as_posix() for path in files]
 
 
 def _files(directory: epath.Path) -> Iterator[epath.Path]:
@@ -145,12 +239,14 @@ def _files(directory: epath.Path) -> Iterator[epath.Path]:
             yield path
 
 
-def _digest(path: epath.Path) -> tuple[int, str]:
+def _digest(path: epath.Path, moved: Moved) -> tuple[int, str]:
     size, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
+            faults.transfer("store.read", len(chunk))
             size += len(chunk)
             digest.update(chunk)
+            moved(len(chunk))
     return size, digest.hexdigest()
 
 
@@ -159,5 +255,5 @@ def _damaged(directory: epath.Path, why: str) -> DataError:
         f"checkpoint {directory.name} is damaged",
         where=str(directory),
         why=why,
-        fix=f"jaxlm checkpoint verify --workdir={directory.parent.parent}",
+        fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(directory.parent.parent))}",
     )

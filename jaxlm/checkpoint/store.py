@@ -1,10 +1,13 @@
 """Orbax behind our own door: a tree of arrays and JSON, committed a step at a time."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import math
+import shlex
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +20,15 @@ from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.record import Record
 from jaxlm.checkpoint.retention import kept
+from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import disk, faults
 from jaxlm.core.errors import DataError, InUse, SaveFailed, cannot_keep, listed
 from jaxlm.core.tree import leaves
+from jaxlm.parallel.peers import Peers
 
 TORN = (".orbax-checkpoint-tmp", ".retired")  # what a killed save, or a killed removal, leaves
 AT_ONCE_GB = 1  # of a frugal save; a leaf that is larger goes alone
+NO_LIMIT_SECONDS = 30 * 24 * 3600  # Orbax wants a limit
 
 
 class Store:
@@ -31,6 +37,9 @@ class Store:
     A step is a directory of Orbax with `digests.json` in it. Both are written in the background and become visible by
     one rename. A directory without a valid record is no checkpoint; a damaged one is never removed, and its owner may
     move it to `quarantine/`.
+
+    If a run has several processes, each writes its part of the arrays and hashes the files that it wrote. The first one
+    collects the digests, writes the record, and makes, moves and removes directories.
 
     Args:
       directory: where the steps are.
@@ -41,8 +50,9 @@ class Store:
       read_only: touch nothing.
       is_frugal: whether a save copies no more than a part of the state to host memory at a time, and reads the rest later:
         for one that nobody changes until the store is closed.
-      is_first: whether this process makes, moves and removes directories; where a run has several, each writes its part of
-        the arrays.
+      peers: the processes of the run, all of which save; None for this one alone.
+      save_seconds: the limit of a save from the end of `save` to the commit, `watch.save`; None for no limit.
+      verifier: compares a step with its record; None for this process alone, without progress lines.
 
     Raises:
       SaveFailed: where the disk is full.
@@ -59,13 +69,22 @@ class Store:
         is_owner: Callable[[], bool] = lambda: True,
         read_only: bool = False,
         is_frugal: bool = False,
-        is_first: bool = True,
+        peers: Peers | None = None,
+        save_seconds: float | None = None,
+        verifier: Verifier | None = None,
     ):
         self.directory = epath.Path(directory).absolute()
         self._config, self._reach, self._read_only = config, reach, read_only
         self._owner, self._is_owner = owner, is_owner
-        self._is_first = is_first
+        self.verifier = verifier or Verifier()
+        self._peers = peers or Peers()
+        self._is_first = is_first = self._peers.is_first
+        self._save_seconds = math.ceil(save_seconds or NO_LIMIT_SECONDS)
         self._pending: Record | None = None  # the step that is being written
+        # Digests of the files of that step that this process wrote.
+        self._own: dict[str, tuple[int, str]] | None = None
+        self._remover = concurrent.futures.ThreadPoolExecutor(1, "retired")
+        self._removal: concurrent.futures.Future[None] | None = None
         # What they log, we raise.
         absl_logging.set_verbosity(absl_logging.FATAL)
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
@@ -76,10 +95,15 @@ class Store:
             ocp.PyTreeCheckpointHandler(save_device_host_concurrent_gb=AT_ONCE_GB)
             if is_frugal
             else ocp.StandardCheckpointHandler(),
-            async_options=ocp.AsyncOptions(post_finalization_callback=self._complete),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=self._save_seconds,
+                barrier_sync_fn=self._sync,
+                post_finalization_callback=self._complete,
+            ),
             # Orbax would write its time of commit after the record, into a file that has a digest by then.
             checkpoint_metadata_store=ocp.metadata.metadata_store(enable_write=False),
         )
+        self._barrier = ocp.multihost.get_barrier_sync_fn()
 
     def steps(self) -> list[int]:
         """Steps that have a directory, oldest first; whether they are sound is for `newest_sound` to say."""
@@ -99,7 +123,7 @@ class Store:
     def problems(self, step: int) -> list[str]:
         """What is wrong with a step's files, a line each; empty where every byte is as it was written."""
         try:
-            return records.problems(self._path(step))
+            return self.verifier.problems(self._path(step))
         except DataError as error:
             return [error.why]
 
@@ -172,6 +196,7 @@ class Store:
         """
         self.wait()
         faults.point("save.begin", step)
+        self._own = None
         self._pending = Record(
             step=step,
             owner=self._owner,
@@ -192,15 +217,23 @@ class Store:
             self._orbax.check_for_errors()
         except Exception as error:  # Orbax passes on whatever its thread raised
             raise self._failed(error) from error
+        if self._removal is not None and self._removal.done():
+            self._await_removal()
 
     def wait(self) -> None:
-        """Returns when every save so far is committed, on the disk too. Raises SaveFailed where one failed."""
+        """Returns when every save so far is committed, on the disk too, and older steps that went for it are gone.
+
+        Raises:
+          SaveFailed: if a save or a removal failed.
+          InUse: if another process owned the run when the save was to be committed.
+        """
         try:
             self._orbax.wait_until_finished()
             if self._pending is not None and self._is_first:
                 disk.sync(self.directory)  # Orbax gives the step its name, and leaves it at that
         except Exception as error:
             raise self._failed(error) from error
+        self._await_removal()
 
     def restore(self, step: int, abstract: Any) -> Any:
         """The state of a step, straight into the shapes, dtypes and shardings of `abstract`.
@@ -259,12 +292,15 @@ class Store:
         self.wait()
         if self._is_first and not self._read_only:
             self._retire()
+            self._await_removal()
+        self._remover.shutdown()
         self._orbax.close()
 
     def release(self) -> None:
         """Lets go after an error: waits for what is being written, says nothing of how it went, removes what it left."""
         with contextlib.suppress(Exception):
             self._orbax.close()
+        self._remover.shutdown()
         if self._is_first and not self._read_only:
             self.remove_torn()
 
@@ -276,6 +312,8 @@ class Store:
         """
         if not self._is_owner():
             return
+        with contextlib.suppress(SaveFailed):
+            self._await_removal()  # what it could not remove is tried again here
         for _ in range(10):
             with contextlib.suppress(OSError):
                 every = self.directory.iterdir()
@@ -301,6 +339,10 @@ class Store:
     def _path(self, step: int) -> epath.Path:
         return self.directory / str(step)
 
+    def _torn(self, step: int) -> epath.Path:
+        """Where Orbax writes a step before the commit."""
+        return self._path(step).with_name(f"{step}{TORN[0]}")
+
     def _records(self) -> list[Record]:
         found = []
         for step in self.steps():
@@ -312,24 +354,49 @@ class Store:
         """What is wrong with a step; a step of another format is not damaged, and stops us."""
         faults.point("restore.verify", step)
         try:
-            return records.problems(self._path(step))
+            return self.verifier.problems(self._path(step))
         except records.OtherFormat:
             raise
         except DataError as error:
             return [error.why]
 
-    def _complete(self) -> None:
-        """Writes the record of the step that Orbax is about to rename into place. Runs in the background, on one host.
+    def _sync(self, *, key: str, timeout_ms: int) -> None:
+        """Wait for the other processes, as Orbax asks in the background, with several processes only.
 
-        Steps are removed here too, before the rename: what is kept is chosen among those that are committed, so the
-        death of this process at any instant leaves all that the config asks for. A process that was stopped meanwhile may
-        have lost the run to another: it is asked before the first removal, and last.
+        It asks first when this process has written its files, and once more for the commit. The first time the files are
+        hashed before, by all processes at once.
+        """
+        begun = time.monotonic()
+        if self._own is None:
+            assert self._pending is not None
+            index = jax.process_index()
+            self._own = records.digests(
+                self._torn(self._pending.step), lambda path: records.writer(path) == index
+            )
+            if not self._is_first:
+                self._peers.gather("digests", self._own, self._save_seconds)
+        left = timeout_ms - int(1000 * (time.monotonic() - begun))
+        if left <= 0:
+            raise TimeoutError(f"no time is left to wait for {key}")
+        self._barrier(key=key, timeout_ms=left)
+
+    def _complete(self) -> None:
+        """Write the record of the step that Orbax is about to rename into place. Runs in the background, on one host.
+
+        Steps go here too, before the rename: what is kept is chosen among those that are committed, so the death of this
+        process at any instant leaves all that the config asks for. They get another name here and are removed in a thread
+        of their own, as Orbax's limit of a save is running. A process that was stopped meanwhile may have lost the run to
+        another: it is asked before the first removal, and last.
         """
         assert self._pending is not None
         step = self._pending.step
-        torn = self._path(step).with_name(f"{step}{TORN[0]}")
+        torn = self._torn(step)
         faults.point("save.digest", step)
-        files = records.digests(torn)
+        if self._peers.count == 1:
+            files = records.digests(torn)
+        else:
+            parts = self._peers.gather("digests", self._own, self._save_seconds)
+            files = records.merged(torn, parts)
         records.write(torn, dataclasses.replace(self._pending, files=files))
         self._refuse_if_lost(step)
         self._retire()
@@ -347,16 +414,33 @@ class Store:
             )
 
     def _retire(self) -> None:
-        """Removes the steps that need not be kept. Damaged ones are left for the quarantine."""
+        """Begin to remove the steps that need not be kept. Damaged ones are left for the quarantine."""
         found = self._records()
         if not found:
             return
         keep = kept(found, self._config, reach=self._reach)
+        every = []
         for step in {record.step for record in found} - keep:
             retired = self._path(step).with_name(f"{step}{TORN[1]}")
             disk.rename(self._path(step), retired)
+            every.append(retired)
             faults.point("save.retire", step)
-            retired.rmtree()
+        if every:
+            self._removal = self._remover.submit(_remove, every)
+
+    def _await_removal(self) -> None:
+        """Return when steps that need not be kept are gone. Raise SaveFailed if one cannot be removed."""
+        removal, self._removal = self._removal, None
+        try:
+            if removal is not None:
+                removal.result()
+        except OSError as error:
+            raise SaveFailed(
+                "an old checkpoint could not be removed",
+                where=str(self.directory),
+                why=f"{type(error).__name__}: {error}",
+                fix=f"rm -r {shlex.quote(str(self.directory))}/*{TORN[1]}",
+            ) from error
 
     def _compare(self, step: int, wanted: dict[str, str], found: dict[str, str]) -> None:
         differences = [
@@ -364,22 +448,46 @@ class Store:
             for path in sorted(wanted | found)
             if wanted.get(path) != found.get(path)
         ]
-        if differences:
-            more = f"\nand {len(differences) - 3} more" if len(differences) > 3 else ""
+        if not differences:
+            return
+        more = f"\nand {len(differences) - 3} more" if len(differences) > 3 else ""
+        why = "\n".join(differences[:3]) + more
+        # An optimizer may keep its state in another form than the jaxlm that saved it.
+        if all(line.startswith("opt_state/") for line in differences):
             raise DataError(
-                f"checkpoint {step} does not match the model in {len(differences)} leaves",
+                f"checkpoint {step} holds the state of the optimizer in another form, in {len(differences)} leaves",
                 where=str(self._path(step)),
-                why="\n".join(differences[:3]) + more,
-                fix="--workdir=runs/another",
+                why=why,
+                fix="--reset_optimizer    # keeps the parameters, and begins the optimizer's state anew\n--workdir=runs/another",
             )
+        raise DataError(
+            f"checkpoint {step} does not match the model in {len(differences)} leaves",
+            where=str(self._path(step)),
+            why=why,
+            fix="--workdir=runs/another",
+        )
 
-    def _failed(self, error: BaseException) -> SaveFailed:
+    def _failed(self, error: BaseException) -> SaveFailed | InUse:
+        if isinstance(error, InUse):
+            return error
+        if isinstance(error, TimeoutError) and error.errno is None:  # not one of the file system
+            return SaveFailed(
+                f"a checkpoint was not committed within {self._save_seconds} s",
+                where=str(self.directory),
+                why=f"that is watch.save: {error}",
+                fix=f"--config.watch.save={2 * self._save_seconds}s    # if the disk is that slow",
+            )
         return SaveFailed(
             "a checkpoint could not be written",
             where=str(self.directory),
             why=f"{type(error).__name__}: {error}",  # its cause may be the last words of many
             fix="free space there, then run the same command again: it goes on from the last committed step",
         )
+
+
+def _remove(folders: Sequence[epath.Path]) -> None:
+    for folder in folders:
+        folder.rmtree()
 
 
 def _parts(state: Any) -> Any:

@@ -1,14 +1,26 @@
 """The words after a verb: settings of the config, what every verb takes, and the verb's own flags."""
 
 import argparse
+import contextlib
 import dataclasses
+import glob
+import importlib
 import re
 import shlex
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxlm.core.errors import CommandError
-from jaxlm.core.spelling import nearest
+from jaxlm.core import config_file, load, problems
+from jaxlm.core.errors import CommandError, JaxlmError
+from jaxlm.core.schema import Setting
+from jaxlm.core.spelling import distance, nearest
+from jaxlm.core.values import show
+
+RUN = "jaxlm.recipes.config:Run"  # what settings on the command line belong to
+RUNS = ("*", "*/*")  # folders in which runs are looked for
+SHOWN = 4  # lines of a fix
+CONFIGS = "give a Python file with get_config(), or config.json of a run"
 
 SHARED = {
     "--config": (
@@ -103,7 +115,7 @@ def extract(words: Sequence[str]) -> tuple[Shared, list[str]]:
                         f"{name} needs a value",
                         where=word,
                         why="nothing follows it",
-                        fix=f"{name}={_example(name)}",
+                        fix=_known(name),
                     )
                 value = words[at]
                 at += 1
@@ -116,21 +128,54 @@ def extract(words: Sequence[str]) -> tuple[Shared, list[str]]:
     return shared, [*rest, *words[at:]]
 
 
-def needed(args: Any, name: str) -> str:
-    """A shared flag that this verb cannot do without.
+def needed(args: Any, name: str, *, fix: str = "") -> str:
+    """Return the value of a shared flag that this verb cannot do without.
 
     Raises:
-      CommandError: where it is not there.
+      CommandError: if it is not there; `fix` says what to add to this command line.
     """
     value = getattr(args, name)
     if not value:
         raise CommandError(
             f"--{name} is needed",
-            where=f"jaxlm {' '.join(args.words)}",
+            where=f"jaxlm {shlex.join(args.words)}",
             why=SHARED[f"--{name}"][1],
-            fix=f"--{name}={_example(f'--{name}')}",
+            fix=fix or _known(f"--{name}"),
         )
     return value
+
+
+def needed_run(args: Any) -> str:
+    """Return --workdir of a verb that reads a run.
+
+    Raises:
+      CommandError: if it is not there; the fix names runs near the current directory.
+    """
+    folders = {path.parent for pattern in RUNS for path in Path().glob(f"{pattern}/config.json")}
+    runs = sorted(path for path in folders if (path / "checkpoints").is_dir())
+    flags = [f"--workdir={shlex.quote(str(path))}" for path in runs[:SHOWN]]
+    return needed(args, "workdir", fix="\n".join(flags) or "find . -name checkpoints")
+
+
+def needed_config(args: Any, schema: type, folder: str = "") -> str:
+    """Return --config of a verb that cannot do without.
+
+    Raises:
+      CommandError: if it is not there; the fix names configs that load with the other flags.
+    """
+    if args.config:
+        return str(args.config)
+    flags = []
+    for path in config_file.shipped(folder):
+        try:
+            value = load.load(schema, str(path), args.overrides).value
+        except JaxlmError:
+            continue
+        # A recipe whose files are not here would stop at once.
+        sources = [each for each in getattr(value, "source", ()) if ":" not in each]
+        if all(glob.glob(each, recursive=True) for each in sources):
+            flags.append(f"--config={shlex.quote(str(path))}")
+    return needed(args, "config", fix="\n".join(flags[:SHOWN]) or CONFIGS)
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
@@ -143,8 +188,29 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _example(name: str) -> str:
-    return {"--config": "configs/quickstart.py", "--workdir": "runs/a"}.get(name, "VALUE")
+def train_next(folder: str, found: dict[str, str], file: str | None = None) -> str:
+    """Return the line that names the command to train with data that was just written.
+
+    Args:
+      folder: what was written, which the run is named after.
+      found: settings by path. Without a validation set there is no evaluation.
+      file: the config that the data was made with; the first one that is shipped if there is none.
+    """
+    config = file or next(map(str, config_file.shipped()), None)
+    flags = [f"--config.{path}={value or '()'}" for path, value in found.items()]
+    words = [f"--config={config}"] if config else []
+    line = shlex.join([*words, f"--workdir=runs/{Path(folder).name}", *flags])
+    return f"next: jaxlm train {line}" if config else f"next: {line}    # of jaxlm train"
+
+
+def _known(name: str) -> str:
+    """Return what may be typed for a shared flag that has no value."""
+    if name.startswith("--config."):
+        return problems.explain(name.removeprefix("--config."))
+    if name == "--workdir":
+        return "--workdir=runs/a"
+    path = next(iter(config_file.shipped()), None)
+    return f"--config={shlex.quote(str(path))}" if path else CONFIGS
 
 
 class Parser(argparse.ArgumentParser):
@@ -166,16 +232,9 @@ class Parser(argparse.ArgumentParser):
             else:
                 group.add_argument(flag, action="store_true", help=text, dest="_shared")
 
-    def flags(self) -> list[str]:
-        """Every flag of this verb and of the verbs under it."""
-        found = list(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                found += [flag for inner in action.choices.values() for flag in inner.flags()]
-        return [flag for flag in found if flag.startswith("--") and flag != "--config.a.b"]
-
-    def unknown(self, word: str) -> CommandError:
-        """A word that the verb does not know."""
+    def unknown(self, words: Sequence[str], args: Any) -> CommandError:
+        """Return the error of words that the verb does not know; `args` are those that it does."""
+        word = words[0]
         name, equals, value = word.partition("=")
         if not word.startswith("-"):
             return CommandError(
@@ -184,33 +243,117 @@ class Parser(argparse.ArgumentParser):
                 why="the verb takes no more words",
                 fix=f"{self.prog} --help",
             )
-        meant = nearest(name.replace("-", "_"), [flag.replace("-", "_") for flag in self.flags()])
-        meant = meant and f"--{meant.lstrip('_')}"
+        given = value if equals else next((w for w in words[1:2] if not w.startswith("-")), None)
+        taking = self._taking(getattr(args, "action", None))
+        meant = nearest(name, [flag for flag, each in taking.items() if _takes(each, given)])
+        spelled = name.replace("-", "_").replace("__", "--", 1)
+        is_spelling = meant is not None and distance(spelled, meant) <= 1
+        action = getattr(args, "action", None)
+        withheld = getattr(args, "withheld", {})
+        schema = "" if "--config.a.b" in withheld else getattr(args, "schema", RUN)
+        if (
+            schema
+            and not is_spelling
+            and (fix := problems.for_flag(_loaded(schema), name.lstrip("-"), given))
+        ):
+            return CommandError(
+                f"unknown flag {name}",
+                where=f"{self.prog} {word}",
+                why="that is a setting of the config, not a flag of the verb",
+                fix=fix,
+            )
+        flags = sorted(flag for flag in taking if flag != "--config.a.b")
         return CommandError(
             f"unknown flag {name}",
             where=f"{self.prog} {word}",
-            why=f"the nearest is {meant}"
+            why=f"the nearest is {meant}" if meant else f"the flags are {', '.join(flags)}",
+            fix=shlex.quote(meant if given is None else f"{meant}={given}")
             if meant
-            else f"the flags are {', '.join(dict.fromkeys(self.flags()))}",
-            fix=f"{meant}{equals}{value}" if meant else f"{self.prog} --help",
+            else f"{self.prog}{f' {action}' if action else ''} --help",
         )
 
+    def _taking(self, action: str | None) -> dict[str, argparse.Action]:
+        """Return the long flags of the verb and of one of its actions."""
+        found = {
+            flag: each
+            for flag, each in self._option_string_actions.items()
+            if flag.startswith("--")
+        }
+        for each in self._actions:
+            if isinstance(each, argparse._SubParsersAction) and action in each.choices:
+                found |= each.choices[action]._taking(None)
+        return found
+
+    def read(self, rest: Sequence[str], words: Sequence[str]) -> tuple[Any, list[str]]:
+        """Parse the verb's own words, `rest` of the whole command line `words`.
+
+        Raises:
+          CommandError: if they do not fit the verb.
+        """
+        try:
+            return self.parse_known_args(rest)
+        except _Misfit as misfit:
+            raise misfit.explained(words) from None
+
     def error(self, message: str) -> NoReturn:
-        """What argparse found wrong, in four parts."""
-        choice = re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", message)
+        """Raise what argparse found wrong, for `read` to explain."""
+        raise _Misfit(self.prog, message)
+
+
+class _Misfit(Exception):
+    """A word that argparse refused, and why."""
+
+    def __init__(self, prog: str, message: str):
+        super().__init__(message)
+        self.prog, self.message = prog, message
+
+    def explained(self, words: Sequence[str]) -> CommandError:
+        """Return the error, its fix made of the command line that was typed."""
+        choice = re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", self.message)
+        named = re.match(r"argument (--\w+)", self.message)
+        flag = named[1] if named else None
         if choice:
             choices = re.findall(r"[\w.-]+", choice[2])
-            meant = nearest(choice[1], choices) or choices[0]
-            flag = re.match(r"argument (--\w+)", message)
-            raise CommandError(
+            meant = nearest(choice[1], choices)
+            if meant and not flag:
+                meant = shlex.join(
+                    [self.prog.partition(" ")[0], *(meant if w == choice[1] else w for w in words)]
+                )
+            return CommandError(
                 f"{choice[1]!r} is not one of {', '.join(choices)}",
                 where=self.prog,
-                why=f"the nearest is {meant}",
-                fix=f"{flag[1]}={meant}" if flag else f"{self.prog} {meant}",
+                why="the nearest is the fix" if meant else "none of them is near",
+                fix=(f"{flag}={meant}" if flag else meant) if meant else f"{self.prog} --help",
             )
-        raise CommandError(
-            message.removeprefix("argument "),
+        number = re.search(r"invalid (int|float) value: '(.*)'", self.message)
+        if flag and number:
+            count = Setting(name=flag, kind=int if number[1] == "int" else float, default=0)
+            with contextlib.suppress(ValueError):
+                value = show(problems.same(count, number[2]))
+                return self._error(f"{flag}={value}")
+        return self._error(f"{self.prog} --help")
+
+    def _error(self, fix: str) -> CommandError:
+        return CommandError(
+            self.message.removeprefix("argument "),
             where=self.prog,
             why="the command line does not fit the verb",
-            fix=f"{self.prog} --help",
+            fix=fix,
         )
+
+
+def _takes(action: argparse.Action, value: str | None) -> bool:
+    """Whether a flag takes this value, or does without one."""
+    if value is None or action.nargs == 0:
+        return (value is None) == (action.nargs == 0)
+    try:
+        read = action.type(value) if callable(action.type) else value
+    except (ValueError, argparse.ArgumentTypeError):
+        return False
+    return action.choices is None or read in action.choices
+
+
+def _loaded(schema: str) -> type:
+    """Return the class that `module:Class` names: verbs are read without the config's modules."""
+    module, _, name = schema.partition(":")
+    return getattr(importlib.import_module(module), name)

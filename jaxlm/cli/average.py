@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from jaxlm.cli.arguments import needed, withhold
+from jaxlm.cli.arguments import needed_run, withhold
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    workdir, place = Path(needed(args, "workdir")), Path(args.out)
+    workdir, place = Path(needed_run(args)), Path(args.out)
     steps = _numbers("steps", args.steps, int)
     proportions = _numbers("proportions", args.proportions, float)
 
@@ -69,5 +69,5 @@ def _numbers(flag: str, text: str, kind: type) -> tuple:
             "numbers with commas between them are needed",
             where=f"--{flag}={text}",
             why=f"one of them is not {'a whole number' if kind is int else 'a number'}",
-            fix=f"--{flag}=1,2",
+            fix="jaxlm average --help",
         ) from None

@@ -7,6 +7,7 @@ sizes. The JSON of an earlier time, or of another machine, is compared with --co
 import argparse
 import contextlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    before = _read(Path(args.compare)) if args.compare else {}
+    before = _read(Path(args.compare), args.sizes) if args.compare else {}
     from jaxlm.recipes import bench
 
     rows = list(bench.measure(bench.sizes(args.sizes), args.overrides, args.seconds, out.say))
@@ -45,14 +46,20 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _read(path: Path) -> dict[str, float]:
-    """Tokens a second by size."""
+def _read(path: Path, sizes: str | None) -> dict[str, float]:
+    """Return tokens per second by size.
+
+    Raises:
+      InputMissing: if there is no such file; the fix writes it, of the same sizes.
+      DataError: if it holds something else, which the fix does not overwrite.
+    """
+    chosen = f" --sizes={sizes}" if sizes else ""
     if not path.exists():
         raise InputMissing(
             "there is no such bench",
             where=f"--compare={path}",
             why="no such file",
-            fix=f"jaxlm bench --json > {path}",
+            fix=f"jaxlm bench{chosen} --json > {shlex.quote(str(path))}",
         )
     with contextlib.suppress(ValueError, KeyError, TypeError):
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -62,11 +69,12 @@ def _read(path: Path) -> dict[str, float]:
             for size, speed in known.items()
         ):
             return known
+    other = shlex.quote(str(path.with_name(f"{path.stem}-2.json")))
     raise DataError(
         "the file holds no bench",
         where=str(path),
         why="it is not what `jaxlm bench --json` writes",
-        fix=f"jaxlm bench --json > {path}",
+        fix=f"jaxlm bench{chosen} --json > {other}    # then --compare={other}",
     )
 
 

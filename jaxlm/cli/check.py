@@ -1,14 +1,14 @@
 """Tries a config, made small, on fake devices: does its mesh compute what one device would, and send only what it must.
 
 The answer is no, with exit code 1, where a loss or a gradient's norm differs by more than 1e-5, where a matrix of parameters is
-whole on every device along an axis that should split it, or where activations or logits are sent that should stay where they
-are; each with its source line.
+whole on every device along an axis that should split it, where a device holds the logits of a whole vocabulary that the mesh
+splits, or where activations, logits or parameters are sent that should stay where they are; each with its source line.
 """
 
 import argparse
 from typing import Any
 
-from jaxlm.cli.arguments import needed
+from jaxlm.cli.arguments import needed_config
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.monitor import words
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     from jaxlm.recipes.config import Run
 
-    loaded = config.load(Run, needed(args, "config"), args.overrides)
+    loaded = config.load(Run, needed_config(args, Run), args.overrides)
 
     if args.topology:
         from jaxlm.recipes.topology import compile_for
@@ -70,6 +70,7 @@ def _text(answer: dict[str, Any]) -> str:
         )
     if not answer["replicated"]:
         lines.append("no matrix of parameters is whole on every device by accident")
+    lines += [f"LOGITS OF THE WHOLE VOCABULARY: {each}" for each in answer["whole_logits"]]
     lines.append("collectives of one step (XLA for CPU writes a reduce-scatter as an all-reduce)")
     lines.extend(_collectives(answer))
     for each in answer["unexpected"]:

@@ -7,10 +7,11 @@ jaxlm checkpoint verify --workdir=RUN [--step=N]          reads every byte; exit
 """
 
 import argparse
+import shlex
 import time
 from pathlib import Path
 
-from jaxlm.cli.arguments import needed, withhold
+from jaxlm.cli.arguments import SHOWN, needed_run, withhold
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError, DataError
 from jaxlm.monitor import words
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Does what the action asks."""
-    workdir = Path(needed(args, "workdir"))
+    workdir = Path(needed_run(args))
     actions = {"list": _list, "inspect": _inspect, "diff": _diff, "verify": _verify}
     return actions[args.action](args, workdir, out)
 
@@ -104,11 +105,14 @@ def _inspect(args: argparse.Namespace, workdir: Path, out: Output) -> int:
 
 def _diff(args: argparse.Namespace, workdir: Path, out: Output) -> int:
     if args.other is None and args.other_workdir is None:
+        names = [path.name for path in (workdir / "checkpoints").glob("[0-9]*")]
+        others = sorted({int(name) for name in names if name.isdecimal()} - {args.step})
         raise CommandError(
             "a second step is needed",
             where="jaxlm checkpoint diff",
             why="a step differs from another one, or from the same one of another run",
-            fix=f"--step={args.step} --other=STEP\n--step={args.step} --other_workdir=RUN",
+            fix="\n".join(f"--other={step}" for step in others[-SHOWN:])
+            or f"jaxlm checkpoint list --workdir={shlex.quote(str(workdir))}",
         )
     from jaxlm.recipes import checkpoints
 

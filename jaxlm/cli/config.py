@@ -13,8 +13,11 @@ from typing import Any
 
 from jaxlm.cli.arguments import withhold
 from jaxlm.cli.output import Output
-from jaxlm.core import config
+from jaxlm.core import config, problems
+from jaxlm.core.schema import fields
 from jaxlm.core.values import show
+from jaxlm.data.prepare.config import Recipe
+from jaxlm.data.prepare.mix.config import Mix
 from jaxlm.recipes.config import Run
 
 
@@ -27,10 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions.add_parser("validate", help="whether a config is right")
     explain = actions.add_parser("explain", help="all there is to know about a setting")
     explain.add_argument(
-        "path",
-        nargs="?",
-        default="",
-        help="such as optim.lr, or a section such as optim; none is the whole config",
+        "paths",
+        nargs="*",
+        metavar="path",
+        help="such as optim.lr, or a section such as optim; none is the whole config; `recipe` and "
+        "`mix` are those of jaxlm data run and data mix",
     )
     diff = actions.add_parser(
         "diff", help="what differs between two configs; --config.a.b=V applies to the second"
@@ -94,12 +98,25 @@ def _validate(args: Any, out: Output) -> int:
 
 
 def _explain(args: Any, out: Output) -> int:
-    loaded = _load(args)
-    if not args.path:
+    """Explain each of the settings or sections, or list the whole config."""
+    paths = args.paths or [""]
+    explained = [_explained(args, path) for path in paths]
+    answer = explained[0][0] if len(paths) == 1 else {path: each for path, (each, _) in zip(paths, explained, strict=True)}  # fmt: skip
+    out.result(answer, "\n".join(text for _, text in explained))
+    return 0
+
+
+def _explained(args: Any, path: str) -> tuple[dict[str, Any], str]:
+    """Return what is known of a setting as JSON, and as text."""
+    schema = _schema(path)
+    if args.config or args.workdir or args.overrides:
+        loaded = config.load(schema, args.config or args.workdir, args.overrides)
+    else:  # the defaults need not be a config that runs: a mix has no sources
+        loaded = config.Loaded(schema(), {})
+    if path in ("", problems.root_name(schema)):
         names = _sections(loaded.value)
-        out.result({"settings": names}, "\n".join(_line(loaded, name) for name in names))
-        return 0
-    found = config.explain(Run, loaded, args.path)
+        return {"settings": names}, "\n".join(_line(schema, loaded, name) for name in names)
+    found = config.explain(schema, loaded, path)
     rows = {
         "doc": found.doc,
         "type": found.type,
@@ -116,7 +133,7 @@ def _explain(args: Any, out: Output) -> int:
             else {"value": "not a setting of this config", "set by": ""}
         )
     text = [found.path, *(f"  {label:<8} {value}" for label, value in rows.items() if value)]
-    inner = [f"  {_line(loaded, name)}" for name in found.settings]
+    inner = [f"  {_line(schema, loaded, name)}" for name in found.settings]
     answer = {
         "path": found.path,
         "doc": found.doc,
@@ -132,17 +149,26 @@ def _explain(args: Any, out: Output) -> int:
     if found.named:
         inner += ["", f"published, as --config.{found.path}=NAME"]
         inner += [f"  {arm:<12} {', '.join(names)}" for arm, names in found.named.items()]
-    out.result(answer, "\n".join(text + inner))
-    return 0
+    return answer, "\n".join(text + inner)
+
+
+def _schema(path: str) -> type:
+    """Return the config that a path belongs to: a run's, unless only another has such a setting."""
+    first = path.partition(".")[0]
+    known: tuple[type, ...] = (Run, Recipe, Mix)
+    for schema in known:
+        if first in (problems.root_name(schema), *fields(schema)):
+            return schema
+    return Run
 
 
 def _sections(value: Any) -> list[str]:
     return list(dict.fromkeys(path.partition(".")[0] for path in config.flatten(value)))
 
 
-def _line(loaded: config.Loaded, path: str) -> str:
+def _line(schema: type, loaded: config.Loaded, path: str) -> str:
     """A setting in one line."""
-    found = config.explain(Run, loaded, path)
+    found = config.explain(schema, loaded, path)
     return f"{path:<24} {'' if found.value is config.ABSENT else show(found.value):<14} {found.doc}"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.cli import data_classifier, data_clusters, data_mix, data_run
-from jaxlm.cli.arguments import withhold
+from jaxlm.cli.arguments import train_next, withhold
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 from jaxlm.core import config
@@ -172,9 +172,9 @@ def _tokenize(args: Any, out: Output) -> int:
     from jaxlm.data import dataset
 
     section = config.load(Run, args.config or args.workdir, args.overrides).value.data
-    with progress_bars(out, "tokenising ") as progress:
+    with progress_bars(out) as progress:
         written = dataset.tokenise(section, Path(args.out), out.say, progress)
-    answer = {
+    answer: dict[str, dict[str, Any]] = {
         name: {
             "folder": str(shards.folder),
             "documents": shards.documents,
@@ -189,11 +189,19 @@ def _tokenize(args: Any, out: Output) -> int:
     named = {name: f"{name.rpartition('/')[2]}={part['folder']}" for name, part in answer.items()}
     train = [text for name, text in named.items() if name.startswith("train/")]
     validation = [text for name, text in named.items() if name.partition("/")[0] != "train"]
-    flags = f" --config.data.validation={','.join(validation)}" if validation else ""
     sources = ",".join(train) or answer["train"]["folder"]
     first = next(iter(answer.values()))["folder"]
-    flags += f" --config.data.tokenizer={first}/tokenizer"  # whatever a config trains
-    lines.append(f"next: jaxlm train --config.data.train={sources}{flags}")
+    file = args.config or (args.workdir and f"{args.workdir}/config.json")
+    # The tokenizer is that of the shards, whatever the config would train.
+    lines.append(
+        train_next(
+            args.out,
+            dict(args.overrides)
+            | {"data.train": sources, "data.validation": ",".join(validation)}
+            | {"data.tokenizer": f"{first}/tokenizer"},
+            file,
+        )
+    )
     out.result(answer, "\n".join(lines))
     return 0
 
@@ -215,5 +223,5 @@ def _open(args: Any, out: Output) -> tuple[Run, Any]:
     from jaxlm.recipes import reading
 
     chosen = config.load(Run, args.config or args.workdir, args.overrides).value
-    with progress_bars(out, "tokenising ") as progress:
+    with progress_bars(out) as progress:
         return chosen, reading.open_data(chosen, say=out.say, warn=out.say, progress=progress)

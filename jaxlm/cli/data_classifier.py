@@ -1,6 +1,7 @@
 """`jaxlm data train-classifier`: a classifier of text from sets of examples."""
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def run(args: Any, out: Output) -> int:
                 f"--{name}={getattr(args, name)} does nothing",
                 where=WHERE,
                 why="it is at least 1",
-                fix=f"--{name}=2",
+                fix=f"{WHERE} --help",
             )
     examples = _examples(args.examples)
 
@@ -77,7 +78,7 @@ def _table(folder: str, answer: dict[str, Any]) -> str:
     lines += [f"{count:,} {what}" for what, count in answer["left_out"].items()]
     lines.append(f"of the texts held out {answer['accuracy']:.2%} get their label")
     lines.append(
-        f"next: --config.stages=...,quality --config.quality.model={folder} --config.quality.label={first}"
+        f"next: --config.stages=normalise,length,quality --config.quality.model={shlex.quote(str(folder))} --config.quality.label={shlex.quote(first)}    # of jaxlm data run"
     )
     return "\n".join(lines)
 
@@ -95,7 +96,7 @@ def _examples(given: list[str]) -> dict[str, tuple[str, ...]]:
                 f"--examples={each} names no label",
                 where=WHERE,
                 why="it is LABEL=GLOB",
-                fix="--examples=good='good/*.jsonl'",
+                fix=f"{WHERE} --help",
             )
         found[label] = (*found.get(label, ()), pattern)
     if len(found) < 2:
@@ -103,7 +104,7 @@ def _examples(given: list[str]) -> dict[str, tuple[str, ...]]:
             f"{len(found)} labels are not told apart",
             where=WHERE,
             why="a classifier needs examples of at least two",
-            fix="--examples=good='good/*.jsonl' --examples=bad='bad/*.jsonl'",
+            fix=f"{WHERE} --help",
         )
     return found
 
@@ -118,6 +119,6 @@ def _share(text: str) -> float:
             f"--held_out={text} is no share",
             where=WHERE,
             why="it is above 0% and at most 50%",
-            fix="--held_out=10%",
+            fix=f"{WHERE} --help",
         )
     return share

@@ -29,7 +29,7 @@ def run(args: Any, out: Output) -> int:
                 f"--{name}={getattr(args, name)} shows nothing",
                 where="jaxlm data clusters",
                 why="it is at least 1",
-                fix=f"--{name}=10",
+                fix="jaxlm data clusters --help",
             )
     folder = Path(args.folder)
     every = clusters(folder, args.kind)

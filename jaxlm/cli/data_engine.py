@@ -26,5 +26,5 @@ def check(args: Any) -> None:
             f"--workers={args.workers} does nothing",
             where=f"jaxlm data {args.action}",
             why="at least one process has to work",
-            fix="--workers=1",
+            fix=f"jaxlm data {args.action} --help",
         )

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.cli import data_engine
+from jaxlm.cli.arguments import train_next
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 from jaxlm.core import config
@@ -12,6 +13,7 @@ from jaxlm.core import config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where it writes, and what works."""
+    parser.set_defaults(schema="jaxlm.data.prepare.mix.config:Mix")
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to go on")
     data_engine.add_arguments(parser)
 
@@ -50,10 +52,9 @@ def described(answer: dict[str, Any], folder: str) -> list[str]:
     train = ",".join(f"{folder}/train/{name}" for name in answer["sets"]["train"])
     held = answer["sets"].get("validation", {})
     validation = ",".join(f"{name}={folder}/validation/{name}" for name in held)
-    flags = f" --config.data.validation={validation}" if validation else ""
     first = next(iter(answer["sets"]["train"]))
-    flags += f" --config.data.tokenizer={folder}/train/{first}/tokenizer"
+    found = {"data.train": train, "data.validation": validation}
     lines.append(
-        f"next: jaxlm train --config=configs/quickstart.py --config.data.train={train}{flags}"
+        train_next(folder, found | {"data.tokenizer": f"{folder}/train/{first}/tokenizer"})
     )
     return lines

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.cli import data_engine, data_mix
-from jaxlm.cli.arguments import needed
+from jaxlm.cli.arguments import needed_config, train_next
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 from jaxlm.core import config
@@ -15,6 +15,7 @@ from jaxlm.core.errors import CommandError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where it writes, with how many processes, how much it reads."""
+    parser.set_defaults(schema="jaxlm.data.prepare.config:Recipe")
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to go on")
     data_engine.add_arguments(parser)
     parser.add_argument(
@@ -38,7 +39,8 @@ def run(args: Any, out: Output) -> int:
     from jaxlm.data.prepare.run import run as prepare
 
     data_engine.check(args)
-    recipe: Recipe = config.load(Recipe, needed(args, "config"), args.overrides).value
+    file = needed_config(args, Recipe, "data")
+    recipe: Recipe = config.load(Recipe, file, args.overrides).value
     after.check(recipe)
     if args.copy_to:
         from jaxlm.data.prepare import remote
@@ -95,10 +97,8 @@ def run(args: Any, out: Output) -> int:
         lines += data_mix.described(shards, f"{args.out}/{after.SHARDS}")
         answer[after.SHARDS] = shards
     else:
-        lines.append(
-            f"next: jaxlm train --config=configs/quickstart.py --config.data.train={args.out}/kept/*.jsonl "
-            "--config.data.validation=5%"
-        )
+        found = {"data.train": f"{args.out}/kept/*.jsonl", "data.validation": "5%"}
+        lines.append(train_next(args.out, found))
     out.result({"out": args.out, **answer, "speed": speed}, "\n".join(lines))
     return 0
 
@@ -113,6 +113,6 @@ def _share(text: str) -> float:
             f"--sample={json.dumps(text)} is no share",
             where="jaxlm data run",
             why="it is above 0% and at most 100%",
-            fix="--sample=1%",
+            fix="jaxlm data run --help",
         )
     return share

@@ -1,9 +1,14 @@
-"""Loss, perplexity, bits per byte, accuracy and calibration of a run, on its validation sets or on any text."""
+"""Loss, perplexity, bits per byte, accuracy and calibration of a run, on its validation sets or on any text.
+
+Loss and perplexity are of all targets, the end of each document included. bits/byte is their nll
+over the bytes of the text (bits_per_byte); "without ends" leaves the nll of targets without bytes
+out (bits_per_byte_text), as lm-evaluation-harness and nanochat do.
+"""
 
 import argparse
 from pathlib import Path
 
-from jaxlm.cli.arguments import add_weights, needed, withhold
+from jaxlm.cli.arguments import add_weights, needed_run, withhold
 from jaxlm.cli.output import Output
 
 
@@ -31,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    workdir = Path(needed(args, "workdir"))
+    workdir = Path(needed_run(args))
 
     from jaxlm.recipes.evaluate import Options, evaluate
 
@@ -52,11 +57,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _table(answer: dict) -> str:
     lines = [f"step {answer['step']}, rows of {answer['sequence']} tokens"]
-    head = ("set", "tokens", "nats", "perplexity", "bits/byte", "accuracy", "calibration error")
+    columns = {
+        "nats": "loss_nats",
+        "perplexity": "perplexity",
+        "bits/byte": "bits_per_byte",
+        "without ends": "bits_per_byte_text",
+        "accuracy": "token_accuracy",
+        "calibration error": "calibration_error",
+    }
+    head = ("set", "tokens", *columns)
     rows = [head]
     for name, figures in answer["sets"].items():
-        keys = ("loss_nats", "perplexity", "bits_per_byte", "token_accuracy", "calibration_error")
-        shown = ["-" if figures[key] is None else f"{figures[key]:.4f}" for key in keys]
+        values = [figures[key] for key in columns.values()]
+        shown = ["-" if value is None else f"{value:.4f}" for value in values]
         rows.append((name, str(figures["tokens"]), *shown))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines += [

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from jaxlm.cli.arguments import add_weights, needed, withhold
+from jaxlm.cli.arguments import add_weights, needed_run, withhold
 from jaxlm.cli.output import Output
 
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    workdir, place = Path(needed(args, "workdir")), Path(args.out)
+    workdir, place = Path(needed_run(args)), Path(args.out)
 
     from jaxlm.recipes.exporting import Options, To, export_model
 

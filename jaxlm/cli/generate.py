@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxlm.cli.arguments import add_weights, needed, withhold
+from jaxlm.cli.arguments import add_weights, needed_run, withhold
 from jaxlm.cli.output import Output
-from jaxlm.core import config
+from jaxlm.core import config, problems
 from jaxlm.core.errors import CommandError, ConfigError
 
 BETWEEN = "\n---\n"
@@ -139,7 +139,7 @@ class _Page:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    workdir = Path(needed(args, "workdir"))
+    workdir = Path(needed_run(args))
     if args.stream and out.as_json:
         raise CommandError(
             "--stream and --json exclude each other",
@@ -161,6 +161,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         settings = config.from_json(GenerateConfig, flags | lists, where="command line")
     except ConfigError as error:  # these settings are flags of the verb
         error.fix = error.fix.replace("--config.", "--")
+        if error.fix.startswith(problems.EXPLAIN):
+            error.fix = "jaxlm generate --help"
         raise
 
     from jaxlm.recipes.generate import generate

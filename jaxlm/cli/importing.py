@@ -4,11 +4,13 @@ hf:ORG/NAME is fetched from the Hugging Face Hub: its safetensors, config and to
 """
 
 import argparse
+import shlex
 from pathlib import Path
 
 from jaxlm.cli.arguments import needed, withhold
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
+from jaxlm.core import config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     workdir = Path(needed(args, "workdir"))
 
+    from jaxlm.recipes.config import Run
     from jaxlm.recipes.importing import Options, import_model
 
     options = Options(
@@ -44,9 +47,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     )
     with progress_bars(out, "fetching ") as show:
         answer = import_model(options, out.say, show)
-    out.result(
-        answer,
-        f"{workdir}: {answer['family']}, {answer['parameters']:,} parameters\n"
-        f"next: jaxlm generate --workdir={workdir} --prompt='...'",
-    )
+    lines = [f"{workdir}: {answer['family']}, {answer['parameters']:,} parameters"]
+    if config.load(Run, str(workdir)).value.objective.prompts != "none":
+        place = shlex.quote(str(workdir))
+        lines.append(f"next: jaxlm generate --workdir={place} --prompt='...'")
+    out.result(answer, "\n".join(lines))
     return 0

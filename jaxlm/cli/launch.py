@@ -56,14 +56,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
             "launch starts a training run",
             where="jaxlm launch",
             why="nothing follows --" if not words else f"{words[0]!r} follows --",
-            fix=f"jaxlm launch --processes={args.processes} -- train --config=FILE --workdir=DIR",
+            fix="jaxlm train --help    # what may follow --",
         )
     if args.processes < 1:
         raise CommandError(
             f"--processes={args.processes} starts nothing",
             where="jaxlm launch",
             why="it is at least 1",
-            fix="--processes=2",
+            fix="jaxlm launch --help",
         )
     workdir = extract(words)[0].workdir
     devices = [] if args.cpu_devices is None else [f"--cpu_devices={args.cpu_devices}"]

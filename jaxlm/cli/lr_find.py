@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import needed
+from jaxlm.cli.arguments import needed_config
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     from jaxlm.recipes.config import Run
 
-    loaded = config.load(Run, needed(args, "config"), args.overrides)
+    loaded = config.load(Run, needed_config(args, Run), args.overrides)
 
     from jaxlm.recipes.lr_find import Options, lr_find
 

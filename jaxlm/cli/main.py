@@ -1,10 +1,10 @@
 """`jaxlm VERB ...`: finds the verb, reads its words, and ends with the exit code that says how it went."""
 
 import dataclasses
-import difflib
 import gc
 import importlib
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         abandon(sys.stdout)
         return 73
     except Exception as error:
-        known = in_our_words(error)
+        known = in_our_words(error, *words[:1])
         if known is None or "--trace" in ours:
             _show_traceback()
         out.error(known or _bug(error))
@@ -121,7 +121,7 @@ def dispatch(words: list[str], out: Output) -> int:
         return 0
     name, *rest = words
     if name not in VERBS:
-        raise _unknown_verb(name)
+        raise _unknown_verb(words)
     verb = VERBS[name]
     module = importlib.import_module(verb.module)
     shared, rest = extract(rest)
@@ -129,11 +129,11 @@ def dispatch(words: list[str], out: Output) -> int:
     module.add_arguments(parser)
     parser.add_shared()
     try:
-        args, left = parser.parse_known_args(rest)
+        args, left = parser.read(rest, words)
     except SystemExit as finished:  # --help
         return int(finished.code or 0)
     if left:
-        raise parser.unknown(left[0])
+        raise parser.unknown(left, args)
     action = getattr(args, "action", None)
     prog = f"{parser.prog} {action}" if action else parser.prog
     check_taken(prog, getattr(args, "withheld", {}), shared, rest)
@@ -151,20 +151,24 @@ def _joined(args: Any, shared: Shared) -> Any:
     return args
 
 
-def _unknown_verb(name: str) -> CommandError:
-    meant = nearest(name, VERBS) or next(iter(difflib.get_close_matches(name, VERBS, 1)), None)
+def _unknown_verb(words: list[str]) -> CommandError:
+    """Return the error of a first word that is no verb; its fix keeps all other words."""
+    name = words[0]
     if name.startswith("-"):
+        verb = next((word for word in words if word in VERBS), None)
+        moved = [verb, *(word for word in words if word != verb)] if verb else ["--help"]
         return CommandError(
             f"{name} comes before a verb",
             where=f"jaxlm {name}",
-            why="the verb is the first word",
-            fix=f"jaxlm {next(iter(VERBS))} {name}",
+            why=f"the verb is the first word; the verbs are {', '.join(VERBS)}",
+            fix=shlex.join(["jaxlm", *moved]),
         )
+    meant = nearest(name, VERBS)
     return CommandError(
         f"there is no verb {name!r}",
         where=f"jaxlm {name}",
         why=f"the verbs are {', '.join(VERBS)}",
-        fix=f"jaxlm {meant}" if meant else "jaxlm --help",
+        fix=shlex.join(["jaxlm", meant, *words[1:]]) if meant else "jaxlm --help",
     )
 
 

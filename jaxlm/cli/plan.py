@@ -1,26 +1,31 @@
 """Says what a run will need and take, before it starts: memory a device, time, cost, and which device holds what.
 
-Arithmetic, without the accelerator and without JAX: --on=h100x8, h200, a100x8, t4, v5e-16, v5p-128, v6e-256, or cpu. With
+Arithmetic, without the accelerator and without JAX: --on=h100x8, h200, rtx4090, t4, v5e-16, v5p-128, tpu7x-64, or cpu; for
+any other GPU --on=NAME --memory=24GB says whether the run fits, without times. With
 --exact the step is compiled, for a TPU slice or for this machine's CPU, and the compiler's own account is shown beside it.
 With --fit meshes, micro-batches, remat and chunks of the loss are tried for the fastest that fits. The exit code is 0 also where
 the run does not fit: the answer says so, and what would: these settings, else more of the chips, else a smaller model.
 """
 
 import argparse
+import shlex
 from typing import Any
 
-from jaxlm.cli.arguments import needed
+from jaxlm.cli.arguments import needed_config
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
-from jaxlm.monitor import cpu, words
-from jaxlm.monitor.chips import machine
+from jaxlm.monitor import chips, cpu, words
+from jaxlm.monitor.chips import MEMORY, machine
 from jaxlm.parallel.config import shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on", default="cpu", metavar="MACHINE", help="a chip, CHIPxN, a TPU slice, or cpu (cpu)"
+    )
+    parser.add_argument(
+        MEMORY, metavar="SIZE", help="memory of one GPU, such as 24GB: for a GPU not in the table"
     )
     parser.add_argument(
         "--devices",
@@ -41,13 +46,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     from jaxlm.recipes import plan
     from jaxlm.recipes.config import Run
 
-    loaded = config.load(Run, needed(args, "config"), args.overrides)
+    loaded = config.load(Run, needed_config(args, Run), args.overrides)
     _check(args)
     assumed: list[str] = []
     on = (
         cpu.this_machine(args.devices, assumed)
         if args.on == "cpu"
-        else machine(args.on, flag="--on")
+        else machine(args.on, flag="--on", memory=args.memory)
     )
     chosen = loaded.value
     answer: dict[str, Any] = {}
@@ -89,7 +94,7 @@ def _nearest(run: Any, on: Any) -> dict[str, Any] | None:
     return {
         "flags": found.flags,
         "bytes_per_device": found.forecast.bytes_per_device["total"],
-        "step_seconds": list(found.forecast.seconds),
+        "step_seconds": found.forecast.record()["step_seconds"],
     }
 
 
@@ -99,21 +104,34 @@ def _check(args: argparse.Namespace) -> None:
             f"a price of {args.price:g}",
             where=f"--price={args.price:g}",
             why="it is money for a device and an hour, above 0",
-            fix="--price=2.5",
+            fix="jaxlm plan --help",
         )
     if args.devices < 1 or (args.devices > 1 and args.on != "cpu"):
         raise CommandError(
             "the number of devices belongs to the machine's name",
             where=f"--devices={args.devices}",
             why="a CPU can be split into several devices; of others the name says how many, as in h100x8",
-            fix="--on=cpu --devices=8",
+            fix=f"--on={args.on}x{args.devices} --devices=1"
+            if args.devices > 1 and args.on in chips.CHIPS and not chips.CHIPS[args.on].is_tpu
+            else "jaxlm plan --help",
         )
-    if args.exact and args.on != "cpu" and machine(args.on, flag="--on").topology is None:
+    if args.memory and args.on == "cpu":
+        raise CommandError(
+            f"{MEMORY} is for GPUs",
+            where=f"{MEMORY}={args.memory}",
+            why="--on names no GPU: the plan is for this machine's CPU, whose memory is known",
+            fix=f"--on=mygpu {MEMORY}={args.memory}    # any name",
+        )
+    if (
+        args.exact
+        and args.on != "cpu"
+        and machine(args.on, flag="--on", memory=args.memory).topology is None
+    ):
         raise CommandError(
             "a step cannot be compiled for a GPU that is not here",
             where=f"--exact --on={args.on}",
             why="the compiler of TPUs needs no TPU, that of GPUs needs the GPU",
-            fix=f"--on={args.on}\n--exact --on=v5e-16",
+            fix=f"jaxlm plan --config={shlex.quote(args.config)} --on={args.on}",
         )
 
 
@@ -122,8 +140,6 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> str:
     parts = sorted(
         ((size, name) for name, size in held.items() if name != "total" and size), reverse=True
     )
-    low, high = answer["step_seconds"]
-    slow, fast = answer["tokens_per_second"]
     verdict = "fits" if answer["fits"] else "DOES NOT FIT"
     rows = [
         (
@@ -140,16 +156,8 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> str:
             f"{words.size(held['total'])} of {words.size(answer['memory_bytes'])} a device: {verdict}",
         ),
         ("", " · ".join(f"{name} {words.size(size)}" for size, name in parts)),
-        (
-            "step",
-            f"{words.duration(low)} to {words.duration(high)}, {words.count(slow)} to {words.count(fast)} tokens/s"
-            + (", MFU {:.0%} to {:.0%}".format(*answer["mfu"]) if answer["mfu"] else ""),
-        ),
-        (
-            "run",
-            f"{words.count(answer['tokens'])} tokens in {run.train.steps:,} steps: "
-            f"{words.duration(3600 * answer['hours'][0])} to {words.duration(3600 * answer['hours'][1])}",
-        ),
+        ("step", _step_time(answer)),
+        ("run", _run_time(answer, run.train.steps)),
         ("checkpoint", f"{words.size(answer['checkpoint_bytes'])} before compression"),
     ]
     if answer["cost"]:
@@ -180,12 +188,31 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> str:
     return "\n".join(lines)
 
 
+def _step_time(answer: dict[str, Any]) -> str:
+    if answer["step_seconds"] is None:
+        return "unknown: no figures for this chip"
+    low, high = map(words.duration, answer["step_seconds"])
+    slow, fast = map(words.count, answer["tokens_per_second"])
+    mfu = ", MFU {:.0%} to {:.0%}".format(*answer["mfu"]) if answer["mfu"] else ""
+    return f"{low} to {high}, {slow} to {fast} tokens/s{mfu}"
+
+
+def _run_time(answer: dict[str, Any], steps: int) -> str:
+    text = f"{words.count(answer['tokens'])} tokens in {steps:,} steps"
+    if answer["hours"] is None:
+        return text
+    low, high = (words.duration(3600 * hours) for hours in answer["hours"])
+    return f"{text}: {low} to {high}"
+
+
 def _told(nearest: dict[str, Any] | None) -> str:
     """The nearest that fits, in words."""
     if nearest is None:
         return "none: no share of depth, of width or of a row's length fits"
-    low, high = map(words.duration, nearest["step_seconds"])
     size = words.size(nearest["bytes_per_device"])
+    if nearest["step_seconds"] is None:
+        return f"{nearest['flags']}    # {size} a device"
+    low, high = map(words.duration, nearest["step_seconds"])
     return f"{nearest['flags']}    # {size} a device, {low} to {high} a step"
 
 

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import needed, withhold
+from jaxlm.cli.arguments import needed_run, withhold
 from jaxlm.cli.output import Output
 from jaxlm.core.quoting import cut
 from jaxlm.monitor import words
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    workdir = Path(needed(args, "workdir"))
+    workdir = Path(needed_run(args))
 
     from jaxlm.recipes.replay import Options, replay
 

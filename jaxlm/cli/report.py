@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import needed, withhold
+from jaxlm.cli.arguments import needed_run, withhold
 from jaxlm.core.errors import InputMissing
 from jaxlm.monitor import plots, report
 
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace, out: Any) -> int:
     Raises:
       InputMissing: where the directory holds no metrics.
     """
-    folder = Path(needed(args, "workdir"))
+    folder = Path(needed_run(args))
     if not (folder / "metrics.jsonl").exists():
         raise InputMissing(
             "there are no metrics to report",

@@ -11,12 +11,12 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import needed
+from jaxlm.cli.arguments import needed, needed_config
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
 from jaxlm.monitor import cpu, words
-from jaxlm.monitor.chips import machine
+from jaxlm.monitor.chips import MEMORY, machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", metavar="GLOB", help="directories of finished runs")
     parser.add_argument(
         "--on", metavar="MACHINE", help="a chip, CHIPxN, a TPU slice, or cpu: adds the days"
+    )
+    parser.add_argument(
+        MEMORY, metavar="SIZE", help="memory of one GPU, such as 24GB: for a GPU not in the table"
     )
     parser.add_argument("--sweep", action="store_true", help="train the runs first, in --workdir")
     parser.add_argument(
@@ -40,7 +43,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             "scale needs a budget",
             where="jaxlm scale",
             why="there is no --budget",
-            fix="--budget=1e20",
+            fix="jaxlm scale --help",
         )
     _check(args)
     from jaxlm.recipes import scale
@@ -49,10 +52,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     flops = scale.budget(args.budget)
     assumed: list[str] = []
     on = args.on and (
-        cpu.this_machine(1, assumed) if args.on == "cpu" else machine(args.on, flag="--on")
+        cpu.this_machine(1, assumed)
+        if args.on == "cpu"
+        else machine(args.on, flag="--on", memory=args.memory)
     )
     if args.sweep:
-        workdir, file = Path(needed(args, "workdir")), needed(args, "config")
+        workdir, file = Path(needed(args, "workdir")), needed_config(args, Run)
         from jaxlm.recipes.sweep import sweep
 
         sweep(file, args.overrides, workdir, widths=args.widths, steps=args.steps, say=out.say)
@@ -89,14 +94,14 @@ def _check(args: argparse.Namespace) -> None:
             "--sweep makes runs, and --runs names some",
             where=f"--sweep --runs={args.runs}",
             why="the law is fitted to the one or the other",
-            fix="--sweep --workdir=runs/scale",
+            fix=f"jaxlm scale --budget={args.budget} --runs={shlex.quote(args.runs)}",
         )
     if (args.runs or args.workdir) and not args.sweep and (args.config or args.overrides):
         raise CommandError(
             "finished runs have configs of their own",
             where=f"--config={args.config}" if args.config else f"--config.{args.overrides[0][0]}",
             why="the model of the plan is of the family of the largest run",
-            fix=f"--runs={shlex.quote(args.runs)}"
+            fix=f"jaxlm scale --budget={args.budget} --runs={shlex.quote(args.runs)}"
             if args.runs
             else "--sweep    # trains the runs of a config",
         )
@@ -153,10 +158,12 @@ def _text(answer: dict[str, Any], file: str | None) -> str:
             ("", own + " ".join(shape["flags"])),
         ]
     if machine:
-        best, worst = machine["days"]
+        days = (
+            "{:.3g} to {:.3g} days".format(*machine["days"]) if machine["days"] else "days unknown"
+        )
         verdict = "fits" if machine["fits"] else f"DOES NOT FIT; --on={machine['nearest']} does"
         rows += [
-            ("on", f"{machine['on']}: {best:.3g} to {worst:.3g} days"),
+            ("on", f"{machine['on']}: {days}"),
             (
                 "memory",
                 f"{words.size(machine['state_bytes'])} of state, {words.size(machine['memory_bytes'])} there: {verdict}",

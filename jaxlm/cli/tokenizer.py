@@ -67,7 +67,7 @@ def _train(args: Any, out: Output) -> int:
             "the tokenizer cannot be written",
             where=str(path),
             why=str(error.strerror),
-            fix="--out=a/writable/place.model",
+            fix="--out=tokenizer-2.model",
         ) from error
     out.result(
         {"file": str(path), "size": tokenizer.size, "sha256": tokenizer.digest}
@@ -116,7 +116,7 @@ def _compare(args: Any, out: Output) -> int:
             "there is no text to compare on",
             where="data.validation",
             why="it is tokens already, or empty",
-            fix="--text=stdlib:validation",
+            fix="name the text to compare on with --text",
         )
     out.result(
         {"tokenizers": [{"tokenizer": name, **fit.as_json()} for name, fit in fits]},
@@ -139,7 +139,7 @@ def _named(name: str, args: Any, out: Output) -> Any:
             f"{name} cannot be trained",
             where="data.train",
             why="it is tokens already",
-            fix="--config.data.train=stdlib:train",
+            fix="name text files in --config.data.train",
         )
     return dataset.open_tokenizer(config, say=out.say)
 

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from jaxlm.cli.arguments import needed
+from jaxlm.cli.arguments import needed, needed_config
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     from jaxlm.recipes.config import Run
 
     workdir = Path(needed(args, "workdir"))
-    file = needed(args, "config")
+    file = _config(args, workdir, Run)
     place = cluster.place(
         os.environ, coordinator=args.coordinator, count=args.num_processes, rank=args.process_id
     )
@@ -91,9 +91,17 @@ def run(args: argparse.Namespace, out: Output) -> int:
     loss = f", {result.metrics['loss_nats']:.4f} nats" if "loss_nats" in result.metrics else ""
     state = "complete" if result.complete else "stopped"
     state = f"already {state}" if result.metrics.get("already") else state
+    wrong = result.metrics.get("divergence")
+    verdict = f", {wrong['outcome']}" if wrong else ""
     known = {"step": result.step, "complete": result.complete, "workdir": str(result.workdir)}
-    out.result(known | result.metrics, f"{workdir}: {state} at step {result.step}{loss}")
+    out.result(known | result.metrics, f"{workdir}: {state} at step {result.step}{loss}{verdict}")
     return 0
+
+
+def _config(args: argparse.Namespace, workdir: Path, schema: type) -> str:
+    """Return --config; without it, the config of the run in `workdir`, which continues."""
+    own = workdir / "config.json"
+    return str(own) if args.config is None and own.is_file() else needed_config(args, schema)
 
 
 def _refuse_secrets(words: list[str]) -> None:

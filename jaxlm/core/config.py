@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core import problems as problem
-from jaxlm.core.load import Loaded, from_json, load
+from jaxlm.core.load import Loaded, from_json, load, loaded_json
 from jaxlm.core.provenance import DEFAULT, Origin
 from jaxlm.core.schema import arm_name, by_name, chosen, leaves, plain, setting, settings, tag
 from jaxlm.core.span import Span
@@ -28,6 +28,7 @@ __all__ = [
     "flatten",
     "from_json",
     "load",
+    "loaded_json",
     "new",
     "setting",
     "to_json",

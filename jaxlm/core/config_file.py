@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -39,7 +40,7 @@ def read_file(text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
             f"{short(path)} is not a config",
             where=f"--config={text}",
             why="a config is a Python file with get_config(), or a resolved config.json",
-            fix="--config=configs/quickstart.py",
+            fix=_beside(path),
         )
     raw = read_json(path)
     if not isinstance(raw, dict):
@@ -66,10 +67,25 @@ def _missing(path: Path, argument: str | None) -> InputMissing:
         why=f"{path.parent} holds {', '.join(sorted(beside)[:6]) or 'no such files'}"
         if path.parent.is_dir()
         else f"there is no folder {path.parent}",
-        fix=f"--config={path.with_name(meant)}{ending}"
-        if meant
-        else "--config=configs/quickstart.py",
+        fix=shlex.quote(f"--config={path.with_name(meant)}{ending}") if meant else _beside(path),
     )
+
+
+def _beside(path: Path) -> str:
+    """Return the command that lists the nearest folder there is."""
+    folder = next((each for each in path.parents if each.is_dir()), Path())
+    return f"ls {shlex.quote(str(folder))}"
+
+
+def shipped(folder: str = "") -> list[Path]:
+    """Return the config files of `configs/` here, or else of the checkout that jaxlm runs from.
+
+    The quickstart comes first: it is the one that every machine can run.
+    """
+    for root in (Path("configs"), Path(__file__).parents[2] / "configs"):
+        if paths := sorted((root / folder).glob("*.py")):
+            return sorted(paths, key=lambda path: path.stem != "quickstart")
+    return []
 
 
 def read_json(path: Path) -> Any:
@@ -155,7 +171,9 @@ def _run(path: Path, argument: str | None) -> Any:
                 f"get_config() {'takes no argument' if given else 'needs an argument'}",
                 where=f"{short(path)}:{get_config.__code__.co_firstlineno}",
                 why=f"its signature is get_config{inspect.signature(get_config)}",
-                fix=f"--config={path}" if given else f"--config={path}:ARGUMENT",
+                fix=f"--config={path}"
+                if given
+                else f"add a colon and the value of {_first_parameter(get_config)} to --config={path}",
             ) from None
         return get_config(*given)
     except JaxlmError:
@@ -171,6 +189,10 @@ def _run(path: Path, argument: str | None) -> Any:
         ) from error
     finally:
         del sys.modules[name]
+
+
+def _first_parameter(function: Any) -> str:
+    return next(iter(inspect.signature(function).parameters), "its parameter")
 
 
 def _line(error: BaseException, path: Path) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxlm.core import problems as problem
 from jaxlm.core.provenance import Origin, caller
 from jaxlm.core.resolve import unknown_arm
 from jaxlm.core.schema import by_name, fields, flat, join, plain, tag
+from jaxlm.core.spelling import nearest
 from jaxlm.core.values import brief
 
 _OURS = (__file__, os.path.dirname(ml_collections.__file__))
@@ -74,12 +76,14 @@ class Draft(ConfigDict):
         else:
             self._fields.clear()
             label = tag(self._arms[0])
-            names = list(by_name(self._arms))
-            fix = (
-                f"{self._path}.{label} = {(value if value in names else names[0])!r}"
-                if label
-                else f"jaxlm config explain {self._path}"
+            meant = (
+                nearest(value, by_name(self._arms)) if label and isinstance(value, str) else None
             )
+            name = self._path.rpartition(".")[2]
+            line = re.sub(
+                rf"\.{name} *= *[^;]+", f".{name}.{label} = {meant!r}", problem.line_of(origin)
+            )
+            fix = line if meant and line else problem.explain(self._path)
             raise problem.error(
                 [
                     problem.Problem(

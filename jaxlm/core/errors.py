@@ -185,10 +185,14 @@ class Diverged(JaxlmError):
     kind = "diverged"
 
 
-def in_our_words(error: BaseException) -> JaxlmError | None:
-    """What a library or Python raised for a reason that is the user's to mend; None where it is our bug.
+def in_our_words(error: BaseException, verb: str = "train") -> JaxlmError | None:
+    """Return what a library or Python raised as an error that the user can mend; None if it is a bug.
 
     JAX raises the same class for most that goes wrong on a device, so its text has to tell.
+
+    Args:
+      error: what was raised.
+      verb: the command that ran; only `train` takes the settings that save memory of a step.
     """
     if isinstance(error, JaxlmError):
         return error
@@ -198,7 +202,9 @@ def in_our_words(error: BaseException) -> JaxlmError | None:
             "there is not enough memory",
             where="the host" if isinstance(error, MemoryError) else "a device",
             why=text or type(error).__name__,
-            fix="--config.train.microbatches=2\n--config.train.remat=dots",
+            fix="--config.train.remat=dots\n--config.train.microbatches=2    # or more than now"
+            if verb == "train"
+            else "use a smaller model, batch or length",
         )
     return None
 

@@ -4,7 +4,8 @@
 point of the code, an action, optionally the steps (one, or a range with both ends) and the rank of the process. Without
 the variable every point is an empty function.
 
-Actions at a point: raise, sigkill, sigterm, hang, enospc, sleep=SECONDS. Faults of numbers have no point but `grads` and
+Actions at a point: raise, sigkill, sigterm, hang, enospc, sleep=SECONDS; at `store.read`, where files of checkpoints are
+read to be hashed, and at `text.read`, where text is, also slow=BYTES, the speed per second of a slow disk. Faults of numbers have no point but `grads` and
 `loss` (nan, inf, neginf, spike=VALUE: what one element of a step's gradient becomes, or its loss) and `batch` (nan: what a
 batch of data becomes, by its number in the stream).
 """
@@ -28,6 +29,8 @@ POINTS = (
     "save.commit",
     "save.retire",
     "restore.verify",
+    "store.read",
+    "text.read",
     "restore.read",
     "rewind",
     "eval",
@@ -90,6 +93,16 @@ def point(name: str, step: int | None = None) -> None:
     for fault in _faults:
         if fault.point == name and fault.is_at(step):
             _strike(fault)
+
+
+def transfer(name: str, size: int) -> None:
+    """Take as long as `size` bytes take at the speed of a `slow` fault, or do what another fault asks for."""
+    for fault in _faults:
+        if fault.point == name and fault.is_at(None):
+            if fault.action == "slow":
+                time.sleep(size / fault.value)
+            else:
+                _strike(fault)
 
 
 def planned(name: str) -> tuple[Fault, ...]:

@@ -41,9 +41,12 @@ def load(schema: type, file: str | None, overrides: Sequence[tuple[str, str]] = 
     resolver = _apply(schema, raw, origins, overrides)
     if resolver.problems:
         raise problem.error(resolver.problems, _mend(resolver, raw, origins, overrides))
-    return Loaded(
-        resolver.value, {path: resolver.origin(path) for path, _, _ in leaves(resolver.value)}
-    )
+    return _loaded(resolver)
+
+
+def _loaded(resolver: Resolver) -> Loaded:
+    paths = [path for path, _, _ in leaves(resolver.value)]
+    return Loaded(resolver.value, {path: resolver.origin(path) for path in paths})
 
 
 def _apply(
@@ -54,10 +57,39 @@ def _apply(
 ) -> Resolver:
     """Resolves what a file says under overrides; both stay as they are."""
     resolver = Resolver(schema, copy.deepcopy(raw), dict(origins))
+    _derive_anew(resolver, {path for path, _ in overrides})
     for path, text in _arms_first(schema, overrides):
         _override(resolver, path, text)
     resolver.resolve()
     return resolver
+
+
+def _derive_anew(resolver: Resolver, overridden: set[str]) -> None:
+    """Drop each derived value of a file if an override changes the setting it was derived from.
+
+    A resolved config holds the value and not that it was derived, so a value equal to the derived
+    one counts as such. A value that differs was chosen, and stays.
+    """
+    known = settings(resolver.schema, resolver.raw)
+    for path, each in known.items():
+        section, _, name = path.rpartition(".")
+        if not each.derived_from or path in overridden:
+            continue
+        inside = problem.at(resolver.raw, section, {})
+        if not isinstance(inside, dict) or name not in inside:
+            continue
+        if join(section, each.derived_from) not in overridden:
+            continue
+        (arm,) = known[section].arms
+        given, derived = (
+            Resolver(arm, values, {})
+            for values in (inside, {key: value for key, value in inside.items() if key != name})
+        )
+        given.resolve()
+        derived.resolve()
+        if given.value is not None and given.value == derived.value:
+            del inside[name]
+            resolver.origins.pop(path, None)
 
 
 def _mend(
@@ -79,6 +111,7 @@ def _mend(
         added = dict(word.removeprefix("--config.").partition("=")[::2] for word in words)
         if (
             not added
+            or any(flags.get(path, text) != text for path, text in added.items())
             or added.items() <= flags.items()
             or not all(word.startswith("--config.") for word in words)
         ):
@@ -109,10 +142,17 @@ def from_json(
     Raises:
       ConfigError: where a setting is unknown, of another type or out of range.
     """
+    return loaded_json(schema, data, where, overrides).value
+
+
+def loaded_json(
+    schema: type, data: Any, where: str, overrides: Sequence[tuple[str, str]] = ()
+) -> Loaded:
+    """Return the section as `from_json` does, with the origin of each of its values."""
     resolver = _apply(schema, data, {"": Origin("file", where)}, overrides)
     if resolver.problems:
         raise problem.error(resolver.problems)
-    return resolver.value
+    return _loaded(resolver)
 
 
 def _arms_first(schema: type, overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -136,20 +176,21 @@ def _override(resolver: Resolver, path: str, text: str) -> None:
     origin = Origin("command line", f"--config.{path}={text}")
     present = settings(schema, raw)
     known = present.get(path)
-    if known is None:
+    section, _, name = path.rpartition(".")
+    parent = present.get(section)
+    is_label = parent is not None and bool(parent.arms) and name == tag(parent.arms[0])
+    if known is None and not is_label:
         found.append(problem.unknown(schema, raw, path, text, origin, origins))
         return
-    if text in known.named:
+    if known is not None and text in known.named:
         _replace(raw, origins, path, known.named[text])
         origins[path] = origin
         return
-    if known.arms:
+    if known is not None and known.arms:
         found.append(_unknown_section(known, path, text, origin))
         return
-    section, _, name = path.rpartition(".")
     inside = _section(raw, section)
-    parent = present.get(section)
-    if parent is not None and name == tag(parent.arms[0]):
+    if parent is not None and is_label:
         if text not in by_name(parent.arms):
             found.append(unknown_arm(parent.arms, section, text, origin))
             return
@@ -157,7 +198,7 @@ def _override(resolver: Resolver, path: str, text: str) -> None:
             # Another arm's settings mean nothing to this one.
             _replace(raw, origins, section, by_name(parent.arms)[text]())
         inside[name] = text
-    else:
+    elif known is not None:
         try:
             value = read(known.kind, text)
         except ValueError as error:
@@ -184,10 +225,10 @@ def _unknown_section(known: Setting, path: str, text: str, origin: Origin) -> Pr
     label, names = tag(known.arms[0]), by_name(known.arms)
     if (meant := nearest(text, [*known.named, *names])) in known.named:
         fix = problem.flag(path, meant)
-    elif label:
-        fix = problem.flag(join(path, label), meant or next(iter(names)))
+    elif label and meant:
+        fix = problem.flag(join(path, label), meant)
     else:
-        fix = f"jaxlm config explain {path}"
+        fix = problem.explain(path)
     why = "it is a section with settings of its own"
     if known.named:
         why += f", or one of those that `jaxlm config explain {path}` names"

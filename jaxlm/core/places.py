@@ -20,5 +20,5 @@ def check_local(place: str | os.PathLike[str], flag: str) -> None:
         f"{scheme}:// is no file system",
         where=f"{flag}={text}",
         why="what is written there is renamed, appended to and locked, which an object store cannot do",
-        fix=f"{flag}={local}\n{flag}=/where/it/is/mounted/{local}",
+        fix=f"{flag}={local}",
     )

@@ -1,6 +1,7 @@
 """Which dtype holds parameters, multiplies, and adds up."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,14 +15,17 @@ from jaxlm.core.precision_config import PrecisionConfig, Products
 class Precision:
     """A mixed-precision policy (Micikevicius et al. 2018, arXiv:1710.03740, section 3).
 
-    `params` is the dtype of the master weights and of the optimizer's moments, `compute` that of the operands of
-    each matrix product and of the activations between them, `reduce` that of gradients as they are summed over
-    micro-batches. Softmax, norms, the loss and the accumulator of every product are float32 whatever is chosen.
+    `params` is the dtype of the master weights, `moments` that of the optimizer's state between
+    updates; both are rounded to stochastically (`optim.rounding`), and updates are computed in
+    float32. `compute` is the dtype of the operands of each matrix product and of the activations
+    between them, `reduce` that of gradients as they are summed over micro-batches. Softmax, norms,
+    the loss and the accumulator of every product are float32 whatever is chosen.
     `products` says to what the operands of attention's and the MLPs' projections are rounded beyond `compute`, while
     training.
     """
 
     params: jnp.dtype
+    moments: jnp.dtype
     compute: jnp.dtype
     reduce: jnp.dtype
     products: Products = "compute"
@@ -29,8 +33,9 @@ class Precision:
     @classmethod
     def of(cls, config: PrecisionConfig) -> "Precision":
         """The policy that a config names."""
-        params, compute, reduce = map(jnp.dtype, (config.params, config.compute, config.reduce))
-        return cls(params, compute, reduce, config.products)
+        names = (config.params, config.moments, config.compute, config.reduce)
+        params, moments, compute, reduce = map(jnp.dtype, names)
+        return cls(params, moments, compute, reduce, config.products)
 
     @classmethod
     def float32(cls) -> "Precision":
@@ -52,6 +57,23 @@ class Precision:
         """Whether gradients pass through float16, so that the loss must be scaled up for small ones not to vanish."""
         return jnp.dtype(jnp.float16) in (self.compute, self.reduce)
 
-    def reduced(self, gradients: Any) -> Any:
-        """A gradient tree in the dtype in which it is summed."""
-        return jax.tree.map(lambda g: g.astype(self.reduce), gradients)
+
+def widened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a tree with its 16-bit numbers as float32, and the function that gives such a tree its dtypes back.
+
+    For parameters that the body of a loop closes over: JAX sums their gradients over the turns in the dtype in which they
+    enter the loop. Entering in float32 and rounded inside, they are the same numbers, summed in float32.
+    """
+
+    def wide(leaf: Any) -> Any:
+        is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+        return leaf.astype(jnp.float32) if is_narrow else leaf
+
+    def narrowed(other: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf, like: leaf if leaf.dtype == like.dtype else leaf.astype(like.dtype),
+            other,
+            tree,
+        )
+
+    return jax.tree.map(wide, tree), narrowed

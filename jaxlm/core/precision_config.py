@@ -12,10 +12,17 @@ ITEM_BYTES: dict[Float, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Dtypes of the master weights, of the matrix products, and of summed gradients."""
+    """Dtypes of the master weights, the moments, the matrix products, and summed gradients."""
 
     params: Literal["float32", "bfloat16"] = setting(
-        "float32", "dtype of the master weights and the optimizer's moments"
+        "float32",
+        "dtype of the master weights; in bfloat16 updates are rounded stochastically, so that "
+        "small ones are not lost",
+    )
+    moments: Literal["float32", "bfloat16"] = setting(
+        "float32",
+        "dtype of the optimizer's state between updates, but for what an optimizer keeps in a "
+        "format of its own; in bfloat16 it is rounded stochastically",
     )
     compute: Float = setting(
         "float32",

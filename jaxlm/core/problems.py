@@ -10,9 +10,10 @@ from jaxlm.core.errors import ConfigError
 from jaxlm.core.provenance import DEFAULT, Origin
 from jaxlm.core.quoting import without_secret
 from jaxlm.core.schema import Setting, by_name, chosen, fields, settings, tag
-from jaxlm.core.spelling import distance
-from jaxlm.core.values import brief, check, describe, is_within, read, requirement, show
+from jaxlm.core.spelling import SYNONYMS, distance, has_same_numbers, nearest, notations
+from jaxlm.core.values import brief, choices, is_within, read, requirement, show
 
+EXPLAIN = "jaxlm config explain"
 MOST_LINES = 8
 MOST_LETTERS = 160
 
@@ -50,6 +51,9 @@ def error(
             why=only.why,
             fix=only.fix if alternatives or not fix else fix,
         )
+    unsaid = [each.fix for each in problems if each.fix.startswith(EXPLAIN)]
+    if not fix and unsaid:
+        fix = explain(*dict.fromkeys(each.removeprefix(EXPLAIN).strip() for each in unsaid))
     fix = fix or problems[0].fix.partition("\n")[0]
     room = MOST_LINES - 2 - bool(fix)
     lines = [problem.line for problem in problems]
@@ -71,6 +75,7 @@ def flag(path: str, value: Any) -> str:
 def line_of(origin: Origin) -> str:
     """The source line that an origin names, or nothing."""
     name, _, number = origin.where.rpartition(":")
+    linecache.checkcache(name)
     return (
         linecache.getline(name, int(number)).strip()
         if origin.kind == "file" and number.isdecimal()
@@ -78,14 +83,31 @@ def line_of(origin: Origin) -> str:
     )
 
 
+def explain(*paths: str) -> str:
+    """Return the command that lists what is known of settings: types, ranges, choices."""
+    return " ".join([EXPLAIN, *filter(None, paths)])
+
+
+def flag_or_explain(path: str, known: Setting, value: Any) -> str:
+    """Return the flag that sets the same value in a notation that the setting takes.
+
+    If there is none, return the command that lists what the setting takes: no other value is
+    suggested.
+    """
+    try:
+        return flag(path, same(known, value))
+    except ValueError:
+        return explain(path)
+
+
 def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str = "") -> Problem:
-    """A value of another type, or outside its range; the fix is the nearest value that is neither."""
+    """Describe a value of another type, or outside its range."""
     reason = why or f"it must be {requirement(known)}"
     return Problem(
         f"{path} = {brief(value)} is not allowed",
         f"{reason} ({known.doc})" if known.doc else reason,
         origin,
-        flag(path, acceptable(known, value)),
+        flag_or_explain(path, known, value),
     )
 
 
@@ -99,34 +121,31 @@ def secret(path: str, value: Any, origin: Origin) -> Problem:
     )
 
 
-def acceptable(known: Setting, value: Any) -> Any:
-    """A value that a setting takes and that is near the one given, or else its default."""
-    attempts: list[Any] = [value]
+def same(known: Setting, value: Any) -> Any:
+    """Return the value of a setting that means what `value` says in another notation.
+
+    `2k` is 2000, `"32"` is 32, `fp16` is `float16`; a misspelt choice is the one that it is a slip
+    of. A value outside the range, or of another kind, has no such value.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    texts = [show(value)]
     if isinstance(value, str):
-        choices = re.findall(r"[\w.+-]+", describe(known.kind))
-        attempts += sorted(choices, key=lambda choice: distance(value, choice))[:1]
-        attempts += [value.strip(), value.strip("'\"").replace(",", "")]
-    elif isinstance(value, float) and value == value and abs(value) < 2**63:
-        attempts.append(round(value))
-    attempts += [
-        limit
-        for limit in (known.low, known.high)
-        if limit is not None and _is_beyond(value, limit, known)
-    ]
-    for attempt in attempts:
-        for reader in (check, read):
-            try:
-                found = reader(known.kind, attempt if reader is check else show(attempt))
-            except ValueError:
-                continue
-            if is_within(known, found):
-                return found
-    return known.default
-
-
-def _is_beyond(value: Any, limit: float, known: Setting) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and (value < limit if limit == known.low else value > limit)
+        texts += notations(value, known.unit)
+        if words := choices(known.kind):
+            items = [item.strip() for item in value.split(",")]
+            texts.append(
+                ",".join(SYNONYMS.get(item) or nearest(item, words) or item for item in items)
+            )
+    for text in texts:
+        try:
+            found = read(known.kind, text)
+        except ValueError:
+            continue
+        if is_within(known, found):
+            return found
+    raise ValueError(f"{brief(value)} has no other notation")
 
 
 def unknown(
@@ -137,10 +156,11 @@ def unknown(
     origin: Origin,
     origins: dict[str, Origin],
 ) -> Problem:
-    """A setting that does not exist, with the one that was probably meant.
+    """Describe a setting that does not exist, and name the one that was probably meant.
 
-    `value` is None where it is not known. Nearest means: one slip of the fingers away, or else the same name in another section, or else the
-    words of the name in its doc (`learning_rate` is `optim.lr`, the peak learning rate).
+    That is the setting with this name in another trainer (`ALIASES` of the schema), or one slip of
+    the fingers away, or with the same last name in another section. The fix keeps the value. If
+    nothing is near, what there is is listed. `value` is None if it is not known.
     """
     present = settings(schema, raw)
     section, _, leaf = path.rpartition(".")
@@ -160,48 +180,53 @@ def unknown(
         for name, known in present.items()
         if value is None or bool(known.arms) == isinstance(value, dict)
     }
-    ranked = rank(path, alike)
-    if not ranked:
-        elsewhere = {
-            name: known
-            for name, known in settings(schema, raw, every_arm=True).items()
-            if name not in present
-        }
-        if path in elsewhere:
-            section = path.rpartition(".")[0]
-            return Problem(
-                f"{path} is not a setting here",
-                f"it belongs to another arm of {section}: {elsewhere[path].doc}",
-                origin,
-                f"jaxlm config explain {path}",
-            )
-        section = next((name for name in _parents(path) if name in present), "")
-        names = [
-            name.removeprefix(f"{section}.")
-            for name in present
-            if name.startswith(section) and name.rpartition(".")[0] == section
-        ]
+    ranked = rank(path, alike, aliases(schema))
+    if ranked:
+        best = ranked[0]
         return Problem(
             f"unknown setting {path}",
-            f"{section or 'the config'} has {', '.join(names)}",
+            f"the nearest is {best}{_described(present[best], raw, best, origins)}",
             origin,
-            f"jaxlm config explain {section}".strip(),
+            _renamed(path, best, present[best], value, origin),
         )
-    best = ranked[0]
-    known = present[best]
-    now = (
-        f", now {show(at(raw, best, known.default))} ({origins.get(best, DEFAULT)})"
-        if not known.arms
-        else ""
-    )
-    why = (
-        f"the nearest is {best}: {known.doc}, {requirement(known)}{now}"
-        if known.doc
-        else f"the nearest is {best}{now}"
-    )
+    elsewhere = settings(schema, raw, every_arm=True)
+    if path in elsewhere:
+        return Problem(
+            f"{path} is not a setting here",
+            f"it belongs to another arm of {section}: {elsewhere[path].doc}",
+            origin,
+            explain(path),
+        )
+    section = next((name for name in _parents(path) if name in present), "")
+    names = [
+        name.removeprefix(f"{section}.")
+        for name in present
+        if name.startswith(section) and name.rpartition(".")[0] == section
+    ]
     return Problem(
-        f"unknown setting {path}", why, origin, _renamed(path, best, known, value, origin)
+        f"unknown setting {path}",
+        f"{section or 'the config'} has {', '.join(names)}",
+        origin,
+        explain(section or root_name(schema)),
     )
+
+
+def aliases(schema: type) -> dict[str, str]:
+    """Return the names that other trainers use for settings of a schema, and the settings."""
+    return getattr(schema, "ALIASES", {})
+
+
+def root_name(schema: type) -> str:
+    """Return what `jaxlm config explain` calls a whole config: nothing for a run's."""
+    return getattr(schema, "ROOT", "")
+
+
+def _described(known: Setting, raw: dict[str, Any], path: str, origins: dict[str, Origin]) -> str:
+    """Return the doc, the type and the value of a setting, as a clause that follows its name."""
+    doc = f": {known.doc}, {requirement(known)}" if known.doc else ""
+    if known.arms:
+        return doc
+    return f"{doc}, now {show(at(raw, path, known.default))} ({origins.get(path, DEFAULT)})"
 
 
 def _owners(arms: tuple[type, ...], leaf: str) -> list[str]:
@@ -223,39 +248,54 @@ def at(raw: Any, path: str, default: Any = None) -> Any:
     return raw
 
 
-def rank(path: str, known: dict[str, Setting]) -> list[str]:
-    """The settings that `path` may have meant, likeliest first."""
+def rank(path: str, known: dict[str, Setting], others: dict[str, str]) -> list[str]:
+    """Return the settings that `path` may mean, likeliest first; `others` are names elsewhere."""
     section, _, leaf = path.rpartition(".")
-    words = set(re.split(r"[_\s-]+", leaf.lower()))
+    alias = others.get(leaf.lower().replace("-", "_"), "")
     most = max(1, len(leaf) // 3 + 1)
     scores = {}
-    for name, each in known.items():
+    for name in known:
         their_section, _, their_leaf = name.rpartition(".")
-        score = 99.0
-        if abs(len(path) - len(name)) <= most:  # it takes as many slips at least
-            slips = distance(path, name)
-            score = float(slips) if slips <= most else score
         if leaf == their_leaf:
-            score = min(score, 1.5 + distance(section, their_section) / 100)
-        if words <= set(re.findall(r"\w+", each.doc.lower())) and max(map(len, words)) > 3:
-            # Of docs with these words, the shortest says little else: `lr` before `lr_scale`.
-            score = min(score, 2.2 + (their_section != section) / 2 + len(each.doc) / 10_000)
-        if score < 99:
-            scores[name] = score
+            scores[name] = 1.5 + distance(section, their_section) / 100
+        is_slip = abs(len(path) - len(name)) <= most and has_same_numbers(path, name)
+        if is_slip and (slips := distance(path, name)) <= most:
+            scores[name] = min(scores.get(name, 99.0), float(slips))
+    if alias in known and not scores:
+        return [alias]
     return sorted(scores, key=lambda name: scores[name])
 
 
+def for_flag(schema: type, name: str, value: str | None) -> str | None:
+    """Return the flag of the setting that a verb's unknown flag names, or None.
+
+    `--lr=0.1` is `--config.optim.lr=0.1`: the setting's path, its last name if no other setting has
+    it, or its name in another trainer. If the value does not suit the setting, what suits it is
+    listed instead.
+    """
+    known = {path: each for path, each in settings(schema, {}).items() if not each.arms}
+    folded = name.replace("-", "_")
+    paths = [path for path in known if folded in (path, path.rpartition(".")[2])]
+    path = paths[0] if len(paths) == 1 else aliases(schema).get(folded)
+    if path not in known:
+        return None
+    return explain(path) if value is None else flag_or_explain(path, known[path], value)
+
+
 def _renamed(path: str, best: str, known: Setting, value: Any, origin: Origin) -> str:
-    """What to paste: the flag with the right name, or the source line with the right name."""
+    """Return what to paste: the flag or the source line with the right name and the same value."""
+    if known.arms or value is None:
+        suits = known.arms == () or value is None
+    else:
+        suits = not flag_or_explain(best, known, value).startswith(EXPLAIN)
     source = line_of(origin)
     for wrong, right in ((path, best), (path.rpartition(".")[2], best.rpartition(".")[2])):
         pattern = rf"(?<![\w]){re.escape(wrong)}(?![\w])"
-        if (
-            source
-            and re.search(pattern, source)
-            and (wrong == path or path.rpartition(".")[0] == best.rpartition(".")[0])
-        ):
+        is_beside = wrong == path or path.rpartition(".")[0] == best.rpartition(".")[0]
+        if suits and is_beside and re.search(pattern, source):
             return re.sub(pattern, right, source, count=1)
-    if known.arms:
-        return f"{best} instead of {path}"
-    return flag(best, known.default if value is None else acceptable(known, value))
+    if known.arms or value is None:
+        return explain(best)
+    if origin.kind == "file":  # a flag would leave the wrong name in the file
+        return f"write {best} in place of {path}" if suits else explain(best)
+    return flag_or_explain(best, known, value)

@@ -9,7 +9,7 @@ from jaxlm.core.problems import Problem
 from jaxlm.core.provenance import DEFAULT, Origin
 from jaxlm.core.quoting import holds_secret
 from jaxlm.core.schema import Setting, by_name, chosen, fields, join, plain, tag
-from jaxlm.core.spelling import nearest
+from jaxlm.core.spelling import SYNONYMS, nearest
 from jaxlm.core.values import brief, check, is_within
 
 
@@ -65,9 +65,9 @@ class Resolver:
             names = list(by_name(arms)) if tag(arms[0]) else []
             meant = nearest(raw, names) if isinstance(raw, str) else None
             fix = (
-                problem.flag(join(path, tag(arms[0]) or ""), meant or names[0])
-                if names
-                else f"jaxlm config explain {path}".strip()
+                problem.flag(join(path, tag(arms[0]) or ""), meant)
+                if meant
+                else problem.explain(path or problem.root_name(self.schema))
             )
             self.problems.append(
                 Problem(
@@ -119,7 +119,16 @@ class Resolver:
             self.problems.append(
                 Problem(f"{there}{shown} does not fit", why, self._culprit(there), fix)
             )
+        if is_right and hasattr(section, "derived"):
+            for name, value, reason in section.derived():
+                section = dataclasses.replace(section, **{name: value})
+                self._note_derived(join(path, name), reason)
         return section
+
+    def _note_derived(self, path: str, reason: str) -> None:
+        """Notes why a setting has a derived value, unless the user asked for that."""
+        if reason and path not in self.origins:
+            self.origins[path] = Origin("default", reason)
 
     def _value(self, known: Setting, raw: Any, path: str) -> Any:
         try:
@@ -149,10 +158,10 @@ def unknown_arm(arms: tuple[type, ...], path: str, value: Any, origin: Origin) -
     """A name that no arm of a union has."""
     names = list(by_name(arms))
     there = join(path, tag(arms[0]) or "")
-    meant = nearest(str(value), names, within=1.0) or names[0]
+    meant = SYNONYMS.get(str(value)) or nearest(str(value), names)
     return Problem(
         f"{there} = {brief(value)} is not allowed",
         f"it must be one of {', '.join(names)}",
         origin,
-        problem.flag(there, meant),
+        problem.flag(there, meant) if meant in names else problem.explain(there),
     )

@@ -20,14 +20,17 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     named: Mapping[str, Any] | None = None,
+    derived_from: str = "",
 ) -> Any:
     """A field of a section: its default, what it means, its unit, and the range it must lie in.
 
     `low` and `high` are inclusive, `above` and `below` exclusive. `named` are sections that the field may be set to by a
-    word, as in `--config.model=llama3-8b`.
+    word, as in `--config.model=llama3-8b`. `derived_from` names the setting of the same section from which the default is
+    derived: the section's `derived()` yields (field, value, reason), and an override of that setting derives it anew.
     """
     meta = {"doc": doc, "unit": unit, "low": low, "high": high, "above": above, "below": below}
-    return dataclasses.field(default=default, metadata=meta | {"named": named or {}})
+    more = {"named": named or {}, "derived_from": derived_from}
+    return dataclasses.field(default=default, metadata=meta | more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,7 @@ class Setting:
     above: float | None = None
     below: float | None = None
     named: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    derived_from: str = ""
 
     @property
     def arms(self) -> tuple[type, ...]:

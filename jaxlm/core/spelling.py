@@ -1,6 +1,40 @@
-"""The word that was probably meant."""
+"""The known word that a misspelt one stands for, and other notations of the same value."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+
+# Names that other frameworks use for the same value.
+SYNONYMS = {
+    "fp32": "float32",
+    "f32": "float32",
+    "single": "float32",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "swish": "silu",
+    "relu2": "relu_squared",
+    "squared_relu": "relu_squared",
+    "clm": "causal",
+    "mlm": "masked",
+    "warmup_stable_decay": "wsd",
+    "yes": "true",
+    "on": "true",
+    "no": "false",
+    "off": "false",
+}
+_SCALES = {"k": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_SCALES |= {"K": 10**3, "b": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_SCALED = re.compile(r"([+-]?)(\d+)(?:\.(\d+))?\s*([kKMBbGT]|[KMGT]i)")
+_SPAN_UNITS = {
+    "steps?": "",
+    "sec(?:ond)?s?": "s",
+    "min(?:ute)?s?": "m",
+    "h(?:ou)?rs?": "h",
+    "tok(?:en)?s?": "tok",
+}
 
 
 def distance(a: str, b: str) -> int:
@@ -20,9 +54,72 @@ def distance(a: str, b: str) -> int:
     return rows[-1][-1]
 
 
-def nearest(word: str, words: Iterable[str], *, within: float = 0.5) -> str | None:
-    """The nearest of `words`, or None where more than the share `within` of the letters would change."""
-    best = min(words, key=lambda known: distance(word, known), default=None)
-    if best is None or distance(word, best) > max(1, within * max(len(word), len(best))):
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """Return the known word that `word` is a slip of, or None.
+
+    At most a third of its letters may differ. Numbers must be the same: `a10` is not a slip of
+    `a100`, nor `float8` of `float16`. None as well if two words with other numbers are as near.
+    """
+    known = [each for each in words if has_same_numbers(word, each)]
+    slips = {each: distance(_folded(word), _folded(each)) for each in known}
+    best = min(slips, key=lambda each: slips[each], default=None)
+    if best is None or slips[best] > _most_slips(word):
         return None
-    return best
+    as_near = {tuple(_numbers(each)) for each in known if slips[each] == slips[best]}
+    return best if len(as_near) == 1 else None
+
+
+def notations(text: str, unit: str = "") -> Iterator[str]:
+    """Yield other spellings of the same value: `2k` is `2000`, `fp16` is `float16`, `10%` is `0.1`.
+
+    Args:
+      text: the value as it was given.
+      unit: what its setting counts. A letter behind a number scales a plain count only: `10M` of
+        seconds or of GiB could mean another unit.
+    """
+    bare = text.strip().strip("'\"").strip()
+    lower = bare.lower()
+    yield bare
+    if not bare[:1].isdigit():  # letters behind a number are units: 1.5M is not 1.5m
+        yield lower
+        yield lower.replace("-", "_")
+    if lower in SYNONYMS:
+        yield SYNONYMS[lower]
+    if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", bare):
+        yield bare.replace(",", "")
+    if percent := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", bare):
+        yield f"{percent[1]}%"
+        yield repr(float(f"{percent[1]}e-2"))
+    if (scaled := _SCALED.fullmatch(bare)) and unit not in ("seconds", "GiB", "bytes"):
+        sign, whole, part, letter = scaled.groups()
+        digits = int(whole + (part or "")) * _SCALES[letter]
+        size = 10 ** len(part or "")
+        yield f"{sign}{digits // size if digits % size == 0 else digits / size}"
+    for names, short in _SPAN_UNITS.items():
+        if span := re.fullmatch(rf"([\d.e+]+)\s*{names}", lower):
+            yield span[1] + short
+
+
+def has_same_numbers(word: str, known: str) -> bool:
+    """Whether the numbers in a word are those of a known one. A word without any may lack them.
+
+    Up to two letters next to a number belong to it: `a100` and `h100`, `7b` and `8b` are names.
+    """
+    return _numbers(word) in ([], _numbers(known))
+
+
+def _numbers(word: str) -> list[str]:
+    found = re.findall(r"[a-z]*\d+[a-z]*", word.lower())
+    return [
+        each if len(re.sub(r"\d", "", each)) < 3 else re.sub(r"[a-z]+", "", each) for each in found
+    ]
+
+
+def _folded(word: str) -> str:
+    return word.lower().replace("-", "_")
+
+
+def _most_slips(word: str) -> int:
+    """Return how many edits a slip of this word may be: none of a word of two letters."""
+    letters = len(word.strip("-"))
+    return 0 if letters < 3 else max(1, letters // 3)

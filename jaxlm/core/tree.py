@@ -4,7 +4,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 
 def path_text(path: tuple[Any, ...]) -> str:
@@ -63,3 +65,9 @@ def size_bytes(tree: Any) -> int:
     return sum(
         int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
     )
+
+
+def norm(tree: Any) -> Float[Array, ""]:
+    """Return the global L2 norm, sqrt(sum x^2) over all leaves, squared and added up in float32 whatever they are."""
+    squares = (jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree))
+    return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))

@@ -36,6 +36,16 @@ def describe(kind: Any) -> str:
     return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
 
 
+def choices(kind: Any) -> list[str]:
+    """Return the words that an annotation lists: those of a Literal, of each in a union or list."""
+    members = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return list(map(str, members))
+    if is_union(kind) or typing.get_origin(kind) is tuple:
+        return [word for member in members for word in choices(member)]
+    return []
+
+
 def bounds(known: Setting) -> str:
     """The range of a setting: `> 0`, `>= 0 and < 1`, or nothing."""
     limits = ((">=", known.low), (">", known.above), ("<=", known.high), ("<", known.below))

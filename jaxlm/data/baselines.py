@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxlm.data.joined import AnyShards
 
+COUNTED_TOKENS, COUNTED_DOCUMENTS = 2**20, 2048  # for token frequencies: a second at most
 MEASURED_BYTES = 2**25  # xz -9e takes about a second for each MB
 
 
@@ -22,6 +23,31 @@ def stored_text(shards: AnyShards, limit: int = MEASURED_BYTES) -> bytes:
             if len(text) >= limit:
                 return bytes(text[:limit])
     return bytes(text)
+
+
+def unigram_nats(train: AnyShards, text: AnyShards, limit: int = COUNTED_TOKENS) -> float | None:
+    """Return nats per token of `text` under the token frequencies of `train`, each count plus one.
+
+    Both are sampled: `limit` tokens of documents at even distances. The first token of a document is
+    not predicted. None if there is no token.
+    """
+    known, counts = _frequencies(train, limit), _frequencies(text, limit)
+    if not counts.sum():
+        return None
+    share = (known + 1) / (known.sum() + len(known))
+    return float(-(counts * np.log(share)).sum() / counts.sum())
+
+
+def _frequencies(shards: AnyShards, limit: int) -> np.ndarray:
+    """How often each id is a target, in about `limit` tokens of the documents; float64[V]."""
+    counts = np.zeros(shards.tokenizer.size)
+    chosen = np.unique(np.linspace(0, shards.documents - 1, COUNTED_DOCUMENTS).astype(np.int64))
+    longest = max(limit // len(chosen), 1)
+    for document in chosen.tolist():
+        (length,) = shards.lengths(document, document + 1).tolist()
+        ids = shards.read(document, 1, min(length, 1 + longest))
+        counts += np.bincount(ids, minlength=len(counts))
+    return counts
 
 
 def bits_per_byte(text: bytes) -> dict[str, float]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +37,29 @@ def folder(root: Path, kind: str, /, **inputs: Any) -> Path:
             "the cache folder cannot be written",
             where=str(parent),
             why=str(error),
-            fix="JAXLM_CACHE=/a/writable/folder jaxlm ...",
+            fix="export JAXLM_CACHE=~/jaxlm-cache",
         ) from error
     return parent / key
 
 
 @contextlib.contextmanager
-def building(target: Path) -> Iterator[Path | None]:
+def building(
+    target: Path, is_whole: Callable[[Path], bool] = lambda folder: True
+) -> Iterator[Path | None]:
     """An empty folder that becomes `target` where the block ends well, and is removed where it does not.
 
     One process builds at a time. Another that wants the same folder waits, and gets None where it need not build any
-    more. What a killed process left is removed.
+    more. What a killed process left is removed, and so is a `target` that is not whole.
 
     Raises:
       NotWritable: where a write fails, as on a full disk.
     """
-    with writing(target), built(target) as partial:
+    with writing(target), built(target, is_whole) as partial:
         yield partial
 
 
 @contextlib.contextmanager
-def writing(target: Path, *, fix: str = "export JAXLM_CACHE=/a/writable/folder") -> Iterator[None]:
+def writing(target: Path, *, fix: str = "export JAXLM_CACHE=~/jaxlm-cache") -> Iterator[None]:
     """What is written into a folder, with the errors of the operating system as ours.
 
     Raises:
@@ -75,12 +77,17 @@ def writing(target: Path, *, fix: str = "export JAXLM_CACHE=/a/writable/folder")
 
 
 @contextlib.contextmanager
-def built(target: Path) -> Iterator[Path | None]:
+def built(
+    target: Path, is_whole: Callable[[Path], bool] = lambda folder: True
+) -> Iterator[Path | None]:
     """What `building` does, with the errors of the operating system as they are."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     with _locked(target.with_name(f".{target.name}.lock")):
         shutil.rmtree(partial, ignore_errors=True)
+        # Under the lock: another process may have replaced the damaged folder with a whole one.
+        if target.exists() and not is_whole(target):
+            shutil.rmtree(target)
         if target.exists():
             yield None
             return

@@ -8,6 +8,7 @@ from typing import Literal
 
 from jaxlm.core import pace
 from jaxlm.core.config import setting
+from jaxlm.core.spelling import nearest
 from jaxlm.data import mixture_config
 from jaxlm.data.mixture_config import Mixture, Temperature
 
@@ -17,6 +18,9 @@ TOKENIZERS = (
 )
 SIZED = ("sentencepiece", "unigram", "bpe", "wordpiece")
 TOKENIZER_FILES = (".model", ".json", "/tokenizer")
+AUTO = "auto"
+HELD_OUT = "tail:5%"  # of data.train, if data.validation is not set
+FIND_TOKENIZERS = "find . -name '*.model' -o -name tokenizer -o -name tokenizer.json"
 NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")  # of an entry: a set's name, and what is in it
 
 
@@ -30,8 +34,10 @@ class DataConfig:
     )
     mixture: Mixture = setting(Temperature(), "how often each source of train is read")
     validation: tuple[str, ...] = setting(
-        ("stdlib:validation",),
-        "globs, or NAME=GLOB; or what is held out of train: 5% of its documents, or tail:10% of each document",
+        (AUTO,),
+        "globs, or NAME=GLOB; or what is held out of train: 5% of its documents, or tail:10%, the end of each document "
+        "(of several sources, each has a set of its own); auto is stdlib:validation for stdlib:train, else tail:5%",
+        derived_from="train",
     )
     tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)
     text_key: str = setting("text", "field of a record that holds its text")
@@ -67,7 +73,8 @@ class DataConfig:
     @property
     def validation_sets(self) -> dict[str, tuple[str, ...]]:
         """The entries of each validation set, by its name; without one they are those of `val`."""
-        return _by_name(self.validation, "val")
+        entries = next((value for _, value, _ in self.derived()), self.validation)
+        return _by_name(entries, "val")
 
     @property
     def validation_names(self) -> list[str]:
@@ -78,6 +85,19 @@ class DataConfig:
             names += [f"{name}_{source}" for source in self.sources] if is_share else [name]
         return names
 
+    def derived(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
+        """Yield (setting, value, reason) of what follows from the other settings.
+
+        A run is never validated on text that the user did not name.
+        """
+        if self.validation != (AUTO,):
+            return
+        if self.train == ("stdlib:train",):
+            yield "validation", ("stdlib:validation",), ""
+        else:
+            reason = f"{HELD_OUT} held out of data.train, as data.validation is not set"
+            yield "validation", (HELD_OUT,), reason
+
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """The tokenizer is one of those there are, and something is read."""
         kind, _, size = self.tokenizer.partition(":")
@@ -85,7 +105,7 @@ class DataConfig:
             yield (
                 "tokenizer",
                 f"{self.tokenizer!r} needs a vocabulary of at least 512",
-                f"--config.data.tokenizer={kind}:4096",
+                "jaxlm config explain data.tokenizer",
             )
         elif kind not in ("bytes", "characters", *SIZED) and not self.tokenizer.endswith(
             TOKENIZER_FILES
@@ -93,7 +113,7 @@ class DataConfig:
             yield (
                 "tokenizer",
                 f"{self.tokenizer!r} is none of: {TOKENIZERS}",
-                "--config.data.tokenizer=sentencepiece:4096",
+                near_tokenizer("data.tokenizer", self.tokenizer),
             )
         yield from self._uncut()
         if not self.train:
@@ -154,6 +174,13 @@ class DataConfig:
                 if self.sequence % 4 == 0
                 else "'--config.data.sequence_warmup=()'",
             )
+
+
+def near_tokenizer(path: str, text: str) -> str:
+    """Return the flag of the tokenizer that a misspelt one means, its size kept, or what there is."""
+    kind, colon, size = text.partition(":")
+    meant = nearest(kind, (*(SIZED if colon else ()), *(() if colon else ("bytes", "characters"))))
+    return f"--config.{path}={meant}{colon}{size}" if meant else f"jaxlm config explain {path}"
 
 
 def _by_name(given: tuple[str, ...], default: str) -> dict[str, tuple[str, ...]]:

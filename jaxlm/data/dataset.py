@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-import shutil
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,10 +30,11 @@ from jaxlm.data.parts import Part
 from jaxlm.data.records import MENDED
 from jaxlm.data.selection import Selection
 from jaxlm.data.shards import Shards
+from jaxlm.data.text_digest import TextDigests
 from jaxlm.data.tokenizer import Bytes, Tokenizer
+from jaxlm.monitor.progress import Progress
 
 Say = Callable[[str], None]
-Progress = Callable[[str, int, int], None]  # what, bytes of its files read, and of how many
 MakeReading = Callable[[Tokenizer, int], Reading]  # for rows of so many slots
 
 
@@ -63,7 +64,8 @@ def open_data(
 ) -> Data:
     """Finds, tokenises and plans what the config names; what was made before comes from the cache under `root`.
 
-    Text is hashed at each opening, once, to see that it is what was tokenised: 0.7 s a gigabyte. Of token shards nothing is.
+    Text is hashed to see that it is what was tokenised, 0.7 s a gigabyte; again only if a file changed, see `text_digest`.
+    Of token shards nothing is hashed.
 
     `reading` is how the objective reads rows. Weights that change over the run need to know at which row a span of it ends, and
     how many `rows` it has in all. `warn` hears what of the data is not read as it was written, at every opening.
@@ -73,11 +75,12 @@ def open_data(
     """
     root = cache.default() if root is None else root
     train_parts, validation_parts = parts.find(config)
-    encoder = _tokenizer(config, train_parts, root, say)
+    digests = TextDigests(root, progress, say)
+    encoder = _tokenizer(config, train_parts, digests, say)
     read = reading(encoder, config.sequence)
 
     def shards(part: Part) -> AnyShards:
-        return _shards(part, encoder, root, say, warn, progress)
+        return _shards(part, encoder, digests, say, warn, progress)
 
     sources = {
         part.source: _loader(shards(part), config, root, seed, read.train) for part in train_parts
@@ -143,13 +146,14 @@ def open_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that the config names, trained on its training text where it is one to train."""
     train, _ = parts.find(config)
-    return _tokenizer(config, train, cache.default() if root is None else root, say)
+    digests = TextDigests(cache.default() if root is None else root, say=say)
+    return _tokenizer(config, train, digests, say)
 
 
 def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dict[str, Shards]:
     """Writes each side of the data as a folder of shards under `out`, to be named in `data.train` and `data.validation`."""
     train, validation = parts.find(config)
-    encoder = _tokenizer(config, train, cache.default(), say)
+    encoder = _tokenizer(config, train, TextDigests(cache.default(), progress, say), say)
     written = {}
     for part in (*train, *validation):
         if part.corpus is None:
@@ -157,7 +161,7 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
                 "this is tokenised already",
                 where=str(part.folders[0]),
                 why=f"it has a {manifest.NAME}; text is what is tokenised",
-                fix="--config.data.train=stdlib:train",
+                fix=f"jaxlm data check {shlex.quote(str(part.folders[0]))}    # they can be trained on",
             )
         target = out / part.name
         if target.exists():
@@ -167,7 +171,9 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
                 why="shards are never overwritten",
                 fix=f"--out={out}-2",
             )
-        with cache.writing(target, fix=f"--out={out}-2    # on a disk with room"):
+        with cache.writing(
+            target, fix="give --out a folder that can be written, on a disk with room"
+        ):
             written[part.name] = _written(target, part, encoder, progress)
         for line in _losses(part.name, written[part.name].manifest):
             say(line)
@@ -178,8 +184,10 @@ def text_loaders(
     corpus: Corpus, encoder: Tokenizer, sequence: int, reading: MakeReading, root: Path, say: Say
 ) -> dict[str, Loader]:
     """The rows of any text under a given tokenizer, for the evaluations of an objective."""
+    digests = TextDigests(root, say=say)
     opened = _shards(
-        Part("text", corpus, Selection()), encoder, root, say, say, lambda what, done, total: None
+        *(Part("text", corpus, Selection()), encoder, digests, say, say),
+        lambda what, done, total: None,
     )
     config = DataConfig(sequence=sequence)
     return {
@@ -188,7 +196,7 @@ def text_loaders(
     }
 
 
-def _tokenizer(config: DataConfig, train: list[Part], root: Path, say: Say) -> Tokenizer:
+def _tokenizer(config: DataConfig, train: list[Part], digests: TextDigests, say: Say) -> Tokenizer:
     kind = config.tokenizer
     if folders := tuple(folder for part in train for folder in part.folders):
         return _tokenizer_of_shards(open_folders(folders), kind, say)
@@ -196,14 +204,14 @@ def _tokenizer(config: DataConfig, train: list[Part], root: Path, say: Say) -> T
         return Bytes()
     if kind.endswith(TOKENIZER_FILES):
         return tokenizer_file.read(kind)
-    corpora = [part.corpus.digest for part in train if part.corpus is not None]
+    corpora = [digests.of(part.corpus) for part in train if part.corpus is not None]
     made_from = {
         "kind": kind,
         "corpus": corpora[0] if len(corpora) == 1 else corpora,
         "selection": dataclasses.asdict(train[0].selection),  # that of all
         "version": 2,
     }
-    folder = cache.folder(root, "tokenizers", **made_from)
+    folder = cache.folder(digests.root, "tokenizers", **made_from)
     path = folder / "tokenizer"
     if not folder.exists():
         with cache.building(folder) as partial:
@@ -264,16 +272,26 @@ def _losses(name: str, manifest: Manifest) -> Iterator[str]:
 
 
 def _shards(
-    part: Part, encoder: Tokenizer, root: Path, say: Say, warn: Say, progress: Progress
+    part: Part,
+    encoder: Tokenizer,
+    digests: TextDigests,
+    say: Say,
+    warn: Say,
+    progress: Progress,
 ) -> AnyShards:
-    opened = _opened(part, encoder, root, say, warn, progress)
+    opened = _opened(part, encoder, digests, say, warn, progress)
     for line in _losses(part.name, opened.manifest):
         warn(line)
     return opened
 
 
 def _opened(
-    part: Part, encoder: Tokenizer, root: Path, say: Say, warn: Say, progress: Progress
+    part: Part,
+    encoder: Tokenizer,
+    digests: TextDigests,
+    say: Say,
+    warn: Say,
+    progress: Progress,
 ) -> AnyShards:
     if part.folders:
         opened = open_folders(part.folders)
@@ -282,32 +300,46 @@ def _opened(
                 "token shards were made with another tokenizer than the training data",
                 where=f"{part.setting} = {opened.folder}",
                 why=f"its tokenizer has the digest {opened.manifest.tokenizer[:12]}, the run's {encoder.digest[:12]}",
-                fix="--config.data.validation=stdlib:validation    # text is cut by the run's tokenizer",
+                fix="'--config.data.validation=()'    # no evaluation",
             )
         return opened
     assert part.corpus is not None
     made_from = {
-        "corpus": part.corpus.digest,
+        "corpus": digests.of(part.corpus),
         "selection": dataclasses.asdict(part.selection),
         "max_dropped": part.corpus.max_dropped,
         "tokenizer": encoder.digest,
         "version": manifest.FORMAT_VERSION,
+        "encoding": writer.ENCODING,
     }
-    folder = cache.folder(root, "shards", **made_from)
+    folder = cache.folder(digests.root, "shards", **made_from)
     if folder.exists():
         try:
             return Shards.open(folder)
         except JaxlmError as error:
             warn(f"the cached tokens of {part.name} are made again: {error.what}, {error.why}")
-            shutil.rmtree(folder)
     say(
         f"tokenising {part.name}: {len(part.corpus.files)} file{'s' if len(part.corpus.files) != 1 else ''}"
     )
     with cache.writing(folder):
-        return _written(folder, part, encoder, progress)
+        return _written(folder, part, encoder, progress, _is_whole)
 
 
-def _written(folder: Path, part: Part, encoder: Tokenizer, progress: Progress) -> Shards:
+def _is_whole(folder: Path) -> bool:
+    try:
+        Shards.open(folder)
+    except JaxlmError:
+        return False
+    return True
+
+
+def _written(
+    folder: Path,
+    part: Part,
+    encoder: Tokenizer,
+    progress: Progress,
+    is_whole: Callable[[Path], bool] = lambda folder: True,
+) -> Shards:
     assert part.corpus is not None
     counts: Counter[str] = Counter()
     total = part.corpus.size
@@ -316,8 +348,10 @@ def _written(folder: Path, part: Part, encoder: Tokenizer, progress: Progress) -
         part.documents(counts),
         encoder,
         counts,
-        lambda done: progress(part.name, done, total),
+        lambda done: progress(f"tokenising {part.name}", done, total),
         name=part.setting,
+        is_whole=is_whole,
     )
-    progress(part.name, total, total)  # behind its last document others may lie, of the other side
+    # Documents of the other side may follow its last one.
+    progress(f"tokenising {part.name}", total, total)
     return written

@@ -1,9 +1,9 @@
 """Documents from the files that patterns find, and from the source of Python's own library."""
 
 import dataclasses
-import functools
 import glob
 import hashlib
+import itertools
 import shlex
 import sysconfig
 from collections import Counter
@@ -11,7 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data.records import BLANK, EMPTY, NO_TEXT, Broken, Document, Start, is_text, mended, read
+from jaxlm.core.spelling import nearest
+from jaxlm.data.manifest import NAME as MANIFEST
+from jaxlm.data.records import (
+    BLANK,
+    EMPTY,
+    NO_TEXT,
+    Broken,
+    Document,
+    Start,
+    ending,
+    is_text,
+    looks_like_text,
+    mended,
+    read,
+)
 
 PROBED_RECORDS = 1000  # of each source are read before anything is made of the data
 PROBED_BYTES = 2**27  # of all sources, at most: half a second of text, one of JSON
@@ -27,7 +41,8 @@ STDLIB_LEFT_OUT = {
     "dist-packages",
     "__pycache__",
 }
-TEXTS = {"data.train", "data.validation", "source", "--text"}  # any text would do there
+SHOWN = 6  # names of a folder, in an error
+PROBED_FILES = 10_000  # of a folder that was named in place of its files
 STDLIB_HELD_OUT = 13  # of the 256 values of a path hash's first byte: about 5%
 
 
@@ -53,11 +68,14 @@ class Corpus:
         text_key: str,
         setting: str,
         max_dropped: float = MAX_DROPPED,
+        entries: tuple[str, ...] = (),
     ) -> "Corpus":
         """Every file that a pattern matches. `setting` is the path of a setting, or a flag, that the patterns come from.
 
+        `entries` is the whole setting if the patterns are one source of several, as NAME=PATTERN.
+
         Raises:
-          InputMissing: where a pattern matches no file.
+          InputMissing: where a pattern matches no file; the fix keeps all other entries.
           DataError: where a file is found twice, by two patterns or through a link.
         """
         found: dict[Path, str] = {}
@@ -68,7 +86,10 @@ class Corpus:
                 files, left_out = _stdlib(pattern)
                 other_encoding += left_out
             else:
-                files = {path: str(path) for path in map(Path, _matches(pattern, setting))}
+                files = {
+                    path: str(path)
+                    for path in map(Path, _matches(pattern, setting, entries or patterns))
+                }
                 for path, name in files.items():
                     before = real.setdefault(path.resolve(), name)
                     if before != name or path in found:
@@ -88,17 +109,6 @@ class Corpus:
     def size(self) -> int:
         """Bytes on disk."""
         return sum(path.stat().st_size for path in self.files)
-
-    @functools.cached_property
-    def digest(self) -> str:
-        """sha256 over every file's name and contents, which are read once."""
-        total = hashlib.sha256(self.text_key.encode())
-        for path, name in zip(self.files, self.names, strict=True):
-            with open(path, "rb") as file:
-                total.update(
-                    f"\0{name}\0{hashlib.file_digest(file, 'sha256').hexdigest()}".encode()
-                )
-        return total.hexdigest()
 
     def documents(self, counts: Counter[str], start: Start | None = None) -> Iterator[Document]:
         """Every document, one at a time, or those at the start; what is left out or mended is counted.
@@ -169,28 +179,74 @@ def _listed_twice(before: str, name: str, pattern: str, setting: str) -> DataErr
     )
 
 
-def _matches(pattern: str, setting: str) -> list[str]:
+def _matches(pattern: str, setting: str, entries: tuple[str, ...]) -> list[str]:
     matches = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
-    if not matches:
-        raise InputMissing(
-            f"no file matches {pattern}",
-            where=setting,
-            why="a pattern is a path or a glob such as 'texts/**/*.txt', read from the current directory",
-            fix=stdlib_instead(setting) if setting in TEXTS else f"ls {_nearest_folder(pattern)}",
-        )
-    return matches
+    if matches:
+        return matches
+    folder = _nearest_folder(pattern)
+    meant = _meant(pattern)
+    if Path(pattern).is_dir():
+        what, why = f"{pattern} is a folder", "files are named by a path or a glob"
+    else:
+        what = f"no file matches {pattern}"
+        why = "a pattern is a path or a glob such as 'texts/**/*.txt', read from the current directory"
+    names = sorted(each.name for each in folder.iterdir())[:SHOWN]
+    raise InputMissing(
+        what,
+        where=setting,
+        why=f"{why}; {folder} holds {', '.join(names) or 'nothing'}",
+        fix="\n".join(_flags(setting, pattern, meant, entries)) or f"ls {shlex.quote(str(folder))}",
+    )
 
 
-def stdlib_instead(setting: str) -> str:
-    """The flag that reads text which is wherever Python is."""
-    flag = setting if setting.startswith("--") else f"--config.{setting}"
-    return f"{flag}=stdlib:{'train' if setting == 'data.train' else 'validation'}"
+def _flags(setting: str, pattern: str, meant: list[str], entries: tuple[str, ...]) -> list[str]:
+    """Return the flags that name `meant` in place of a pattern, and keep the other entries."""
+    if setting.startswith("--"):
+        return [shlex.quote(f"{setting}={each}") for each in meant]
+    flags = []
+    for entry in entries if meant else ():
+        name, equals, value = entry.partition("=")
+        if value == pattern and equals:
+            flags += [f"{name}={each}" for each in meant]
+        else:
+            flags += meant if entry == pattern else [entry]
+    return [shlex.quote(f"--config.{setting}={','.join(flags)}")] if flags else []
 
 
-def _nearest_folder(pattern: str) -> str:
-    """What there is of the folders that a pattern names."""
-    folders = Path(pattern).parents
-    return shlex.quote(str(next((path for path in folders if path.is_dir()), Path())))
+def _meant(pattern: str) -> list[str]:
+    """Return patterns of the text that was probably meant: what a folder holds, or a near path."""
+    path = Path(pattern)
+    if path.is_dir():
+        shards = sorted(each.parent for each in path.glob(f"*/{MANIFEST}"))
+        return [str(each) for each in shards] or _globs(path)
+    if near := nearest(pattern, STDLIB_PARTS):
+        return [near]
+    for number, part in enumerate(path.parts):
+        folder = Path(*path.parts[:number])
+        if glob.has_magic(part) or not folder.is_dir() or (folder / part).exists():
+            continue
+        near = nearest(part, (each.name for each in folder.iterdir()))
+        found = near and str(Path(*path.parts[:number], near, *path.parts[number + 1 :]))
+        return [found] if found and glob.glob(found, recursive=True) else []
+    return []
+
+
+def _globs(folder: Path) -> list[str]:
+    """Return a glob for each kind of text in a folder, by the ends of the names."""
+    kinds: dict[str, bool] = {}  # ending -> whether a file lies deeper
+    files = (each for each in folder.rglob("*") if each.is_file() and each.name[0] != ".")
+    for path in itertools.islice(files, PROBED_FILES):
+        kind = ending(path)
+        if kind in kinds or looks_like_text(path):
+            kinds[kind] = kinds.get(kind, False) or path.parent != folder
+    if len(kinds) > 1:
+        kinds.pop("", None)  # a glob for names without an ending matches all others too
+    return [f"{folder}/{'**/' if deep else ''}*{kind}" for kind, deep in sorted(kinds.items())]
+
+
+def _nearest_folder(pattern: str) -> Path:
+    """Return the folder nearest to a pattern that exists; the pattern itself if it is one."""
+    return next((path for path in (Path(pattern), *Path(pattern).parents) if path.is_dir()), Path())
 
 
 def _stdlib(part: str) -> tuple[dict[Path, str], int]:

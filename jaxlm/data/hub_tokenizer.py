@@ -4,10 +4,13 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxlm.core.errors import DataError, JaxlmError
+from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.tokenizer import (
     LARGEST_VOCABULARY,
+    LONGEST,
     SPECIALS,
     SentencePiece,
     Tokenizer,
@@ -41,7 +44,7 @@ class HuggingFace(Tokenizer):
                 "a tokenizer.json has an id that no embedding would hold",
                 where=where,
                 why=f"id {size - 1:,}, and ids below {LARGEST_VOCABULARY:,} are allowed",
-                fix="--config.data.tokenizer=sentencepiece:4096    # trains one",
+                fix=FIND_TOKENIZERS,
             )
         parsed = json.loads(content)
         self._is_byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})
@@ -49,6 +52,7 @@ class HuggingFace(Tokenizer):
         self._inside = parsed["model"].get("continuing_subword_prefix", "##") if is_words else None
         table = [self._bytes(i) for i in range(size)]
         super().__init__([b""] * self.shift + table)
+        self.span = _span(parsed)
         self.lead = " " if self.decode(self.encode("a")).startswith(" ") else ""
 
     def _bytes(self, number: int) -> bytes:
@@ -100,7 +104,7 @@ class Trained(HuggingFace):
                 "a trained tokenizer does not start with the special tokens that jaxlm reserves",
                 where=where,
                 why=f"its first tokens are {found[:4]}",
-                fix="jaxlm tokenizer train --config=configs/quickstart.py --out=tokenizer.model    # makes one that does",
+                fix=FIND_TOKENIZERS,
             )
 
     def serialise(self) -> bytes:
@@ -169,6 +173,28 @@ class Imported(HuggingFace):
         return as_json({"kind": "imported", **around, "content": self.content.decode()})
 
 
+def _span(parsed: dict[str, Any]) -> int | None:
+    """Return `Tokenizer.span` of a tokenizer.json.
+
+    Words of a fixed number of characters depend on all text in front of them. A unigram model over
+    a whole text, without words, breaks ties by sums that are rounded by what is in front of them.
+    """
+    steps = _steps(parsed.get("pre_tokenizer"))
+    if any(step["type"] == "FixedLength" for step in steps):
+        return None
+    has_words = any(step["type"] != "Metaspace" or step.get("split", True) for step in steps)
+    is_rounded = parsed["model"].get("type") == "Unigram" and not has_words
+    return LONGEST if is_rounded else Tokenizer.span
+
+
+def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the pre-tokenizers that a pre-tokenizer consists of."""
+    if step is None:
+        return []
+    inner = step.get("pretokenizers")
+    return [step] if inner is None else [each for one in inner for each in _steps(one)]
+
+
 @contextlib.contextmanager
 def rust_errors(what: str, where: str) -> Iterator[None]:
     """Turns what `tokenizers` and `sentencepiece` raise into a DataError: plain Exceptions, or a panic of Rust, which is none."""
@@ -182,7 +208,7 @@ def rust_errors(what: str, where: str) -> Iterator[None]:
                 what,
                 where=where,
                 why=str(error)[:300],
-                fix="--config.data.tokenizer=sentencepiece:4096    # trains one",
+                fix=FIND_TOKENIZERS,
             ) from error
         raise
 

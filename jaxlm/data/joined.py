@@ -30,7 +30,7 @@ class Joined:
                     "token shards were made with different tokenizers",
                     where=f"{first.folder} and {part.folder}",
                     why=f"their tokenizers are {first.manifest.tokenizer[:12]} and {part.manifest.tokenizer[:12]}",
-                    fix=f"jaxlm data tokenize --config.data.tokenizer={first.folder / TOKENIZER} --out=DIR    # of the others' text",
+                    fix=f"write the others again with --config.data.tokenizer={first.folder / TOKENIZER}",
                 )
         self.manifest = _sum([part.manifest for part in parts])
         self._first_document = np.cumsum([0] + [part.documents for part in parts])

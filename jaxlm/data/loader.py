@@ -20,6 +20,7 @@ from jaxlm.data.joined import AnyShards
 from jaxlm.data.packing import Plan
 from jaxlm.data.shards import Damaged
 
+DRAWN = (0,)  # the shuffle of the rows of a partial evaluation
 ROUNDS = 4  # of the index permutation's Feistel network
 
 
@@ -124,21 +125,29 @@ class Loader:
     def evaluation(
         self, *, batch: int, rows: slice | None = None, limit: int | None = None
     ) -> Iterator[Tokens]:
-        """Every row once, in the plan's order, or the first `limit` batches; the last is filled up with rows of weight 0.
+        """Yield every row once, in the plan's order, or `limit` batches of rows that are drawn.
 
-        Rows are changed as in the first epoch: the same at each evaluation.
+        Rows are drawn without replacement by one fixed shuffle: the same at every evaluation and
+        in every run, on any number of hosts, and the first n of them whatever the batch. The plan
+        would have the rows of long documents first. Rows are changed as in the first epoch. The
+        last batch of all rows is filled up with rows of weight 0.
         """
-        total = -(-self.plan.rows // batch)
+        count = self.evaluated(batch=batch, limit=limit)
+        is_drawn = count < self.plan.rows
         rows = rows or slice(0, batch)
-        for step in range(total if limit is None else min(limit, total)):
-            numbers = range(step * batch + rows.start, step * batch + rows.stop)
-            yield self._stack(
-                [Key(self.seed, 0, n) if n < self.plan.rows else None for n in numbers]
-            )
 
-    def share(self, *, batch: int, limit: int | None) -> float:
-        """The share of the rows that an `evaluation` of so many batches has."""
-        return 1.0 if limit is None else min(1.0, limit * batch / self.plan.rows)
+        def key(number: int) -> Key | None:
+            if number >= count:
+                return None
+            row = shuffled(number, self.plan.rows, DRAWN) if is_drawn else number
+            return Key(self.seed, 0, row)
+
+        for start in range(0, count, batch):
+            yield self._stack([key(start + n) for n in range(rows.start, rows.stop)])
+
+    def evaluated(self, *, batch: int, limit: int | None) -> int:
+        """Return how many rows an `evaluation` reads."""
+        return self.plan.rows if limit is None else min(limit * batch, self.plan.rows)
 
     def origins(self, step: int, *, batch: int | Pace) -> list[list[tuple[str, int]]]:
         """For each row of the global batch at `step`, uncut, the (file, record) of its documents."""

@@ -105,7 +105,7 @@ def read(folder: Path) -> Manifest:
             "a folder of token shards has no manifest",
             where=str(path),
             why="what tells the shards, their tokenizer and digests lies beside them",
-            fix="jaxlm data tokenize --config=configs/quickstart.py --out=tokens",
+            fix=f"find . -name {NAME}",
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -205,5 +205,5 @@ def _all_read(names: tuple[str, ...], row: int) -> ConfigError:
         "every source has been read as often as it may",
         where="data.mixture.epochs",
         why=f"{', '.join(names)} end at row {row}",
-        fix="'--config.data.mixture.epochs=()' --allow_change=data.mixture.epochs    # sets no most",
+        fix="'--config.data.mixture.epochs=()'    # sets no most",
     )

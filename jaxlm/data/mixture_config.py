@@ -66,7 +66,7 @@ def problems(mixture: Mixture, sources: Sequence[str]) -> Problems:
             yield (
                 "train",
                 "data.mixture is of sources with names, and there are none here",
-                "--config.data.train='web=web/*.txt,code=code/*.txt'",
+                "jaxlm config explain data.train",
             )
         return
     yield from _misnamed("epochs", mixture.epochs, sources)

@@ -1,7 +1,6 @@
 """Which piece of which document lies in which row: planned once, in index space, a window of documents at a time."""
 
 import hashlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -48,10 +47,8 @@ class Plan:
 
 def plan(shards: AnyShards, sequence: int, packing: Packing, seed: int, folder: Path) -> Plan:
     """The plan in `folder`, made there first where it is not yet whole. Memory is that of one window."""
-    if folder.exists() and not _is_whole(folder):
-        shutil.rmtree(folder)
-    if not folder.exists():
-        with cache.building(folder) as partial:
+    if not (folder.exists() and _is_whole(folder)):
+        with cache.building(folder, _is_whole) as partial:
             if partial is not None:
                 _write(partial, _rows(shards, sequence, packing, seed))
     return Plan(folder)

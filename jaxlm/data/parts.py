@@ -4,6 +4,7 @@ import dataclasses
 import glob
 import hashlib
 import itertools
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import manifest
 from jaxlm.data.config import DataConfig
-from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus, stdlib_instead
+from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus
 from jaxlm.data.records import Document, Start
 from jaxlm.data.selection import Selection, held_out
 
@@ -78,8 +79,7 @@ def find(config: DataConfig) -> tuple[list[Part], list[Part]]:
                     "a share cannot be held out of token shards",
                     where=f"data.validation = {patterns[0]}",
                     why=f"{source.folders[0]} was tokenised as a whole",
-                    fix="--config.data.validation=stdlib:validation\n"
-                    f"jaxlm data tokenize --config.data.train=TEXTS --config.data.validation={patterns[0]} --out=DIR    # writes both sides",
+                    fix=_other_shards(source.folders),
                 )
             own = name if len(train) == 1 else f"{name}_{source.source}"
             validation.append(Part(own, source.corpus, sides[1]))
@@ -99,6 +99,15 @@ def find(config: DataConfig) -> tuple[list[Part], list[Part]]:
     return train, validation
 
 
+def _other_shards(folders: tuple[Path, ...]) -> str:
+    """Return the flag that validates on token shards next to those that are trained on, if any."""
+    near = sorted(path.parent for path in folders[0].parent.glob(f"*/{manifest.NAME}"))
+    others = [str(each) for each in near if each not in folders]
+    if not others:
+        return "'--config.data.validation=()'    # no evaluation"
+    return "\n".join(f"--config.data.validation={shlex.quote(each)}" for each in others)
+
+
 def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str) -> Part:
     stored: list[Path] = []
     texts: list[str] = []
@@ -111,7 +120,8 @@ def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str
     if not texts:
         _refuse_twice(stored, setting)
         return Part(name, None, Selection(), tuple(stored))
-    corpus = Corpus.find(tuple(texts), config.text_key, setting, config.max_dropped)
+    entries = config.train if setting == "data.train" else config.validation
+    corpus = Corpus.find(tuple(texts), config.text_key, setting, config.max_dropped, entries)
     if stored:
         raise ConfigError(
             "text and token shards cannot be read as one",
@@ -153,7 +163,7 @@ def _refuse_overlap(one: Part, other: Part, told: str) -> None:
             why=", ".join(both[:3]),
             fix="name each file in one source: patterns that do not overlap, and no copies"
             if held
-            else "--config.data.validation=stdlib:validation"
+            else _other_shards(one.folders)
             if one.folders
             else "--config.data.validation=5%    # holds documents out instead",
         )
@@ -218,5 +228,5 @@ def _probe(corpus: Corpus, setting: str, most: int) -> None:
             "there is no text in the data",
             where=setting,
             why=f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, all empty: {', '.join(corpus.names[:3])}",
-            fix=stdlib_instead(setting.split()[0]),
+            fix=f"ls -l {shlex.join(corpus.names[:3])}",
         )

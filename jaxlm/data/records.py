@@ -32,6 +32,7 @@ MENDED = (SURROGATE, MARK, NUL)
 # compressed shows its size.
 MOST_UNPACKED = 2**28
 
+PROBED_START = 2**12  # bytes of a file that tell text from other files
 PACKERS = {".gz": "gzip", ".zst": "zstd"}  # the commands
 
 BYTE_ORDER_MARK = "\ufeff".encode()
@@ -108,6 +109,24 @@ def is_text(path: Path) -> bool:
 
 def _kind(path: Path) -> str:
     return Path(path.stem).suffix if _is_packed(path) else path.suffix
+
+
+def ending(path: Path) -> str:
+    """Return the end of a file's name that says what it holds, with its packing: `.jsonl.gz`."""
+    return f"{_kind(path)}{path.suffix}" if _is_packed(path) else path.suffix
+
+
+def looks_like_text(path: Path) -> bool:
+    """Whether `read` can take a file, as far as its first bytes tell."""
+    if not is_text(path) or _is_packed(path):
+        return True
+    with open(path, "rb") as file:
+        start = file.read(PROBED_START)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in start
 
 
 def mended(text: str, counts: Counter[str]) -> str:

@@ -8,6 +8,7 @@ of each block of the first, then of the second), `files.json`, the tokenizer's o
 import functools
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ class Shards:
             "a token shard is damaged",
             where=f"{damage.path}, {self._named(document, row)}",
             why=damage.why,
-            fix=f"jaxlm data check {self.folder}    # finds all damage\n"
+            fix=f"jaxlm data check {shlex.quote(str(self.folder))}    # finds all damage\n"
             f"--config.data.damaged=skip    # trains without what cannot be read\n{REPAIR}",
         )
 

@@ -108,7 +108,7 @@ def build(knots: Sequence[Knot], caps: Float[np.ndarray, "K"], names: Sequence[s
                 f"nothing has a weight at row {row:.0f} of the run",
                 where="data.mixture",
                 why=f"{', '.join(gone)} came to the most epochs before, and the others have no weight there",
-                fix="'--config.data.mixture.epochs=()'",
+                fix="'--config.data.mixture.epochs=()'    # sets no most",
             )
         return found / (found.sum() or 1)
 

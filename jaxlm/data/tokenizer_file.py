@@ -1,10 +1,13 @@
 """The file of a tokenizer, of any kind, read back."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.core.spelling import nearest
+from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.hub_tokenizer import HuggingFace, Imported, Trained
 from jaxlm.data.tokenizer import Bytes, Characters, SentencePiece, Tokenizer
 
@@ -33,7 +36,7 @@ def load(content: bytes, where: str) -> Tokenizer:
             "a tokenizer file is not the JSON of a tokenizer",
             where=where,
             why=f"{type(error).__name__}: {error}",
-            fix="--config.data.tokenizer=sentencepiece:4096    # trains one",
+            fix=FIND_TOKENIZERS,
         ) from error
     if kind == "bytes":
         return Bytes()
@@ -64,13 +67,22 @@ def read(path: str | Path) -> Tokenizer:
             f"there is no tokenizer file {path}",
             where="data.tokenizer",
             why="a value that names no kind of tokenizer is a file's path, read from the current directory",
-            fix="--config.data.tokenizer=sentencepiece:4096",
+            fix=_near(path),
         )
     if (size := path.stat().st_size) > LARGEST_FILE:
         raise DataError(
             "a tokenizer file is too large",
             where=str(path),
             why=f"it has {size:,} bytes, and {LARGEST_FILE:,} are allowed",
-            fix="--config.data.tokenizer=sentencepiece:4096    # trains one",
+            fix=FIND_TOKENIZERS,
         )
     return load(path.read_bytes(), str(path))
+
+
+def _near(path: Path) -> str:
+    """Return the flag of the file with a near name, or the command that lists tokenizers."""
+    names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = nearest(path.name, names)
+    return (
+        shlex.quote(f"--config.data.tokenizer={path.with_name(near)}") if near else FIND_TOKENIZERS
+    )

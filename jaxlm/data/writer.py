@@ -1,27 +1,26 @@
 """Documents become token shards."""
 
 import hashlib
-import itertools
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from jaxlm.core.errors import DataError
-from jaxlm.data import cache, manifest
+from jaxlm.data import cache, long_text, manifest
 from jaxlm.data.blocks import BlockWriter
+from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.manifest import Manifest, Shard
 from jaxlm.data.records import Document
 from jaxlm.data.shards import Shards
 from jaxlm.data.tokenizer import Tokenizer
 
 SHARD_TOKENS = 2**28
-BATCH = 2**20  # characters of text that are encoded at a time
-# Characters of a document that are encoded together: SentencePiece is a third faster than with 2**16.
-PART = 2**13
+SAID = 2**20  # bytes of files between two calls of `progress`
+# Of how text becomes ids, beside the tokenizer: tokens in the cache that were made by another are made again.
+ENCODING = 2
 
 
 def write(
@@ -33,17 +32,19 @@ def write(
     *,
     name: str = "",
     files: Sequence[str] = (),
+    is_whole: Callable[[Path], bool] = lambda folder: True,
 ) -> Shards:
     """Encodes documents into a new folder, which appears whole or not at all.
 
     `left_out` is what the reader of `documents` counts while it is read. `progress` gets the place of the document that was written last, now and then.
+    `is_whole` says whether a folder that is there already may be returned; one that may not is replaced.
     `name` is what an error calls the documents. `files` are numbered first, in this order, so that folders written apart agree.
 
     Raises:
       DataError: where there is no document, or the tokenizer gives an id outside its own table.
       OSError: where it cannot be written; the caller knows what to do about that.
     """
-    with cache.built(folder) as partial:
+    with cache.built(folder, is_whole) as partial:
         if partial is None:
             return Shards.open(folder)
         writer = _Writer(partial, tokenizer, files)
@@ -60,14 +61,6 @@ def write(
             )
         writer.finish(left_out)
     return Shards.open(folder)
-
-
-class _Piece(NamedTuple):
-    """The ids of a part of a document."""
-
-    number: int
-    document: Document
-    ids: np.ndarray
 
 
 class _Writer:
@@ -93,11 +86,19 @@ class _Writer:
     def add(self, documents: Iterable[Document], progress: Callable[[int], None]) -> None:
         """Encodes documents and writes them."""
         told = place = 0
-        for _, pieces in itertools.groupby(self._encoded(documents), lambda piece: piece.number):
-            first, *rest = pieces
-            self._write(first.document, [first.ids, *(piece.ids for piece in rest)])
-            place = first.document.place
-            if place - told >= BATCH:
+        waiting = deque[Document]()
+
+        def texts() -> Iterator[str]:
+            for document in documents:
+                waiting.append(document)
+                yield document.text
+
+        for found in long_text.encode(self.tokenizer, texts()):
+            document = waiting.popleft()
+            self.totals["bytes"] += _bytes(document.text)
+            self._write(document, [self._checked(document, ids) for ids in found])
+            place = document.place
+            if place - told >= SAID:
                 told = place
                 progress(told)
         progress(place)
@@ -118,29 +119,15 @@ class _Writer:
         self._documents.write(np.array([self._counts["tokens"], file, document.record], "<i8"))
         self.totals["unknown"] += sum(int((part == self.tokenizer.unk).sum()) for part in parts)
 
-    def _encoded(self, documents: Iterable[Document]) -> Iterator[_Piece]:
-        """The ids of each document, a part at a time: as lists of Python's integers they are twenty times their text."""
-        parts = (
-            (number, document, text)
-            for number, document in enumerate(documents)
-            for text in _parts(document.text)
-        )
-        for group in _groups(parts):
-            encoded = self.tokenizer.encode_many([text for _, _, text in group])
-            for (number, document, text), ids in zip(group, encoded, strict=True):
-                self.totals["bytes"] += len(text.encode())
-                yield _Piece(number, document, self._checked(document, ids))
-
-    def _checked(self, document: Document, ids: list[int]) -> np.ndarray:
-        array = np.array(ids, np.int64)
+    def _checked(self, document: Document, array: np.ndarray) -> np.ndarray:
         if len(array) and (array.max() >= self.tokenizer.size or array.min() < 0):
             raise DataError(
                 f"the tokenizer gave an id outside 0 to {self.tokenizer.size - 1}",
                 where=f"{document.file}, record {document.record}",
                 why=f"ids {array.min()} to {array.max()}",
-                fix="--config.data.tokenizer=sentencepiece:4096",
+                fix=FIND_TOKENIZERS,
             )
-        return array.astype(self.dtype)
+        return array.astype(self.dtype, copy=False)
 
     def close(self) -> None:
         """Ends the shard that is being written."""
@@ -178,27 +165,6 @@ class _Writer:
         ).write(self.folder)
 
 
-def _groups(
-    parts: Iterable[tuple[int, Document, str]],
-) -> Iterator[list[tuple[int, Document, str]]]:
-    """What a tokenizer is given at a time."""
-    group: list[tuple[int, Document, str]] = []
-    size = 0
-    for part in parts:
-        group.append(part)
-        size += len(part[2])
-        if size >= BATCH:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-def _parts(text: str) -> Iterator[str]:
-    """A text in parts of at most `PART` characters, cut after a line where there is one."""
-    start = 0
-    while len(text) - start > PART:
-        stop = text.rfind("\n", start, start + PART) + 1 or start + PART
-        yield text[start:stop]
-        start = stop
-    yield text[start:]
+def _bytes(text: str) -> int:
+    """Return the bytes of a text as UTF-8, without another copy of all of it."""
+    return sum(len(text[at : at + 2**20].encode()) for at in range(0, len(text), 2**20))

@@ -19,5 +19,7 @@ class EvalConfig:
         "the validation set whose loss ranks checkpoints and counts for train.patience; auto is the first",
     )
     batches: int | Literal["all"] = setting(
-        "all", "batches of each validation set while training; the end takes all", low=1
+        "all",
+        "batches of each validation set while training, of rows that a fixed shuffle draws; the end takes all",
+        low=1,
     )

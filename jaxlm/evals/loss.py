@@ -20,33 +20,93 @@ class Sums(NamedTuple):
     """Sums over one batch, on the device. Counts are exact: a batch has fewer than 2**24 tokens."""
 
     nll: Array
+    text_nll: Array  # of targets that stand for bytes: without the end of a document
     weight: Array
     correct: Array
     tokens: Array  # whose weight is above zero
     bytes: Array  # that those stand for
+    rows: Array  # see _row_sums
     bins: Array  # see calibration.bin_sums
 
 
+class Prefix(NamedTuple):
+    """What a tokenizer puts in front of a text: `size` bytes, in the first token behind the id `after`."""
+
+    after: int
+    size: int
+
+
 def build(
-    merge: Callable[[Any], Model], token_bytes: np.ndarray, *, chunk: int | None = None
+    merge: Callable[[Any], Model],
+    token_bytes: np.ndarray,
+    *,
+    chunk: int | None = None,
+    prefix: Prefix | None = None,
 ) -> Callable[[Any, Tokens], Sums]:
-    """The function (params, batch) -> Sums, to be jitted. `token_bytes` is the bytes that each id stands for."""
+    """Return the function (params, batch) -> Sums, to be jitted.
+
+    Args:
+      merge: makes the model of its parameters.
+      token_bytes: bytes that each id stands for, int [V].
+      chunk: tokens whose logits are computed at a time, None for all.
+      prefix: bytes that are in a token but not in the text, which are not counted.
+    """
     table = np.asarray(token_bytes, np.int32)
 
     def step(params: Any, batch: Tokens) -> Sums:
         scores, _ = score(merge(params), batch, None, chunk)
         counted = batch.weights > 0
         weights = jnp.where(counted, batch.weights, 0.0)
+        nll = jnp.where(counted, scores.nll * weights, 0.0)
+        sizes = jnp.where(counted, jnp.asarray(table)[batch.targets], 0)
+        is_text = sizes > 0
+        if prefix is not None:
+            is_first = is_text & (batch.tokens == prefix.after)
+            sizes = sizes - jnp.where(is_first, prefix.size, 0)
         return Sums(
-            nll=jnp.where(counted, scores.nll * weights, 0.0).sum(),
+            nll=nll.sum(),
+            text_nll=jnp.where(is_text, nll, 0.0).sum(),
             weight=weights.sum(),
             correct=(scores.correct * weights).sum(),
             tokens=counted.sum(dtype=jnp.int32),
-            bytes=jnp.where(counted, jnp.asarray(table)[batch.targets], 0).sum(dtype=jnp.int32),
+            bytes=sizes.sum(dtype=jnp.int32),
+            rows=_row_sums(nll.sum(-1), weights.sum(-1)),
             bins=bin_sums(scores.confidence, scores.correct, weights),
         )
 
     return step
+
+
+def _row_sums(nll_b: Array, weight_b: Array) -> Array:
+    """Return [m, sum e^2, sum e w, sum w^2] over rows, with e = nll - m w and m = sum nll / sum w.
+
+    Residuals of the batch's own mean are small numbers: float32 keeps their squares, while
+    sum nll^2 - m^2 sum w^2 would cancel.
+    """
+    mean = nll_b.sum() / jnp.maximum(weight_b.sum(), 1e-30)
+    error_b = nll_b - mean * weight_b
+    return jnp.stack([mean, (error_b**2).sum(), (error_b * weight_b).sum(), (weight_b**2).sum()])
+
+
+def _moved(rows: np.ndarray, mean: float) -> np.ndarray:
+    """Return the sums of `_row_sums` with another mean: e' = e + (m - mean) w."""
+    own, squares, products, weights = rows
+    shift = own - mean
+    return np.array(
+        [
+            mean,
+            squares + 2 * shift * products + shift**2 * weights,
+            products + shift * weights,
+            weights,
+        ]
+    )
+
+
+class Sample(NamedTuple):
+    """Rows that were evaluated, and how many they were drawn from."""
+
+    rows: int
+    of: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,19 +114,48 @@ class EvalResult:
     """Totals over a set, and what follows from them."""
 
     nll: float
+    text_nll: float
     weight: float
     correct: float
     tokens: int
     bytes: int
+    squares: float  # over rows, of (nll - loss x weight)
     reliability: Reliability
+    sample: Sample | None = None
+
+    @property
+    def loss_stderr(self) -> float | None:
+        """Return the standard error of the loss as that of all rows, nats; None if all were read.
+
+        Rows are drawn without replacement, n of N, and the loss is a ratio of sums over rows:
+        sqrt((1 - n/N) n/(n-1) sum_r (nll_r - loss w_r)^2) / sum_r w_r. Tokens of a row are not
+        taken for independent. One row has no spread: None.
+
+        Source: Cochran 1977, Sampling Techniques, 3rd edition, equation 6.9 (the ratio estimator).
+        """
+        if self.sample is None or not 1 < self.sample.rows < self.sample.of:
+            return None
+        n, of = self.sample
+        return math.sqrt((1 - n / of) * n / (n - 1) * self.squares) / self.weight
 
     def record(self) -> dict[str, float | int | None]:
-        """The metrics under their public names; bits per byte is None where no bytes are known, perplexity where it overflows."""
+        """Return the metrics under their public names.
+
+        `bits_per_byte` has the nll of every target in it, the end of each document as well, which
+        stands for no byte: what a coder needs to give documents back one by one.
+        `bits_per_byte_text` leaves out targets without bytes, as lm-evaluation-harness's rolling
+        log-likelihood and nanochat do. Both are None if no bytes are known; perplexity is None if
+        it overflows. `loss_stderr` is there if only a sample of the rows was read.
+        """
         loss = self.nll / self.weight
+        bits = math.log(2) * self.bytes
+        error = self.loss_stderr
         return {
             "loss_nats": loss,
+            **({} if error is None else {"loss_stderr": error}),
             "perplexity": math.exp(loss) if loss < 700 else None,
-            "bits_per_byte": self.nll / math.log(2) / self.bytes if self.bytes else None,
+            "bits_per_byte": self.nll / bits if bits else None,
+            "bits_per_byte_text": self.text_nll / bits if bits else None,
             "token_accuracy": self.correct / self.weight,
             "calibration_error": self.reliability.expected_error,
             "tokens": self.tokens,
@@ -75,36 +164,59 @@ class EvalResult:
 
 
 def evaluate(
-    step: Callable[[Tokens], Sums], batches: Iterable[Tokens], put: Callable[[Tokens], Tokens]
+    step: Callable[[Tokens], Sums],
+    batches: Iterable[Tokens],
+    put: Callable[[Tokens], Tokens],
+    sample: Sample | None = None,
 ) -> EvalResult:
-    """Adds the sums of all batches on the host in float64, so that the batch size does not matter.
+    """Add the sums of all batches on the host in float64, so that the batch size does not matter.
 
-    `put` places a host batch on the devices. Each batch is fetched after the next has been dispatched.
+    `put` places a host batch on the devices. Each batch is fetched after the next has been
+    dispatched. `sample` says which part of the set the batches are.
 
     Raises:
-      DataError: where no token weighs anything.
+      DataError: if no token has a weight.
     """
-    totals = [np.zeros((), np.float64)] * len(Sums._fields)
+    totals: list[np.ndarray] = []
     pending: Sums | None = None
     for batch in batches:
         sums = step(put(batch))
         totals = _added(totals, pending)
         pending = sums
     totals = _added(totals, pending)
-    nll, weight, correct, tokens, size, bins = totals
-    if not weight:
+    if not totals or not totals[Sums._fields.index("weight")]:
         raise DataError(
             "there is nothing to evaluate",
             where="the validation set",
             why="no token of the set has a weight",
-            fix="--config.data.validation=stdlib:validation",
+            fix="name more text in --config.data.validation",
         )
+    nll, text_nll, weight, correct, tokens, size, rows, bins = totals
     return EvalResult(
-        float(nll), float(weight), float(correct), int(tokens), int(size), Reliability.of(bins)
+        nll=float(nll),
+        text_nll=float(text_nll),
+        weight=float(weight),
+        correct=float(correct),
+        tokens=int(tokens),
+        bytes=int(size),
+        squares=max(0.0, float(_moved(rows, float(nll / weight))[1])),
+        reliability=Reliability.of(bins),
+        sample=sample,
     )
 
 
 def _added(totals: list[np.ndarray], sums: Sums | None) -> list[np.ndarray]:
+    """Return the totals with those of one more batch; the sums of rows keep the first batch's mean."""
     if sums is None:
         return totals
-    return [total + np.asarray(part, np.float64) for total, part in zip(totals, sums, strict=True)]
+    found = [np.asarray(part, np.float64) for part in sums]
+    if not totals:
+        return found
+    mean = float(totals[_ROWS][0])
+    found[_ROWS] = _moved(found[_ROWS], mean)
+    added = [total + part for total, part in zip(totals, found, strict=True)]
+    added[_ROWS][0] = mean
+    return added
+
+
+_ROWS = Sums._fields.index("rows")

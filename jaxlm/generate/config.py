@@ -93,12 +93,12 @@ class GenerateConfig:
                 "--seed=0",
             )
         if "" in self.stop:
-            yield "stop", "an empty string is before every text", "--stop=END"
+            yield "stop", "an empty string is before every text", "jaxlm generate --help"
         if (size := sum(len(text.encode()) for text in self.stop)) > STOP_BYTES:
             yield (
                 "stop",
                 f"{size} bytes, and {STOP_BYTES} are allowed for all stops",
-                "--stop=END",
+                "jaxlm generate --help",
             )
         for name, none in BEAM_HAS_NONE.items():
             if self.beams > 1 and getattr(self, name) != none:

@@ -2,9 +2,10 @@
 
 import dataclasses
 
+from jaxlm.models import routed
 from jaxlm.models.config import Backbone
 from jaxlm.nn.config import NORMS, AttentionConfig, BlockConfig, MoeConfig
-from jaxlm.ops.kernels import BLOCK, LANES
+from jaxlm.ops.kernels import BLOCK, LANES, rows_at_a_time
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 
@@ -20,6 +21,7 @@ class Share:
     stream_bytes: int
     compute_bytes: int
     source: int = 0  # tokens of a row that an encoder has read, for a decoder beside it
+    is_dense: bool = False  # ragged products of experts are dense ones, as `routed.is_dense` says
 
     @property
     def tokens(self) -> int:
@@ -55,6 +57,21 @@ def meeting(config: Backbone, share: Share) -> float:
     return max(_meeting(block, share) for block in config.layers)
 
 
+def padded(config: Backbone, share: Share) -> float:
+    """Return the bytes of padded operands while a layer of dropless experts goes back."""
+    return max(_padded(config.width, block, share) for block in config.layers)
+
+
+def _padded(width: int, block: BlockConfig, share: Share) -> float:
+    mlp = block.mlp
+    if not isinstance(mlp, MoeConfig) or mlp.capacity is not None or not share.is_dense:
+        return 0.0
+    hidden = share.own(mlp.hidden, "mlp")
+    copies = routed.held(mlp, share.sizes) * routed.rows(mlp, share.length, share.sizes)
+    numbers = routed.PADDED_STREAM * width + routed.PADDED_HIDDEN * hidden
+    return share.tokens * copies * numbers * share.stream_bytes
+
+
 def _meeting(block: BlockConfig, share: Share) -> float:
     heads, kernel = share.own(block.attention.heads, "heads"), block.attention.kernel
     if kernel == "reference":
@@ -64,7 +81,8 @@ def _meeting(block: BlockConfig, share: Share) -> float:
         return 4 * LANES * share.tokens * heads
     if kernel == "cudnn":
         # The mask of segments, and its gradient, which JAX before 0.12 has computed for nothing.
-        return 2 * share.compute_bytes * share.rows * share.length**2
+        rows = rows_at_a_time(share.rows, share.length, share.compute_bytes)
+        return 2 * share.compute_bytes * rows * share.length**2
     # Scores, weights and the gradients of both, going back.
     side = min(BLOCK, share.length)
     return 4 * 4 * share.rows * heads * side * side
@@ -89,7 +107,7 @@ def _per_token(config: Backbone, block: BlockConfig, share: Share, policy: str) 
     latents = _latents(attention)
     if policy == "dots":
         made = latents * share.stream_bytes
-        return 2 * stream + heads + made + _hidden(block, share, is_dots=True)
+        return 2 * stream + heads + made + _hidden(config, block, share, is_dots=True)
     # Activations that are not of the products' dtype are cast for each product, and each keeps its own.
     is_cast = share.stream_bytes != share.compute_bytes
     read = config.width * share.compute_bytes * (3 if is_cast else 1)
@@ -98,7 +116,7 @@ def _per_token(config: Backbone, block: BlockConfig, share: Share, policy: str) 
     if is_cast and not isinstance(block.mlp, MoeConfig) and block.mlp.gated:
         into *= 2
     norms = len(NORMS[block.residual]) * stream
-    total = norms + read + heads + out + into + _hidden(block, share, is_dots=False)
+    total = norms + read + heads + out + into + _hidden(config, block, share, is_dots=False)
     if attention.qk_norm is not None:
         total += (queries + shared * attention.head_dim) * share.stream_bytes
     # Before their norms, and as products read them.
@@ -141,16 +159,19 @@ def _latents(attention: AttentionConfig) -> int:
     return 0 if latent is None else latent.rank + (latent.query_rank or 0)
 
 
-def _hidden(block: BlockConfig, share: Share, *, is_dots: bool) -> float:
+def _hidden(config: Backbone, block: BlockConfig, share: Share, *, is_dots: bool) -> float:
     """Bytes a token of the feed-forward part."""
     mlp = block.mlp
     if isinstance(mlp, MoeConfig):
-        routed = mlp.top_k * share.own(mlp.hidden, "mlp")
         both = share.own(mlp.shared, "mlp")
-        wide = 2 * (routed + both) * share.stream_bytes
         if is_dots:
             return 2 * both * share.stream_bytes
-        return wide + (routed + both) * share.compute_bytes + 8 * mlp.experts
+        rows = routed.rows(mlp, share.length, share.sizes)
+        inner = rows * share.own(mlp.hidden, "mlp") + both
+        # What experts read and give, and what each token then has of its own experts.
+        outer = rows * (share.stream_bytes + share.compute_bytes) + mlp.top_k * share.stream_bytes
+        wide = inner * (2 * share.stream_bytes + share.compute_bytes)
+        return wide + config.width * outer + 8 * mlp.experts
     hidden = share.own(mlp.hidden, "mlp")
     results = hidden * share.stream_bytes * (2 if mlp.gated else 1)
     return results if is_dots else results + hidden * share.compute_bytes

@@ -82,6 +82,14 @@ def flops_per_token(config: ModelConfig, sequence: int, *, causal: bool, targets
     return 6 * multiplying_parameters(config) + attention
 
 
+def routed_parameters(block: BlockConfig, width: int) -> int:
+    """Return the numbers in the matrices of a block's experts that one token meets."""
+    if not isinstance(block.mlp, MoeConfig):
+        return 0
+    experts = sum(each.size for each in block_tensors(block, width) if "experts" in each.axes)
+    return experts * block.mlp.top_k // block.mlp.experts
+
+
 def cache_bytes(config: ModelConfig, slots: int, *, element_bytes: int) -> int:
     """Keys and values, or the latents of both, of one sequence of up to `slots` tokens, of which a window keeps its last."""
     numbers = 0

@@ -56,6 +56,7 @@ class Head(nnx.Module):
                 key=random.stream(key, "join"),
                 init=init,
                 precision=precision.exact,
+                is_gathered=True,
             )
             if is_sequential
             else None

@@ -61,7 +61,7 @@ class ProfileConfig:
             yield (
                 "steps",
                 f"{self.steps!r} is no window FIRST:LAST of completed steps",
-                "--config.profile.steps=10:13",
+                "jaxlm config explain profile.steps",
             )
 
 
@@ -80,7 +80,14 @@ class WatchConfig:
     factor: float = setting(10.0, "a step may take this many times the median", above=1.0)
     data: Span = setting(Span.parse("20m"), "how long the wait for a batch may take")
     eval: Span = setting(Span.parse("60m"), "how long an evaluation may take, samples too")
-    save: Span = setting(Span.parse("20m"), "how long a save may take, and a restore")
+    save: Span = setting(
+        Span.parse("20m"),
+        "how long a save may take, from the copy to the commit: writing, and hashing what was written; and a restore",
+    )
+    verify: Span = setting(
+        Span.parse("20m"),
+        "how long hashing a checkpoint before a restore or a rewind may go without a byte read, by any process",
+    )
     finish: Span = setting(
         Span.parse("20m"), "how long the report and the wait for other processes may take"
     )
@@ -107,5 +114,5 @@ class WatchConfig:
                 yield (
                     field.name,
                     f"a limit is a time, not {value}",
-                    f"--config.watch.{field.name}={field.default}",
+                    f"jaxlm config explain watch.{field.name}",
                 )

@@ -110,19 +110,25 @@ class Console:
         if self._log:
             self._log.write(f"{text}\n")
 
-    def warn(self, text: str, *, step: int) -> None:
+    def warn(self, text: str, *, step: int, style: str | None = None) -> None:
         """Says what went otherwise than asked for, so that the report of the run has it too."""
-        self.say(text)
+        self.say(text, style=style)
         self._warnings.write({"step": step, "time_unix": time.time(), "text": text})
 
-    def block(self, title: str, facts: Iterable[tuple[str, str]]) -> None:
-        """Prints labelled lines under a title: the header of a run, or its end."""
+    def block(
+        self, title: str, facts: Iterable[tuple[str, str]], *, style: str = "bold", alarm: str = ""
+    ) -> None:
+        """Prints labelled lines under a title: the header of a run, or its end.
+
+        `style` is that of the title, "bold red" for bad news; lines with the label `alarm` are in red.
+        """
         facts = list(facts)
         width = max((len(label) for label, _ in facts), default=0)
-        self.say(title, style="bold")
+        self.say(title, style=style)
         for label, text in facts:
+            red = "red" if label and label == alarm else None
             for number, part in enumerate(text.splitlines() or [""]):
-                self.say(f"  {label if number == 0 else '':<{width}}  {part}")
+                self.say(f"  {label if number == 0 else '':<{width}}  {part}", style=red)
 
     @contextlib.contextmanager
     def timer(self, what: str) -> Iterator[None]:
@@ -147,12 +153,14 @@ class Console:
             self.say(" ".join(f"{column.head:>{column.width}}" for column in COLUMNS), style="bold")
         self._rows += 1
         cells = [f"{column.show(record):>{column.width}}" for column in COLUMNS]
+        is_worse = bool(record.get("worse_than"))  # than a coder without a model
         if record["split"] == "train":
-            self.say(" ".join(cells))
+            self.say(" ".join(cells), style="red" if is_worse else None)
         else:
             # "-" stands for what is unknown; what an evaluation does not measure is left empty.
             row = " ".join(" " * len(cell) if cell.strip() == "-" else cell for cell in cells)
-            self.say(f"{row.rstrip()}  {_figures(record)}", style="green")
+            style = "red" if is_worse else "green"
+            self.say(f"{row.rstrip()}  {_figures(record)}", style=style)
         self._advance(record["step"])
 
     def flush(self) -> None:
@@ -190,8 +198,14 @@ def _loss(record: Record, here: bool) -> str:
 def _figures(record: Record) -> str:
     shown = (
         ("bits_per_byte", "bits/byte"),
+        ("bits_per_byte_text", "without ends"),
         ("perplexity", "perplexity"),
         ("token_accuracy", "accuracy"),
     )
     parts = [f"{label} {record[name]:.4g}" for name, label in shown if record.get(name) is not None]
+    error = record.get("loss_stderr")
+    if error is not None:
+        parts.insert(0, f"loss \u00b1 {error:.2g}, {record['share']:.1%} of the set")
+    if worse := record.get("worse_than"):
+        parts.append(f"worse than {worse}")
     return ", ".join([record["split"], *parts])

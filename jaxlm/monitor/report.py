@@ -5,6 +5,7 @@ import contextlib
 import html
 import json
 import os
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,12 +20,12 @@ from jaxlm.monitor.plots import PLOTS
 from jaxlm.monitor.sinks import FIGURES, Shape
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; --good: #1a7f37; }
+:root { color-scheme: light dark; --line: #8884; --soft: #8881; --good: #1a7f37; --bad: #cf222e; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { margin-bottom: 0; } h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; } caption { text-align: left; padding: .3rem 0; }
 th, td { text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.number, th.number { text-align: right; } tr.ours { font-weight: 600; color: var(--good); }
+td.number, th.number { text-align: right; } tr.ours { font-weight: 600; color: var(--good); } tr.worse, p.worse { font-weight: 600; color: var(--bad); }
 pre { background: var(--soft); padding: .7rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
 .plots img { width: 100%; border-radius: 4px; } .scroll { overflow-x: auto; margin: 1rem 0; } .soft { opacity: .7; }
@@ -104,17 +105,36 @@ def _summary(run: Path, records: Sequence[Mapping[str, Any]]) -> str:
     return f'<p class="soft">{html.escape(" · ".join(parts))}</p>'
 
 
+def _verdict(run: Path) -> Iterator[str]:
+    """That the run is worse than a coder without a model, why, and what to do."""
+    verdict = _json(run / "divergence.json")
+    if verdict.get("worse_than"):
+        parts = [
+            f"Since step {verdict.get('step', '-')}, {verdict.get('said', 'it has diverged')}.",
+            f"Likely, {verdict.get('cause', 'the learning rate is too high')}.",
+        ]
+        command = html.escape(str(verdict.get("command", "jaxlm lr-find")))
+        yield f'<p class="worse">{html.escape(" ".join(parts))}<br><code>{command}</code></p>'
+
+
 def _result(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    verdict = list(_verdict(run))
+    yield from verdict
     last: dict[str, Mapping[str, Any]] = {}
     for record in records:
         if record.get("loss_nats") is not None:
             last[record.get("split", "train")] = record
     if last:
         rows = [
-            [split, record["step"], *(_figure(record.get(name)) for name in FIGURES)]
+            [split, record["step"], *(_measured(record, name) for name in FIGURES)]
             for split, record in last.items()
         ]
         yield _table(["split", "step", *FIGURES], rows, numbers=True)
+        if any(record.get("loss_stderr") is not None for record in last.values()):
+            yield (
+                "<p>&plusmn; is the standard error of a loss that was measured on a part of the"
+                " set, by rows that were drawn.</p>"
+            )
     if changed := list(_changed(records)):
         yield _table(
             ["validation set", "nats before", "nats after", "difference"], changed, numbers=True
@@ -127,7 +147,11 @@ def _result(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         newest = max((record["step"] for record in records), default=0)
         named = [(name, bits, "") for name, bits in baselines.items()]
         named += [
-            (f"this run, {split}{words.limits(r, newest)}", r["bits_per_byte"], "ours")
+            (
+                f"this run, {split}{words.limits(r, newest)}",
+                r["bits_per_byte"],
+                "worse" if verdict or r.get("worse_than") else "ours",
+            )
             for split, r in last.items()
             if r.get("bits_per_byte") is not None
         ]
@@ -341,6 +365,12 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+def _measured(record: Mapping[str, Any], name: str) -> str:
+    """Return a figure of a record, the loss with its standard error if it has one."""
+    error = record.get("loss_stderr") if name == "loss_nats" else None
+    return _figure(record.get(name)) + ("" if error is None else f" \u00b1 {error:.2g}")
+
+
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
@@ -360,5 +390,5 @@ def _misshapen(path: Path, wrong: str) -> DataError:
         f"{path.name} of the run is damaged",
         where=str(path),
         why=f"it {wrong}",
-        fix=f"mv {path} {path}.damaged    # the report leaves its part out",
+        fix=f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.damaged')}    # the report leaves its part out",
     )

@@ -238,11 +238,20 @@ def is_text(value: Any) -> bool:
 
 Shape = Mapping[str, Callable[[Any], bool]]  # what the values under some names must be
 
-FIGURES = ("loss_nats", "perplexity", "bits_per_byte", "token_accuracy", "calibration_error")
+FIGURES = (
+    "loss_nats",
+    "perplexity",
+    "bits_per_byte",
+    "bits_per_byte_text",
+    "token_accuracy",
+    "calibration_error",
+)
 METRICS: Shape = (
     {"step": is_step, "split": lambda value: isinstance(value, str | None)}
     | dict.fromkeys(FIGURES, is_figure)
-    | dict.fromkeys(("time_unix", "learning_rate", "grad_norm", "tokens", "share"), is_figure)
+    | dict.fromkeys(
+        ("time_unix", "learning_rate", "grad_norm", "tokens", "share", "loss_stderr"), is_figure
+    )
     | dict.fromkeys(("tokens_per_second", "mfu", "peak_bytes"), is_figure)
 )
 

@@ -16,6 +16,7 @@ from typing import Self
 from jaxlm.monitor.config import WatchConfig
 
 MEASURED = 3  # steps before their median says how long one takes
+VERIFY = "verify"  # the phase whose limit counts from the last byte read, see `Watch.moved`
 
 
 class Watch:
@@ -27,8 +28,8 @@ class Watch:
     Args:
       config: the limit of each phase.
       overdue: called once, in the watch's thread, with what is to be said.
-      is_excused: whether a peer is busy with something that may take longer than a step; while it is, the step's time
-        stands still, as this process waits for the other's part in it.
+      is_excused: whether a peer is busy with something that may take longer than a step; while it is, the time of a step
+        and of a verification stands still, as this process waits for the other's part in it.
       beat: a file whose content changes as long as this process runs Python, for the parent that watches it from outside.
         Where that parent is gone, this process is told to stop.
     """
@@ -50,7 +51,7 @@ class Watch:
             tuple[str, float]
         ] = []  # each with the time it would have begun without the inner ones
         self._steps: deque[float] = deque(maxlen=100)
-        self._seen = now()
+        self._moved = self._seen = now()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._tick = max(min(1.0, min(config.limits().values()) / 20), 0.05)
@@ -90,6 +91,11 @@ class Watch:
                     outer, since = self._phases[-1]
                     self._phases[-1] = (outer, since + inner)
 
+    def moved(self) -> None:
+        """Restart the limit of a verification: bytes were read. Any thread may call it."""
+        with self._lock:
+            self._moved = self._now()
+
     def limit(self, phase: str) -> float:
         """Seconds that a phase may take. Until a few steps are measured, one may take as long as compiling."""
         limits = self._config.limits()
@@ -99,18 +105,26 @@ class Watch:
             return max(limits["compile"], limits["step"])
         return max(self._config.factor * statistics.median(self._steps), limits["step"])
 
-    def slow(self) -> tuple[str, float] | None:
-        """The phase, where it lasts long enough that peers may wonder, and the seconds that it may take."""
+    def slow(self) -> tuple[str, float] | tuple[str, float, int] | None:
+        """The phase, where it lasts long enough that peers may wonder, and the seconds that it may take.
+
+        For a verification also a number that grows while bytes are read, about ten times within the limit.
+        """
         with self._lock:
             if not self._phases:
                 return None
             name, begun = self._phases[-1]
-            return (name, self.limit(name)) if self._now() - begun > self._tick else None
+            limit = self.limit(name)
+            if name == VERIFY:  # at once: while bytes are read, it never seems long
+                return name, limit, int(self._moved * 10 / limit)
+            return (name, limit) if self._now() - begun > self._tick else None
 
     def look(self) -> str:
         """What is overdue, in words; empty where nothing is."""
         with self._lock:
             now = self._now()
+            if self._phases and self._phases[-1][0] == VERIFY:
+                self._phases[-1] = (VERIFY, max(self._phases[-1][1], self._moved))
             gap = now - self._seen - self._tick
             if gap > 10 * self._tick:  # it was this process that stood still
                 self._phases = [(name, begun + gap) for name, begun in self._phases]
@@ -118,7 +132,7 @@ class Watch:
             if not self._phases:
                 return ""
             name, begun = self._phases[-1]
-            if name == "step" and self._is_excused():
+            if name in ("step", VERIFY) and self._is_excused():
                 begun += since
                 self._phases[-1] = (name, begun)
             limit = self.limit(name)

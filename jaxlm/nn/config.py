@@ -126,8 +126,8 @@ class MoeConfig:
     router: Literal["softmax", "sigmoid"] = "softmax"
     normalised: bool = True  # the shares of a token's experts sum to `scale`
     scale: float = 1.0
-    balance: float = 0.0  # weight of the balance loss
-    router_z: float = 0.0  # weight of the squared log normalizer of the router
+    balance: float = 0.0  # of the balance loss, a mean over all tokens but padding
+    router_z: float = 0.0  # of the squared log normalizer of the router, likewise a mean
     groups: int = 1  # into which the experts are parted, as many in each
     top_groups: int = 1  # of them, in which all experts of a token are; the best by `ops.routing`
     bias_rate: float | None = (

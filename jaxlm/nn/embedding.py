@@ -1,5 +1,6 @@
 """Token and position tables."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -38,7 +39,7 @@ class Embedding(nnx.Module):
         before: the compiler would rather look up a part of it for the ids of all fsdp devices, and send activations.
         """
         table = constrain(self.table[...], self.axis, None)
-        return table.at[ids].get(mode="promise_in_bounds")
+        return _rows(table, ids)
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """The dot product of `x` with every row, in float32: the tied output layer."""
@@ -50,3 +51,23 @@ class Embedding(nnx.Module):
         cast = self.table[...].astype(self.precision.compute)
         settled, self._side = layouts.for_few_rows(cast, 1)
         self._settled = nnx.data(settled)
+
+
+@jax.custom_vjp
+def _rows(table: Float[Array, "V D"], ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Return the rows of `ids`; their gradients are summed in float32, whatever the table's dtype."""
+    return table.at[ids].get(mode="promise_in_bounds")
+
+
+def _rows_forward(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _rows(table, ids), (table, ids)
+
+
+def _rows_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, None]:
+    table, ids = kept  # of the table only its shape and dtype, so it is not kept in memory
+    summed = jnp.zeros(table.shape, jnp.float32)
+    summed = summed.at[ids].add(grad.astype(jnp.float32), mode="promise_in_bounds")
+    return summed.astype(table.dtype), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)

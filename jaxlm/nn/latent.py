@@ -121,7 +121,9 @@ class LatentAttention(Meeting):
         """The keys and values of all heads; `length` is the logical axis of S."""
         axes = ("batch", length, "heads", "head_dim")
         keys, values = constrain(self.key(latent), *axes), constrain(self.value(latent), *axes)
-        shared = jnp.broadcast_to(rotary, (*keys.shape[:3], rotary.shape[-1]))
+        # Copied in float32: the gradient of the one key is the sum of those of all heads.
+        shape = (*keys.shape[:3], rotary.shape[-1])
+        shared = jnp.broadcast_to(rotary.astype(jnp.float32), shape).astype(keys.dtype)
         return jnp.concatenate((keys, shared), axis=-1), values
 
     def _is_short(self, length: int) -> bool:

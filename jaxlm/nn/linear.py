@@ -13,6 +13,7 @@ from jaxlm.nn.parameter import parameter
 from jaxlm.ops import layouts
 from jaxlm.ops.layouts import Side
 from jaxlm.ops.matmul import grouped_matmul, matmul
+from jaxlm.parallel.rules import constrain
 
 
 class Linear(nnx.Module):
@@ -20,7 +21,8 @@ class Linear(nnx.Module):
 
     `ins` and `outs` are (logical axis, size) pairs: attention's query is `{"embed": D} -> {"heads": N, "head_dim": H}`.
     The weight keeps these dimensions, so that each can be split over its own mesh axis. `result` is the dtype that
-    comes out, by default that of activations.
+    comes out, by default that of activations. With `is_gathered` every device multiplies with the whole weight, of which fsdp
+    holds parts: for a weight that tensor does not split, which XLA would else put together over both axes (jax 0.12).
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class Linear(nnx.Module):
         ends_on_residual: bool = False,
         ends_outside: bool = False,
         result: jnp.dtype | None = None,
+        is_gathered: bool = False,
     ):
         self.ins, self.outs = tuple(ins.values()), tuple(outs.values())
+        self._is_gathered = is_gathered
         self.precision, self.result = precision, result
         self._side: Side = 0  # of the flat weight, on which the input is
         flat = (math.prod(self.ins), math.prod(self.outs))
@@ -58,11 +62,15 @@ class Linear(nnx.Module):
         weight = self.weight[...]
         if self._side == 0:
             weight = weight.reshape(math.prod(self.ins), math.prod(self.outs))
+        if self._is_gathered:
+            weight = constrain(weight, None, None)
         y = matmul(x.reshape(*leading, -1), weight, self.precision, self.result, self._side)
         y = y.reshape(*leading, *self.outs)
         if self.bias is None:
             return y
-        return y + self.bias[...].astype(y.dtype).reshape((1,) * len(leading) + self.outs)
+        # In float32, rounded once: the bias's gradient is a sum over all tokens, in the dtype of this addition.
+        bias = self.bias[...].astype(jnp.float32).reshape((1,) * len(leading) + self.outs)
+        return (y.astype(jnp.float32) + bias).astype(y.dtype)
 
 
 class HeadLinear(Linear):

@@ -20,7 +20,7 @@ from jaxlm.ops import routing
 from jaxlm.ops.routing import Routes
 from jaxlm.parallel import expert
 
-ADDED = "moe_loss"  # the one of a layer's means whose total is added to the objective
+ADDED = "moe_loss"  # the one of a layer's means that is minimised with the objective
 QUIET = (
     2.0**-30
 )  # keeps the bias's gradient, of which only the sign is read, out of the norm of the others
@@ -88,10 +88,13 @@ class Moe(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, Mean]]:
         """The sum of each token's experts, and the layer's means over the tokens that count (1; padding 0).
 
-        `moe_balance` and `moe_z` are the bare losses, `moe_loss` their weighted sum, whose total is added to the
-        objective; `moe_load_max` is the largest expert's share of a row times E, 1 at best; `moe_dropped` the share of
+        `moe_balance` and `moe_z` are the bare losses, `moe_loss` their weighted sum, which is minimised with the objective:
+        its mean over the tokens that count, whichever of them the objective trains on; `moe_load_max` is the largest expert's share of a row times E, 1 at best; `moe_dropped` the share of
         choices that found no place. With `is_whole` a row is the whole of what an expert has to take: without it, in
-        decoding, there is no capacity. `is_dealt` is the mask's. 6 D F k FLOPs a token, 2 D E for the router, 6 D for each shared hidden unit.
+        decoding, there is no capacity. `is_dealt` is the mask's.
+
+        6 D F k FLOPs a token, 2 D E for the router, 6 D for each shared hidden unit; those of the
+        routed experts times the capacity or, without one, times `models.routed.multiple`.
         """
         config = self.config
         with jax.default_matmul_precision("highest"):

@@ -233,7 +233,7 @@ def _check_tokens(objective: Objective, tokenizer: Tokenizer, other: str) -> Non
             f"the tokenizer has not the tokens of the objective {objective.name}",
             where="objective.name",
             why=f"it lacks {lacking[0]}{more}",
-            fix=f"{other}jaxlm import --from=MODEL {added} --workdir=RUN    # and --init_from=RUN",
+            fix=f"{other}import the model again with {added}, and begin from that run",
         )
 
 

@@ -1,11 +1,15 @@
 """The negative log-likelihood of the batch's targets."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 
 from jaxlm.core import random
 from jaxlm.core.mean import Mean
+from jaxlm.core.precision import widened
 from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Model
 from jaxlm.models.decoder import Decoder
@@ -13,6 +17,7 @@ from jaxlm.nn.moe import ADDED
 from jaxlm.objectives.ahead import further
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import Loss
+from jaxlm.ops import gumbel
 from jaxlm.ops.cross_entropy import TokenScores, in_chunks, token_scores
 from jaxlm.parallel import context
 
@@ -24,11 +29,11 @@ def token_nll(
     config: LossConfig,
     ahead: tuple[float, ...] = (),
 ) -> Loss:
-    """sum_t w_t (nll_t + z log_normalizer_t^2) + what the layers add, and the weight sum_t w_t.
+    """sum_t w_t (nll_t + z log_normalizer_t^2), and the weight sum_t w_t; apart from it, what the layers add.
 
     With label smoothing e, nll_t is (1 - e) nll_t + e mean_v(-log p_v), the metric `smoothed_nats`. The metric
-    `loss_nats` is the likelihood alone. `key` turns dropout on. What layers add is `nn.moe`'s sum over all
-    tokens that are not padding, trained on or not.
+    `loss_nats` is the likelihood alone. `key` turns dropout on. What layers add is `nn.moe`'s sum over all tokens that are
+    not padding, and its weight their number (`Loss.added`).
 
     `ahead` are the weights of the same sums for the tokens 2, 3, ... ahead, which the model's heads predict: so each is
     divided by the weight of the next tokens, of which a document has a few more. Their metrics are `ahead_2_nats` and
@@ -66,27 +71,27 @@ def token_nll(
             total = total + weight * own
             metrics[f"ahead_{number + 2}_nats"] = found["loss_nats"]
             metrics[f"ahead_{number + 2}_accuracy"] = found["token_accuracy"]
+    auxiliary = None
     if ADDED in losses:
-        total = total + losses[ADDED].total
-    return Loss(Mean(total, metrics["loss_nats"].weight), metrics | losses)
+        auxiliary = Mean(losses[ADDED].total, (batch.segments > 0).sum(dtype=jnp.float32))
+    return Loss(Mean(total, metrics["loss_nats"].weight), metrics | losses, auxiliary)
 
 
 def drawn_nll(model: Model, batch: Tokens, config: LossConfig) -> Loss:
-    """The same likelihood of next tokens that the model itself draws, without dropout; its gradient tells the curvature.
+    """Return the likelihood of next tokens that the model itself samples, without dropout; its gradient gives the curvature.
 
-    `batch.targets` are no ids but a draw for each slot, even over 0 to 2^31 - 1: so micro-batches, chunks and meshes give the
-    same tokens.
+    `batch.targets` are not ids but a seed for each slot, even over 0 to 2^31 - 1. The id is a function of the slot's seed and
+    logits alone (`ops.gumbel`): micro-batches, chunks and meshes sample the same ids, up to rounding of the logits.
     """
     parts = context.ways() if model.config.has_ring else 1
     dealt = context.deal(batch, parts)
     hidden = model.read(dealt, key=None, dealt=parts)
 
-    def of(values: Array, draws: Array) -> Array:
-        logits = model.logits(values)
-        shares = jnp.cumsum(jax.nn.softmax(jax.lax.stop_gradient(logits), axis=-1), axis=-1)
-        # The last share, rounded, need not be one.
-        wanted = (draws.astype(jnp.float32) + 0.5) / 2.0**31 * shares[..., -1]
-        ids = (shares < wanted[..., None]).sum(-1, dtype=jnp.int32)
+    logits_of = _logits(model)
+
+    def of(values: Array, seeds: Array) -> Array:
+        logits = logits_of(values)
+        ids = gumbel.sample(jax.lax.stop_gradient(logits), seeds)
         return token_scores(logits, ids).nll
 
     nll = in_chunks(of, hidden.values, dealt.targets, tokens=config.chunk)
@@ -110,11 +115,20 @@ def score(
 def _scores(
     model: Model, values: Array, targets: Array, parts: int, chunk: int | None, smoothing: float
 ) -> TokenScores:
+    logits = _logits(model)
+
     def of(values: Array, targets: Array) -> TokenScores:
         with jax.named_scope("unembed"):
-            return token_scores(model.logits(values), targets, smoothing)
+            return token_scores(logits(values), targets, smoothing)
 
     return context.undeal(in_chunks(of, values, targets, tokens=chunk), parts)
+
+
+def _logits(model: Model) -> Callable[[Array], Array]:
+    """Return `model.logits`, whose weights' gradients are summed in float32 over chunks of tokens."""
+    graph, state = nnx.split(model)
+    wide, narrowed = widened(state)
+    return lambda values: nnx.merge(graph, narrowed(wide)).logits(values)
 
 
 def _total(

@@ -105,13 +105,17 @@ def _product_forward(x: Array, y: Array) -> tuple[Array, tuple[Array, Array]]:
 def _product_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, y = kept
     low = grad.astype(x.dtype)
-    rows = x.reshape(*x.shape[:2], -1, x.shape[-1])  # of all queries of a key
-    y_grad = jnp.einsum(
-        "bkcr,bkrs->bkcs",
-        turned(rows),
-        low.reshape(*rows.shape[:3], -1),
-        preferred_element_type=jnp.float32,
-    )
+    if context.ways() > 1:
+        # One dimension of groups x queries would have to be gathered, and the scores with it.
+        y_grad = jnp.einsum("bkgtc,bkgts->bkcs", x, low, preferred_element_type=jnp.float32)
+    else:
+        rows = x.reshape(*x.shape[:2], -1, x.shape[-1])  # of all queries of a key
+        y_grad = jnp.einsum(
+            "bkcr,bkrs->bkcs",
+            turned(rows),
+            low.reshape(*rows.shape[:3], -1),
+            preferred_element_type=jnp.float32,
+        )
     return _product(low, turned(y)).astype(x.dtype), y_grad.astype(y.dtype)
 
 

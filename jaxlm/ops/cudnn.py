@@ -1,12 +1,14 @@
 """Attention of whole rows by cuDNN's flash kernel, on NVIDIA GPUs."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxlm.ops.kernels import rows_at_a_time
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel import context
 
@@ -23,9 +25,11 @@ def cudnn(
 ) -> Float[Array, "B T N H"]:
     """softmax(scale x Q K^T + mask) V; operands in `compute`, float16 or bfloat16, scores and softmax in float32.
 
-    Causality and a window are the kernel's own. Segments are a mask that it adds to the scores of every head, B T^2
-    numbers of the dtype of `compute`: JAX's function has no other word for them; so is a reach. On the ambient mesh each device computes
-    its own rows and heads. `implementation` may name another of `jax.nn.dot_product_attention` for the same call.
+    Causality and a window are the kernel's own. Segments, and a reach, are a mask that it adds to the scores of every
+    head, T^2 numbers a row of the dtype of `compute`: JAX's function has no other argument for them. If the mask of all
+    rows is larger than `kernels.MASK_BYTES`, the kernel is called for a few rows at a time, and each mask is made again
+    for the backward pass instead of kept. On the ambient mesh each device computes its own rows and heads.
+    `implementation` may name another of `jax.nn.dot_product_attention` for the same call.
 
     Raises:
       ValueError: where the mask is not that of whole rows.
@@ -46,11 +50,36 @@ def _own(
     key: Array,
     value: Array,
     of_slots: dict[str, Array | None],
+    **how: Any,
+) -> Array:
+    """Attend in the rows and heads that a device has, a few rows at a time if their mask is large."""
+    rows, length = query.shape[:2]
+    group = rows_at_a_time(rows, length, query.dtype.itemsize)
+    attend: Callable[..., Array] = functools.partial(_of_group, **how)
+    if group == rows or all(slots is None for slots in of_slots.values()):
+        return attend(query, key, value, of_slots)
+
+    def is_kept(_: Any, *operands: Any, **params: Any) -> bool:
+        # The results of the kernel, which reads queries; not the mask, which would be kept for all groups.
+        return any(operand.shape == (group, *query.shape[1:]) for operand in operands)
+
+    attend = jax.checkpoint(attend, policy=is_kept, prevent_cse=False)
+    groups = jax.tree.map(
+        lambda x: x.reshape(-1, group, *x.shape[1:]), (query, key, value, of_slots)
+    )
+    out: Array = jax.lax.map(lambda each: attend(*each), groups)
+    return out.reshape(query.shape)
+
+
+def _of_group(
+    query: Array,
+    key: Array,
+    value: Array,
+    of_slots: dict[str, Array | None],
     *,
     mask: Mask,
     **how: Any,
 ) -> Array:
-    """Of the rows and heads that a device has."""
     slots = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
     own = Mask(
         query_index=slots,

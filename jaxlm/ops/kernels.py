@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from jaxlm.core.divisors import divisors
 from jaxlm.core.precision_config import ITEM_BYTES, Float
 from jaxlm.monitor import words
 
@@ -14,7 +15,9 @@ BLOCK = 256  # queries, and keys, that meet at a time; the best of 128, 256, 512
 BLOCKWISE_FROM = 2 * BLOCK
 LANES = 128  # of a TPU's vector unit: splash attention cuts rows into multiples of it
 PLATFORMS: dict[Kernel, str] = {"splash": "tpu", "cudnn": "gpu"}  # of the kernels that have one
-MASK_BYTES = 256 * 2**20  # of a layer's mask on one device, beyond which `auto` leaves cuDNN
+MASK_BYTES = (
+    256 * 2**20
+)  # of the mask of one call of cuDNN: above it fewer rows are taken at a time
 AMPERE, HOPPER = (
     8.0,
     9.0,
@@ -69,7 +72,7 @@ def choose(wanted: Wanted, target: Target, work: Work) -> Choice:
         why = [misfit.why for misfit in misfits(kernel, target, work)]
         if kernel == "cudnn" and not why and mask_bytes(work) > MASK_BYTES:
             held, most = words.size(mask_bytes(work)), words.size(MASK_BYTES)
-            why = [f"its mask of segments would be {held} a device, above {most}"]
+            why = [f"the mask of segments of one row would be {held}, above {most}"]
         if not why:
             return Choice(kernel, f"a kernel made for a {target.platform}{_price(kernel, work)}")
         told += f"; {kernel} not: {', '.join(why)}"
@@ -102,15 +105,30 @@ def misfits(kernel: Kernel, target: Target, work: Work) -> Iterator[Misfit]:
         yield from _of_cudnn(target, work)
 
 
+def rows_at_a_time(rows: int, length: int, item_bytes: int) -> int:
+    """Return the rows of one call of cuDNN: the largest divisor of a device's rows whose mask fits `MASK_BYTES`.
+
+    Args:
+      rows: of a micro-batch on the device.
+      length: tokens of a row.
+      item_bytes: of a number of the mask, which has the dtype of the products' operands.
+    """
+    most = max(MASK_BYTES // (item_bytes * length**2), 1)
+    return max(each for each in divisors(rows) if each <= most)
+
+
 def mask_bytes(work: Work) -> int:
-    """Of the mask of segments that cuDNN adds to the scores of all heads."""
-    return ITEM_BYTES[work.compute] * work.rows * work.length**2
+    """Return the bytes of the mask of segments of one call of cuDNN, which adds it to the scores of all heads."""
+    item_bytes = ITEM_BYTES[work.compute]
+    return item_bytes * rows_at_a_time(work.rows, work.length, item_bytes) * work.length**2
 
 
 def _price(kernel: Kernel, work: Work) -> str:
     if kernel != "cudnn":
         return ""
-    return f"; segments as a mask of {words.size(mask_bytes(work))} a device"
+    rows = rows_at_a_time(work.rows, work.length, ITEM_BYTES[work.compute])
+    part = f", {rows} of {work.rows} rows at a time" if rows < work.rows else ""
+    return f"; segments as a mask of {words.size(mask_bytes(work))} a device{part}"
 
 
 def _of_splash(work: Work) -> Iterator[Misfit]:

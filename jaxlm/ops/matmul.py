@@ -127,8 +127,10 @@ def grouped_matmul(x: Array, weights: Array, sizes: Array | None, precision: Pre
     """Each group of rows times its own weight, with the dtypes of `matmul`, never rounded further.
 
     With `sizes`, the first sizes[0] rows of x[M, I] meet weights[0, I, O], the next sizes[1] weights[1], and so on; rows
-    after the last group come out undefined. Without, x is [E, C, I]: groups of one size. 2 M I O FLOPs where the
-    backend has a ragged product, as TPUs have; on a CPU `jax.lax.ragged_dot` multiplies every row with every weight.
+    after the last group come out undefined. Without, x is [E, C, I]: groups of one size.
+
+    2 M I O FLOPs on TPUs, or without `sizes`. On CPUs and GPUs XLA computes a ragged product as a
+    dense one, of 2 E M I O FLOPs, and copies x for each weight: E M I numbers (`models.routed`).
     """
     return _grouped_forward(x, weights, sizes, precision)[0]
 

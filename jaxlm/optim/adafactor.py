@@ -36,7 +36,7 @@ def scale_by_adafactor(config: Adafactor, axes: Any) -> optax.GradientTransforma
     Optax's version counts a stack of layers as one tensor: its largest two dimensions may be layers, and both root
     mean squares run over all layers. Here each layer is a tensor of its own, as in the paper.
 
-    Of float32, 4 / rows + 4 / columns bytes of state for a number of a matrix, rows and columns being its two largest
+    With float32 moments, 4 / rows + 4 / columns bytes of state for a number of a matrix, rows and columns being its two largest
     dimensions; 4 where the smaller one is below `factor_from`, and for vectors.
 
     Source: Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5, without momentum.

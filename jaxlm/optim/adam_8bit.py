@@ -8,6 +8,7 @@ import optax
 from jax import Array
 
 from jaxlm.core import tree
+from jaxlm.optim import rounding
 from jaxlm.optim.config import AdamW8bit
 from jaxlm.optim.moments import blocks
 
@@ -57,8 +58,11 @@ def scale_by_adam_8bit(config: AdamW8bit, axes: Any) -> optax.GradientTransforma
     code's width each step, and rounding to the nearest would hold it where it is. Only a v of 0 becomes 0, as its root
     divides. The random numbers are those of the update's number, whatever the mesh.
 
-    Matrices of the blocks keep 2 + 8 / `block` bytes a number; embeddings, norms and biases are AdamW's, 8 bytes. Blocks
-    lie along a dimension that fsdp does not split, so that its shards hold whole ones.
+    Matrices of the blocks keep 2 + 8 / block bytes a number, whose block is `moments.blocks` of `block`: 192 for a dimension of
+    3,072 that tensor may split, 256 for one of 256 that it does not. Embeddings, norms and biases are AdamW's, 8 bytes.
+    Blocks are cut along a dimension that fsdp does not split, and none crosses from one to the next of up to 16 shards of
+    tensor: a power of two of devices decodes and codes its own part without the others'. On other meshes, as 3 devices, blocks
+    that cross are gathered in each update.
 
     Source: Dettmers et al. 2022, arXiv:2110.02861, section 2. There blocks are stretches of 2,048 of the flattened
     tensor, codes are a table (dynamic tree quantization) instead of a power, and rounding is to the nearest.
@@ -132,7 +136,7 @@ def encoded(x: Array, code: Code, cut: tuple[int, int], noise: Array) -> Coded:
     share = jnp.abs(x) / jnp.repeat(jnp.where(scales > 0, scales, 1.0), size, axis=dim)
     low = jnp.clip(jnp.floor(share ** (1 / code.power) * code.largest), 0, code.largest - 1)
     below, above = ((end / code.largest) ** code.power for end in (low, low + 1))
-    codes = low + (noise < (share - below) / (above - below))
+    codes = low + rounding.takes_other(share, below, above, noise)
     if code is SECOND:
         codes = jnp.where(x > 0, jnp.maximum(codes, 1.0), codes)
     return Coded((codes * jnp.sign(x)).astype(code.dtype), scales)

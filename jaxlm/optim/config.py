@@ -62,7 +62,7 @@ class Groups:
             for entry in getattr(self, field):
                 pattern, _, factor = entry.rpartition("=")
                 if not pattern or not _is_factor(factor):
-                    fix = f"--config.optim.{field}=\"('embedding/*=0.5',)\""
+                    fix = f"jaxlm config explain optim.{field}"
                     yield field, f"{entry!r} is not PATTERN=FACTOR with a factor >= 0", fix
 
 

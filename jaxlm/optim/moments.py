@@ -1,6 +1,7 @@
 """What an optimizer keeps for a parameter, by its shape and logical axes. Free of JAX."""
 
 import math
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxlm.optim.config import (
@@ -22,8 +23,9 @@ from jaxlm.optim.config import (
     Soap,
     Sophia,
 )
-from jaxlm.parallel.logical import STACKED, LogicalAxes
+from jaxlm.parallel.logical import STACKED, LogicalAxes, Sizes, mesh_axes, ways
 
+MOST_SHARDS = 16  # over which a dimension can be split with whole blocks on each device
 READ = ("embed", "latent")  # what a block's matrices read, or lead back to; fsdp splits it
 
 
@@ -33,11 +35,16 @@ class Kept(NamedTuple):
     shape: tuple[int, ...]
     axes: LogicalAxes  # what its dimensions are
     part: str = ""  # the end of its path, after the parameter's; nothing where that is all
-    item_bytes: int | None = None  # of each number; None is what the parameter has
+    item_bytes: int | None = None  # of each number; None is `precision.moments`'s
 
 
-def moments(config: Optimizer, shape: tuple[int, ...], axes: LogicalAxes) -> list[Kept]:
-    """The arrays beside a parameter of this shape and these axes; scalars are left out."""
+def moments(
+    config: Optimizer, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
+) -> list[Kept]:
+    """Return the arrays that the optimizer keeps for a parameter of this shape and these axes, without scalars.
+
+    `mesh` is the size of each mesh axis; an axis that it leaves out has size 1. Shapes are the same on every mesh.
+    """
     like = Kept(shape, axes)
     match config:
         case Sgd():
@@ -53,9 +60,11 @@ def moments(config: Optimizer, shape: tuple[int, ...], axes: LogicalAxes) -> lis
             if found is None:
                 return [like, like]
             dim, size = found
+            # Few scales on a large mesh: each device has all of them.
+            is_split = shape[dim] // size % ways(mesh, axes[dim]) == 0
             scales = Kept(
                 tuple(n // size if d == dim else n for d, n in enumerate(shape)),
-                tuple(None if d == dim else axis for d, axis in enumerate(axes)),
+                tuple(None if d == dim and not is_split else axis for d, axis in enumerate(axes)),
                 "scales",
                 4,
             )
@@ -98,16 +107,24 @@ def factored_dims(
 def blocks(
     shape: tuple[int, ...], axes: tuple[str | None, ...], longest: int
 ) -> tuple[int, int] | None:
-    """The dimension along which a matrix of a block is cut into stretches, and their length; None for other leaves.
+    """Return the dimension along which a matrix of a block is cut into blocks, and the block size; None for other leaves.
 
-    It is the largest that fsdp does not split; the length is its largest divisor up to `longest`.
+    The size is the largest divisor of n / 2^k up to `longest`, n being the dimension and 2^k the largest power of two up to
+    16 that divides n; k is 0 if no mesh axis splits the dimension. So the shards of 2, 4, 8 or 16 devices hold whole blocks,
+    and the size depends on no mesh. Of the dimensions that fsdp does not split, it is the one with the largest blocks. A leaf
+    whose blocks would be single numbers has none.
     """
     if not inputs(axes):
         return None
+
+    def size(dim: int) -> int:
+        n = shape[dim]
+        own = n // math.gcd(n, MOST_SHARDS) if mesh_axes(axes[dim]) else n
+        return max(size for size in range(1, min(longest, own) + 1) if own % size == 0)
+
     whole = [d for d, axis in enumerate(axes) if axis not in (*STACKED, *READ)]
-    dim = max(whole, key=lambda d: shape[d])
-    sizes = range(1, min(longest, shape[dim]) + 1)
-    return dim, max(size for size in sizes if shape[dim] % size == 0)
+    dim = max(whole, key=lambda d: (size(d), shape[d]))
+    return (dim, size(dim)) if size(dim) > 1 else None
 
 
 def inputs(axes: tuple[str | None, ...]) -> tuple[int, ...]:

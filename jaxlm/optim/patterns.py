@@ -63,6 +63,6 @@ def frozen(config: Groups, paths: Iterable[str]) -> frozenset[str]:
             "every parameter is frozen",
             where="optim.freeze",
             why=f"{', '.join(map(repr, config.freeze))} match all {len(paths)}",
-            fix="--config.optim.freeze=\"('embedding/*',)\"",
+            fix="jaxlm config explain optim.freeze",
         )
     return found

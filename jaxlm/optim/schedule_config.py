@@ -151,6 +151,7 @@ def problems(
         default = spans(type(schedule)())[name]
         fix = f"--config.schedule.{name}={default}"
         if span.unit == "second":
+            fix = f"jaxlm config explain schedule.{name}"
             yield name, f"a schedule cannot be a time such as {span}", fix
         elif span.unit == "share" and span.amount > 1:
             yield name, f"{span} is more than the whole run", fix
@@ -159,6 +160,7 @@ def problems(
         return
     steps = {name: span.steps(total, tokens_per_step) for name, span in found.items()}
     warmup, end = steps["warmup"], steps.get("end", total)
+    usual = Span.parse("2%")
     if warmup >= end:
         ends = (
             f"the schedule ends: {warmup} steps, end at step {end}"
@@ -168,7 +170,7 @@ def problems(
         yield (
             "warmup",
             f"it is not over when {ends}, {total} steps in all",
-            "--config.schedule.warmup=2%",
+            f"--config.schedule.warmup={usual if usual.steps(total, tokens_per_step) < end else end - 1}",
         )
     elif "decay" in steps and warmup + steps["decay"] > end:
         yield (
@@ -180,13 +182,13 @@ def problems(
         yield (
             "cycles",
             f"the first of {schedule.cycles} cycles in {end - warmup} steps would have {short:.2g}",
-            "--config.schedule.cycles=1",
+            f"--config.schedule.cycles={_most(schedule, end - warmup)}",
         )
     elif "every" in steps and warmup + steps["every"] > total:
         yield (
             "every",
             f"the first cut would come at step {warmup + steps['every']}, and the run ends at {total}",
-            "--config.schedule.every=30%",
+            f"--config.schedule.every={total - warmup}",
         )
 
 
@@ -203,3 +205,12 @@ def cycle_starts(schedule: Cosine, length: int) -> list[int]:
 
 def _shortest(schedule: Cosine, length: int) -> float:
     return length / sum(schedule.growth**k for k in range(schedule.cycles))
+
+
+def _most(schedule: Cosine, length: int) -> int:
+    """Return the number of cycles of `length` steps of which the first has one step at least."""
+    count, total = 0, 1.0
+    while total <= length:
+        count += 1
+        total += schedule.growth**count
+    return count

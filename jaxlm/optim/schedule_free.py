@@ -34,7 +34,7 @@ def descend(
         x <- x + c (z - x),  with c = r^2 / (sum of r^2 so far)
 
     with the leaf's learning-rate scale s and its decay's scale d, 0 where its group does not decay. What is evaluated, sampled, saved and
-    exported is x, so nothing but the step knows y. 8 bytes of state for a number of float32; a step makes one more copy
+    exported is x, so nothing but the step knows y. 8 bytes of state for a number, in float32; a step makes one more copy
     of the parameters, y.
 
     Source: Defazio et al. 2024, arXiv:2405.15682, algorithm 1. Its implementations keep y as the parameters and compute x

@@ -30,7 +30,7 @@ def scale_by_sophia(config: Sophia) -> optax.GradientTransformationExtraArgs:
         m <- b1 m + (1 - b1) g,  h <- b2 h + (1 - b2) e  where there is an e
         u = clip(m / max(gamma h, eps), -1, 1)
 
-    e is what `update` is given as `curvature`; `train.step` says how it is found. 8 bytes of state for a number of float32;
+    e is what `update` is given as `curvature`; `train.step` says how it is found. 8 bytes of state for a number, in float32;
     an estimate takes about a step's time, and the gradient's memory.
 
     Source: Liu et al. 2023, arXiv:2305.14342, algorithm 3. Optax's takes the diagonal of the step before, and divides m by

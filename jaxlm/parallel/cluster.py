@@ -40,14 +40,14 @@ class Place:
                 f"{' and '.join(missing)} must be given too",
                 where="jaxlm train",
                 why="a process of several needs to know where they meet, how many they are and which it is",
-                fix="jaxlm launch --processes=2 -- train --config=configs/quickstart.py --workdir=runs/a    # gives all three",
+                fix="start the processes with jaxlm launch, which gives all three",
             )
         if self.count is not None and self.rank is not None and not 0 <= self.rank < self.count:
             raise CommandError(
                 f"there is no process {self.rank} of {self.count}",
                 where="--process_id" if self.told == "flags" else self.told,
                 why=f"they are numbered from 0 to {self.count - 1}",
-                fix=f"--process_id={self.count - 1}",
+                fix=f"give each of the {self.count} processes its own --process_id, from 0 to {self.count - 1}",
             )
 
     def as_json(self) -> dict[str, object]:
@@ -101,7 +101,7 @@ def place(
                 f"{found.told} does not say where its {found.count} processes meet",
                 where="jaxlm train",
                 why="no variable names the host of rank 0",
-                fix=f"--coordinator=HOST_OF_RANK_0:{port(found.job)}",
+                fix=f"give --coordinator the host of rank 0 and a port, such as {port(found.job)}",
             )
         host = f"[{found.host}]" if ":" in found.host else found.host
         coordinator = f"{host}:{port(found.job)}"
@@ -255,7 +255,7 @@ def _need(cluster: str, environment: Environment, names: tuple[str, ...]) -> Non
             f"this looks like {cluster}, but {' and '.join(missing)} {'are' if missing[1:] else 'is'} not set",
             where="the environment",
             why=f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} set",
-            fix=f"--num_processes=1    # alone\nexport {missing[0]}=...    # one of several, as the cluster numbers them",
+            fix=f"--num_processes=1    # if this process is alone\nof several: set {' and '.join(missing)} as the cluster numbers its processes",
         )
 
 
@@ -266,7 +266,7 @@ def _number(environment: Environment, name: str) -> int:
             f"{name}={text!r} is no number",
             where="the environment",
             why="it is set by a cluster, and counts processes",
-            fix=f"unset {name}",
+            fix=f"--num_processes=1    # if this process is alone\nof several: set {name} to the number that the cluster gave",
         )
     return int(text)
 

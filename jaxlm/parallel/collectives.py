@@ -46,6 +46,18 @@ class Shape(NamedTuple):
         known = BITS.get(self.dtype, 8)  # there are many kinds of float8
         return math.ceil(self.elements * known / 8)
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.sizes))}]"
+
+
+class Result(NamedTuple):
+    """An array that an operation computes on one device; `op_name` is its place in the traced program."""
+
+    op: str
+    shape: Shape
+    op_name: str
+    source: str
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
@@ -108,7 +120,6 @@ def read(text: str, package: str = "/jaxlm/") -> list[Collective]:
             kind = match["op"].removesuffix("-start")
             if kind not in KINDS:
                 continue
-            op = re.search(r'op_name="((?:[^"\\]|\\.)*)"', line)
             found.append(
                 Collective(
                     kind=kind,
@@ -116,11 +127,32 @@ def read(text: str, package: str = "/jaxlm/") -> list[Collective]:
                     shapes=_payload(kind, match, line, shapes),
                     groups=read_groups(line, devices),
                     times=times.get(name, 0),
-                    op=op[1].replace("\\'", "'") if op else "",
+                    op=_op_name(line),
                     source=sources.of(line),
                 )
             )
     return [each for each in found if each.times != 0]
+
+
+def results(text: str, package: str = "/jaxlm/") -> list[Result]:
+    """Return every array that an optimised program computes on a device, those inside of fusions and loops too.
+
+    Source lines are as in `read`. Raises ValueError if the text is no program.
+    """
+    bodies, _ = computations(text)
+    sources = Sources(text, package)
+    return [
+        Result(match["op"], shape, _op_name(line), sources.of(line))
+        for lines in bodies.values()
+        for line in lines
+        if (match := INSTRUCTION.match(line))
+        for shape in _arrays(match["type"])
+    ]
+
+
+def _op_name(line: str) -> str:
+    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', line)
+    return found[1].replace("\\'", "'") if found else ""
 
 
 def computations(text: str) -> tuple[dict[str, list[str]], str]:

@@ -32,7 +32,7 @@ def dropless(
     pass each link and pass back, whatever k is. A dense all-to-all without drops would have to be prepared for all
     tokens of a device choosing one other, and sends min(k, E / X) as much; a ragged one, which sends k / X, is not
     implemented on CPU. For the same reason there are X n min(k, E / X) rows to be multiplied for n tokens a device, of
-    which about k n are real; a ragged product passes the others over.
+    which about k n are real. Only TPUs skip the others (`ops.matmul.grouped_matmul`).
     """
     count = weights[0].shape[0]
 
@@ -54,9 +54,7 @@ def dropless(
         out = jnp.where(is_own, out, 0)
         back = jnp.zeros((len(own), out.shape[-1]), out.dtype)
         back = back.at[order].set(out, unique_indices=True, mode="promise_in_bounds")
-        summed = jnp.sum(
-            back.reshape(-1, top_k, back.shape[-1]) * share[..., None].astype(back.dtype), axis=1
-        )
+        summed = _shared_out(back.reshape(-1, top_k, back.shape[-1]), share)
         if ways > 1:
             summed = lax.psum_scatter(summed, "expert", scatter_dimension=0, tiled=True)
         return _over_tensor(summed).reshape(x.shape)
@@ -99,11 +97,12 @@ def limited(
         earlier = jnp.sum(jnp.repeat(offsets, length * top_k // parts, axis=1) * hot, axis=-1)
         is_kept = (hot.sum(-1) > 0) & (earlier + place < capacity)
         places = min(capacity, length)
-        place = jnp.where(is_kept, place, places)  # out of bounds, and so dropped
+        # Tokens that are not kept have places out of bounds, each its own: no two have the same.
+        place = jnp.where(is_kept, place, places + jnp.arange(length * top_k)[None])
         row = jnp.arange(rows)[:, None]
         repeated = jnp.repeat(x, top_k, axis=1)
         buffer = jnp.zeros((rows, count, places, width), x.dtype)
-        buffer = buffer.at[row, chosen, place].set(repeated, mode="drop")
+        buffer = buffer.at[row, chosen, place].set(repeated, unique_indices=True, mode="drop")
         groups = jnp.swapaxes(buffer, 0, 1).reshape(count, rows * places, width)
         if ways > 1:
             groups = lax.all_to_all(groups, "expert", 0, 1, tiled=True)
@@ -111,14 +110,39 @@ def limited(
         if ways > 1:
             groups = lax.all_to_all(groups, "expert", 1, 0, tiled=True)
         buffer = jnp.swapaxes(groups.reshape(count, rows, places, width), 0, 1)
-        out = buffer.at[row, chosen, place].get(mode="fill", fill_value=0)
-        out = out.reshape(rows, length, top_k, width) * shares[..., None].astype(out.dtype)
+        out = buffer.at[row, chosen, place].get(unique_indices=True, mode="fill", fill_value=0)
+        summed = _shared_out(out.reshape(rows, length, top_k, width), shares)
         kept = is_kept.reshape(rows, length, top_k).astype(jnp.float32)
-        return _over_tensor(out.sum(2)), kept
+        return _over_tensor(summed), kept
 
     return _placed(run, (TOKENS, TOKENS, TOKENS, TOKENS[:2], *axes), (TOKENS, TOKENS))(
         x, choices, shares, counted.astype(jnp.int32), *weights
     )
+
+
+@jax.custom_vjp
+def _shared_out(parts: Array, shares: Array) -> Array:
+    """Return sum_k shares[..., k] parts[..., k, :], in the dtype of `parts`.
+
+    Products and sums are float32, so that a share's gradient, a sum over the width, is too. Kept for the backward pass
+    are the arguments alone, as `nn.mlp.gated` does it.
+    """
+    wide = parts.astype(jnp.float32) * shares[..., None]
+    return jnp.sum(wide, axis=-2).astype(parts.dtype)
+
+
+def _shared_out_forward(parts: Array, shares: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _shared_out(parts, shares), (parts, shares)
+
+
+def _shared_out_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    parts, shares = kept
+    wide = grad.astype(jnp.float32)[..., None, :]
+    parts_grad = (wide * shares[..., None]).astype(parts.dtype)
+    return parts_grad, jnp.sum(wide * parts.astype(jnp.float32), axis=-1).astype(shares.dtype)
+
+
+_shared_out.defvjp(_shared_out_forward, _shared_out_backward)
 
 
 def _placed(run: Callable[..., Any], ins: tuple[LogicalAxes, ...], outs: Any) -> Callable[..., Any]:
@@ -166,8 +190,15 @@ def _axes(spec: PartitionSpec) -> frozenset[str]:
 
 
 def _varying(x: Array, axes: frozenset[str]) -> Array:
-    is_number = jnp.issubdtype(x.dtype, jnp.floating)
-    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes and is_number else x
+    """Mark numbers as differing over mesh axes; their gradient is the sum over the devices along these.
+
+    The sum of a weight's, over all that share a batch, is float32 whatever the weight is. That of activations over
+    `tensor` has their dtype, as in every other layer that is split over it.
+    """
+    if not axes or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    wide = x.astype(jnp.float32) if axes - {"tensor"} else x
+    return lax.pcast(wide, tuple(sorted(axes)), to="varying").astype(x.dtype)
 
 
 def _is_on_mesh() -> bool:

@@ -1,5 +1,6 @@
 """Global arrays from what each host reads: rows of a batch, parts of a parameter."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
@@ -20,20 +21,22 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def check_rows(mesh: Mesh, batch: int, microbatches: int = 1) -> None:
-    """Raises ConfigError where the rows of a micro-batch cannot be dealt out evenly."""
+    """Raise ConfigError if the rows of a micro-batch do not divide over the devices.
+
+    The batch is that of the run, so the fix names fewer devices and not another batch.
+    """
     ways = rules.split(mesh, "batch")
     if batch % (ways * microbatches) == 0:
         return
     unit = ways * microbatches
-    below, above = batch // unit * unit, -(-batch // unit) * unit
+    fewer = mesh.size // ways * math.gcd(ways, batch // microbatches)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
     parts = f" x {microbatches} micro-batches" if microbatches > 1 else ""
     raise ConfigError(
         f"a batch of {batch} rows does not divide over {ways} devices{parts}",
         where="train.batch",
         why=f"mesh {shown(mesh.shape)}{parts} needs a multiple of {unit}",
-        fix="\n".join(
-            f"--config.train.batch={size}" for size in dict.fromkeys((below, above)) if size
-        ),
+        fix=f"--cpu_devices={fewer}" if on_cpu else f"run it on {fewer} devices",
     )
 
 

@@ -109,6 +109,32 @@ class Peers:
             ) from error
         return json.loads(text)
 
+    def gather(self, name: str, value: Any, seconds: float) -> list[Any]:
+        """Return every rank's value, as JSON keeps it, in the order of the ranks, on the first rank.
+
+        The others return an empty list at once. Every rank must call it as many times with each name; any thread may.
+
+        Raises:
+          PeerLost: if a value has not come in time.
+        """
+        if self.count == 1:
+            return [value]
+        number = self._shared[name]
+        self._shared[name] += 1
+        place = f"{ROOT}/gathered/{name}/{number}"
+        self._client.key_value_set(f"{place}/{self.rank}", json.dumps(value))
+        if not self.is_first:
+            return []
+        values = []
+        for rank in range(self.count):
+            try:
+                text = self._client.blocking_key_value_get(f"{place}/{rank}", int(seconds * 1000))
+            except jax.errors.JaxRuntimeError as error:
+                raise _lost(f"rank {rank} did not send its {name} in time", error) from error
+            values.append(json.loads(text))
+        self._client.key_value_delete(f"{place}/")
+        return values
+
     def sign(self, name: str, text: str, *, again: bool = False) -> bool:
         """Sets a sign, once, or again and again; whether it is set now and was not before."""
         if self.count == 1:
@@ -182,8 +208,13 @@ def start(
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an exception of a computation says that another process is gone; they have no type of their own."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and bool(_GONE.search(str(error)))
+    """Return whether an exception of a computation says that another process is gone.
+
+    They have no type of their own: a step that is not dispatched in the background raises some of
+    them as ValueError.
+    """
+    raised = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
+    return raised and bool(_GONE.search(str(error)))
 
 
 def _is_loopback(host: str) -> bool:

@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
+from jaxlm.core.precision import widened
 from jaxlm.parallel import logical, rules
 from jaxlm.parallel.schedule import Schedule
 
@@ -46,18 +47,16 @@ def run(
     backward pass keeps of a tick has these weights in it, whatever remat computes again.
     """
     stages, count = schedule.stages, schedule.microbatches
-    groups = jax.tree.map(functools.partial(_by_stage, schedule), layers)
+    wide, narrowed = widened(layers)
+    groups = jax.tree.map(functools.partial(_by_stage, schedule), wide)
     numbers = jnp.arange(stages)
     is_first = (numbers == 0)[:, None, None, None]
 
     def one(groups: Any, x: Array, microbatch: Array, repeat: Array) -> tuple[Array, Any]:
-        return stage(
-            jax.tree.map(
-                lambda leaf: _at(leaf, repeat) if schedule.repeats > 1 else leaf[0], groups
-            ),
-            x,
-            microbatch,
+        own = jax.tree.map(
+            lambda leaf: _at(leaf, repeat) if schedule.repeats > 1 else leaf[0], groups
         )
+        return stage(narrowed(own), x, microbatch)
 
     every = jax.vmap(one, spmd_axis_name=logical.RULES["stages"])
 

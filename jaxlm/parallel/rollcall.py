@@ -6,6 +6,7 @@ said by name, on every rank that is there, and a rank that is refused before the
 
 import contextlib
 import json
+import re
 import socket
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 from jaxlm.core.errors import CommandError, JaxlmError, PeerLost
 from jaxlm.parallel.cluster import Place
+from jaxlm.parallel.cluster import port as free_port
 
 LONGEST = 1024  # bytes of what a rank says of itself
 REASON = 200  # letters of why it cannot come
@@ -71,11 +73,14 @@ def split(address: str) -> tuple[str, int]:
     """Host and port. Raises CommandError where the text is not both."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        named = address if ":" not in address else host
         raise CommandError(
             f"{address!r} is no address",
             where="--coordinator",
             why="it needs a host, a colon and a port",
-            fix="--coordinator=127.0.0.1:4321",
+            fix=f"--coordinator={named}:{free_port(named)}    # the same for every process"
+            if re.fullmatch(r"[\w.-]+|\[[\w.:]+\]", named)
+            else "name the host of rank 0 and a port that is free there: HOST:PORT",
         )
     return host.strip("[]"), int(port)
 
@@ -170,7 +175,7 @@ def _listener(address: str, deadline: float) -> socket.socket:
                 "the address of the coordinator cannot be used",
                 where=address,
                 why=f"{type(error).__name__}: {error.strerror}",
-                fix="--coordinator=HOST:PORT    # another port\njaxlm launch --processes=2 -- train --config=configs/quickstart.py --workdir=runs/a    # finds a free one",
+                fix="give --coordinator another port\nstart the processes with jaxlm launch: it finds a free port",
             ) from error
 
 

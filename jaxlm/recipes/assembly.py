@@ -13,6 +13,7 @@ from jaxtyping import Int
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.precision import Precision
 from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.evals.loss import Prefix
 from jaxlm.models.build import Blueprint
 from jaxlm.optim import groups
 from jaxlm.parallel import rules
@@ -115,6 +116,16 @@ def token_bytes(model: Assembly, tokenizer: Tokenizer) -> Int[np.ndarray, "V"]:
     """Bytes that each id of the model stands for; none for ids that only fill the vocabulary up."""
     known = tokenizer.token_bytes
     return np.pad(known, (0, model.blueprint.config.vocab - len(known)))
+
+
+def prefix(tokenizer: Tokenizer) -> Prefix | None:
+    """Return the bytes that a tokenizer puts into the first token of a text, None if it does not.
+
+    A document that nothing stands in front of has them in a token that is never a target.
+    """
+    if not tokenizer.lead or not tokenizer.before:
+        return None
+    return Prefix(tokenizer.before[-1], len(tokenizer.lead))
 
 
 def mesh_of(run: Run) -> Mesh:

@@ -1,6 +1,7 @@
 """How well a run does, seen between its steps: on its validation sets, and in samples."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jaxlm.optim.average_config import NoAverage, start
@@ -33,11 +34,17 @@ class Assessment:
             both_ways=run.objective.prompts == "both ways",
         )
 
-    def evaluate(self, state: TrainState, step: int) -> tuple[dict[str, Any], float]:
+    def evaluate(
+        self,
+        state: TrainState,
+        step: int,
+        judge: Callable[[int, float], dict[str, Any]] = lambda step, loss: {},
+    ) -> tuple[dict[str, Any], float]:
         """The figures of the set that is followed, and the loss that ranks this step among the others.
 
         Those of every set are written down, and those of the average as NAME.ema or NAME.swa. They are of whole sets at the
         beginning and at the end of the run, else of as much as `eval.batches` says. What ranks is always of as much.
+        `judge` returns what the record of the followed set says beside, from the step and its loss.
         """
         run = self._engine.run
         every = None if run.eval.batches == "all" else run.eval.batches
@@ -49,9 +56,10 @@ class Assessment:
         if not isinstance(kept, NoAverage) and step >= start(kept, run.train.steps, run.pace):
             of_average = self._engine.evaluate(self._engine.averaged(state), limit=limit)
             results |= {f"{name}.{kept.name}": each for name, each in of_average.items()}
-        for name, record in results.items():
-            self._journal.write(step, name, record)
         assert self.followed is not None  # else no evaluation is due
+        for name, record in results.items():
+            mark = judge(step, record["loss_nats"]) if name == self.followed else {}
+            self._journal.write(step, name, record | mark)
         return results[self.followed] | {"step": step}, ranked[self.followed]["loss_nats"]
 
     def sample(self, state: TrainState, step: int) -> None:

@@ -100,11 +100,14 @@ def _origins(options: Options, say: Say) -> list[Origin]:
     origins = [Origin(run, store, trained.choose(store, step, False, say)) for step in steps]
     origins += [beginning.opened(other, "--with", say) for other in options.others]
     if len(origins) < 2 or len({(each.workdir, each.step) for each in origins}) < len(origins):
+        several = set(steps) if len(set(steps)) > 1 else {*steps, *store.steps()[-2:]}
         raise CommandError(
             "an average is of several checkpoints",
             where=f"--workdir={place}",
             why=f"named are {', '.join(map(str, origins))}",
-            fix="--newest=2",
+            fix=f"--steps={','.join(map(str, sorted(several)))}"
+            if len(several) > 1 and not options.others
+            else "name checkpoints that differ by --steps=A,B, and of other runs by --with",
         )
     return origins
 
@@ -116,7 +119,7 @@ def _proportions(options: Options, count: int) -> tuple[float, ...]:
             f"{count} checkpoints need as many proportions, none below zero and not all zero",
             where=f"--proportions={','.join(f'{each:g}' for each in found)}",
             why=f"there are {len(found)}",
-            fix=f"--proportions={','.join(['1'] * count)}",
+            fix="jaxlm average --help",
         )
     return found
 

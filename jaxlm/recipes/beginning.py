@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
+from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.data import tokenizer_file
@@ -40,8 +41,10 @@ class Origin:
         return f"step {self.step} of {self.workdir}"
 
 
-def find(place: str, wanted: Run, say: Callable[[str], None]) -> Origin:
+def find(place: str, wanted: Run, say: Callable[[str], None], verifier: Verifier) -> Origin:
     """The run and the step of RUN[@STEP], the newest where none is named.
+
+    All processes of `verifier` must call it; the first one chooses the step.
 
     Raises:
       CommandError: where STEP is no number.
@@ -49,7 +52,7 @@ def find(place: str, wanted: Run, say: Callable[[str], None]) -> Origin:
       DataError: where it is damaged.
       ConfigError: where its model is another one.
     """
-    origin = opened(place, "--init_from", say)
+    origin = opened(place, "--init_from", say, verifier)
     if others := differences(origin.run, wanted):
         more = f"\nand {len(others) - 3} more" if len(others) > 3 else ""
         raise ConfigError(
@@ -61,7 +64,9 @@ def find(place: str, wanted: Run, say: Callable[[str], None]) -> Origin:
     return origin
 
 
-def opened(place: str, flag: str, say: Callable[[str], None]) -> Origin:
+def opened(
+    place: str, flag: str, say: Callable[[str], None], verifier: Verifier | None = None
+) -> Origin:
     """The run and the step of RUN[@STEP], the newest where none is named; what `flag` asked for.
 
     Raises:
@@ -79,8 +84,10 @@ def opened(place: str, flag: str, say: Callable[[str], None]) -> Origin:
             fix=f"{flag}={named}",
         )
     run = config.from_json(Run, read_json(named, "config.json"), where=str(named / "config.json"))
-    store = Store(named / "checkpoints", CheckpointConfig(), read_only=True)
-    return Origin(run, store, trained.choose(store, int(text) if at else None, False, say))
+    verifier = verifier or Verifier(say=say)
+    store = Store(named / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
+    step = int(text) if at else None
+    return Origin(run, store, verifier.decide(lambda: trained.choose(store, step, False, say)))
 
 
 def differences(run: Run, wanted: Run) -> list[config.Change]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlm.core import config
+from jaxlm.core import config, spelling
 from jaxlm.core.errors import CommandError
 from jaxlm.data.batch import Tokens
 from jaxlm.models import cost
@@ -83,11 +83,14 @@ def sizes(wanted: str | None) -> list[str]:
         return list(CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES)
     names = wanted.split(",")
     if wrong := [name for name in names if name not in SIZES]:
+        meant = [spelling.nearest(name, SIZES) for name in names]
         raise CommandError(
             f"there is no size {wrong[0]!r}",
             where=f"--sizes={wanted}",
             why=f"the sizes are {', '.join(SIZES)}",
-            fix=f"--sizes={','.join(CPU_SIZES)}",
+            fix=f"--sizes={','.join(filter(None, meant))}"
+            if all(meant)
+            else "name one of these, or several with commas between",
         )
     return names
 

@@ -118,6 +118,6 @@ def _settings(path: Path) -> dict[str, Any]:
             "tokenizer_config.json is not JSON",
             where=str(path),
             why=str(error),
-            fix="jaxlm import --from=DIR --workdir=runs/another    # writes it again",
+            fix="import the model again into another --workdir",
         ) from error
     return found if isinstance(found, dict) else {}

@@ -16,6 +16,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.build import Blueprint
+from jaxlm.optim.config import Muon, Soap, Sophia
 from jaxlm.parallel import collectives, host, logical, mesh
 from jaxlm.parallel.config import AXES, MeshConfig, shown
 from jaxlm.recipes import assembly, devices, fit, topology, traffic
@@ -59,8 +60,9 @@ class Trial:
 def check(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     """Runs a config, made small, on fake devices and on one, and reads what its compiled step sends.
 
-    `ok` is whether the losses, the gradient norms and the first gradient leaf by leaf agree, no matrix ended up whole along an axis that should split it, and no
-    activation is sent that should stay where it is.
+    `ok` is whether the losses, the gradient norms and the first gradient leaf by leaf agree, no matrix ended up whole along an
+    axis that should split it, no device holds the logits of the whole vocabulary where the mesh splits it, and nothing is sent
+    that should stay where it is.
 
     Raises:
       ConfigError: where the config's own sizes do not fit its own mesh.
@@ -77,7 +79,9 @@ def check(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, An
         dataclasses.replace(small, run=dataclasses.replace(small.run, mesh=ALONE)),
         mesh.build(ALONE, jax.devices()[:1]),
     )
-    lines = traffic.table(collectives.read(trial.program), small.mesh, _step(small))
+    step = step_of(small)
+    lines = traffic.table(collectives.read(trial.program), small.mesh, step)
+    whole = traffic.whole(collectives.results(trial.program), small.mesh, step)
     deviation = max(
         _deviation(trial.losses, alone.losses), _deviation(trial.grad_norms, alone.grad_norms)
     )
@@ -87,7 +91,7 @@ def check(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, An
     is_equal = deviation <= TOLERANCE and leaves[worst] <= GRADIENT_TOLERANCE
     unwanted = [line for line in lines if line.why_unexpected]
     return {
-        "ok": is_equal and not replicated and not unwanted,
+        "ok": is_equal and not (replicated or unwanted or whole),
         "is_equal": is_equal,
         "deviation": deviation,
         "tolerance": TOLERANCE,
@@ -101,6 +105,7 @@ def check(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, An
         "mesh": small.mesh,
         "changes": {change.path: [change.old, change.new] for change in small.changes},
         "replicated": replicated,
+        "whole_logits": whole,
         "unexpected": [line.record() for line in unwanted],
         "collectives": [line.record() for line in lines],
     }
@@ -114,8 +119,8 @@ def check_real(run: Run) -> None:
     fit.check(run, math.prod(sizes.values()))
 
 
-def _step(small: Small) -> traffic.Step:
-    """What is known of the step of a small run."""
+def step_of(small: Small) -> traffic.Step:
+    """Return what is known of the training step of a small run."""
     run, vocab = small.run, topology.vocabulary(small.run)
     ways = {axis: logical.ways(small.mesh, axis) for axis in ("batch", "kv_heads")}
     decoder = run.decoder(vocab)
@@ -125,6 +130,7 @@ def _step(small: Small) -> traffic.Step:
     passes = run.train.microbatches if schedule is None else schedule.ticks
     layers = -(-decoder.depth // (1 if schedule is None else schedule.stages * schedule.repeats))
     again = 1 if run.train.remat == "none" else 2
+    again *= 2 if isinstance(run.optim, Sophia) else 1  # the gradient of sampled labels
     return traffic.Step(
         tokens=small.tokens,
         mark=small.mark,
@@ -134,6 +140,11 @@ def _step(small: Small) -> traffic.Step:
         gathers=2 * layers * passes * again,
         has_ring=run.mesh.context_keys == "ring",
         has_places=getattr(run.model, "capacity", None) is not None,
+        figures=0
+        if run.regularisation.qk_clip is None
+        else decoder.depth * decoder.layers[0].attention.heads,
+        has_groups=schedule is not None and schedule.repeats > 1,
+        has_whole_matrices=isinstance(run.optim, Muon | Soap),
     )
 
 

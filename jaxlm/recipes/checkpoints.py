@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.record import Record
 from jaxlm.checkpoint.store import Store
+from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.recipes.config import Run
@@ -94,7 +96,7 @@ def verify(
     workdir: Path, step: int | None = None, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """Compares size and sha256 of every file of a step, or of all steps, with what was written."""
-    store = _open(workdir)
+    store = _open(workdir, say)
     _named(store, workdir, step)
     sound, damaged = [], {}
     for each in store.steps() if step is None else [step]:
@@ -112,7 +114,7 @@ def verify(
     return {"sound": sound, "damaged": damaged}
 
 
-def _open(workdir: Path) -> Store:
+def _open(workdir: Path, say: Callable[[str], None] = lambda text: None) -> Store:
     folder = workdir / "checkpoints"
     if not folder.is_dir():
         raise InputMissing(
@@ -121,7 +123,7 @@ def _open(workdir: Path) -> Store:
             why="a run has them in its checkpoints/",
             fix="find . -name checkpoints",
         )
-    return Store(folder, CheckpointConfig(), read_only=True)
+    return Store(folder, CheckpointConfig(), read_only=True, verifier=Verifier(say=say))
 
 
 def _named(store: Store, workdir: Path, step: int | None) -> int:
@@ -135,7 +137,9 @@ def _named(store: Store, workdir: Path, step: int | None) -> int:
             "there is no checkpoint yet" if step is None else f"there is no checkpoint {step}",
             where=str(store.directory),
             why=f"committed steps: {', '.join(map(str, steps)) or 'none'}",
-            fix=f"--step={steps[-1]}" if steps else f"jaxlm train --config=... --workdir={workdir}",
+            fix=f"--step={steps[-1]}"
+            if steps
+            else f"jaxlm train --workdir={shlex.quote(str(workdir))}",
         )
     return step
 
@@ -148,7 +152,7 @@ def _sound(store: Store, step: int) -> Record:
             f"checkpoint {step} is damaged",
             where=str(store.directory / str(step)),
             why="\n".join(lines[:4]),
-            fix=f"jaxlm checkpoint list --workdir={store.directory.parent}",
+            fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(store.directory.parent))}",
         )
     return record
 

@@ -4,6 +4,7 @@ Choosing reads only: what refuses the start afterwards finds every checkpoint wh
 """
 
 import contextlib
+import shlex
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ def choose(store: Store, wish: Wish, rewinds: Rewinds) -> Choice:
             f"checkpoint {wish.start_at} is damaged",
             where=f"--start_at={wish.start_at}",
             why="\n".join(wrong[:4]),
-            fix=f"jaxlm checkpoint list --workdir={store.directory.parent}",
+            fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(store.directory.parent))}",
         )
     reason = f"given up: the run was started again at {wish.start_at}"
     known = {each.step for each in aside}

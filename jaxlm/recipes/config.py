@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.core import config
@@ -61,6 +61,93 @@ VOCAB_MULTIPLE = 64  # what `model.vocab=auto` is rounded up to, so that it spli
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A run is a value: this one, printed, compared, saved, and enough to run again."""
+
+    # Names of the same setting, in the same unit, in other trainers.
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "optim.lr",
+        "peak_lr": "optim.lr",
+        "max_lr": "optim.lr",
+        "wd": "optim.weight_decay",
+        "beta1": "optim.b1",
+        "beta2": "optim.b2",
+        "adam_beta1": "optim.b1",
+        "adam_beta2": "optim.b2",
+        "adam_epsilon": "optim.eps",
+        "epsilon": "optim.eps",
+        "grad_clip": "optim.clip_norm",
+        "clip_grad": "optim.clip_norm",
+        "clip_grad_norm": "optim.clip_norm",
+        "max_grad_norm": "optim.clip_norm",
+        "gradient_clipping": "optim.clip_norm",
+        "optimizer": "optim.name",
+        "lr_schedule": "schedule.name",
+        "lr_scheduler": "schedule.name",
+        "lr_scheduler_type": "schedule.name",
+        "warmup_steps": "schedule.warmup",
+        "num_warmup_steps": "schedule.warmup",
+        "warmup_iters": "schedule.warmup",
+        "max_steps": "train.steps",
+        "num_steps": "train.steps",
+        "num_train_steps": "train.steps",
+        "total_steps": "train.steps",
+        "train_steps": "train.steps",
+        "training_steps": "train.steps",
+        "max_iters": "train.steps",
+        "iterations": "train.steps",
+        "batch_size": "train.batch",
+        "global_batch_size": "train.batch",
+        "train_batch_size": "train.batch",
+        "gradient_accumulation": "train.microbatches",
+        "gradient_accumulation_steps": "train.microbatches",
+        "grad_accum": "train.microbatches",
+        "grad_accum_steps": "train.microbatches",
+        "accumulate_grad_batches": "train.microbatches",
+        "seq_len": "data.sequence",
+        "seq_length": "data.sequence",
+        "sequence_length": "data.sequence",
+        "max_seq_len": "data.sequence",
+        "max_seq_length": "data.sequence",
+        "block_size": "data.sequence",
+        "dataset": "data.train",
+        "train_data": "data.train",
+        "train_files": "data.train",
+        "val_data": "data.validation",
+        "validation_files": "data.validation",
+        "n_layer": "model.depth",
+        "n_layers": "model.depth",
+        "num_layers": "model.depth",
+        "num_hidden_layers": "model.depth",
+        "n_embd": "model.width",
+        "d_model": "model.width",
+        "hidden_size": "model.width",
+        "n_head": "model.heads",
+        "n_heads": "model.heads",
+        "num_heads": "model.heads",
+        "num_attention_heads": "model.heads",
+        "n_kv_heads": "model.kv_heads",
+        "num_key_value_heads": "model.kv_heads",
+        "d_ff": "model.hidden",
+        "intermediate_size": "model.hidden",
+        "vocab_size": "model.vocab",
+        "dtype": "precision.compute",
+        "param_dtype": "precision.params",
+        "save_every": "checkpoint.every",
+        "save_steps": "checkpoint.every",
+        "save_interval": "checkpoint.every",
+        "eval_every": "eval.every",
+        "eval_steps": "eval.every",
+        "eval_interval": "eval.every",
+        "log_every": "log.every",
+        "logging_steps": "log.every",
+        "log_interval": "log.every",
+        "tp": "mesh.tensor",
+        "tensor_parallel": "mesh.tensor",
+        "tensor_parallel_size": "mesh.tensor",
+        "pp": "mesh.pipe",
+        "pipeline_parallel": "mesh.pipe",
+        "context_parallel": "mesh.context",
+        "expert_parallel": "mesh.expert",
+    }
 
     seed: int = setting(
         0, "root of every random number: weights, data order, dropout, samples", low=0

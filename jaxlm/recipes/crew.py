@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import faults
 from jaxlm.monitor.config import WatchConfig
-from jaxlm.monitor.watch import Watch
+from jaxlm.monitor.watch import VERIFY, Watch
 from jaxlm.parallel import peers
 from jaxlm.parallel.cluster import Place
 from jaxlm.parallel.peers import Peers
@@ -93,6 +94,15 @@ class Crew:
         """The first rank's value, on every rank."""
         return self.peers.share(name, value, self._config.limits()["start"])
 
+    def verifier(self, say: Callable[[str], None]) -> Verifier:
+        """Return what compares checkpoints with their records, all processes together, in a phase of its own."""
+        return Verifier(
+            self.peers,
+            phase=functools.partial(self.watch.phase, VERIFY),
+            moved=self.watch.moved,
+            say=say,
+        )
+
     def sharer(self, name: str) -> Callable[[Any], Any] | None:
         """`share` under a name; None where there is nobody to share with."""
         return functools.partial(self.share, name) if self.peers.count > 1 else None
@@ -132,7 +142,10 @@ class Crew:
                 self._busy[name] = (said, time.monotonic())
 
     def _is_peer_busy(self) -> bool:
-        """Whether a rank is in a phase of its own that may take longer than a step, and has not for too long."""
+        """Whether a rank is in a phase of its own that may take longer than a step, and has not been for too long.
+
+        The time of a verification counts anew whenever the rank says that it has read on.
+        """
         now = time.monotonic()
         return any(
             said and now - since <= json.loads(said)[1]

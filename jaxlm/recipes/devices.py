@@ -89,7 +89,7 @@ def compile_cache() -> Path:
             "the folder for compiled programs cannot be used",
             where=str(folder),
             why=f"{type(error).__name__}: {error.strerror}",
-            fix="JAXLM_CACHE=/a/folder/of/yours jaxlm ...",
+            fix="export JAXLM_CACHE=~/jaxlm-cache",
         ) from error
     return folder
 

@@ -63,6 +63,7 @@ class Engine:
             shapes=blueprint.shapes,
             width_ratio=blueprint.config.width_ratio,
             balance_rate=configs.balance_rate(blueprint.config),
+            state_dtype=model.precision.moments,
         )
         self.shapes: TrainState = jax.eval_shape(self.traced)  # once: that is a trace of the model
         self._layout = self._shardings()
@@ -104,6 +105,7 @@ class Engine:
         taken = gradients.build(
             loss,
             precision=model.precision,
+            axes=blueprint.axes,
             layout=model.gradients,
             frozen=self._frozen,
             microbatches=microbatches,
@@ -128,7 +130,10 @@ class Engine:
         )
         self._eval_step = jax.jit(
             evals.build(
-                blueprint.merge, assembly.token_bytes(model, data.tokenizer), chunk=run.loss.chunk
+                blueprint.merge,
+                assembly.token_bytes(model, data.tokenizer),
+                chunk=run.loss.chunk,
+                prefix=assembly.prefix(data.tokenizer),
             )
         )
         self._rows = {
@@ -181,18 +186,21 @@ class Engine:
         return jax.make_array_from_callback((), where, lambda _: np.asarray(value, np.float32))
 
     def evaluate(self, params: Any, *, limit: int | None) -> dict[str, dict[str, Any]]:
-        """The figures of each validation set, over all of it or the first `limit` batches, and the `share` of it that those are."""
+        """Return the figures of each validation set, and the `share` of its rows they are of.
+
+        `limit` is a number of batches of rows that are drawn, None for the whole set.
+        """
         run = self.run
         size = run.train.batch if run.eval.batch == "auto" else run.eval.batch
         rows = host.host_rows(self.model.mesh, size)
         eval_step = functools.partial(self._eval_step, params)
-        return {
-            name: evals.evaluate(
-                eval_step, loader.evaluation(batch=size, rows=rows, limit=limit), self._put
-            ).record()
-            | {"share": loader.share(batch=size, limit=limit)}
-            for name, loader in self.data.validation.items()
-        }
+        found = {}
+        for name, loader in self.data.validation.items():
+            batches = loader.evaluation(batch=size, rows=rows, limit=limit)
+            sample = evals.Sample(loader.evaluated(batch=size, limit=limit), loader.plan.rows)
+            result = evals.evaluate(eval_step, batches, self._put, sample)
+            found[name] = result.record() | {"share": sample.rows / sample.of}
+        return found
 
     def held(self) -> dict[str, int]:
         """Bytes on each device by what they are: parameters, gradients (while a step is computed), optimizer's state, average."""
@@ -210,7 +218,12 @@ class Engine:
         return {
             "parameters": size(state.params, sharding.params),
             "gradients": size(
-                jax.eval_shape(model.precision.reduced, tree.without(state.params, self._frozen)),
+                jax.eval_shape(
+                    functools.partial(
+                        gradients.reduced, precision=model.precision, axes=model.blueprint.axes
+                    ),
+                    tree.without(state.params, self._frozen),
+                ),
                 tree.without(model.gradients, self._frozen),
             ),
             "optimizer": size(state.opt_state, sharding.opt_state),
@@ -221,7 +234,7 @@ class Engine:
         blueprint, mesh = self.model.blueprint, self.model.mesh
         shapes: Any = self.shapes
         axes = optimizers.state_axes(
-            self.run.optim, self.optimizer, blueprint.shapes, blueprint.axes
+            self.run.optim, self.optimizer, blueprint.shapes, blueprint.axes, mesh.shape
         )
         replicated = states.replicated(mesh)
         opt_state = rules.shardings(mesh, axes, shapes.opt_state)
@@ -243,7 +256,7 @@ class Engine:
 def of_sizes(run: Run, grid: Mesh, vocab: int) -> Engine:
     """The engine of a run's sizes on a mesh, without data: to compile or to time its step."""
     model = assembly.assemble(run, vocab, grid)
-    tokenizer = SimpleNamespace(token_bytes=np.zeros(vocab, np.int32))
+    tokenizer = SimpleNamespace(token_bytes=np.zeros(vocab, np.int32), lead="")
     return Engine(run, SimpleNamespace(tokenizer=tokenizer), model)  # type: ignore[arg-type]
 
 

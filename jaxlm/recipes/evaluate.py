@@ -79,7 +79,8 @@ def measure(
     with jax.set_mesh(mesh):
         table = assembly.token_bytes(opened.model, opened.tokenizer)
         chunk = opened.run.loss.chunk
-        step = jax.jit(evals.build(opened.model.blueprint.merge, table, chunk=chunk))
+        prefix = assembly.prefix(opened.tokenizer)
+        step = jax.jit(evals.build(opened.model.blueprint.merge, table, chunk=chunk, prefix=prefix))
         rows, put = host.host_rows(mesh, batch), functools.partial(host.put, mesh)
         for name, loader in loaders.items():
             batches = loader.evaluation(batch=batch, rows=rows)
@@ -102,13 +103,13 @@ def _loaders(opened: Trained, options: Options, sequence: int, say: Any) -> dict
             "the run's data now gives another tokenizer than the one it was trained with",
             where="data.tokenizer",
             why="files behind data.train have changed since",
-            fix="--text=stdlib:validation",
+            fix="name the text to evaluate on with --text",
         )
     if not found.validation:
         raise ConfigError(
             "the run has no validation set",
             where="data.validation",
             why="it was trained with data.validation = ()",
-            fix="--text=stdlib:validation",
+            fix="name the text to evaluate on with --text",
         )
     return found.validation

@@ -93,7 +93,9 @@ def check(parity: dict[str, Any], partial: Path) -> None:
             "what was written gives logits that are no numbers",
             where=str(partial),
             why=f"weights of the run are none, or lie beyond what {parity['dtype']} holds",
-            fix="--dtype=bfloat16",
+            fix="--dtype=bfloat16"
+            if parity["dtype"] == "float16"
+            else "export an earlier --step, whose weights are finite",
         )
     if difference > tolerance:
         raise Different(

@@ -84,7 +84,7 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         cpu_devices=options.cpu_devices,
         say=say,
     )
-    opened = _without_heads(opened, say)
+    opened = _without_capacity(_without_heads(opened, say), say)
     decoder = opened.model.blueprint.config
     family = dataclasses.replace(opened.run.model, vocab=decoder.vocab)
     if decoder.width_ratio != 1:
@@ -136,6 +136,17 @@ def _without_heads(opened: Trained, say: Callable[[str], None]) -> Trained:
         model=assembly.assemble(run, vocab, opened.model.mesh),
         params={name: part for name, part in opened.params.items() if name != "heads"},
     )
+
+
+def _without_capacity(opened: Trained, say: Callable[[str], None]) -> Trained:
+    """Return the model whose experts take every token, as those of other programs do."""
+    if getattr(opened.run.model, "capacity", None) is None:
+        return opened
+    say("left out: model.capacity, by which training dropped tokens; what is exported drops none")
+    run = opened.run.changed({"model.capacity": None})
+    vocab = opened.model.blueprint.config.vocab
+    model = assembly.assemble(run, vocab, opened.model.mesh)
+    return dataclasses.replace(opened, run=run, model=model)
 
 
 def _imported(workdir: Path) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def unscaled(run: Run) -> ConfigError:
         f"model.family={run.model.family} is only trained, planned, evaluated and used",
         where="model.family",
         why="no other widths and depths are known of an encoder and a decoder",
-        fix="jaxlm train --stop_at=1    # tries its step on the devices at hand",
+        fix="train it: a first step shows whether it fits",
     )
 
 

@@ -49,7 +49,7 @@ def family_of(raw: dict[str, Any], where: str) -> Any:
             f"models of the type {kind!r:.60} are not known",
             where=where,
             why=f"known are {', '.join(sorted(known))}",
-            fix="--from=DIR    # a model of one of these types",
+            fix="import a model of one of these types",
         )
     arm = known[kind]
     given = _part(raw, arm.HUB.whole, where) if kind in PARTS else Attributes(raw, where)

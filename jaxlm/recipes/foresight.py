@@ -90,7 +90,7 @@ def shortage(
     )
     biggest = " · ".join(f"{name} {words.size(size)}" for size, name in parts[:4])
     lines = [
-        f"{flags}   -> {words.size(size)} a device, {slower}"
+        f"{flags}    # {words.size(size)} a device, {slower}"
         for flags, size, slower in _remedies(forecast, needed / planned, there)
     ]
     return OutOfMemory(

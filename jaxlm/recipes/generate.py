@@ -1,5 +1,6 @@
 """Text from a trained run."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def generate(
             "this model has not learnt to go on from a text",
             where=f"objective.name={opened.run.objective.name}",
             why="it predicts hidden tokens from those before and after them",
-            fix="jaxlm train --config.objective.name=causal",
+            fix=f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # what such a model can do",
         )
     if is_chat and opened.run.is_paired:
         raise ConfigError(

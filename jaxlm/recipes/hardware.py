@@ -29,7 +29,8 @@ def layout(layouts: Mapping[str, Layout], hardware: str, c: Any, file: str) -> L
     there = memory_bytes(hardware)
     if there is None:
         why = "it is neither a number of GPUs, such as 8gpu, nor a slice of TPUs, such as v5p-128"
-        meant = nearest(hardware, layouts) or next(iter(layouts))
+        near = nearest(hardware, layouts)
+        offered = [near] if near else list(layouts)
     else:
         needed = STATE_BYTES * cost.parameters(
             config.from_json(Run, c.to_dict(), file).model.build()
@@ -40,12 +41,12 @@ def layout(layouts: Mapping[str, Layout], hardware: str, c: Any, file: str) -> L
             if FULLEST * there < needed
             else ": it fits, with a mesh of your own"
         )
-        meant = min(layouts, key=lambda name: _distance(name, hardware))
+        offered = sorted(layouts, key=lambda name: _distance(name, hardware))
     raise ConfigError(
         f"{short(file)} has no layout for {hardware}",
         where=f"--config={short(file)}:{hardware}",
         why=f"{why}\nthere are layouts for {', '.join(layouts)}",
-        fix=f"--config={short(file)}:{meant}",
+        fix="\n".join(f"--config={short(file)}:{each}" for each in offered[:4]),
     )
 
 

@@ -88,7 +88,9 @@ def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, 
             "the loss or its gradient is not finite before the first update",
             where="step 1",
             why="no learning rate mends that",
-            fix="--config.precision.compute=float32",
+            fix="look at the data and at model.init: float32 overflows too"
+            if run.precision.compute == "float32"
+            else "--config.precision.compute=float32",
         )
     curve = smooth(measured, options.steps)
     rate = suggest(curve)
@@ -177,14 +179,14 @@ def _check(options: Options) -> None:
             "these rates are no range",
             where=f"--low={low:g} --high={high:g}",
             why="the first is above zero, and below the second",
-            fix="--low=1e-6 --high=1",
+            fix="jaxlm lr-find --help",
         )
     if steps < FEWEST:
         raise CommandError(
             "these are too few steps for a curve",
             where=f"--steps={steps}",
             why=f"a test takes at least {FEWEST}",
-            fix="--steps=100",
+            fix="jaxlm lr-find --help",
         )
 
 
@@ -196,7 +198,7 @@ def _open(out: Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise cannot_write(
-            "the folder of the test", f"--out={out}", error, fix="--out=/a/folder/of/yours"
+            "the folder of the test", f"--out={out}", error, fix="--out=lr-find-2"
         ) from error
     if (out / RECORD).exists():
         raise NotWritable(

@@ -31,7 +31,7 @@ def scorer(config: Perplexity) -> Scorer:
             "a model that reads both ways has no perplexity",
             where=f"perplexity.run={config.run}",
             why=f"its objective.name is {opened.run.objective.name}",
-            fix="--config.perplexity.run=a/run/of/objective/causal",
+            fix="name a run whose objective.name is causal",
         )
     mesh = opened.model.mesh
     batch, length = rules.split(mesh, "batch"), opened.run.data.sequence

@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlm.core.precision_config import ITEM_BYTES
-from jaxlm.models import cost, wire
+from jaxlm.models import cost, routed, wire
 from jaxlm.models.activations import Share
 from jaxlm.models.config import ModelConfig
 from jaxlm.monitor.chips import Chip, Dtype, Machine
+from jaxlm.nn.config import MoeConfig
 from jaxlm.objectives.corruption import target_length
 from jaxlm.ops.kernels import Target
 from jaxlm.optim.config import Sophia
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
-from jaxlm.recipes import attention, fit, plan_memory
+from jaxlm.recipes import attention, dropless, fit, plan_memory
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
 
 # Of the three products of a projection, the share whose operands are rounded (`ops.matmul`).
@@ -31,7 +32,10 @@ HOST = 8  # GPUs that are joined by the fast wire
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The plan of a run on a machine. Bytes are those of the fullest device; seconds are of one step."""
+    """The plan of a run on a machine. Bytes are those of the fullest device; seconds are of one step.
+
+    For a chip whose speed is unknown (`Chip.is_known`) the seconds are an A100's, which only rank plans: no record has them.
+    """
 
     run: Run
     machine: Machine
@@ -61,6 +65,8 @@ class Forecast:
         model_flops = self.flops_per_token * tokens
         hours = [steps * seconds / 3600 for seconds in self.seconds]
         peak = self.peak_flops * self.machine.devices
+        chip = self.machine.chip
+        is_timed = chip.is_known
         return {
             "on": self.machine.name,
             "devices": self.machine.devices,
@@ -72,15 +78,15 @@ class Forecast:
             "active_parameters": cost.active_parameters(self.decoder),
             "flops_per_token": self.flops_per_token,
             "flops_per_step": model_flops,
-            "step_seconds": [low, high],
-            "tokens_per_second": [tokens / high, tokens / low],
-            "mfu": None
-            if self.machine.chip.name == "cpu"
-            else [model_flops / (seconds * peak) for seconds in (high, low)],
-            "hours": hours,
-            "cost": None
-            if price is None
-            else [price * self.machine.devices * each for each in hours],
+            "step_seconds": [low, high] if is_timed else None,
+            "tokens_per_second": [tokens / high, tokens / low] if is_timed else None,
+            "mfu": [model_flops / (seconds * peak) for seconds in (high, low)]
+            if is_timed and chip.name != "cpu"
+            else None,
+            "hours": hours if is_timed else None,
+            "cost": [price * self.machine.devices * each for each in hours]
+            if is_timed and price is not None
+            else None,
             "tokens": steps * tokens,
             "sent_bytes_per_device": self.sent_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
@@ -109,18 +115,18 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     attention.check(run, decoder, sizes, target)
     decoder = attention.fitted(run, decoder, sizes, target)
     is_cpu = machine.chip.name == "cpu"
-    share = plan_memory.share_of(run, decoder, sizes, is_cpu=is_cpu)
+    share = plan_memory.share_of(run, decoder, sizes, target.platform)
     held = plan_memory.held_bytes(run, decoder, sizes)
     targets = written(run)
     used = held | plan_memory.temporary_bytes(run, decoder, share, sizes, held, targets)
     if is_cpu:
         # Activations are gone by then: the larger of the two counts.
         coming = held["gradients"] + sum(used.values()) - sum(held.values())
-        used["update"] = max(CPU_COPIES * held["parameters"] - coming, 0.0)
+        used["update"] = max(_written(run, held) - coming, 0.0)
     used["total"] = sum(used.values())
     peak = peak_flops(run.precision.compute, machine.chip, assumed)
     model_flops = cost.flops_per_token(decoder, run.data.sequence, causal=True, targets=targets)
-    hardware = _hardware_flops(run, decoder) * run.tokens_per_step
+    hardware = _hardware_flops(run, decoder, share) * run.tokens_per_step
     sent = _sent(run, decoder, sizes, share)
     memory = memory_bytes(machine, assumed)
     low_share, high_share = REACHED["cpu" if is_cpu else "accelerator"]
@@ -133,9 +139,14 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     # Every step reads and writes the state, which no product hides.
     update = 2 * sum(held.values()) / machine.chip.memory_speed
     moved = sum(sent.values()) / machine.chip.link_speed
-    assumed.append(
-        f"products reach between {low_share:.0%} and {high_share:.0%} of {peak / 1e12:.3g} TFLOP/s"
-    )
+    if machine.chip.is_known:
+        assumed.append(
+            f"products reach between {low_share:.0%} and {high_share:.0%} of {peak / 1e12:.3g} TFLOP/s"
+        )
+    else:
+        assumed.append(
+            f"the speed of {machine.chip.name} is unknown: no times; --fit ranks by an A100's"
+        )
     if not machine.chip.is_tpu and machine.devices > HOST:
         assumed.append(f"the wires between hosts are as fast as those within one of {HOST}")
     if sent:
@@ -157,8 +168,17 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         ),
         checkpoint_bytes=_saved(run, decoder),
         assumed=assumed,
-        risks=list(_risks(run, machine, decoder)),
+        risks=list(_risks(run, machine, decoder, sizes)),
     )
+
+
+def _written(run: Run, held: dict[str, float]) -> float:
+    """Return the bytes that an update writes out on a CPU, in float32 whatever the state is in."""
+    wide, precision = ITEM_BYTES["float32"], run.precision
+    copies = CPU_COPIES * held["parameters"] * wide / ITEM_BYTES[precision.params]
+    if precision.moments == "float32":
+        return copies
+    return copies + held["optimizer"] * wide / ITEM_BYTES[precision.moments]
 
 
 def written(run: Run) -> int:
@@ -185,12 +205,16 @@ def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
     return vocab
 
 
-def _hardware_flops(run: Run, decoder: ModelConfig) -> float:
-    """FLOPs a token with what is computed twice: the forward pass of layers, and the unembedding of chunks."""
+def _hardware_flops(run: Run, decoder: ModelConfig, share: Share) -> float:
+    """Return the FLOPs a token of all products, those that a better program would spare included.
+
+    Computed twice are the forward pass of layers, by remat, and the unembedding of chunks. Experts
+    multiply rows that are empty, or those of other experts (`models.routed`).
+    """
     sequence, targets = run.data.sequence, written(run)
     once = cost.flops_per_token(decoder, sequence, causal=True, targets=targets)
-    share = targets / sequence if targets else 1.0
-    unembedding = (1 + len(decoder.heads)) * decoder.vocab * decoder.width * share
+    predicted = targets / sequence if targets else 1.0
+    unembedding = (1 + len(decoder.heads)) * decoder.vocab * decoder.width * predicted
     head = 2 * unembedding
     layers = once / 3 - head
     policies = run.train.remat.split("/")
@@ -198,8 +222,20 @@ def _hardware_flops(run: Run, decoder: ModelConfig) -> float:
     again = {"none": 0.0, "dots": layers - products}
     extra = sum(again.get(policy, layers) for policy in policies) / len(policies)
     whole = once + extra + (head if run.loss.chunk else 0.0)
+    passes = 3 + sum(policy != "none" for policy in policies) / len(policies)
+    whole += passes * _idle_flops(decoder, share)
     # An estimate of the curvature is another gradient.
     return whole * (1 + 1 / run.optim.every) if isinstance(run.optim, Sophia) else whole
+
+
+def _idle_flops(decoder: ModelConfig, share: Share) -> float:
+    """Return the FLOPs a token of experts' forward pass beyond those of the token's own experts."""
+    idle = 0.0
+    for block in (*decoder.layers, *decoder.heads):
+        if isinstance(block.mlp, MoeConfig):
+            times = routed.multiple(block.mlp, share.length, share.sizes, is_dense=share.is_dense)
+            idle += 2 * (times - 1) * cost.routed_parameters(block, decoder.width)
+    return idle
 
 
 def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: Share) -> dict[str, float]:
@@ -261,16 +297,17 @@ def _saved(run: Run, decoder: ModelConfig) -> float:
     return sum(held.values()) - held["gradients"]
 
 
-def _risks(run: Run, machine: Machine, decoder: ModelConfig) -> Iterator[str]:
+def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> Iterator[str]:
     """What may go other than planned, by what is known of chips and of training."""
     if run.precision.compute == "bfloat16" and "bfloat16" not in machine.chip.flops:
         instead = "float16" if "float16" in machine.chip.flops else "float32"
         yield f"{machine.chip.name} has no bfloat16: --config.precision.compute={instead}"
-    products = run.precision.products
-    if products != "compute" and products not in machine.chip.flops:
+    products, chip = run.precision.products, machine.chip
+    if products != "compute" and products not in chip.flops and chip.is_known:
         yield f"{machine.chip.name} has no unit for {products}: rounded so, products cost more time than without"
     if run.precision.compute == "float16":
         yield "float16 has a small range: steps whose scaled gradients overflow it are not applied; bfloat16 has none of them"
+    yield from dropless.cautions(run, decoder, sizes, _target(machine.chip).platform)
     tokens = run.pace.tokens(run.train.steps)
     ratio = tokens / cost.active_parameters(decoder)
     if ratio < 5:

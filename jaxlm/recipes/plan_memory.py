@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxlm.core.precision_config import ITEM_BYTES
-from jaxlm.models import activations
+from jaxlm.models import activations, routed
 from jaxlm.models.activations import Share
 from jaxlm.models.config import Backbone, EncoderDecoder, ModelConfig
 from jaxlm.models.tensors import Tensor, tensors
@@ -28,7 +28,8 @@ def held_bytes(run: Run, decoder: ModelConfig, sizes: Sizes) -> dict[str, float]
 
     `mesh.zero` says which of them fsdp splits.
     """
-    item, zero = ITEM_BYTES[run.precision.params], run.mesh.zero
+    zero = run.mesh.zero
+    item, moment = ITEM_BYTES[run.precision.params], ITEM_BYTES[run.precision.moments]
     found = list(tensors(decoder))
     frozen = patterns.frozen(run.optim, [each.path for each in found])
     trained = [each for each in found if each.path not in frozen]
@@ -39,9 +40,9 @@ def held_bytes(run: Run, decoder: ModelConfig, sizes: Sizes) -> dict[str, float]
         "gradients": sum(_part(each, sizes, is_split=zero >= 2) for each in trained)
         * ITEM_BYTES[run.precision.reduce],
         "optimizer": sum(
-            _size(kept.shape, kept.axes, sizes) * (kept.item_bytes or item)
+            _size(kept.shape, kept.axes, sizes) * (kept.item_bytes or moment)
             for each in trained
-            for kept in moments(run.optim, each.shape, each.axes)
+            for kept in moments(run.optim, each.shape, each.axes, sizes)
         )
         * (0 if "optimizer" in run.train.offload else 1),
     } | average
@@ -64,8 +65,11 @@ def sharding(decoder: ModelConfig, sizes: Sizes, zero: int) -> list[dict[str, An
     return rows
 
 
-def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, *, is_cpu: bool) -> Share:
-    """What a device has of the rows of a micro-batch that are read. Activations on a CPU are float32, whatever its products are."""
+def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Share:
+    """Return a device's share of the rows of a micro-batch that are read, on `cpu`, `gpu` or `tpu`.
+
+    Activations on a CPU are float32, whatever its products are.
+    """
     rows = run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch"))
     length = run.data.sequence
     kernels = {block.attention.kernel for block in decoder.layers}
@@ -75,8 +79,9 @@ def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, *, is_cpu: bool) -> S
         length=length // logical.ways(sizes, "length"),
         keys=length if "reference" in kernels else min(BLOCK, length),
         sizes=sizes,
-        stream_bytes=4 if is_cpu else compute,
+        stream_bytes=4 if platform == "cpu" else compute,
         compute_bytes=compute,
+        is_dense=routed.is_dense(platform),
     )
 
 
@@ -121,7 +126,8 @@ def temporary_bytes(
             2 * activations.kept(stack, block, own, "none") - keeps[kind]
             for kind, block in kinds.items()
         )
-        layer = max(layer, largest + activations.meeting(stack, own))
+        beside = activations.meeting(stack, own) + activations.padded(stack, own)
+        layer = max(layer, largest + beside)
     predicted = own.tokens  # of the last stack; behind a pipeline of all micro-batches at once
     predicted *= run.train.microbatches if schedule else 1
     tokens = min(run.loss.chunk or predicted, predicted)

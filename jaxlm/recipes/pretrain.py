@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxlm.checkpoint.store import Store
+from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
 from jaxlm.core.config import Loaded
 from jaxlm.core.errors import CommandError, ConfigError, DataError, Preempted
@@ -18,6 +19,7 @@ from jaxlm.data import parts
 from jaxlm.data.dataset import Data
 from jaxlm.monitor import environment, trackers
 from jaxlm.monitor.console import Console
+from jaxlm.monitor.progress import Lines
 from jaxlm.parallel import rollcall
 from jaxlm.parallel.cluster import Place
 from jaxlm.recipes import (
@@ -26,6 +28,7 @@ from jaxlm.recipes import (
     beginning,
     choice,
     devices,
+    dropless,
     reading,
     resume,
     space,
@@ -35,6 +38,7 @@ from jaxlm.recipes import (
 from jaxlm.recipes.assembly import Assembly
 from jaxlm.recipes.beginning import Origin
 from jaxlm.recipes.callbacks import Callbacks
+from jaxlm.recipes.choice import Choice
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.crew import Crew
 from jaxlm.recipes.engine import Engine
@@ -44,6 +48,8 @@ from jaxlm.recipes.session import Session
 from jaxlm.recipes.starts import Start
 from jaxlm.train.rundir import IMPORTED, RunDir
 from jaxlm.train.signals import Interrupted, StopRequest
+
+OTHERWISE = "--config.data.validation=GLOB names other text, '--config.data.validation=()' none"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,7 @@ def pretrain(
     Raises:
       JaxlmError: for whatever a user can cause, before anything is compiled where it can be known.
     """
+    loaded, kept = resume.with_own_validation(loaded, options.workdir)
     run: Run = loaded.value
     with rollcall.excused(options.place):
         _check_cheaply(run, options)
@@ -80,13 +87,20 @@ def pretrain(
         crew.ending.leave, crew.ending.conclude = directory.leave, directory.conclude
         directory.epilogue = functools.partial(telling.report_hastily, directory.path)
         crew.barrier("run directory")
+        screen = None
+        if is_first and not options.quiet and "console" in run.log.sinks:
+            screen = sys.stderr
+        console = stack.enter_context(Console(screen, total=run.train.steps))
+        verifier = crew.verifier(console.say)
         store = Store(
             directory.checkpoints,
             run.checkpoint,
             reach=run.guard.reach,
             owner=directory.lock.fence,
             is_owner=directory.lock.is_owner,
-            is_first=is_first,
+            peers=crew.peers,
+            save_seconds=run.watch.limits()["save"],
+            verifier=verifier,
         )
         stack.callback(store.release)
         stack.push(crew.end_if_failed)  # before anything that waits for the others
@@ -98,42 +112,53 @@ def pretrain(
         meta, changes = resume.taken_up(store, found, run, options.wish)
         directory.step = found or 0
         mesh = None if resume.is_over(meta, run, changes) else assembly.mesh_of(run)
-        chosen = None
+        chosen: Choice | None = None
+
+        def choose() -> int | None:
+            nonlocal chosen
+            chosen = choice.choose(store, options.wish, rewinds)
+            return chosen.step
+
         with _waiting(stop, options, "the checkpoints were verified"):
-            if is_first:
-                chosen = choice.choose(store, options.wish, rewinds)
-        found = crew.share("step", chosen.step if chosen is not None else None)
+            found = verifier.decide(choose)
         meta, changes = resume.taken_up(store, found, run, options.wish)
         directory.step = start = found or 0
         if meta and resume.is_over(meta, run, changes):
             crew.depart()
+            told = {}
+            if verdict := meta["progress"].get("divergence"):
+                directory.outcome, told = _outcome(verdict), {"divergence": verdict}
             return (meta["evaluation"] or {}) | {
                 "step": start,
                 "complete": True,
                 "already": True,
                 "workdir": str(options.workdir),
+                **told,
             }
         mesh = mesh or assembly.mesh_of(run)
         noticed = [
             f"{path}: {why}; if that is not meant, {fix}" for path, why, fix in run.cautions()
         ]
+        held_out = _held_out(loaded)
+        noticed += [*kept, *([f"validation: {held_out}; {OTHERWISE}"] if held_out else [])]
         with _waiting(stop, options, "the run to begin from was verified"):
-            origin = _origin(options, run, meta, noticed.append)
-        screen = None
-        if is_first and not options.quiet and "console" in run.log.sinks:
-            screen = sys.stderr
-        console = stack.enter_context(Console(screen, total=run.train.steps))
+            origin = _origin(options, run, meta, noticed.append, verifier)
         if is_first and directory.is_new:
             _keep_log(stack, directory, console)
         with _waiting(stop, options, "the data was prepared"), crew.in_turn("prepare"):
-            data = reading.open_data(run, say=console.say, warn=noticed.append)
+            data = reading.open_data(
+                run, say=console.say, warn=noticed.append, progress=Lines(console.say)
+            )
         reading.followed(run, data.validation)
+        reading.check_held_out(run.data, data)
         crew.agree("data", data.fingerprint)
         if meta:
             changes += resume.check_data(meta["data"], data.fingerprint, options.wish)
         if origin:
             beginning.check_tokenizer(origin, data.tokenizer.digest)
         model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
+        platform = devices.target(mesh).platform
+        noticed += dropless.cautions(run, model.blueprint.config, mesh.shape, platform)
         _check_vocabulary(run, data)
         with jax.set_mesh(mesh):
             engine = Engine(run, data, model)
@@ -170,7 +195,7 @@ def pretrain(
             for line in noticed:
                 console.warn(line, step=start)
             crew.barrier("begin")
-            telling.header(session)
+            telling.header(session, held_out)
             try:
                 session.train(stop, options.stop_at)
             except Preempted:
@@ -178,9 +203,24 @@ def pretrain(
                 raise
         crew.depart()
         answer = telling.finish(session)
+        verdict = session.alarm.verdict
         if not answer["complete"]:
             directory.outcome = f"stopped after step {answer['step']}, as it was asked to"
+            directory.outcome += f"; {verdict['outcome']}" if verdict else ""
+        elif verdict:
+            directory.outcome = _outcome(verdict)
         return answer
+
+
+def _outcome(verdict: dict[str, Any]) -> str:
+    """Return the cause in exit.json of a run that finished with a loss that is wrong."""
+    return f"finished, {verdict['outcome']}: {verdict['said']}"
+
+
+def _held_out(loaded: Loaded) -> str:
+    """Return why a part of the training text is the validation set; empty if the user chose the set."""
+    origin = loaded.provenance["data.validation"]
+    return origin.where if origin.kind == "default" else ""
 
 
 def _check_cheaply(run: Run, options: Options) -> None:
@@ -221,12 +261,16 @@ def _keep_log(stack: contextlib.ExitStack, directory: RunDir, console: Console) 
 
 
 def _origin(
-    options: Options, run: Run, meta: dict[str, Any] | None, say: Callable[[str], None]
+    options: Options,
+    run: Run,
+    meta: dict[str, Any] | None,
+    say: Callable[[str], None],
+    verifier: Verifier,
 ) -> Origin | None:
     """The run whose weights this one begins with; None where it begins with its own, or has begun."""
     if meta is not None or options.init_from is None:
         return None
-    return beginning.find(options.init_from, run, say)
+    return beginning.find(options.init_from, run, say, verifier)
 
 
 def _identity(loaded: Loaded, options: Options) -> dict[str, str]:

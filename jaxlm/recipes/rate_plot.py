@@ -42,5 +42,5 @@ def _open(folder: Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise cannot_write(
-            "the plot", f"--out={folder}", error, fix="--out=/a/folder/of/yours/rate.png"
+            "the plot", f"--out={folder}", error, fix="--out=learning_rate.png"
         ) from error

@@ -1,13 +1,18 @@
 """The data of a run, read as its objective reads it."""
 
+import math
 from collections.abc import Iterable
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.spelling import nearest
 from jaxlm.data import dataset
-from jaxlm.data.dataset import Data, Progress, Say
+from jaxlm.data.config import HELD_OUT, DataConfig
+from jaxlm.data.dataset import Data, Say
+from jaxlm.monitor.progress import Progress
 from jaxlm.objectives import corruption
 from jaxlm.recipes.config import Run
+
+MOST_HELD_OUT = 50  # percent that an error proposes
 
 
 def open_data(
@@ -32,6 +37,25 @@ def open_data(
         warn=warn,
         progress=progress,
     )
+
+
+def check_held_out(config: DataConfig, data: Data) -> None:
+    """Raise ConfigError if a set held out because data.validation is not set has no row of tokens."""
+    if config.validation != (HELD_OUT,):
+        return
+    for name, loader in data.validation.items():
+        found, row = loader.shards.manifest.tokens, config.sequence
+        if found >= row:
+            continue
+        share = float(HELD_OUT.removeprefix("tail:").removesuffix("%"))
+        enough = math.ceil(1.1 * share * row / found)
+        larger = f"--config.data.validation=tail:{enough}%\n" if enough <= MOST_HELD_OUT else ""
+        raise ConfigError(
+            "too little text is held out for validation",
+            where=f"data.validation = {HELD_OUT}",
+            why=f"{name} has {found} tokens, and a row {row}",
+            fix=f"{larger}'--config.data.validation=()'    # trains without validation",
+        )
 
 
 def followed(run: Run, names: Iterable[str]) -> str | None:

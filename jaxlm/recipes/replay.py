@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.checkpoint.store import Store
+from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError, ConfigError, DataError
 from jaxlm.data import loader
@@ -79,7 +80,7 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
         )
     run: Run = config.from_json(Run, way[-1].config, str(workdir / starts.FILE), options.overrides)
     devices.start(options.cpu_devices)
-    store = Store(directory.checkpoints, run.checkpoint, read_only=True)
+    store = Store(directory.checkpoints, run.checkpoint, read_only=True, verifier=Verifier(say=say))
     later = [each for each in begun if each.rewinds > known]
     start = _start(
         store, rewinds, known, min((each.step for each in later), default=step), step, say
@@ -174,7 +175,7 @@ def _wish(way: list[Start], start: int, step: int) -> Wish:
                 where=f"step {after.step}, where the run went on",
                 why="its checkpoint is gone or damaged, and the run took it up with other settings\n"
                 + "\n".join([*(f"--{name}" for name in changed), *why.splitlines()]),
-                fix=f"--step={after.step}",
+                fix=f"--step={after.step}    # the last one that this checkpoint leads to",
             )
     return at[-1].wish if at and at[-1].step == start else Wish()
 

@@ -1,6 +1,7 @@
 """Going on with a run: with which changes, and with how much of its state."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,12 +9,15 @@ import jax.numpy as jnp
 
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, pace, tree
-from jaxlm.core.errors import ConfigError, listed
+from jaxlm.core.config import Loaded, Origin
+from jaxlm.core.errors import ConfigError, DataError, listed
+from jaxlm.core.provenance import short
 from jaxlm.data import mixture_config
 from jaxlm.optim import average
 from jaxlm.optim.schedule_config import Schedule, spans
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import Engine
+from jaxlm.train.rundir import read_json
 from jaxlm.train.state import TrainState
 
 # Sections and settings that change nothing of what is computed.
@@ -30,7 +34,14 @@ FREE = (
     "data.prefetch",
 )
 NOT_FREE = ("eval.follow",)  # losses of two sets rank nothing together
-FREE_GUARD = ("guard.budget", "guard.rewinds", "guard.reach", "guard.skip", "guard.compare_every")
+FREE_GUARD = (
+    "guard.budget",
+    "guard.rewinds",
+    "guard.reach",
+    "guard.skip",
+    "guard.compare_every",
+    "guard.divergence",
+)
 FREE_TRAIN = (
     "train.stack",
     "train.attention",
@@ -111,15 +122,33 @@ def state(engine: Engine, store: Store, step: int, wish: Wish) -> TrainState:
 
 
 def check_state(engine: Engine, store: Store, step: int, wish: Wish) -> None:
-    """Raises DataError where `state` will, by the layout of the step alone: before anything is written or moved."""
+    """Raise DataError if `state` will, by the layout of the step alone: before anything is written.
+
+    Runs of before `precision.moments` kept moments in the dtype of the parameters, so theirs may be
+    bfloat16 though no setting differs.
+    """
     wanted, layout = engine.abstract(), store.layout(step)
-    stored = _in_stored_dtypes(wanted, layout) if wish.cast else wanted
-    parts = {"params": stored.params, "guard": stored.guard}
-    if not wish.reset_optimizer:
-        parts["opt_state"] = stored.opt_state
-    if stored.average is not None and any(path.startswith("average/") for path in layout):
-        parts["average"] = stored.average
-    store.check_layout(step, parts)
+
+    def parts(state: TrainState) -> dict[str, Any]:
+        found = {"params": state.params, "guard": state.guard}
+        if not wish.reset_optimizer:
+            found["opt_state"] = state.opt_state
+        if state.average is not None and any(path.startswith("average/") for path in layout):
+            found["average"] = state.average
+        return found
+
+    store.check_layout(step, parts(_in_stored_dtypes(wanted, layout)))
+    if wish.cast:
+        return
+    try:
+        store.check_layout(step, parts(wanted))
+    except DataError as error:
+        raise DataError(
+            f"checkpoint {step} has other dtypes than this config",
+            where=error.where,
+            why=error.why,
+            fix="--cast    # converts the stored arrays to the dtypes of this config",
+        ) from error
 
 
 def parameters(engine: Engine, store: Store, step: int, fresh: TrainState) -> TrainState:
@@ -153,6 +182,34 @@ def _in_stored_dtypes(wanted: TrainState, layout: dict[str, str]) -> TrainState:
         return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=leaf.sharding)
 
     return tree.map_with_path(stored, wanted)
+
+
+def with_own_validation(loaded: Loaded, workdir: Path) -> tuple[Loaded, list[str]]:
+    """Return the config with the validation data of the run in `workdir`, and what to say of it.
+
+    That applies to a config that does not set data.validation: by earlier versions such a run is
+    validated on Python's library, and a run keeps its data.
+    """
+    run: Run = loaded.value
+    known = read_json(workdir, "config.json") if (workdir / "config.json").exists() else {}
+    saved = known.get("data") if isinstance(known, dict) else None
+    own, text = ["stdlib:validation"], list(run.data.train)
+    if (
+        loaded.provenance["data.validation"].kind != "default"
+        or list(run.data.validation) == own
+        or not isinstance(saved, dict)
+        or (saved.get("train"), saved.get("validation")) != (text, own)
+    ):
+        return loaded, []
+    origin = Origin("file", short(workdir / "config.json"))
+    kept = Loaded(
+        run.changed({"data.validation": own}), loaded.provenance | {"data.validation": origin}
+    )
+    told = (
+        f"data.validation is {own[0]}, as when this run began; "
+        f"a new run would have {', '.join(run.data.validation)} of data.train"
+    )
+    return kept, [told]
 
 
 def check(saved: Run, wanted: Run, wish: Wish, completed: int) -> list[config.Change]:
@@ -206,7 +263,7 @@ def _permission(refused: list[config.Change]) -> str:
     if {"optim.name", "optim.freeze"} & set(paths):  # their state is another
         flags.append("--reset_optimizer")
         paths = [path for path in paths if not path.startswith(("optim.", "schedule."))]
-    if "precision.params" in paths:
+    if {"precision.params", "precision.moments"} & set(paths):
         flags.append("--cast")
         paths = [path for path in paths if not path.startswith("precision.")]
     return " ".join([*flags, *([f"--allow_change={','.join(paths)}"] if paths else [])])

@@ -92,7 +92,9 @@ class Saves:
         self.settle()
         if self.is_retry_due:
             assert self._newest is not None
-            self.save(self._newest)  # no step came after it, so its buffers are still there
+            # If only the removal of an older step failed, this one is there.
+            if self._newest.step not in self._store.steps():
+                self.save(self._newest)  # no step came after it, so its buffers are still there
             self._store.wait()
 
     def give_up(self) -> None:

@@ -42,12 +42,11 @@ def budget(text: str) -> float:
         value = math.nan
     if LEAST <= value <= MOST:
         return value
-    near = 1e20 if math.isnan(value) or not value else min(max(abs(value), LEAST), MOST)
     raise CommandError(
         f"a budget of {text}",
         where=f"--budget={text}",
         why=f"it is a number of FLOPs from {LEAST:g} to {MOST:g}",
-        fix=f"--budget={near:g}",
+        fix="jaxlm scale --help",
     )
 
 

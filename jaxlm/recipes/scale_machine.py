@@ -18,7 +18,7 @@ def spend(
     assumed: list[str],
     risks: list[str],
 ) -> dict[str, Any]:
-    """Days of training, and whether the machine holds the state; where it does not, the nearest that does.
+    """Days of training (None for a chip of unknown speed), and whether the machine holds the state; if not, the nearest that does.
 
     Args:
       dtype: of the products.
@@ -26,9 +26,10 @@ def spend(
     """
     peak = on.devices * plan.peak_flops(dtype, on.chip, assumed)
     low, high = plan.REACHED["cpu" if on.chip.name == "cpu" else "accelerator"]
-    assumed.append(
-        f"training reaches an MFU between {low:.0%} and {high:.0%} of {peak / 1e12:.3g} TFLOP/s in {dtype}"
-    )
+    if on.chip.is_known:
+        assumed.append(
+            f"training reaches an MFU between {low:.0%} and {high:.0%} of {peak / 1e12:.3g} TFLOP/s in {dtype}"
+        )
     there = on.devices * plan.memory_bytes(on, assumed)
     needed = STATE_BYTES * parameters
     assumed.append(
@@ -40,7 +41,9 @@ def spend(
     return {
         "on": on.name,
         "devices": on.devices,
-        "days": [flops / (peak * share) / 86400 for share in (high, low)],
+        "days": [flops / (peak * share) / 86400 for share in (high, low)]
+        if on.chip.is_known
+        else None,
         "state_bytes": needed,
         "memory_bytes": there,
         "fits": needed <= there,

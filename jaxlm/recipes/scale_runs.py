@@ -36,7 +36,7 @@ def read(pattern: str, flag: str) -> tuple[list[Finished], list[str]]:
             "there is no run directory",
             where=f"{flag}={pattern}",
             why="no folder that it matches holds a config.json",
-            fix=_sweep("configs/quickstart.py"),
+            fix="find . -name metrics.jsonl",
         )
     found, left_out = [], []
     for folder in folders:
@@ -144,7 +144,7 @@ def _check_comparable(runs: Sequence[Finished]) -> None:
                     f"{name}: {_short(wanted.get(name))} and {_short(found.get(name))}"
                     for name in names[:4]
                 ),
-                fix=f"--runs='{other.path.parent}/...'    # a pattern that matches one kind alone",
+                fix="give --runs a pattern that matches one kind alone",
             )
 
 

@@ -17,6 +17,7 @@ from jaxlm.monitor import memory
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.profile import Trace
 from jaxlm.recipes import beginning, control, foresight, resume, sources, stepping, timing
+from jaxlm.recipes.alarm import Alarm
 from jaxlm.recipes.assessment import Assessment
 from jaxlm.recipes.beginning import Origin
 from jaxlm.recipes.callbacks import Callbacks
@@ -67,6 +68,7 @@ class Session:
             engine, directory, console, rewinds, self._callbacks, self._note_damage
         )
         self.assessment = Assessment(engine, self._journal)
+        self.alarm = self._new_alarm()
         # One for each process.
         self._trace = Trace(
             run.profile,
@@ -83,7 +85,7 @@ class Session:
             directory.path,
             self.forecast,
             self._compiled,
-            lambda: self._clock.pause(),
+            lambda: self._clock.pause("compile"),
         )
         changes_made = control.known(directory.path, meta or {}, crew.share)
         self._control = Control(directory, run.optim.lr, changes_made, console.say)
@@ -105,8 +107,9 @@ class Session:
                     raise
                 except BudgetSpent as spent:
                     self._rewind(spent)
-            self._finish_saves()
-            self.store.close()
+            with self.crew.watch.phase("save"):
+                self._saves.finish()
+                self.store.close()
         self._callbacks.fail()
 
     def _take_up(self, meta: dict[str, Any] | None) -> None:
@@ -202,7 +205,7 @@ class Session:
             self._control.look(completed, functools.partial(self.crew.share, "control"))
         self._step.follow(self._control.rate(completed))
         if self._trace.is_due(completed):
-            with self._clock.pause(), self.crew.watch.phase("finish"):
+            with self._clock.pause("trace"), self.crew.watch.phase("finish"):
                 self._trace.before(completed)
 
     def _enter(self, phase: str) -> None:
@@ -215,17 +218,26 @@ class Session:
             return False
         return self.crew.share("over", self._callbacks.is_over)
 
-    def _count(self, tokens: float, waited: float) -> None:
-        """Counts one more completed step."""
+    def _new_alarm(self) -> Alarm:
+        """Begins to judge the losses from `start` on."""
+        followed, settle = self.assessment.followed, self._finish_saves
+        return Alarm(
+            self.engine, self.directory, self.console, followed, self.progress, self.start, settle
+        )
+
+    def _count(self, values: dict[str, float], waited: float, at: float) -> None:
+        """Counts one more completed step: its metrics, its wait for data, and when it was complete."""
         number = loaders.number(self._counted, self.rewinds.skips)
         self._counted += 1
         work = self._work[self.engine.pace.stage(number)]
-        self._clock.add(tokens=tokens, data_wait_seconds=waited, work=work)
+        self._clock.add(tokens=values["tokens"], data_wait_seconds=waited, at=at, work=work)
+        self.alarm.train(self._counted, values)
         for name in sources.count(self.engine, number, self.progress.read):
             self._journal.note_ended(self._counted, name)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         beside: dict[str, Any] = self._clock.read(step) | {"tokens": self.progress.tokens}
+        beside |= self.alarm.mark
         beside |= sources.record(self.engine, step, self.progress.read, self.rewinds.skips)
         beside["peak_bytes"] = memory.peak(jax.local_devices()).bytes
         if self._step.watching is not None:
@@ -242,26 +254,28 @@ class Session:
           Diverged: where no rewind is left.
         """
         self._saves.give_up()
-        share = functools.partial(self.crew.share, "rewind")
-        rewind = self.rewinds.go_back(spent, self.store, self.run.guard, share)
+        note = functools.partial(self.console.warn, step=spent.step)
+        rewind = self.rewinds.go_back(spent, self.store, self.run.guard, note)
         self._journal.note_rewind(spent, rewind)
         self._take_up(self.store.record(rewind.to).meta if rewind.to else None)
+        self.alarm = self._new_alarm()
         self._journal.open(self.start)
 
     def _evaluate(self, state: TrainState, step: int) -> float | None:
         """Every validation set; the loss of the one followed that ranks checkpoints."""
-        with self._clock.pause(), self.crew.watch.phase("eval"):
+        with self._clock.pause("eval"), self.crew.watch.phase("eval"):
             faults.point("eval", step)
-            self.evaluation, ranked = self.assessment.evaluate(state, step)
+            self.evaluation, ranked = self.assessment.evaluate(state, step, self.alarm.evaluated)
+        self.alarm.conclude(step, self.evaluation["loss_nats"])
         return ranked
 
     def _sample(self, state: TrainState, step: int) -> None:
-        with self._clock.pause(), self.crew.watch.phase("eval"):
+        with self._clock.pause("sample"), self.crew.watch.phase("eval"):
             self.assessment.sample(state, step)
 
     def _save(self, state: TrainState, step: int, loss_nats: float | None) -> None:
         """Saves, once what happened before is on disk."""
-        with self._clock.pause(), self.crew.watch.phase("save"):
+        with self._clock.pause("save"), self.crew.watch.phase("save"):
             self._journal.flush()
             self._saves.save(Moment(step, state, self.progress, self.evaluation, loss_nats))
 

@@ -94,7 +94,8 @@ def shrink(run: Run, steps: int, limit: int) -> Small:
     raw["train"] |= {"steps": steps, "batch": rows, "microbatches": microbatches, "patience": None}
     raw["train"]["batch_warmup"] = []
     if run.loss.chunk is not None:
-        raw["loss"]["chunk"] = rows * sequence // microbatches // 2
+        # Half of what is scored at once; behind a pipeline that is all micro-batches.
+        raw["loss"]["chunk"] = rows * sequence // (microbatches if mesh["pipe"] == 1 else 1) // 2
     raw["schedule"] = {"name": "constant", "warmup": "0"}
     raw["precision"] = {"params": "float32", "compute": "float32"}
     if hasattr(run.optim, "newton_schulz_dtype"):

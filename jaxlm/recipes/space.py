@@ -28,11 +28,17 @@ def check(engine: Engine, committed: int, directory: RunDir) -> None:
     missing = max(kept + 1 - committed, 1)
     free = shutil.disk_usage(directory.path).free
     if missing * one > free:
+        fewer = max(missing - (config.keep_last - 1), 1)
+        fits = (
+            "--config.checkpoint.keep_last=1\n"
+            if config.keep_last > 1 and fewer * one <= free
+            else ""
+        )
         raise NotWritable(
             "the checkpoints of this run will not fit on the disk",
             where=str(directory.checkpoints),
             why=f"{missing} more of {words.size(one)} need {words.size(missing * one)}, and {words.size(free)} are free",
-            fix="--config.checkpoint.keep_last=1\n--workdir=/another/disk/run\n--config.checkpoint.space=ignore",
+            fix=f"{fits}--config.checkpoint.space=ignore    # trains until the disk is full",
         )
 
 

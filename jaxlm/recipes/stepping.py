@@ -59,6 +59,8 @@ class Stepper:
         """One step. Raises Diverged where devices disagree."""
         rows, length = shape = batch.tokens.shape
         if shape not in self._steps:
+            if self._steps:  # a pause begins when no step is under way
+                jax.block_until_ready(state)
             of = f" for {rows} rows x {length} tokens" if len(self._engine.pace.stages) > 1 else ""
             with (
                 self._pause(),

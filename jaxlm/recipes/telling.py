@@ -1,6 +1,7 @@
 """What a training run says before its first step and after its last."""
 
 import math
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from jaxlm.recipes import attention, devices
 from jaxlm.recipes.session import Session
 
 
-def header(session: Session) -> None:
-    """What is about to be trained, on what, and from where."""
+def header(session: Session, held_out: str = "") -> None:
+    """What is about to be trained, on what, and from where.
+
+    `held_out` is why a part of the training text is the validation set, if the user has not chosen the set.
+    """
     run, data, model = session.run, session.engine.data, session.engine.model
     mesh, decoder = model.mesh, model.blueprint.config
     train = data.train.shards.manifest
@@ -54,7 +58,8 @@ def header(session: Session) -> None:
     facts += [("plan", _plan(session)), ("checks", _checks(session))]
     facts.append(("attention", attention.told(run, decoder, mesh.shape, devices.target(mesh))))
     if data.validation:
-        facts.append(("validation", _validation(session)))
+        told = _validation(session)
+        facts.append(("validation", f"{told}; {held_out}" if held_out else told))
     if run.objective.name != "causal":
         facts.append(("objective", _objective(session)))
     if plan := model.blueprint.schedule:
@@ -114,10 +119,18 @@ def _validation(session: Session) -> str:
 
 
 def _arithmetic(precision: PrecisionConfig) -> str:
-    """The dtype of products, and what those of projections are rounded to."""
-    if precision.products == "compute":
-        return precision.compute
-    return f"{precision.compute}, projections in {precision.products}"
+    """Return the dtype of products, and what is rounded to other dtypes and how."""
+    told = [str(precision.compute)]
+    if precision.products != "compute":
+        told.append(f"projections in {precision.products}")
+    if precision.params != "float32":
+        told.append(
+            f"parameters in {precision.params} with stochastically rounded updates, "
+            f"moments in {precision.moments}"
+        )
+    elif precision.moments != "float32":
+        told.append(f"moments in {precision.moments}, stochastically rounded")
+    return ", ".join(told)
 
 
 def _processes(session: Session) -> str:
@@ -187,6 +200,19 @@ def report_hastily(path: Path) -> None:
     report.write(path)
 
 
+def _next(session: Session, verdict: dict[str, Any] | None) -> str:
+    """Return the commands that this run can be used with: none that its objective or data refuse.
+
+    The first one is that of the `verdict` of a run that diverged.
+    """
+    place = shlex.quote(str(session.directory.path))
+    lines = [verdict["command"]] if verdict else []
+    lines += [f"jaxlm eval --workdir={place}"] if session.engine.data.validation else []
+    if session.run.objective.prompts != "none":
+        lines.append(f"jaxlm generate --workdir={place} --prompt='...'")
+    return "\n".join(lines)
+
+
 def finish(session: Session) -> dict[str, Any]:
     """The yardsticks, the plots, the report, and the closing block."""
     path, progress = session.directory.path, session.progress
@@ -216,25 +242,41 @@ def finish(session: Session) -> dict[str, Any]:
             [(name, f"{bits:.4f}" + (" <" if name == ours else "")) for name, bits in table],
         )
         answer["baselines"] = known
+    session.alarm.write()
+    verdict = session.alarm.verdict
+    if verdict:
+        answer["divergence"] = verdict
     plots.draw(path)
     answer["report"] = str(report.write(path))
     advice = noise.advice(sinks.read(path / "metrics.jsonl"))
+    is_bad_best = progress.best_loss is not None and session.alarm.is_worse_than_uniform(
+        progress.best_loss
+    )
+    title = f"done at step {last}, {words.count(progress.tokens)} tokens"
     session.console.block(
-        f"done at step {last}, {words.count(progress.tokens)} tokens",
+        f"{title}: {verdict['outcome']}" if verdict else title,
         [
+            *(
+                [
+                    ("verdict", f"{verdict['said']}, since step {verdict['step']}"),
+                    ("cause", f"likely, {verdict['cause']}"),
+                ]
+                if verdict
+                else []
+            ),
             (
                 "best",
                 f"step {progress.best_step}, {progress.best_loss:.4f} nats on {followed}"
-                + ("" if batches == "all" else f", its first {batches} batches")
+                + ("" if batches == "all" else f", {batches} batches of it")
+                + (", worse than uniform" if is_bad_best else "")
                 if progress.best_loss is not None
                 else "no evaluation",
             ),
             *([("batch", advice)] if advice else []),
             ("report", str(path / "report.html")),
-            (
-                "next",
-                f"jaxlm eval --workdir={path}\njaxlm generate --workdir={path} --prompt='...'",
-            ),
+            *([("next", following)] if (following := _next(session, verdict)) else []),
         ],
+        style="bold red" if verdict else "bold",
+        alarm="verdict",
     )
     return answer

@@ -20,6 +20,7 @@ from jaxlm.parallel.config import shown
 from jaxlm.recipes import devices, fit, stepping, traffic
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.engine import of_sizes
+from jaxlm.recipes.plan import written
 
 Say = Callable[[str], None]
 
@@ -28,14 +29,21 @@ def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
     """The update of a run, compiled for the devices of a mesh from shapes alone."""
     # Its random key is a number, and no chip of the mesh may be there to hold it.
     engine = of_sizes(run, grid, vocabulary(run))
+    (platform,) = {device.platform for device in grid.devices.flat}
+    with backend.of(platform), jax.set_mesh(grid):
+        return engine.step.lower(engine.abstract(), abstract_batch(run, grid)).compile()
+
+
+def abstract_batch(run: Run, grid: Mesh) -> Tokens:
+    """Return the shapes and layout of the batches that a run trains on, with the fields that its objective has."""
     place = host.batch_sharding(grid)
 
     def slots(length: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct((run.train.batch, length), dtype, sharding=place)
 
-    read, written = run.data.sequence, engine.targets or run.data.sequence
-    fields: Any = dict.fromkeys(Tokens._fields, slots(written))
-    fields |= dict.fromkeys(("weights", "ahead"), slots(written, jnp.float32))
+    read, wrote = run.data.sequence, written(run) or run.data.sequence
+    fields: Any = dict.fromkeys(Tokens._fields, slots(wrote))
+    fields |= dict.fromkeys(("weights", "ahead"), slots(wrote, jnp.float32))
     batch = Tokens(**fields | dict.fromkeys(("source", "source_segments"), slots(read)))
     if not run.objective.both_ways:
         batch = batch._replace(reach=None)
@@ -45,9 +53,7 @@ def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
         batch = batch._replace(inner=None)
     if not has_ahead(run.objective):
         batch = batch._replace(ahead=None)
-    (platform,) = {device.platform for device in grid.devices.flat}
-    with backend.of(platform), jax.set_mesh(grid):
-        return engine.step.lower(engine.abstract(), batch).compile()
+    return batch
 
 
 def vocabulary(run: Run) -> int:

@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from jaxlm.parallel.collectives import Collective, Shape
+from jaxlm.parallel.collectives import Collective, Result, Shape
+from jaxlm.parallel.logical import mesh_axes, ways
 
 Content = Literal["logits", "activations", "tokens", "parameters", "scalars"]
+VOCAB_AXES = frozenset(mesh_axes("vocab"))
 ROW_AXES = {"data", "fsdp", "expert"}  # over which rows are split
 
 
@@ -44,6 +46,9 @@ class Step:
     has_places: bool = (
         False  # tokens are sent to the places that experts have; else they are gathered
     )
+    has_groups: bool = False  # stages of a pipeline hold several groups of layers each
+    figures: int = 0  # at most, that layers note of one kind, and each device needs
+    has_whole_matrices: bool = False  # the optimizer multiplies or decomposes whole matrices
 
 
 def table(
@@ -83,7 +88,7 @@ def table(
                 content=content,
                 count=None if None in times else sum(n for n in times if n is not None),
                 sent_bytes=sum(each.sent * (each.times or 1) for each in group),
-                largest=f"{largest.dtype}[{','.join(map(str, largest.sizes))}]",
+                largest=str(largest),
                 source=source,
                 why_unexpected=why,
             )
@@ -110,16 +115,20 @@ def unexpected(
 ) -> str:
     """Why a collective should not be there; empty where it should.
 
-    Parameters and their gradients may go wherever the layout of parameters sends them. What has more than one number for
-    each token stays with its tokens: it is summed over `tensor`, handed on over `pipe`, and no device ever needs it whole.
-    The exceptions are keys and values over `context`, gathered or in a ring, and tokens that go to experts. Queries are
-    told from keys by their number, and where each head has keys of its own `table` counts them.
+    What has more than one number for each token stays with its tokens: it is summed over `tensor`, passed on over `pipe`,
+    and no device needs all of it. The exceptions are keys and values over `context`, gathered or in a ring, tokens that go
+    to experts, and one maximum and id for each token and shard of the vocabulary if ids are sampled (`ops.gumbel`). Queries
+    are told from keys by their number, and where each head has keys of its own `table` counts them.
     """
     if content == "logits":
         return "logits are sent whole, and each device needs only its part of the vocabulary"
+    file = source.rpartition(":")[0].rpartition("/")[2]
+    if file == "gumbel.py" and kind == "all-gather" and set(axes) <= VOCAB_AXES:
+        return ""
+    if content == "parameters" and step.mark:
+        return _unexpected_parameters(kind, axes, shapes, step)
     if content != "activations":
         return ""
-    file = source.rpartition(":")[0].rpartition("/")[2]
     if (
         set(axes) == {"expert"}
         and file == "expert.py"
@@ -141,6 +150,52 @@ def unexpected(
     if kind in ("all-reduce", "reduce-scatter") and ROW_AXES & set(axes):
         return "activations are summed over devices that hold other rows"
     return ""
+
+
+def _unexpected_parameters(
+    kind: str, axes: Sequence[str], shapes: Sequence[Shape], step: Step
+) -> str:
+    """Why parameters, their gradients or the optimizer's state should not be sent so; empty if they should.
+
+    Sums go over any axis, but for whole tables over the axes that split the vocabulary. Besides, `fsdp` gathers what it splits
+    (weights at zero=3, updates at zero=1 and 2), and a circular pipeline passes its groups of layers to the stages. All
+    other axes compute with the part that they hold. The exceptions are figures that layers note, of which each device needs
+    all, as the largest logit of each head where they are clipped; muon, whose products need whole matrices, and soap,
+    which decomposes them; neither does so with tables of the vocabulary.
+    """
+    has_vocab = any(step.vocab in shape.sizes for shape in shapes)
+    if kind in ("all-reduce", "reduce-scatter"):
+        is_table = has_vocab and VOCAB_AXES & set(axes)
+        return (
+            "a table is summed whole over devices that each hold a part of it" if is_table else ""
+        )
+    if kind == "all-gather" and set(axes) == {"fsdp"}:
+        return ""
+    if kind == "all-gather" and all(shape.elements <= step.figures for shape in shapes):
+        return ""
+    if step.has_groups and kind in ("all-to-all", "collective-permute") and set(axes) == {"pipe"}:
+        return ""
+    if step.has_whole_matrices and set(axes) <= {"fsdp", "tensor"} and not has_vocab:
+        return ""
+    if kind == "all-gather":
+        return "parameters are gathered, and each device needs only its part of them"
+    return "parameters are moved to other devices, and each device needs only its part of them"
+
+
+def whole(results: Sequence[Result], mesh: Mapping[str, int], step: Step) -> list[str]:
+    """Return what holds the whole vocabulary for each of some tokens, a line each; empty if no device does.
+
+    Every operation counts, also those that XLA fuses. Without a split of the vocabulary, or a mark to tell tokens by, nothing
+    is judged.
+    """
+    if not step.mark or ways(mesh, "vocab") == 1:
+        return []
+    lines = {
+        f"{each.source or each.op_name or 'no line known'}: {each.op} of {each.shape}": None
+        for each in results
+        if content_of(each.shape, step.tokens, step.vocab, step.mark) == "logits"
+    }
+    return list(lines)
 
 
 def _are_keys(shapes: Sequence[Shape], step: Step) -> bool:

@@ -81,7 +81,9 @@ def train(options: Options, say: Callable[[str], None] = lambda _: None) -> dict
             if folder is not None:
                 model.write(folder, {"measured": answer})
     except OSError as error:
-        raise cannot_write("the classifier", options.out, error, fix="--out=a/place") from error
+        raise cannot_write(
+            "the classifier", options.out, error, fix="--out=classifier-2"
+        ) from error
     return answer
 
 
@@ -139,7 +141,9 @@ def _read(options: Options, counts: Counter[str]) -> _Examples:
                     f"{label} has {count} examples {name}",
                     where=", ".join(options.examples[label]),
                     why=f"with fewer than {FEWEST} nothing is learnt or measured",
-                    fix=f"--held_out={min(0.5, max(0.1, 2 * options.held_out)):.0%}",
+                    fix=f"--held_out={min(0.5, max(0.1, 2 * options.held_out)):.0%}"
+                    if side is held_out and options.held_out < 0.5
+                    else "name more files of examples",
                 )
     return found
 

@@ -1,6 +1,7 @@
 """A trained run, opened to be used."""
 
 import dataclasses
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
+from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing
 from jaxlm.data import tokenizer_file
@@ -69,7 +71,8 @@ def open_run(
             fix=f"--weights={'raw' if isinstance(run.average, NoAverage) else run.average.name}",
         )
     devices.start(cpu_devices)
-    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
+    verifier = Verifier(say=say)
+    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
     chosen = choose(store, step, best, say)
     mesh = devices.build_mesh(run.mesh if _fits(run.mesh) else MeshConfig())
     vocab = assembly.vocabulary(run, encoder.size)
@@ -106,14 +109,14 @@ def choose(store: Store, step: int | None, best: bool, say: Callable[[str], None
             why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
             fix=f"--step={committed[-1]}"
             if committed
-            else f"jaxlm train --config=... --workdir={store.directory.parent}",
+            else f"jaxlm train --workdir={shlex.quote(str(store.directory.parent))}",
         )
     if named is not None and (wrong := store.problems(named)):
         raise DataError(
             f"checkpoint {named} is damaged",
             where=str(store.directory / str(named)),
             why="\n".join(wrong[:4]),
-            fix=f"jaxlm checkpoint list --workdir={store.directory.parent}",
+            fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(store.directory.parent))}",
         )
     return chosen
 

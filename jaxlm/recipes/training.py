@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxlm.core import config as configs
-from jaxlm.core.config import Loaded, Origin
+from jaxlm.core.config import Loaded
 from jaxlm.core.places import check_local
 from jaxlm.core.values import show
 from jaxlm.parallel import cluster
@@ -93,9 +93,7 @@ def _loaded(config: Any, settings: Mapping[str, Any]) -> Loaded:
     if isinstance(config, str | os.PathLike):
         return configs.load(Run, os.fspath(config), overrides)
     raw = configs.to_json(config) if isinstance(config, Run) else config.to_dict()
-    value = configs.from_json(Run, raw, "the config that was given", overrides)
-    given = Origin("file", "the config that was given")
-    return Loaded(value, dict.fromkeys(configs.flatten(value), given))
+    return configs.loaded_json(Run, raw, "the config that was given", overrides)
 
 
 def _words(config: Any, workdir: Any, settings: Mapping[str, Any]) -> list[str]:

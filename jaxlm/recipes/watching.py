@@ -35,9 +35,24 @@ def parts(run: Run, sizes: Sizes) -> int:
             where="log.layers",
             why=f"{rows} rows of a batch on {ways} devices do not divide into equal parts of whole rows, and "
             "noise is the difference between a part's gradient and the batch's",
-            fix=f"--config.train.batch={2 * run.train.batch}",
+            fix="\n".join(
+                [_twice_the_rows(run), f"{_without_noise(run)}    # does not measure the noise"]
+            ),
         )
     return found
+
+
+def _twice_the_rows(run: Run) -> str:
+    """Return the flags that double the rows of every batch."""
+    entries = [entry.partition("@") for entry in run.train.batch_warmup]
+    doubled = ",".join(f"{2 * int(rows)}@{span}" for rows, _, span in entries)
+    warmup = f" --config.train.batch_warmup={doubled}" if doubled else ""
+    return f"--config.train.batch={2 * run.train.batch}{warmup}"
+
+
+def _without_noise(run: Run) -> str:
+    rest = ",".join(name for name in run.log.layers if name != "noise")
+    return f"--config.log.layers={rest}" if rest else "'--config.log.layers=()'"
 
 
 def is_due(run: Run, completed: int) -> bool:

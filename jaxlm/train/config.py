@@ -92,7 +92,7 @@ class TrainConfig:
                 yield (
                     "remat",
                     f"{policy!r} is none of: none, dots, full, save:{known}, offload:{known}",
-                    "--config.train.remat=dots",
+                    "jaxlm config explain train.remat",
                 )
 
     def _uneven(self) -> Iterator[tuple[str, str, str]]:
@@ -127,6 +127,11 @@ class GuardConfig:
         above=0.0,
     )
     budget: int = setting(10, "bad steps in a row after which the run rewinds", unit="steps", low=1)
+    divergence: Literal["warn", "stop"] = setting(
+        "warn",
+        "what follows a loss worse than the uniform coder, ln V nats, after 10% of the steps and above the first loss, or after "
+        "half of the steps: a warning, or the end of the run, with 79; worse than the unigram coder is always a warning",
+    )
     rewinds: int = setting(3, "rewinds after which the run ends instead, with 79", low=0)
     loss_scale: float = setting(
         2.0**15,

@@ -22,18 +22,19 @@ class Curvature(NamedTuple):
     every: int
 
 
-Estimator = Callable[[Any, Tokens, Array, Array, Array], dict[str, Estimate]]
+Estimator = Callable[[Any, Any, Tokens, Array, Array, Array], dict[str, Estimate]]
 
 
 def build(
     curvature: Curvature | None,
     *,
     precision: Precision,
+    axes: Any,
     layout: Any,
     microbatches: int,
     frozen: frozenset[str] = frozenset(),
 ) -> Estimator:
-    """The function (params, batch, key, scale, updates) -> `curvature`, which the optimizer is given beside the gradient; nothing for None.
+    """The function (params, grads, batch, key, scale, updates) -> `curvature`, which the optimizer gets with the gradient; nothing for None.
 
     Every so many updates it is B g^2, where g is the mean gradient of targets that the model draws itself, and B their number.
 
@@ -45,6 +46,7 @@ def build(
     gradient = gradients.build(
         curvature.loss,
         precision=precision,
+        axes=axes,
         layout=layout,
         microbatches=microbatches,
         frozen=frozen,
@@ -52,8 +54,10 @@ def build(
     laid_out = gradients.laying_out(layout, frozen)
 
     def estimator(
-        params: Any, batch: Tokens, key: Array, scale: Array, updates: Array
+        params: Any, grads: Any, batch: Tokens, key: Array, scale: Array, updates: Array
     ) -> dict[str, Estimate]:
+        # After the gradient: else XLA begins before it is done, and holds the activations of both.
+        params, _ = jax.lax.optimization_barrier((params, grads))
         is_due = updates % every == 0
 
         def estimate() -> Any:

@@ -9,6 +9,7 @@ from jaxlm.core import faults
 from jaxlm.core.errors import Preempted
 from jaxlm.parallel import host
 from jaxlm.train import guard
+from jaxlm.train.completion import Completion, Completions
 from jaxlm.train.signals import Interrupted, StopRequest
 from jaxlm.train.state import TrainState
 from jaxlm.train.step import Metrics, Step
@@ -26,6 +27,8 @@ class Progress:
     read: dict[str, list[int]] = dataclasses.field(
         default_factory=dict
     )  # rows and tokens of each source of a mixture
+    first_loss: float | None = None  # of the first step, in nats
+    divergence: dict[str, Any] | None = None  # what is wrong with the loss, if anything
 
     def note(self, loss: float, step: int) -> bool:
         """Counts an evaluation; whether its loss is the lowest so far."""
@@ -52,7 +55,8 @@ class Hooks:
     is_sample_due: Callable[[int], bool]
     is_save_due: Callable[[int], bool]
     before: Callable[[int], None]  # each step, with the number of completed ones
-    count: Callable[[float, float], None]  # each step's tokens, and its seconds of waiting for data
+    # Each step's metrics, its seconds of waiting for data, and the time at which it was complete.
+    count: Callable[[dict[str, float], float, float], None]
     log: Callable[[int, dict[str, float]], None]  # a logged step's metrics
     evaluate: Callable[
         [TrainState, int], float | None
@@ -97,18 +101,18 @@ def run(
     """Runs from `start` completed steps to `steps`, or to `stop_at`; the state it returns is saved.
 
     The metrics of a step are fetched after the next one has been dispatched, so the device does not wait for Python.
-    Before an evaluation, samples or a save they are fetched first.
+    Before an evaluation, samples or a save they are fetched first. `now` is the clock of the times that hooks get.
 
     Raises:
       BudgetSpent: where `budget` steps in a row were not applied.
       Preempted: where `stop` was requested; the last completed step is saved.
     """
-    waiting: tuple[int, Metrics, float] | None = None
+    waiting: tuple[int, Metrics, float, Completion] | None = None
 
     def settle() -> None:
         nonlocal waiting
         if waiting is not None:
-            _settle(*waiting, progress, hooks, budget)
+            _settle(*waiting, progress, hooks, budget, now)
             waiting = None
 
     saved = start
@@ -130,57 +134,67 @@ def run(
             fix="run the same command again",
         )
 
-    for completed in range(start + 1, stop_at + 1):
-        hooks.before(completed - 1)
-        stop.enter()
-        hooks.enter("data")
-        asked = now()
-        try:
-            with stop.waiting():
-                faults.point("data.next", completed)
-                batch = next(batches)
-        except Interrupted:
-            if saved < completed - 1:
-                save(state, completed - 1, None)
-            raise preempted(completed - 1) from None
-        waited = now() - asked
-        hooks.enter("step")
-        faults.point("step.before", completed)
-        state, metrics = step(state, batch)
-        faults.point("step.after", completed)
-        settle()
-        waiting = (completed, metrics, waited)
-        hooks.check_saves()
+    with Completions(now) as completions:
+        for completed in range(start + 1, stop_at + 1):
+            hooks.before(completed - 1)
+            stop.enter()
+            hooks.enter("data")
+            asked = now()
+            try:
+                with stop.waiting():
+                    faults.point("data.next", completed)
+                    batch = next(batches)
+            except Interrupted:
+                if saved < completed - 1:
+                    save(state, completed - 1, None)
+                raise preempted(completed - 1) from None
+            waited = now() - asked
+            hooks.enter("step")
+            faults.point("step.before", completed)
+            state, metrics = step(state, batch)
+            completion = completions.observe(metrics["loss_nats"])
+            faults.point("step.after", completed)
+            settle()
+            waiting = (completed, metrics, waited, completion)
+            hooks.check_saves()
 
-        loss = None
-        best = False
-        if hooks.is_eval_due(completed):
-            settle()
-            loss = hooks.evaluate(state, completed)
-            best = loss is not None and progress.note(loss, completed)
-        if hooks.is_sample_due(completed):
-            settle()
-            hooks.sample(state, completed)
-        given_up = patience is not None and progress.evaluations_without_gain >= patience
-        is_stopped = stop.is_due
-        last = hooks.is_over() or completed == stop_at or is_stopped or given_up
-        if last or hooks.is_save_due(completed) or (best and keep_best):
-            save(state, completed, loss)
-        if is_stopped and completed < steps:
-            raise preempted(completed)
-        if last:
-            break
+            loss = None
+            best = False
+            if hooks.is_eval_due(completed):
+                settle()
+                loss = hooks.evaluate(state, completed)
+                best = loss is not None and progress.note(loss, completed)
+            if hooks.is_sample_due(completed):
+                settle()
+                hooks.sample(state, completed)
+            given_up = patience is not None and progress.evaluations_without_gain >= patience
+            is_stopped = stop.is_due
+            last = hooks.is_over() or completed == stop_at or is_stopped or given_up
+            if last or hooks.is_save_due(completed) or (best and keep_best):
+                save(state, completed, loss)
+            if is_stopped and completed < steps:
+                raise preempted(completed)
+            if last:
+                break
     return state
 
 
 def _settle(
-    step: int, metrics: Metrics, waited: float, progress: Progress, hooks: Hooks, budget: int
+    step: int,
+    metrics: Metrics,
+    waited: float,
+    completion: Completion,
+    progress: Progress,
+    hooks: Hooks,
+    budget: int,
+    now: Callable[[], float],
 ) -> None:
     """Fetches and counts the metrics of a step, and logs them where it is time."""
     layers = metrics.pop("layers")
     values = {name: float(value) for name, value in metrics.items()}
+    at = now() if completion.at is None else completion.at  # the thread may be late
     progress.tokens += round(values["tokens"])
-    hooks.count(values["tokens"], waited)
+    hooks.count(values, waited, at)
     if values["verdict"]:
         if values["verdict"] != guard.OVERFLOW:
             progress.last_skipped = step

@@ -7,6 +7,7 @@ import jax
 import optax
 from jax import Array
 
+from jaxlm.core import tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.monitor.config import Watched
@@ -59,7 +60,7 @@ def build(
     Arguments are those of `step.build`. Where `microbatches` is not the step's, dropout draws other numbers than there.
     """
     parts: dict[str, Any] = dict(
-        precision=precision, layout=layout, microbatches=microbatches, frozen=frozen
+        precision=precision, axes=axes, layout=layout, microbatches=microbatches, frozen=frozen
     )
     estimate = curvatures.build(curvature, **parts)
     extended = optax.with_extra_args_support(optimizer)
@@ -77,10 +78,10 @@ def build(
         norms: dict[str, dict[str, Array]] = {}
         if "norms" in kinds:
             scale = state.guard.scale.factor
-            given = estimate(state.params, batch, key_now, scale, state.applied)
+            given = estimate(state.params, grads, batch, key_now, scale, state.applied)
             updates, _ = extended.update(grads, state.opt_state, state.params, rate=rate, **given)
             trees = {"grad_norm": grads, "param_norm": state.params, "update_norm": updates}
             norms = {name: gradients.norms_by_layer(values, axes) for name, values in trees.items()}
-        return Observed(norms, notes, gradients.norm(grads) ** 2, part.objective.weight)
+        return Observed(norms, notes, tree.norm(grads) ** 2, part.objective.weight)
 
     return observe

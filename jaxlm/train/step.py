@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from jaxlm.core import faults
+from jaxlm.core import faults, random, tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.nn.noted import Kind, Notes
+from jaxlm.optim import rounding
 from jaxlm.train import curvature as curvatures
 from jaxlm.train import gradient as gradients
 from jaxlm.train import guard as guards
@@ -48,8 +49,10 @@ def build(
 
     The learning rate is the schedule's times `rate`, by default 1.
 
-    `loss`, `layout`, `microbatches` and `frozen` are those of `gradient.build`. `key` is the root of the step's random
+    `loss`, `axes`, `layout`, `microbatches` and `frozen` are those of `gradient.build`. `key` is the root of the step's random
     numbers. The gradient is taken at the parameters, or where `ahead(params, opt_state)` says.
+    Updates are added in float32, and rounded stochastically where parameters or the optimizer's
+    state have fewer bits: by `key`, the step, a leaf's path and a number's position alone.
     `average(average, params, updates)` is the average of the parameters after so many applied updates. With a `curvature`
     the optimizer is given estimates of it. `after(params, notes)` has the last word on updated parameters, knowing what
     layers noted of `kinds`, and gives metrics of its own.
@@ -67,7 +70,7 @@ def build(
     """
     is_scaled = precision.is_scaled
     parts: dict[str, Any] = dict(
-        precision=precision, layout=layout, microbatches=microbatches, frozen=frozen
+        precision=precision, axes=axes, layout=layout, microbatches=microbatches, frozen=frozen
     )
     gradient = gradients.build(loss, **parts, kinds=kinds)
     estimate = curvatures.build(curvature, **parts)
@@ -83,9 +86,9 @@ def build(
         grads = _broken("grads", grads, state.step)
         means = {name: mean.figure for name, mean in part.metrics.items()}
         means["loss_nats"] = _broken("loss", part.metrics["loss_nats"].value, state.step)
-        grad_norm = gradients.norm(grads)
+        grad_norm = tree.norm(grads)
         applied = state.applied
-        given = estimate(state.params, batch, own_key, scale.factor, applied)
+        given = estimate(state.params, grads, batch, own_key, scale.factor, applied)
         if "curvature" in given:
             # The guard judges it with the gradient: it would stay in the optimizer's mean for good.
             is_known = _is_finite(given["curvature"].diagonal)
@@ -98,12 +101,18 @@ def build(
             updates, opt_state = extended.update(
                 grads, state.opt_state, state.params, rate=rate, **given
             )
-            # Computed in the gradients' dtype, kept in that of the parameters, which may be lower.
-            opt_state = jax.tree.map(lambda x, old: x.astype(old.dtype), opt_state, state.opt_state)
-            params = optax.apply_updates(state.params, updates)
+            params = rounding.add(state.params, updates)
             figures: dict[str, Array] = {}
             if after is not None:
                 params, figures = after(params, notes)
+            # Both may be kept in fewer bits than an update is computed in.
+            params, opt_state = (
+                rounding.rounded(values, old, random.stream(own_key, name))
+                for name, values, old in (
+                    ("rounding/params", params, state.params),
+                    ("rounding/opt_state", opt_state, state.opt_state),
+                )
+            )
             averaged = None if average is None else average(state.average, params, applied + 1)
             moved = guards.select(
                 is_good,
@@ -112,8 +121,8 @@ def build(
             )
             param_norm = update_ratio = jnp.full((), jnp.nan, jnp.float32)
             if with_norms:
-                param_norm = gradients.norm(moved[0])
-                update_ratio = gradients.norm(updates) / jnp.maximum(param_norm, 1e-30)
+                param_norm = tree.norm(moved[0])
+                update_ratio = tree.norm(updates) / jnp.maximum(param_norm, 1e-30)
             return moved, figures | {"param_norm": param_norm, "update_ratio": update_ratio}
 
         if is_measured is None:
@@ -144,8 +153,8 @@ def build(
     return step
 
 
-def _is_finite(tree: Any) -> Array:
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+def _is_finite(values: Any) -> Array:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values)]).all()
 
 
 def _layer_norms(is_wanted: Array, grads: Any, axes: Any) -> Any:

@@ -192,7 +192,7 @@ def test_what_config_json_rules_out_is_said_before_anything_large_is_fetched(hub
     ("name", "what", "fix"),
     [
         ("hf:own/nothing", "the hub has no model own/nothing, or it is private", "/models;"),
-        ("hf:own/tiny@v2", "own/tiny has no revision v2", "--from=hf:own/tiny"),
+        ("hf:own/tiny@v2", "own/tiny has no revision v2", "/own/tiny/tree/main"),
         ("hf:own/gated", "only given to those who have accepted its terms", "hf auth login"),
         ("hf:own/pickled", "the model has no safetensors", "published as safetensors"),
         ("hf:own/llamas", "the model has no safetensors", "--from=tiny.gguf"),

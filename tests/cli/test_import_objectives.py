@@ -1,6 +1,7 @@
 """What an imported model learns by: with the marks of its own tokenizer, or with those that are added."""
 
 import json
+import re
 import shlex
 
 import numpy as np
@@ -122,6 +123,7 @@ def test_without_marks_the_two_ways_that_are_shown_both_work(objective, tmp_path
     other, again = answer["error"]["fix"].splitlines()
     peeked(capsys, *words, other)
     more = tmp_path / "more"
-    pasted = again.replace("MODEL", str(source)).replace("RUN", str(more))
-    assert main([*shlex.split(pasted, comments=True)[1:], "--quiet"]) == 0
+    tokens = shlex.split(" ".join(re.findall(r"--add_token='[^']+'", again)))
+    words_of_import = ["import", f"--from={source}", f"--workdir={more}", *tokens, "--quiet"]
+    assert main(words_of_import) == 0
     peeked(capsys, *flags(tmp_path, more, objective))

@@ -16,9 +16,11 @@ from jaxlm.core import backend, config, tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Tokens
 from jaxlm.models import cost
+from jaxlm.models.families.experts import Experts
+from jaxlm.monitor.chips import machine
 from jaxlm.parallel import host, rules
 from jaxlm.parallel.config import AXES
-from jaxlm.recipes import assembly, engine
+from jaxlm.recipes import assembly, engine, plan
 from jaxlm.recipes.config import Run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -108,6 +110,19 @@ def test_every_dimension_divides_and_the_state_fits(name, hardware):
     assert held * devices >= tree.size_bytes(model.blueprint.shapes)
 
 
+@pytest.mark.parametrize(("name", "hardware"), PAIRS)
+def test_the_plan_of_a_layout_fits_and_multiplies_no_row_with_the_weights_of_other_experts(
+    name, hardware
+):
+    on = f"h100x{hardware.removesuffix('gpu')}" if "gpu" in hardware else hardware
+    run = load(name, hardware)
+    forecast = plan.forecast(run, machine(on, flag="--on"))
+    assert forecast.fits
+    assert not any("model.capacity" in risk for risk in forecast.risks)
+    capacity = getattr(run.model, "capacity", None)
+    assert capacity == (1.25 if "gpu" in hardware and isinstance(run.model, Experts) else None)
+
+
 @pytest.mark.parametrize(
     ("name", "hardware"),
     [
@@ -120,7 +135,7 @@ def test_the_step_and_its_layout_can_be_traced(name, hardware):
     run = load(name, hardware)
     model = assembled(run, hardware)
     vocab = np.ones(run.model.vocab, np.int32)
-    data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=vocab))
+    data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=vocab, lead=""))
     with (
         backend.of("gpu" if "gpu" in hardware else "tpu"),
         jax.sharding.use_abstract_mesh(model.mesh),
@@ -157,5 +172,5 @@ def test_hardware_that_a_config_is_not_for_is_refused_with_why_and_the_nearest(
         load(name, hardware)
     assert why in caught.value.why
     assert f"there are layouts for {', '.join(NAMED[name])}" in caught.value.why
-    assert caught.value.fix.endswith(f"configs/{name}.py:{nearest}")
+    assert caught.value.fix.splitlines()[0].endswith(f"configs/{name}.py:{nearest}")
     assert nearest in NAMED[name]

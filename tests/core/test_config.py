@@ -3,9 +3,10 @@
 import copy
 import dataclasses
 import json
+import shlex
 import textwrap
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -65,6 +66,8 @@ class Data:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A run."""
+
+    ALIASES: ClassVar[dict[str, str]] = {"learning_rate": "optim.lr"}
 
     seed: int = setting(0, "seed of everything")
     optim: AdamW | Lion = AdamW()
@@ -204,20 +207,41 @@ def test_text_of_the_command_line_is_read_by_type(path, text, value):
         ("seed", "1e999999999"),
         ("optim.lr", "fast"),
         ("optim.lr", "inf"),
-        ("data.shuffle", "yes"),
-        ("data.packing", "firstfit"),
         ("data.every", "1e999"),
         ("data.vocab", "0"),
         ("train.steps", "0"),
         ("optim.beta1", "1.0"),
     ],
 )
-def test_text_that_does_not_fit_is_refused_and_the_fix_works(path, text):
+def test_text_that_means_no_allowed_value_is_refused_and_no_other_value_is_suggested(path, text):
     error = failure(None, (path, text))
     assert f"--config.{path}={text}" in error.where
-    fixed, _, value = error.fix.removeprefix("--config.").partition("=")
+    assert error.fix == f"jaxlm config explain {path}"
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "same"),
+    [
+        ("seed", "2k", 2000),
+        ("seed", "'7'", 7),
+        ("seed", "1,000", 1000),
+        ("train.steps", "1.5M", 1_500_000),
+        ("train.steps", "2Ki", 2048),
+        ("optim.lr", "1%", 0.01),
+        ("data.shuffle", "yes", True),
+        ("data.shuffle", "OFF", False),
+        ("data.packing", "firstfit", "first_fit"),
+        ("data.packing", "First-Fit", "first_fit"),
+        ("data.every", "10 minutes", Span.parse("10m")),
+        ("data.every", "2k", Span.parse(2000)),
+    ],
+)
+def test_a_value_in_another_notation_is_refused_and_the_fix_says_the_same(path, text, same):
+    error = failure(None, (path, text))
+    (word,) = shlex.split(error.fix)
+    fixed, _, value = word.removeprefix("--config.").partition("=")
     assert fixed == path
-    load(None, (fixed, value))
+    assert config.flatten(load(None, (fixed, value)).value)[path] == same
 
 
 def test_the_fix_of_a_misspelt_choice_is_the_nearest_choice():
@@ -318,7 +342,8 @@ def test_a_file_takes_an_argument(write):
     assert load(f"{file}:a:b").value.train.steps == 5
     assert load(file).value.train.steps == 6
     assert "no argument" in failure(f"{write(a_config(), 'y.py')}:a").what
-    assert failure(write(a_config(), "z.py", signature="arg")).fix == "--config=z.py:ARGUMENT"
+    error = failure(write(a_config(), "z.py", signature="arg"))
+    assert error.fix == "add a colon and the value of arg to --config=z.py"
 
 
 def test_all_problems_come_in_one_error_with_their_places(write):
@@ -334,8 +359,15 @@ def test_all_problems_come_in_one_error_with_their_places(write):
         "--config.seed=x",
     ):
         assert part in text
+    assert error.fix == "jaxlm config explain seed optim.lr train.steps"
+
+
+def test_problems_with_values_in_other_notations_are_fixed_together(write):
+    file = write(a_config('c.optim.lr = "1%"\nc.train.steps = "2k"'))
+    error = failure(file, ("data.shuffel", "true"), ("seed", "10k"))
     pairs = [flag.removeprefix("--config.").partition("=")[::2] for flag in error.fix.split()]
-    load(file, *pairs)
+    loaded = load(file, *pairs).value
+    assert (loaded.optim.lr, loaded.train.steps, loaded.seed) == (0.01, 2000, 10_000)
 
 
 def test_more_problems_than_lines_are_counted(write):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxlm.core.spelling import distance, nearest
+from jaxlm.core.spelling import distance, nearest, notations
+from jaxlm.monitor.chips import CHIPS
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,31 @@ def test_nearest_is_silent_where_nothing_is_near():
     assert nearest("trian", ["train", "eval"]) == "train"
     assert nearest("zebra", ["train", "eval"]) is None
     assert nearest("x", []) is None
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("a11", ["a100", "a10", "l4"]),
+        ("a10", ["a100"]),
+        ("float8", ["float16", "float32"]),
+        ("llama3-7b", ["llama3-8b"]),
+        ("flot", ["float16", "float32"]),
+        ("--lr", ["--help", "--lrs"]),
+        ("lr", ["or", "l"]),
+    ],
+)
+def test_a_word_with_another_number_or_too_few_letters_is_not_near(word, words):
+    assert nearest(word, words) is None
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_no_chip_is_a_slip_of_another(chip):
+    assert nearest(chip, set(CHIPS) - {chip}) is None
+
+
+def test_a_letter_behind_a_number_scales_counts_alone():
+    assert "2000" in list(notations("2k"))
+    assert "1500000" in list(notations("1.5M"))
+    for text, unit in (("10M", "seconds"), ("24G", "GiB"), ("1m", ""), ("24GB", "")):
+        assert set(notations(text, unit)) == {text}, text

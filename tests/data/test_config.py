@@ -14,8 +14,7 @@ def test_the_defaults_are_right() -> None:
     ("settings", "field"),
     [
         ({"tokenizer": "sentencepeice:4096"}, "tokenizer"),
-        ({"tokenizer": "sentencepiece"}, "tokenizer"),
-        ({"tokenizer": "sentencepiece:100"}, "tokenizer"),
+        ({"tokenizer": "byets"}, "tokenizer"),
         ({"train": ()}, "train"),
         ({"validation": ("5%", "x=tail:10%")}, "validation"),
         ({"validation": ("0%",)}, "validation"),
@@ -32,6 +31,12 @@ def test_a_wrong_setting_is_named_and_its_fix_is_right(
     value = fix.partition("=")[2].strip("'")
     fixed = {field: value if field == "tokenizer" else (value,)}
     assert not list(DataConfig(**(settings | fixed)).problems())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tokenizer", ["sentencepiece", "sentencepiece:100", "gpt2", "bpe"])
+def test_a_tokenizer_that_means_none_that_there_is_gets_no_other(tokenizer: str) -> None:
+    ((name, _, fix),) = DataConfig(tokenizer=tokenizer).problems()
+    assert (name, fix) == ("tokenizer", "jaxlm config explain data.tokenizer")
 
 
 @pytest.mark.parametrize("entry", ["5%", "tail:10%", "0.5%"])

@@ -2,8 +2,9 @@
 
 import dataclasses
 import gzip
-import hashlib
+import itertools
 import json
+import os
 import random
 import time
 from collections import Counter
@@ -15,7 +16,7 @@ import pytest
 import zstandard
 
 from jaxlm.core.errors import ConfigError, DataError, InputMissing, JaxlmError, NotWritable
-from jaxlm.data import baselines, dataset, parts, records, writer
+from jaxlm.data import baselines, dataset, long_text, parts, records, text_digest, writer
 from jaxlm.data.config import DataConfig
 
 
@@ -100,27 +101,47 @@ def test_a_second_opening_reads_the_cache_and_is_the_same(texts: str, tmp_path: 
     json.dumps(first.fingerprint)
 
 
-def test_a_start_reads_each_text_once_to_see_that_it_is_what_was_tokenised(
+def test_a_text_is_hashed_once_and_again_only_if_it_changed(
     texts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if its size and its time of modification are what they were; and if it changed just before it was hashed."""
     config = _config(texts, "20%", tokenizer="sentencepiece:512")
-    _open(config, tmp_path)
     hashed: Counter[str] = Counter()
-    whole = hashlib.file_digest
+    whole = text_digest._digest
 
-    def counted(file: Any, name: str) -> Any:
-        hashed[file.name] += 1
-        return whole(file, name)
+    def counted(path: str, moved: Any) -> str:
+        hashed[path] += 1
+        return whole(path, moved)
 
-    monkeypatch.setattr(hashlib, "file_digest", counted)
-    again: list[str] = []
-    _open(config, tmp_path, said=again)
-    assert again == []
+    def opened() -> list[str]:
+        hashed.clear()
+        said: list[str] = []
+        _open(config, tmp_path, said=said)
+        return said
+
+    monkeypatch.setattr(text_digest, "_digest", counted)
     files = [str(path) for path in tmp_path.glob("*.txt")]
-    assert {file: hashed[file] for file in files} == dict.fromkeys(files, 1)
-    (tmp_path / "07.txt").write_text("document 7, changed in as many bytes\n")
-    _open(config, tmp_path, said=again)
-    assert any("tokenising train" in line for line in again)
+    monkeypatch.setattr(text_digest, "SETTLED_SECONDS", 3600)
+    opened()
+    assert hashed == dict.fromkeys(files, 1)
+    assert opened() == []
+    assert hashed == dict.fromkeys(files, 1), "all of them changed within this hour"
+    monkeypatch.setattr(text_digest, "SETTLED_SECONDS", 0)
+    assert opened() == []
+    assert hashed == dict.fromkeys(files, 1)
+    assert opened() == []
+    assert hashed == {}, "a start, or the processes of a run that take their turn after the first"
+
+    path = tmp_path / "07.txt"
+    before = path.stat()
+    path.write_text("x" * before.st_size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert any("tokenising train" in line for line in opened())
+    assert hashed == {str(path): 1}
+    (kept,) = (tmp_path / "cache/digests").glob("*.json")
+    kept.write_text(kept.read_text()[:-9])
+    assert opened() == []
+    assert hashed == dict.fromkeys(files, 1), "the note of the digests was damaged"
 
 
 class Counted:
@@ -245,6 +266,30 @@ def test_damaged_cached_tokens_are_made_again_and_said(texts: str, tmp_path: Pat
     assert sum("made again" in line for line in said) == 2
 
 
+def test_damaged_cached_tokens_that_another_process_made_again_are_left(
+    texts: str, tmp_path: Path
+) -> None:
+    """Of two that find them damaged at once, the second removed what the first had made."""
+    _open(_config(texts), tmp_path)
+    shards = tmp_path / "cache" / "shards"
+    for path in shards.rglob("tokens-*"):
+        path.write_bytes(path.read_bytes()[:-2])
+    made: list[Path] = []
+
+    def another(line: str) -> None:
+        if "made again" in line and not made:
+            made.append(tmp_path)
+            _open(_config(texts), tmp_path)
+            made[:] = shards.iterdir()
+            for folder in made:
+                (folder / "of the other").touch()
+
+    config = _config(texts)
+    dataset.open_data(config, seed=0, root=tmp_path / "cache", warn=another)
+    assert len(made) == 2
+    assert all((folder / "of the other").exists() for folder in made)
+
+
 def test_a_file_on_both_sides_is_refused_by_name(texts: str, tmp_path: Path) -> None:
     (tmp_path / "link.md").symlink_to(tmp_path / "07.txt")
     with pytest.raises(DataError, match="both trained on and validated on") as caught:
@@ -360,7 +405,8 @@ def test_folders_of_token_shards_are_found_by_glob_and_read_as_one(tmp_path: Pat
 def test_progress_goes_from_nothing_to_the_size_of_the_files(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "BATCH", 2000)
+    monkeypatch.setattr(writer, "SAID", 2000)
+    monkeypatch.setattr(long_text, "BATCH", 2000)
     draw = random.Random(0)
     for number in range(5):
         texts = ["".join(draw.choices("abcdefgh ", k=500)) for _ in range(200)]
@@ -373,19 +419,24 @@ def test_progress_goes_from_nothing_to_the_size_of_the_files(
         else:
             pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
             path.write_bytes(pack(lines))
-    told: list[tuple[int, int]] = []
+    told: list[tuple[str, int, int]] = []
     dataset.open_data(
         _config(f"{tmp_path}/*{ending}", ()),
         seed=0,
         root=tmp_path / "cache",
-        progress=lambda what, done, total: told.append((done, total)),
+        progress=lambda what, done, total: told.append((what, done, total)),
     )
     size = sum(path.stat().st_size for path in tmp_path.glob(f"*{ending}"))
-    places = [done for done, _ in told]
-    assert {total for _, total in told} == {size}
-    assert places == sorted(places)
-    assert places[-1] == size
-    assert len(set(places)) >= 5
+    assert {total for *_, total in told} == {size}
+    assert [what for what, _ in itertools.groupby(told, lambda told: told[0])] == [
+        "hashing raw text",
+        "tokenising train",
+    ]
+    for what, least in (("hashing raw text", 1), ("tokenising train", 5)):
+        places = [done for name, done, _ in told if name == what]
+        assert places == sorted(places)
+        assert places[-1] == size
+        assert len(set(places)) >= least
 
 
 def test_a_cache_that_cannot_be_written_is_refused(texts: str, tmp_path: Path) -> None:

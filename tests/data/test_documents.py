@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -14,6 +15,7 @@ import zstandard
 
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.documents import STDLIB_HELD_OUT, Corpus
+from jaxlm.data.text_digest import TextDigests
 
 
 def _read(path: Path | str, key: str = "text") -> tuple[list[str], Counter[str]]:
@@ -55,22 +57,28 @@ def test_each_record_is_a_document(tmp_path: Path, name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("setting", "fix"),
-    [
-        ("data.train", "--config.data.train=stdlib:train"),
-        ("data.validation", "--config.data.validation=stdlib:validation"),
-        ("--text", "--text=stdlib:validation"),
-        ("harmful.words", "ls {folder}"),
-    ],
-)
-def test_a_pattern_without_a_match_is_mended_by_a_line_that_works(tmp_path, setting, fix):
+@pytest.mark.parametrize("setting", ["data.train", "data.validation", "--text", "harmful.words"])
+def test_a_pattern_without_a_match_lists_the_nearest_folder_and_names_no_other_text(
+    tmp_path, setting
+):
     with pytest.raises(InputMissing) as caught:
         Corpus.find((f"{tmp_path}/none/*/*.txt",), "text", setting)
     assert caught.value.where == setting
-    assert caught.value.fix == fix.format(folder=tmp_path)
-    _, equals, pattern = caught.value.fix.partition("=")
-    assert not equals or Corpus.find((pattern,), "text", setting).files
+    assert caught.value.fix == f"ls {tmp_path}"
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag"), [("data.train", "--config.data.train"), ("--text", "--text")]
+)
+def test_a_misspelt_path_is_mended_by_a_line_that_works(tmp_path, setting, flag):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text("a")
+    with pytest.raises(InputMissing) as caught:
+        Corpus.find((f"{tmp_path}/text/*.txt",), "text", setting)
+    (word,) = shlex.split(caught.value.fix)
+    name, _, pattern = word.partition("=")
+    assert name == flag
+    assert [path.name for path in Corpus.find((pattern,), "text", setting).files] == ["a.txt"]
 
 
 def test_a_file_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path) -> None:
@@ -180,8 +188,11 @@ def test_the_digest_follows_contents_and_not_times(tmp_path: Path) -> None:
     digests = []
     for text in ("one", "two", "one"):
         path.write_text(text)
-        digests.append(Corpus.find((str(path),), "text", "data.train").digest)
+        corpus = Corpus.find((str(path),), "text", "data.train")
+        digests.append(TextDigests(tmp_path / "cache").of(corpus))
     assert digests[0] == digests[2] != digests[1]
+    named = f"text\0{path}\0{hashlib.sha256(b'one').hexdigest()}"
+    assert digests[0] == hashlib.sha256(named.encode()).hexdigest(), "what caches are named by"
 
 
 def test_the_two_parts_of_the_library_share_no_file_and_no_test_is_in_them() -> None:

@@ -134,7 +134,58 @@ def test_evaluation_on_hosts_is_the_slices_of_the_whole_and_a_limit_cuts_it(load
     half = list(loader.evaluation(batch=BATCH, rows=slice(4, 8)))
     last = (jax.tree.map(lambda x: x[4:], batch) for batch in whole)
     assert all(_same(a, b) for a, b in zip(last, half, strict=True))
-    assert len(list(loader.evaluation(batch=BATCH, limit=2))) == 2
+
+
+def test_a_partial_evaluation_reads_the_same_drawn_rows_whatever_the_batch_the_hosts_and_the_run(
+    loader: Loader,
+) -> None:
+    count = loader.plan.rows // 3 // BATCH * BATCH
+
+    def rows(batch: int, own: slice | None = None) -> list[bytes]:
+        found = loader.evaluation(batch=batch, rows=own, limit=count // batch)
+        return [
+            _text(jax.tree.map(lambda x, n=n: x[n : n + 1], each))
+            for each in found
+            for n in range(len(each.tokens))
+        ]
+
+    whole = rows(BATCH)
+    assert len(whole) == count == loader.evaluated(batch=BATCH, limit=count // BATCH)
+    assert rows(1) == rows(2) == whole == rows(BATCH)
+    hosts = [rows(BATCH, slice(n * 4, n * 4 + 4)) for n in range(2)]
+    assert [
+        row for n in range(0, count, BATCH) for h in hosts for row in h[n // 2 : n // 2 + 4]
+    ] == whole
+    everything = [_text(each) for each in loader.evaluation(batch=1)]
+    places = [everything.index(row) for row in whole]
+    assert Counter(whole) <= Counter(everything)  # none twice
+    assert max(places) > loader.plan.rows // 2
+    assert places != sorted(places)
+    more = loader.plan.rows // BATCH + 5
+    assert [_text(e) for e in loader.evaluation(batch=BATCH, limit=more)] == [
+        _text(e) for e in loader.evaluation(batch=BATCH)
+    ]
+
+
+def test_a_partial_evaluation_of_packed_rows_has_short_documents_as_the_whole_set_has(
+    tmp_path: Path,
+) -> None:
+    """The plan has the rows of long documents first: its first 20 of 190 batches had 1% of short ones for 23%."""
+    sizes = np.random.default_rng(0).lognormal(3.0, 1.2, 3000).astype(int) + 1
+    documents = [Document("x" * int(size), "a.txt", n) for n, size in enumerate(sizes)]
+    packed = _loader(tmp_path, documents, "first_fit")
+
+    def share_of_long(limit: int | None) -> float:
+        long = total = 0
+        for batch in packed.evaluation(batch=BATCH, limit=limit):
+            filled = (batch.segments == 1).all(1) & (batch.positions[:, -1] == SEQUENCE - 1)
+            weights = batch.weights.sum(1)
+            long, total = long + float(weights[filled].sum()), total + float(weights.sum())
+        return long / total
+
+    whole = share_of_long(None)
+    assert 0.3 < whole < 0.9
+    assert share_of_long(100) == pytest.approx(whole, abs=0.05)
 
 
 def test_fewer_rows_than_a_batch_are_refused_with_a_setting_that_fits(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_token_shards_and_text_may_be_mixed_and_give_the_same_rows(folder: Path)
         (
             {"train": ("a.txt",), "mixture": Temperature(temperature=2)},
             "there are none here",
-            "data.train=",
+            "jaxlm config explain data.train",
         ),
         ({"train": ("web=a.txt", "b.txt")}, "'b.txt' has no name", "train=web=a.txt,other=b.txt"),
         ({"validation": ("5%", "val_web=x.txt")}, "val_web would be the name of two", "5%"),

@@ -97,6 +97,32 @@ def test_the_same_seed_gives_the_same_plan_and_another_seed_another(
     assert contents[0] == contents[1] != contents[2]
 
 
+def test_a_damaged_plan_that_another_process_made_again_is_left(
+    stored: Shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two that find it damaged at once, the second removed what the first had made."""
+    made: list[Path] = []
+
+    def plan() -> packing.Plan:
+        return packing.plan(stored, SEQUENCE, "concat", 0, tmp_path / "plan")
+
+    rows = plan().rows
+    (tmp_path / "plan" / "digest").write_text("another")
+    is_whole = packing._is_whole
+
+    def interleaved(folder: Path) -> bool:
+        answer = is_whole(folder)
+        if not made:
+            made.append(folder / "of the other")
+            plan()  # as the other process does, after this one has looked
+            made[0].touch()
+        return answer
+
+    monkeypatch.setattr(packing, "_is_whole", interleaved)
+    assert plan().rows == rows
+    assert made[0].exists()
+
+
 def test_best_fit_packs_a_hundred_thousand_documents_a_second() -> None:
     sizes = np.random.default_rng(0).integers(1, 900, 8192)
     seconds = min(

@@ -16,7 +16,7 @@ from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data import writer
 from jaxlm.data.records import Document
 from jaxlm.data.shards import Shards
-from jaxlm.data.tokenizer import SPECIALS, Bytes
+from jaxlm.data.tokenizer import SPECIALS, Bytes, Tokenizer
 
 DOCUMENTS = [Document(f"text number {n} " * (n % 7 + 1), f"{n % 3}.txt", n // 3) for n in range(50)]
 
@@ -72,7 +72,7 @@ def test_the_manifest_counts_everything(stored: Shards) -> None:
 def test_a_long_document_is_encoded_in_parts_and_stored_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "PART", 10)
+    monkeypatch.setattr(Tokenizer, "span", 10)
     text = "a line\nand one that is longer than a part\n\n\u6f22\u5b57" * 9
     stored = writer.write(
         tmp_path / "shards", [Document(text, "a", 0), Document("b", "a", 1)], Bytes(), Counter()

@@ -56,7 +56,7 @@ def save(workdir: Path, crew: Crew, step: int, total: jax.Array) -> None:
     from jaxlm.checkpoint.config import CheckpointConfig
     from jaxlm.checkpoint.store import Store
 
-    store = Store(workdir / "checkpoints", CheckpointConfig(), is_first=crew.peers.is_first)
+    store = Store(workdir / "checkpoints", CheckpointConfig(), peers=crew.peers)
     crew.barrier("store")
     store.save(step, {"total": total}, {"step": step})
     store.close()

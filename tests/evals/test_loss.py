@@ -5,9 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxlm.core.errors import DataError
 from jaxlm.data.batch import Tokens
+from jaxlm.data.loader import shuffled
 from jaxlm.evals import loss
 from jaxlm.models.backbone import Hidden
 
@@ -17,20 +19,20 @@ TABLE = (RNG.normal(size=(VOCAB, VOCAB)) * 2).astype(np.float32)
 BYTES = RNG.integers(0, 5, VOCAB).astype(np.int32)
 
 
-class Bigram:
+class Bigram(nnx.Module):
     """Scores the next id by the present one."""
 
     config = SimpleNamespace(has_ring=False)
 
     def __init__(self, table):
-        self.table = table
+        self.table = nnx.Param(table)
 
     def read(self, batch, *, key, dealt):
         values = jax.nn.one_hot(batch.tokens, VOCAB)
         return Hidden(values, None, {}, values)
 
     def logits(self, hidden):
-        return hidden @ self.table
+        return hidden @ self.table[...]
 
 
 IDS = RNG.integers(0, VOCAB, (2, ROWS, LENGTH)).astype(np.int32)
@@ -64,6 +66,7 @@ def test_the_record_is_that_of_a_float64_reference():
     assert record["loss_nats"] == pytest.approx(nll / tokens, rel=1e-6)
     assert record["perplexity"] == pytest.approx(math.exp(nll / tokens), rel=1e-5)
     assert record["bits_per_byte"] == pytest.approx(nll / math.log(2) / size, rel=1e-6)
+    assert "loss_stderr" not in record  # nothing was left out
     assert record["token_accuracy"] == pytest.approx(
         ((log_p.argmax(-1) == IDS[1]) * WEIGHTS).sum() / tokens
     )
@@ -80,6 +83,75 @@ def test_any_batch_size_gives_the_same_totals(size, chunk):
     )
     assert ours.nll == pytest.approx(whole.nll, rel=1e-6)
     assert ours.reliability.count == whole.reliability.count
+
+
+def of_rows(tokens, targets, weights=None, **settings):
+    """The figures of a bigram model on rows, with each id as many bytes as its number."""
+    ones = np.ones(np.shape(tokens), np.int32)
+    weights = ones.astype(np.float32) if weights is None else weights
+    batch = Tokens(np.array(tokens), np.array(targets), weights, segments=ones, positions=ones)
+    step = jax.jit(loss.build(Bigram, np.arange(VOCAB), **settings))
+    return loss.evaluate(
+        lambda each: step(jnp.asarray(TABLE), each), [batch], jax.device_put
+    ).record()
+
+
+def nll_of(*pairs):
+    logits = TABLE.astype(np.float64)
+    return sum(math.log(np.exp(logits[a]).sum()) - logits[a, b] for a, b in pairs)
+
+
+def test_bits_per_byte_have_the_end_of_a_document_and_those_of_the_text_have_not():
+    """Two documents of 3 + 4 bytes, id 0 in front and behind: by hand."""
+    record = of_rows([[0, 3, 0, 4]], [[3, 0, 4, 0]])
+    text, ends = nll_of((0, 3), (0, 4)), nll_of((3, 0), (4, 0))
+    assert record["bytes"] == 7
+    assert record["loss_nats"] == pytest.approx((text + ends) / 4, rel=1e-5)
+    assert record["perplexity"] == pytest.approx(math.exp((text + ends) / 4), rel=1e-5)
+    assert record["bits_per_byte"] == pytest.approx((text + ends) / math.log(2) / 7, rel=1e-5)
+    assert record["bits_per_byte_text"] == pytest.approx(text / math.log(2) / 7, rel=1e-5)
+
+
+def test_bytes_that_a_tokenizer_puts_in_front_of_a_text_are_not_counted():
+    record = of_rows([[0, 3, 5, 0]], [[3, 5, 0, 0]], prefix=loss.Prefix(after=0, size=1))
+    assert record["bytes"] == 3 + 5 - 1
+
+
+POPULATION, DRAWN_ROWS, DRAWS = 300, 40, 200
+
+
+def test_the_error_of_a_sample_is_the_spread_of_its_figure_over_other_samples():
+    """Rows of one kind each, so that tokens of a row are alike, and of unequal weight."""
+    rng = np.random.default_rng(3)
+    kinds = rng.integers(0, VOCAB, (2, POPULATION, 1))
+    tokens = np.where(rng.random((POPULATION, LENGTH)) < 0.8, kinds[0], IDS[0, 0])
+    targets = np.where(rng.random((POPULATION, LENGTH)) < 0.8, kinds[1], IDS[1, 0])
+    weights = (np.arange(LENGTH) < rng.integers(1, LENGTH + 1, (POPULATION, 1))).astype(np.float32)
+    ones = np.ones((20, LENGTH), np.int32)
+    step = jax.jit(loss.build(Bigram, BYTES))
+
+    def figures(seed, count):
+        rows = [shuffled(n, POPULATION, (seed,)) for n in range(count)]
+        batches = (
+            Tokens(tokens[part], targets[part], weights[part], segments=ones, positions=ones)
+            for part in (rows[n : n + 20] for n in range(0, count, 20))
+        )
+        return loss.evaluate(
+            lambda batch: step(jnp.asarray(TABLE), batch),
+            batches,
+            jax.device_put,
+            loss.Sample(count, POPULATION),
+        ).record()
+
+    found = [figures(seed, DRAWN_ROWS) for seed in range(DRAWS)]
+    losses = np.array([each["loss_nats"] for each in found])
+    errors = np.array([each["loss_stderr"] for each in found])
+    assert math.sqrt((errors**2).mean()) == pytest.approx(losses.std(ddof=1), rel=0.25)
+    whole = figures(0, POPULATION)
+    assert "loss_stderr" not in whole
+    inside = abs(losses - whole["loss_nats"]) < 2 * errors
+    assert 0.88 < inside.mean() < 1
+    assert figures(7, DRAWN_ROWS) == found[7]  # bit for bit
 
 
 def test_a_set_without_tokens_is_refused():

@@ -6,11 +6,15 @@ import json
 import shutil
 
 import pytest
+from etils import epath
 
 from jaxlm.checkpoint import record as records
 from jaxlm.cli.main import main
+from jaxlm.optim import adam_8bit, moments
 from jaxlm.recipes import starts
 from tests.faults import harness
+
+BLOCKS = moments.blocks
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -181,6 +185,33 @@ def test_a_checkpoint_of_another_shape_is_refused_whatever_was_allowed_and_all_s
     assert harness.tree(run) | {"exit.json": b""} == before
 
 
+def test_moments_in_blocks_of_another_size_are_refused_and_may_begin_anew(
+    config, tmp_path, capsys, monkeypatch
+):
+    """As in a run of adamw8bit from before blocks kept to the shards of tensor: 64 numbers had one scale."""
+    run, flags = tmp_path / "run", ("--config.optim.name=adamw8bit",)
+    with monkeypatch.context() as before:
+        for module in (adam_8bit, moments):
+            before.setattr(module, "blocks", lambda shape, axes, longest: _whole(shape, axes))
+        assert main(harness.words(config, run, *flags, "--stop_at=6")) == 0
+    files = harness.tree(run) | {"exit.json": b""}
+    assert main(harness.words(config, run, *flags)) == 65
+    said = capsys.readouterr().err
+    assert "checkpoint 6 holds the state of the optimizer in another form" in said
+    assert "mlp/up/weight/scales: want float32[2, 32, 16], found float32[2, 32, 1]" in said
+    assert harness.tree(run) | {"exit.json": b""} == files
+    assert "fix    --reset_optimizer    #" in said
+    assert main(harness.words(config, run, *flags, "--reset_optimizer", "--stop_at=7")) == 0
+    assert "--workdir=runs/another\n" in said
+    monkeypatch.chdir(tmp_path)
+    assert main(harness.words(config, "runs/another", *flags, "--stop_at=1")) == 0
+
+
+def _whole(shape, axes):
+    """One block for each row of hidden units; for what attention has, as ever."""
+    return (axes.index("mlp"), 64) if "mlp" in axes else BLOCKS(shape, axes, 256)
+
+
 def test_f3_a_change_that_was_allowed_is_recorded(config, run):
     words = harness.words(config, run, "--config.optim.lr=1e-4", "--allow_change=optim.lr")
     assert main(words) == 0
@@ -253,6 +284,55 @@ def test_f8_other_dtypes_need_cast(config, run, capsys):
     assert "--cast" in capsys.readouterr().err
     assert main([*words, "--cast", "--stop_at=7"]) == 0
     assert "bfloat16" in harness.store(run).layout(7)["params/final_norm/scale"]
+
+
+LOW = ("--config.precision.params=bfloat16", "--config.precision.moments=bfloat16")
+
+
+@pytest.mark.parametrize("moments", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_f8_a_run_in_bfloat16_that_was_stopped_is_the_unbroken_one_bit_for_bit(
+    config, tmp_path, moments
+):
+    """Rounding is at random, and yet a function of the seed, the step and the place alone."""
+    flags = (LOW[0], f"--config.precision.moments={moments}")
+    for workdir, stops in (("whole", (6,)), ("parts", (2, 6))):
+        for stop in stops:
+            run = harness.words(config, tmp_path / workdir, *flags, f"--stop_at={stop}")
+            assert main(run) == 0
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert harness.losses(whole) == harness.losses(parts)
+    assert harness.state_digest(whole) == harness.state_digest(parts)
+    told = f"bfloat16 with stochastically rounded updates, moments in {moments}"
+    assert told in (whole / "log.txt").read_text()
+    dtypes = {
+        path: kind.partition("[")[0]
+        for path, kind in harness.store(whole).layout(6).items()
+        if path.startswith(("params/", "opt_state/")) and not kind.endswith("[]")
+    }
+    assert {kind for path, kind in dtypes.items() if path.startswith("params/")} == {"bfloat16"}
+    assert {kind for path, kind in dtypes.items() if path.startswith("opt_state/")} == {moments}
+
+
+def test_f8_moments_in_bfloat16_of_a_run_of_before_the_setting_need_cast(config, tmp_path, capsys):
+    """No setting differs then: a record without `precision.moments` is read with its default."""
+    run = tmp_path / "run"
+    assert main(harness.words(config, run, *LOW, "--stop_at=2")) == 0
+    step = epath.Path(run) / "checkpoints/2"
+    found = records.read(step)
+    del found.meta["config"]["precision"]["moments"]
+    records.write(step, found)
+    words = harness.words(config, run, LOW[0])
+    capsys.readouterr()
+    assert main(words) == 65
+    said = capsys.readouterr().err
+    assert "checkpoint 2 has other dtypes than this config" in said
+    assert "found bfloat16" in said
+    assert "--cast" in said
+    assert main([*words, "--cast", "--stop_at=3"]) == 0
+    moments = [
+        kind for path, kind in harness.store(run).layout(3).items() if path.startswith("opt_state/")
+    ]
+    assert not any("bfloat16" in kind for kind in moments)
 
 
 def test_f9_an_older_start_needs_force_and_keeps_the_newer_steps(config, run, capsys):

@@ -22,7 +22,7 @@ from etils import epath
 from jaxlm.checkpoint import record as records
 from jaxlm.cli.main import main
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.data import dataset, tokenizer_file
+from jaxlm.data import dataset, text_digest, tokenizer_file
 from jaxlm.data.config import DataConfig
 from jaxlm.data.shards import Shards
 from tests.cli import test_exchange
@@ -174,9 +174,10 @@ def test_s1_a_pickle_posing_as_a_file_of_a_run_or_a_checkpoint_is_refused_and_no
 
 @pytest.mark.parametrize("form", FORMS)
 def test_s1_a_pickle_posing_as_a_file_of_the_cache_is_refused_or_made_again_and_not_run(
-    form, tmp_path
+    form, tmp_path, monkeypatch
 ):
-    """Tokenizers, shards and plans, as preparing a text leaves them."""
+    """Digests of text, tokenizers, shards and plans, as preparing a text leaves them."""
+    monkeypatch.setattr(text_digest, "SETTLED_SECONDS", 0)
     marker = tmp_path / "marker"
     content = payloads(marker)[form]
     (tmp_path / "a.txt").write_text("a few words " * 90)
@@ -191,7 +192,7 @@ def test_s1_a_pickle_posing_as_a_file_of_the_cache_is_refused_or_made_again_and_
     paths = [path for path in sorted((tmp_path / "cache").rglob("*")) if path.is_file()]
     paths = [path for path in paths if path.suffix != ".lock"]
     assert {path.relative_to(tmp_path / "cache").parts[0] for path in paths} == {
-        *("tokenizers", "shards", "plans")
+        *("digests", "tokenizers", "shards", "plans")
     }
     refused = []
     for path in paths:

@@ -49,8 +49,8 @@ BUGS = {
     ),
     "digests are not verified": Bug(
         "checkpoint/record.py",
-        "        elif found[path][1] != digest:",
-        "        elif False:",
+        "        if digest != wanted[path][1]:",
+        "        if False:",
         f"{CHECKPOINT}::test_b1_one_flipped_bit_in_any_file_is_found_before_any_state_is_used",
     ),
     "the lock is gone": Bug(

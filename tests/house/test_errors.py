@@ -102,6 +102,30 @@ def has_prose(line: str) -> bool:
     return first == "jaxlm" and not WORDS.issuperset(words)
 
 
+def has_placeholder(line: str) -> bool:
+    """Whether a command or a flag holds a word that stands for another, or a file that may not be there."""
+    command = line.partition("  #")[0].replace("{}", "").replace("--help", "")
+    is_pasted = command.startswith(("--", "'--", "jaxlm "))
+    return is_pasted and bool(
+        re.search(r"[= ][A-Z][A-Z_]+\b(?!=)|\.\.\.|=/a/|configs/\w+\.py", command)
+    )
+
+
+def test_a_fix_holds_no_word_that_stands_for_another():
+    for path, tree in TREES.items():
+        for line in (line for fix in fixes(tree) for line in fix.splitlines()):
+            assert not has_placeholder(line), f"{path.name}: {line}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["jaxlm data run --config=RECIPE --out=out", "--from=DIR    # a folder", "jaxlm train --config=...",
+     "--config=configs/quickstart.py", "--out=/a/place", "--other=STEP"],
+)  # fmt: skip
+def test_a_placeholder_would_be_found(line):
+    assert has_placeholder(line)
+
+
 def test_a_fix_has_one_way_out_a_line_so_that_it_can_be_pasted():
     seen = 0
     for path, tree in TREES.items():
@@ -109,7 +133,7 @@ def test_a_fix_has_one_way_out_a_line_so_that_it_can_be_pasted():
             seen += line.startswith(("--", "jaxlm"))
             assert not has_two_ways_out(line), f"{path.name}: {line}"
             assert not has_prose(line), f"{path.name}: {line}"
-    assert seen > 150, "the fixes were found"
+    assert seen > 120, "the fixes were found"
 
 
 @pytest.mark.parametrize(

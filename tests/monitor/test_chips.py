@@ -1,3 +1,5 @@
+import shlex
+
 import pytest
 
 from jaxlm.core.errors import CommandError
@@ -19,7 +21,7 @@ def test_every_chip_has_a_source_and_numbers_of_its_time(chip):
     assert chip.source
     assert chip.kinds
     assert all(1e12 < peak < 1e16 for peak in chip.flops.values())
-    assert 8e9 <= chip.memory_bytes <= 200e9
+    assert 8e9 <= chip.memory_bytes <= 300e9
     assert 1e11 < chip.memory_speed < 1e13
     assert 1e10 < chip.link_speed < 1e12
     # Fewer FLOPs a byte than 20, or more than 1,200, would be a slip of a digit.
@@ -42,6 +44,10 @@ def test_no_device_kind_is_listed_twice():
         ("v5e-16", 16, 16 * 2**30),
         ("v5p-128", 64, 95 * 2**30),
         ("v6e-256", 256, 32 * 2**30),
+        ("tpu7x-16", 16, 96 * 2**30),
+        ("rtx4090x2", 2, 24e9),
+        ("mi300xx8", 8, 192e9),
+        ("mi300x", 1, 192e9),
     ],
 )
 def test_machines_have_names(name, devices, memory):
@@ -52,20 +58,60 @@ def test_machines_have_names(name, devices, memory):
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("h10x8", "h100x8"), ("v5e-17", "v5e-16"), ("v5px8", None), ("h100x0", None), ("", None)],
+    [
+        ("H100X8", "h100x8"),
+        ("H100", "h100"),
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA-A100", "a100"),
+        ("v5e16", "v5e-16"),
+        ("v5e-17", "v5e-32"),
+        ("v5px8", "v5p-8"),
+    ],
 )
-def test_an_unknown_machine_is_answered_with_the_nearest_there_is(name, meant):
+def test_a_machine_spelled_otherwise_is_recognized(name, meant):
     with pytest.raises(CommandError) as caught:
         machine(name, flag="--on")
-    fix = caught.value.fix.removeprefix("--on=")
-    assert machine(fix, flag="--on")
-    assert meant in (None, fix)
+    assert caught.value.fix == f"--on={meant}"
+    assert machine(meant, flag="--on")
+
+
+@pytest.mark.parametrize("name", ["a11", "h10x8", "rtx4080x2", "h100x0", "mi250", ""])
+def test_a_chip_that_is_not_in_the_table_is_never_taken_for_another(name):
+    with pytest.raises(CommandError) as caught:
+        machine(name, flag="--on")
+    flags = shlex.split(caught.value.fix, comments=True)
+    on, memory = (flag.partition("=")[2] for flag in flags)
+    assert on == (name or "mygpu")
+    found = machine(on, flag="--on", memory=memory)
+    assert (found.chip.memory_bytes, found.chip.is_known) == (24e9, False)
+    assert found.devices == {"h10x8": 8, "rtx4080x2": 2}.get(name, 1)
+
+
+def test_the_memory_of_a_known_chip_can_be_given():
+    found = machine("v100x8", flag="--on", memory="32GB")
+    assert (found.devices, found.chip.memory_bytes, found.chip.is_known) == (8, 32e9, True)
+    assert found.chip.flops == CHIPS["v100"].flops
+    assert machine("x", flag="--on", memory="16GiB").chip.memory_bytes == 16 * 2**30
+
+
+@pytest.mark.parametrize("memory", ["24", "24gbs", "0GB", "-1GB", "lots", ""])
+def test_a_memory_without_a_size_is_refused_with_a_line_that_works(memory):
+    with pytest.raises(CommandError, match="no size of memory") as caught:
+        machine("rtx4080", flag="--on", memory=memory)
+    assert machine("x", flag="--on", memory=caught.value.fix.partition("=")[2])
+
+
+@pytest.mark.parametrize("name", ["v5e-16", "v5p"])
+def test_the_memory_of_a_tpu_is_not_changed(name):
+    with pytest.raises(CommandError, match="for GPUs"):
+        machine(name, flag="--on", memory="24GB")
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("v5p-127", "v5p-128"), ("h100x8", "v5e-16"), ("v5e", None), ("", "v5e-16")]
+    ("name", "meant"),
+    [("v5p-127", "v5p-128"), ("v5e", "v5e-4"), ("tpu7x-9999", "tpu7x-512"), ("h100x8", None)],
 )
-def test_what_is_no_slice_is_answered_with_one(name, meant):
+def test_an_unknown_slice_is_answered_with_one_of_that_chip(name, meant):
     with pytest.raises(CommandError) as caught:
         tpu_slice(name, flag="--topology")
     fix = caught.value.fix.removeprefix("--topology=")

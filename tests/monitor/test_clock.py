@@ -68,24 +68,55 @@ def test_utilisation_of_a_device_of_unknown_peak_is_none(hand):
 
 def test_evaluations_slow_no_step_but_count_in_the_time_left(hand):
     it = clock(hand, start=40)
-    for _ in range(10):
+    for _ in range(5):
         hand.at += 1
         it.add(tokens=1, data_wait_seconds=0)
-    with it.pause():
+    with it.pause("eval"):
         hand.at += 10
+    for _ in range(5):
+        hand.at += 1
+        it.add(tokens=1, data_wait_seconds=0)
     reading = it.read(50)
     assert reading["step_seconds"] == pytest.approx(1)
+    assert reading["pause_seconds"] == reading["pause_seconds/eval"] == pytest.approx(10)
     assert reading["goodput"] == pytest.approx(0.5)
     assert reading["elapsed_seconds"] == pytest.approx(20)
     assert reading["left_seconds"] == pytest.approx(100)
 
 
+def test_a_pause_after_the_last_step_belongs_to_the_next_interval(hand):
+    it = clock(hand)
+    hand.at += 1
+    it.add(tokens=1, data_wait_seconds=0)
+    with it.pause("save"):
+        hand.at += 5
+    first = it.read(1)
+    assert (first["step_seconds"], first["pause_seconds"]) == (pytest.approx(1), 0)
+    assert first["elapsed_seconds"] == pytest.approx(1)
+    hand.at += 1
+    it.add(tokens=1, data_wait_seconds=0)
+    second = it.read(2)
+    assert second["step_seconds"] == pytest.approx(1)
+    assert second["pause_seconds/save"] == pytest.approx(5)
+    assert second["elapsed_seconds"] == pytest.approx(7)
+
+
+def test_a_step_is_complete_when_it_is_said_to_be_and_not_when_it_is_counted(hand):
+    it = clock(hand)
+    it.add(tokens=6, data_wait_seconds=0, at=hand.at + 2)
+    hand.at += 50
+    reading = it.read(1)
+    assert reading["step_seconds"] == pytest.approx(2)
+    assert reading["tokens_per_second"] == pytest.approx(3)
+
+
 def test_a_failed_evaluation_ends_its_pause(hand):
     it = clock(hand)
-    with pytest.raises(ValueError, match="lost"), it.pause():
+    with pytest.raises(ValueError, match="lost"), it.pause("eval"):
         hand.at += 5
         raise ValueError("lost")
     hand.at += 1
+    it.add(tokens=1, data_wait_seconds=0)
     assert it.read(1)["step_seconds"] == pytest.approx(1)
 
 

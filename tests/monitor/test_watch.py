@@ -103,6 +103,56 @@ def test_d5_who_waits_for_a_busy_peer_is_not_overdue_until_its_limit_after_that(
     assert "'step' for 61 s" in clock.pass_by(1)
 
 
+def test_a_verification_may_take_its_limit_from_the_last_byte_that_was_read():
+    clock = Time()
+    clock.watch.enter("start")
+    with clock.watch.phase("verify"):
+        for _ in range(5):
+            assert clock.pass_by(1200) == ""
+            clock.watch.moved()
+        assert clock.pass_by(1200) == ""
+        assert "nothing has moved in 'verify' for 1201 s; its limit is 1200 s" in clock.pass_by(1)
+
+
+def test_bytes_that_are_read_are_nothing_to_another_phase():
+    clock = Time(save="5s")
+    clock.watch.enter("save")
+    for _ in range(5):
+        assert clock.pass_by(1) == ""
+        clock.watch.moved()
+    assert "'save' for 6 s" in clock.pass_by(1)
+
+
+def test_a_process_that_has_verified_its_part_waits_as_long_as_another_reads():
+    clock = Time()
+    busy = [True]
+    clock.watch = Watch(
+        config(), overdue=clock.fail, is_excused=lambda: busy[0], now=lambda: clock.now
+    )
+    clock.watch.enter("verify")
+    assert clock.pass_by(5000) == ""
+    busy[0] = False
+    assert clock.pass_by(1200) == ""
+    assert "'verify' for 1201 s" in clock.pass_by(1)
+
+
+def test_peers_are_told_that_a_verification_goes_on():
+    clock = Time()
+    clock.watch.enter("verify")
+    told = set()
+    for _ in range(10):
+        clock.pass_by(120)
+        clock.watch.moved()
+        told.add(clock.watch.slow())
+    assert len(told) == 10
+    told.clear()
+    for _ in range(9):
+        clock.pass_by(120)
+        told.add(clock.watch.slow())
+    ((phase, limit, _),) = told
+    assert (phase, limit) == ("verify", 1200)
+
+
 def test_what_takes_long_is_told():
     clock = Time()
     clock.watch.enter("data")

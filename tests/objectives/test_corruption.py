@@ -433,7 +433,7 @@ def test_in_pairs_it_is_refused_with_a_tokenizer_that_has_them(arm):
     """And with no objective that an encoder-decoder does not learn by."""
     with pytest.raises(ConfigError, match=f"the tokens of the objective {arm.name}") as caught:
         read_by(arm, Bare(), is_paired=True)
-    assert caught.value.fix.startswith("jaxlm import --from=MODEL --add_token='<|sentinel_0|>' ")
+    assert caught.value.fix.startswith("import the model again with --add_token='<|sentinel_0|>'")
 
 
 @pytest.mark.parametrize("arm", [FIM(), Span(rate=0.5, mean=1)])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import re
 
 import jax
@@ -14,7 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jaxlm.core import backend
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
-from jaxlm.ops import masks
+from jaxlm.ops import kernels, masks
 from jaxlm.ops.attention import attention
 from jaxlm.ops.cudnn import cudnn
 from jaxlm.parallel import mesh, rules
@@ -79,6 +80,49 @@ def test_operands_are_in_the_compute_dtype():
         assert low.dtype == jnp.float32
         error = np.abs(np.asarray(low) - exactly).max() / np.abs(exactly).max()
         assert 1e-5 < error < 2e-2
+
+
+@pytest.mark.parametrize("reach", [None, reach_of(16)], ids=["all", "reach"])
+def test_a_few_rows_at_a_time_give_what_all_rows_give(monkeypatch, reach):
+    segments = np.tile(segments_of(16), (3, 1))
+    given = [jnp.asarray(np.tile(x, (3, 1, 1, 1)), jnp.float32) for x in operands(16, 2, 1)]
+    rows = len(given[0])
+    reach = None if reach is None else np.tile(reach, (3, 1))
+    mask = masks.causal(16, jnp.asarray(segments), reach)
+    whole = computed(mask, jnp.float32, given)
+    for most in (1, 2, 3):
+        monkeypatch.setattr(kernels, "MASK_BYTES", most * 4 * 16**2)
+        assert kernels.rows_at_a_time(rows, 16, 4) == max(n for n in (1, 2, 3) if n <= most)
+        for one, other in zip(whole, computed(mask, jnp.float32, given), strict=True):
+            np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-6)
+
+
+def test_a_few_rows_at_a_time_keep_no_mask_and_call_the_kernel_once_each_way(monkeypatch):
+    """Of 8 rows, 2 at a time: no array is as large as the mask of all rows, and nothing is attended twice."""
+    monkeypatch.setattr(kernels, "MASK_BYTES", 2 * 2 * 256**2)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91300)
+    shapes = [jax.ShapeDtypeStruct((8, 256, 2, 64), jnp.bfloat16)] * 3
+    segments = jax.ShapeDtypeStruct((8, 256), jnp.int32)
+
+    def loss(query, key, value, segments):
+        mask = masks.causal(256, segments)
+        with backend.of("gpu"):
+            return attention(query, key, value, mask, LOW, scale=SCALE, kernel="cudnn").sum()
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*shapes, segments)
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"call @(__cudnn\$fmha\w+)|custom_call @(__cudnn\$fmha\w+)", text)
+    assert sorted(a or b for a, b in calls) == [
+        "__cudnn$fmhaScaleBiasSoftmax",
+        "__cudnn$fmhaScaleBiasSoftmaxBackward",
+    ]
+    sizes = {
+        tuple(map(int, found.split("x")))
+        for found in re.findall(r"tensor<((?:\d+x)*\d+)x[bf]", text)
+    }
+    masks_there = {size for size in sizes if size[-2:] == (256, 256)}
+    assert masks_there
+    assert max(math.prod(size) for size in masks_there) == 2 * 256**2
 
 
 def calls_of(monkeypatch, window, is_packed, place):

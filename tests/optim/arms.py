@@ -45,7 +45,7 @@ AXES = {
 SIZES = {"vocab": 6, "embed": 4, "layers": 3, "heads": 2, "head_dim": 2, "mlp": 6}
 INPUTS = {"stack/out/weight": 4, "stack/query/weight": 4, "stack/up/weight": 4}  # of the matrices
 # Where adamw8bit cuts a layer of them into blocks of up to three: which dimension, and how long.
-BLOCKS = {"stack/out/weight": (0, 2), "stack/query/weight": (1, 2), "stack/up/weight": (1, 3)}
+BLOCKS = {"stack/out/weight": (1, 2), "stack/query/weight": (2, 2), "stack/up/weight": (1, 3)}
 NEAR = {"rtol": 2e-5, "atol": 2e-6}  # how near every arm comes to its update in float64
 PATHS = list(tree.leaves(AXES, is_leaf=lambda node: isinstance(node, tuple)))
 
@@ -257,7 +257,7 @@ ARMS = {
     Adam: Arm(Adam(), adam, 8),
     Nadam: Arm(Nadam(weight_decay=0.3), nadam, 8),
     AmsGrad: Arm(AmsGrad(weight_decay=0.3), amsgrad, 12),
-    AdamW8bit: Arm(AdamW8bit(block=3, weight_decay=0.3), adamw8bit, 2 + 8 / 256),
+    AdamW8bit: Arm(AdamW8bit(block=3, weight_decay=0.3), adamw8bit, 2 + 8 / 128),
     ScheduleFree: Arm(ScheduleFree(weight_decay=5.0), schedule_free, 8),
     Lion: Arm(Lion(weight_decay=0.3), lion, 4),
     Adafactor: Arm(Adafactor(factor_from=4, weight_decay=0.3), adafactor, 4 / 512 + 4 / 2048),

@@ -9,7 +9,7 @@ import pytest
 from jaxlm.optim import build as optim
 from jaxlm.optim.adam_8bit import FIRST, SECOND, decoded, encoded
 from jaxlm.optim.config import AdamW, AdamW8bit
-from jaxlm.optim.moments import blocks
+from jaxlm.optim.moments import blocks, moments
 
 CUT = (1, 64)
 
@@ -56,12 +56,36 @@ def test_no_second_moment_but_that_of_zero_gradients_becomes_zero():
 
 
 def test_blocks_lie_along_a_dimension_that_fsdp_does_not_split():
-    assert blocks((12, 64, 2048), ("layers", "embed", "mlp"), 256) == (2, 256)
-    assert blocks((12, 2048, 64), ("layers", "mlp", "embed"), 256) == (1, 256)
+    assert blocks((12, 64, 2048), ("layers", "embed", "mlp"), 256) == (2, 128)
+    assert blocks((12, 2048, 64), ("layers", "mlp", "embed"), 256) == (1, 128)
     axes = ("layers", "embed", "heads", "head_dim")
     assert blocks((12, 64, 4, 96), axes, 64) == (3, 48)
+    assert blocks((12, 64, 128, 64), axes, 256) == (3, 64), "shards of heads hold blocks of 8"
+    assert blocks((12, 64, 24, 1), axes, 256) == (2, 3)
     assert blocks((50304, 768), ("vocab", "embed"), 256) is None
     assert blocks((12, 768), ("layers", "embed"), 256) is None
+    assert blocks((12, 64, 16), ("layers", "embed", "mlp"), 256) is None, "a scale each"
+
+
+@pytest.mark.parametrize("hidden", [1536, 3072, 5632, 11008, 14336, 28672])
+def test_no_block_crosses_from_shard_to_shard(hidden):
+    _, size = blocks((64, hidden), ("embed", "mlp"), 256)
+    assert size >= 96
+    for shards in (1, 2, 4, 8, 16):
+        assert hidden // shards % size == 0
+        scales = moments(AdamW8bit(), (64, hidden), ("embed", "mlp"), {"tensor": shards})[1]
+        assert scales.axes == ("embed", "mlp")
+        assert scales.shape[1] % shards == 0
+
+
+def test_scales_that_a_mesh_cannot_split_are_whole_on_each_device():
+    """And the shapes are those of every other mesh, so that a state moves from one to another."""
+    here, there = (
+        moments(AdamW8bit(), (64, 1536), ("embed", "mlp"), {"tensor": n})[1] for n in (3, 4)
+    )
+    assert here.axes == ("embed", None)
+    assert there.axes == ("embed", "mlp")
+    assert here.shape == there.shape == (64, 16)
 
 
 def test_a_noisy_descent_ends_where_that_of_adamw_ends():

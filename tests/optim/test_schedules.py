@@ -4,6 +4,7 @@ import typing
 import numpy as np
 import pytest
 
+from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.config import Span
 from jaxlm.core.errors import ConfigError
@@ -157,13 +158,15 @@ def test_cycles_begin_at_whole_steps_and_grow():
         ({"name": "cosine", "warmup": "200"}, "it is not over when the schedule ends: 200 steps"),
         ({"name": "linear", "warmup": "5%", "end": "8"}, "end at step 8"),
         ({"name": "linear", "end": "120%"}, "more than the whole run"),
-        ({"name": "constant", "warmup": "10m"}, "cannot be a time"),
         ({"name": "cosine", "warmup": "100", "cycles": "101"}, "101 cycles in 100 steps"),
         ({"name": "cosine", "cycles": "9", "growth": "3"}, "9 cycles in"),
         ({"name": "wsd", "warmup": "50", "decay": "160"}, "do not end at step 200"),
         ({"name": "wsd", "decay": "0"}, "nothing decays"),
         ({"name": "step", "every": "0"}, "at least a step apart"),
         ({"name": "step", "every": "300"}, "the run ends at 200"),
+        ({"name": "step", "warmup": "90%", "every": "30%"}, "the run ends at 200"),
+        ({"name": "linear", "end": "4"}, "end at step 4"),
+        ({"name": "linear", "warmup": "1", "end": "1"}, "end at step 1"),
         ({"name": "constant", "warmup": "200"}, "when the run ends: 200 steps"),
         ({"name": "inverse_sqrt", "warmup": "5000"}, "when the run ends: 5000 steps"),
         ({"name": "inverse_sqrt", "warmup": "0"}, "without one"),
@@ -176,9 +179,19 @@ def test_a_schedule_that_cannot_be_meant_is_refused_with_a_fix_that_works(settin
     with pytest.raises(ConfigError) as caught:
         config.load(Run, None, pairs)
     assert said in caught.value.why
+    if caught.value.fix.startswith("jaxlm "):
+        assert main(caught.value.fix.split()[1:]) == 0
+        return
     path, _, value = caught.value.fix.removeprefix("--config.").partition("=")
     kept = [pair for pair in pairs if pair[0] != path]
     config.load(Run, None, [*kept, (path, value)])
+
+
+def test_a_schedule_in_time_gets_no_other_schedule():
+    with pytest.raises(ConfigError, match="does not fit") as caught:
+        config.load(Run, None, [("schedule.warmup", "10m")])
+    assert "cannot be a time" in caught.value.why
+    assert caught.value.fix == "jaxlm config explain schedule.warmup"
 
 
 def test_an_end_beyond_the_run_is_allowed_where_it_is_said_in_steps():
@@ -188,7 +201,11 @@ def test_an_end_beyond_the_run_is_allowed_where_it_is_said_in_steps():
 
 
 def test_a_schedule_that_does_not_fit_is_refused_by_what_builds_it_too():
-    with pytest.raises(ConfigError, match="2000 steps in all"):
+    with pytest.raises(ConfigError, match="2000 steps in all") as caught:
         values(Cosine(warmup=span(2000)))
-    with pytest.raises(ConfigError, match="schedule.warmup"):
+    assert caught.value.fix.startswith("--config.schedule.warmup=")
+    values(Cosine(warmup=span(caught.value.fix.partition("=")[2])))
+    with pytest.raises(ConfigError, match="schedule.warmup") as caught:
         values(Constant(warmup=span("10m")))
+    jaxlm, *words = caught.value.fix.split()
+    assert (jaxlm, main(words)) == ("jaxlm", 0)

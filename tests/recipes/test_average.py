@@ -188,7 +188,7 @@ def test_what_cannot_be_averaged_is_refused(run, tmp_path, capsys):
 
     for flags, code, word in (
         (("--steps=7", f"--with={other}@8"), 65, "model.norm_eps"),
-        (("--newest=2", "--proportions=1,2,3"), 2, "--proportions=1,1"),
+        (("--newest=2", "--proportions=1,2,3"), 2, "jaxlm average --help"),
         (("--newest=2", "--proportions=1,-1"), 2, "below zero"),
         (("--newest=2", "--proportions=1,x"), 2, "not a number"),
         (("--newest=99",), 2, "committed steps"),

@@ -50,7 +50,7 @@ CASES = {
     "missing data": (
         ["--config.data.train={p}/none/*.txt"],
         66,
-        ["no file matches", "none/*.txt", "fix    --config.data.train=stdlib:train\n"],
+        ["no file matches", "none/*.txt", "fix    ls /"],
     ),
     "empty data": (["--config.data.train={p}/empty/*.txt"], 65, ["empty"]),
     "not UTF-8": (

@@ -155,6 +155,7 @@ def test_each_bug_that_was_put_in_is_found(file, capsys, monkeypatch, sharded_on
     found = check(capsys, file, "--steps=1", code=1)
     if bug == "logits":
         assert {c["content"] for c in found["unexpected"]} >= {"logits"}
+        assert found["whole_logits"]
     elif bug == "embed":
         assert all(each["axes"] == ["fsdp"] for each in found["replicated"])
         assert len(found["replicated"]) >= 6
@@ -298,6 +299,7 @@ def test_the_words_for_people_name_what_is_wrong(capsys, monkeypatch):
         "grad_norms_alone": [1.0],
         "changes": {"model.depth": [12, 2]},
         "replicated": [{"path": "w", "axes": ["fsdp"], "parameters": 10, "share": 0.5}],
+        "whole_logits": ["jaxlm/nn/linear.py:48: dot of f32[10,512]"],
         "collectives": [line.record()],
         "unexpected": [line.record()],
     }
@@ -307,6 +309,7 @@ def test_the_words_for_people_name_what_is_wrong(capsys, monkeypatch):
     assert "model.depth 12 -> 2" in text
     assert "NOT EQUAL" in text
     assert "WHOLE ON EVERY DEVICE along fsdp: w" in text
+    assert "LOGITS OF THE WHOLE VOCABULARY: jaxlm/nn/linear.py:48: dot of f32[10,512]" in text
     assert "UNEXPECTED: jaxlm/nn/linear.py:48: all-gather over tensor of f32[5,512]" in text
     assert text.endswith("the answer is no")
 

@@ -96,9 +96,7 @@ def trained(model, sizes, *, microbatches=1, optim=None, differentiated=False):
         first, *_ = data = [put(batch) for batch in batches()]
         gradient = {}
         if differentiated:
-            gradient = jax.jit(jax.grad(lambda p: objective(p, first, None).objective.total))(
-                params
-            )
+            gradient = jax.jit(jax.grad(lambda p: objective(p, first, None).value))(params)
         state, metrics = states.fresh(params, optimizer, GuardConfig()), []
         step = jax.jit(step)
         for batch in data:

@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_told_before_the_first_step_and_the_first_fix_makes
     assert not (tmp_path / "short/metrics.jsonl").read_text()
     assert json.loads((tmp_path / "short/exit.json").read_text())["code"] == 71
     first = said.split("fix")[1].splitlines()[0]
-    flags, promised = re.match(r"\s*(.*?)\s+-> ([\d.]+) MiB a device", first).groups()
+    flags, promised = re.match(r"\s*(.*?)    # ([\d.]+) MiB a device", first).groups()
     assert float(promised) <= float(there)
     assert main([*words, *flags.split(), f"--workdir={tmp_path / 'fits'}"]) == 0
     held = json.loads((tmp_path / "fits/forecast.json").read_text())["compiled_bytes_per_device"]
@@ -72,7 +72,7 @@ def test_what_the_device_has_not_is_told_in_the_middle_of_a_run(tmp_path, monkey
     assert said.startswith("out of memory: this run needs more than ")
     assert "as the device says" in said
     assert re.search(r"biggest: \w+ [\d.]+ [KM]iB · ", said)
-    assert re.search(r"fix +--config\.[\w.=]+.* -> [\d.]+ [KMG]iB a device, ", said)
+    assert re.search(r"fix +--config\.[\w.=]+.*    # [\d.]+ [KMG]iB a device, ", said)
     assert "Traceback" not in said
     assert len(said.splitlines()) <= 8
     left = harness.exit_of(run)
@@ -91,7 +91,7 @@ def test_an_error_of_the_device_becomes_the_same_words():
     lines = told.fix.splitlines()
     assert 1 <= len(lines) <= 3
     for line in lines:
-        flags, _, promise = line.partition("   -> ")
+        flags, _, promise = line.partition("    # ")
         overrides = [tuple(word.removeprefix("--config.").split("=")) for word in flags.split()]
         changed = config.load(Run, "configs/llama_1b.py", overrides).value
         assert (

@@ -68,8 +68,8 @@ def test_a_beam_search_is_the_same_whatever_the_seed(capsys, run):
     ("words", "named", "fix"),
     [
         (("--seed=1", "--seed=2", "--seed=3"), "seed", "--seed=0"),
-        (("--stop=",), "stop", "--stop"),
-        (("--stop=" + "x" * 300,), "stop", "--stop=END"),
+        (("--stop=",), "stop", "jaxlm generate --help"),
+        (("--stop=" + "x" * 300,), "stop", "jaxlm generate --help"),
         (("--beams=2",), "temperature", "--temperature=0"),
         (("--beams=2", "--temperature=0", "--stop=a"), "stop", "--beams=1"),
         (
@@ -77,10 +77,11 @@ def test_a_beam_search_is_the_same_whatever_the_seed(capsys, run):
             "prompt_lookup",
             "--prompt_lookup=0",
         ),
-        (("--prompt_lookup=99",), "prompt_lookup", "--prompt_lookup=15"),
-        (("--min_p=1.5",), "min_p", "--min_p=1"),
-        (("--repetition_penalty=0",), "repetition_penalty", "--repetition_penalty="),
-        (("--kv_cache_dtype=int4",), "kv_cache_dtype", "--kv_cache_dtype=int8"),
+        (("--prompt_lookup=99",), "prompt_lookup", "jaxlm generate --help"),
+        (("--min_p=1.5",), "min_p", "jaxlm generate --help"),
+        (("--repetition_penalty=0",), "repetition_penalty", "jaxlm generate --help"),
+        (("--kv_cache_dtype=int4",), "kv_cache_dtype", "jaxlm generate --help"),
+        (("--kv_cache_dtype=imt8",), "kv_cache_dtype", "--kv_cache_dtype=int8"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_opened(capsys, words, named, fix):

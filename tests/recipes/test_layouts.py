@@ -35,7 +35,7 @@ MORE = {
 
 
 def test_how_state_is_split_and_kept_may_change_when_a_run_goes_on():
-    saved = Run()
+    saved = configs.load(Run, None).value
     for flags in (
         [("mesh.zero", "1")],
         [("mesh.pipe", "2"), ("train.pipeline", "circular"), ("train.pipeline_repeats", "4")],

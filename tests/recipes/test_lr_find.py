@@ -79,11 +79,11 @@ def test_an_earlier_test_is_not_overwritten(config, found, capsys):
 @pytest.mark.parametrize(
     ("flags", "fix"),
     [
-        (["--low=1", "--high=1e-6"], "--low=1e-6 --high=1"),
-        (["--low=0"], "--low=1e-6 --high=1"),
-        (["--high=inf"], "--low=1e-6 --high=1"),
-        (["--high=nan"], "--low=1e-6 --high=1"),
-        (["--steps=9"], "--steps=100"),
+        (["--low=1", "--high=1e-6"], "jaxlm lr-find --help"),
+        (["--low=0"], "jaxlm lr-find --help"),
+        (["--high=inf"], "jaxlm lr-find --help"),
+        (["--high=nan"], "jaxlm lr-find --help"),
+        (["--steps=9"], "jaxlm lr-find --help"),
     ],
 )
 def test_a_range_that_is_none_is_refused(config, tmp_path, capsys, flags, fix):

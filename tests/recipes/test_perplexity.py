@@ -113,7 +113,7 @@ def test_what_cannot_score_is_refused_before_anything_is_written(
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "in/a.jsonl", [{"text": "one"}])
     words = ["--config.source=in/a.jsonl", "--config.stages=perplexity"]
-    assert run(capsys, *words, code=2)["error"]["fix"] == "--config.perplexity.run=runs/a"
+    assert run(capsys, *words, code=2)["error"]["fix"] == "jaxlm config explain perplexity.run"
     error = run(capsys, *words, "--config.perplexity.run=none", code=66)["error"]
     assert error["what"] == "there is no run in none"
     limits = ("--config.perplexity.least=9", "--config.perplexity.most=3")

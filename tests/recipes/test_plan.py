@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import typing
@@ -16,6 +17,7 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
+from jaxlm.models import routed
 from jaxlm.monitor import cpu
 from jaxlm.monitor.chips import machine
 from jaxlm.optim.config import Optimizer
@@ -104,6 +106,8 @@ def planned(run, devices=1):
         ),
         ({"train.offload": "('optimizer',)"}, 1),
         ({"precision.params": "bfloat16", "mesh.fsdp": "4", "average.name": "ema"}, 4),
+        ({"precision.params": "bfloat16", "precision.moments": "bfloat16"}, 1),
+        ({"precision.moments": "bfloat16", "optim.name": "soap"}, 1),
         *(
             ({"mesh.fsdp": "2", "mesh.tensor": "2", "mesh.zero": "1", "optim.name": arm().name}, 4)
             for arm in typing.get_args(Optimizer)
@@ -114,7 +118,7 @@ def test_the_bytes_of_the_state_are_those_of_the_live_layout(settings, devices):
     run = load(settings)
     grid = mesh.build(run.mesh, jax.devices()[:devices])
     model = assembly.assemble(run, 512, grid)
-    data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=np.zeros(512, np.int32)))
+    data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=np.zeros(512, np.int32), lead=""))
     with jax.set_mesh(grid):
         live = Engine(run, data, model).held()
     said = plan_memory.held_bytes(run, planned(run, devices).decoder, run.mesh.sizes(devices))
@@ -127,6 +131,8 @@ def test_the_bytes_of_the_state_are_those_of_the_live_layout(settings, devices):
 
 STAGES = {"mesh.pipe": "2", "mesh.data": "2", "train.microbatches": "4"}
 CIRCULAR = STAGES | {"train.pipeline": "circular"}
+MANY = {"model.experts": "16", "model.top_k": "4"}
+SHARED = {"model.experts": "12", "model.top_k": "3", "model.shared": "384"}
 # Models of up to 124M parameters; the constants of the plan were chosen on these, ...
 CHOSEN_ON = [
     ("q", {}),
@@ -143,6 +149,19 @@ CHOSEN_ON = [
     ("g", {}),
     ("g", {"train.remat": "full", "train.microbatches": "2"}),
     ("b", {"train.remat": "full", "loss.chunk": "512"}),
+    # Experts, for which the padded operands of dropless ones were counted.
+    ("e", {}),
+    ("e", {"train.remat": "full"}),
+    ("e", {"train.remat": "dots"}),
+    ("e", {"model.capacity": "1.25"}),
+    ("e", {"model.capacity": "1.25", "train.remat": "full"}),
+    ("e", {"mesh.expert": "4"}),
+    ("e", {"mesh.expert": "4", "model.capacity": "1.25"}),
+    ("e", {"mesh.expert": "2", "mesh.tensor": "2", "train.remat": "full"}),
+    ("f", MANY | {"train.remat": "full", "loss.chunk": "512"}),
+    ("f", MANY | {"precision.compute": "bfloat16"}),
+    ("f", MANY | {"model.capacity": "2.0"}),
+    ("f", MANY | {"train.microbatches": "2", "train.remat": "full"}),
 ]
 # ... and never seen these.
 NEVER_SEEN = [
@@ -164,6 +183,14 @@ NEVER_SEEN = [
     ("q", STAGES),
     ("q", CIRCULAR),
     ("q", CIRCULAR | {"train.remat": "full"}),
+    # The gradient of sampled labels comes after the other one, and has its memory.
+    ("m", {"optim.name": "sophia"}),
+    ("g", {"optim.name": "sophia", "mesh.tensor": "4"}),
+    ("g", {"optim.name": "sophia", "mesh.tensor": "4", "loss.chunk": "512"}),
+    ("m", {"optim.name": "adamw8bit", "mesh.tensor": "2", "mesh.fsdp": "2"}),
+    ("s", SHARED | {"train.remat": "full"}),
+    ("s", SHARED | {"mesh.expert": "2", "mesh.fsdp": "2"}),
+    ("s", SHARED | {"model.capacity": "1.5"}),
     # Encoders with decoders, for which no constant was chosen.
     ("t", PAIRED),
     ("t", PAIRED | {"objective.name": "ul2"}),
@@ -173,6 +200,7 @@ NEVER_SEEN = [
     ("u", PAIRED | {"model.gated": "True", "model.tied": "False", "train.remat": "full"}),
     ("u", PAIRED | {"precision.compute": "bfloat16", "train.microbatches": "2"}),
 ]
+FAST = (("q", {"train.remat": "full"}), ("e", {"train.remat": "full"}))
 FIELDS = ("family", "vocab", "depth", "width", "heads", "kv_heads", "hidden", "sequence", "batch")
 MODELS = {
     "q": ("llama", 2048, 4, 256, 4, 2, 704, 256, 8),
@@ -183,6 +211,9 @@ MODELS = {
     "k": ("gpt2", 4096, 4, 384, 6, None, None, 512, 8),
     "w": ("llama", 6144, 3, 512, 8, 2, 1536, 768, 8),
     "z": ("gpt2", 50304, 12, 768, 12, None, None, 512, 4),
+    "e": ("mixtral", 2048, 4, 256, 4, 2, 512, 256, 8),
+    "f": ("mixtral", 4096, 6, 384, 6, 6, 256, 512, 4),
+    "s": ("mixtral", 3072, 5, 320, 5, 5, 192, 384, 4),
     "t": ("t5", 2048, 4, 256, 4, None, None, 256, 8),
     "u": ("t5", 4096, 6, 384, 6, None, None, 512, 4),
 }
@@ -212,7 +243,7 @@ def sized(name, settings):
         pytest.param(
             *case,
             id=f"{case[0]} {' '.join(map('='.join, case[1].items()))}",
-            marks=() if case in (("q", {"train.remat": "full"}),) else pytest.mark.slow,
+            marks=() if case in FAST else pytest.mark.slow,
         )
         for case in itertools.chain(CHOSEN_ON, NEVER_SEEN)
     ],
@@ -225,13 +256,68 @@ def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, sett
     assert said["total"] == pytest.approx(exact["total"], rel=0.2)
 
 
-def test_a_step_overwrites_its_state_and_copies_none_of_it():
-    """Of a model that dwarfs its one row: gradient, direction and update are written out, and nothing beside them."""
+EXPERTS = {"model.family": "mixtral", "model.experts": "8", "train.stack": "unroll"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"), [({}, 8.0), ({"model.capacity": "1.25"}, 1.25)], ids=["dropless", "1.25"]
+)
+def test_the_flops_of_experts_are_those_of_the_compiler(settings, most):
+    """On a CPU, as on a GPU, a dropless expert multiplies the rows of all the others."""
+    run = load(EXPERTS | {"model.depth": "1", "model.hidden": "256"} | settings)
+    compiled = topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
+    forecast = planned(run)
+    exact, said = compiled.cost_analysis()["flops"], forecast.hardware_flops
+    assert said == pytest.approx(exact, rel=0.2)
+    (mlp,) = {block.mlp for block in forecast.decoder.layers}
+    sizes, length = forecast.sizes, run.data.sequence
+    assert routed.multiple(mlp, length, sizes, is_dense=True) == pytest.approx(most, rel=0.02)
+    assert routed.multiple(mlp, length, sizes, is_dense=False) == pytest.approx(
+        1.0 if mlp.capacity is None else most, rel=0.02
+    )
+
+
+def test_dropless_experts_on_gpus_are_a_risk_with_its_numbers_and_none_on_tpus(capsys):
+    """8,192 tokens of a device, gathered from 8, choose up to 6 of its 8 experts each: 393,216 rows."""
+    words = ("--config=configs/moe_fine.py:8gpu", "--config.model.capacity=None")
+    mesh_of_8 = ("--config.mesh.expert=8", "--config.mesh.fsdp=1")
+    _, on_gpus = ask(capsys, *words, *mesh_of_8, "--on=h100x8")
+    (risk,) = [risk for risk in on_gpus["risks"] if "model.capacity" in risk]
+    assert "all 8 experts of a device: 64 times the FLOPs" in risk
+    assert 393_216 * 8 * 2048 * 2 == 12_884_901_888
+    assert "12 GiB for one padded operand" in risk
+    assert "--config.model.capacity=1.25" in risk
+    assert on_gpus["bytes_per_device"]["activations"] > 5 * 12.9e9
+    _, limited = ask(capsys, words[0], *mesh_of_8, "--on=h100x8")
+    assert on_gpus["step_seconds"][0] > 20 * limited["step_seconds"][0]
+    _, on_tpus = ask(capsys, *words, *mesh_of_8, "--on=v5p-16")
+    assert not any("model.capacity" in risk for risk in on_tpus["risks"])
+    assert on_tpus["bytes_per_device"]["activations"] < 12.9e9
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "copies"),
+    [
+        ({}, plan.CPU_COPIES),
+        pytest.param({"precision.params": "bfloat16"}, 2 * plan.CPU_COPIES, marks=pytest.mark.slow),
+        pytest.param(
+            {"precision.params": "bfloat16", "precision.moments": "bfloat16"},
+            2 * (plan.CPU_COPIES + 2),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["float32", "bfloat16", "bfloat16, moments too"],
+)
+def test_a_step_overwrites_its_state_and_copies_none_of_it(dtypes, copies):
+    """Of a model that dwarfs its one row: gradient, direction and update are written out, and
+    nothing beside them but, in float32, moments that are kept in bfloat16."""
     small = {"model.width": "256", "model.hidden": "768", "model.vocab": "4096"}
-    run = load(small | {"data.sequence": "16", "train.batch": "1", "log.every": "10"})
+    rows = {"data.sequence": "16", "train.batch": "1", "log.every": "10"}
+    run = load(small | rows | dtypes)
     exact = stepping.held(topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:1])))
-    parameters = planned(run).bytes_per_device["parameters"]
-    assert exact["temporary"] == pytest.approx(plan.CPU_COPIES * parameters, rel=0.03)
+    said = planned(run).bytes_per_device
+    assert exact["temporary"] == pytest.approx(copies * said["parameters"], rel=0.03)
+    assert exact["total"] == pytest.approx(said["total"], rel=0.03)
 
 
 def test_the_plan_answers_in_two_seconds_without_jax(tmp_path):
@@ -289,6 +375,35 @@ def test_an_encoder_decoder_is_planned_by_its_published_parameters_and_all_that_
     assert code == 0
     assert set(split["sent_bytes_per_device"]) == {"tensor", "fsdp"}
     assert split["bytes_per_device"]["parameters"] < answer["bytes_per_device"]["parameters"] / 7
+
+
+def test_a_gpu_that_is_not_in_the_table_is_planned_by_its_memory_without_times(capsys):
+    words = ("--config=configs/gpt2_124m.py", "--on=rtx4080", "--price=1")
+    assert main(["plan", *words]) == 2
+    fix = capsys.readouterr().err.partition("fix")[2]
+    pasted = shlex.split(fix, comments=True)
+    assert pasted == ["--on=rtx4080", "--memory=24GB"]
+    for memory, fits in (("16GB", False), ("80GB", True)):
+        code, answer = ask(capsys, *words, f"--memory={memory}")
+        assert (code, answer["fits"], answer["on"]) == (0, fits, "rtx4080")
+        assert answer["memory_bytes"] == 0.75e9 * int(memory[:2])
+        assert {
+            answer[name] for name in ("step_seconds", "tokens_per_second", "mfu", "hours", "cost")
+        } == {None}
+        # The same bytes as on a known GPU without a fused attention kernel.
+        assert (
+            answer["bytes_per_device"] == ask(capsys, *words[:1], "--on=t4")[1]["bytes_per_device"]
+        )
+        assert main(["plan", *words, f"--memory={memory}"]) == 0
+        assert "no figures for this chip" in capsys.readouterr().out
+    code, found = ask(capsys, *words, "--memory=16GB", "--fit")
+    assert found["fits"]
+    assert found["step_seconds"] is None
+
+
+def test_a_budget_has_no_days_on_a_gpu_of_unknown_speed(capsys):
+    assert main(["scale", "--budget=1e20", "--on=rtx4080", "--memory=16GB"]) == 0
+    assert "rtx4080: days unknown" in capsys.readouterr().out
 
 
 def test_what_fsdp_sends_is_by_what_it_splits(capsys):

@@ -79,13 +79,19 @@ def test_like_is_ranked_with_like_and_what_is_of_a_part_says_so(config, tmp_path
     assert record.loss_nats == stopped[4]["loss_nats"]
     assert record.meta["progress"]["best_loss"] == min(r["loss_nats"] for r in stopped.values())
 
+    assert stopped[4]["loss_stderr"] > 0 < ended[2]["loss_stderr"]
+    assert "loss_stderr" not in ended[4]  # nothing of the set was left out
+    error = f"{stopped[4]['loss_stderr']:.2g}"
+
     logs = {name: (tmp_path / name / "log.txt").read_text() for name in ("ended", "stopped")}
     assert re.search(r"^  this run +\d", logs["ended"], re.M)
     part = f"this run, after step 4, on {share:.1%} of the set"
     assert re.search(rf"^  {re.escape(part)} +\d", logs["stopped"], re.M)
-    assert all("nats on far, its first 2 batches" in log for log in logs.values())
+    assert all("nats on far, 2 batches of it" in log for log in logs.values())
     assert "<td>this run, far</td>" in (tmp_path / "ended/report.html").read_text()
+    assert f"far, loss \u00b1 {error}, {share:.1%} of the set" in logs["stopped"]
     page = (tmp_path / "stopped/report.html").read_text()
+    assert f"{stopped[4]['loss_nats']:.4f} \u00b1 {error}</td>" in page
     assert f"<td>this run, far, after step 4, on {share:.1%} of the set</td>" in page
 
 

@@ -3,6 +3,8 @@
 import functools
 import json
 import random
+import shlex
+import shutil
 from pathlib import Path
 
 import jax
@@ -94,11 +96,27 @@ def test_the_stage_keeps_what_is_likely_enough_and_says_how_likely(here, capsys)
     for row in rows:
         assert row["meta"]["quality"] == pytest.approx(_reference(model, row["text"])[0], abs=1e-4)
     error = run(capsys, *words, "--out=other", code=2)["error"]
-    assert error["fix"] == "--config.quality.model=classifier"
+    assert error["fix"] == "jaxlm config explain quality.model"
     error = run(capsys, *words, "--config.quality.model=none", "--out=other", code=66)["error"]
-    assert "jaxlm data train-classifier" in error["fix"]
+    assert error["fix"] == "find . -name classifier.json"
     chosen = ("--config.quality.model=classifier", "--config.quality.label=fine")
     assert "good, bad" in run(capsys, *words, *chosen, "--out=other", code=2)["error"]["why"]
+
+
+def test_what_comes_next_works_when_it_is_pasted(here, capsys):
+    """The flags are pasted into a command line of `jaxlm data run`."""
+    shutil.copy("good.jsonl", "in/good.jsonl")
+    words = [word for word in _command("new classifier") if word != "--json"]
+    words = [word.replace("=good=", "=quite good=") for word in words]
+    assert main(words) == 0
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if each.startswith("next: "))
+    flags, verb = line.removeprefix("next: ").split("    # of ")
+    assert verb == "jaxlm data run"
+    answer = run(capsys, "--config.source=in/good.jsonl", *shlex.split(flags), "--out=chosen")
+    assert answer["kept"] > 300
+    recipe = json.loads(Path("chosen/recipe.json").read_text())["recipe"]
+    assert recipe["quality"]["model"] == "new classifier"
+    assert recipe["quality"]["label"] == "quite good"
 
 
 def _reference(model: Linear, text: str) -> np.ndarray:

@@ -12,11 +12,11 @@ def test_the_remat_policies_there_are_pass(remat):
 
 
 @pytest.mark.parametrize("remat", ["some", "save", "save:", "save:everything", "dots:x", ""])
-def test_another_is_a_problem_with_a_fix(remat):
+def test_another_is_a_problem_that_is_explained(remat):
     ((field, why, fix),) = TrainConfig(remat=remat).problems()
     assert field == "remat"
     assert repr(remat) in why
-    assert fix == "--config.train.remat=dots"
+    assert fix == "jaxlm config explain train.remat"
 
 
 def test_of_several_policies_the_one_that_does_not_exist_is_named():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxlm.core import random
 from jaxlm.core.precision import Precision
@@ -25,20 +26,20 @@ KEY = jax.random.key(7)
 CONFIG = Sophia(lr=0.05, every=3, gamma=0.5, clip_norm=None, weight_decay=0.1)
 
 
-class Table:
+class Table(nnx.Module):
     """A model whose logits are a row of a table for each token."""
 
     config = SimpleNamespace(has_ring=False)
 
     def __init__(self, params):
-        self.table = params["table"]
+        self.table = nnx.Param(params["table"])
 
     def read(self, batch, **_):
         values = jax.nn.one_hot(batch.tokens, IDS)
         return Hidden(values, None, {}, values)
 
     def logits(self, values):
-        return values @ self.table
+        return values @ self.table[...]
 
 
 def batch(seed):
@@ -84,6 +85,20 @@ def softmax(x):
     return x / x.sum(-1, keepdims=True)
 
 
+def gumbel(seeds):
+    """Return -log(-log(1 - u)) for each seed and id, u being a hash of both over 2^32."""
+
+    def mix(x):
+        x = x ^ (x >> 16)
+        x = x * 0x21F0AAAD % 2**32
+        x = x ^ (x >> 15)
+        x = x * 0xD35A2D97 % 2**32
+        return x ^ (x >> 15)
+
+    bits = mix(mix(seeds.astype(np.uint64))[..., None] ^ np.arange(IDS, dtype=np.uint64))
+    return -np.log(-np.log1p(-(bits + 0.5) / 2**32))
+
+
 def reference():
     table = np.asarray(start(), np.float64)
     m = h = np.zeros_like(table)
@@ -100,8 +115,8 @@ def reference():
         m = CONFIG.b1 * m + (1 - CONFIG.b1) * mean(rows.targets)
         if number % CONFIG.every == 0:
             key = random.stream(jax.random.fold_in(KEY, number), "curvature")
-            draws = np.asarray(jax.random.bits(key, (ROWS, LENGTH)) >> 1, np.float64) / 2**31
-            drawn = (shares.cumsum(-1) < draws[..., None]).sum(-1)
+            seeds = np.asarray(jax.random.bits(key, (ROWS, LENGTH)) >> 1)
+            drawn = (np.log(shares) + gumbel(seeds)).argmax(-1)
             h = CONFIG.b2 * h + (1 - CONFIG.b2) * weights.sum() * mean(drawn) ** 2
         u = np.clip(m / np.maximum(CONFIG.gamma * h, CONFIG.eps), -1, 1)
         table = table - CONFIG.lr * (u + CONFIG.weight_decay * table)

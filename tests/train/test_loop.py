@@ -51,7 +51,7 @@ class Story:
             is_sample_due=due.get("sample", lambda step: False),
             is_save_due=due.get("save", lambda step: False),
             before=lambda step: None,
-            count=lambda tokens, waited: None,
+            count=lambda values, waited, at: None,
             log=lambda step, values: self.events.append(("log", step)),
             evaluate=evaluate,
             sample=note("sample"),

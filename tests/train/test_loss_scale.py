@@ -5,17 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+from jaxlm.core import tree
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.data.batch import Tokens
+from jaxlm.nn.config import MoeConfig
+from jaxlm.nn.moe import Moe
 from jaxlm.objectives.loss import Loss
 from jaxlm.ops.matmul import matmul
+from jaxlm.train import gradient as gradients
 from jaxlm.train import guard
 from jaxlm.train import state as states
 from jaxlm.train import step as steps
 from jaxlm.train.config import GuardConfig
+from tests.nn import reference
 
 CONFIG = GuardConfig(window=16, sigmas=6.0, loss_scale=8.0, loss_scale_growth=3)
 FLOAT16 = Precision.of(PrecisionConfig(compute="float16"))
@@ -143,3 +149,35 @@ def test_other_dtypes_have_none():
     again, _ = updated(1.0, Precision.float32(), scale=1.0)
     for name, leaf in change.items():
         np.testing.assert_array_equal(again[name], leaf)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_bias_of_a_nearly_even_expert_still_moves_in_float16(microbatches):
+    """Its gradient is 2^-30 times a difference of counts: here of a few tokens, at the smallest loss scale."""
+    config = MoeConfig(experts=4, top_k=2, hidden=8, bias_rate=0.01)
+    precision = Precision.of(PrecisionConfig(reduce="float16"))
+    moe, _ = reference.moved(
+        lambda key, init: Moe(WIDTH, config, key=key, init=init, precision=precision)
+    )
+    graph, state = nnx.split(moe)
+    params = nnx.to_pure_dict(state)
+    axes = tree.map_with_path(
+        lambda path, x: ("balance",) if path == "bias" else (None,) * x.ndim, params
+    )
+    x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
+
+    def loss(params, batch, key):
+        state_now = nnx.merge_state(state)
+        nnx.replace_by_pure_dict(state_now, params)
+        _, means = nnx.merge(graph, state_now)(x[batch.tokens[:, 0]], batch.weights)
+        return Loss(means["moe_loss"], {})
+
+    def signs(axes, precision):
+        build = gradients.build(loss, precision=precision, axes=axes, microbatches=microbatches)
+        grads, *_ = build(params, tokens(), jax.random.key(0), jnp.float32(1.0))
+        return np.sign(np.asarray(grads["bias"], np.float64))
+
+    expected = signs(axes, Precision.float32())
+    assert np.any(expected)
+    np.testing.assert_array_equal(signs(axes, precision), expected)
+    assert not np.any(signs(None, precision)), "in float16 itself it would vanish"

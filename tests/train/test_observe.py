@@ -199,9 +199,7 @@ def test_what_layers_note_is_what_numpy_finds(noted, state, batch):
 @pytest.mark.slow
 def test_norms_are_those_of_the_gradient_and_of_what_a_step_moves(pieces, record, state, batch):
     key = jax.random.fold_in(jax.random.key(1), 0)
-    grads = jax.jit(
-        jax.grad(lambda p: (lambda o: o.total / o.weight)(pieces.loss(p, batch, key).objective))
-    )(state.params)
+    grads = jax.jit(jax.grad(lambda p: pieces.loss(p, batch, key).value))(state.params)
     step = steps.build(
         pieces.loss,
         pieces.optimizer,

@@ -24,7 +24,7 @@ def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
             f"{out} is no finished run",
             where="jaxlm data clusters",
             why=f"it has no {REPORT}",
-            fix=f"jaxlm data run --config=RECIPE --out={out}",
+            fix=f"find . -name {REPORT}",
         )
     path = out / CLUSTERS
     try:
@@ -50,7 +50,7 @@ def with_texts(out: Path, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "a document of a cluster is not there",
             where=f"{missing[0][0]}, record {missing[0][1]}",
             why=f"neither {out} nor the folder of {RECIPE}'s against holds it",
-            fix=f"--out={out}-2    # does the run again",
+            fix="run the same jaxlm data run with another --out",
         )
     return [
         {

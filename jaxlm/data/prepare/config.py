@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from jaxlm.core.config import setting
 from jaxlm.data.prepare.dedup.config import MinHash, Spans, Substrings
@@ -71,6 +71,8 @@ class Reading:
 class Recipe:
     """Raw files, the stages that each document passes in this order, and what is then found twice."""
 
+    ROOT: ClassVar[str] = "recipe"  # what `jaxlm config explain` calls all of it
+
     source: tuple[str, ...] = setting(
         ("stdlib:train",),
         "globs of files to clean, or URLs such as s3://bucket/*.gz; stdlib:train and stdlib:validation are Python's library",
@@ -128,7 +130,7 @@ class Recipe:
                 once = ",".join(dict.fromkeys(getattr(self, name)))
                 yield name, f"{twice[0]} stands there twice", f"--config.{name}={once}"
         if not self.source:
-            yield "source", "nothing to read", "--config.source='crawl/*.warc.gz'"
+            yield "source", "nothing to read", "jaxlm config explain source"
         yield from entry_problems("parts", self.parts)
         if self.shards.tokenizer:
             for field, why, fix in self.shards.problems_with(self.part_names, "shards."):
@@ -137,37 +139,37 @@ class Recipe:
             yield (
                 "shards.tokenizer",
                 "shards are described, and none are written without a tokenizer",
-                "--config.shards.tokenizer=sentencepiece:4096",
+                "jaxlm config explain shards.tokenizer",
             )
         if "decontaminate" in self.stages and not self.decontaminate.against:
             yield (
                 "decontaminate.against",
                 "the stage decontaminate has nothing to compare with",
-                "--config.decontaminate.against='evaluations/*.jsonl'",
+                "jaxlm config explain decontaminate.against",
             )
         if "quality" in self.stages and not self.quality.model:
             yield (
                 "quality.model",
                 "the stage quality has no classifier",
-                "--config.quality.model=classifier",
+                "jaxlm config explain quality.model",
             )
         if "perplexity" in self.stages and not self.perplexity.run:
             yield (
                 "perplexity.run",
                 "the stage perplexity has no model",
-                "--config.perplexity.run=runs/a",
+                "jaxlm config explain perplexity.run",
             )
         if "harmful" in self.stages and not (self.harmful.words or self.harmful.model):
             yield (
                 "harmful.words",
                 "the stage harmful has neither lists nor a classifier",
-                "--config.harmful.words='lists/*.txt'",
+                "jaxlm config explain harmful.words",
             )
         if "urls" in self.stages and not self.urls.blocked:
             yield (
                 "urls.blocked",
                 "the stage urls has no list",
-                "--config.urls.blocked='lists/*.txt'",
+                "jaxlm config explain urls.blocked",
             )
 
     @property

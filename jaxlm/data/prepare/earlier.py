@@ -64,12 +64,27 @@ def _units(folder: Path, recipe: Recipe) -> list[Earlier]:
     before = config.from_json(Recipe, _object(folder / RECIPE)["recipe"])
     for kind in recipe.dedup:
         if kind not in before.dedup and kind in _MADE_BY:
-            raise _unlike(folder, recipe, f"its own dedup was {before.dedup}, without {kind}", kind)
-        for name in _MADE_BY.get(kind, ()):
-            mine, theirs = (getattr(getattr(each, kind), name) for each in (recipe, before))
-            if mine != theirs:
-                why = f"{kind}.{name} was {theirs} there and is {mine} here"
-                raise _unlike(folder, recipe, why, kind, f"--config.{kind}.{name}={theirs}")
+            left = ",".join(each for each in recipe.dedup if each != kind) or "()"
+            raise _unlike(
+                folder,
+                kind,
+                why=f"its own dedup was {before.dedup}, without {kind}",
+                fix=f"run the recipe of {folder} again with {kind} in its dedup\n"
+                f"'--config.dedup={left}'    # does not look for {kind} duplicates",
+            )
+        pairs = {
+            f"{kind}.{name}": [getattr(getattr(each, kind), name) for each in (before, recipe)]
+            for name in _MADE_BY.get(kind, ())
+        }
+        if differ := {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}:
+            raise _unlike(
+                folder,
+                kind,
+                why=", ".join(
+                    f"{path} was {a} there and is {b} here" for path, (a, b) in differ.items()
+                ),
+                fix=" ".join(f"--config.{path}={there}" for path, (there, _) in differ.items()),
+            )
     files = _object(folder / REPORT)["files"]
     found = [
         Earlier(output(folder, KEPT, int(Path(name).stem)), folder / name, Written(**fields))
@@ -92,15 +107,13 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _missing(what: str, why: str) -> InputMissing:
-    return InputMissing(what, where="against", why=why, fix="--config.against=earlier/out")
+    return InputMissing(what, where="against", why=why, fix="find . -name report.json")
 
 
-def _unlike(folder: Path, recipe: Recipe, why: str, kind: str, fix: str = "") -> ConfigError:
-    left = ",".join(each for each in recipe.dedup if each != kind)
+def _unlike(folder: Path, kind: str, why: str, fix: str) -> ConfigError:
     return ConfigError(
         f"documents cannot be compared with those of {folder}",
         where=f"against, dedup={kind}",
         why=why,
-        fix=fix
-        or f"--config.dedup={left or '()'}\nrun that recipe again with --config.dedup={kind}",
+        fix=fix,
     )

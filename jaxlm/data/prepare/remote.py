@@ -4,6 +4,7 @@ A file is fetched before anything in it is read, so that a connection that break
 """
 
 import errno
+import shlex
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
+from jaxlm.core import problems
 from jaxlm.core.errors import ConfigError, DataError, InputMissing, NotWritable, not_installed
 from jaxlm.data.documents import Corpus
 from jaxlm.data.prepare.config import Recipe
@@ -48,7 +50,7 @@ def find(recipe: Recipe) -> list[tuple[Path, str, int]]:
         for path, name in zip(corpus.files, corpus.names, strict=True)
     }
     for pattern in filter(is_remote, recipe.source):
-        for name, size in _matches(pattern):
+        for name, size in _matches(pattern, recipe.source):
             if name in found:
                 raise DataError(
                     "a file is listed twice",
@@ -97,8 +99,9 @@ def fetched(name: str) -> IO[bytes]:
         ) from error
 
 
-def _matches(pattern: str) -> list[tuple[str, int]]:
-    store, path = open_store(pattern)
+def _matches(pattern: str, source: tuple[str, ...]) -> list[tuple[str, int]]:
+    plain = tuple(each.rpartition("::")[2] if is_remote(each) else each for each in source)
+    store, path = open_store(pattern, problems.flag("source", plain))
     try:
         listed = store.glob(path, detail=True) if _has_magic(path) else {path: store.info(path)}
         found = [
@@ -120,8 +123,12 @@ def _has_magic(path: str) -> bool:
     return any(letter in path for letter in "*?[")
 
 
-def open_store(url: str) -> tuple[Any, str]:
-    """The file system behind a URL, and the path in it.
+def open_store(url: str, fix: str = "") -> tuple[Any, str]:
+    """Return the file system behind a URL, and the path in it.
+
+    Args:
+      url: what a user named, with its protocol.
+      fix: the flag that names what a chain ends in; by default that of a place to copy to.
 
     Raises:
       InputMissing: where a package for it is not installed.
@@ -133,7 +140,7 @@ def open_store(url: str) -> tuple[Any, str]:
             "a chain of file systems is not followed",
             where=url,
             why="archives are opened by themselves",
-            fix=f"--config.source={url.rpartition('::')[2]}",
+            fix=fix or shlex.quote(f"--copy_to={url.rpartition('::')[2]}"),
         )
     try:
         import fsspec
@@ -174,7 +181,7 @@ def _write(copy: IO[bytes], data: bytes) -> None:
             "there is no room for a file that is fetched",
             where=tempfile.gettempdir(),
             why=f"{type(error).__name__}: {error.strerror}",
-            fix="TMPDIR=/a/larger/disk jaxlm data run ...",
+            fix='export TMPDIR="$PWD/tmp" && mkdir -p "$TMPDIR"    # or another folder on a larger disk',
         ) from error
 
 
@@ -184,6 +191,4 @@ def said(error: Exception) -> str:
 
 
 def _missing(what: str, why: str) -> InputMissing:
-    return InputMissing(
-        what, where="source", why=why, fix="--config.source='s3://bucket/*.jsonl.gz'"
-    )
+    return InputMissing(what, where="source", why=why, fix="jaxlm config explain source")

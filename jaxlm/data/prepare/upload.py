@@ -1,6 +1,7 @@
 """A finished folder, copied to an object store or any other place that fsspec writes to."""
 
 import functools
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,23 @@ def copy_to(folder: Path, files: list[str], url: str) -> int:
       InputMissing: where the store cannot be asked.
       NotWritable: where something else is there, or a file cannot be written after several tries.
     """
-    count = _copied(folder, [RECIPE, CLUSTERS, *files, PAGE, REPORT], url.rstrip("/"))
+    url = url.rstrip("/")
+    other = shlex.quote(f"--copy_to={url}-2")
+    count = _copied(folder, [RECIPE, CLUSTERS, *files, PAGE, REPORT], url, other)
     shards = folder / SHARDS
     if (shards / MIX).exists():
         paths = (path for path in sorted(shards.rglob("*")) if path.is_file())
         names = [path.relative_to(shards).as_posix() for path in paths if path.name != LOCK]
         names.sort(key=lambda name: (name == MIX, name != RECIPE))
-        count += _copied(shards, names, f"{url.rstrip('/')}/{SHARDS}")
+        count += _copied(shards, names, f"{url}/{SHARDS}", other)
     return count
 
 
-def _copied(folder: Path, names: list[str], url: str) -> int:
-    """Copies files, of which the first says what they all are, and the last that they are all there."""
+def _copied(folder: Path, names: list[str], url: str, other: str) -> int:
+    """Copies files, of which the first says what they all are, and the last that they are all there.
+
+    `other` is the flag of a place that holds nothing yet.
+    """
     store, root = open_store(url)
     first, last = names[0], names[-1]
     try:
@@ -41,7 +47,7 @@ def _copied(folder: Path, names: list[str], url: str) -> int:
                     "the place holds something else",
                     where=f"{url}/{name}",
                     why="nothing is overwritten",
-                    fix=f"--copy_to={url.removesuffix(f'/{SHARDS}')}-2",
+                    fix=other,
                 )
             if name == last and there is not None:
                 return 0

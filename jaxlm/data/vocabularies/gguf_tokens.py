@@ -147,5 +147,5 @@ def _refused(why: str, where: str) -> DataError:
         "the tokenizer of a GGUF is not understood",
         where=where,
         why=why,
-        fix="--from=DIR    # the folder that the file was converted from",
+        fix="import the folder that it was converted from",
     )

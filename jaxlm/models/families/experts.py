@@ -32,7 +32,9 @@ class Experts(Gated):
         low=0,
     )
     router_z: float = setting(
-        0.0, "weight of the squared log normalizer of the router (arXiv:2202.08906)", low=0
+        0.0,
+        "coefficient of the squared log normalizer of the router (arXiv:2202.08906), a mean over all tokens, trained on or not",
+        low=0,
     )
     capacity: float | None = setting(
         None,

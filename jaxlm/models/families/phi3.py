@@ -57,7 +57,7 @@ class Phi3(Rotated):
                 yield (
                     f"rope_scaling.{name}",
                     f"it has {len(numbers)} numbers, and {count} frequencies rotate a head",
-                    "--config.model.rope_scaling.name=none",
+                    f"give it {count} numbers, as the model's config.json does",
                 )
 
     @property

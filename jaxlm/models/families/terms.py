@@ -65,5 +65,6 @@ NORMALISED: Term = dict(
 )
 EXPERT_SCALE: Term = dict(doc="what the weights of a token's experts are multiplied by", above=0)
 BALANCE_LOSS: Term = dict(
-    doc="weight of the loss that spreads tokens over experts, in each layer", low=0
+    doc="coefficient of the loss that spreads tokens over experts, in each layer; a mean over all tokens, trained on or not",
+    low=0,
 )

@@ -143,7 +143,7 @@ def test_what_is_finished_is_copied_whole_once_and_over_nothing_else(here, memor
     ("source", "code", "fix"),
     [
         ("nosuch://place/*.txt", 66, "pip install 'fsspec[nosuch]'"),
-        ("memory://none/*.txt", 66, "s3://bucket"),
+        ("memory://none/*.txt", 66, "jaxlm config explain source"),
         ("zip://*.txt::file:///a.zip", 2, "--config.source=file:///a.zip"),
         ("memory://crawl/a.txt,memory://crawl/*", 65, "do not overlap"),
         ("http://name:word@127.0.0.1/a.txt", 2, ""),
@@ -186,6 +186,6 @@ def test_a_full_disk_ends_with_73_and_is_no_damaged_file(here, memory, capsys, m
     with monkeypatch.context() as patch:
         patch.setattr(remote.tempfile, "TemporaryFile", Full)
         error = run(capsys, "--config.source=memory://crawl/*.txt", code=73)["error"]
-    assert error["fix"].startswith("TMPDIR=")
+    assert error["fix"].startswith("export TMPDIR=")
     run(capsys, "--config.source=memory://crawl/*.txt")
     assert kept() == [prose(1)]

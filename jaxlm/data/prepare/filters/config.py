@@ -19,7 +19,7 @@ class Length:
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """There is a length between the two."""
         if self.least > self.most:
-            yield "least", f"it is above most = {self.most}", "--config.length.least=200"
+            yield "least", f"it is above most = {self.most}", f"--config.length.least={self.most}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,11 @@ class Perplexity:
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """There is a perplexity between the two."""
         if self.least > self.most:
-            yield "least", f"it is above most = {self.most}", "--config.perplexity.least=0"
+            yield (
+                "least",
+                f"it is above most = {self.most}",
+                f"--config.perplexity.least={self.most}",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

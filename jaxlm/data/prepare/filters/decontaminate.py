@@ -69,7 +69,7 @@ def evaluations(recipe: Recipe) -> Evaluations:
     numbers: list[np.ndarray] = []
     origins: list[np.ndarray] = []
     names: list[str] = []
-    short = 0
+    short = longest = 0
     for path, name in zip(corpus.files, corpus.names, strict=True):
         for record in read(path, name, recipe, Counter()):
             if isinstance(record, Broken):
@@ -79,7 +79,9 @@ def evaluations(recipe: Recipe) -> Evaluations:
                     why=f"{record.kind}: {record.detail}",
                     fix="leave the file out of decontaminate.against",
                 )
-            found = runs(hashed(words(record.text)), config.words)
+            spoken = words(record.text)
+            longest = max(longest, len(spoken))
+            found = runs(hashed(spoken), config.words)
             short += not len(found)
             numbers.append(found)
             origins.append(np.full(len(found), len(names)))
@@ -88,7 +90,9 @@ def evaluations(recipe: Recipe) -> Evaluations:
         raise DataError(
             f"no record of the evaluation sets has {config.words} words",
             where=", ".join(config.against),
-            why=f"{short} records have fewer",
-            fix="--config.decontaminate.words=5",
+            why=f"{short} records have fewer, of which the longest has {longest}",
+            fix=f"--config.decontaminate.words={longest}"
+            if longest
+            else "name evaluation sets that hold text",
         )
     return Evaluations(np.concatenate(numbers), np.concatenate(origins), names, short)

@@ -6,12 +6,14 @@ A folder holds classifier.safetensors (weights, bias) and classifier.json (label
 import dataclasses
 import hashlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxlm.core.errors import ConfigError, DataError, InputMissing
+from jaxlm.core.spelling import nearest
 from jaxlm.data.prepare.ngrams import hashed, runs, words
 
 TENSORS, ABOUT = "classifier.safetensors", "classifier.json"
@@ -80,7 +82,7 @@ class Linear:
                 f"there is no classifier in {folder}",
                 where=setting,
                 why=f"it has no {ABOUT}",
-                fix=f"jaxlm data train-classifier --examples=good='good/*' --examples=bad='bad/*' --out={folder}",
+                fix=f"find . -name {ABOUT}",
             )
         try:
             return cls._read(folder)
@@ -113,10 +115,13 @@ class Linear:
           ConfigError: where the classifier has no such label; `setting` named it.
         """
         if label not in self.labels:
+            near = nearest(label, self.labels)
             raise ConfigError(
                 f"the classifier knows no label {label!r}",
                 where=setting,
                 why=f"it knows {', '.join(self.labels)}",
-                fix=f"--config.{setting}={self.labels[0]}",
+                fix=shlex.quote(f"--config.{setting}={near}")
+                if near
+                else f"name the label that is meant: {', '.join(self.labels)}",
             )
         return self.labels.index(label)

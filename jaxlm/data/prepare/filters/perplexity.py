@@ -30,7 +30,7 @@ def perplexity(config: Perplexity, make: MakeScorer | None) -> Stage:
             why="it has no config.json"
             if make
             else "only the command `jaxlm data run` hands it in",
-            fix=f"jaxlm train --config=configs/quickstart.py --workdir={config.run}",
+            fix="find . -name checkpoints",
         )
     scorers: list[Scorer] = []
 

@@ -76,7 +76,7 @@ def _of_kind(text: str, kind: str) -> Iterator[Found]:
     pieces, pattern, is_right = KINDS[kind]
     for begin, piece in pieces(text):
         for match in pattern.finditer(piece):
-            if is_right(match[0]):
+            if is_right(match):
                 yield Found(begin + match.start(), begin + match.end(), kind)
 
 
@@ -118,25 +118,79 @@ _CARD = re.compile(
 )
 
 
-def _is_card(text: str) -> bool:
-    digits = re.sub(r"\D", "", text)
+def _is_card(match: re.Match[str]) -> bool:
+    digits = re.sub(r"\D", "", match[0])
     return bool(_CARD.fullmatch(digits)) and passes_luhn(digits)
 
 
-def _is_iban(text: str) -> bool:
-    code = text.replace(" ", "")
+def _is_iban(match: re.Match[str]) -> bool:
+    code = match[0].replace(" ", "")
     return len(code) == IBAN_LENGTHS.get(code[:2]) and passes_mod97(code)
 
 
-def _is_address(text: str) -> bool:
-    """An address of the internet that could be somebody's: private, local and documentation ranges are nobody's."""
+# Top-level domains that no array has for an attribute: they end an address whatever follows.
+USUAL_DOMAINS = frozenset(
+    "com org net edu gov mil int info biz museum "
+    "ar au be bg br ca ch cl cn co cz de dk ee es eu fi fr gr hk hr hu ie il ir jp kr lt lu lv mx my "
+    "nl nz pe ph pl pt ro rs ru se sg si sk th tr tw ua uk us vn za".split()
+)
+# Attributes and methods of arrays that are no top-level domain: `q@k.transpose` is a product.
+ATTRIBUTES = frozenset(
+    "adjoint array astype bias bfloat clone coef conj conjugate contiguous copy cpu cuda detach diag "
+    "dtype expand flat flatten float grad half imag inv inverse item kernel mH mT mean ndim numpy params "
+    "permute ravel repeat reshape shape size squeeze std sum swapaxes toarray tocsr todense tolist "
+    "transpose unsqueeze value values var view weight weights".split()
+)
+SERVICES = frozenset(("git", "hg", "svn"))  # accounts that everybody pushes to
+
+
+def _is_email(match: re.Match[str]) -> bool:
+    """Return whether it is an address of mail, and no product of arrays or place of a repository."""
+    local, domain = match[0].rsplit("@", 1)
+    last = domain.rpartition(".")[2]
+    after = match.string[match.end() : match.end() + 1]
+    if last in ATTRIBUTES or (local in SERVICES and after in (":", "/")):
+        return False
+    return last.lower() in USUAL_DOMAINS or _CALLED.match(match.string, match.end()) is None
+
+
+_CALLED = re.compile(r"(?:\.\w+)*[(\[]")
+
+
+# What stands before the number of a version or of a section. A node may be a machine: there only small numbers are versions.
+_NUMBERED = re.compile(
+    r"(?:(?:\b(?:version|ver|release|revision|rev|build|section|sect|sec|chapter|clause|paragraph|para"
+    r"|appendix|annex|figure|fig|table|python|java|openssl|chrome|firefox)s?\b|\u00a7)[ .:=(\"']{0,3}"
+    r"|(?:[<>=!~]=|\^|~>) ?|(?P<node>\bnode(?:\.?js)? ?))$",
+    re.IGNORECASE,
+)
+_LARGEST_VERSION = 50  # of each part, behind "node"
+# What IANA has given out of the addresses of version 6 (RFC 4291, section 2.4; RFC 6052, section 2.1).
+_GIVEN_OUT = tuple(map(ipaddress.IPv6Network, ("2000::/3", "64:ff9b::/96")))
+
+
+def _is_address(match: re.Match[str]) -> bool:
+    """Return whether it is an address of the internet that could be somebody's.
+
+    Private, local and documentation ranges are nobody's, nor is `abc::def`, which is in no range
+    that was given out, or the number of a version or a section.
+    """
     try:
-        return ipaddress.ip_address(text).is_global
+        address = ipaddress.ip_address(match[0])
     except ValueError:
         return False
+    if not address.is_global:
+        return False
+    if isinstance(address, ipaddress.IPv6Address):
+        return address.ipv4_mapped is not None or any(address in net for net in _GIVEN_OUT)
+    before = _NUMBERED.search(match.string, max(0, match.start() - 20), match.start())
+    if before is None:
+        return True
+    return bool(before["node"]) and max(address.packed) > _LARGEST_VERSION
 
 
-def _is_phone(text: str) -> bool:
+def _is_phone(match: re.Match[str]) -> bool:
+    text = match[0]
     digits = re.sub(r"\D", "", text)
     if text.startswith("+"):
         return 8 <= len(digits) <= 15  # ITU-T E.164
@@ -146,13 +200,17 @@ def _is_phone(text: str) -> bool:
     return area[0] > "1" and exchange[0] > "1" and not is_story
 
 
-def _is_ssn(text: str) -> bool:
+def _is_ssn(match: re.Match[str]) -> bool:
     """Number ranges that the United States' Social Security Administration never gave out are none."""
-    area, group, serial = text.split("-")
+    area, group, serial = match[0].split("-")
     return area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
 
 
-def _always(text: str) -> bool:
+def _is_national(match: re.Match[str]) -> bool:
+    return national.is_national(match[0])
+
+
+def _always(match: re.Match[str]) -> bool:
     return True
 
 
@@ -187,7 +245,7 @@ def _all_with(*signs: str) -> Callable[[str], Iterator[tuple[int, str]]]:
 class _Kind(NamedTuple):
     pieces: Callable[[str], Iterator[tuple[int, str]]]  # of a text, those that are looked at
     pattern: re.Pattern[str]
-    is_right: Callable[[str], bool]
+    is_right: Callable[[re.Match[str]], bool]
 
 
 _KEYS = (
@@ -227,7 +285,7 @@ KINDS = {
             r"(?<![\w.+%-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,5}@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,6}"
             r"[A-Za-z]{2,24}(?![\w@-])"
         ),
-        _always,
+        _is_email,
     ),
     "iban": _Kind(
         _lines_with(r"[A-Z]{2}\d\d"),
@@ -246,7 +304,7 @@ KINDS = {
     "us_ssn": _Kind(
         _lines_with(r"\d-\d"), re.compile(r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)"), _is_ssn
     ),
-    "national_id": _Kind(_lines_with(national.SIGN), national.PATTERN, national.is_national),
+    "national_id": _Kind(_lines_with(national.SIGN), national.PATTERN, _is_national),
     "ip": _Kind(
         _lines_with(r"[.:](?:(?<=\d\.)\d|(?<=[0-9A-Fa-f]:))"),
         re.compile(

@@ -1,10 +1,12 @@
 """The last step of a recipe: token shards of what it kept, in the folder `shards` of its output."""
 
 import dataclasses
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core import values
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data.config import TOKENIZER_FILES
 from jaxlm.data.prepare.config import Recipe
@@ -54,13 +56,33 @@ def write(
             mix, out / SHARDS, workers=workers, engine=engine, say=say, progress=progress
         )
     except (ConfigError, DataError) as error:
-        chosen = ",".join(mix.sources)
+        flags = _apart(mix, f"{out}-{SHARDS}", error.fix)
         raise type(error)(
             error.what,
             where=error.where,
             why=f"{error.why}; the cleaned corpus is done, and stays",
-            fix=f"jaxlm data mix --config.sources='{chosen}' --config.tokenizer={mix.tokenizer} --out={out}-{SHARDS}",
+            fix=f"jaxlm data mix {flags}" if flags else error.fix,
         ) from error
+
+
+def _apart(mix: Mix, out: str, fix: str) -> str:
+    """Return the flags that make the same shards in a folder of their own, mended by those of a fix.
+
+    There are none if the fix is not made of flags of `jaxlm data mix`.
+    """
+    first = fix.splitlines()[0]
+    if not first.startswith(("--config.", "'--config.", "--out=", "'--out=")):
+        return ""
+    names = ["sources", *(field.name for field in dataclasses.fields(Shards))]
+    flags = [
+        f"--config.{name}={values.show(getattr(mix, name))}"
+        for name in names
+        if getattr(mix, name) != getattr(Mix(), name)
+    ]
+    mended = [flag for flag in shlex.split(first, comments=True) if not flag.startswith("--out=")]
+    changed = {flag.partition("=")[0] for flag in mended}
+    kept = [flag for flag in flags if flag.partition("=")[0] not in changed]
+    return shlex.join([*kept, *mended, f"--out={out}"])
 
 
 def _mix(recipe: Recipe, out: Path, names: list[str]) -> Mix:

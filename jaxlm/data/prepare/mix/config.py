@@ -2,10 +2,12 @@
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from jaxlm.core.config import setting
-from jaxlm.data.config import TOKENIZER_FILES, TOKENIZERS
+from jaxlm.data.config import TOKENIZER_FILES, TOKENIZERS, near_tokenizer
 
 _NAME = re.compile(r"[A-Za-z]\w*")
 
@@ -59,13 +61,15 @@ class Shards:
             yield (
                 "tokenizer",
                 f"{self.tokenizer!r} is none of: {TOKENIZERS}",
-                f"--config.{path}tokenizer=sentencepiece:4096",
+                near_tokenizer(f"{path}tokenizer", self.tokenizer),
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mix(Shards):
     """Which cleaned corpora become token shards, and how."""
+
+    ROOT: ClassVar[str] = "mix"  # what `jaxlm config explain` calls all of it
 
     sources: tuple[str, ...] = setting(
         (),
@@ -76,8 +80,8 @@ class Mix(Shards):
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """Each source has one name, each weight and licence a source, and the tokenizer is one of those there are."""
         if not self.sources:
-            yield "sources", "nothing to read", "--config.sources=web=clean"
-        yield from entry_problems("sources", self.sources, "web=clean")
+            yield "sources", "nothing to read", "jaxlm config explain sources"
+        yield from entry_problems("sources", self.sources, "")
         yield from self.problems_with(tuple(named(self.sources)))
 
 
@@ -93,7 +97,9 @@ def entry_problems(
     known: Sequence[str] | None = None,
     path: str = "",
 ) -> Iterator[tuple[str, str, str]]:
-    """Entries that are not NAME=VALUE, whose name is there twice, or is none of the known; `nothing` is set if none is right."""
+    """Entries that are not NAME=VALUE, whose name is there twice, or is none of the known; `nothing` is set if none is right,
+    or what the setting takes is explained.
+    """
     right: list[str] = []
     wrong: list[str] = []
     for entry in entries:
@@ -107,4 +113,12 @@ def entry_problems(
         else:
             right.append(entry)
     for what in wrong:
-        yield field, what, f"--config.{path}{field}={','.join(right) or nothing}"
+        said = ",".join(right) or nothing
+        setting = f"{path}{field}"
+        yield (
+            field,
+            what,
+            shlex.quote(f"--config.{setting}={said}")
+            if said
+            else f"jaxlm config explain {setting}",
+        )

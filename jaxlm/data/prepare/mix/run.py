@@ -10,6 +10,7 @@ OUT/unfinished/                       what is between the steps; gone at the end
 import hashlib
 import heapq
 import json
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ def run(
             return answer
     except OSError as error:
         raise cannot_write(
-            "the output folder", error.filename or out, error, fix=f"--out={out}-2"
+            "the output folder", error.filename or out, error, fix=shlex.quote(f"--out={out}-2")
         ) from error
 
 
@@ -110,14 +111,14 @@ def _noted(units: Units) -> bytes:
                 "the output folder was begun with another mix, or its sources have changed",
                 where=str(path),
                 why="shards of two mixes in one folder would be neither's",
-                fix=f"--out={units.out}-2",
+                fix=shlex.quote(f"--out={units.out}-2"),
             )
     elif any(not each.name.startswith(".") for each in units.out.iterdir()):
         raise DataError(
             "the output folder holds something else",
             where=str(units.out),
             why=f"it has no {RECIPE}, so it was not begun by this command",
-            fix=f"--out={units.out}-2",
+            fix=shlex.quote(f"--out={units.out}-2"),
         )
     return content
 
@@ -192,7 +193,9 @@ def _gathered(units: Units, say: Callable[[str], None]) -> dict[str, Any]:
             "there is no document to train on",
             where="held_out and weights",
             why="all were held out or left out by weight",
-            fix="--config.held_out=0",
+            fix=f"--config.held_out=0 --out={shlex.quote(str(units.out))}-2    # no validation sets"
+            if units.mix.held_out
+            else "weights that leave out fewer documents",
         )
     made = manifest.read(units.out / TRAIN / next(iter(sets[TRAIN])))
     return {

@@ -88,7 +88,7 @@ def _source(name: str, place: str, licence: str) -> Source:
             f"the source {name!r} is no finished corpus",
             where=str(folder),
             why=f"it has no {REPORT}",
-            fix=f"jaxlm data run --config=RECIPE --out={folder}",
+            fix=f"find . -name {REPORT}",
         )
     try:
         content = path.read_bytes()

@@ -1,0 +1,105 @@
+"""Verification of checkpoints by all processes of a run: each hashes a part of the files.
+
+The first process decides which step is verified and what follows from it. The others wait for a step, hash their part,
+send what is wrong with it, and wait for the next one, until the first process sends its decision.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from etils import epath
+
+from jaxlm.checkpoint import record as records
+from jaxlm.core.errors import DataError
+from jaxlm.monitor.progress import Lines
+from jaxlm.parallel.peers import Peers
+
+# Of a wait for another process: `watch.verify` ends it much earlier, but not while any process still reads.
+WAIT_SECONDS = 30 * 24 * 3600
+
+
+class Verifier:
+    """Compares size and sha256 of a step's files with its record.
+
+    Args:
+      peers: the processes that share the work; None for this one alone.
+      phase: entered while `decide` runs.
+      moved: called whenever bytes were read, from any thread.
+      say: prints a line of progress, for what takes long.
+    """
+
+    def __init__(
+        self,
+        peers: Peers | None = None,
+        *,
+        phase: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        moved: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        self._peers = peers or Peers()
+        self._phase, self._moved, self._say = phase, moved, say
+
+    def decide(self, choose: Callable[[], Any]) -> Any:
+        """Return the answer of `choose`, which the first process calls, on all processes, as JSON keeps it.
+
+        In `choose` every call of `problems` is shared by all processes. Every process must call `decide` as many times.
+        """
+        with self._phase():
+            if self._peers.is_first:
+                return self._share({"answer": choose()})["answer"]
+            while "answer" not in (order := self._share(None)):
+                directory = epath.Path(order["verify"])
+                self._peers.gather("verified", self._part(directory), WAIT_SECONDS)
+            return order["answer"]
+
+    def problems(self, directory: epath.Path) -> list[str]:
+        """Return what is wrong with a step, a line each; empty if every byte is as it was written.
+
+        With several processes only the first may call it, in `decide`.
+
+        Raises:
+          DataError: if the record itself cannot be trusted.
+        """
+        wanted = records.read(directory).files
+        self._share({"verify": str(directory)})
+        parts = self._peers.gather("verified", self._part(directory), WAIT_SECONDS)
+        wrong = {path: line for part in parts for path, line in part.items()}
+        return [wrong[path] for path in (records.NAME, *wanted) if path in wrong]
+
+    def _share(self, order: Any) -> Any:
+        return self._peers.share("verification", order, WAIT_SECONDS)
+
+    def _part(self, directory: epath.Path) -> dict[str, str]:
+        """What is wrong with this process's part of a step, by path."""
+        peers = self._peers
+        try:
+            files = records.read(directory).files
+        except DataError as error:  # the first process could read it
+            return {records.NAME: f"process {peers.rank} cannot read it: {error.why}"}
+        part = records.divided(files, peers.count)[peers.rank]
+        wanted = {path: files[path] for path in part}
+        return records.problems(directory, wanted, self._progress(directory, wanted))
+
+    def _progress(
+        self, directory: epath.Path, wanted: dict[str, tuple[int, str]]
+    ) -> Callable[[int], None]:
+        """A function that takes note of bytes that were read."""
+        total, count = sum(size for size, _ in wanted.values()), self._peers.count
+        what = f"verifying checkpoint {directory.name}"
+        if count > 1:
+            what += f", part {self._peers.rank + 1} of {count}"
+        lines, lock, read = Lines(self._say), threading.Lock(), 0
+
+        def moved(size: int) -> None:
+            nonlocal read
+            with lock:
+                read += size
+                now = read
+            self._moved()
+            lines(what, now, total)
+
+        moved(0)
+        return moved

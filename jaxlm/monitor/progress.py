@@ -1,0 +1,39 @@
+"""Progress of long reads and writes, as lines of a log."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from jaxlm.monitor import words
+
+SECONDS = 10.0  # between two lines
+
+Progress = Callable[[str, int, int], None]  # what, bytes done, and of how many
+
+
+class Lines:
+    """Print bytes done, rate and time left, at most once in `seconds`, or SECONDS; nothing for what is done sooner.
+
+    Calls may come from any thread.
+    """
+
+    def __init__(self, say: Callable[[str], None], doing: str = "", seconds: float | None = None):
+        self._say, self._doing = say, doing
+        self._seconds = SECONDS if seconds is None else seconds
+        self._last = time.monotonic()
+        self._begun: dict[str, tuple[float, int]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            since, before = self._begun.setdefault(what, (now, done))
+            if now - self._last < self._seconds or done >= total:
+                return
+            self._last = now
+            line = f"{self._doing}{what}: {words.size(done)} of {words.size(total)}"
+            if done > before:
+                rate = (done - before) / (now - since)
+                left = words.duration((total - done) / rate)
+                line += f", {words.size(rate)} a second, {left} left"
+            self._say(line)

@@ -1,0 +1,149 @@
+"""Situations of runs, whose fixes `test_fix_lines` pastes."""
+
+import shutil
+import sys
+
+from jaxlm.core import faults
+from jaxlm.parallel import replicas
+from jaxlm.recipes import foresight, importing
+from tests.house.situation import CONFIG, RUN, Situation
+
+SMALL = "--config.model.width=32 --config.model.heads=4 --config.model.depth=1 --config.model.context=64"
+FLIP = (
+    "python3 -c 'import pathlib, sys; "
+    'p = max(pathlib.Path(sys.argv[1]).rglob("*"), key=lambda f: f.is_file() and f.stat().st_size); '
+    "b = bytearray(p.read_bytes()); b[len(b) // 2] ^= 1; p.write_bytes(b)' "
+)
+
+
+def trained(name, flags):
+    """Return a shell command that puts a run into runs/NAME; it is trained once for all situations."""
+    words = f"-m jaxlm train --config=c.py --workdir=../../{name} {flags} --quiet"
+    return (
+        f"[ -d ../../{name} ] || {sys.executable} {words} >&2 || exit 1; cp -r ../../{name} runs/"
+    )
+
+
+BERT = trained("bert", f"--config.model.family=bert --config.objective.name=masked {SMALL}")
+MOVED = trained("moved", "--config.data.tokenizer=exported/tokenizer.json")
+GPT2 = trained("gpt2", f"--config.model.family=gpt2 {SMALL}")
+HUGE = trained("huge", "--config.optim.lr=1e5 --config.schedule.name=constant --config.schedule.warmup=0 --config.train.steps=1")  # fmt: skip
+
+
+def broken(text):
+    """Return what makes a run meet the faults that a text names."""
+    return lambda patch: patch.setattr(faults, "_faults", faults.parse(text))
+
+
+def other_weights(patch):
+    """Make an export read back other weights than were written."""
+    read = importing.leaf_reader
+
+    def reader(*args):
+        inner = read(*args)
+        return lambda path, like: 2 * inner(path, like)
+
+    patch.setattr(importing, "leaf_reader", reader)
+
+
+def nearly_the_weights(patch):
+    """Make an export read back weights that differ by too little for its logits to tell."""
+    read = importing.leaf_reader
+
+    def reader(*args):
+        inner = read(*args)
+        return lambda path, like: inner(path, like) * (1 + 2e-7)
+
+    patch.setattr(importing, "leaf_reader", reader)
+
+
+def another_result(patch):
+    """Make a step that is computed twice come out otherwise the second time."""
+    patch.setattr(replicas.Replicas, "changes", lambda *_: ["final_norm/scale on cpu:0"])
+
+
+def drifted_copies(patch):
+    """Make the copies of the parameters differ between devices."""
+    patch.setattr(replicas.Replicas, "differences", lambda *_: ["final_norm/scale on cpu:0"])
+
+
+def unknown_chip(patch):
+    """Make the device one that no table has, with too little memory."""
+    patch.setattr(foresight, "_machine", lambda assumed: None)
+    patch.setattr(foresight, "limit", lambda run: 1e4)
+
+
+def full_disk(patch):
+    """Leave room for five checkpoints of the six that are kept by default."""
+    free = shutil.disk_usage(".")._replace(free=2_300_000)
+    patch.setattr(shutil, "disk_usage", lambda _: free)
+
+
+SITUATIONS: dict[str, Situation] = {
+    "a resumed run that diverges": Situation(f"train --config=c.py {RUN} --config.train.steps=20 --config.optim.lr=30 --config.guard.divergence=stop --allow_change=optim,train"),
+    "eval of rows beyond the table": Situation("eval --workdir=runs/gpt2 --sequence=128", GPT2),
+    "a GGUF of a model that it has no name for": Situation("export --workdir=runs/gpt2 --out=m.gguf --to=gguf", GPT2),
+    "weights beyond a dtype": Situation("export --workdir=runs/huge --out=m --dtype=float16", HUGE),
+    "an export that computes something else": Situation(f"export {RUN} --out=m", prepare=other_weights),
+    "an export of other weights": Situation(f"export {RUN} --out=m", prepare=nearly_the_weights),
+    "an export into a file": Situation(f"export {RUN} --out=c.py/m"),
+    "too large for a chip of no table": Situation(f"train {CONFIG}", prepare=unknown_chip),
+    "too large for the memory": Situation(f"train {CONFIG} --config.train.memory_gib=0.001"),
+    "a text of a model that writes none": Situation("generate --workdir=runs/bert --prompt=a", BERT),
+    "lr-find into a file": Situation("lr-find --config=c.py --out=c.py/found --steps=20"),
+    "lr-find that is not finite": Situation("lr-find --config=c.py --out=found --steps=20 --config.precision.compute=float16", prepare=broken("grads:nan")),
+    "perplexity by a model that reads both ways": Situation("data run --config=r.py --out=out --config.stages=perplexity --config.perplexity.run=runs/bert", BERT),
+    "a vocabulary too small": Situation(f"train {CONFIG} --config.model.vocab=100"),
+    "too little text to hold out": Situation("train --config=d.py --workdir=new", "sed '/validation/d' c.py > d.py; mv texts all; mkdir texts; head -4 all/1.txt > texts/1.txt"),
+    "too little text to hold any out": Situation("train --config=d.py --workdir=new", "sed '/validation/d' c.py > d.py; mv texts all; mkdir texts; head -1 all/1.txt > texts/1.txt"),
+    "a step beyond settings that changed": Situation("replay --workdir=runs/a --step=3", f"{sys.executable} -m jaxlm train --config=c.py {RUN} --config.optim.lr=0.01 --config.train.steps=3 --allow_change=optim,train --quiet >&2; {FLIP} runs/a/checkpoints/2"),
+    "other data and nothing else": Situation(f"train --config=c.py {RUN}", "rm -r runs/a/checkpoints/2; printf 'more text\\n' >> texts/1.txt"),
+    "other dtypes in the workdir": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --config.precision.params=bfloat16 --allow_change=precision,train"),
+    "no rewinds left": Situation(f"train {CONFIG} --config.train.steps=12 --config.guard.budget=2 --config.guard.rewinds=1", prepare=broken("grads:nan@4-99")),
+    "a step that comes out otherwise": Situation(f"train {CONFIG} --config.guard.repeat_every=1", prepare=another_result),
+    "copies that drift apart": Situation(f"train {CONFIG} --config.guard.compare_every=1", prepare=drifted_copies),
+    "a set of an objective that is none": Situation(f"train {CONFIG} --config.objective.name=ul2 --config.eval.follow=val.causul"),
+    "a GGUF of ids that are moved": Situation("export --workdir=runs/moved --out=m.gguf --to=gguf", MOVED),
+    "a disk too small": Situation(f"train {CONFIG}", prepare=full_disk),
+    "a ladder without validation": Situation("scale --budget=1e18 --sweep --config=c.py --workdir=ladder '--config.data.validation=()'"),
+    "a ladder of odd widths": Situation("scale --budget=1e18 --sweep --config=c.py --workdir=ladder --widths=30,100,200"),
+    "a ladder too short": Situation("scale --budget=1e18 --sweep --config=c.py --workdir=ladder --widths=64 --steps=2"),
+    "a classifier of few examples": Situation("data train-classifier --examples=a=a.jsonl --examples=b=b.jsonl --out=out", "for i in $(seq 60); do echo '{\"text\": \"apples and pears, number '$i'\"}' >> a.jsonl; echo '{\"text\": \"cars and trains, number '$i'\"}' >> b.jsonl; done"),
+    "a classifier over a folder": Situation("data train-classifier --examples=a=a.jsonl --examples=b=b.jsonl --out=texts", "for i in $(seq 600); do echo '{\"text\": \"apples and pears, number '$i'\"}' >> a.jsonl; echo '{\"text\": \"cars and trains, number '$i'\"}' >> b.jsonl; done"),
+    "a classifier into a file": Situation("data train-classifier --examples=a=a.jsonl --examples=b=b.jsonl --out=c.py/out", "for i in $(seq 600); do echo '{\"text\": \"apples and pears, number '$i'\"}' >> a.jsonl; echo '{\"text\": \"cars and trains, number '$i'\"}' >> b.jsonl; done"),
+    "a damaged checkpoint": Situation(f"eval {RUN} --step=1", f"{FLIP} runs/a/checkpoints/1"),
+    "noise of one row": Situation(f"train {CONFIG} --config.train.batch=1 --config.log.layers=noise"),
+    "noise of stages of one row": Situation(f"train {CONFIG} --config.log.layers=noise --config.train.batch_warmup=1@50%"),
+}  # fmt: skip
+
+# Of these, the ones that take long.
+SLOW = {
+    "a resumed run that diverges",
+    "too large for a chip of no table",
+    "too large for the memory",
+    "lr-find into a file",
+    "too little text to hold out",
+    "too little text to hold any out",
+    "a step beyond settings that changed",
+    "other dtypes in the workdir",
+    "no rewinds left",
+    "a ladder without validation",
+    "a ladder of odd widths",
+    "a ladder too short",
+    "eval of rows beyond the table",
+    "weights beyond a dtype",
+    "a text of a model that writes none",
+    "perplexity by a model that reads both ways",
+    "a GGUF of a model that it has no name for",
+    "a GGUF of ids that are moved",
+    "a disk too small",
+    "noise of one row",
+    "noise of stages of one row",
+    "other data and nothing else",
+}
+
+# Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
+ELSEWHERE: dict[str, str] = {}
+
+# Places that no test reaches yet.
+NOT_YET: set[str] = set()

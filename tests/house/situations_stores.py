@@ -1,0 +1,195 @@
+"""Situations of checkpoints, processes and devices, whose fixes `test_fix_lines` pastes."""
+
+import fcntl
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from etils import epath
+from huggingface_hub import HfApi
+from huggingface_hub.hf_api import ModelInfo
+
+from jaxlm.recipes import devices
+from jaxlm.train.lock import Lock
+from tests.house.situation import CONFIG, ROOT, RUN, Situation
+
+PYTHON = shlex.quote(sys.executable)
+FLIP = "printf x >>"  # one byte more is damage too
+ONE = "$(find runs/a/checkpoints/1 -type f ! -name digests.json | sort | head -1)"
+TWO = ONE.replace("/1", "/2")
+HUB = "import --from=hf:me/tiny --workdir=new"
+GGUF = "from pathlib import Path; from tests.checkpoint import ggufs; from tests.cli.test_import_gguf import LLAMA; ggufs.write(Path('tiny.gguf'), LLAMA)"
+CLIP = "--config.regularisation.qk_clip=50"
+
+
+def refuses_removal(patch: pytest.MonkeyPatch) -> None:
+    """No old checkpoint can be removed, as on a file system of which a part is read-only."""
+    rmtree = type(epath.Path()).rmtree
+
+    def guarded(self, *args, **kwargs):
+        if self.name.endswith(".retired") and not self.name.startswith("probe"):
+            raise PermissionError(1, os.strerror(1))
+        return rmtree(self, *args, **kwargs)
+
+    patch.setattr(type(epath.Path()), "rmtree", guarded)
+
+
+def is_taken_over(patch: pytest.MonkeyPatch) -> None:
+    """Another process takes the lock of the run over before its first commit."""
+    patch.setattr(Lock, "is_owner", lambda self: False)
+
+
+def is_slow_to_commit(patch: pytest.MonkeyPatch) -> None:
+    """Orbax gives up on a save after its limit."""
+
+    def late(self):
+        raise TimeoutError("Timed out after 1 seconds waiting for the commit")
+
+    patch.setattr(ocp.AsyncCheckpointer, "wait_until_finished", late)
+
+
+def fills_the_disk(patch: pytest.MonkeyPatch) -> None:
+    def full(*args, **kwargs):
+        raise OSError(28, os.strerror(28))
+
+    patch.setattr(safetensors.numpy, "save_file", full)
+
+
+def has_no(package: str):
+    return lambda patch: patch.setitem(sys.modules, package, None)
+
+
+def has_little_memory(patch: pytest.MonkeyPatch) -> None:
+    def start(*args, **kwargs):
+        raise MemoryError("cannot allocate 64 GiB")
+
+    patch.setattr(devices, "start", start)
+
+
+def sets(**variables: str):
+    """Variables of a cluster, which this process does not run in when a fix is pasted."""
+
+    def prepare(patch: pytest.MonkeyPatch) -> None:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+
+    return prepare
+
+
+def publishes(*names: str):
+    """The hub has a model of these files."""
+
+    def prepare(patch: pytest.MonkeyPatch) -> None:
+        files = [{"rfilename": name, "size": 10} for name in names]
+        info = ModelInfo(id="me/tiny", sha="0" * 40, siblings=files, tags=[], private=False)
+        patch.setattr(HfApi, "model_info", lambda *args, **kwargs: info)
+
+    return prepare
+
+
+def cannot_reach_the_hub(patch: pytest.MonkeyPatch) -> None:
+    def lost(*args, **kwargs):
+        raise ConnectionError("no route to the host")
+
+    patch.setattr(HfApi, "model_info", lost)
+
+
+def is_in_use(patch: pytest.MonkeyPatch) -> None:
+    """Another process holds the lock of the run: a second open file of this one is the same to flock."""
+    file = os.open("runs/a/lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.write(file, b"pid 1 on another since yesterday\n")
+
+
+def has_no_cache_folder(patch: pytest.MonkeyPatch) -> None:
+    """A file is in the place of the folder; the tests keep compiled programs in another one."""
+    patch.setattr(devices.cache, "folder", lambda *args, **kwargs: Path("c.py").absolute())
+    patch.setattr(devices, "start", lambda _: devices.compile_cache())
+
+
+SITUATIONS: dict[str, Situation] = {
+    # checkpoints
+    "an old checkpoint that stays": Situation(f"train --config=c.py {RUN} --config.train.steps=7 --allow_change=train.steps --config.checkpoint.keep_last=1 --config.guard.reach=1", prepare=refuses_removal),
+    "next of a run whose old checkpoint stays": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps --config.checkpoint.keep_last=1 --config.guard.reach=1", code=0, prepare=refuses_removal),
+    "a checkpoint that takes too long": Situation(f"train {CONFIG} --config.watch.save=1s", prepare=is_slow_to_commit),
+    "a checkpoint of another shape": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --config.model.width=64 --allow_change=model,train.steps"),
+    "all checkpoints damaged": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps", f"{FLIP} {ONE}; {FLIP} {TWO}"),
+    "a damaged checkpoint to look at": Situation(f"checkpoint inspect {RUN} --step=1", f"{FLIP} {ONE}"),
+    "a damaged record": Situation(f"checkpoint inspect {RUN} --step=1", f"{FLIP} runs/a/checkpoints/1/digests.json"),
+    "start_at a damaged step": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps --start_at=1 --force", f"{FLIP} {ONE}"),
+    "a run taken over": Situation(f"train {CONFIG}", prepare=is_taken_over),
+    "a run in use": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps", prepare=is_in_use),
+    "an average of one": Situation(f"average {RUN} --steps=1 --out=averaged"),
+    "init_from text of another tokenizer": Situation(f"train {CONFIG} --init_from=runs/a --config.data.tokenizer=characters"),
+    # models of others
+    "no such GGUF": Situation("import --from=none.gguf --workdir=new"),
+    "a GGUF of no model": Situation("import --from=odd.gguf --workdir=new", f"{PYTHON} -c \"import gguf, numpy as np; w = gguf.GGUFWriter('odd.gguf', 'llama'); w.add_tensor('a', np.zeros(32, np.float32)); w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()\""),
+    "a folder of no model": Situation("import --from=texts --workdir=new"),
+    "a model that was damaged": Situation("import --from=exported --workdir=new", "echo >> exported/config.json"),
+    "a full disk under an export": Situation(f"export {RUN} --out=out", prepare=fills_the_disk),
+    "a model of the hub without its library": Situation(HUB, prepare=has_no("huggingface_hub")),
+    "a model of the hub as GGUF": Situation(HUB, f"PYTHONPATH={ROOT} {PYTHON} -c \"{GGUF}\"", prepare=publishes("config.json", "tiny.gguf")),
+    "a hub that cannot be reached": Situation(HUB, prepare=cannot_reach_the_hub),
+    # processes
+    "half of a cluster": Situation(f"train {CONFIG}", prepare=sets(PMI_SIZE="2")),
+    "a cluster of letters": Situation(f"train {CONFIG}", prepare=sets(PMI_SIZE="two", PMI_RANK="0")),
+    "a process beyond the last": Situation(f"train {CONFIG} --coordinator=127.0.0.1:4321 --num_processes=2 --process_id=2"),
+    # devices
+    "too little memory": Situation(f"train {CONFIG}", prepare=has_little_memory),
+    "too little memory to evaluate": Situation(f"eval {RUN}", prepare=has_little_memory),
+    "no folder for compiled programs": Situation(f"train {CONFIG}", prepare=has_no_cache_folder),
+    "a bench of no size": Situation("bench --sizes=0.8m --seconds=0.01"),
+    "a bench of a size like none": Situation("bench --sizes=huge"),
+    # attention and QK-clip
+    "qk_clip of frozen heads": Situation(f"train {CONFIG} {CLIP} --config.optim.freeze=*/query/*"),
+    "qk_clip of normed heads": Situation(f"train {CONFIG} {CLIP} --config.model.family=qwen3 --config.model.head_dim=8"),
+    "dropout and keys in a ring": Situation("plan --config=c.py --on=cpu --devices=2 --config.mesh.context=2 --config.mesh.context_keys=ring --config.regularisation.attention_dropout=0.1"),
+    "splash of split rows": Situation("plan --config=c.py --on=v5e-4 --config.mesh.context=4 --config.train.attention=splash"),
+    "splash on a processor": Situation("plan --config=c.py --on=cpu --config.train.attention=splash"),
+    "splash of a warm-up": Situation("plan --config=c.py --on=v5e-4 --config.train.attention=splash --config.data.sequence=1024 --config.data.sequence_warmup=64@50% --config.model.context=1024 --config.train.steps=4"),
+}  # fmt: skip
+
+
+DEVICES = "tests/house/test_fix_lines_of_devices.py::test"
+
+# Of these, the ones that take long.
+SLOW = {
+    "a checkpoint of another shape",
+    "a checkpoint that takes too long",
+    "a model of the hub as GGUF",
+    "a run taken over",
+    "all checkpoints damaged",
+    "an old checkpoint that stays",
+    "init_from text of another tokenizer",
+    "next of a run whose old checkpoint stays",
+    "qk_clip of frozen heads",
+    "qk_clip of normed heads",
+    "too little memory",
+}
+
+# Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
+ELSEWHERE = {
+    "checkpoint/store.py:_compare:2": "tests/faults/test_going_on.py::test_moments_in_blocks_of_another_size_are_refused_and_may_begin_anew",
+    # In a thread, which is not watched: by the situation "a run taken over".
+    "checkpoint/store.py:_refuse_if_lost:1": "tests/house/test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
+    "parallel/host.py:check_rows:1": f"{DEVICES}_a_replay_on_too_many_devices_is_mended_by_fewer_and_not_by_another_batch",
+    "parallel/rollcall.py:split:1": f"{DEVICES}_an_address_without_a_port_gets_one_for_the_same_host",
+    "recipes/assembly.py:_check_qk_clip:3": f"{DEVICES}_qk_clip_in_a_pipeline_is_mended_by_leaving_either_out",
+    "recipes/attention.py:check_length:1": f"{DEVICES}_a_length_that_does_not_divide_over_devices_is_mended_by_its_neighbours",
+    # Cautions of schedules and averages, which `config validate` prints and ends with 0.
+    "recipes/config.py:cautions:1": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
+    "recipes/config.py:cautions:2": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
+    "train/ending.py:failed:1": f"{DEVICES}_a_run_that_lost_a_process_goes_on_by_the_same_command",
+    "train/ending.py:overdue:1": f"{DEVICES}_a_run_that_hangs_shows_its_limits_and_goes_on_by_the_same_command",
+}
+
+# Places that no test reaches.
+NOT_YET = {
+    # A lost coordinator: JAX mostly ends the process itself before this is raised, so no test can
+    # expect it. It says to run the same command again, which the test of a lost process does.
+    "parallel/peers.py:_lost:1",
+}

@@ -1,0 +1,131 @@
+"""Situations of text, tokenizers, models and objectives, whose fixes `test_fix_lines` pastes."""
+
+import errno
+import json
+import shlex
+import sys
+from typing import Any
+
+import pytest
+
+from jaxlm.data import cache
+from jaxlm.data.tokenizer import Bytes
+from jaxlm.monitor import trackers
+from tests.house.situation import Situation
+
+
+def _full_disk(patch: pytest.MonkeyPatch) -> None:
+    """Let the disk of the cache of tokens be full."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/cache")
+
+    patch.setenv("JAXLM_CACHE", "cache")
+    patch.setattr(cache, "built", refuse)
+
+
+def _broken_tokenizer(patch: pytest.MonkeyPatch) -> None:
+    """Let a tokenizer give an id outside its table."""
+    patch.setenv("JAXLM_CACHE", "cache")
+    patch.setattr(Bytes, "encode_many", lambda self, texts: [[self.size] for _ in texts])
+
+
+def _no_trackio(patch: pytest.MonkeyPatch) -> None:
+    """Let the package of a tracker be missing."""
+    patch.setitem(trackers.MODULES, "trackio", "no_such_tracker")
+
+
+def _shell(program: str) -> str:
+    """Return the shell command that runs a program in Python."""
+    return f"{sys.executable} -c {shlex.quote(program)}"
+
+
+def _written(name: str, value: Any) -> str:
+    """Return the shell command that writes a value as JSON."""
+    return f"printf %s {shlex.quote(json.dumps(value))} > {name}"
+
+
+def _vocabulary(**ids: int) -> dict[str, Any]:
+    """Return the content of a tokenizer.json of whole words."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": ids, "unk_token": "a"},
+    }
+
+
+DAMAGE = "mv tokens 'my tokens'; " + _shell(
+    "import pathlib; path = next(pathlib.Path('my tokens/train').glob('*tokens*')); "
+    "data = bytearray(path.read_bytes()); data[40:44] = b'zzzz'; path.write_bytes(data)"
+)
+PIECES = _shell(
+    "import sentencepiece as s; s.SentencePieceTrainer.train(input='texts/0.txt', model_prefix='m', "
+    "vocab_size=60, hard_vocab_limit=False, minloglevel=2)"
+)
+ON_TOKENS = (
+    "train --config=c.py --workdir=new '--config.data.train=my tokens/train' "
+    "'--config.data.validation=my tokens/val' '--config.data.tokenizer=my tokens/train/tokenizer'"
+)
+TWO = (
+    "train --config=c.py --workdir=new --config.data.train=aa=texts/1.txt,bb=texts/2.txt "
+    "--config.eval.follow=auto"
+)
+
+SITUATIONS: dict[str, Situation] = {
+    # text and token shards
+    "tokens into a place that is no folder": Situation("data tokenize --config=c.py --out=c.py/tokens"),
+    "a cache that is a file": Situation("data stats --config=c.py", prepare=lambda patch: patch.setenv("JAXLM_CACHE", "/dev/null/cache")),
+    "a cache on a full disk": Situation("data stats --config=c.py", prepare=_full_disk),
+    "validation by tokens of another tokenizer": Situation("data stats --config=c.py --config.data.validation=tokens/val --config.data.tokenizer=characters"),
+    "a batch of more rows than the text has": Situation("train --config=c.py --workdir=new --config.data.train=texts/0.txt --config.train.batch=64"),
+    "a share that holds no document": Situation("data stats --config=c.py --config.data.train=texts/0.txt --config.data.validation=5%"),
+    "token shards changed in place": Situation("data check 'my tokens/train'", DAMAGE),
+    "training on token shards changed in place": Situation(ON_TOKENS, DAMAGE),
+    "a look at two sources, one of them damaged": Situation("data peek --config=c.py '--config.data.train=aa=my tokens/train,bb=my tokens/val' '--config.data.validation=()' '--config.data.tokenizer=my tokens/train/tokenizer' --config.train.batch=64 --rows=64", DAMAGE),
+    "more damage than may be lost": Situation(f"{ON_TOKENS} --config.data.damaged=skip", DAMAGE),
+    # mixtures
+    "an epoch of less than a row": Situation(f"{TWO} --config.data.mixture.name=temperature --config.data.mixture.epochs=aa=0.0001"),
+    "fewer epochs than the run takes": Situation(f"{TWO} --config.data.mixture.name=temperature --config.data.mixture.epochs=aa=0.1,bb=0.1"),
+    "no weight where a source has ended": Situation(f"{TWO} --config.train.steps=4 --config.data.mixture.name=weights --config.data.mixture.weights=aa=1@0..1@50%..0.5@100%,bb=0@0..0@50%..0.5@100% --config.data.mixture.epochs=aa=0.1"),
+    "rows beyond the most epochs": Situation("data peek --config=c.py --step=20 --config.data.train=aa=texts/1.txt,bb=texts/2.txt --config.data.mixture.name=temperature --config.data.mixture.epochs=aa=0.3,bb=0.3"),
+    # tokenizers
+    "a tokenizer.json that is none": Situation("data stats --config=c.py --config.data.tokenizer=bad.json", "echo '{}' > bad.json"),
+    "a tokenizer.json of a huge id": Situation("data stats --config=c.py --config.data.tokenizer=bad.json", _written("bad.json", _vocabulary(a=0, b=2**31))),
+    "a trained tokenizer without the special tokens": Situation("data stats --config=c.py --config.data.tokenizer=bad.json", _written("bad.json", {"kind": "trained", "content": json.dumps(_vocabulary(a=0))})),
+    "a SentencePiece model without the special tokens": Situation("data stats --config=c.py --config.data.tokenizer=m.model", PIECES),
+    "a tokenizer of our own that is damaged": Situation("data stats --config=c.py --config.data.tokenizer=bad.json", "echo '{\"kind\": \"characters\", \"characters\": 5}' > bad.json"),
+    "a tokenizer file of a gigabyte": Situation("data stats --config=c.py --config.data.tokenizer=big.json", "truncate -s 1G big.json"),
+    "a tokenizer that gives ids of no token": Situation("data stats --config=c.py", prepare=_broken_tokenizer),
+    "a tokenizer that no GGUF has": Situation("export --workdir=runs/a --to=gguf --out=model.gguf"),
+    # models, objectives, schedules
+    "numbers of another head in a long rope": Situation("config validate --config.model.family=phi3 --config.model.rope_scaling.name=long --config.model.rope_scaling.short=1 --config.model.rope_scaling.long=1"),
+    "a mixture of objectives without any": Situation("config validate --config.objective.name=mixture --config.objective.weights.causal=0 --config.objective.weights.fim=0"),
+    "rows too short for an objective": Situation("train --config=c.py --workdir=new --config.objective.name=fim --config.data.sequence=4"),
+    # reports and trackers
+    "a figure of a run of another shape": Situation("report --workdir='runs/my run'", "mv runs/a 'runs/my run'; " + _written("'runs/my run/exit.json'", [1])),
+    "a tracker that is not installed": Situation("train --config=c.py --workdir=new --config.log.sinks=console,trackio", prepare=_no_trackio),
+}  # fmt: skip
+
+# Of these, the ones that take long.
+SLOW = {
+    "a batch of more rows than the text has",
+    "rows too short for an objective",
+    "training on token shards changed in place",
+    "more damage than may be lost",
+}
+
+# Places whose lines are pasted by another test: PLACE -> tests/FILE::TEST.
+ELSEWHERE: dict[str, str] = {
+    "data/loader.py:_closing:1": "tests/faults/test_data.py::test_e8_a_killed_loader_worker_ends_the_run_with_70_in_five_seconds",
+    "optim/course.py:cautions:1": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
+    "optim/course.py:course:1": "tests/optim/test_schedules.py::test_a_schedule_that_does_not_fit_is_refused_by_what_builds_it_too",
+}
+
+# Places that no test reaches yet.
+NOT_YET: set[str] = set()

@@ -1,0 +1,111 @@
+"""The speed of a run's steps in its records, beside what interrupts them; through the front door."""
+
+import itertools
+import statistics
+
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core import faults
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+# A step takes at least this long, and a pause many times as long: the machine's own noise is small beside both.
+STEP_SECONDS, PAUSE_SECONDS = 0.1, 0.4
+SETTINGS = {
+    "train.steps": 24,
+    "eval.every": 6,
+    "checkpoint.every": 9,
+    "checkpoint.keep_best": 0,
+    "sample.every": 12,
+    "sample.prompts": ("one ",),
+    "sample.max_tokens": 4,
+    "guard.sigmas": None,
+}
+DUE = {"eval": (6, 12, 18), "save": (9, 18), "sample": (12,)}  # and at the end, behind all rows
+
+
+@pytest.fixture(scope="module", params=["slow steps", "slow data"])
+def slow(request):
+    """The faults that make steps slow, and evaluations and saves much slower."""
+    point = {"slow steps": "step.before", "slow data": "data.next"}[request.param]
+    return (
+        f"{point}:sleep={STEP_SECONDS},eval:sleep={PAUSE_SECONDS},save.begin:sleep={PAUSE_SECONDS}"
+    )
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def run(request, slow, tmp_path_factory):
+    """The records of a run's steps, logged at each or at every second one."""
+    folder = tmp_path_factory.mktemp("run")
+    config = harness.write_config(folder, SETTINGS | {"log.every": request.param})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "_faults", faults.parse(slow))
+        assert main(harness.words(config, folder / "run")) == 0
+    return harness.records(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def rows(run):
+    return [record for record in run if record["split"] == "train"]
+
+
+def intervals(rows):
+    """(first, last) of each interval between rows: the tokens and steps before it, and its row."""
+    begin = {"step": 0, "tokens": 0, "elapsed_seconds": 0.0}
+    return list(itertools.pairwise([begin, *rows]))
+
+
+def test_tokens_over_speed_and_pauses_are_the_time_that_elapsed(rows):
+    seconds = 0.0
+    for before, row in intervals(rows):
+        stepping = (row["tokens"] - before["tokens"]) / row["tokens_per_second"]
+        assert stepping == pytest.approx((row["step"] - before["step"]) * row["step_seconds"])
+        seconds += stepping + row["pause_seconds"]
+        assert row["elapsed_seconds"] == pytest.approx(seconds)
+        parts = [value for name, value in row.items() if name.startswith("pause_seconds/")]
+        assert sum(parts) == pytest.approx(row["pause_seconds"])
+
+
+def test_elapsed_seconds_are_those_of_the_clock_on_the_wall(rows):
+    wall = rows[-1]["time_unix"] - rows[0]["time_unix"]
+    # A line is written up to one step after the step that it is of.
+    late = 2 * max(row["step_seconds"] for row in rows) + 0.1
+    elapsed = rows[-1]["elapsed_seconds"] - rows[0]["elapsed_seconds"]
+    assert elapsed == pytest.approx(wall, abs=late)
+
+
+def test_no_evaluation_or_save_changes_the_speed_of_the_steps_around_it(rows):
+    """Medians, as a busy machine delays single steps."""
+    pauses = {step for steps in DUE.values() for step in steps}
+    before = [row["step_seconds"] for row in rows if row["step"] in pauses]
+    after = [
+        row["step_seconds"] for last, row in itertools.pairwise(rows) if last["step"] in pauses
+    ]
+    assert 3 <= len(before) == len(after)
+    ratio = statistics.median(after) / statistics.median(before)
+    assert 1 / 1.7 < ratio < 1.7, (before, after)
+
+
+def test_a_pause_is_in_the_row_of_the_step_behind_it_under_its_own_name(rows):
+    for kind, steps in DUE.items():
+        found = [
+            row["step"] for _, row in intervals(rows) if row.get(f"pause_seconds/{kind}", 0.0) > 0
+        ]
+        wanted = [
+            row["step"]
+            for before, row in intervals(rows)
+            if any(before["step"] <= step < row["step"] for step in steps)
+        ]
+        assert found == wanted, kind
+    paused = [row["pause_seconds"] for row in rows if "pause_seconds/eval" in row]
+    assert min(paused) >= PAUSE_SECONDS
+    still = [row["pause_seconds"] for row in rows if not row["pause_seconds"]]
+    assert still, "rows without a pause"
+
+
+def test_goodput_is_the_share_of_the_time_that_steps_took(rows):
+    paused = sum(row["pause_seconds"] for row in rows)
+    last = rows[-1]
+    assert last["goodput"] == pytest.approx(1 - paused / last["elapsed_seconds"])
