@@ -90,7 +90,7 @@ def sizes(wanted: str | None) -> list[str]:
             why=f"the sizes are {', '.join(SIZES)}",
             fix=f"--sizes={','.join(filter(None, meant))}"
             if all(meant)
-            else "name one of these, or several with commas between",
+            else "name sizes of these, with commas between",
         )
     return names
 
