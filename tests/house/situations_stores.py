@@ -114,7 +114,6 @@ def has_no_cache_folder(patch: pytest.MonkeyPatch) -> None:
 SITUATIONS: dict[str, Situation] = {
     # checkpoints
     "an old checkpoint that stays": Situation(f"train --config=c.py {RUN} --config.train.steps=7 --allow_change=train.steps --config.checkpoint.keep_last=1 --config.guard.reach=1", prepare=refuses_removal),
-    "next of a run whose old checkpoint stays": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps --config.checkpoint.keep_last=1 --config.guard.reach=1", code=0, prepare=refuses_removal),
     "a checkpoint that takes too long": Situation(f"train {CONFIG} --config.watch.save=1s", prepare=is_slow_to_commit),
     "a checkpoint of another shape": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --config.model.width=64 --allow_change=model,train.steps"),
     "all checkpoints damaged": Situation(f"train --config=c.py {RUN} --config.train.steps=3 --allow_change=train.steps", f"{FLIP} {ONE}; {FLIP} {TWO}"),
@@ -165,7 +164,6 @@ SLOW = {
     "all checkpoints damaged",
     "an old checkpoint that stays",
     "init_from text of another tokenizer",
-    "next of a run whose old checkpoint stays",
     "qk_clip of frozen heads",
     "qk_clip of normed heads",
     "too little memory",
