@@ -1,0 +1,199 @@
+"""Whether two commits compute the same numbers, bit for bit: losses, checkpoints, plans, exports.
+
+    python scripts/same_numbers.py HEAD~1            # that commit against the working tree
+    python scripts/same_numbers.py HEAD~1 --only=optim
+
+Each objective, each optimizer and eight families train four steps of a tiny model in both trees, by the command line. The
+script prints one line for each case and exits with 1 if any number differs. About four minutes for a tree on two cores.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+ROOT = Path(__file__).parents[1]
+OBJECTIVES = ("causal", "prefix", "masked", "span", "blank", "ul2", "fim", "mtp")
+OPTIMIZERS = (
+    *("adamw", "sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "nadam", "amsgrad"),
+    *("adamw8bit", "schedule_free", "lion", "adafactor", "muon", "soap", "sophia"),
+)
+FAMILIES = {
+    "gpt2": (),
+    "llama": ("kv_heads=1",),
+    "neox": (),
+    "gemma2": ("kv_heads=1", "head_dim=16"),
+    "mixtral": ("kv_heads=1", "experts=4", "hidden=64"),
+    "t5": ("hidden=64",),
+    "bert": ("hidden=64",),
+}
+OBJECTIVE_OF = {"t5": "span", "bert": "masked"}
+TINY = (
+    *("--config.model.width=32", "--config.model.depth=2", "--config.model.heads=2"),
+    *("--config.data.sequence=64", "--config.train.batch=8", "--config.train.steps=4"),
+    *("--config.data.tokenizer=bytes", "--config.eval.batches=2", "--config.checkpoint.every=2"),
+    *("--config.sample.every=100%", "--config.sample.max_tokens=2", "--config.log.every=1"),
+)
+PLANS = ("llama3_8b", "moe_fine", "mixtral_8x7b", "quickstart")
+# Numbers of time and memory differ between two runs of the same code.
+MEASURED = (
+    "seconds",
+    "_per_s",
+    "mfu",
+    "time",
+    "bytes",
+    "rss",
+    "eta",
+    "goodput",
+    "percent",
+    "elapsed",
+    "wall",
+)
+
+
+def cases() -> Iterator[tuple[str, list[str]]]:
+    """Name and extra flags of each training run."""
+    for name in OBJECTIVES:
+        yield f"objective.{name}", [f"--config.objective.name={name}"]
+    mixed = [f"--config.objective.weights.{name}=1" for name in OBJECTIVES]
+    yield "objective.mixture", ["--config.objective.name=mixture", *mixed]
+    for name in OPTIMIZERS:
+        yield f"optim.{name}", [f"--config.optim.name={name}"]
+    for name, settings in FAMILIES.items():
+        objective = f"--config.objective.name={OBJECTIVE_OF.get(name, 'causal')}"
+        shape = [f"--config.model.{setting}" for setting in settings]
+        yield f"family.{name}", [f"--config.model.family={name}", objective, *shape]
+    yield "bfloat16", ["--config.precision.params=bfloat16"]
+    yield "accumulated", ["--config.train.accumulate=2", "--config.loss.chunk=32"]
+    yield "averaged", ["--config.average.name=ema"]
+
+
+def main() -> int:
+    """Compare, or, as the child of itself, run one tree."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("commit", help="the commit to compare the working tree with")
+    parser.add_argument("--only", default="", help="cases whose name begins with this (all)")
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.out:
+        args.out.write_text(json.dumps(_measure(args.only), indent=1))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder, "base")
+        subprocess.run(
+            ["git", "worktree", "add", "--quiet", "--detach", base, args.commit],
+            cwd=ROOT,
+            check=True,
+        )
+        try:
+            results = [_run(tree, Path(folder, "out.json"), args.only) for tree in (base, ROOT)]
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", base], cwd=ROOT, check=True)
+    before, after = results
+    different = [name for name in before | after if before.get(name) != after.get(name)]
+    for name in before | after:
+        print(f"{'DIFFERENT' if name in different else 'same     '} {name}")
+        if name in different:
+            print(f"    before {before.get(name)}\n    after  {after.get(name)}")
+    print(f"{len(before | after) - len(different)} of {len(before | after)} are the same")
+    return 1 if different else 0
+
+
+def _run(tree: Path, out: Path, only: str) -> dict[str, Any]:
+    subprocess.run(
+        [sys.executable, __file__, "-", f"--only={only}", f"--out={out}"],
+        env=os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu"},
+        cwd=tree,
+        check=True,
+    )
+    return json.loads(out.read_text())
+
+
+def _measure(only: str) -> dict[str, Any]:
+    """Everything that one tree computes, by name of the case."""
+    measured: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, flags in cases():
+            if name.startswith(only):
+                measured[name] = _trained(Path(folder, name), flags)
+                print(name, measured[name]["code"], file=sys.stderr, flush=True)
+        run, exported = Path(folder, "family.llama"), Path(folder, "exported")
+        if run.exists():
+            code, _ = _call("export", f"--workdir={run}", f"--out={exported}")
+            measured["export"] = {
+                path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+                for path in sorted(exported.glob("*.safetensors"))
+            }
+        for name in PLANS if not only else ():
+            code, written = _call("plan", f"--config=configs/{name}.py", "--json")
+            plan = json.loads(written) if code == 0 else written
+            measured[f"plan.{name}"] = _without_measured(plan)
+    return measured
+
+
+def _trained(workdir: Path, flags: list[str]) -> dict[str, Any]:
+    words = ["train", "--config=configs/quickstart.py", f"--workdir={workdir}", "--quiet"]
+    code, written = _call(*words, *TINY, *flags)
+    jax.clear_caches()  # or the programs of all cases stay in memory
+    rows = workdir / "metrics.jsonl"
+    lines = rows.read_text().splitlines() if rows.exists() else []
+    return {
+        "code": code,
+        "error": written[-300:] if code else "",
+        "metrics": [_without_measured(json.loads(line)) for line in lines],
+        "checkpoints": {
+            path.parent.name: _leaves(path.parent)
+            for path in sorted(workdir.glob("checkpoints/*/digests.json"))
+        },
+    }
+
+
+def _leaves(step: Path) -> str:
+    """A digest of all leaves as restored: the files of two equal checkpoints differ."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = ocp.PyTreeCheckpointer().restore(step)
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def _without_measured(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _without_measured(each)
+            for key, each in value.items()
+            if not any(word in key for word in MEASURED)
+        }
+    if isinstance(value, list):
+        return [_without_measured(each) for each in value]
+    return value.hex() if isinstance(value, float) else value
+
+
+def _call(*words: str) -> tuple[int, str]:
+    """Exit code and output of a command, in this process: imports and compiled programs serve all."""
+    from jaxlm.cli.main import main as jaxlm  # of the tree under test
+
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
+        code = jaxlm(list(words))
+    return code, written.getvalue()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
