@@ -75,7 +75,7 @@ def _peek(args: Any, out: Output) -> int:
     from jaxlm.data.mixture import Mixture
     from jaxlm.data.peek import BOTH_WAYS, rendered
     from jaxlm.objectives import ahead
-    from jaxlm.objectives.config import mtp
+    from jaxlm.objectives.config import mtp_settings
 
     chosen, data = _open(args, out)
     batch = chosen.pace
@@ -87,7 +87,7 @@ def _peek(args: Any, out: Output) -> int:
     answer, lines = [], ["text between \u00ab and \u00bb is trained on"]
     if tokens.reach is not None:
         lines.append(f"text between {' and '.join(BOTH_WAYS)} is read both ways")
-    found = mtp(chosen.objective)
+    found = mtp_settings(chosen.objective)
     further = ahead.predicted(tokens, len(found.weights)) if found else []
     shown = {"text": tokens} | {f"ahead_{k}": view for k, view in enumerate(further, 2)}
     if found:

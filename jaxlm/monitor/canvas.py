@@ -4,7 +4,7 @@ import io
 from typing import Any
 
 
-def figure() -> tuple[Any, Any]:
+def new_figure() -> tuple[Any, Any]:
     """A figure and its axes."""
     # A figure of its own, without pyplot: no global state, and no window system is looked for.
     from matplotlib.figure import Figure
@@ -13,7 +13,7 @@ def figure() -> tuple[Any, Any]:
     return figure, figure.add_subplot()
 
 
-def saved(figure: Any) -> bytes:
+def to_png(figure: Any) -> bytes:
     """The figure as a PNG, the same bytes for the same figure."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})

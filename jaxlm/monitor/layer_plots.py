@@ -32,7 +32,7 @@ MAPS = (
 )
 
 
-def drawn(records: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
+def layer_maps(records: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
     """PNGs by the name of their map; those that there are numbers for."""
     seen = [(record["step"], _by_layer(record)) for record in records]
     watched = [(step, layers) for step, layers in seen if layers]
@@ -40,7 +40,7 @@ def drawn(records: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
     for each in MAPS:
         found = _values(each, watched)
         if found is not None:
-            out[each.name] = _png(each, *found)
+            out[each.name] = _map_png(each, *found)
     return out
 
 
@@ -73,8 +73,8 @@ def _values(
     return (steps, layers, grid) if np.isfinite(grid).any() else None
 
 
-def _png(each: Map, steps: list[int], layers: list[int], grid: np.ndarray) -> bytes:
-    figure, axes = canvas.figure()
+def _map_png(each: Map, steps: list[int], layers: list[int], grid: np.ndarray) -> bytes:
+    figure, axes = canvas.new_figure()
     image = axes.imshow(grid, aspect="auto", origin="lower", interpolation="nearest")
     columns = np.unique(np.linspace(0, len(steps) - 1, 8).astype(int))
     rows = np.unique(np.linspace(0, len(layers) - 1, 10).astype(int))
@@ -82,4 +82,4 @@ def _png(each: Map, steps: list[int], layers: list[int], grid: np.ndarray) -> by
     axes.set_yticks(rows, [str(layers[row]) for row in rows])
     axes.set(title=each.title, xlabel="step", ylabel="layer")
     figure.colorbar(image, label="power of ten" if each.is_log else None)
-    return canvas.saved(figure)
+    return canvas.to_png(figure)

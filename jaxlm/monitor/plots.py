@@ -45,7 +45,7 @@ def draw(run: str | os.PathLike[str]) -> list[Path]:
             target = run / "plots" / f"{plot.name}.png"
             sinks.replace(target, _png(plot, series))
             drawn.append(target)
-    for name, picture in layer_plots.drawn(records).items():
+    for name, picture in layer_plots.layer_maps(records).items():
         (run / "plots").mkdir(exist_ok=True)
         drawn.append(run / "plots" / f"{name}.png")
         sinks.replace(drawn[-1], picture)
@@ -70,7 +70,7 @@ def planned(points: Sequence[tuple[int, float]]) -> bytes:
 
 def rates(curve: Sequence[tuple[float, float, float]], suggested: float | None) -> bytes:
     """A PNG of a learning-rate range test: (rate, loss, smoothed loss) by step, and the rate that it suggests, if any."""
-    figure, axes = canvas.figure()
+    figure, axes = canvas.new_figure()
     rate, loss, smoothed = zip(*curve, strict=True)
     axes.plot(rate, loss, ".", alpha=0.35, label="loss")
     axes.plot(rate, smoothed, "-", linewidth=1.4, label="smoothed")
@@ -80,7 +80,7 @@ def rates(curve: Sequence[tuple[float, float, float]], suggested: float | None) 
     axes.set(title="Learning-rate range test", xlabel="learning rate", ylabel="nats per token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    return canvas.saved(figure)
+    return canvas.to_png(figure)
 
 
 class Size(NamedTuple):
@@ -97,7 +97,7 @@ def scaling(
     spent: tuple[float, float, Sequence[float]],
 ) -> bytes:
     """A PNG of losses by training FLOPs: runs by size, the lowest loss for a budget, and (budget, loss, its interval)."""
-    figure, axes = canvas.figure()
+    figure, axes = canvas.new_figure()
     for size in sizes:
         (line,) = axes.plot(*zip(*size.curve, strict=True), "-", linewidth=0.9, alpha=0.6)
         axes.plot(*zip(*size.runs, strict=True), "o", c=line.get_color(), ms=4, label=size.name)
@@ -109,11 +109,11 @@ def scaling(
     axes.set(title="Loss by training FLOPs", xlabel="FLOPs", ylabel="nats per token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize="small")
-    return canvas.saved(figure)
+    return canvas.to_png(figure)
 
 
 def _png(plot: Plot, series: dict[str, list[tuple[int, float]]]) -> bytes:
-    figure, axes = canvas.figure()
+    figure, axes = canvas.new_figure()
     for split, points in series.items():
         steps, values = zip(*points, strict=True)
         mark = "o-" if split != "train" else "." if len(points) == 1 else "-"
@@ -124,4 +124,4 @@ def _png(plot: Plot, series: dict[str, list[tuple[int, float]]]) -> bytes:
     axes.grid(alpha=0.25)
     if len(series) > 1:
         axes.legend(frameon=False)
-    return canvas.saved(figure)
+    return canvas.to_png(figure)

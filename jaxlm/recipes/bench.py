@@ -129,7 +129,7 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
         begun = time.perf_counter()
         step = engine.step.lower(state, batch).compile()
         compiled = time.perf_counter() - begun
-        held = stepping.held(step)
+        held = stepping.compiled_memory(step)
         foresight.check(run, forecast, held["total"])
         state, metrics = step(state, batch)
         jax.block_until_ready(state)

@@ -18,7 +18,7 @@ from jaxlm.data.dataset import Data
 from jaxlm.evals import loss as evals
 from jaxlm.models import config as configs
 from jaxlm.nn.noted import Kind, Notes
-from jaxlm.objectives.config import mtp
+from jaxlm.objectives.config import mtp_settings
 from jaxlm.objectives.token_nll import drawn_nll, token_nll
 from jaxlm.optim import average, groups, schedules
 from jaxlm.optim import build as optimizers
@@ -292,7 +292,7 @@ def _curvature(run: Run, merge: Callable[[Any], Any]) -> Curvature | None:
 
 def _further(run: Run) -> tuple[float, ...]:
     """The weights of the losses of tokens beyond the next."""
-    found = mtp(run.objective)
+    found = mtp_settings(run.objective)
     return () if found is None else found.weights
 
 

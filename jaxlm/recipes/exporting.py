@@ -105,7 +105,7 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         files = form.write(partial)
     except OSError as error:
         raise cannot_write("the export", partial, error, fix="--out=another/place") from error
-    parity = export_parity.compare(form.read(partial), opened, job.dtype, form.held)
+    report = export_parity.compare(form.read(partial), opened, job.dtype, form.held)
     answer = {
         "out": str(options.out),
         "architecture": family.HUB.architecture,
@@ -114,10 +114,10 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         "parameters": cost.parameters(decoder),
         "tensors": len(job.tensors),
         "files": files,
-        "parity": parity,
+        "parity": report,
     }
     form.finish(partial, answer)
-    export_parity.check(parity, partial)
+    export_parity.check(report, partial)
     os.replace(partial, options.out)
     return answer
 

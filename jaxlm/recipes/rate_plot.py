@@ -12,7 +12,7 @@ from jaxlm.monitor import plots, sinks
 from jaxlm.optim.course import averaged, course
 from jaxlm.recipes.config import Run
 
-MOST = 1000  # points of a curve
+MAX_POINTS = 1000  # points of a curve
 
 
 def draw(run: Run, target: Path) -> dict[str, Any]:
@@ -21,12 +21,12 @@ def draw(run: Run, target: Path) -> dict[str, Any]:
     Raises:
       NotWritable: where the picture cannot be written.
     """
-    steps = np.unique(np.linspace(1, run.train.steps, MOST).round().astype(int))
+    steps = np.unique(np.linspace(1, run.train.steps, MAX_POINTS).round().astype(int))
     length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": run.pace, "xp": np}
     factor = averaged(run.average, course(run.schedule, **length), **length)
     rates = run.optim.lr * factor(steps - 1.0)
     points = list(zip(steps.tolist(), rates.tolist(), strict=True))
-    _open(target.parent)
+    _make_folder(target.parent)
     sinks.replace(target, plots.planned(points))
     return {
         "plot": str(target),
@@ -35,7 +35,7 @@ def draw(run: Run, target: Path) -> dict[str, Any]:
     }
 
 
-def _open(folder: Path) -> None:
+def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):

@@ -193,7 +193,7 @@ class Session:
     def _compiled(self, step: jax.stages.Compiled) -> None:
         """Compares what the step needs with what there is. With the first one the clock begins anew."""
         is_first, self._program = self._program is None, step
-        held = stepping.held(step)
+        held = stepping.compiled_memory(step)
         self._journal.note_memory(self.forecast, held)
         foresight.check(self.run, self.forecast, held["total"])
         if is_first:

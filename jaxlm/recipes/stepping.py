@@ -98,7 +98,7 @@ class Stepper:
     def _watch(self, program: jax.stages.Compiled) -> None:
         """Begins to watch the layers by a program that fits the device, or goes on to."""
         run, mesh = self._engine.run, self._engine.model.mesh
-        foresight.check(run, self._forecast, held(program)["total"])
+        foresight.check(run, self._forecast, compiled_memory(program)["total"])
         if self.watching is None:
             before = sinks.read(self._workdir / "metrics.jsonl")
             self.watching = Watching(run, dict(mesh.shape), before)
@@ -128,7 +128,7 @@ class Stepper:
         return moved, metrics
 
 
-def held(compiled: jax.stages.Compiled) -> dict[str, int]:
+def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
     """The compiler's account of a device's memory."""
     memory: Any = compiled.memory_analysis()
     parts = {

@@ -73,7 +73,7 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
     grid = mesh.build(run.mesh, devices_of(known))
     say(f"{shown(grid.shape)} on {name}, {known.devices} chips; compiling for them takes minutes")
     compiled = compile_step(run, grid)
-    memory = stepping.held(compiled)
+    memory = stepping.compiled_memory(compiled)
     # A real run's sizes have no mark to tell activations by: nothing is judged here.
     lines = traffic.table(collectives.read(compiled.as_text() or ""), dict(grid.shape))
     return {
@@ -97,7 +97,7 @@ def compile_here(run: Run, count: int, say: Say = lambda _: None) -> dict[str, A
     fit.check(run, count)
     grid = mesh.build(run.mesh, jax.devices()[:count])
     say(f"{shown(grid.shape)} on this CPU; compiling the step")
-    return {"devices": count, "bytes_per_device": stepping.held(compile_step(run, grid))}
+    return {"devices": count, "bytes_per_device": stepping.compiled_memory(compile_step(run, grid))}
 
 
 def devices_of(known: Machine) -> list[jax.Device]:

@@ -251,7 +251,7 @@ def sized(name, settings):
 def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, settings):
     run = sized(name, settings)
     devices = 4 if any(path.startswith("mesh.") for path in settings) else 1
-    exact = stepping.held(topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices])))
+    exact = stepping.compiled_memory(topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices])))
     said = planned(run, devices).bytes_per_device
     assert said["total"] == pytest.approx(exact["total"], rel=0.2)
 
@@ -314,7 +314,7 @@ def test_a_step_overwrites_its_state_and_copies_none_of_it(dtypes, copies):
     small = {"model.width": "256", "model.hidden": "768", "model.vocab": "4096"}
     rows = {"data.sequence": "16", "train.batch": "1", "log.every": "10"}
     run = load(small | rows | dtypes)
-    exact = stepping.held(topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:1])))
+    exact = stepping.compiled_memory(topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:1])))
     said = planned(run).bytes_per_device
     assert exact["temporary"] == pytest.approx(copies * said["parameters"], rel=0.03)
     assert exact["total"] == pytest.approx(said["total"], rel=0.03)
