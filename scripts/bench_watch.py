@@ -18,9 +18,9 @@ import numpy as np
 from jaxlm.core import config
 from jaxlm.data.batch import Tokens
 from jaxlm.parallel import host
-from jaxlm.recipes import devices
+from jaxlm.recipes import jax_setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import Engine, of_sizes
+from jaxlm.recipes.train.programs import Engine, of_sizes
 
 CHOICES: tuple[tuple[str, ...], ...] = (
     ("norms",),
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     run: Run = config.load(Run, options.config, []).value
-    grid = devices.build_mesh(run.mesh)
+    grid = jax_setup.build_mesh(run.mesh)
     vocab = VOCAB if run.model.vocab == "auto" else run.model.vocab
     with jax.set_mesh(grid):
         plain = of_sizes(run, grid, vocab)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.models.config import ModelConfig
+from jaxlm.models.cost.tensors import Place, Tensor, places
 from jaxlm.models.families.hub import Hub, Row, uncomputed
-from jaxlm.models.tensors import Place, Tensor, places
 
 Slices = tuple[slice, ...]
 # The part of a tensor in a file, by name: ([start:stop] of each dimension) -> array.

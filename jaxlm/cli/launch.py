@@ -12,7 +12,7 @@ from typing import Any
 from jaxlm.cli.arguments import extract, withhold
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError
-from jaxlm.recipes.job import Job
+from jaxlm.training.launch import Job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
 from jaxlm.core.quoting import redacted
-from jaxlm.parallel import cluster, rollcall
+from jaxlm.parallel import cluster, rendezvous
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,12 +64,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     place = cluster.place(
         os.environ, coordinator=args.coordinator, count=args.num_processes, rank=args.process_id
     )
-    with rollcall.excused(place):
+    with rendezvous.excused(place):
         loaded = config.load(Run, file, args.overrides)
         _refuse_secrets(args.words)
 
-    from jaxlm.recipes.resume import Wish
-    from jaxlm.recipes.training import train
+    from jaxlm.recipes.train.api import train
+    from jaxlm.recipes.train.resume import Wish
 
     result = train(
         loaded,

@@ -10,15 +10,34 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.core.batch_schedule import Pace, Stage
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.core.pace import Pace, Stage
 from jaxlm.data import damage
 from jaxlm.data.batch import Tokens
 from jaxlm.data.corrupt.rows import AnyCorruption, Key
-from jaxlm.data.cut import cut
 from jaxlm.data.joined import AnyShards
 from jaxlm.data.packing import Plan
 from jaxlm.data.shards import Damaged
+
+# Rows cut into shorter ones, for the first stages of a run.
+
+
+def cut(batch: Tokens, length: int) -> Tokens:
+    """Each row [T] of a host's batch as T / length rows, in order; no token is lost, and a document goes on in the next.
+
+    What a row begins with is its segment 1, at position 0: as if the row had been packed with that length. For rows as causal
+    and mtp read them: of those that another objective has changed, a piece would lack what the rest tells, such as the span
+    that belongs to a sentinel.
+    """
+    tokens, targets, weights, segments, positions = (
+        np.asarray(field).reshape(-1, length) for field in batch[:5]
+    )
+    first = segments[:, :1]
+    goes_on = segments == first
+    positions = np.where(goes_on & (segments > 0), positions - positions[:, :1], positions)
+    segments = np.where(segments > 0, segments - first + 1, 0).astype(np.int32)
+    return Tokens(tokens, targets, weights, segments, positions.astype(np.int32))  # type: ignore[arg-type]
+
 
 DRAWN = (0,)  # the shuffle of the rows of a partial evaluation
 ROUNDS = 4  # of the index permutation's Feistel network

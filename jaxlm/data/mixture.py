@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from jaxlm.core.batch_schedule import Pace
 from jaxlm.core.config import Span
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.pace import Pace
 from jaxlm.data import mixture_config, shares
 from jaxlm.data.config import DataConfig
 from jaxlm.data.corrupt.rows import Key

@@ -19,8 +19,7 @@ from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
 from jaxlm.nn.norm import Norm
 from jaxlm.nn.relative import RelativePositions
-from jaxlm.nn.stack import Layers, Stack
-from jaxlm.nn.unstacked import Caches
+from jaxlm.nn.stack import Caches, Layers, Stack
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.schedule import Schedule
 

@@ -12,10 +12,9 @@ from jaxlm.models import config as configs
 from jaxlm.models.backbone import Backbone, Ends, Execution, Hidden, initializer
 from jaxlm.nn.dropout import dropout, noise, noise_key
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.linear import Linear
+from jaxlm.nn.linear import Linear, parameter
 from jaxlm.nn.mlp import ACTIVATIONS
 from jaxlm.nn.norm import Norm
-from jaxlm.nn.parameter import parameter
 from jaxlm.ops import masks
 from jaxlm.parallel.rules import constrain
 

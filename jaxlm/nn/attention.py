@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlm.core.precision import Precision
-from jaxlm.nn import noted
+from jaxlm.nn import intermediates
 from jaxlm.nn.cache import Known, LayerCache
 from jaxlm.nn.config import AttentionConfig
 from jaxlm.nn.init import Initializer
@@ -112,8 +112,8 @@ class Meeting(nnx.Module):
 
     def _note(self, query: Array, keys: Array, mask: Mask) -> None:
         """Each head's largest score and its entropy, of queries that are not padding."""
-        entropy = noted.is_asked("entropy")
-        if not (entropy or noted.is_asked("logits")):
+        entropy = intermediates.is_asked("entropy")
+        if not (entropy or intermediates.is_asked("logits")):
             return
         peak, spread, queries = attention_figures(
             query,
@@ -124,10 +124,10 @@ class Meeting(nnx.Module):
             cap=self.config.cap,
             entropy=entropy,
         )
-        noted.peak("logit_max", peak)
+        intermediates.peak("logit_max", peak)
         if spread is not None:
-            noted.add("entropy", spread)
-            noted.add("queries", queries)
+            intermediates.add("entropy", spread)
+            intermediates.add("queries", queries)
 
 
 class Attention(Meeting):

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
-from jaxlm.nn import noted
+from jaxlm.nn import intermediates
 from jaxlm.nn.attention import Attention, CrossAttention, Memory
 from jaxlm.nn.cache import Known, LayerCache
 from jaxlm.nn.config import BlockConfig, MoeConfig, norms_of
@@ -160,11 +160,11 @@ def _normed(norm: Norm | None, x: Array) -> Array:
 
 def _note(name: str, x: Array, mask: Mask) -> None:
     """The mean square of each token, summed over those that are not padding; and their number, with the stream's."""
-    if not noted.is_asked("activations"):
+    if not intermediates.is_asked("activations"):
         return
     segments = mask.query_segments
     counted = jnp.ones(x.shape[:2], bool) if segments is None else segments > 0
     squares = jnp.square(x.astype(jnp.float32)).mean(-1)
-    noted.add(f"{name}_square", jnp.where(counted, squares, 0.0).sum())
+    intermediates.add(f"{name}_square", jnp.where(counted, squares, 0.0).sum())
     if name == "stream":
-        noted.add("tokens", counted.sum(dtype=jnp.float32))
+        intermediates.add("tokens", counted.sum(dtype=jnp.float32))

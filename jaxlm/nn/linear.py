@@ -9,11 +9,25 @@ from jaxtyping import Array, Float
 
 from jaxlm.core.precision import Precision
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.parameter import parameter
 from jaxlm.ops import layouts
 from jaxlm.ops.layouts import Side
 from jaxlm.ops.matmul import grouped_matmul, matmul
 from jaxlm.parallel.rules import constrain
+
+# Parameters that know the names of their axes.
+
+
+LOGICAL_AXES = "logical_axes"
+
+
+def parameter(value: Array, *axes: str) -> nnx.Param:
+    """A parameter whose dimensions carry logical axis names, for `parallel.rules`.
+
+    The names are kept under our own key: Flax shards eagerly by its own `sharding_names`, which needs a mesh to build.
+    """
+    if len(axes) != value.ndim:
+        raise ValueError(f"{len(axes)} axis names for shape {value.shape}")
+    return nnx.Param(value, logical_axes=axes)  # type: ignore[call-arg]
 
 
 class Linear(nnx.Module):

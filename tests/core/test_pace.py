@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxlm.core import pace as paces
+from jaxlm.core import batch_schedule as paces
 from jaxlm.core.span import Span
-from jaxlm.train.cadence import Cadence
+from jaxlm.training.cadence import Cadence
 
 
 def _pace(batches=("4@2", "8@50%"), lengths=("16@1", "32@800tok"), **settings):

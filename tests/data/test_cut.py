@@ -7,11 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.core import pace as paces
+from jaxlm.core import batch_schedule as paces
 from jaxlm.data import packing, writer
 from jaxlm.data.batch import Tokens
-from jaxlm.data.cut import cut
-from jaxlm.data.loader import Loader
+from jaxlm.data.loader import Loader, cut
 from jaxlm.data.records import Document
 from jaxlm.data.tokenizer import Bytes
 

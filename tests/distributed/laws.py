@@ -19,11 +19,11 @@ from jaxlm.optim.config import AdamW
 from jaxlm.optim.schedule_config import Constant
 from jaxlm.parallel import host, mesh
 from jaxlm.parallel.config import AXES, MeshConfig
-from jaxlm.recipes import assembly
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import Engine
-from jaxlm.train.config import TrainConfig
-from jaxlm.train.state import TrainState
+from jaxlm.recipes.train.programs import Engine
+from jaxlm.training.config import TrainConfig
+from jaxlm.training.state import TrainState
 
 VOCAB = 64
 SIZES: dict[str, Any] = dict(vocab=VOCAB, width=16, depth=8, heads=8, kv_heads=8, head_dim=4)
@@ -106,8 +106,8 @@ def engine_of(run: Run, data: Data) -> Engine:
     count = math.prod(getattr(run.mesh, axis) for axis in AXES)
     grid = mesh.build(run.mesh, jax.devices()[:count])
     host.check_rows(grid, run.train.batch, run.train.microbatches)
-    assembly.check_fit(run, grid)
-    return Engine(run, data, assembly.assemble(run, VOCAB, grid))
+    setup.check_fit(run, grid)
+    return Engine(run, data, setup.assemble(run, VOCAB, grid))
 
 
 def follow(run: Run, steps: int, *, begun: dict[str, np.ndarray] | None = None) -> Course:

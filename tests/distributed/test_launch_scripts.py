@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from jaxlm.parallel import cluster
-from jaxlm.recipes.ranks import free_port
+from jaxlm.training.launch import free_port
 from tests.faults import harness
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from jaxlm.checkpoint.store import TORN
-from jaxlm.recipes.ranks import free_port
+from jaxlm.training.launch import free_port
 from tests.faults import harness
 
 SLOW = "store.read:slow=20000000"  # bytes a second of each thread

@@ -22,8 +22,8 @@ from jaxlm.core.errors import JaxlmError, Preempted
 from jaxlm.core.span import Span
 from jaxlm.monitor.config import WatchConfig
 from jaxlm.parallel import cluster
-from jaxlm.recipes.crew import Crew
-from jaxlm.train.rundir import RunDir
+from jaxlm.training.processes import Crew
+from jaxlm.training.rundir import RunDir
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--workdir", type=Path, required=True)

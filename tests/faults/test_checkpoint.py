@@ -26,7 +26,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
 from jaxlm.core import faults
 from jaxlm.core.errors import DataError, InUse, SaveFailed
-from jaxlm.recipes.ranks import free_port
+from jaxlm.training.launch import free_port
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
@@ -477,7 +477,7 @@ UNPRIVILEGED = """
 import ctypes, sys, time
 nothing = (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), nothing) == 0
-import jaxlm.recipes.pretrain
+import jaxlm.recipes.train.pretrain
 from jaxlm.cli.main import main
 for place in sys.argv[2:]:
     begun = time.monotonic()

@@ -12,11 +12,11 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.data import shards
 from jaxlm.monitor.watch import Watch
-from jaxlm.recipes.saving import Saves
-from jaxlm.recipes.stepping import Stepper
-from jaxlm.train import guard as guards
-from jaxlm.train import step as steps
-from jaxlm.train.signals import StopRequest
+from jaxlm.recipes.train.checkpointing import Saves
+from jaxlm.recipes.train.trainer import Stepper
+from jaxlm.training import guard as guards
+from jaxlm.training import step as steps
+from jaxlm.training.signals import StopRequest
 from tests.faults import harness
 
 BLOCK, WARM = 4, 6  # steps in a row with or without; and before anything is measured

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from jaxlm.recipes.ranks import Failure, Ranks, free_port
+from jaxlm.training.launch import Failure, Ranks, free_port
 from tests.distributed.processes import is_mapped, running
 from tests.faults import harness
 
@@ -518,7 +518,7 @@ def test_d4_a_stuck_rank_of_a_run_ends_both_with_the_stacks_of_both(front_door, 
     last = max(record["time_unix"] for record in harness.records(tmp_path))
     assert left["time_unix"] - last <= harness.allowed(3 + 3)
     for rank in (0, 1):
-        assert "train.py" in (tmp_path / f"stacks.{rank}.txt").read_text()
+        assert "training.py" in (tmp_path / f"stacks.{rank}.txt").read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

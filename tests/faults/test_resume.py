@@ -26,7 +26,7 @@ from jaxlm.cli.main import main
 from jaxlm.core import faults
 from jaxlm.data.loader import Loader
 from jaxlm.optim.config import Optimizer
-from jaxlm.recipes.saving import Saves
+from jaxlm.recipes.train.checkpointing import Saves
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")

@@ -9,7 +9,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import Ahead
 from jaxlm.models.families.llama import Llama
-from jaxlm.nn.noted import taking
+from jaxlm.nn.intermediates import taking
 
 
 def test_each_head_notes_its_figures_under_the_name_of_its_parameters():

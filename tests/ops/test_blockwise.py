@@ -12,7 +12,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.ops import blockwise, masks
 from jaxlm.ops.attention import attention
-from jaxlm.parallel import collectives, mesh, rules
+from jaxlm.parallel import hlo_collectives, mesh, rules
 from jaxlm.parallel.config import MeshConfig
 from tests.ops.float64 import SCALE, exact, operands, reach_of, segments_of
 
@@ -187,5 +187,5 @@ def test_on_a_mesh_rows_and_heads_stay_where_they_are():
         split = program(*given)
     for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(split), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
-    sent = [each for each in collectives.read(program.as_text()) if each.shapes[0].elements > 1]
+    sent = [each for each in hlo_collectives.read(program.as_text()) if each.shapes[0].elements > 1]
     assert not sent, "only the loss is summed over devices"

@@ -15,9 +15,9 @@ from jaxlm.objectives.loss import Loss
 from jaxlm.optim import average, schedules
 from jaxlm.optim.average_config import Ema, NoAverage, Swa, problems, start
 from jaxlm.optim.schedule_config import Constant
-from jaxlm.train import state as states
-from jaxlm.train import step as steps
-from jaxlm.train.config import GuardConfig
+from jaxlm.training import state as states
+from jaxlm.training import step as steps
+from jaxlm.training.config import GuardConfig
 
 LENGTH = {"total": 40, "tokens_per_step": 10}
 

@@ -7,8 +7,8 @@ import pytest
 
 from jaxlm.nn.attention import Attention
 from jaxlm.nn.config import AttentionConfig, LatentConfig, NormConfig
+from jaxlm.nn.intermediates import taking
 from jaxlm.nn.latent import LatentAttention
-from jaxlm.nn.noted import taking
 from jaxlm.ops import masks
 from jaxlm.optim.qk_clip import qk_clip
 from tests.nn import reference

@@ -15,7 +15,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.parallel import host
 from jaxlm.recipes import devices
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import of_sizes
+from jaxlm.recipes.train.programs import of_sizes
 
 devices.start()
 small = {"depth": 2, "width": 64, "heads": 2, "kv_heads": 2, "head_dim": "auto", "hidden": "auto"}

@@ -13,13 +13,13 @@ from jaxlm.core import config
 from jaxlm.models import decoder
 from jaxlm.nn import attention, embedding, mlp
 from jaxlm.parallel import expert, logical, rules
-from jaxlm.parallel.collectives import Collective, Shape
 from jaxlm.parallel.config import AXES, MeshConfig
-from jaxlm.parallel.groups import read_groups
-from jaxlm.recipes import check as checks
-from jaxlm.recipes import traffic
+from jaxlm.parallel.hlo_collectives import Collective, Shape
+from jaxlm.parallel.hlo_groups import read_groups
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.shrink import mesh_sizes, shrink
+from jaxlm.recipes.diagnose import check as checks
+from jaxlm.recipes.diagnose import collectives
+from jaxlm.recipes.diagnose.check import mesh_sizes, shrink
 
 CONFIG = """
 from jaxlm.core import config
@@ -275,7 +275,7 @@ def test_sound_configs_of_every_axis_pass(file, capsys, flags):
 
 
 def test_the_words_for_people_name_what_is_wrong(capsys, monkeypatch):
-    line = traffic.Line(
+    line = collectives.Line(
         kind="all-gather",
         axes=("tensor",),
         content="logits",
@@ -391,13 +391,13 @@ def test_a_shrunk_run_computes_attention_as_the_run_itself_would(settings, chang
 
 LINEAR, EXPERT = "jaxlm/nn/linear.py:1", "jaxlm/parallel/expert.py:1"
 KEYS, QUERIES = Shape("f32", (1, 20, 2, 8)), Shape("f32", (1, 20, 4, 8))
-STEP = traffic.Step(tokens=20, mark=5, vocab=512, head_dim=8, keys=KEYS.elements)
+STEP = collectives.Step(tokens=20, mark=5, vocab=512, head_dim=8, keys=KEYS.elements)
 RING = dataclasses.replace(STEP, has_ring=True)
 PLACES = dataclasses.replace(STEP, has_places=True)
 
 
 def why(kind, axes, content="activations", source=LINEAR, *, shapes=(QUERIES,), step=STEP):
-    return traffic.unexpected(kind, axes, content, source, shapes, step)
+    return collectives.unexpected(kind, axes, content, source, shapes, step)
 
 
 def test_what_is_expected_is_decided_by_what_it_is():
@@ -443,10 +443,10 @@ def test_queries_of_heads_with_keys_of_their_own_are_found_by_counting():
     )
     mesh = dict.fromkeys(AXES, 1) | {"context": 2}
     step = dataclasses.replace(STEP, gathers=4)
-    (line,) = traffic.table([gather], mesh, step)
+    (line,) = collectives.table([gather], mesh, step)
     assert not line.why_unexpected
     queries = dataclasses.replace(gather, times=1)
-    (line,) = traffic.table([gather, queries], mesh, step)
+    (line,) = collectives.table([gather, queries], mesh, step)
     assert (line.count, bool(line.why_unexpected)) == (5, True)
 
 
@@ -455,5 +455,5 @@ def test_a_collective_of_which_no_line_is_known_says_so():
     bare = Collective(
         kind="all-gather", name="g", shapes=(QUERIES,), groups=groups, times=1, op="", source=""
     )
-    (line,) = traffic.table([bare], dict.fromkeys(AXES, 1) | {"tensor": 2}, STEP)
+    (line,) = collectives.table([bare], dict.fromkeys(AXES, 1) | {"tensor": 2}, STEP)
     assert (line.source, bool(line.why_unexpected)) == ("no line known", True)

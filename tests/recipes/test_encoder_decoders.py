@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.models.families.t5 import T5
-from jaxlm.recipes import trained as opening
+from jaxlm.recipes.use import load as opening
 from tests.cli.test_import_tokenizers import FORMS
 from tests.cli.test_import_tokenizers import write as with_tokenizer
 from tests.faults import harness

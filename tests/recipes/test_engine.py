@@ -15,10 +15,10 @@ from jaxlm.models.families.deepseek_v3 import DeepSeekV3
 from jaxlm.models.families.llama import Llama
 from jaxlm.parallel import host, mesh
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import assembly
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import Engine
-from jaxlm.train.config import TrainConfig
+from jaxlm.recipes.train.programs import Engine
+from jaxlm.training.config import TrainConfig
 
 MODEL = Llama(vocab=512, width=32, depth=2, heads=4, kv_heads=4, hidden=64)
 OFFLOAD = {"offload": ("optimizer",), "remat": "offload:layer_in,attention_out"}
@@ -32,7 +32,7 @@ def engine_of(sizes, model=MODEL, **train):
     )
     count = math.prod(size for axis, size in sizes.items() if axis != "zero")
     grid = mesh.build(run.mesh, jax.devices()[:count])
-    return Engine(run, Data(Bytes(), None, {}, {}), assembly.assemble(run, MODEL.vocab, grid))
+    return Engine(run, Data(Bytes(), None, {}, {}), setup.assemble(run, MODEL.vocab, grid))
 
 
 def batch_of(engine):

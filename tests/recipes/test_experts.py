@@ -16,17 +16,17 @@ from jaxlm.data.batch import Tokens
 from jaxlm.models.config import balance_rate
 from jaxlm.models.families.mixtral import Mixtral
 from jaxlm.objectives.config import LossConfig
-from jaxlm.objectives.token_nll import token_nll
+from jaxlm.objectives.loss import token_nll
 from jaxlm.optim import build as optimizers
 from jaxlm.optim.config import AdamW, Lion, Muon
 from jaxlm.parallel import host, mesh
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import assembly
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.dropping import Dropping
-from jaxlm.train import state as states
-from jaxlm.train import step as steps
-from jaxlm.train.config import GuardConfig, TrainConfig
+from jaxlm.recipes.train.records import Dropping
+from jaxlm.training import state as states
+from jaxlm.training import step as steps
+from jaxlm.training.config import GuardConfig, TrainConfig
 from tests.faults import harness
 
 ROWS, LENGTH, VOCAB = 8, 16, 64
@@ -68,7 +68,7 @@ def trained(model, sizes, *, microbatches=1, optim=None, differentiated=False):
     )
     grid = mesh.build(run.mesh, devices)
     with jax.set_mesh(grid):
-        built = assembly.assemble(run, VOCAB, grid)
+        built = setup.assemble(run, VOCAB, grid)
         blueprint, loss = built.blueprint, LossConfig()
         optimizer = optimizers.build(
             optim or AdamW(),
@@ -185,7 +185,7 @@ def test_a_bias_moves_by_one_step_against_the_load():
 def refused(model, **sizes):
     run = Run(model=model, mesh=MeshConfig(**{"data": 1} | sizes), train=TrainConfig(batch=8))
     with pytest.raises(ConfigError) as caught:
-        assembly.check_fit(run, mesh.build(run.mesh, jax.devices()[:4]))
+        setup.check_fit(run, mesh.build(run.mesh, jax.devices()[:4]))
     assert caught.value.code == 2
     return caught.value
 

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from jaxlm.core.errors import JaxlmError
-from jaxlm.recipes.job import Job
-from jaxlm.recipes.ranks import Ranks
+from jaxlm.training.launch import Job, Ranks
 from tests.distributed.processes import running
 
 PRELUDE = """

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxlm.core import config as configs
-from jaxlm.recipes import resume
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.resume import Wish
+from jaxlm.recipes.train import resume
+from jaxlm.recipes.train.resume import Wish
 from tests.faults import harness
 from tests.recipes.test_pretrain import SETTINGS, records, train
 

@@ -6,8 +6,8 @@ import pytest
 
 from jaxlm.objectives.config import MTP
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import check
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.diagnose import check
 
 
 @pytest.mark.slow

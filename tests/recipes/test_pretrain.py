@@ -17,13 +17,13 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
 from jaxlm.core import config as configs
-from jaxlm.monitor import words
+from jaxlm.monitor import formatting
 from jaxlm.parallel import peers
 from jaxlm.parallel.cluster import Place
-from jaxlm.recipes import pretrain, starts
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.pretrain import Options
-from jaxlm.recipes.resume import Wish
+from jaxlm.recipes.train import pretrain, resume
+from jaxlm.recipes.train.pretrain import Options
+from jaxlm.recipes.train.resume import Wish
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -162,10 +162,10 @@ def test_the_report_sets_what_was_forecast_beside_what_was(unbroken):
     assert table["seconds a step"] == (f"{low:.3g} to {high:.3g}", f"{median('step_seconds'):.3g}")
     low, high = plan["tokens_per_second"]
     forecast, actual = table["tokens a second"]
-    assert forecast == f"{words.count(low)} to {words.count(high)}"
-    assert actual == words.count(median("tokens_per_second"))
+    assert forecast == f"{formatting.count(low)} to {formatting.count(high)}"
+    assert actual == formatting.count(median("tokens_per_second"))
     planned, compiled = (
-        words.size(plan[name]["total"])
+        formatting.size(plan[name]["total"])
         for name in ("bytes_per_device", "compiled_bytes_per_device")
     )
     assert table["memory a device"] == (planned, compiled)
@@ -254,7 +254,7 @@ def test_a_run_goes_on_with_another_mesh_and_the_losses_stay(config, unbroken, t
         np.testing.assert_allclose(
             float.fromhex(mine[key]), float.fromhex(loss), rtol=1e-5, err_msg=str(key)
         )
-    assert [s.config["mesh"]["tensor"] for s in starts.read(tmp_path / "run")] == [1, 2]
+    assert [s.config["mesh"]["tensor"] for s in resume.read(tmp_path / "run")] == [1, 2]
 
 
 @pytest.mark.slow

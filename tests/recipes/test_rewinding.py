@@ -10,8 +10,8 @@ from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.core.errors import DataError
-from jaxlm.recipes.rewinding import Rewinds
-from jaxlm.train.config import GuardConfig
+from jaxlm.recipes.train.checkpointing import Rewinds
+from jaxlm.training.config import GuardConfig
 
 GUARD = GuardConfig(reach=4, skip=2)
 SPENT = SimpleNamespace(first=11, step=12, values={})

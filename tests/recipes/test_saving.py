@@ -11,9 +11,9 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import TORN, Store
 from jaxlm.core.errors import SaveFailed
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.saving import Moment, Saves
-from jaxlm.train.loop import Progress
-from jaxlm.train.state import TrainState
+from jaxlm.recipes.train.checkpointing import Moment, Saves
+from jaxlm.training.loop import Progress
+from jaxlm.training.state import TrainState
 
 
 class Failing(Store):

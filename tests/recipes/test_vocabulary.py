@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxlm.recipes import vocabulary
+from jaxlm.recipes.exchange import vocabulary
 
 KNOWN, SIZE = 3, 5
 

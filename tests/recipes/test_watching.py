@@ -10,13 +10,13 @@ from jaxlm.cli.main import main
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.span import Span
 from jaxlm.monitor.config import LogConfig
-from jaxlm.nn.noted import Notes
-from jaxlm.recipes import watching
+from jaxlm.nn.intermediates import Notes
 from jaxlm.recipes.config import Run
-from jaxlm.train import figures
-from jaxlm.train.config import TrainConfig
-from jaxlm.train.gradient import SQUARE
-from jaxlm.train.observe import Observed
+from jaxlm.recipes.train import layer_stats
+from jaxlm.training import figures
+from jaxlm.training.config import TrainConfig
+from jaxlm.training.gradient import SQUARE
+from jaxlm.training.observe import Observed
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -77,9 +77,9 @@ def test_figures_of_layers_stand_in_the_first_logged_step_of_each_interval(runs)
 def test_a_step_is_watched_where_it_is_logged(every, span, due):
     log = LogConfig(layers=("norms",), every=Span.parse(every), layers_every=Span.parse(span))
     run = Run(train=TrainConfig(steps=12), log=log)
-    assert [step for step in range(1, 13) if watching.is_due(run, step)] == due
+    assert [step for step in range(1, 13) if layer_stats.is_due(run, step)] == due
     off = dataclasses.replace(run, log=dataclasses.replace(log, layers=()))
-    assert not any(watching.is_due(off, step) for step in range(1, 13))
+    assert not any(layer_stats.is_due(off, step) for step in range(1, 13))
 
 
 def test_a_step_is_logged_after_the_next_one_was_observed():
@@ -91,7 +91,7 @@ def test_a_step_is_logged_after_the_next_one_was_observed():
         norm = {"embedding/table": np.float32(size)}
         return Observed({"grad_norm": norm}, Notes({}, {}), np.float32(0), np.float32(1))
 
-    seen = watching.Watching(run, {}, ())
+    seen = layer_stats.Watching(run, {}, ())
     for completed in (1, 2):
         seen.look(functools.partial(observed, 10 * completed), completed)
     for completed in (1, 2):
@@ -115,14 +115,14 @@ def test_the_noise_scale_is_of_the_means_of_twenty_estimates_and_goes_on_after_a
             seen.look(lambda step=step: taken[step], step + 1)
         return [seen.take(step + 1) for step in steps]
 
-    whole = told(watching.Watching(run, {}, ()), range(30))
+    whole = told(layer_stats.Watching(run, {}, ()), range(30))
     each = [figures.noise(one, 4) for one in taken]
     for step, record in enumerate(whole):
         assert (record["gradient_square"], record["gradient_noise"]) == each[step]
         squares, traces = np.mean(each[max(0, step - 19) : step + 1], axis=0)
         assert squares > 0
         np.testing.assert_allclose(record["noise_scale_tokens"], traces / squares)
-    resumed = watching.Watching(run, {}, [{}, *whole[:17]])
+    resumed = layer_stats.Watching(run, {}, [{}, *whole[:17]])
     assert told(resumed, range(17, 30)) == whole[17:]
 
 
@@ -134,11 +134,11 @@ def test_a_clock_cannot_say_beforehand_which_step_is_logged():
 
 def test_one_row_a_device_has_no_noise_to_tell():
     run = Run(train=TrainConfig(batch=8), log=LogConfig(layers=("noise",)))
-    assert watching.parts(run, {"data": 2}) == 4
+    assert layer_stats.parts(run, {"data": 2}) == 4
     with pytest.raises(ConfigError, match="noise"):
-        watching.parts(run, {"data": 8})
+        layer_stats.parts(run, {"data": 8})
     many = dataclasses.replace(run, train=TrainConfig(batch=8, microbatches=2))
-    assert watching.parts(many, {"data": 4}) == 2
+    assert layer_stats.parts(many, {"data": 4}) == 2
 
 
 def test_the_noise_scale_of_a_known_problem_is_found():

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Encoder, HeadConfig
-from jaxlm.models.families import terms
+from jaxlm.models.families import setting_docs
 from jaxlm.models.families.hub import DEEPEST, Attributes, Hub, Row, linears, norms
-from jaxlm.models.families.rotated import ACTIVATIONS, THEIRS
+from jaxlm.models.families.llama_like import ACTIVATIONS, THEIRS
 from jaxlm.models.families.sizes import uneven
 from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MlpConfig, NormConfig
 
@@ -46,20 +46,20 @@ class BERT:
     """A BERT-style encoder."""
 
     family: Literal["bert"] = "bert"
-    vocab: int | Literal["auto"] = setting("auto", **terms.VOCAB)
+    vocab: int | Literal["auto"] = setting("auto", **setting_docs.VOCAB)
     context: int = setting(
         512, "positions of the position table: the longest sequence", unit="tokens", low=1
     )
-    depth: int = setting(12, **terms.DEPTH)
-    width: int = setting(768, **terms.WIDTH)
-    heads: int = setting(12, **terms.HEADS)
-    hidden: int | Literal["auto"] = setting("auto", **terms.PLAIN_HIDDEN)
-    token_types: int = setting(2, **terms.TOKEN_TYPES)
+    depth: int = setting(12, **setting_docs.DEPTH)
+    width: int = setting(768, **setting_docs.WIDTH)
+    heads: int = setting(12, **setting_docs.HEADS)
+    hidden: int | Literal["auto"] = setting("auto", **setting_docs.PLAIN_HIDDEN)
+    token_types: int = setting(2, **setting_docs.TOKEN_TYPES)
     activation: Activation = setting("gelu", "activation of the MLP and of the head")
-    norm_eps: float = setting(1e-12, **terms.LAYER_NORM_EPS)
-    dropout: float = setting(0.0, **terms.DROPOUT)
-    init: Init = setting("normal", **terms.INIT)
-    init_std: float = setting(0.02, **terms.INIT_STD)
+    norm_eps: float = setting(1e-12, **setting_docs.LAYER_NORM_EPS)
+    dropout: float = setting(0.0, **setting_docs.DROPOUT)
+    init: Init = setting("normal", **setting_docs.INIT)
+    init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
     HUB: ClassVar[Hub] = Hub(
         model_type="bert",

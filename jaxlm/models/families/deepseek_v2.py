@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rotated, terms
+from jaxlm.models.families import llama_like, setting_docs
 from jaxlm.models.families.experts import ROUTED, Experts, refuse_others
 from jaxlm.models.families.hub import Attributes, Hub, Row, linears, uncomputed
 from jaxlm.nn.config import AttentionConfig, LatentConfig, MoeConfig, NormConfig
@@ -24,9 +24,9 @@ def _row(theirs: str, *ours: str, **more: Any) -> Row:
 
 
 ROWS = (
-    *rotated.STREAM,
-    *rotated.NORMS,
-    *rotated.MLP,
+    *llama_like.STREAM,
+    *llama_like.NORMS,
+    *llama_like.MLP,
     _row("q_proj", "query/weight", without=COMPRESSED),
     _row("q_a_proj", "query_latent/weight"),
     _row("q_a_layernorm", "query_norm/scale"),
@@ -66,13 +66,13 @@ class DeepSeekV2(Experts):
         "sharpens scores under yarn, by (0.1 mscale ln(factor) + 1) squared; transformers' mscale_all_dim",
         low=0.0,
     )
-    experts: int = setting(64, **terms.EXPERTS)
-    top_k: int = setting(6, **terms.TOP_K)
-    shared: int = setting(2816, **terms.SHARED)
-    groups: int = setting(1, **terms.GROUPS)
-    top_groups: int = setting(1, **terms.TOP_GROUPS)
-    dense_depth: int = setting(1, **terms.DENSE_DEPTH)
-    normalised: bool = setting(False, **terms.NORMALISED)
+    experts: int = setting(64, **setting_docs.EXPERTS)
+    top_k: int = setting(6, **setting_docs.TOP_K)
+    shared: int = setting(2816, **setting_docs.SHARED)
+    groups: int = setting(1, **setting_docs.GROUPS)
+    top_groups: int = setting(1, **setting_docs.TOP_GROUPS)
+    dense_depth: int = setting(1, **setting_docs.DENSE_DEPTH)
+    normalised: bool = setting(False, **setting_docs.NORMALISED)
 
     ABSENT: ClassVar[dict[str, Any]] = {"context": 2048}
     HUB: ClassVar[Hub] = Hub(

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import terms
+from jaxlm.models.families import setting_docs
 from jaxlm.models.families.deepseek_v2 import ROWS, STRETCHED, DeepSeekV2
 from jaxlm.models.families.experts import refuse_others
 from jaxlm.models.families.hub import Attributes, Hub, Row
@@ -20,15 +20,15 @@ class DeepSeekV3(DeepSeekV2):
     pairs: Literal["neighbours", "halves"] = setting(
         "neighbours", "which features of a head are rotated together"
     )
-    experts: int = setting(256, **terms.EXPERTS)
-    top_k: int = setting(8, **terms.TOP_K)
-    shared: int = setting(2048, **terms.SHARED)
-    groups: int = setting(8, **terms.GROUPS)
-    top_groups: int = setting(4, **terms.TOP_GROUPS)
-    router: Literal["softmax", "sigmoid"] = setting("sigmoid", **terms.ROUTER)
-    normalised: bool = setting(True, **terms.NORMALISED)
-    scale: float = setting(2.5, **terms.EXPERT_SCALE)
-    balance_loss: float = setting(1e-4, **terms.BALANCE_LOSS)
+    experts: int = setting(256, **setting_docs.EXPERTS)
+    top_k: int = setting(8, **setting_docs.TOP_K)
+    shared: int = setting(2048, **setting_docs.SHARED)
+    groups: int = setting(8, **setting_docs.GROUPS)
+    top_groups: int = setting(4, **setting_docs.TOP_GROUPS)
+    router: Literal["softmax", "sigmoid"] = setting("sigmoid", **setting_docs.ROUTER)
+    normalised: bool = setting(True, **setting_docs.NORMALISED)
+    scale: float = setting(2.5, **setting_docs.EXPERT_SCALE)
+    balance_loss: float = setting(1e-4, **setting_docs.BALANCE_LOSS)
     balance_bias: float = setting(
         0.001,
         "by how much a bias on the scores moves in each step to spread tokens (arXiv:2408.15664); 0 leaves it as it is",

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
-from jaxlm.models.families import rotated, terms
+from jaxlm.models.families import llama_like, setting_docs
 from jaxlm.models.families.gemma import Gemma
 from jaxlm.models.families.hub import Attributes, Hub, norms
 from jaxlm.nn.config import AttentionConfig, BlockConfig
@@ -24,17 +24,17 @@ class Gemma2(Gemma):
     """A Gemma-2-style decoder: the first of two layers is local."""
 
     family: Literal["gemma2"] = "gemma2"  # type: ignore[assignment]
-    window: int = setting(4096, **terms.LOCAL_WINDOW)
+    window: int = setting(4096, **setting_docs.LOCAL_WINDOW)
     query_scale: int | None = setting(
         None, "scores are divided by the root of this; None is the size of a head", low=1
     )
-    attention_cap: float | None = setting(50.0, **terms.ATTENTION_CAP)
-    logit_cap: float | None = setting(30.0, **terms.LOGIT_CAP)
+    attention_cap: float | None = setting(50.0, **setting_docs.ATTENTION_CAP)
+    logit_cap: float | None = setting(30.0, **setting_docs.LOGIT_CAP)
 
     HUB: ClassVar[Hub] = Hub(
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
-        rows=(*rotated.STREAM, *SANDWICH, *rotated.ATTENTION, *rotated.MLP),
+        rows=(*llama_like.STREAM, *SANDWICH, *llama_like.ATTENTION, *llama_like.MLP),
     )
     TURN: ClassVar[int] = 2  # layers, of which the last is global
 

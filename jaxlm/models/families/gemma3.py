@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rope, rotated, terms
+from jaxlm.models.families import llama_like, rope, setting_docs
 from jaxlm.models.families.gemma2 import SANDWICH, Gemma2
 from jaxlm.models.families.hub import Attributes, Hub, Whole
 from jaxlm.nn.config import AttentionConfig
@@ -16,11 +16,11 @@ class Gemma3(Gemma2):
     """A Gemma-3-style decoder of text: the last of six layers is global. It is a part of those that see images too."""
 
     family: Literal["gemma3"] = "gemma3"  # type: ignore[assignment]
-    rope_theta: float = setting(1e6, **terms.GLOBAL_ROPE_THETA)
-    local_rope_theta: float = setting(10_000.0, **terms.LOCAL_ROPE_THETA)
-    window: int = setting(1024, **terms.LOCAL_WINDOW)
-    attention_cap: float | None = setting(None, **terms.ATTENTION_CAP)
-    logit_cap: float | None = setting(None, **terms.LOGIT_CAP)
+    rope_theta: float = setting(1e6, **setting_docs.GLOBAL_ROPE_THETA)
+    local_rope_theta: float = setting(10_000.0, **setting_docs.LOCAL_ROPE_THETA)
+    window: int = setting(1024, **setting_docs.LOCAL_WINDOW)
+    attention_cap: float | None = setting(None, **setting_docs.ATTENTION_CAP)
+    logit_cap: float | None = setting(None, **setting_docs.LOGIT_CAP)
 
     ABSENT: ClassVar[dict[str, Any]] = {
         "context": 131_072,
@@ -32,11 +32,11 @@ class Gemma3(Gemma2):
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
         rows=(
-            *rotated.STREAM,
+            *llama_like.STREAM,
             *SANDWICH,
-            *rotated.ATTENTION,
-            *rotated.QK_NORMS,
-            *rotated.MLP,
+            *llama_like.ATTENTION,
+            *llama_like.QK_NORMS,
+            *llama_like.MLP,
         ),
         whole=Whole(
             model_type="gemma3",

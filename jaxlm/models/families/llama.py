@@ -6,9 +6,9 @@ SmolLM2 (arXiv:2502.02737) and TinyLlama (arXiv:2401.02385) are Llamas.
 import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
-from jaxlm.models.families import rotated
+from jaxlm.models.families import llama_like
 from jaxlm.models.families.hub import Attributes, Hub
-from jaxlm.models.families.rotated import Rotated
+from jaxlm.models.families.llama_like import Rotated
 from jaxlm.nn.rotary import Llama3Scaling
 
 
@@ -21,7 +21,7 @@ class Llama(Rotated):
     HUB: ClassVar[Hub] = Hub(
         model_type="llama",
         architecture="LlamaForCausalLM",
-        rows=(*rotated.STREAM, *rotated.NORMS, *rotated.ATTENTION, *rotated.MLP),
+        rows=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *llama_like.MLP),
         buffers=("rotary_emb.inv_freq",),
     )
 

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rotated, terms
+from jaxlm.models.families import llama_like, setting_docs
 from jaxlm.models.families.hub import Attributes, Hub
-from jaxlm.models.families.rotated import Rotated
+from jaxlm.models.families.llama_like import Rotated
 from jaxlm.nn.config import AttentionConfig
 
 
@@ -15,12 +15,12 @@ class Mistral(Rotated):
     """A Mistral-style decoder."""
 
     family: Literal["mistral"] = "mistral"
-    window: int | None = setting(None, **terms.WINDOW)
+    window: int | None = setting(None, **setting_docs.WINDOW)
 
     HUB: ClassVar[Hub] = Hub(
         model_type="mistral",
         architecture="MistralForCausalLM",
-        rows=(*rotated.STREAM, *rotated.NORMS, *rotated.ATTENTION, *rotated.MLP),
+        rows=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *llama_like.MLP),
     )
 
     def attention(self) -> AttentionConfig:

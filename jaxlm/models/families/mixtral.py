@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
-from jaxlm.models.families import rotated
+from jaxlm.models.families import llama_like
 from jaxlm.models.families.experts import PLAIN, Experts, refuse_others
 from jaxlm.models.families.hub import Attributes, Hub, Row
-from jaxlm.models.families.rotated import Rotated
+from jaxlm.models.families.llama_like import Rotated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class Mixtral(Experts, Rotated):
         model_type="mixtral",
         architecture="MixtralForCausalLM",
         rows=(
-            *rotated.STREAM,
-            *rotated.NORMS,
-            *rotated.ATTENTION,
+            *llama_like.STREAM,
+            *llama_like.NORMS,
+            *llama_like.ATTENTION,
             Row(
                 "model.layers.{i}.block_sparse_moe.gate.weight",
                 ("mlp/router/weight",),

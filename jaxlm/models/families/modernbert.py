@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Encoder, HeadConfig
-from jaxlm.models.families import terms
+from jaxlm.models.families import setting_docs
 from jaxlm.models.families.hub import DEEPEST, Attributes, Hub, Row, linears, norms
-from jaxlm.models.families.rotated import ACTIVATIONS, THEIRS
+from jaxlm.models.families.llama_like import ACTIVATIONS, THEIRS
 from jaxlm.models.families.sizes import gated_hidden, uneven
 from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MlpConfig, NormConfig
 from jaxlm.nn.rotary import Rope
@@ -21,24 +21,24 @@ class ModernBERT:
     """A ModernBERT-style encoder."""
 
     family: Literal["modernbert"] = "modernbert"
-    vocab: int | Literal["auto"] = setting("auto", **terms.VOCAB)
-    context: int = setting(8192, **terms.CONTEXT)
+    vocab: int | Literal["auto"] = setting("auto", **setting_docs.VOCAB)
+    context: int = setting(8192, **setting_docs.CONTEXT)
     depth: int = setting(22, "layers", low=2)
-    width: int = setting(768, **terms.WIDTH)
-    heads: int = setting(12, **terms.HEADS)
-    hidden: int | Literal["auto"] = setting("auto", **terms.GATED_HIDDEN)
+    width: int = setting(768, **setting_docs.WIDTH)
+    heads: int = setting(12, **setting_docs.HEADS)
+    hidden: int | Literal["auto"] = setting("auto", **setting_docs.GATED_HIDDEN)
     activation: Activation = setting("gelu", "activation of the MLP's gate and of the head")
     global_every: int = setting(
         3, "of so many layers the first sees all, the others a window", low=1
     )
     window: int = setting(64, "tokens that a local layer sees to either side", unit="tokens", low=0)
-    rope_theta: float = setting(160_000.0, **terms.GLOBAL_ROPE_THETA)
-    local_rope_theta: float = setting(10_000.0, **terms.LOCAL_ROPE_THETA)
-    norm_eps: float = setting(1e-5, **terms.LAYER_NORM_EPS)
-    tied: bool = setting(True, **terms.TIED)
-    dropout: float = setting(0.0, **terms.OUTPUT_DROPOUT)
-    init: Init = setting("normal", **terms.INIT)
-    init_std: float = setting(0.02, **terms.INIT_STD)
+    rope_theta: float = setting(160_000.0, **setting_docs.GLOBAL_ROPE_THETA)
+    local_rope_theta: float = setting(10_000.0, **setting_docs.LOCAL_ROPE_THETA)
+    norm_eps: float = setting(1e-5, **setting_docs.LAYER_NORM_EPS)
+    tied: bool = setting(True, **setting_docs.TIED)
+    dropout: float = setting(0.0, **setting_docs.OUTPUT_DROPOUT)
+    init: Init = setting("normal", **setting_docs.INIT)
+    init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
     HUB: ClassVar[Hub] = Hub(
         model_type="modernbert",

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
-from jaxlm.models.families import rope, terms
+from jaxlm.models.families import rope, setting_docs
 from jaxlm.models.families.hub import DEEPEST, Attributes, Hub, Row, linears, norms, uncomputed
-from jaxlm.models.families.rotated import ACTIVATIONS, THEIRS
+from jaxlm.models.families.llama_like import ACTIVATIONS, THEIRS
 from jaxlm.models.families.sizes import uneven
 from jaxlm.nn.config import (
     Activation,
@@ -26,23 +26,23 @@ class NeoX:
     """A GPT-NeoX-style decoder."""
 
     family: Literal["neox"] = "neox"
-    vocab: int | Literal["auto"] = setting("auto", **terms.VOCAB)
-    context: int = setting(2048, **terms.CONTEXT)
-    depth: int = setting(6, **terms.DEPTH)
-    width: int = setting(512, **terms.WIDTH)
-    heads: int = setting(8, **terms.HEADS)
-    kv_heads: int | Literal["auto"] = setting("auto", **terms.KV_HEADS)
-    hidden: int | Literal["auto"] = setting("auto", **terms.PLAIN_HIDDEN)
-    activation: Activation = setting("gelu", **terms.PLAIN_ACTIVATION)
+    vocab: int | Literal["auto"] = setting("auto", **setting_docs.VOCAB)
+    context: int = setting(2048, **setting_docs.CONTEXT)
+    depth: int = setting(6, **setting_docs.DEPTH)
+    width: int = setting(512, **setting_docs.WIDTH)
+    heads: int = setting(8, **setting_docs.HEADS)
+    kv_heads: int | Literal["auto"] = setting("auto", **setting_docs.KV_HEADS)
+    hidden: int | Literal["auto"] = setting("auto", **setting_docs.PLAIN_HIDDEN)
+    activation: Activation = setting("gelu", **setting_docs.PLAIN_ACTIVATION)
     parallel: bool = setting(True, "attention and MLP read the same stream; else one by one")
-    rope_theta: float = setting(10_000.0, **terms.ROPE_THETA)
-    rope_share: float = setting(0.25, **terms.ROPE_SHARE)
-    rope_scaling: Scaling = setting(NoScaling(), **terms.ROPE_SCALING)
-    norm_eps: float = setting(1e-5, **terms.LAYER_NORM_EPS)
-    tied: bool = setting(False, **terms.TIED)
-    dropout: float = setting(0.0, **terms.OUTPUT_DROPOUT)
-    init: Init = setting("gpt2", **terms.INIT)
-    init_std: float = setting(0.02, **terms.INIT_STD)
+    rope_theta: float = setting(10_000.0, **setting_docs.ROPE_THETA)
+    rope_share: float = setting(0.25, **setting_docs.ROPE_SHARE)
+    rope_scaling: Scaling = setting(NoScaling(), **setting_docs.ROPE_SCALING)
+    norm_eps: float = setting(1e-5, **setting_docs.LAYER_NORM_EPS)
+    tied: bool = setting(False, **setting_docs.TIED)
+    dropout: float = setting(0.0, **setting_docs.OUTPUT_DROPOUT)
+    init: Init = setting("gpt2", **setting_docs.INIT)
+    init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
     HUB: ClassVar[Hub] = Hub(
         model_type="gpt_neox",

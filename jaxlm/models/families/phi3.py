@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rope, rotated, terms
+from jaxlm.models.families import llama_like, rope, setting_docs
 from jaxlm.models.families.hub import Attributes, Hub, Row, linears
-from jaxlm.models.families.rotated import Rotated
+from jaxlm.models.families.llama_like import Rotated
 from jaxlm.nn.config import AttentionConfig
 from jaxlm.nn.rotary import LongScaling, NoScaling, Rope, Scaling
 
@@ -35,14 +35,14 @@ class Phi3(Rotated):
     """A Phi-3-style decoder."""
 
     family: Literal["phi3"] = "phi3"
-    window: int | None = setting(None, **terms.WINDOW)
-    rope_share: float = setting(1.0, **terms.ROPE_SHARE)
-    rope_scaling: Scaling | LongScaling = setting(NoScaling(), **terms.ROPE_SCALING)  # type: ignore[assignment]
+    window: int | None = setting(None, **setting_docs.WINDOW)
+    rope_share: float = setting(1.0, **setting_docs.ROPE_SHARE)
+    rope_scaling: Scaling | LongScaling = setting(NoScaling(), **setting_docs.ROPE_SCALING)  # type: ignore[assignment]
 
     HUB: ClassVar[Hub] = Hub(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
-        rows=(*rotated.STREAM, *rotated.NORMS, *FUSED),
+        rows=(*llama_like.STREAM, *llama_like.NORMS, *FUSED),
     )
     ROPE_KINDS: ClassVar[tuple[str, ...]] = (*rope.KINDS, "longrope")
     ABSENT: ClassVar[dict[str, Any]] = {"context": 4096, "norm_eps": 1e-5}

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
-from jaxlm.models.families import rotated
+from jaxlm.models.families import llama_like
 from jaxlm.models.families.hub import Attributes, Hub
-from jaxlm.models.families.rotated import Rotated
+from jaxlm.models.families.llama_like import Rotated
 from jaxlm.nn.config import AttentionConfig
 
 
@@ -19,7 +19,7 @@ class Qwen2(Rotated):
     HUB: ClassVar[Hub] = Hub(
         model_type="qwen2",
         architecture="Qwen2ForCausalLM",
-        rows=(*rotated.STREAM, *rotated.NORMS, *rotated.ATTENTION, *rotated.MLP),
+        rows=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *llama_like.MLP),
     )
 
     def attention(self) -> AttentionConfig:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rotated, terms
+from jaxlm.models.families import llama_like, setting_docs
 from jaxlm.models.families.experts import PLAIN, ROUTED, refuse_others
 from jaxlm.models.families.hub import Attributes, Hub
 from jaxlm.models.families.mixtral import Mixtral
@@ -17,19 +17,19 @@ class Qwen3Moe(Mixtral):
     """A Qwen3-MoE-style decoder."""
 
     family: Literal["qwen3_moe"] = "qwen3_moe"  # type: ignore[assignment]
-    experts: int = setting(128, **terms.EXPERTS)
-    top_k: int = setting(8, **terms.TOP_K)
-    hidden: int = setting(768, **terms.EXPERT_HIDDEN)  # type: ignore[assignment]
+    experts: int = setting(128, **setting_docs.EXPERTS)
+    top_k: int = setting(8, **setting_docs.TOP_K)
+    hidden: int = setting(768, **setting_docs.EXPERT_HIDDEN)  # type: ignore[assignment]
 
     ABSENT: ClassVar[dict[str, Any]] = {"context": 32_768}
     HUB: ClassVar[Hub] = Hub(
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         rows=(
-            *rotated.STREAM,
-            *rotated.NORMS,
-            *rotated.ATTENTION,
-            *rotated.QK_NORMS,
+            *llama_like.STREAM,
+            *llama_like.NORMS,
+            *llama_like.ATTENTION,
+            *llama_like.QK_NORMS,
             *ROUTED,
         ),
     )

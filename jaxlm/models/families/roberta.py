@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import bert, terms
+from jaxlm.models.families import bert, setting_docs
 from jaxlm.models.families.bert import BERT
 from jaxlm.models.families.hub import Attributes, Hub, Row, linears, norms
 
@@ -14,8 +14,8 @@ class RoBERTa(BERT):
     """A RoBERTa-style encoder."""
 
     family: Literal["roberta"] = "roberta"  # type: ignore[assignment]
-    token_types: int = setting(1, **terms.TOKEN_TYPES)
-    norm_eps: float = setting(1e-5, **terms.LAYER_NORM_EPS)
+    token_types: int = setting(1, **setting_docs.TOKEN_TYPES)
+    norm_eps: float = setting(1e-5, **setting_docs.LAYER_NORM_EPS)
     padding: int = setting(
         0, "id of the tokenizer's padding: positions count from the row after", low=0
     )

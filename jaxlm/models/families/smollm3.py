@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rotated
+from jaxlm.models.families import llama_like
 from jaxlm.models.families.hub import Attributes, Hub
+from jaxlm.models.families.llama_like import Rotated
 from jaxlm.models.families.qwen2 import refuse_windows
-from jaxlm.models.families.rotated import Rotated
 from jaxlm.nn.config import BlockConfig
 
 
@@ -26,7 +26,7 @@ class SmolLM3(Rotated):
     HUB: ClassVar[Hub] = Hub(
         model_type="smollm3",
         architecture="SmolLM3ForCausalLM",
-        rows=(*rotated.STREAM, *rotated.NORMS, *rotated.ATTENTION, *rotated.MLP),
+        rows=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *llama_like.MLP),
     )
 
     def pattern(self) -> tuple[BlockConfig, ...]:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Backbone, EncoderDecoder
-from jaxlm.models.families import terms
+from jaxlm.models.families import setting_docs
 from jaxlm.models.families.hub import DEEPEST, Attributes, Hub, Row, uncomputed
 from jaxlm.models.families.sizes import uneven
 from jaxlm.nn.config import (
@@ -57,28 +57,28 @@ class T5:
     """A T5-style encoder-decoder."""
 
     family: Literal["t5"] = "t5"
-    vocab: int | Literal["auto"] = setting("auto", **terms.VOCAB)
-    context: int = setting(512, **terms.CONTEXT)
+    vocab: int | Literal["auto"] = setting("auto", **setting_docs.VOCAB)
+    context: int = setting(512, **setting_docs.CONTEXT)
     depth: int = setting(6, "layers of the encoder", low=1)
     decoder_depth: int | Literal["auto"] = setting(
         "auto", "layers of the decoder; auto is as many as of the encoder", low=1
     )
-    width: int = setting(512, **terms.WIDTH)
-    heads: int = setting(8, **terms.HEADS)
+    width: int = setting(512, **setting_docs.WIDTH)
+    heads: int = setting(8, **setting_docs.HEADS)
     head_dim: int | Literal["auto"] = setting(
         "auto", "size of a head; auto is width / heads", low=1
     )
-    hidden: int | Literal["auto"] = setting("auto", **terms.PLAIN_HIDDEN)
-    activation: Activation = setting("relu", **terms.PLAIN_ACTIVATION)
+    hidden: int | Literal["auto"] = setting("auto", **setting_docs.PLAIN_HIDDEN)
+    activation: Activation = setting("relu", **setting_docs.PLAIN_ACTIVATION)
     gated: bool = setting(False, "the MLP's activation is multiplied by a third projection")
     buckets: int = setting(32, "buckets of distances, each with a bias a head", low=4)
     farthest: int = setting(128, "distance from which on all share a bucket", unit="tokens", low=2)
-    norm_eps: float = setting(1e-6, **terms.RMS_NORM_EPS)
+    norm_eps: float = setting(1e-6, **setting_docs.RMS_NORM_EPS)
     tied: bool = setting(
         True, "the unembedding is the embedding's transpose, and reads the stream over sqrt(width)"
     )
-    dropout: float = setting(0.0, **terms.DROPOUT)
-    init: Init = setting("normal", **terms.INIT)
+    dropout: float = setting(0.0, **setting_docs.DROPOUT)
+    init: Init = setting("normal", **setting_docs.INIT)
     init_std: float = setting(
         0.02, "standard deviation of the initial weights; of the embedding it is 1", above=0.0
     )
