@@ -37,7 +37,7 @@ from jaxlm.monitor.clock import Clock
 from jaxlm.optim.config import AdamW
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train.programs import Engine
+from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.training import loop
 from jaxlm.training.loop import Hooks, Progress
 from jaxlm.training.signals import StopRequest
@@ -82,10 +82,10 @@ Timed = Callable[[int], tuple[float, float]]  # steps -> (seconds, last loss)
 def ours(run: Run, data: dataset.Data, folder: Path) -> tuple[Any, Timed]:
     """The parameters that both start from, and `jaxlm train` from its loader to metrics.jsonl."""
     mesh = jax_setup.build_mesh(run.mesh)
-    model = setup.assemble(run, setup.vocabulary(run, data.tokenizer.size), mesh)
+    model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
     with jax.set_mesh(mesh):
-        engine = Engine(run, data, model)
-        state = engine.fresh()
+        engine = TrainPrograms(run, data, model)
+        state = engine.init_state()
         start = jax.tree.map(jnp.copy, state.params)
     batches = engine.batches(0)
     lines = sinks.Jsonl(folder / "metrics.jsonl")

@@ -82,10 +82,10 @@ def from_left_to_right(place: Path) -> float:
     """Bits per byte of a run's validation set as `causal` reads it, by its last weights; kept in its folder."""
     file = place / "left_to_right.json"
     if not file.is_file():
-        opened = load.open_run(place)
+        opened = load.load_run(place)
         data = setup.open_data(dataclasses.replace(opened.run, objective=Causal()))
         sets = evaluate.measure(opened, data.validation, opened.run.train.batch)
-        followed = setup.followed(opened.run, sets)
+        followed = setup.ranking_set(opened.run, sets)
         assert followed is not None, place
         write(file, sets[followed]["bits_per_byte"])
     return sinks.read_json(file)

@@ -23,7 +23,7 @@ from jaxlm.monitor import sinks
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import lr_find
-from jaxlm.recipes.train.programs import Engine
+from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.training.rundir import read_json
 
 FILE = "configs/quickstart.py"
@@ -253,7 +253,7 @@ def finished(place: Path, run: Run) -> Ended | None:
         return None
     records = sinks.read(place / "metrics.jsonl")
     last = {record["split"]: record for record in records}
-    followed = setup.followed(run, [split for split in last if split != "train"])
+    followed = setup.ranking_set(run, [split for split in last if split != "train"])
     assert followed is not None, place
     bits = last[followed]["bits_per_byte"]
     slots = run.train.steps * run.tokens_per_step
@@ -270,13 +270,13 @@ def step_seconds(runs: Mapping[str, Run]) -> dict[str, float]:
     first = next(iter(runs.values()))
     mesh = jax_setup.build_mesh(first.mesh)
     with jax.set_mesh(mesh):
-        going: dict[str, tuple[Engine, Generator[Any, None, None]]] = {}
+        going: dict[str, tuple[TrainPrograms, Generator[Any, None, None]]] = {}
         states: dict[str, Any] = {}
         for name, run in runs.items():
             data = setup.open_data(run)
-            model = setup.assemble(run, setup.vocabulary(run, data.tokenizer.size), mesh)
-            engine = Engine(run, data, model)
-            going[name], states[name] = (engine, engine.batches(0)), engine.fresh()
+            model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
+            engine = TrainPrograms(run, data, model)
+            going[name], states[name] = (engine, engine.batches(0)), engine.init_state()
         for turn in range(ROUNDS + 1):
             for name in [*going][:: 1 if turn % 2 else -1]:
                 engine, batches = going[name]

@@ -14,7 +14,7 @@ from jaxlm.monitor.config import ProfileConfig
 from jaxlm.monitor.profile import Trace
 from jaxlm.parallel import hlo_operations, host
 from jaxlm.recipes import jax_setup
-from jaxlm.recipes.train.programs import of_sizes
+from jaxlm.recipes.train.programs import without_data
 
 
 class Arm:
@@ -24,7 +24,7 @@ class Arm:
         jax_setup.start()
         run = run_of(size, precision, overrides)
         self._grid = jax_setup.build_mesh(run.mesh)
-        engine = of_sizes(run, self._grid, size.vocab)
+        engine = without_data(run, self._grid, size.vocab)
         ids, targets = batch(size)
         fields: Any = {
             "tokens": ids,
@@ -34,7 +34,7 @@ class Arm:
             "positions": np.broadcast_to(np.arange(size.length, dtype=np.int32), ids.shape),
         }
         with jax.set_mesh(self._grid):
-            self._state = engine.fresh()
+            self._state = engine.init_state()
             self._batch = host.put(self._grid, Tokens(**fields))
             self._step = engine.step.lower(self._state, self._batch).compile()
 

@@ -7,10 +7,10 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxlm.checkpoint.hub_folder import DTYPES, Source
-from jaxlm.checkpoint.hub_tensors import Fetch, Theirs
+from jaxlm.checkpoint.hub_tensors import Fetch, HFTensor
 from jaxlm.core import config
 from jaxlm.core.errors import DataError
-from jaxlm.models.families.hub import Attributes, Hub, Whole
+from jaxlm.models.families.hub import Attributes, Hub, WrapperConfig
 from jaxlm.models.families.union import Family
 
 ARMS = {arm.HUB.model_type: arm for arm in get_args(Family)}
@@ -54,21 +54,21 @@ def family_of(raw: dict[str, Any], where: str) -> Any:
     arm = known[kind]
     given = _part(raw, arm.HUB.whole, where) if kind in PARTS else Attributes(raw, where)
     family = arm.from_hub(given)
-    given.finish()
+    given.check()
     return config.from_json(arm, config.to_json(family), where=where)
 
 
-def _part(raw: dict[str, Any], whole: Whole, where: str) -> Attributes:
+def _part(raw: dict[str, Any], whole: WrapperConfig, where: str) -> Attributes:
     """The attributes of the part that we have of a larger model. Raises DataError where one of its own is not known."""
     outer = Attributes(raw, where)
-    part = outer.take(whole.attribute, kind=dict)
-    outer.must("tie_word_embeddings", True)
+    part = outer.get(whole.attribute, kind=dict)
+    outer.expect("tie_word_embeddings", True)
     outer.ignore(*whole.own)
-    outer.finish()
+    outer.check()
     return Attributes({**whole.absent, **part}, where)
 
 
-def named(tensors: list[Theirs], folder: Source, hub: Hub) -> list[Theirs]:
+def named(tensors: list[HFTensor], folder: Source, hub: Hub) -> list[HFTensor]:
     """The tensors by the names that the folder uses."""
     name = namer(folder, hub)
     return [dataclasses.replace(each, name=name(each.name)) for each in tensors]
@@ -96,7 +96,7 @@ def namer(folder: Source, hub: Hub) -> Callable[[str], str]:
 
 
 def compare(
-    tensors: list[Theirs],
+    tensors: list[HFTensor],
     folder: Source,
     hub: Hub,
     *,
@@ -153,7 +153,7 @@ def tell_ignored(ignored: list[str], folder: Source, hub: Hub, say: Callable[[st
             say(f"not read, as {why}: {name}")
 
 
-def refuse_other_head(name: str, tensors: list[Theirs], folder: Source, fetch: Fetch) -> None:
+def refuse_other_head(name: str, tensors: list[HFTensor], folder: Source, fetch: Fetch) -> None:
     """A head that is stored although the model is tied must be the embedding itself, of which a part is compared at a time."""
     table = next(each for each in tensors if each.parts[0].path == "embedding/table")
     shape = folder.tensors()[name][1]

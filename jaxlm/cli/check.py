@@ -42,9 +42,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.result(answer, _memory(answer))
         return 0 if answer["fits"] else 1
 
-    from jaxlm.recipes.diagnose.check import Options, check
+    from jaxlm.recipes.diagnose.check import CheckOptions, check
 
-    answer = check(loaded.value, Options(steps=args.steps, devices=args.devices), out.say)
+    answer = check(loaded.value, CheckOptions(steps=args.steps, devices=args.devices), out.say)
     out.result(answer, _text(answer))
     return 0 if answer["ok"] else 1
 

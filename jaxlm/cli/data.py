@@ -79,7 +79,7 @@ def _peek(args: Any, out: Output) -> int:
 
     chosen, data = _open(args, out)
     batch = chosen.pace
-    rows = min(args.rows, batch.stage(args.step).rows)
+    rows = min(args.rows, batch.phase(args.step).rows)
     tokens = data.train.at(args.step, batch=batch, rows=slice(0, rows))
     origins = data.train.origins(args.step, batch=batch)
     mixture = data.train if isinstance(data.train, Mixture) else None

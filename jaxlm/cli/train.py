@@ -61,15 +61,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     workdir = Path(needed(args, "workdir"))
     file = _config(args, workdir, Run)
-    place = cluster.place(
+    place = cluster.process_spec(
         os.environ, coordinator=args.coordinator, count=args.num_processes, rank=args.process_id
     )
-    with rendezvous.excused(place):
+    with rendezvous.report_failure_to_peers(place):
         loaded = config.load(Run, file, args.overrides)
         _refuse_secrets(args.words)
 
     from jaxlm.recipes.train.api import train
-    from jaxlm.recipes.train.resume import Wish
+    from jaxlm.recipes.train.resume import ResumeOptions
 
     result = train(
         loaded,
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         arguments=args.words,
         init_from=args.init_from,
         stop_at=args.stop_at,
-        wish=Wish(
+        wish=ResumeOptions(
             start_at=args.start_at,
             force=args.force,
             reset_optimizer=args.reset_optimizer,

@@ -10,7 +10,7 @@ from jaxlm.core.span import Span
 _STAGE = re.compile(r"([0-9]{1,18})@(.+)")
 
 
-class Misplaced(ValueError):
+class ScheduleError(ValueError):
     """A stage does not end behind the one before it, or not within the run. `setting` has its entry."""
 
     def __init__(self, setting: str, first: int, end: int, total: int, entry: str):
@@ -21,7 +21,7 @@ class Misplaced(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class Phase:
     """Batches from number `first` on: `rows` rows of the stream each, which are cut into pieces of `length` tokens."""
 
     first: int
@@ -30,22 +30,22 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
+class BatchSchedule:
     """The stages of a run whose rows hold `sequence` tokens. The last has no end."""
 
-    stages: tuple[Stage, ...]
+    phases: tuple[Phase, ...]
     sequence: int
 
-    def stage(self, number: int) -> Stage:
+    def phase(self, number: int) -> Phase:
         """The stage that a batch is in."""
-        return next(stage for stage in reversed(self.stages) if stage.first <= number)
+        return next(stage for stage in reversed(self.phases) if stage.first <= number)
 
     def rows(self, number: int) -> int:
         """Rows of the stream before a batch: that of its own first."""
-        ends = (*(stage.first for stage in self.stages[1:]), math.inf)
+        ends = (*(stage.first for stage in self.phases[1:]), math.inf)
         return sum(
             int(min(number, end) - stage.first) * stage.rows
-            for stage, end in zip(self.stages, ends, strict=True)
+            for stage, end in zip(self.phases, ends, strict=True)
             if stage.first < number
         )
 
@@ -55,8 +55,8 @@ class Pace:
 
     def steps(self, tokens: float) -> int:
         """The fewest batches with so many slots."""
-        ends = (*(stage.first for stage in self.stages[1:]), math.inf)
-        for stage, end in zip(self.stages, ends, strict=True):
+        ends = (*(stage.first for stage in self.phases[1:]), math.inf)
+        for stage, end in zip(self.phases, ends, strict=True):
             left = tokens - self.tokens(stage.first)
             steps = stage.first + math.ceil(left / (stage.rows * self.sequence) - 1e-9)
             if steps <= end:
@@ -66,35 +66,35 @@ class Pace:
 
 def build(
     *, total: int, batch: int, sequence: int, batches: Sequence[str], lengths: Sequence[str]
-) -> Pace:
+) -> BatchSchedule:
     """The pace of a run of `total` steps, from the entries SIZE@SPAN of `train.batch_warmup` and `data.sequence_warmup`.
 
     Raises:
       Misplaced: where an entry does not end after the one before it and before the run.
       ValueError: where one cannot be read.
     """
-    pace = Pace((Stage(0, batch, sequence),), sequence)
+    pace = BatchSchedule((Phase(0, batch, sequence),), sequence)
     for size, span in map(parse, batches):
-        *before, last = pace.stages
-        grown = Pace((*before, Stage(last.first, size, sequence)), sequence)
+        *before, last = pace.phases
+        grown = BatchSchedule((*before, Phase(last.first, size, sequence)), sequence)
         end = span.steps(total, grown)
         if not last.first < end < total:
-            raise Misplaced("train.batch_warmup", last.first, end, total, f"{size}@{span}")
-        pace = Pace((*grown.stages, Stage(end, batch, sequence)), sequence)
+            raise ScheduleError("train.batch_warmup", last.first, end, total, f"{size}@{span}")
+        pace = BatchSchedule((*grown.phases, Phase(end, batch, sequence)), sequence)
     first, cuts = 0, []
     for length, span in map(parse, lengths):
         end = span.steps(total, pace)
         if not first < end < total:
-            raise Misplaced("data.sequence_warmup", first, end, total, f"{length}@{span}")
+            raise ScheduleError("data.sequence_warmup", first, end, total, f"{length}@{span}")
         cuts.append((first, length))
         first = end
     cuts.append((first, sequence))
-    numbers = sorted({stage.first for stage in pace.stages} | {number for number, _ in cuts})
-    return Pace(
+    numbers = sorted({stage.first for stage in pace.phases} | {number for number, _ in cuts})
+    return BatchSchedule(
         tuple(
-            Stage(
+            Phase(
                 number,
-                pace.stage(number).rows,
+                pace.phase(number).rows,
                 next(length for start, length in reversed(cuts) if start <= number),
             )
             for number in numbers

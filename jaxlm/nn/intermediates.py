@@ -17,7 +17,7 @@ from jax import Array, lax
 Kind = Literal["activations", "entropy", "logits"]
 
 
-class Notes(NamedTuple):
+class Intermediates(NamedTuple):
     """Arrays by name; in a stack those of all layers of a kind, [L, ...], under `stack/0/name`."""
 
     sums: dict[str, Array]  # micro-batches add theirs
@@ -30,13 +30,13 @@ class Notes(NamedTuple):
         )
 
 
-_open: ContextVar[tuple[frozenset[Kind], Notes] | None] = ContextVar("notes", default=None)
+_open: ContextVar[tuple[frozenset[Kind], Intermediates] | None] = ContextVar("notes", default=None)
 
 
 @contextlib.contextmanager
-def taking(kinds: Collection[Kind]) -> Iterator[Notes]:
+def capture(kinds: Collection[Kind]) -> Iterator[Intermediates]:
     """Notes of these kinds, which are whole when the block ends."""
-    notes = Notes({}, {})
+    notes = Intermediates({}, {})
     token = _open.set((frozenset(kinds), notes) if kinds else None)
     try:
         yield notes
@@ -45,36 +45,36 @@ def taking(kinds: Collection[Kind]) -> Iterator[Notes]:
 
 
 @contextlib.contextmanager
-def of_layer() -> Iterator[Notes]:
+def capture_layer() -> Iterator[Intermediates]:
     """What is noted in the block apart from the rest, of the kinds that are asked for."""
     asked = _open.get()
-    with taking(asked[0] if asked else ()) as notes:
+    with capture(asked[0] if asked else ()) as notes:
         yield notes
 
 
-def is_asked(kind: Kind) -> bool:
+def is_captured(kind: Kind) -> bool:
     """Whether somebody takes notes of this kind."""
     asked = _open.get()
     return asked is not None and kind in asked[0]
 
 
-def add(name: str, value: Array) -> None:
+def record_sum(name: str, value: Array) -> None:
     """Notes a sum; only where it is asked for."""
     _put("sums", name, value)
 
 
-def peak(name: str, value: Array) -> None:
+def record_peak(name: str, value: Array) -> None:
     """Notes a maximum; only where it is asked for."""
     _put("peaks", name, value)
 
 
-def put(stack: str, kinds: Mapping[str, Notes]) -> None:
+def put(stack: str, kinds: Mapping[str, Intermediates]) -> None:
     """Notes what the layers of a stack noted, by their kind."""
     for kind, notes in kinds.items():
         for name, value in notes.sums.items():
-            add(f"{stack}/{kind}/{name}", value)
+            record_sum(f"{stack}/{kind}/{name}", value)
         for name, value in notes.peaks.items():
-            peak(f"{stack}/{kind}/{name}", value)
+            record_peak(f"{stack}/{kind}/{name}", value)
 
 
 def _put(part: Literal["sums", "peaks"], name: str, value: Array) -> None:

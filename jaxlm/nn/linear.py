@@ -64,7 +64,7 @@ class Linear(nnx.Module):
         self.weight = parameter(weight, *ins, *outs)
         self.bias = parameter(jnp.zeros(self.outs, init.dtype), *outs) if bias else None
 
-    def settle(self) -> None:
+    def relayout_for_decode(self) -> None:
         """Holds the weight as this CPU reads it fastest for a few rows, in the dtype in which it is multiplied."""
         flat = self.weight[...].reshape(math.prod(self.ins), math.prod(self.outs))
         flat, self._side = layouts.for_few_rows(flat.astype(self.precision.compute), 0)
@@ -94,7 +94,7 @@ class HeadLinear(Linear):
     the y_n is W_n times what is summed of the x.
     """
 
-    def settle(self) -> None:
+    def relayout_for_decode(self) -> None:
         """Casts the weight only: by head it is read as it lies."""
         self.weight[...] = self.weight[...].astype(self.precision.compute)
 
@@ -136,7 +136,7 @@ class GroupedLinear(nnx.Module):
 
         self.weight = parameter(jax.vmap(weight)(jax.random.split(key, experts)), *self.axes)
 
-    def settle(self) -> None:
+    def relayout_for_decode(self) -> None:
         """Casts the weights, so that no product casts them again."""
         self.weight[...] = self.weight[...].astype(self.precision.compute)
 

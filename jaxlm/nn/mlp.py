@@ -80,8 +80,8 @@ class Mlp(nnx.Module):
         activation = ACTIVATIONS[self.config.activation]
         hidden = self.up(x)
         gate = hidden if self.gate is None else self.gate(x)
-        if intermediates.is_asked("activations"):
-            intermediates.add("active", jnp.sum(gate > 0, (0, 1), dtype=jnp.float32))
+        if intermediates.is_captured("activations"):
+            intermediates.record_sum("active", jnp.sum(gate > 0, (0, 1), dtype=jnp.float32))
         if self.gate is None:
             hidden = recomputed(activation)(hidden)
         else:

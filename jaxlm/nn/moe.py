@@ -148,8 +148,8 @@ class Moe(nnx.Module):
         config = self.config
         spread = routing.spread(routes, counted)
         tokens = counted.sum(-1)
-        if intermediates.is_asked("activations"):
-            intermediates.add("load", spread.loads.sum(0))
+        if intermediates.is_captured("activations"):
+            intermediates.record_sum("load", spread.loads.sum(0))
         z = Mean.of(jnp.square(jax.nn.logsumexp(logits, axis=-1)), counted)
         balance = Mean.of(spread.balance, tokens)
         added = config.balance * balance.total + config.router_z * z.total

@@ -16,7 +16,7 @@ from jaxlm.models.build import Model
 from jaxlm.models.decoder import Decoder
 from jaxlm.nn.moe import ADDED
 from jaxlm.objectives.config import LossConfig
-from jaxlm.objectives.mtp import further
+from jaxlm.objectives.mtp import shifted_targets
 from jaxlm.ops import gumbel
 from jaxlm.ops.cross_entropy import TokenScores, in_chunks, token_scores
 from jaxlm.parallel import context
@@ -64,13 +64,13 @@ def token_nll(
     `ahead` are the weights of the same sums for the tokens 2, 3, ... ahead, which the model's heads predict: so each is
     divided by the weight of the next tokens, of which a document has a few more. Their metrics are `ahead_2_nats` and
     `ahead_2_accuracy`, and so on; all others are of the next token. Rows of a mixture that do not predict them add nothing to
-    these sums (`batch.ahead`).
+    these sums (`batch.predicts_ahead`).
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, section 5 (z-loss, there with 1e-4); DeepSeek-AI 2024, arXiv:2412.19437,
     equations 24 and 25 (further tokens, where each weight is lambda / D).
     """
-    parts = context.ways() if model.config.has_ring else 1
-    dealt = context.deal(batch, parts)
+    parts = context.context_size() if model.config.has_ring else 1
+    dealt = context.zigzag_shard(batch, parts)
     hidden = model.read(dealt, key=key, dealt=parts)
 
     def scored(values: Array, targets: Array) -> TokenScores:
@@ -80,8 +80,8 @@ def token_nll(
     losses = hidden.losses
     if ahead:
         assert isinstance(model, Decoder)
-        following = further(batch, len(ahead))
-        there = context.deal(following, parts)
+        following = shifted_targets(batch, len(ahead))
+        there = context.zigzag_shard(following, parts)
         values, added = model.ahead(
             hidden.stream,
             [(each.tokens, each.is_there) for each in there],
@@ -103,14 +103,14 @@ def token_nll(
     return Loss(Mean(total, metrics["loss_nats"].weight), metrics | losses, auxiliary)
 
 
-def drawn_nll(model: Model, batch: Tokens, config: LossConfig) -> Loss:
+def sampled_label_nll(model: Model, batch: Tokens, config: LossConfig) -> Loss:
     """Return the likelihood of next tokens that the model itself samples, without dropout; its gradient gives the curvature.
 
     `batch.targets` are not ids but a seed for each slot, even over 0 to 2^31 - 1. The id is a function of the slot's seed and
     logits alone (`ops.gumbel`): micro-batches, chunks and meshes sample the same ids, up to rounding of the logits.
     """
-    parts = context.ways() if model.config.has_ring else 1
-    dealt = context.deal(batch, parts)
+    parts = context.context_size() if model.config.has_ring else 1
+    dealt = context.zigzag_shard(batch, parts)
     hidden = model.read(dealt, key=None, dealt=parts)
 
     logits_of = _logits(model)
@@ -121,7 +121,7 @@ def drawn_nll(model: Model, batch: Tokens, config: LossConfig) -> Loss:
         return token_scores(logits, ids).nll
 
     nll = in_chunks(of, hidden.values, dealt.targets, tokens=config.chunk)
-    return Loss(Mean.of(context.undeal(nll, parts), batch.weights), {})
+    return Loss(Mean.of(context.zigzag_unshard(nll, parts), batch.weights), {})
 
 
 def score(
@@ -132,8 +132,8 @@ def score(
     Where keys go round a ring, the slots of each row are dealt out to its devices in here, and the scores put back: so
     every token has its own score, and only dropout draws differ from those without a ring.
     """
-    parts = context.ways() if model.config.has_ring else 1
-    dealt = context.deal(batch, parts)
+    parts = context.context_size() if model.config.has_ring else 1
+    dealt = context.zigzag_shard(batch, parts)
     hidden = model.read(dealt, key=key, dealt=parts)
     return _scores(model, hidden.values, dealt.targets, parts, chunk, 0.0), hidden.losses
 
@@ -147,7 +147,7 @@ def _scores(
         with jax.named_scope("unembed"):
             return token_scores(logits(values), targets, smoothing)
 
-    return context.undeal(in_chunks(of, values, targets, tokens=chunk), parts)
+    return context.zigzag_unshard(in_chunks(of, values, targets, tokens=chunk), parts)
 
 
 def _logits(model: Model) -> Callable[[Array], Array]:

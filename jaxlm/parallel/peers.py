@@ -190,7 +190,7 @@ def start(
             f"warning: the coordinator listens on {address} without encryption or a password; whoever reaches it can "
             "stop this run or change what its processes tell each other"
         )
-    rendezvous.meet(address, rank=rank, count=count, seconds=join_seconds)
+    rendezvous.rendezvous(address, rank=rank, count=count, seconds=join_seconds)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Its handler would take the place of the one that saves.
     jax.config.update("jax_enable_preemption_service", False)

@@ -13,34 +13,34 @@ import time
 from collections.abc import Iterator
 
 from jaxlm.core.errors import CommandError, JaxlmError, PeerLost
-from jaxlm.parallel.cluster import Place
+from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.parallel.cluster import port as free_port
 
-LONGEST = 1024  # bytes of what a rank says of itself
-REASON = 200  # letters of why it cannot come
+MAX_LINE_BYTES = 1024  # bytes of what a rank says of itself
+FAILURE_PREFIX = 200  # letters of why it cannot come
 PATIENCE_SECONDS = 2.0  # with a caller that says nothing
-EXCUSE_SECONDS = 10.0  # that a rank which cannot come waits for those it has to tell
+REPORT_SECONDS = 10.0  # that a rank which cannot come waits for those it has to tell
 
 
 @contextlib.contextmanager
-def excused(place: Place) -> Iterator[None]:
+def report_failure_to_peers(place: ProcessSpec) -> Iterator[None]:
     """For what may refuse a rank before it meets the others: they hear of it, and do not wait for the one that is gone."""
     try:
         yield
     except JaxlmError as error:
         if place.coordinator is not None and place.rank is not None and place.count is not None:
-            why = f"{error.what}, {error.where}"[:REASON]
+            why = f"{error.what}, {error.where}"[:FAILURE_PREFIX]
             print(f"{why}: telling the other processes", file=sys.stderr)
-            deadline = time.monotonic() + EXCUSE_SECONDS
+            deadline = time.monotonic() + REPORT_SECONDS
             with contextlib.suppress(JaxlmError):  # nobody is there to hear it
                 if place.rank == 0:
-                    _call(place.coordinator, place.count, deadline, why)
+                    _join(place.coordinator, place.count, deadline, why)
                 else:
-                    _answer(place.coordinator, place.rank, place.count, deadline, why)
+                    _serve(place.coordinator, place.rank, place.count, deadline, why)
         raise
 
 
-def meet(address: str, *, rank: int, count: int, seconds: float) -> None:
+def rendezvous(address: str, *, rank: int, count: int, seconds: float) -> None:
     """Returns on every rank once all of them are there.
 
     Raises:
@@ -49,9 +49,9 @@ def meet(address: str, *, rank: int, count: int, seconds: float) -> None:
     """
     deadline = time.monotonic() + seconds
     if rank == 0:
-        present, wrong = _call(address, count, deadline)
+        present, wrong = _join(address, count, deadline)
     else:
-        present, wrong = _answer(address, rank, count, deadline)
+        present, wrong = _serve(address, rank, count, deadline)
     if wrong:
         raise CommandError(
             "the processes of this run do not fit together",
@@ -62,9 +62,9 @@ def meet(address: str, *, rank: int, count: int, seconds: float) -> None:
     absent = sorted(set(range(count)) - set(present))
     if absent:
         raise PeerLost(
-            f"rank {_listed(absent)} did not come within {seconds:g} s",
+            f"rank {_format_ranks(absent)} did not come within {seconds:g} s",
             where=address,
-            why=f"present: {_listed(present)}; absent: {_listed(absent)}",
+            why=f"present: {_format_ranks(present)}; absent: {_format_ranks(absent)}",
             fix="look at what the absent ranks said, and whether they reach this address",
         )
 
@@ -85,7 +85,7 @@ def split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _call(address: str, count: int, deadline: float, refused: str = "") -> tuple[list[int], str]:
+def _join(address: str, count: int, deadline: float, refused: str = "") -> tuple[list[int], str]:
     """Rank 0: hears who is there, and tells it to all once they are; at once that something is wrong, its own refusal too.
 
     Whoever comes later is told for some seconds more.
@@ -97,7 +97,7 @@ def _call(address: str, count: int, deadline: float, refused: str = "") -> tuple
     def tell(present: list[int]) -> None:
         for caller in untold:
             with contextlib.suppress(OSError):
-                _say(caller, {"present": present, "wrong": wrong})
+                _send(caller, {"present": present, "wrong": wrong})
         untold.clear()
 
     with contextlib.ExitStack() as stack:
@@ -107,51 +107,53 @@ def _call(address: str, count: int, deadline: float, refused: str = "") -> tuple
                 with contextlib.suppress(OSError):  # a timeout too
                     caller = stack.enter_context(listener.accept()[0])
                     caller.settimeout(PATIENCE_SECONDS)
-                    name = _line(caller)
+                    name = _receive_line(caller)
                     rank = name.get("rank")
                     if not isinstance(rank, int) or not isinstance(name.get("count"), int):
                         continue  # a stranger
                     found = ""
                     if name["count"] != count or not 0 < rank < count:
                         found = f"rank {rank} was started as one of {name['count']}, rank 0 as one of {count}"
-                    elif rank in callers and not _has_gone(callers[rank]):
+                    elif rank in callers and not _is_disconnected(callers[rank]):
                         found = f"two processes say that they are rank {rank}"
                     elif why := name.get("refused"):
                         found = f"rank {rank} was refused: {why}"
                     callers[rank] = caller
                     untold.append(caller)
                     if found and not wrong:
-                        wrong, deadline = found, min(deadline, time.monotonic() + EXCUSE_SECONDS)
+                        wrong, deadline = found, min(deadline, time.monotonic() + REPORT_SECONDS)
                     if wrong:
                         tell([0, *callers])
                     elif len(callers) == count - 1:
                         # One that died while it waited is not there, and may come again.
-                        callers = {rank: c for rank, c in callers.items() if not _has_gone(c)}
+                        callers = {
+                            rank: c for rank, c in callers.items() if not _is_disconnected(c)
+                        }
         # The port is free for JAX before anybody hears that all are there.
         present = sorted([0, *callers])
         tell(present)
     return present, wrong
 
 
-def _answer(
+def _serve(
     address: str, rank: int, count: int, deadline: float, refused: str = ""
 ) -> tuple[list[int], str]:
     """Another rank: gives its name, and hears who else is there. Comes again where rank 0 has not begun yet."""
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(OSError):
             with socket.create_connection(split(address), timeout=left) as caller:
-                _say(caller, {"rank": rank, "count": count, "refused": refused})
+                _send(caller, {"rank": rank, "count": count, "refused": refused})
                 caller.settimeout(left + PATIENCE_SECONDS)  # rank 0 may have begun to wait later
-                heard = _line(caller)
+                heard = _receive_line(caller)
             if {"present", "wrong"} <= heard.keys():
                 if not heard["wrong"] and len(heard["present"]) == count:
-                    _await_service(address)
+                    _connect(address)
                 return heard["present"], heard["wrong"]
         time.sleep(0.1)
     return [rank], ""
 
 
-def _await_service(address: str) -> None:
+def _connect(address: str) -> None:
     """Returns once JAX listens where rank 0 did, so that JAX's first attempt is not refused and put off for a second."""
     for _ in range(200):
         with contextlib.suppress(OSError):
@@ -179,15 +181,15 @@ def _listener(address: str, deadline: float) -> socket.socket:
             ) from error
 
 
-def _say(caller: socket.socket, value: dict) -> None:
+def _send(caller: socket.socket, value: dict) -> None:
     caller.sendall(json.dumps(value).encode() + b"\n")
 
 
-def _line(caller: socket.socket) -> dict:
+def _receive_line(caller: socket.socket) -> dict:
     """One line of JSON; nothing where it is none. A list of ranks may be long, what a rank says of itself may not."""
     heard = b""
-    while not heard.endswith(b"\n") and len(heard) < LONGEST * 100:
-        part = caller.recv(LONGEST)
+    while not heard.endswith(b"\n") and len(heard) < MAX_LINE_BYTES * 100:
+        part = caller.recv(MAX_LINE_BYTES)
         if not part:
             return {}
         heard += part
@@ -197,7 +199,7 @@ def _line(caller: socket.socket) -> dict:
     return {}
 
 
-def _has_gone(caller: socket.socket) -> bool:
+def _is_disconnected(caller: socket.socket) -> bool:
     """Whether the other end has closed; it says nothing after its name."""
     caller.setblocking(False)
     try:
@@ -210,5 +212,5 @@ def _has_gone(caller: socket.socket) -> bool:
         caller.settimeout(PATIENCE_SECONDS)
 
 
-def _listed(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.core import batch_schedule as paces
 from jaxlm.core import config
-from jaxlm.core.batch_schedule import Pace, Stage
+from jaxlm.core.batch_schedule import BatchSchedule, Phase
 from jaxlm.core.config import Span, setting
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.core.spelling import nearest
@@ -234,7 +234,7 @@ class Run:
                 )
         try:
             pace = self.pace
-        except paces.Misplaced as error:
+        except paces.ScheduleError as error:
             yield error.setting, str(error), f"'--config.{error.setting}=()'"
             return
         for name, why, fix in misfits(self.schedule, self.train.steps, pace):
@@ -310,7 +310,7 @@ class Run:
         return self.pace.rows(span.steps(self.train.steps, self.pace))
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> BatchSchedule:
         """Rows and lengths of each batch. Raises ValueError where the stages do not follow each other."""
         return paces.build(
             total=self.train.steps,
@@ -320,7 +320,7 @@ class Run:
             lengths=self.data.sequence_warmup,
         )
 
-    def at(self, stage: Stage) -> "Run":
+    def at(self, stage: Phase) -> "Run":
         """The run as if it were in a stage from beginning to end."""
         return dataclasses.replace(
             self,

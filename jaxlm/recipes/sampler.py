@@ -19,16 +19,16 @@ from jaxlm.models.build import Blueprint
 from jaxlm.models.config import EncoderDecoder
 from jaxlm.parallel import host, rules
 
-SHORTEST = (
+MIN_PADDED = (
     32  # slots of a prompt; longer ones have a power of two, so that few lengths are compiled
 )
 SHOWN_TOKENS = 4  # of each row between two looks at what there is, where it is told
 # Told of a row, by its place among the prompts: what follows of its text, and whether that was all.
-Tell = Callable[[int, str, bool], None]
+OnText = Callable[[int, str, bool], None]
 REASONS = {decode.LENGTH: "length", decode.END: "eos_token", decode.STOP: "stop_sequence"}
 
 
-class Written(NamedTuple):
+class Continuation(NamedTuple):
     """What follows a prompt."""
 
     prompt: str
@@ -130,7 +130,7 @@ class Sampler:
             return [[*first, *ids, *self.tokenizer.after] for ids in encoded]
         return [[*(first if first or ids else self.tokenizer.after), *ids] for ids in encoded]
 
-    def write(self, params: Any, tell: Tell | None = None) -> list[Written]:
+    def write(self, params: Any, tell: OnText | None = None) -> list[Continuation]:
         """What follows each prompt of the config. Depends on that prompt and its seed, not on what is beside it.
 
         `tell` is told of it as it is made, but of a search, whose text is not known before its end.
@@ -141,7 +141,7 @@ class Sampler:
         # Rows that only fill up to the devices hold one token, and are dropped again.
         spare = -len(rows) % rules.split(jax.sharding.get_abstract_mesh(), "batch")
         rows += [[tokenizer.eos]] * spare
-        longest = max(SHORTEST, 1 << (max(map(len, rows)) - 1).bit_length())
+        longest = max(MIN_PADDED, 1 << (max(map(len, rows)) - 1).bit_length())
         padded = np.full((len(rows), longest), tokenizer.pad, np.int32)
         for row, ids in zip(padded, rows, strict=True):
             row[: len(ids)] = ids
@@ -154,7 +154,7 @@ class Sampler:
             out = self._drawn(params, given, tell)
         return [self._written(prompt, row, out) for row, prompt in enumerate(config.prompts)]
 
-    def _drawn(self, params: Any, given: tuple[Any, ...], tell: Tell | None) -> decode.Generated:
+    def _drawn(self, params: Any, given: tuple[Any, ...], tell: OnText | None) -> decode.Generated:
         """By the same programs, in one go or, where somebody is told, some tokens at a time."""
         decoding, most = self._decoding, self.config.max_tokens
         ready, keys = decoding.ready(params), given[-1]
@@ -178,13 +178,13 @@ class Sampler:
             until = min(until + SHOWN_TOKENS, most)
             state = decoding.go_on(ready, state, keys, jnp.int32(until))
 
-    def _written(self, prompt: str, row: int, out: Any) -> Written:
+    def _written(self, prompt: str, row: int, out: Any) -> Continuation:
         reason, count = int(out.reason[row]), int(out.length[row])
         count -= reason == decode.END
         ids = out.ids[row, :count].tolist()
         text = b"".join(self.tokenizer.table[i] for i in ids)
         found = out.log_probabilities
-        return Written(
+        return Continuation(
             prompt=prompt,
             ids=ids,
             text=text_stream.cut(text, self._stops).decode("utf-8", "replace"),

@@ -33,7 +33,7 @@ _SCALED = re.compile(r"/attention/(query|key)/")  # what QK-clip may scale
 
 
 @dataclasses.dataclass(frozen=True)
-class Assembly:
+class ShardedModel:
     """A model's blueprint, and the sharding of each of its parameters and of their gradients.
 
     `trained` is the same model as a step of training computes it: there alone may products be rounded.
@@ -47,7 +47,7 @@ class Assembly:
     gradients: Any
 
 
-def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
+def build_sharded_model(run: Run, vocab: int, mesh: Mesh) -> ShardedModel:
     """The model of `run` with a vocabulary of `vocab` ids, laid out on `mesh`.
 
     Raises:
@@ -58,7 +58,7 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
     decoder = run.decoder(vocab)
     target = jax_setup.target(mesh)
     attention_kernels.check(run, decoder, mesh.shape, target)
-    decoder = attention_kernels.fitted(run, decoder, mesh.shape, target)
+    decoder = attention_kernels.with_kernels(run, decoder, mesh.shape, target)
     made = functools.partial(
         Blueprint,
         decoder,
@@ -72,7 +72,7 @@ def assemble(run: Run, vocab: int, mesh: Mesh) -> Assembly:
     trained = blueprint if precision == precision.exact else made(precision=precision)
     layout = functools.partial(rules.shardings, mesh, blueprint.axes, blueprint.shapes)
     zero = run.mesh.zero
-    return Assembly(
+    return ShardedModel(
         mesh, precision, blueprint, trained, layout(is_split=zero == 3), layout(is_split=zero >= 2)
     )
 
@@ -103,7 +103,7 @@ def _check_qk_clip(run: Run, blueprint: Blueprint, mesh: Mesh) -> None:
         )
 
 
-def watched(run: Run, model: Assembly) -> Blueprint:
+def observer_model(run: Run, model: ShardedModel) -> Blueprint:
     """The model as training computes it, but for a pipeline, in which a layer's figures would be of several micro-batches."""
     if model.trained.schedule is None:
         return model.trained
@@ -121,7 +121,7 @@ def vocabulary(run: Run, tokens: int) -> int:
     )
 
 
-def token_bytes(model: Assembly, tokenizer: Tokenizer) -> Int[np.ndarray, "V"]:
+def token_bytes(model: ShardedModel, tokenizer: Tokenizer) -> Int[np.ndarray, "V"]:
     """Bytes that each id of the model stands for; none for ids that only fill the vocabulary up."""
     known = tokenizer.token_bytes
     return np.pad(known, (0, model.blueprint.config.vocab - len(known)))
@@ -137,7 +137,7 @@ def prefix(tokenizer: Tokenizer) -> Prefix | None:
     return Prefix(tokenizer.before[-1], len(tokenizer.lead))
 
 
-def mesh_of(run: Run) -> Mesh:
+def build_mesh_for(run: Run) -> Mesh:
     """The mesh of a run over all devices, before anything is read or compiled.
 
     Raises:
@@ -156,10 +156,10 @@ def check_fit(run: Run, mesh: Mesh) -> None:
     """
     ways = rules.split(mesh, "vocab")
     vocab = VOCAB_MULTIPLE * ways if run.model.vocab == "auto" else run.model.vocab
-    assemble(run, vocab, mesh)
+    build_sharded_model(run, vocab, mesh)
 
 
-def placed(assembly: Assembly) -> Any:
+def abstract_params(assembly: ShardedModel) -> Any:
     """Shapes, dtypes and shardings of the parameters, for a restore."""
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
@@ -171,7 +171,7 @@ def placed(assembly: Assembly) -> Any:
 # The data of a run, read as its objective reads it.
 
 
-MOST_HELD_OUT = 50  # percent that an error proposes
+MAX_HELD_OUT = 50  # percent that an error proposes
 
 
 def open_data(
@@ -208,7 +208,7 @@ def check_held_out(config: DataConfig, data: Data) -> None:
             continue
         share = float(HELD_OUT.removeprefix("tail:").removesuffix("%"))
         enough = math.ceil(1.1 * share * row / found)
-        larger = f"--config.data.validation=tail:{enough}%\n" if enough <= MOST_HELD_OUT else ""
+        larger = f"--config.data.validation=tail:{enough}%\n" if enough <= MAX_HELD_OUT else ""
         raise ConfigError(
             "too little text is held out for validation",
             where=f"data.validation = {HELD_OUT}",
@@ -217,7 +217,7 @@ def check_held_out(config: DataConfig, data: Data) -> None:
         )
 
 
-def followed(run: Run, names: Iterable[str]) -> str | None:
+def ranking_set(run: Run, names: Iterable[str]) -> str | None:
     """The validation set, of those there are, whose loss ranks checkpoints; None where there is none.
 
     Raises:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from jaxlm.core.batch_schedule import Pace
+from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.config import Span
 from jaxlm.core.span import Paced
 
@@ -32,7 +32,7 @@ class Cadence:
         self._seconds = span.amount if span.unit == "second" else None
         self._steps = 0 if self._seconds is not None else span.steps(total, tokens_per_step)
         # Where batches differ in size, so many tokens are not always so many steps.
-        is_uneven = span.unit == "token" and isinstance(tokens_per_step, Pace)
+        is_uneven = span.unit == "token" and isinstance(tokens_per_step, BatchSchedule)
         self._pace = tokens_per_step if is_uneven else None
         self._amount = span.amount
         self._last = clock()
@@ -43,7 +43,7 @@ class Cadence:
         """Whether the span is over once `step` updates are complete. Asked once a step."""
         if step == self._total:
             return True
-        if isinstance(self._pace, Pace):
+        if isinstance(self._pace, BatchSchedule):
             done, before = (self._pace.tokens(n) // self._amount for n in (step, step - 1))
             return self._steps > 0 and done > before
         if self._seconds is None:

@@ -43,15 +43,15 @@ def build(
     if curvature is None:
         return lambda *_: {}
     every = curvature.every
-    gradient = gradients.build(
+    gradient = gradients.build_gradient(
         curvature.loss,
         precision=precision,
         axes=axes,
-        layout=layout,
+        shardings=layout,
         microbatches=microbatches,
         frozen=frozen,
     )
-    laid_out = gradients.laying_out(layout, frozen)
+    laid_out = gradients.constrain_grads(layout, frozen)
 
     def estimator(
         params: Any, grads: Any, batch: Tokens, key: Array, scale: Array, updates: Array

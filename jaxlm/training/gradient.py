@@ -11,23 +11,23 @@ from jaxlm.core import tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.nn import intermediates
-from jaxlm.nn.intermediates import Kind, Notes
+from jaxlm.nn.intermediates import Intermediates, Kind
 from jaxlm.objectives.loss import Loss
 from jaxlm.parallel import logical, pipeline
 
 LossOfParams = Callable[[Any, Tokens, Array], Loss]
-Gradient = Callable[[Any, Tokens, Array, Array], tuple[Any, Loss, Notes]]
+Gradient = Callable[[Any, Tokens, Array, Array], tuple[Any, Loss, Intermediates]]
 SQUARE = "gradient_square"  # the sum over micro-batches of |their mean gradient|^2
 
 
-def build(
+def build_gradient(
     loss: LossOfParams,
     *,
     precision: Precision,
     axes: Any = None,
-    layout: Any = None,
+    shardings: Any = None,
     microbatches: int = 1,
-    kinds: Collection[Kind] = (),
+    capture: Collection[Kind] = (),
     squares: bool = False,
     frozen: frozenset[str] = frozenset(),
 ) -> Gradient:
@@ -46,14 +46,14 @@ def build(
     the mean times the scale, so the same scale fits batches of any size. The gradient is divided by it in float32.
     """
     is_scaled = precision.is_scaled
-    laid_out = laying_out(layout, frozen)
+    laid_out = constrain_grads(shardings, frozen)
 
     def gradient(
         params: Any, batch: Tokens, key: Array, scale: Array, share: Array
-    ) -> tuple[Any, tuple[Loss, Notes]]:
-        def total(thawed: Any) -> tuple[Array, tuple[Loss, Notes]]:
-            whole = tree.laid_over(params, thawed) if frozen else thawed
-            with intermediates.taking(kinds) as notes:
+    ) -> tuple[Any, tuple[Loss, Intermediates]]:
+        def total(thawed: Any) -> tuple[Array, tuple[Loss, Intermediates]]:
+            whole = tree.merge_leaves(params, thawed) if frozen else thawed
+            with intermediates.capture(capture) as notes:
                 part = loss(whole, batch, key)
             total = part.objective.total
             if part.added is not None:
@@ -61,22 +61,22 @@ def build(
             return (total * (scale / batch.tokens.size) if is_scaled else total), (part, notes)
 
         (_, (part, notes)), grads = jax.value_and_grad(total, has_aux=True)(
-            tree.without(params, frozen)
+            tree.drop_leaves(params, frozen)
         )
-        grads = laid_out(reduced(grads, precision, axes))
+        grads = laid_out(reduce_dtype_grads(grads, precision, axes))
         if squares:
             unscale = batch.tokens.size / scale if is_scaled else 1.0
             size = jnp.square(tree.norm(grads) * unscale / jnp.maximum(part.objective.weight, 1.0))
-            notes = Notes(notes.sums | {SQUARE: size}, notes.peaks)
+            notes = Intermediates(notes.sums | {SQUARE: size}, notes.peaks)
         return grads, (part, notes)
 
     def summed(
         params: Any, batch: Tokens, key: Array, scale: Array
-    ) -> tuple[Any, tuple[Loss, Notes]]:
+    ) -> tuple[Any, tuple[Loss, Intermediates]]:
         share = _trained_share(batch)
         if microbatches == 1:
             return gradient(params, batch, key, scale, share)
-        parts = jax.tree.map(lambda x: pipeline.deal(x, microbatches), batch)
+        parts = jax.tree.map(lambda x: pipeline.split_microbatches(x, microbatches), batch)
         keys = jax.random.split(key, microbatches)
 
         def add(carry: Any, part: tuple[Tokens, Array]) -> tuple[Any, None]:
@@ -91,7 +91,9 @@ def build(
         notes = notes._replace(peaks=jax.tree.map(lambda x: x - jnp.inf, notes.peaks))
         return jax.lax.scan(add, (laid_out(grads), (part, notes)), (parts, keys))[0]
 
-    def mean(params: Any, batch: Tokens, key: Array, scale: Array) -> tuple[Any, Loss, Notes]:
+    def mean(
+        params: Any, batch: Tokens, key: Array, scale: Array
+    ) -> tuple[Any, Loss, Intermediates]:
         grads, (part, notes) = summed(params, batch, key, scale)
         inverse = 1.0 / jnp.maximum(part.objective.weight, 1.0)
         if is_scaled:
@@ -108,7 +110,7 @@ def _trained_share(batch: Tokens) -> Array:
     return batch.weights.sum(dtype=jnp.float32) / jnp.maximum(count, 1.0)
 
 
-def reduced(grads: Any, precision: Precision, axes: Any) -> Any:
+def reduce_dtype_grads(grads: Any, precision: Precision, axes: Any) -> Any:
     """Return gradients in the dtypes in which they are summed: `precision.reduce`, but float32 for routers' biases.
 
     The optimizer reads the sign of a router bias's gradient alone (`optim.build`), which is 2^-30 times a difference of
@@ -126,11 +128,11 @@ def reduced(grads: Any, precision: Precision, axes: Any) -> Any:
     return tree.map_with_path(leaf, grads)
 
 
-def laying_out(layout: Any, frozen: frozenset[str]) -> Callable[[Any], Any]:
+def constrain_grads(layout: Any, frozen: frozenset[str]) -> Callable[[Any], Any]:
     """The function that lays gradients out as `layout` says, which has the leaves at the paths `frozen` too; for None it does nothing."""
     if layout is None:
         return lambda grads: grads
-    own = tree.without(layout, frozen)
+    own = tree.drop_leaves(layout, frozen)
     return lambda grads: jax.lax.with_sharding_constraint(grads, own)
 
 

@@ -25,7 +25,7 @@ POLL_SECONDS = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Failure:
+class WorkerFailure:
     """The rank that failed first, the exit code that the job has from it, and why."""
 
     rank: int
@@ -34,7 +34,7 @@ class Failure:
     is_consequence: bool = False  # of another's failure, most likely
 
 
-class Ranks:
+class WorkerGroup:
     """One attempt: the processes of a job from their start to their end. None outlives the context."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Ranks:
         self._readers: list[threading.Thread] = []
         self._last: dict[int, str] = {}  # line of each rank that is no explanation of the one above
         self._ended: dict[int, int] = {}  # exit codes
-        self._failures: list[Failure] = []  # in the order in which they were seen
+        self._failures: list[WorkerFailure] = []  # in the order in which they were seen
         self._reported: set[int] = set()
         self._killed: set[int] = set()
 
@@ -96,7 +96,7 @@ class Ranks:
             if process.poll() is None:
                 process.send_signal(number)
 
-    def wait(self) -> Failure | None:
+    def wait(self) -> WorkerFailure | None:
         """Returns once every rank has ended; None where all finished."""
         beats: dict[int, tuple[str, float]] = {}
         first_failed: float | None = None
@@ -135,7 +135,7 @@ class Ranks:
             with contextlib.suppress(ValueError):
                 word = json.loads(self._file(rank, "end"))
                 self._reported.add(rank)
-                failure = Failure(
+                failure = WorkerFailure(
                     rank=word["rank"],
                     code=word["code"],
                     cause=word["cause"],
@@ -144,13 +144,13 @@ class Ranks:
                 self._failures.append(failure)
         for rank, code in ended.items():
             if code > 0 and code != ABORTED and rank not in self._reported:
-                failure = Failure(rank=rank, code=code, cause=self._last.get(rank, ""))
+                failure = WorkerFailure(rank=rank, code=code, cause=self._last.get(rank, ""))
                 self._failures.append(failure)
 
     def _end_silent(self, rank: int) -> None:
         """Its Python does not run, so neither does its watch. The signal's handler runs even then, and writes stacks."""
         cause = f"no sign of life for {self._silence:.0f} s"
-        self._failures.insert(0, Failure(rank=rank, code=Stalled.code, cause=cause))
+        self._failures.insert(0, WorkerFailure(rank=rank, code=Stalled.code, cause=cause))
         with contextlib.suppress(ProcessLookupError):
             self.processes[rank].send_signal(signal.SIGUSR1)
         time.sleep(0.2)
@@ -180,10 +180,10 @@ class Ranks:
             return ""
 
 
-def _by_signal(rank: int, number: int, said: str) -> Failure:
+def _by_signal(rank: int, number: int, said: str) -> WorkerFailure:
     """JAX aborts where a peer is lost. Killed from outside is a loss too; any other signal is a crash."""
     lost = number in (signal.SIGABRT, signal.SIGKILL, signal.SIGTERM)
-    return Failure(
+    return WorkerFailure(
         rank=rank,
         code=PeerLost.code if lost else 70,
         cause=f"ended by {signal.Signals(number).name}"
@@ -201,13 +201,13 @@ def free_port() -> int:
 # A run of several processes, started again as long as that helps.
 
 
-AGAIN = (PeerLost.code, Preempted.code, Stalled.code, SaveFailed.code)
+RETRIED_CODES = (PeerLost.code, Preempted.code, Stalled.code, SaveFailed.code)
 TRIES = 3  # without progress
 PAUSE_SECONDS = (1.0, 60.0)  # before a restart, at first and at most
 SPACE_SECONDS = 600.0  # to wait for a disk to have space again
 
 
-class Job:
+class ElasticJob:
     """A run of several processes, started again as long as that helps.
 
     A rank that is lost, stalled or preempted is worth another start, from the newest checkpoint, after a pause that
@@ -228,7 +228,7 @@ class Job:
         self._command, self._count, self._workdir = command, count, workdir
         self._restarts, self._say, self._silence = restarts, say, silence_seconds
         self._pause = pause_seconds
-        self._ranks: Ranks | None = None
+        self._ranks: WorkerGroup | None = None
         self._told = threading.Event()
         self.started = 0
 
@@ -238,7 +238,7 @@ class Job:
         if self._ranks:
             self._ranks.signal(number)
 
-    def run(self) -> Failure | None:
+    def run(self) -> WorkerFailure | None:
         """The last failure; None where the run finished. What killed processes could not, it writes into exit.json.
 
         Raises:
@@ -253,10 +253,10 @@ class Job:
             self._write_down(failure.code, failure.cause)
         return failure
 
-    def _attempts(self) -> Failure | None:
+    def _attempts(self) -> WorkerFailure | None:
         here, tries = self._newest(), 0
         while True:
-            with Ranks(
+            with WorkerGroup(
                 self._command, self._count, say=self._say, silence_seconds=self._silence
             ) as self._ranks:
                 self.started += 1
@@ -269,7 +269,7 @@ class Job:
             self._say(
                 f"rank {failure.rank} failed first, exit code {failure.code}: {failure.cause}"
             )
-            if failure.code not in AGAIN or self._told.is_set():
+            if failure.code not in RETRIED_CODES or self._told.is_set():
                 return failure
             reached = self._newest()
             tries = tries + 1 if reached == here or tries == 0 else 1
@@ -286,7 +286,7 @@ class Job:
             if not self._wait(failure, tries):
                 return failure
 
-    def _wait(self, failure: Failure, tries: int) -> bool:
+    def _wait(self, failure: WorkerFailure, tries: int) -> bool:
         """Pauses; whether a start is worth while."""
         pause = min(self._pause * 2 ** (tries - 1), PAUSE_SECONDS[1])
         self._say(f"starting again in {pause:g} s")

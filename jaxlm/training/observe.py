@@ -11,7 +11,7 @@ from jaxlm.core import tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.monitor.config import Watched
-from jaxlm.nn.intermediates import Kind, Notes
+from jaxlm.nn.intermediates import Intermediates, Kind
 from jaxlm.training import curvature as curvatures
 from jaxlm.training import gradient as gradients
 from jaxlm.training.curvature import Curvature
@@ -30,7 +30,7 @@ class Observed(NamedTuple):
     """Norms by kind and by the path of a leaf, [L] in stacks; what layers noted; the gradient's squared norm and weight."""
 
     norms: dict[str, dict[str, Array]]
-    notes: Notes
+    notes: Intermediates
     square: Array
     weight: Array
 
@@ -64,10 +64,10 @@ def build(
     )
     estimate = curvatures.build(curvature, **parts)
     extended = optax.with_extra_args_support(optimizer)
-    gradient = gradients.build(
+    gradient = gradients.build_gradient(
         loss,
         **parts,
-        kinds=[kind for name in kinds for kind in KINDS[name]],
+        capture=[kind for name in kinds for kind in KINDS[name]],
         squares="noise" in kinds,
     )
 

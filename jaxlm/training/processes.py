@@ -17,20 +17,20 @@ from jaxlm.core import faults
 from jaxlm.monitor.config import WatchConfig
 from jaxlm.monitor.watch import VERIFY, Watch
 from jaxlm.parallel import peers
-from jaxlm.parallel.cluster import Place
+from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.parallel.peers import Peers
 from jaxlm.training.launch import FOLDER
-from jaxlm.training.shutdown import Ending
+from jaxlm.training.shutdown import Shutdown
 from jaxlm.training.signals import StopRequest
 
 
-class Crew:
+class ProcessGroup:
     """The processes of a run and what watches over this one.
 
     Entered, it has met the others. Left by an exception, it ends all of them, unless `depart` came before.
     """
 
-    def __init__(self, config: WatchConfig, place: Place, *, workdir: Path):
+    def __init__(self, config: WatchConfig, place: ProcessSpec, *, workdir: Path):
         self._config, self.place, self._workdir = config, place, workdir
         self._open = contextlib.ExitStack()
         self._told = ""  # what this rank has said to be busy with
@@ -57,7 +57,7 @@ class Crew:
         def report(name: str) -> Path | None:
             return Path(folder) / f"{rank}.{name}" if folder else None
 
-        self.ending = Ending(
+        self.ending = Shutdown(
             self.peers, stacks=self._workdir / f"stacks.{rank}.txt", report=report("end")
         )
         with self._open:

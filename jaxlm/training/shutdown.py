@@ -26,26 +26,26 @@ from jaxlm.parallel.peers import AGAIN, Peers, is_loss
 STEP_SECONDS = 0.6  # for each thing that is done on the way out; a disk or a peer may not answer
 
 
-def within(act: Callable[[], object], seconds: float = STEP_SECONDS) -> None:
+def run_with_timeout(action: Callable[[], object], seconds: float = STEP_SECONDS) -> None:
     """Does something that may hang or fail, and goes on without it then."""
 
     def attempt() -> None:
         with contextlib.suppress(Exception):
-            act()
+            action()
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(seconds)
 
 
-LONGEST = 16_000  # characters of a traceback that the peers are told
+MAX_SIGN_BYTES = 16_000  # characters of a traceback that the peers are told
 POLL_SECONDS = 0.2
-EXPLAINED = (Stalled.code, Diverged.code)  # ends that a report helps with
+EXPLANATION_FILE = (Stalled.code, Diverged.code)  # ends that a report helps with
 EXPLAIN_SECONDS = 1.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Notice:
+class ExitReason:
     """Why a rank ends: its exit code, the cause in a line, and all that it said."""
 
     rank: int
@@ -54,7 +54,7 @@ class Notice:
     text: str = ""
 
 
-class Ending:
+class Shutdown:
     """The one way out in a hurry. Whoever comes first decides how it ends; later callers wait for the end.
 
     Used as a context manager it listens to the peers meanwhile, and an exception in its body is such an end, where
@@ -78,7 +78,7 @@ class Ending:
         self._over = threading.Event()
         self._listener: threading.Thread | None = None
 
-    def __enter__(self) -> "Ending":
+    def __enter__(self) -> "Shutdown":
         if self.peers.count > 1:
             self._listener = threading.Thread(target=self._listen, name="peers", daemon=True)
             self._listener.start()
@@ -104,7 +104,7 @@ class Ending:
     def failed(self, error: BaseException) -> NoReturn:
         """Ends with an exception, in its own code, unless a peer has ended the run before and this only follows from it."""
         if self.peers.count > 1 and not isinstance(error, PeerLost):
-            within(self._read_signs)
+            run_with_timeout(self._read_signs)
         if is_loss(error):
             why = str(error).partition("\n")[0]
             error = PeerLost(
@@ -133,7 +133,9 @@ class Ending:
 
     def now(self, code: int, cause: str, text: str = "") -> NoReturn:
         """Ends with a code that the peers end with too."""
-        self._end(Notice(rank=self.peers.rank, code=code, cause=cause, text=text[-LONGEST:]))
+        self._end(
+            ExitReason(rank=self.peers.rank, code=code, cause=cause, text=text[-MAX_SIGN_BYTES:])
+        )
 
     def _listen(self) -> None:
         while not self._over.wait(POLL_SECONDS):
@@ -149,14 +151,14 @@ class Ending:
         """The signs, if no peer has ended the run."""
         signs = self.peers.signs()
         if "abort" in signs:
-            notice = Notice(**json.loads(signs["abort"]))
+            notice = ExitReason(**json.loads(signs["abort"]))
             if notice.rank != self.peers.rank:
                 if notice.code == Stalled.code:
                     watch.dump_stacks(self._stacks)
                 self._end(notice)
         return signs
 
-    def _end(self, notice: Notice) -> NoReturn:
+    def _end(self, notice: ExitReason) -> NoReturn:
         if not self._first.acquire(blocking=False):
             while True:
                 time.sleep(60)
@@ -164,22 +166,24 @@ class Ending:
         text = notice.text or notice.cause
         if heard:
             text = f"rank {notice.rank} has ended this run with exit code {notice.code}:\n{text}"
-        within(lambda: _write(text))
+        run_with_timeout(lambda: _write(text))
         if self.leave:
             leave = self.leave
-            within(lambda: leave(notice.code, notice.cause))
+            run_with_timeout(lambda: leave(notice.code, notice.cause))
         if self._report:
             report = self._report
-            within(lambda: report.write_text(json.dumps(dataclasses.asdict(notice))))
+            run_with_timeout(lambda: report.write_text(json.dumps(dataclasses.asdict(notice))))
         if peers.count > 1:
             if not heard:
-                within(lambda: peers.sign("abort", json.dumps(dataclasses.asdict(notice))))
-            within(lambda: peers.sign(f"gone/{peers.rank}", ""))
-        if notice.code in EXPLAINED:
-            within(self.conclude, EXPLAIN_SECONDS)
+                run_with_timeout(
+                    lambda: peers.sign("abort", json.dumps(dataclasses.asdict(notice)))
+                )
+            run_with_timeout(lambda: peers.sign(f"gone/{peers.rank}", ""))
+        if notice.code in EXPLANATION_FILE:
+            run_with_timeout(self.conclude, EXPLAIN_SECONDS)
         if peers.count > 1 and peers.is_first:
-            within(lambda: _await_others(peers), 2 * STEP_SECONDS)
-        within(lambda: (sys.stdout.flush(), sys.stderr.flush()))
+            run_with_timeout(lambda: _await_others(peers), 2 * STEP_SECONDS)
+        run_with_timeout(lambda: (sys.stdout.flush(), sys.stderr.flush()))
         os._exit(notice.code)
 
 

@@ -11,7 +11,7 @@ from jax import Array
 from jaxlm.core import faults, random, tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
-from jaxlm.nn.intermediates import Kind, Notes
+from jaxlm.nn.intermediates import Intermediates, Kind
 from jaxlm.optim import rounding
 from jaxlm.training import curvature as curvatures
 from jaxlm.training import gradient as gradients
@@ -26,7 +26,7 @@ Metrics = dict[str, Any]
 Step = Callable[..., tuple[TrainState, Metrics]]
 
 
-def build(
+def build_step(
     loss: LossOfParams,
     optimizer: optax.GradientTransformation,
     schedule: Callable[[Array], Array],
@@ -35,15 +35,15 @@ def build(
     precision: Precision,
     guard: GuardConfig,
     axes: Any = None,
-    layout: Any = None,
+    shardings: Any = None,
     microbatches: int = 1,
     is_measured: Callable[[Array], Array] | None = None,
-    ahead: Callable[[Any, Any], Any] | None = None,
+    gradient_point: Callable[[Any, Any], Any] | None = None,
     average: Callable[[Any, Any, Array], Any] | None = None,
     curvature: Curvature | None = None,
     frozen: frozenset[str] = frozenset(),
-    kinds: Collection[Kind] = (),
-    after: Callable[[Any, Notes], tuple[Any, dict[str, Array]]] | None = None,
+    capture: Collection[Kind] = (),
+    post_update: Callable[[Any, Intermediates], tuple[Any, dict[str, Array]]] | None = None,
 ) -> Step:
     """The function (state, batch, rate) -> (state, metrics), to be jitted once with its state donated.
 
@@ -70,9 +70,9 @@ def build(
     """
     is_scaled = precision.is_scaled
     parts: dict[str, Any] = dict(
-        precision=precision, axes=axes, layout=layout, microbatches=microbatches, frozen=frozen
+        precision=precision, axes=axes, layout=shardings, microbatches=microbatches, frozen=frozen
     )
-    gradient = gradients.build(loss, **parts, kinds=kinds)
+    gradient = gradients.build_gradient(loss, **parts, capture=capture)
     estimate = curvatures.build(curvature, **parts)
     extended = optax.with_extra_args_support(optimizer)
 
@@ -80,12 +80,16 @@ def build(
         state: TrainState, batch: Tokens, rate: Array | float = 1.0
     ) -> tuple[TrainState, Metrics]:
         scale = state.guard.scale
-        at = state.params if ahead is None else ahead(state.params, state.opt_state)
+        at = (
+            state.params
+            if gradient_point is None
+            else gradient_point(state.params, state.opt_state)
+        )
         own_key = jax.random.fold_in(key, state.step)
         grads, part, notes = gradient(at, batch, own_key, scale.factor)
-        grads = _broken("grads", grads, state.step)
+        grads = inject_faults("grads", grads, state.step)
         means = {name: mean.figure for name, mean in part.metrics.items()}
-        means["loss_nats"] = _broken("loss", part.metrics["loss_nats"].value, state.step)
+        means["loss_nats"] = inject_faults("loss", part.metrics["loss_nats"].value, state.step)
         grad_norm = tree.norm(grads)
         applied = state.applied
         given = estimate(state.params, grads, batch, own_key, scale.factor, applied)
@@ -103,8 +107,8 @@ def build(
             )
             params = rounding.add(state.params, updates)
             figures: dict[str, Array] = {}
-            if after is not None:
-                params, figures = after(params, notes)
+            if post_update is not None:
+                params, figures = post_update(params, notes)
             # Both may be kept in fewer bits than an update is computed in.
             params, opt_state = (
                 rounding.rounded(values, old, random.stream(own_key, name))
@@ -167,7 +171,7 @@ def _layer_norms(is_wanted: Array, grads: Any, axes: Any) -> Any:
     return jax.lax.cond(is_wanted, norms, lambda: zeros)
 
 
-def _broken(point: str, values: Any, step: Array) -> Any:
+def inject_faults(point: str, values: Any, step: Array) -> Any:
     """Values with the faults that a test asked for at this point, in one element of the first leaf; untouched without any."""
     for fault in faults.planned(point):
         high = jnp.iinfo(jnp.int32).max if fault.high is None else fault.high

@@ -357,7 +357,7 @@ def test_a_model_of_several_files_is_read_and_written(capsys, tmp_path):
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}")
     assert (code, answer["tensors"]) == (0, len(found))
     answer = export_model.export_model(
-        export_model.Options(workdir=run, out=out, dtype="bfloat16", shard_bytes=20_000)
+        export_model.ExportOptions(workdir=run, out=out, dtype="bfloat16", shard_bytes=20_000)
     )
     written = json.loads((out / "model.safetensors.index.json").read_text())
     files = set(written["weight_map"].values())
@@ -582,7 +582,7 @@ def exported(tmp_path_factory):
     source, run = write(folder / "source"), folder / "run"
     import_model.import_model(import_model.Options(source=source, workdir=run))
     export_model.export_model(
-        export_model.Options(workdir=run, out=folder / "out", shard_bytes=20_000)
+        export_model.ExportOptions(workdir=run, out=folder / "out", shard_bytes=20_000)
     )
     return folder / "out"
 

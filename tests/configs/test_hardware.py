@@ -72,7 +72,7 @@ def assembled(run, hardware):
     sizes = run.mesh.sizes(DEVICES[hardware][0])
     types = (AxisType.Auto,) * len(AXES)
     mesh = AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=types)
-    return setup.assemble(run, run.model.vocab, mesh)
+    return setup.build_sharded_model(run, run.model.vocab, mesh)
 
 
 def test_each_config_names_the_hardware_that_it_is_for():
@@ -144,7 +144,7 @@ def test_the_step_and_its_layout_can_be_traced(name, hardware):
         mock.patch.object(programs.host, "host_rows"),
         mock.patch.object(programs, "Replicas"),
     ):
-        built = programs.Engine(run, data, model)
+        built = programs.TrainPrograms(run, data, model)
         state = built.abstract()
         shape = (run.train.batch, run.data.sequence)
         place = host.batch_sharding(model.mesh)

@@ -257,7 +257,7 @@ def test_the_pods_of_the_jobset_find_each_other():
             where = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
             key = where.removeprefix("metadata.annotations['jobset.sigs.k8s.io/").rstrip("]'")
             environment[entry["name"]] = annotations[key] if where else entry["value"]
-        found = cluster.place(environment)
+        found = cluster.process_spec(environment)
         assert found.count == job["completions"]
         ranks.add(found.rank)
         meeting.add(found.coordinator)

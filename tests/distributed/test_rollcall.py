@@ -6,7 +6,7 @@ import pytest
 
 from jaxlm.core.errors import CommandError, ConfigError, JaxlmError, PeerLost
 from jaxlm.parallel import rendezvous
-from jaxlm.parallel.cluster import Place
+from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.training.launch import free_port
 
 REFUSED = ConfigError("no setting optim.lrr", where="--config.optim.lrr=1", why="", fix="")
@@ -20,10 +20,12 @@ def meet(*ranks, count, seconds=1.0, counts=None, refused=()):
     def go(number, rank):
         try:
             own = (counts or {}).get(rank, count)
-            with rendezvous.excused(Place(coordinator=address, count=own, rank=rank)):
+            with rendezvous.report_failure_to_peers(
+                ProcessSpec(coordinator=address, count=own, rank=rank)
+            ):
                 if rank in refused:
                     raise REFUSED
-            rendezvous.meet(address, rank=rank, count=own, seconds=seconds)
+            rendezvous.rendezvous(address, rank=rank, count=own, seconds=seconds)
             found[number] = None
         except JaxlmError as error:
             found[number] = error
@@ -108,7 +110,7 @@ def test_a_stranger_at_the_door_is_no_rank(said):
 
     def go():
         try:
-            rendezvous.meet(address, rank=0, count=2, seconds=0.8)
+            rendezvous.rendezvous(address, rank=0, count=2, seconds=0.8)
         except PeerLost as error:
             found.append(error.why)
 
@@ -128,7 +130,7 @@ def test_a_rank_that_died_while_it_waited_may_come_again():
     found = []
 
     def go(rank):
-        rendezvous.meet(address, rank=rank, count=3, seconds=30)
+        rendezvous.rendezvous(address, rank=rank, count=3, seconds=30)
         found.append(rank)
 
     first = threading.Thread(target=go, args=(0,))
@@ -150,7 +152,7 @@ def test_an_address_in_use_is_said():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(PeerLost) as caught:
-            rendezvous.meet(address, rank=0, count=2, seconds=1)
+            rendezvous.rendezvous(address, rank=0, count=2, seconds=1)
     assert "in use" in caught.value.why
 
 

@@ -80,7 +80,7 @@ def is_found(damage: Callable[[Path], None], path: Path, unbroken: Path, copy: P
     damage(copy / path.relative_to(unbroken / "half"))
     damaged: dict[int, list[str]] = {}
     opened = Store(copy / "checkpoints", CheckpointConfig())
-    assert opened.newest_sound(damaged.__setitem__) == 6
+    assert opened.latest_valid(damaged.__setitem__) == 6
     assert list(damaged) == [8]
     assert path.name in damaged[8][0]
 
@@ -154,7 +154,7 @@ def test_b2_orbaxs_own_note_of_a_commit_decides_nothing(unbroken, tmp_path, kind
     note.unlink() if kind == "removed" else note.write_bytes(b"" if kind == "emptied" else b"\0")
     assert not note.exists() or note.read_bytes() != before or before == b""
     opened = Store(tmp_path / "checkpoints", CheckpointConfig(), read_only=True)
-    assert opened.newest_sound() == 8
+    assert opened.latest_valid() == 8
     assert harness.state_digest(tmp_path) == harness.state_digest(unbroken / "half")
 
 

@@ -55,7 +55,7 @@ def test_an_encoder_decoder_sends_what_the_closed_form_says():
     """But for what its table of biases is summed with, which is next to nothing."""
     sizes = {"model.family": "t5", "model.decoder_depth": "2", "objective.name": "span"}
     found, run, sizes = sent(sizes | {"mesh.fsdp": "2", "mesh.tensor": "2"}, 4)
-    given = work(run, sizes, gradient_bytes=0, targets=predict.written(run))
+    given = work(run, sizes, gradient_bytes=0, targets=predict.decoder_tokens(run))
     assert found["all-gather", "fsdp", "parameters"] == comm_cost.fsdp_bytes(given, sizes)
     summed = sum(size for key, size in found.items() if key[:2] == ("all-reduce", "tensor"))
     assert summed == pytest.approx(comm_cost.tensor_bytes(given, sizes), rel=0.01)

@@ -130,7 +130,7 @@ def test_blocks_that_nothing_is_seen_of_are_not_computed():
     """Half of a causal row, and little of one with a window: the time says so in long rows, the bounds in short ones."""
 
     def seen(window, count=6):
-        terms = blockwise.Terms(
+        terms = blockwise.StaticArgs(
             scale=1.0, cap=None, compute=jnp.float32, causal=True, window=window, is_dealt=False
         )
         bounds = [blockwise._seen(terms, BLOCK, count, jnp.asarray(i)) for i in range(count)]
@@ -140,7 +140,7 @@ def test_blocks_that_nothing_is_seen_of_are_not_computed():
     assert seen(1) == 6
     assert seen(BLOCK) == 6 + 5
     assert seen(BLOCK + 2) == 6 + 5 + 4
-    terms = blockwise.Terms(
+    terms = blockwise.StaticArgs(
         scale=1.0, cap=None, compute=jnp.float32, causal=True, window=None, is_dealt=False
     )
     furthest = jnp.array([[3 * BLOCK + 1] + [BLOCK - 1] * (BLOCK - 1)])

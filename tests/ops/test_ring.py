@@ -34,11 +34,11 @@ def grid_of(**sizes):
 
 def weighed(parts, keys, window, cap, segments, reach, precision, operands):
     """sum of out x weights, with its slots dealt out and put back; and what it is a sum of."""
-    query, key, value, weights = context.deal(operands, parts) if parts > 1 else operands
-    dealt = context.deal(jax.tree.map(jnp.asarray, (segments, reach)), parts)
+    query, key, value, weights = context.zigzag_shard(operands, parts) if parts > 1 else operands
+    dealt = context.zigzag_shard(jax.tree.map(jnp.asarray, (segments, reach)), parts)
     mask = dataclasses.replace(masks.causal(LENGTH, *dealt, parts=parts), window=window)
     out = attention(query, key, value, mask, precision, scale=0.7, cap=cap, kernel=keys)
-    return (out * weights).sum(), context.undeal(out, parts)
+    return (out * weights).sum(), context.zigzag_unshard(out, parts)
 
 
 def computed(parts, keys, window=None, cap=None, segments=SEGMENTS, reach=None, precision=None):

@@ -92,7 +92,7 @@ def test_a_step_that_is_not_applied_leaves_the_average_as_it_was():
     config, guard = Swa(begin=Span.parse(2), every=Span.parse(3), high=None), GuardConfig(window=8)
     optimizer = optax.sgd(0.1)
     step = jax.jit(
-        steps.build(
+        steps.build_step(
             loss,
             optimizer,
             lambda _: jnp.float32(0.1),

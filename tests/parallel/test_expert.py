@@ -117,7 +117,7 @@ def test_places_are_exchanged_and_tokens_without_a_limit_are_gathered(kind, sent
 def test_tokens_dealt_over_a_ring_take_the_places_of_their_row():
     config = KINDS["capacity"]
     with jax.set_mesh(grid({"expert": 2, "context": 2})):
-        dealt = results(config, context.order(LENGTH, 2), is_dealt=True)
+        dealt = results(config, context.zigzag_order(LENGTH, 2), is_dealt=True)
     assert_same(results(config), dealt)
 
 

@@ -36,7 +36,7 @@ def test_the_mesh_and_the_loop_give_the_schedule(wanted, expected):
     grid = mesh.build(wanted.mesh, jax.devices()[:4])
     divisibility.check(wanted, 4)
     assert divisibility.schedule(wanted, grid.shape) == expected
-    assert setup.assemble(wanted, 64, grid).blueprint.schedule == expected
+    assert setup.build_sharded_model(wanted, 64, grid).blueprint.schedule == expected
 
 
 def changed(config, flags):

@@ -45,26 +45,26 @@ def run_of(model, sequence=64, **settings):
 def test_the_way_to_keys_is_chosen_set_and_said():
     model = Llama(**SIZES, kv_heads=4)
     small = run_of(model)
-    assert not attention_kernels.fitted(small, model.build(), GRID, CPU).has_ring
-    assert attention_kernels.told(small, model.build(), GRID, CPU).startswith(
+    assert not attention_kernels.with_kernels(small, model.build(), GRID, CPU).has_ring
+    assert attention_kernels.describe_kernels(small, model.build(), GRID, CPU).startswith(
         "keys gathered from 4 devices: "
     )
     large = run_of(model, sequence=8192)
-    assert attention_kernels.fitted(large, model.build(), GRID, CPU).has_ring
-    said = attention_kernels.told(large, model.build(), GRID, CPU)
+    assert attention_kernels.with_kernels(large, model.build(), GRID, CPU).has_ring
+    said = attention_kernels.describe_kernels(large, model.build(), GRID, CPU)
     assert said.startswith("keys in a ring of 4 devices, tokens dealt out in 8 chunks: ")
     assert "MiB a device, above 256\nsamples: reference" in said
     forced = run_of(model, context_keys="ring")
-    assert attention_kernels.fitted(forced, model.build(), GRID, CPU).has_ring
-    assert attention_kernels.told(forced, model.build(), WHOLE, CPU).startswith(
+    assert attention_kernels.with_kernels(forced, model.build(), GRID, CPU).has_ring
+    assert attention_kernels.describe_kernels(forced, model.build(), WHOLE, CPU).startswith(
         "reference: rows of 64 tokens"
     )
-    assert attention_kernels.fitted(forced, model.build(), WHOLE, CPU) == model.build()
+    assert attention_kernels.with_kernels(forced, model.build(), WHOLE, CPU) == model.build()
 
 
 def test_a_ring_with_attention_dropout_is_refused_and_auto_gathers():
     model = GPT2(**SIZES, dropout=0.1)
-    assert not attention_kernels.fitted(
+    assert not attention_kernels.with_kernels(
         run_of(model, sequence=8192), model.build(), GRID, CPU
     ).has_ring
     run = run_of(model, context_keys="ring")
@@ -84,9 +84,9 @@ def test_blocks_are_chosen_for_long_rows_and_refused_where_they_cannot_be():
     model = Llama(**SIZES, kv_heads=4)
     run = run_of(model, sequence=1024)
     for sizes, kernel in ((WHOLE, "blockwise"), (GRID, "reference")):
-        layers = attention_kernels.fitted(run, model.build(), sizes, CPU).layers
+        layers = attention_kernels.with_kernels(run, model.build(), sizes, CPU).layers
         assert {layer.attention.kernel for layer in layers} == {kernel}
-    assert attention_kernels.told(run, model.build(), WHOLE, CPU).startswith(
+    assert attention_kernels.describe_kernels(run, model.build(), WHOLE, CPU).startswith(
         "blockwise: rows of 1024 tokens"
     )
     named = dataclasses.replace(run, train=TrainConfig(batch=8, attention="blockwise"))
@@ -94,7 +94,7 @@ def test_blocks_are_chosen_for_long_rows_and_refused_where_they_cannot_be():
     with pytest.raises(ConfigError, match="for whole rows"):
         attention_kernels.check(named, model.build(), GRID, CPU)
     dropping = GPT2(**SIZES, context=1024, dropout=0.1)
-    assert attention_kernels.told(run, dropping.build(), WHOLE, CPU).startswith(
+    assert attention_kernels.describe_kernels(run, dropping.build(), WHOLE, CPU).startswith(
         "reference: the others have no"
     )
     with pytest.raises(ConfigError, match="blockwise attention cannot compute this run"):
@@ -107,14 +107,16 @@ def test_each_platform_has_its_kernel_and_says_why_not():
         run_of(model, sequence=1024), precision=PrecisionConfig(compute="bfloat16")
     )
     for target, kernel in ((TPU, "splash"), (H100, "cudnn"), (CPU, "blockwise")):
-        layers = attention_kernels.fitted(run, model.build(), WHOLE, target).layers
+        layers = attention_kernels.with_kernels(run, model.build(), WHOLE, target).layers
         assert {layer.attention.kernel for layer in layers} == {kernel}
-        assert attention_kernels.told(run, model.build(), WHOLE, target).startswith(f"{kernel}: ")
-        assert attention_kernels.fitted(run, model.build(), GRID, target).layers[
+        assert attention_kernels.describe_kernels(run, model.build(), WHOLE, target).startswith(
+            f"{kernel}: "
+        )
+        assert attention_kernels.with_kernels(run, model.build(), GRID, target).layers[
             0
         ].attention.kernel == ("reference")
     short = dataclasses.replace(run, data=DataConfig(sequence=1000))
-    said = attention_kernels.told(short, model.build(), WHOLE, TPU)
+    said = attention_kernels.describe_kernels(short, model.build(), WHOLE, TPU)
     assert said.startswith("blockwise: rows of 1000 tokens")
     assert "; splash not: rows of 1000 tokens are no multiple of 128\n" in said
 
@@ -200,7 +202,7 @@ def test_a_run_of_another_platform_is_used_here_by_a_kernel_that_can_and_that_is
         run = run_of(Llama(**SIZES, kv_heads=4), sequence=1024).changed(
             {"train.attention": name, "mesh.context": 1, "mesh.data": "auto"}
         )
-        used = load._suited(run, 64, grid, sequence, said.append)
+        used = load._adapted_to_mesh(run, 64, grid, sequence, said.append)
         assert used.train.attention == kernel
         assert used.data.sequence == (sequence or 1024)
     assert said == [
@@ -211,7 +213,9 @@ def test_a_run_of_another_platform_is_used_here_by_a_kernel_that_can_and_that_is
 
 def test_rows_of_another_length_are_refused_with_the_nearest_that_divide():
     model = Llama(**SIZES, kv_heads=4)
-    ring = attention_kernels.fitted(run_of(model, context_keys="ring"), model.build(), GRID, CPU)
+    ring = attention_kernels.with_kernels(
+        run_of(model, context_keys="ring"), model.build(), GRID, CPU
+    )
     attention_kernels.check_length(GRID, model.build(), 36, flag="--sequence")
     for length, fixes in ((36, [32, 40]), (5, [8])):
         with pytest.raises(ConfigError, match=f"rows of {length} tokens") as caught:

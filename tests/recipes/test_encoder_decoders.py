@@ -101,7 +101,7 @@ def written(capsys, run):
 
 def likeliest(run, prompt, ids):
     """The likeliest id after each of these, from one pass over all of them."""
-    opened = opening.open_run(run)
+    opened = opening.load_run(run)
     tokenizer = opened.tokenizer
     source = jnp.asarray([[*tokenizer.before, *tokenizer.encode(prompt), *tokenizer.after]])
     known = np.arange(opened.model.blueprint.config.vocab)

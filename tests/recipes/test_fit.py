@@ -202,7 +202,7 @@ def test_the_meshes_offered_are_all_that_are_nearest_of_all_there_are(count, set
         sizes
         for sizes in meshes(count)
         if all(size == 1 or axis in used for axis, size in sizes.items())
-        and not any(divisibility.find(run, sizes))
+        and not any(divisibility.find_indivisible(run, sizes))
     ]
     lines = [line for line in caught.value.fix.splitlines() if "mesh." in line]
     found = [load(asked | pasted(line)).mesh.sizes(count) for line in lines]
@@ -248,7 +248,7 @@ def test_the_values_named_are_the_nearest_of_all_that_fit(count, settings, path)
             run = load(settings | {path: str(value)})
         except ConfigError:
             return False
-        return not any(divisibility.find(run, run.mesh.sizes(count)))
+        return not any(divisibility.find_indivisible(run, run.mesh.sizes(count)))
 
     below = next((n for n in range(now - 1, 0, -1) if fits(n)), None)
     above = next((n for n in range(now + 1, 4 * now) if fits(n)), None)

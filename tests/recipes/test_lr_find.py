@@ -15,7 +15,7 @@ from jaxlm.optim.config import Muon
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose.lr_find import Point, scaled, smooth, suggest
-from jaxlm.recipes.train.programs import Engine
+from jaxlm.recipes.train.programs import TrainPrograms
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -129,14 +129,14 @@ def test_on_the_quickstart_it_finds_a_rate_within_three_of_the_best_of_a_grid(
     run = configs.load(Run, "configs/quickstart.py", list(small.items())).value
     mesh = jax_setup.build_mesh(run.mesh)
     data = dataset.open_data(run.data, seed=run.seed)
-    model = setup.assemble(run, setup.vocabulary(run, data.tokenizer.size), mesh)
+    model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
     ends = {}
     for rate in (0.002, 0.006, 0.02, 0.06, 0.2):
         share = run.optim.adam_lr / run.optim.lr
         optim = dataclasses.replace(run.optim, lr=rate, adam_lr=rate * share)
         with jax.set_mesh(mesh):
-            engine = Engine(dataclasses.replace(run, optim=optim), data, model)
-            state, batches = engine.fresh(), engine.batches(0)
+            engine = TrainPrograms(dataclasses.replace(run, optim=optim), data, model)
+            state, batches = engine.init_state(), engine.batches(0)
             for _ in range(run.train.steps):
                 state, _ = engine.step(state, next(batches))
             (ends[rate],) = (

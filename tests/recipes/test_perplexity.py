@@ -60,7 +60,7 @@ def reference(opened, text: str, most: int) -> float:
 
 
 def test_the_perplexity_is_that_of_float64(model):
-    opened = load.open_run(model)
+    opened = load.load_run(model)
     score = evaluate.scorer(Perplexity(run=str(model), tokens=75))
     # 32 tokens a row: exactly one and two, and beyond what is looked at.
     for size in (32, 64, 200):

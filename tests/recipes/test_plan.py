@@ -27,7 +27,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import topology
 from jaxlm.recipes.plan import device_memory, predict, search
 from jaxlm.recipes.train import trainer
-from jaxlm.recipes.train.programs import Engine
+from jaxlm.recipes.train.programs import TrainPrograms
 
 SMALL = {
     "model.vocab": "512",
@@ -120,10 +120,10 @@ def planned(run, devices=1):
 def test_the_bytes_of_the_state_are_those_of_the_live_layout(settings, devices):
     run = load(settings)
     grid = mesh.build(run.mesh, jax.devices()[:devices])
-    model = setup.assemble(run, 512, grid)
+    model = setup.build_sharded_model(run, 512, grid)
     data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=np.zeros(512, np.int32), lead=""))
     with jax.set_mesh(grid):
-        live = Engine(run, data, model).held()
+        live = TrainPrograms(run, data, model).bytes_per_device()
     said = device_memory.held_bytes(run, planned(run, devices).decoder, run.mesh.sizes(devices))
     if run.train.offload:
         assert said.pop("optimizer") == 0

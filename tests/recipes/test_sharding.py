@@ -19,9 +19,9 @@ from jaxlm.optim.config import Optimizer
 from jaxlm.parallel import hlo_collectives, logical, mesh
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import check, collectives, topology
-from jaxlm.recipes.diagnose.check import shrink
+from jaxlm.recipes.diagnose.check import reduced_run
 from jaxlm.recipes.plan import predict
-from jaxlm.recipes.train.programs import of_sizes
+from jaxlm.recipes.train.programs import without_data
 
 PRIME, VOCAB = 127, 508  # ids; nothing else is a multiple of the prime
 BASE = ("model.heads=8", "model.kv_heads=4", "mesh.data=1")
@@ -83,7 +83,7 @@ ALLOWED = {
 def smaller(settings):
     """The run of these settings as `jaxlm check` makes it small, with a vocabulary that is unmistakable."""
     run = config.load(Run, None, [tuple(each.split("=", 1)) for each in settings]).value
-    small = shrink(run, 1, 8)
+    small = reduced_run(run, 1, 8)
     raw = config.to_json(small.run)
     raw["model"]["vocab"] = VOCAB
     if "model.hidden=1536" in settings:
@@ -96,7 +96,7 @@ def engine_of(settings):
     small = smaller(settings)
     count = math.prod(small.mesh.values())
     grid = mesh.build(small.run.mesh, jax.devices()[:count])
-    return small, grid, of_sizes(small.run, grid, VOCAB)
+    return small, grid, without_data(small.run, grid, VOCAB)
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ def wrong(small, text, **known):
     ]
     found = [line for line in found if not any(each in line for each in ALLOWED)]
     results = hlo_collectives.results(text)
-    found += collectives.whole(results, small.mesh, step)
+    found += collectives.unsharded_arrays(results, small.mesh, step)
     if logical.ways(small.mesh, "vocab") == 1:
         return found
     # And whatever shape it has been given: as many numbers as one chunk of a device's tokens has logits.
@@ -171,11 +171,11 @@ def test_nor_does_that_of_an_encoder_and_a_decoder(more):
     run = config.load(Run, None, [tuple(each.split("=", 1)) for each in settings]).value
     grid = mesh.build(run.mesh, jax.devices()[:4])
     text = topology.compile_step(run, grid).as_text()
-    step = collectives.Step(tokens=2 * run.data.sequence, mark=5, vocab=VOCAB)
+    step = collectives.StepShapes(tokens=2 * run.data.sequence, mark=5, vocab=VOCAB)
     lines = collectives.table(hlo_collectives.read(text), dict(grid.shape), step)
     unexpected = {(line.kind, line.largest) for line in lines if line.why_unexpected}
     assert unexpected <= {("all-reduce", "f32[2,1,80,80]")}
-    targets = predict.written(run)
+    targets = predict.decoder_tokens(run)
     assert 0 < targets < run.data.sequence
     for each in hlo_collectives.results(text):
         assert VOCAB not in each.shape.sizes, each
@@ -229,8 +229,8 @@ def test_nor_does_generation_but_for_one_token_of_each_text(beams):
         text = jax.jit(program).lower(params, ids, lengths, keys).compile().as_text()
     results = hlo_collectives.results(text)
     assert any(each.shape.elements == rows * VOCAB // 2 for each in results), "the mesh splits them"
-    step = collectives.Step(tokens=rows * length, mark=small.mark, vocab=VOCAB)
-    assert not collectives.whole(results, small.mesh, step)
+    step = collectives.StepShapes(tokens=rows * length, mark=small.mark, vocab=VOCAB)
+    assert not collectives.unsharded_arrays(results, small.mesh, step)
     most = max(each.shape.elements for each in results if VOCAB in each.shape.sizes)
     assert most <= rows * beams * VOCAB
 

@@ -10,7 +10,7 @@ from jaxlm.cli.main import main
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.span import Span
 from jaxlm.monitor.config import LogConfig
-from jaxlm.nn.intermediates import Notes
+from jaxlm.nn.intermediates import Intermediates
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import layer_stats
 from jaxlm.training import figures
@@ -89,9 +89,9 @@ def test_a_step_is_logged_after_the_next_one_was_observed():
 
     def observed(size):
         norm = {"embedding/table": np.float32(size)}
-        return Observed({"grad_norm": norm}, Notes({}, {}), np.float32(0), np.float32(1))
+        return Observed({"grad_norm": norm}, Intermediates({}, {}), np.float32(0), np.float32(1))
 
-    seen = layer_stats.Watching(run, {}, ())
+    seen = layer_stats.LayerStatsCollector(run, {}, ())
     for completed in (1, 2):
         seen.look(functools.partial(observed, 10 * completed), completed)
     for completed in (1, 2):
@@ -106,7 +106,9 @@ def test_the_noise_scale_is_of_the_means_of_twenty_estimates_and_goes_on_after_a
     )
     draw = np.random.default_rng(0)
     taken = [
-        Observed({}, Notes({SQUARE: np.float64(4 * small)}, {}), np.float64(big), np.float64(64))
+        Observed(
+            {}, Intermediates({SQUARE: np.float64(4 * small)}, {}), np.float64(big), np.float64(64)
+        )
         for big, small in draw.uniform([3, 3.5], [3.4, 9], (30, 2))
     ]
 
@@ -115,14 +117,14 @@ def test_the_noise_scale_is_of_the_means_of_twenty_estimates_and_goes_on_after_a
             seen.look(lambda step=step: taken[step], step + 1)
         return [seen.take(step + 1) for step in steps]
 
-    whole = told(layer_stats.Watching(run, {}, ()), range(30))
+    whole = told(layer_stats.LayerStatsCollector(run, {}, ()), range(30))
     each = [figures.noise(one, 4) for one in taken]
     for step, record in enumerate(whole):
         assert (record["gradient_square"], record["gradient_noise"]) == each[step]
         squares, traces = np.mean(each[max(0, step - 19) : step + 1], axis=0)
         assert squares > 0
         np.testing.assert_allclose(record["noise_scale_tokens"], traces / squares)
-    resumed = layer_stats.Watching(run, {}, [{}, *whole[:17]])
+    resumed = layer_stats.LayerStatsCollector(run, {}, [{}, *whole[:17]])
     assert told(resumed, range(17, 30)) == whole[17:]
 
 
@@ -134,11 +136,11 @@ def test_a_clock_cannot_say_beforehand_which_step_is_logged():
 
 def test_one_row_a_device_has_no_noise_to_tell():
     run = Run(train=TrainConfig(batch=8), log=LogConfig(layers=("noise",)))
-    assert layer_stats.parts(run, {"data": 2}) == 4
+    assert layer_stats.microbatches_for_noise(run, {"data": 2}) == 4
     with pytest.raises(ConfigError, match="noise"):
-        layer_stats.parts(run, {"data": 8})
+        layer_stats.microbatches_for_noise(run, {"data": 8})
     many = dataclasses.replace(run, train=TrainConfig(batch=8, microbatches=2))
-    assert layer_stats.parts(many, {"data": 4}) == 2
+    assert layer_stats.microbatches_for_noise(many, {"data": 4}) == 2
 
 
 def test_the_noise_scale_of_a_known_problem_is_found():
@@ -150,7 +152,7 @@ def test_the_noise_scale_of_a_known_problem_is_found():
         each = true + deviations * draw.standard_normal((tokens, 3))
         means = each.reshape(parts, -1, 3).mean(1)
         square = (means.mean(0) ** 2).sum()
-        notes = Notes({SQUARE: np.float64((means**2).sum())}, {})
+        notes = Intermediates({SQUARE: np.float64((means**2).sum())}, {})
         estimates.append(figures.noise(Observed({}, notes, square, np.float64(tokens)), parts))
     found = np.mean(estimates, axis=0)
     np.testing.assert_allclose(found[0], (true**2).sum(), rtol=0.03)

@@ -45,7 +45,7 @@ def mean(model, share, microbatches=1):
     def loss(params, batch, key):
         return token_nll(blueprint.merge(params), batch, None, LossConfig())
 
-    of = gradient.build(loss, precision=Precision.float32(), microbatches=microbatches)
+    of = gradient.build_gradient(loss, precision=Precision.float32(), microbatches=microbatches)
     params = jax.jit(blueprint.init)(jax.random.key(0))
     # Weights of the size of one, so that routes are uneven.
     params = jax.tree.map(lambda leaf: 4 * leaf if leaf.ndim > 1 else leaf, params)

@@ -60,14 +60,14 @@ def moved(config, noise=0.0, **dtypes):
 
     optimizer = optimizers.build(config, rate, AXES, state_dtype=precision.moments)
     every = optimizers.estimated_every(config)
-    step = steps.build(
+    step = steps.build_step(
         loss,
         optimizer,
         rate,
         key=jax.random.key(0),
         precision=precision,
         guard=GUARD,
-        ahead=optimizers.ahead(config, AXES),
+        gradient_point=optimizers.ahead(config, AXES),
         curvature=Curvature(loss, every) if every else None,
     )
     params = jax.tree.map(lambda x: jnp.asarray(x, precision.params), drawn(0, 0.02))

@@ -13,7 +13,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.models.backbone import Hidden
 from jaxlm.objectives.config import LossConfig
-from jaxlm.objectives.loss import drawn_nll, token_nll
+from jaxlm.objectives.loss import sampled_label_nll, token_nll
 from jaxlm.optim import build as optimizers
 from jaxlm.optim.config import Sophia
 from jaxlm.training import state as states
@@ -50,11 +50,11 @@ def batch(seed):
     return Tokens(tokens, (tokens * 5 + 1) % IDS, weights, segments, segments)
 
 
-def pieces(microbatches=1, chunk=None, drawn=drawn_nll):
+def pieces(microbatches=1, chunk=None, drawn=sampled_label_nll):
     axes = {"table": ("vocab", "embed")}
     optimizer = optimizers.build(CONFIG, lambda _: jnp.float32(CONFIG.lr), axes)
     config = LossConfig(chunk=chunk)
-    step = steps.build(
+    step = steps.build_step(
         lambda params, batch, key: token_nll(Table(params), batch, None, config),
         optimizer,
         lambda _: jnp.float32(CONFIG.lr),
@@ -139,7 +139,7 @@ def test_the_expected_estimate_is_the_diagonal_of_gauss_and_newton():
         draws = (jax.random.bits(key, zeros.shape) >> 1).astype(jnp.int32)
         rows = Tokens(zeros, draws, np.ones(zeros.shape, np.float32), zeros, zeros)
         grad = jax.grad(
-            lambda params: drawn_nll(Table(params), rows, LossConfig()).objective.value
+            lambda params: sampled_label_nll(Table(params), rows, LossConfig()).objective.value
         )(params)
         return zeros.size * jnp.square(grad["table"][0])
 
@@ -154,7 +154,7 @@ def test_an_estimate_that_is_not_finite_leaves_no_trace():
     """At the fourth update, where the second is due."""
 
     def drawn(model, batch, config):
-        loss = drawn_nll(model, batch, config)
+        loss = sampled_label_nll(model, batch, config)
         broken = jnp.where(batch.tokens[0, 0] == IDS - 1, jnp.inf, 1.0)
         return loss._replace(objective=loss.objective._replace(total=loss.objective.total * broken))
 

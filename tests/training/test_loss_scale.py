@@ -104,7 +104,7 @@ def updated(size, precision, *, microbatches=1, scale=2.0**15):
         for name in ("first", "second")
     }
     optimizer = optax.sgd(1.0 / size)
-    step = steps.build(
+    step = steps.build_step(
         weighed(size, precision),
         optimizer,
         lambda count: 1.0,
@@ -173,7 +173,9 @@ def test_the_bias_of_a_nearly_even_expert_still_moves_in_float16(microbatches):
         return Loss(means["moe_loss"], {})
 
     def signs(axes, precision):
-        build = gradients.build(loss, precision=precision, axes=axes, microbatches=microbatches)
+        build = gradients.build_gradient(
+            loss, precision=precision, axes=axes, microbatches=microbatches
+        )
         grads, *_ = build(params, tokens(), jax.random.key(0), jnp.float32(1.0))
         return np.sign(np.asarray(grads["bias"], np.float64))
 

@@ -50,7 +50,7 @@ def coordinates(width, mup):
         return token_nll(blueprint.merge(params), batch, None, LossConfig())
 
     step = jax.jit(
-        steps.build(
+        steps.build_step(
             loss, optimizer, lambda _: jnp.float32(config.lr), key=jax.random.key(1),
             precision=Precision.float32(), guard=GUARD,
         )
@@ -154,7 +154,7 @@ def test_frozen_leaves_have_no_gradient_and_the_others_their_own():
     (batch,) = batches(1)
     whole, part = (
         tree.leaves(
-            jax.jit(gradient.build(loss, precision=Precision.float32(), frozen=paths))(
+            jax.jit(gradient.build_gradient(loss, precision=Precision.float32(), frozen=paths))(
                 params, batch, jax.random.key(0), jnp.float32(1)
             )[0]
         )

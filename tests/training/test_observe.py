@@ -11,7 +11,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import Decoder
 from jaxlm.nn.config import AttentionConfig, BlockConfig, MlpConfig, MoeConfig, NormConfig
-from jaxlm.nn.intermediates import taking
+from jaxlm.nn.intermediates import capture
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import token_nll
 from jaxlm.optim import build as optimizers
@@ -98,7 +98,7 @@ def noted(pieces, state, batch):
     """What the forward pass alone notes."""
 
     def forward(params, batch):
-        with taking(("activations", "entropy")) as notes:
+        with capture(("activations", "entropy")) as notes:
             pieces.loss(params, batch, None)
         return observe.Observed({}, notes, 0.0, 0.0)
 
@@ -200,7 +200,7 @@ def test_what_layers_note_is_what_numpy_finds(noted, state, batch):
 def test_norms_are_those_of_the_gradient_and_of_what_a_step_moves(pieces, record, state, batch):
     key = jax.random.fold_in(jax.random.key(1), 0)
     grads = jax.jit(jax.grad(lambda p: pieces.loss(p, batch, key).value))(state.params)
-    step = steps.build(
+    step = steps.build_step(
         pieces.loss,
         pieces.optimizer,
         pieces.rate,

@@ -18,7 +18,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.config import LossConfig
-from jaxlm.objectives.loss import Loss, drawn_nll, token_nll
+from jaxlm.objectives.loss import Loss, sampled_label_nll, token_nll
 from jaxlm.optim import average as averages
 from jaxlm.optim import build as optimizers
 from jaxlm.optim import schedules
@@ -75,16 +75,16 @@ def pieces(
     precision = precision or Precision.float32()
     optimizer = optimizers.build(config, rate, blueprint.axes, state_dtype=precision.moments)
     loss = functools.partial(of_batch or _loss, blueprint)
-    step = steps.build(
+    step = steps.build_step(
         loss,
         optimizer,
         rate,
         key=jax.random.key(1),
         precision=precision,
         guard=guard,
-        layout=layout(blueprint),
+        shardings=layout(blueprint),
         microbatches=microbatches,
-        ahead=optimizers.ahead(config, blueprint.axes),
+        gradient_point=optimizers.ahead(config, blueprint.axes),
         average=average,
         curvature=Curvature(functools.partial(_drawn, blueprint), every)
         if (every := optimizers.estimated_every(config))
@@ -94,7 +94,7 @@ def pieces(
 
 
 def _drawn(blueprint, params, batch, key):
-    return drawn_nll(blueprint.merge(params), batch, LossConfig())
+    return sampled_label_nll(blueprint.merge(params), batch, LossConfig())
 
 
 def _loss(blueprint, params, batch, key):
@@ -243,7 +243,7 @@ def test_micro_batches_are_added_up_in_the_dtype_of_precision_reduce(reduce, tot
     weights = np.array([[256.0], [1.0], [1.0], [1.0]], np.float32)
     like = np.ones_like(weights, np.int32)
     batch = Tokens(like, like, weights, like, like)
-    of = gradients.build(loss, precision=policy, microbatches=4)
+    of = gradients.build_gradient(loss, precision=policy, microbatches=4)
     found, _, _ = jax.jit(of)({"x": jnp.float32(0)}, batch, jax.random.key(0), jnp.float32(1))
     assert found["x"].dtype == reduce
     assert float(found["x"]) == total / 4  # by the weight of all four
@@ -280,7 +280,7 @@ def test_metrics_say_what_happened():
 def test_norms_are_taken_in_the_steps_that_are_measured_and_change_nothing_else():
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
     blueprint, optimizer, always = pieces()
-    some = steps.build(
+    some = steps.build_step(
         functools.partial(_loss, blueprint),
         optimizer,
         schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1),
@@ -413,7 +413,7 @@ def test_c1_one_bad_element_of_a_gradient_changes_no_byte_and_the_next_step_is_a
 def test_a_skipped_step_leaves_its_norms_by_layer(monkeypatch):
     monkeypatch.setattr(faults, "_faults", faults.parse("grads:nan@1"))
     blueprint, optimizer, _ = pieces()
-    step = steps.build(
+    step = steps.build_step(
         functools.partial(_loss, blueprint),
         optimizer,
         schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1),
@@ -447,14 +447,14 @@ def test_schedule_free_takes_its_gradient_ahead_of_the_average_that_are_the_para
 
     optimizer = optimizers.build(config, rate, axes)
     step = jax.jit(
-        steps.build(
+        steps.build_step(
             loss,
             optimizer,
             rate,
             key=jax.random.key(0),
             precision=Precision.float32(),
             guard=GUARD,
-            ahead=optimizers.ahead(config, axes),
+            gradient_point=optimizers.ahead(config, axes),
         )
     )
     state = states.fresh({"w": jnp.zeros(1)}, optimizer, GUARD)

@@ -133,14 +133,14 @@ def test_gradients_and_their_sums_are_split_from_the_second_on(zero):
     optimizer = optax.chain(
         optax.GradientTransformation(lambda _: optax.EmptyState(), spied), optax.scale_by_adam()
     )
-    step = steps.build(
+    step = steps.build_step(
         loss,
         optimizer,
         lambda _: jnp.float32(1),
         key=jax.random.key(0),
         precision=Precision.float32(),
         guard=GUARD,
-        layout={"w": splits if zero >= 2 else copies},
+        shardings={"w": splits if zero >= 2 else copies},
         microbatches=2,
     )
     with jax.set_mesh(grid):

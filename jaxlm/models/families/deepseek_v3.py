@@ -7,7 +7,7 @@ from jaxlm.core.config import setting
 from jaxlm.models.families import setting_docs
 from jaxlm.models.families.deepseek_v2 import ROWS, STRETCHED, DeepSeekV2
 from jaxlm.models.families.experts import refuse_others
-from jaxlm.models.families.hub import Attributes, Hub, Row
+from jaxlm.models.families.hub import Attributes, Hub, TensorMapping
 from jaxlm.nn.config import MoeConfig
 from jaxlm.nn.rotary import Rope
 
@@ -41,7 +41,9 @@ class DeepSeekV3(DeepSeekV2):
         architecture="DeepseekV3ForCausalLM",
         rows=(
             *ROWS,
-            Row("model.layers.{i}.mlp.gate.e_score_correction_bias", ("mlp/bias",), is_exact=True),
+            TensorMapping(
+                "model.layers.{i}.mlp.gate.e_score_correction_bias", ("mlp/bias",), is_exact=True
+            ),
         ),
         buffers=("rotary_emb.inv_freq",),
         ahead=("model.layers.{i}.", "num_nextn_predict_layers"),
@@ -59,16 +61,16 @@ class DeepSeekV3(DeepSeekV2):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it; what weighs and moves the balance is of training, and ours stays."""
-        given.must("topk_method", "noaux_tc")
-        given.must("scoring_func", "sigmoid")
+        given.expect("topk_method", "noaux_tc")
+        given.expect("scoring_func", "sigmoid")
         # Layers after the last that predict further tokens: an import tells what it leaves out.
         given.ignore("num_nextn_predict_layers")
-        is_apart = given.take("rope_interleave", True, kind=bool)
+        is_apart = given.get("rope_interleave", True, kind=bool)
         return cls(
             **cls.latent_settings(given, shared=1, hidden=2048),
-            groups=given.take("n_group", 8),
-            top_groups=given.take("topk_group", 4),
-            normalised=given.take("norm_topk_prob", True, kind=bool),
+            groups=given.get("n_group", 8),
+            top_groups=given.get("topk_group", 4),
+            normalised=given.get("norm_topk_prob", True, kind=bool),
             pairs="neighbours" if is_apart else "halves",
         )
 

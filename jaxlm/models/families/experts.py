@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
 from jaxlm.models.families import setting_docs
-from jaxlm.models.families.hub import Hub, Row, uncomputed
+from jaxlm.models.families.hub import Hub, TensorMapping, uncomputed
 from jaxlm.models.families.llama_like import Gated
 from jaxlm.nn.config import BlockConfig, MlpConfig, MoeConfig
 
@@ -94,9 +94,9 @@ class Experts(Gated):
 PLAIN = {"shared": 0, "dense_depth": 0, "router": "softmax", "scale": 1.0, "balance_bias": 0.0}
 # The names of Qwen, which others have too.
 ROUTED = (
-    Row("model.layers.{i}.mlp.gate.weight", ("mlp/router/weight",), "transposed"),
+    TensorMapping("model.layers.{i}.mlp.gate.weight", ("mlp/router/weight",), "transposed"),
     *(
-        Row(
+        TensorMapping(
             f"model.layers.{{i}}.mlp.experts.{{e}}.{name}_proj.weight",
             (f"mlp/{name}/weight",),
             "transposed",

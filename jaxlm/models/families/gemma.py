@@ -39,8 +39,8 @@ class Gemma(Rotated):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
-        given.must("use_bidirectional_attention", False, None)
+        given.expect("attention_bias", False)
+        given.expect("use_bidirectional_attention", False, None)
         return super().from_hub(given)
 
     @classmethod

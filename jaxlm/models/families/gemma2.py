@@ -64,13 +64,13 @@ class Gemma2(Gemma):
         local, whole = "sliding_attention", "full_attention"
         given.ignore("sliding_window_pattern", "_sliding_window_pattern")
         kinds = [whole if (i + 1) % cls.TURN == 0 else local for i in range(found["depth"])]
-        if given.take("layer_types", kinds, kind=list) != kinds:
-            given.refuse("layer_types", f"one {whole} after {cls.TURN - 1} {local}")
+        if given.get("layer_types", kinds, kind=list) != kinds:
+            given.reject("layer_types", f"one {whole} after {cls.TURN - 1} {local}")
         return found | dict(
-            window=given.take("sliding_window", 4096),
-            query_scale=given.take("query_pre_attn_scalar", 256),
-            attention_cap=given.take("attn_logit_softcapping", None, kind=float),
-            logit_cap=given.take("final_logit_softcapping", None, kind=float),
+            window=given.get("sliding_window", 4096),
+            query_scale=given.get("query_pre_attn_scalar", 256),
+            attention_cap=given.get("attn_logit_softcapping", None, kind=float),
+            logit_cap=given.get("final_logit_softcapping", None, kind=float),
         )
 
     def to_hub(self) -> dict[str, Any]:

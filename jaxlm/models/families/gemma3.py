@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from jaxlm.core.config import setting
 from jaxlm.models.families import llama_like, rope, setting_docs
 from jaxlm.models.families.gemma2 import SANDWICH, Gemma2
-from jaxlm.models.families.hub import Attributes, Hub, Whole
+from jaxlm.models.families.hub import Attributes, Hub, WrapperConfig
 from jaxlm.nn.config import AttentionConfig
 from jaxlm.nn.rotary import LinearScaling, Rope
 
@@ -38,7 +38,7 @@ class Gemma3(Gemma2):
             *llama_like.QK_NORMS,
             *llama_like.MLP,
         ),
-        whole=Whole(
+        whole=WrapperConfig(
             model_type="gemma3",
             attribute="text_config",
             absent={"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4},
@@ -70,17 +70,17 @@ class Gemma3(Gemma2):
 
         transformers 4 has `rope_local_base_freq`, transformers 5 both in `rope_parameters`, by kind of layer.
         """
-        theta = given.take("rope_local_base_freq", 10_000.0, kind=float)
+        theta = given.get("rope_local_base_freq", 10_000.0, kind=float)
         both = given.split("rope_parameters", "sliding_attention", "full_attention")
         found = super().shared_settings(given)
         if both is not None:
             local, whole = both
-            theta = local.take("rope_theta", theta, kind=float)
-            local.must("rope_type", "default")
-            found["rope_theta"] = whole.take("rope_theta", 1e6, kind=float)
+            theta = local.get("rope_theta", theta, kind=float)
+            local.expect("rope_type", "default")
+            found["rope_theta"] = whole.get("rope_theta", 1e6, kind=float)
             found["rope_scaling"] = rope.scaling_of(whole, given)
-            local.unread()
-            whole.unread()
+            local.note_unused()
+            whole.note_unused()
         return found | {"local_rope_theta": theta}
 
     def to_hub(self) -> dict[str, Any]:

@@ -28,12 +28,12 @@ class Llama(Rotated):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
-        given.must("mlp_bias", False)
-        given.must("is_llama_config", True)  # SmolLM2's say these two
-        given.must("rope_interleaved", False)
-        context = given.take("max_position_embeddings", 2048)
-        given.must("max_sequence_length", context)  # what the first files said
+        given.expect("attention_bias", False)
+        given.expect("mlp_bias", False)
+        given.expect("is_llama_config", True)  # SmolLM2's say these two
+        given.expect("rope_interleaved", False)
+        context = given.get("max_position_embeddings", 2048)
+        given.expect("max_sequence_length", context)  # what the first files said
         return super().from_hub(given)
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
 from jaxlm.models.families import rope, setting_docs
-from jaxlm.models.families.hub import DEEPEST, Attributes, Row, linears, norms
+from jaxlm.models.families.hub import MAX_NESTING, Attributes, TensorMapping, linears, norms
 from jaxlm.models.families.sizes import gated_hidden, head_problems
 from jaxlm.nn.config import (
     Activation,
@@ -125,18 +125,18 @@ class Gated:
         absent = {"context": 2048, "norm_eps": 1e-6, "tied": False, "rope_theta": 10_000.0}
         absent |= cls.ABSENT
         rotary = rope.read(given, theta=absent["rope_theta"], kinds=cls.ROPE_KINDS)
-        context = given.take("max_position_embeddings", absent["context"])
+        context = given.get("max_position_embeddings", absent["context"])
         return dict(
-            vocab=given.take("vocab_size"),
+            vocab=given.get("vocab_size"),
             context=context,
-            depth=given.take("num_hidden_layers", most=DEEPEST),
-            width=given.take("hidden_size"),
-            heads=given.take("num_attention_heads"),
-            hidden=given.take("intermediate_size"),
+            depth=given.get("num_hidden_layers", most=MAX_NESTING),
+            width=given.get("hidden_size"),
+            heads=given.get("num_attention_heads"),
+            hidden=given.get("intermediate_size"),
             activation=given.choose("hidden_act", ACTIVATIONS, "silu"),
             **cls.rotary_settings(rotary, given),
-            norm_eps=given.take("rms_norm_eps", absent["norm_eps"], kind=float),
-            tied=given.take("tie_word_embeddings", absent["tied"], kind=bool),
+            norm_eps=given.get("rms_norm_eps", absent["norm_eps"], kind=float),
+            tied=given.get("tie_word_embeddings", absent["tied"], kind=bool),
         )
 
     @classmethod
@@ -201,8 +201,8 @@ class Rotated(Gated):
         heads = found["heads"]
         size = cls.ABSENT.get("head_dim", found["width"] // heads)
         return found | {
-            "kv_heads": given.take("num_key_value_heads", heads),
-            "head_dim": given.take("head_dim", size),
+            "kv_heads": given.get("num_key_value_heads", heads),
+            "head_dim": given.get("head_dim", size),
         }
 
     def to_hub(self) -> dict[str, Any]:
@@ -215,9 +215,9 @@ class Rotated(Gated):
 
 # The names of Llama, which most families took over.
 STREAM = (
-    Row("model.embed_tokens.weight", ("embedding/table",)),
+    TensorMapping("model.embed_tokens.weight", ("embedding/table",)),
     *norms("model.{}", norm="final_norm"),
-    Row("lm_head.weight", ("unembedding/weight",), "transposed"),
+    TensorMapping("lm_head.weight", ("unembedding/weight",), "transposed"),
 )
 ATTENTION = linears(
     "model.layers.{i}.self_attn.{}",

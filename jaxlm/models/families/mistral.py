@@ -32,7 +32,7 @@ class Mistral(Rotated):
         """The family as a config.json describes it. transformers takes a window of 4,096 where it names none."""
         shared = cls.shared_settings(given)
         is_silent = not given.has("sliding_window")
-        return cls(**shared, window=4096 if is_silent else given.take("sliding_window", None))
+        return cls(**shared, window=4096 if is_silent else given.get("sliding_window", None))
 
     def to_hub(self) -> dict[str, Any]:
         """The attributes of config.json."""

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.models.families import llama_like
 from jaxlm.models.families.experts import PLAIN, Experts, refuse_others
-from jaxlm.models.families.hub import Attributes, Hub, Row
+from jaxlm.models.families.hub import Attributes, Hub, TensorMapping
 from jaxlm.models.families.llama_like import Rotated
 
 
@@ -27,13 +27,13 @@ class Mixtral(Experts, Rotated):
             *llama_like.STREAM,
             *llama_like.NORMS,
             *llama_like.ATTENTION,
-            Row(
+            TensorMapping(
                 "model.layers.{i}.block_sparse_moe.gate.weight",
                 ("mlp/router/weight",),
                 "transposed",
             ),
             *(
-                Row(
+                TensorMapping(
                     f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}.weight",
                     (f"mlp/{ours}/weight",),
                     "transposed",
@@ -49,12 +49,12 @@ class Mixtral(Experts, Rotated):
 
         The weight of the balance loss is of training, and transformers' is of another scale: ours stays as it is.
         """
-        given.must("sliding_window", None)
+        given.expect("sliding_window", None)
         given.ignore("router_aux_loss_coef")
         return cls(
             **cls.shared_settings(given),
-            experts=given.take("num_local_experts", 8),
-            top_k=given.take("num_experts_per_tok", 2),
+            experts=given.get("num_local_experts", 8),
+            top_k=given.get("num_experts_per_tok", 2),
         )
 
     def to_hub(self) -> dict[str, Any]:

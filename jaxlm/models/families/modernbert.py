@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from jaxlm.core.config import setting
 from jaxlm.models.config import Encoder, HeadConfig
 from jaxlm.models.families import setting_docs
-from jaxlm.models.families.hub import DEEPEST, Attributes, Hub, Row, linears, norms
+from jaxlm.models.families.hub import MAX_NESTING, Attributes, Hub, TensorMapping, linears, norms
 from jaxlm.models.families.llama_like import ACTIVATIONS, THEIRS
 from jaxlm.models.families.sizes import gated_hidden, uneven
 from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MlpConfig, NormConfig
@@ -44,24 +44,26 @@ class ModernBERT:
         model_type="modernbert",
         architecture="ModernBertForMaskedLM",
         rows=(
-            Row("model.embeddings.tok_embeddings.weight", ("embedding/table",)),
+            TensorMapping("model.embeddings.tok_embeddings.weight", ("embedding/table",)),
             *norms("model.embeddings.{}", norm="embedding_norm"),
             *norms("model.{}", final_norm="final_norm"),
             *linears("head.{}", dense="head/dense"),
             *norms("head.{}", norm="head/norm"),
-            Row("decoder.bias", ("head/bias",)),
-            Row("decoder.weight", ("unembedding/weight",), "transposed"),
+            TensorMapping("decoder.bias", ("head/bias",)),
+            TensorMapping("decoder.weight", ("unembedding/weight",), "transposed"),
             *norms("model.layers.{i}.{}", attn_norm="attention_norm", mlp_norm="mlp_norm"),
-            Row(
+            TensorMapping(
                 "model.layers.{i}.attn.Wqkv.weight",
                 tuple(f"attention/{name}/weight" for name in ("query", "key", "value")),
                 "transposed",
             ),
-            Row("model.layers.{i}.attn.Wo.weight", ("attention/out/weight",), "transposed"),
-            Row(
+            TensorMapping(
+                "model.layers.{i}.attn.Wo.weight", ("attention/out/weight",), "transposed"
+            ),
+            TensorMapping(
                 "model.layers.{i}.mlp.Wi.weight", ("mlp/gate/weight", "mlp/up/weight"), "transposed"
             ),
-            Row("model.layers.{i}.mlp.Wo.weight", ("mlp/down/weight",), "transposed"),
+            TensorMapping("model.layers.{i}.mlp.Wo.weight", ("mlp/down/weight",), "transposed"),
         ),
         buffers=("rotary_emb.inv_freq",),
     )
@@ -133,47 +135,47 @@ class ModernBERT:
             ("classifier_bias", False),
             ("decoder_bias", True),
         ):
-            given.must(name, value)
+            given.expect(name, value)
         given.ignore(*_UNUSED)
         activation = given.choose("hidden_activation", ACTIVATIONS, "gelu")
         if given.choose("classifier_activation", ACTIVATIONS, "gelu") != activation:
-            given.refuse("classifier_activation", "that of the MLP")
-        depth = given.take("num_hidden_layers", most=DEEPEST)
-        every = given.take("global_attn_every_n_layers", 3)
-        kinds = given.take("layer_types", _kinds(depth, every), kind=list)
+            given.reject("classifier_activation", "that of the MLP")
+        depth = given.get("num_hidden_layers", most=MAX_NESTING)
+        every = given.get("global_attn_every_n_layers", 3)
+        kinds = given.get("layer_types", _kinds(depth, every), kind=list)
         every = next((n for n, kind in enumerate(kinds) if n and kind == WHOLE), every)
         if kinds != _kinds(depth, every):
-            given.refuse("layer_types", f"one {WHOLE} before each {every - 1} {LOCAL}")
+            given.reject("layer_types", f"one {WHOLE} before each {every - 1} {LOCAL}")
         theta, local_theta = cls._bases(given)
         return cls(
-            vocab=given.take("vocab_size"),
-            context=given.take("max_position_embeddings", 8192),
+            vocab=given.get("vocab_size"),
+            context=given.get("max_position_embeddings", 8192),
             depth=depth,
-            width=given.take("hidden_size"),
-            heads=given.take("num_attention_heads"),
-            hidden=given.take("intermediate_size"),
+            width=given.get("hidden_size"),
+            heads=given.get("num_attention_heads"),
+            hidden=given.get("intermediate_size"),
             activation=activation,
             global_every=every,
-            window=given.take("local_attention", 128) // 2,
+            window=given.get("local_attention", 128) // 2,
             rope_theta=theta,
             local_rope_theta=local_theta,
-            norm_eps=given.take("norm_eps", 1e-5, kind=float),
-            tied=given.take("tie_word_embeddings", True, kind=bool),
+            norm_eps=given.get("norm_eps", 1e-5, kind=float),
+            tied=given.get("tie_word_embeddings", True, kind=bool),
         )
 
     @staticmethod
     def _bases(given: Attributes) -> tuple[float, float]:
         """The rotary bases of global and of local layers."""
-        theta = given.take("global_rope_theta", 160_000.0, kind=float)
-        local_theta = given.take("local_rope_theta", 10_000.0, kind=float)
+        theta = given.get("global_rope_theta", 160_000.0, kind=float)
+        local_theta = given.get("local_rope_theta", 10_000.0, kind=float)
         both = given.split("rope_parameters", WHOLE, LOCAL)
         if both is not None:
             for each in both:
-                each.must("rope_type", "default")
-            theta = both[0].take("rope_theta", theta, kind=float)
-            local_theta = both[1].take("rope_theta", local_theta, kind=float)
+                each.expect("rope_type", "default")
+            theta = both[0].get("rope_theta", theta, kind=float)
+            local_theta = both[1].get("rope_theta", local_theta, kind=float)
             for each in both:
-                each.unread()
+                each.note_unused()
         return theta, local_theta
 
     def to_hub(self) -> dict[str, Any]:

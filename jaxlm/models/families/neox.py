@@ -7,7 +7,15 @@ from typing import Any, ClassVar, Literal, Self
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
 from jaxlm.models.families import rope, setting_docs
-from jaxlm.models.families.hub import DEEPEST, Attributes, Hub, Row, linears, norms, uncomputed
+from jaxlm.models.families.hub import (
+    MAX_NESTING,
+    Attributes,
+    Hub,
+    TensorMapping,
+    linears,
+    norms,
+    uncomputed,
+)
 from jaxlm.models.families.llama_like import ACTIVATIONS, THEIRS
 from jaxlm.models.families.sizes import uneven
 from jaxlm.nn.config import (
@@ -48,16 +56,16 @@ class NeoX:
         model_type="gpt_neox",
         architecture="GPTNeoXForCausalLM",
         rows=(
-            Row("gpt_neox.embed_in.weight", ("embedding/table",)),
+            TensorMapping("gpt_neox.embed_in.weight", ("embedding/table",)),
             *norms("gpt_neox.{}", final_layer_norm="final_norm"),
-            Row("embed_out.weight", ("unembedding/weight",), "transposed"),
+            TensorMapping("embed_out.weight", ("unembedding/weight",), "transposed"),
             *norms(
                 "gpt_neox.layers.{i}.{}",
                 input_layernorm="attention_norm",
                 post_attention_layernorm="mlp_norm",
             ),
             *(
-                Row(
+                TensorMapping(
                     f"gpt_neox.layers.{{i}}.attention.query_key_value.{kind}",
                     tuple(f"attention/{name}/{kind}" for name in ("query", "key", "value")),
                     "by head",
@@ -133,26 +141,26 @@ class NeoX:
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", True)
+        given.expect("attention_bias", True)
         rotary = rope.read(
             given,
-            theta=given.take("rotary_emb_base", 10_000.0, kind=float),
-            share=given.take("rotary_pct", 0.25, kind=float),
+            theta=given.get("rotary_emb_base", 10_000.0, kind=float),
+            share=given.get("rotary_pct", 0.25, kind=float),
         )
         return cls(
-            vocab=given.take("vocab_size"),
-            context=given.take("max_position_embeddings", 2048),
-            depth=given.take("num_hidden_layers", most=DEEPEST),
-            width=given.take("hidden_size"),
-            heads=given.take("num_attention_heads"),
-            hidden=given.take("intermediate_size"),
+            vocab=given.get("vocab_size"),
+            context=given.get("max_position_embeddings", 2048),
+            depth=given.get("num_hidden_layers", most=MAX_NESTING),
+            width=given.get("hidden_size"),
+            heads=given.get("num_attention_heads"),
+            hidden=given.get("intermediate_size"),
             activation=given.choose("hidden_act", ACTIVATIONS, "gelu"),
-            parallel=given.take("use_parallel_residual", True, kind=bool),
+            parallel=given.get("use_parallel_residual", True, kind=bool),
             rope_theta=rotary.theta,
             rope_share=rotary.share,
             rope_scaling=rotary.scaling,  # type: ignore[arg-type]  # of these kinds
-            norm_eps=given.take("layer_norm_eps", 1e-5, kind=float),
-            tied=given.take("tie_word_embeddings", False, kind=bool),
+            norm_eps=given.get("layer_norm_eps", 1e-5, kind=float),
+            tied=given.get("tie_word_embeddings", False, kind=bool),
         )
 
     def to_hub(self) -> dict[str, Any]:

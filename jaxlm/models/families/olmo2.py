@@ -43,7 +43,7 @@ class OLMo2(Rotated):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
+        given.expect("attention_bias", False)
         return super().from_hub(given)
 
 

@@ -9,19 +9,19 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.models.families import llama_like, rope, setting_docs
-from jaxlm.models.families.hub import Attributes, Hub, Row, linears
+from jaxlm.models.families.hub import Attributes, Hub, TensorMapping, linears
 from jaxlm.models.families.llama_like import Rotated
 from jaxlm.nn.config import AttentionConfig
 from jaxlm.nn.rotary import LongScaling, NoScaling, Rope, Scaling
 
 FUSED = (
-    Row(
+    TensorMapping(
         "model.layers.{i}.self_attn.qkv_proj.weight",
         ("attention/query/weight", "attention/key/weight", "attention/value/weight"),
         "transposed",
     ),
     *linears("model.layers.{i}.{}", **{"self_attn.o_proj": "attention/out"}),
-    Row(
+    TensorMapping(
         "model.layers.{i}.mlp.gate_up_proj.weight",
         ("mlp/gate/weight", "mlp/up/weight"),
         "transposed",
@@ -73,13 +73,13 @@ class Phi3(Rotated):
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
         for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
-            given.must(name, False)
+            given.expect(name, False)
         for name in ("full_attn_mod", "interpolate_factor"):  # Phi-4 mini's
-            given.must(name, 1)
+            given.expect(name, 1)
         given.ignore("original_max_position_embeddings")  # said where nothing is stretched, too
         return cls(
             **cls.shared_settings(given),
-            window=given.take("sliding_window", None),
+            window=given.get("sliding_window", None),
         )
 
     @classmethod

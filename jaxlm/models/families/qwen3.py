@@ -36,7 +36,7 @@ class Qwen3(Rotated):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
+        given.expect("attention_bias", False)
         refuse_windows(given)
         return super().from_hub(given)
 

@@ -41,17 +41,17 @@ class Qwen3Moe(Mixtral):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
-        given.must("decoder_sparse_step", 1)
-        given.must("mlp_only_layers", [], None)
+        given.expect("attention_bias", False)
+        given.expect("decoder_sparse_step", 1)
+        given.expect("mlp_only_layers", [], None)
         given.ignore("router_aux_loss_coef")
         refuse_windows(given)
         shared = cls.shared_settings(given)
         return cls(
-            **shared | {"hidden": given.take("moe_intermediate_size", 768)},
-            experts=given.take("num_experts", given.take("num_local_experts", 128)),
-            top_k=given.take("num_experts_per_tok", 8),
-            normalised=given.take("norm_topk_prob", False, kind=bool),
+            **shared | {"hidden": given.get("moe_intermediate_size", 768)},
+            experts=given.get("num_experts", given.get("num_local_experts", 128)),
+            top_k=given.get("num_experts_per_tok", 8),
+            normalised=given.get("norm_topk_prob", False, kind=bool),
         )
 
     def to_hub(self) -> dict[str, Any]:

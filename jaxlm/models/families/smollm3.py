@@ -39,14 +39,14 @@ class SmolLM3(Rotated):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
-        given.must("mlp_bias", False)
+        given.expect("attention_bias", False)
+        given.expect("mlp_bias", False)
         refuse_windows(given)
-        every = given.take("no_rope_layer_interval", 4)
+        every = given.get("no_rope_layer_interval", 4)
         found = cls(**cls.shared_settings(given), nope_every=max(every, 2))
-        named = given.take("no_rope_layers", found.rotated, kind=list)
+        named = given.get("no_rope_layers", found.rotated, kind=list)
         if named != found.rotated:
-            given.refuse("no_rope_layers", f"0 in every {every}th place")
+            given.reject("no_rope_layers", f"0 in every {every}th place")
         return found
 
     @property

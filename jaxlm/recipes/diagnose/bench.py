@@ -19,7 +19,7 @@ from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility, oom
 from jaxlm.recipes.train import trainer
-from jaxlm.recipes.train.programs import of_sizes
+from jaxlm.recipes.train.programs import without_data
 
 LEAST_STEPS = 3
 Say = Callable[[str], None]
@@ -123,11 +123,11 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
     divisibility.check(run, jax.device_count(), jax_setup.slices())
     grid = jax_setup.build_mesh(run.mesh)
     vocab = setup.vocabulary(run, 0)
-    engine = of_sizes(run, grid, vocab)
+    engine = without_data(run, grid, vocab)
     model = engine.model
-    forecast = oom.own(run, model.blueprint.config)
+    forecast = oom.forecast_here(run, model.blueprint.config)
     with jax.set_mesh(grid):
-        state, batch = engine.fresh(), host.put(grid, _rows(run, vocab))
+        state, batch = engine.init_state(), host.put(grid, _rows(run, vocab))
         begun = time.perf_counter()
         step = engine.step.lower(state, batch).compile()
         compiled = time.perf_counter() - begun

@@ -25,7 +25,7 @@ from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives, topology
 from jaxlm.recipes.plan import attention_kernels, divisibility
-from jaxlm.recipes.train.programs import Engine
+from jaxlm.recipes.train.programs import TrainPrograms
 
 # A run made small enough to try on fake devices: the same parts, the same pattern, the same axes, and sizes that still divide.
 
@@ -45,7 +45,7 @@ RATES = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Small:
+class ReducedRun:
     """A small run, the mesh it fits, and what became what on the way."""
 
     run: Run
@@ -79,7 +79,7 @@ def mesh_sizes(wanted: MeshConfig, limit: int) -> dict[str, int]:
     return sizes
 
 
-def shrink(run: Run, steps: int, limit: int) -> Small:
+def reduced_run(run: Run, steps: int, limit: int) -> ReducedRun:
     """The run on at most `limit` devices (more where 2 an axis needs more), `steps` long, in float32.
 
     The number of tokens has a prime factor that no size of the model has. So an array on a device holds tokens just
@@ -121,7 +121,7 @@ def shrink(run: Run, steps: int, limit: int) -> Small:
         raw["optim"]["newton_schulz_dtype"] = "float32"
     small = config.from_json(Run, raw)
     changes = [change for change in config.diff(run, small) if change.path.partition(".")[0] in raw]
-    return Small(small, mesh, mark, tuple(changes))
+    return ReducedRun(small, mesh, mark, tuple(changes))
 
 
 def _kernels(run: Run, small: dict[str, int]) -> set[str]:
@@ -129,7 +129,7 @@ def _kernels(run: Run, small: dict[str, int]) -> set[str]:
     asked = {axis: getattr(run.mesh, axis) for axis in AXES}
     sizes = {axis: small[axis] if size == "auto" else size for axis, size in asked.items()}
     decoder = dataclasses.replace(run.model, vocab=VOCAB).build()
-    decoder = attention_kernels.fitted(run, decoder, sizes, Target("cpu"))
+    decoder = attention_kernels.with_kernels(run, decoder, sizes, Target("cpu"))
     return {layer.attention.kernel for layer in decoder.layers}
 
 
@@ -189,7 +189,7 @@ Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class CheckOptions:
     """What the command line says beside the config."""
 
     steps: int = 3
@@ -197,7 +197,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
+class TrialResult:
     """What a small run did on a mesh."""
 
     losses: list[float]
@@ -207,7 +207,7 @@ class Trial:
     program: str
 
 
-def check(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, Any]:
+def check(run: Run, options: CheckOptions, say: Say = lambda _: None) -> dict[str, Any]:
     """Runs a config, made small, on fake devices and on one, and reads what its compiled step sends.
 
     `ok` is whether the losses, the gradient norms and the first gradient leaf by leaf agree, no matrix ended up whole along an
@@ -219,7 +219,7 @@ def check(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, An
       CommandError: where JAX has started with too few devices.
     """
     check_real(run)
-    small = shrink(run, options.steps, options.devices)
+    small = reduced_run(run, options.steps, options.devices)
     _start(math.prod(small.mesh.values()))
     say(
         f"{shown(small.mesh)}, on fake devices; a step is compiled for them, and one for a single device"
@@ -231,7 +231,7 @@ def check(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, An
     )
     step = step_of(small)
     lines = collectives.table(hlo_collectives.read(trial.program), small.mesh, step)
-    whole = collectives.whole(hlo_collectives.results(trial.program), small.mesh, step)
+    whole = collectives.unsharded_arrays(hlo_collectives.results(trial.program), small.mesh, step)
     deviation = max(
         _deviation(trial.losses, alone.losses), _deviation(trial.grad_norms, alone.grad_norms)
     )
@@ -269,7 +269,7 @@ def check_real(run: Run) -> None:
     divisibility.check(run, math.prod(sizes.values()))
 
 
-def step_of(small: Small) -> collectives.Step:
+def step_of(small: ReducedRun) -> collectives.StepShapes:
     """Return what is known of the training step of a small run."""
     run, vocab = small.run, topology.vocabulary(small.run)
     ways = {axis: logical.ways(small.mesh, axis) for axis in ("batch", "kv_heads")}
@@ -281,7 +281,7 @@ def step_of(small: Small) -> collectives.Step:
     layers = -(-decoder.depth // (1 if schedule is None else schedule.stages * schedule.repeats))
     again = 1 if run.train.remat == "none" else 2
     again *= 2 if isinstance(run.optim, Sophia) else 1  # the gradient of sampled labels
-    return collectives.Step(
+    return collectives.StepShapes(
         tokens=small.tokens,
         mark=small.mark,
         vocab=vocab,
@@ -312,14 +312,14 @@ def _devices(sizes: dict[str, int]) -> list[jax.Device]:
     return jax.devices()[: math.prod(sizes.values())]
 
 
-def _try(small: Small, grid: Mesh) -> Trial:
+def _try(small: ReducedRun, grid: Mesh) -> TrialResult:
     """A few steps from fresh parameters on rows of noise."""
     run, tokenizer = small.run, Bytes()
-    model = setup.assemble(run, topology.vocabulary(run), grid)
+    model = setup.build_sharded_model(run, topology.vocabulary(run), grid)
     losses, grad_norms = [], []
     with jax.set_mesh(grid):
-        engine = Engine(run, Data(tokenizer, None, {}, {}), model)  # type: ignore[arg-type]
-        state = engine.fresh()
+        engine = TrainPrograms(run, Data(tokenizer, None, {}, {}), model)  # type: ignore[arg-type]
+        state = engine.init_state()
         batches = [host.put(grid, batch) for batch in _batches(run, tokenizer.size)]
         # It is computed once: LLVM's optimisations would take longer than they save.
         hurried = {"xla_backend_optimization_level": 0}
@@ -341,7 +341,7 @@ def _try(small: Small, grid: Mesh) -> Trial:
         for path, leaf in tree.leaves(state.params).items()
         if _is_matrix(path, axes[path])
     }
-    return Trial(losses, grad_norms, gradient, whole, step.as_text() or "")
+    return TrialResult(losses, grad_norms, gradient, whole, step.as_text() or "")
 
 
 def _batches(run: Run, ids: int) -> Iterator[Any]:

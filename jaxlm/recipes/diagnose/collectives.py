@@ -11,9 +11,11 @@ Content = Literal["logits", "activations", "tokens", "parameters", "scalars"]
 VOCAB_AXES = frozenset(mesh_axes("vocab"))
 ROW_AXES = {"data", "fsdp", "expert"}  # over which rows are split
 
+COUNTS = ("s32", "u32")  # tokens of each expert, say: no parameter and no moment has such a dtype
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
+class CollectiveRow:
     """Collectives of one kind, of one thing, across the same axes, from the same source line."""
 
     kind: str
@@ -31,7 +33,7 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
+class StepShapes:
     """By what the arrays of a step are told apart, and what it sends by design. Of sizes without a mark nothing is judged."""
 
     tokens: int = 0  # of a micro-batch over all devices
@@ -52,8 +54,8 @@ class Step:
 
 
 def table(
-    collectives: Sequence[Collective], mesh: Mapping[str, int], step: Step = Step()
-) -> list[Line]:
+    collectives: Sequence[Collective], mesh: Mapping[str, int], step: StepShapes = StepShapes()
+) -> list[CollectiveRow]:
     """The lines of a step's collectives, what nobody wanted first, then by bytes.
 
     Where more is gathered in the shape of keys than keys and values there are, nothing of that shape passes for keys.
@@ -82,7 +84,7 @@ def table(
         times = [each.times for each in group]
         largest = max((shape for each in group for shape in each.shapes), key=lambda s: s.bytes)
         lines.append(
-            Line(
+            CollectiveRow(
                 kind=kind,
                 axes=axes,
                 content=content,
@@ -111,7 +113,7 @@ def unexpected(
     content: Content,
     source: str,
     shapes: Sequence[Shape],
-    step: Step,
+    step: StepShapes,
 ) -> str:
     """Why a collective should not be there; empty where it should.
 
@@ -153,7 +155,7 @@ def unexpected(
 
 
 def _unexpected_parameters(
-    kind: str, axes: Sequence[str], shapes: Sequence[Shape], step: Step
+    kind: str, axes: Sequence[str], shapes: Sequence[Shape], step: StepShapes
 ) -> str:
     """Why parameters, their gradients or the optimizer's state should not be sent so; empty if they should.
 
@@ -163,6 +165,8 @@ def _unexpected_parameters(
     all, as the largest logit of each head where they are clipped; muon, whose products need whole matrices, and soap,
     which decomposes them; neither does so with tables of the vocabulary.
     """
+    if all(shape.dtype in COUNTS for shape in shapes):
+        return ""
     has_vocab = any(step.vocab in shape.sizes for shape in shapes)
     if kind in ("all-reduce", "reduce-scatter"):
         is_table = has_vocab and VOCAB_AXES & set(axes)
@@ -182,7 +186,9 @@ def _unexpected_parameters(
     return "parameters are moved to other devices, and each device needs only its part of them"
 
 
-def whole(results: Sequence[Result], mesh: Mapping[str, int], step: Step) -> list[str]:
+def unsharded_arrays(
+    results: Sequence[Result], mesh: Mapping[str, int], step: StepShapes
+) -> list[str]:
     """Return what holds the whole vocabulary for each of some tokens, a line each; empty if no device does.
 
     Every operation counts, also those that XLA fuses. Without a split of the vocabulary, or a mark to tell tokens by, nothing
@@ -198,6 +204,6 @@ def whole(results: Sequence[Result], mesh: Mapping[str, int], step: Step) -> lis
     return list(lines)
 
 
-def _are_keys(shapes: Sequence[Shape], step: Step) -> bool:
+def _are_keys(shapes: Sequence[Shape], step: StepShapes) -> bool:
     """By their shape, from whichever line: the compiler moves a gather past what was done to the keys."""
     return all(s.sizes[-1:] == (step.head_dim,) and s.elements == step.keys for s in shapes)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.monitor import formatting
-from jaxlm.recipes.diagnose.doctor import Finding
+from jaxlm.recipes.diagnose.doctor import CheckResult
 
 SECONDS = 0.3  # of each timing
 CHECKED = 8  # rows of a product that are compared with float64
@@ -26,7 +26,7 @@ def limit(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def products(size: int) -> Iterator[Finding]:
+def products(size: int) -> Iterator[CheckResult]:
     """A [size, size] product on every device of this process, in both dtypes, against float64."""
     draw = np.random.default_rng(0)
     left, right = draw.standard_normal((2, size, size))
@@ -44,7 +44,7 @@ def products(size: int) -> Iterator[Finding]:
         said = ", ".join(
             f"{formatting.count(rate)}FLOP/s in {dtype}" for dtype, rate in rates.items()
         )
-        yield Finding(
+        yield CheckResult(
             f"device {device.id}",
             "problem" if wrong else "ok",
             f"{'; '.join(wrong)}: this device computes wrongly" if wrong else f"{said}, right",
@@ -53,7 +53,7 @@ def products(size: int) -> Iterator[Finding]:
         )
 
 
-def sum_over_devices(count: int) -> Finding:
+def sum_over_devices(count: int) -> CheckResult:
     """`count` numbers of each device, summed over all of them."""
     found = jax.devices()
     grid = Mesh(np.array(found), ("every",))
@@ -67,7 +67,7 @@ def sum_over_devices(count: int) -> Finding:
     out = np.asarray(run(given))
     expected = len(found) * (len(found) + 1) / 2
     if not (out == expected).all():
-        return Finding(
+        return CheckResult(
             "all-reduce",
             "problem",
             f"a sum over {len(found)} devices gives {out.min()} to {out.max()} instead of {expected}",
@@ -76,7 +76,7 @@ def sum_over_devices(count: int) -> Finding:
     # A ring sends each number of a device on twice, but for its own part.
     sent = 2 * (len(found) - 1) / len(found) * out.nbytes
     rate = sent / _seconds(lambda: run(given))
-    return Finding(
+    return CheckResult(
         "all-reduce",
         "ok",
         f"right over {len(found)} devices, {formatting.size(rate)}/s from each",

@@ -20,7 +20,7 @@ from jaxlm.monitor import environment, formatting
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One thing that was looked at. A problem has a fix; a warning may cost time or end a larger run."""
 
     name: str
@@ -38,11 +38,11 @@ class Finding:
 Say = Callable[[str], None]
 
 # docs.nvidia.com/deploy/cuda-compatibility: the oldest driver of each major version on Linux.
-OLDEST_DRIVER = {12: 525, 13: 580}
+MIN_DRIVER = {12: 525, 13: 580}
 RUNTIMES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")  # beside the plugins, of the same release
-LITTLE_MEMORY = 2 * 2**30
-LITTLE_DISK = 5 * 10**9
-SLOW_DISK = 50e6  # bytes a second: a checkpoint of GPT-2 124M would take half a minute
+MIN_MEMORY = 2 * 2**30
+MIN_DISK = 5 * 10**9
+MIN_DISK_RATE = 50e6  # bytes a second: a checkpoint of GPT-2 124M would take half a minute
 WRITTEN = 64 * 2**20
 SIZE = 1024  # of the square matrices that are multiplied
 REDUCED = 4 * 2**20  # numbers that each device adds to an all-reduce
@@ -75,7 +75,7 @@ class Hardware:
         return cls(gpus, rows[0][1] if rows else "", has_tpu)
 
 
-def examine(folder: Path, say: Say = lambda _: None) -> Iterator[Finding]:
+def examine(folder: Path, say: Say = lambda _: None) -> Iterator[CheckResult]:
     """Looks at this machine, with `folder` as the place where runs will be written. Starts JAX."""
     packages = environment.installed((*environment.PACKAGES, *RUNTIMES))
     hardware = Hardware.found()
@@ -87,21 +87,21 @@ def examine(folder: Path, say: Say = lambda _: None) -> Iterator[Finding]:
     yield disk("cache folder", cache.default(), "JAXLM_CACHE=/a/folder/on/another/disk jaxlm ...")
 
 
-def versions(packages: Mapping[str, str], python: tuple[int, int]) -> Iterator[Finding]:
+def versions(packages: Mapping[str, str], python: tuple[int, int]) -> Iterator[CheckResult]:
     """Python and the parts of JAX, which must be of one release."""
     jax, jaxlib = packages.get("jax", ""), packages.get("jaxlib", "")
-    yield Finding("python", "ok", f"{python[0]}.{python[1]}, jax {jax}, jaxlib {jaxlib}")
+    yield CheckResult("python", "ok", f"{python[0]}.{python[1]}, jax {jax}, jaxlib {jaxlib}")
     plugins = {name: packages[name] for name in packages if re.match(r"jax-cuda\d+-", name)}
     for name, version in plugins.items():
         if _release(version) != _release(jaxlib):
-            yield Finding(
+            yield CheckResult(
                 name,
                 "problem",
                 f"{version} beside jaxlib {jaxlib}: a plugin of another release is not loaded",
                 f"{sys.executable} -m pip install '{name}=={jaxlib}'",
             )
     if len(majors := {re.sub(r"\D", "", name) for name in plugins}) > 1:
-        yield Finding(
+        yield CheckResult(
             "plugins",
             "problem",
             f"plugins for CUDA {' and '.join(sorted(majors))} are installed, and JAX takes whichever comes first",
@@ -111,7 +111,7 @@ def versions(packages: Mapping[str, str], python: tuple[int, int]) -> Iterator[F
 
 def accelerators(
     hardware: Hardware, backend: str, packages: Mapping[str, str], platforms: str
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Whether JAX uses what the machine has. `platforms` is JAX_PLATFORMS."""
     if hardware.driver and (major := _cuda(packages)):
         yield _driver(hardware.driver, major)
@@ -123,10 +123,10 @@ def accelerators(
     wanted = "gpu" if hardware.gpus and backend != "gpu" else "tpu"
     if platforms and wanted not in platforms and not (wanted == "gpu" and "cuda" in platforms):
         said = f"{unused} is not used: JAX_PLATFORMS={platforms} keeps JAX from it"
-        yield Finding("accelerator", "warning", said, "unset JAX_PLATFORMS")
+        yield CheckResult("accelerator", "warning", said, "unset JAX_PLATFORMS")
         return
     if wanted == "gpu" and not _cuda(packages):
-        newest = max((m for m, least in OLDEST_DRIVER.items() if _major(hardware.driver) >= least), default=13)  # fmt: skip
+        newest = max((m for m, least in MIN_DRIVER.items() if _major(hardware.driver) >= least), default=13)  # fmt: skip
         extra = "cuda12" if newest == 12 and hardware.driver else "cuda"
         why, fix = "no plugin for CUDA is installed", f"{sys.executable} -m pip install 'jaxlm[{extra}]'"  # fmt: skip
     elif wanted == "tpu" and "libtpu" not in packages:
@@ -134,22 +134,22 @@ def accelerators(
     else:
         why = "the plugin is installed and did not start; its own words say why"
         fix = f"JAX_PLATFORMS={'cuda' if wanted == 'gpu' else 'tpu'} {sys.executable} -c 'import jax; jax.devices()'"
-    yield Finding("accelerator", "problem", f"{unused} is not used: {why}", fix)
+    yield CheckResult("accelerator", "problem", f"{unused} is not used: {why}", fix)
 
 
-def host_memory(meminfo: Mapping[str, int]) -> Finding:
+def host_memory(meminfo: Mapping[str, int]) -> CheckResult:
     """The memory of the host, from the fields of /proc/meminfo in bytes; empty where a system has none."""
     total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
     if total is None or free is None:
-        return Finding("memory", "ok", "the system does not say")
+        return CheckResult("memory", "ok", "the system does not say")
     numbers = {"total_bytes": total, "available_bytes": free}
     said = f"{formatting.size(free)} of {formatting.size(total)} are available"
-    if free >= LITTLE_MEMORY:
-        return Finding("memory", "ok", said, numbers=numbers)
-    return Finding("memory", "warning", said, "end what else runs here", numbers)
+    if free >= MIN_MEMORY:
+        return CheckResult("memory", "ok", said, numbers=numbers)
+    return CheckResult("memory", "warning", said, "end what else runs here", numbers)
 
 
-def disk(name: str, folder: Path, fix: str) -> Finding:
+def disk(name: str, folder: Path, fix: str) -> CheckResult:
     """What is free where `folder` is or will be, and how fast a file gets to the disk there."""
     here = folder.absolute()
     while not here.exists():
@@ -162,18 +162,18 @@ def disk(name: str, folder: Path, fix: str) -> Finding:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return Finding(name, "problem", f"{here} cannot be written: {error.strerror}", fix)
+        return CheckResult(name, "problem", f"{here} cannot be written: {error.strerror}", fix)
     finally:
         with contextlib.suppress(OSError):
             target.unlink()
     rate, free = WRITTEN / (time.perf_counter() - begun), shutil.disk_usage(here).free
     numbers = {"free_bytes": free, "write_bytes_per_second": rate}
     said = f"{formatting.size(free)} free in {here}, written at {formatting.size(rate)}/s"
-    is_ok = free >= LITTLE_DISK and rate >= SLOW_DISK
-    return Finding(name, "ok" if is_ok else "warning", said, "" if is_ok else fix, numbers)
+    is_ok = free >= MIN_DISK and rate >= MIN_DISK_RATE
+    return CheckResult(name, "ok" if is_ok else "warning", said, "" if is_ok else fix, numbers)
 
 
-def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[Finding]:
+def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[CheckResult]:
     """What can be said once JAX runs: its devices, and whether they compute."""
     import jax
 
@@ -185,12 +185,14 @@ def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[Findin
         found = jax.devices()
     except RuntimeError as error:
         told = str(error).partition("\n")[0]
-        yield Finding("devices", "problem", f"JAX does not start: {told}", "unset JAX_PLATFORMS")
+        yield CheckResult(
+            "devices", "problem", f"JAX does not start: {told}", "unset JAX_PLATFORMS"
+        )
         return
     backend, kinds = found[0].platform, sorted({device.device_kind for device in found})
     limits = [device_checks.limit(device) for device in found]
     held = f", {formatting.size(limits[0])} each" if limits[0] else ""
-    yield Finding("devices", "ok", f"{len(found)} x {', '.join(kinds)} ({backend}){held}")
+    yield CheckResult("devices", "ok", f"{len(found)} x {', '.join(kinds)} ({backend}){held}")
     yield from accelerators(hardware, backend, packages, os.environ.get("JAX_PLATFORMS", ""))
     yield from device_checks.products(SIZE)
     if len(found) > 1:
@@ -198,26 +200,26 @@ def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[Findin
     yield _compiled(jax_setup.compile_cache)
 
 
-def _compiled(folder: Callable[[], Path]) -> Finding:
+def _compiled(folder: Callable[[], Path]) -> CheckResult:
     try:
-        return Finding("compile cache", "ok", str(folder()))
+        return CheckResult("compile cache", "ok", str(folder()))
     except JaxlmError as error:
-        return Finding("compile cache", "problem", f"{error.what}: {error.why}", error.fix)
+        return CheckResult("compile cache", "problem", f"{error.what}: {error.why}", error.fix)
 
 
-def _driver(driver: str, major: int) -> Finding:
-    least = OLDEST_DRIVER[major]
+def _driver(driver: str, major: int) -> CheckResult:
+    least = MIN_DRIVER[major]
     said = f"{driver}, CUDA {major} needs {least} or newer"
     if _major(driver) >= least:
-        return Finding("driver", "ok", said)
-    older = max((m for m, l in OLDEST_DRIVER.items() if _major(driver) >= l), default=None)  # noqa: E741
+        return CheckResult("driver", "ok", said)
+    older = max((m for m, l in MIN_DRIVER.items() if _major(driver) >= l), default=None)  # noqa: E741
     fix = f"{sys.executable} -m pip install 'jaxlm[cuda{older}]'" if older else "a newer driver"
-    return Finding("driver", "problem", said, fix)
+    return CheckResult("driver", "problem", said, fix)
 
 
 def _cuda(packages: Mapping[str, str]) -> int | None:
     """The major version of CUDA that a plugin is installed for."""
-    return next((major for major in OLDEST_DRIVER if f"jax-cuda{major}-plugin" in packages), None)
+    return next((major for major in MIN_DRIVER if f"jax-cuda{major}-plugin" in packages), None)
 
 
 def _release(version: str) -> list[str]:

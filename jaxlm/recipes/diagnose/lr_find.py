@@ -19,7 +19,7 @@ from jaxlm.optim.config import Muon
 from jaxlm.optim.schedules import LearningRate
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train.programs import Engine
+from jaxlm.recipes.train.programs import TrainPrograms
 
 FEWEST = 10  # steps
 LIMIT = 1.5  # the test ends where the smoothed loss is this many times its lowest
@@ -72,13 +72,13 @@ def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, 
     parts.find(run.data)
     _open(options.out)
     jax_setup.start(options.cpu_devices)
-    mesh = setup.mesh_of(run)
+    mesh = setup.build_mesh_for(run)
     data = setup.open_data(run, say=say, warn=say)
-    model = setup.assemble(run, setup.vocabulary(run, data.tokenizer.size), mesh)
-    whole = run.at(run.pace.stages[-1])  # the rate is for the batches behind a warm-up
+    model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
+    whole = run.at(run.pace.phases[-1])  # the rate is for the batches behind a warm-up
     bare = dataclasses.replace(whole, guard=dataclasses.replace(run.guard, sigmas=None))
     with jax.set_mesh(mesh):
-        engine = Engine(bare, data, model, schedule=growing(options))
+        engine = TrainPrograms(bare, data, model, schedule=growing(options))
         say(
             f"compiling, then {options.steps} steps at rates from {options.low:g} to {options.high:g}"
         )
@@ -119,9 +119,9 @@ def growing(options: Options) -> LearningRate:
     return lambda step: options.low * jnp.exp(jnp.asarray(step, jnp.float32) * ratio)
 
 
-def _measure(engine: Engine, steps: int) -> tuple[list[tuple[float, float]], str]:
+def _measure(engine: TrainPrograms, steps: int) -> tuple[list[tuple[float, float]], str]:
     """(rate, loss) of each step, and why the test ended."""
-    state, batches = engine.fresh(), engine.batches(0)
+    state, batches = engine.init_state(), engine.batches(0)
     measured: list[tuple[float, float]] = []
     lowest = running = math.inf
     for _ in range(steps):

@@ -24,8 +24,8 @@ from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train import initial_state, records, resume
 from jaxlm.recipes.train.checkpointing import Rewinds
-from jaxlm.recipes.train.programs import Engine
-from jaxlm.recipes.train.resume import Start, Wish
+from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.train.resume import ResumeOptions, StartRecord
 from jaxlm.training import control
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
@@ -70,8 +70,8 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
             fix=f"--rewinds={every}",
         )
     _check_step(step, config.from_json(Run, newest).train.steps)
-    begun = resume.read(workdir)
-    way = [each for each in resume.way(begun, rewinds.made[:known]) if each.step < step]
+    begun = resume.read_starts(workdir)
+    way = [each for each in resume.lineage(begun, rewinds.made[:known]) if each.step < step]
     if not way or way[0].step:
         raise DataError(
             f"nothing says under which config step {step} was done",
@@ -93,28 +93,28 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     host.check_rows(mesh, run.train.batch, run.train.microbatches)
     data = setup.open_data(run, say=say, warn=say)
     _check_data(way[-1].data, data.fingerprint)
-    model = setup.assemble(run, setup.vocabulary(run, data.tokenizer.size), mesh)
+    model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
     with jax.set_mesh(mesh):
-        engine = Engine(run, data, model)
+        engine = TrainPrograms(run, data, model)
         state = (
             resume.state(engine, store, start, wish)
             if start
-            else initial_state.again(engine, store)
+            else initial_state.initial_state(engine, store)
         )
         say(f"from {f'checkpoint {start}' if start else 'the beginning'} through step {step}")
         batches = engine.batches(start, rewinds.skips, say)
         changes = control.read(workdir)
 
         def rate(completed: int) -> jax.Array:
-            return engine.rate(control.rate(changes, completed, run.optim.lr))
+            return engine.lr_scale(control.rate(changes, completed, run.optim.lr))
 
         for completed in range(start, step - 1):
             state, _ = engine.step(state, next(batches), rate(completed))
         batch = next(batches)
-        uncut = engine.pace.stage(loader.number(step - 1, rewinds.skips)).rows
-        rows = _rows(engine, engine.seen(state), batch, uncut)
+        uncut = engine.pace.phase(loader.number(step - 1, rewinds.skips)).rows
+        rows = _rows(engine, engine.gradient_point(state), batch, uncut)
         values, layers = _measured(engine, state, batch, rate(step - 1))
-        found = records.evidence(engine, step, values, layers, rewinds.skips)
+        found = records.spike_evidence(engine, step, values, layers, rewinds.skips)
     logged = _logged(workdir, found, is_newest=known == every)
     loss = values["loss_nats"]
     return found | {
@@ -155,7 +155,7 @@ def _start(store: Store, rewinds: Rewinds, known: int, shared: int, step: int, s
     return 0
 
 
-def _wish(way: list[Start], start: int, step: int) -> Wish:
+def _wish(way: list[StartRecord], start: int, step: int) -> ResumeOptions:
     """How the run took up the state of a checkpoint, on its way to a step.
 
     Raises:
@@ -165,9 +165,12 @@ def _wish(way: list[Start], start: int, step: int) -> Wish:
     for before, after in itertools.pairwise([*at[-1:], *way[len(at) :]]):
         try:
             resume.check(
-                config.from_json(Run, before.config), config.from_json(Run, after.config), Wish(), 0
+                config.from_json(Run, before.config),
+                config.from_json(Run, after.config),
+                ResumeOptions(),
+                0,
             )
-            resume.check_data(before.data, after.data, Wish())
+            resume.check_data(before.data, after.data, ResumeOptions())
             why = ""
         except ConfigError as error:
             why = error.why
@@ -180,13 +183,13 @@ def _wish(way: list[Start], start: int, step: int) -> Wish:
                 + "\n".join([*(f"--{name}" for name in changed), *why.splitlines()]),
                 fix=f"--step={after.step}    # the last one that this checkpoint leads to",
             )
-    return at[-1].wish if at and at[-1].step == start else Wish()
+    return at[-1].wish if at and at[-1].step == start else ResumeOptions()
 
 
 def _check_data(known: dict[str, Any], found: dict[str, Any]) -> None:
     """Raises DataError where the data is not what the step had read."""
     try:
-        resume.check_data(known, found, Wish())
+        resume.check_data(known, found, ResumeOptions())
     except ConfigError as error:
         raise DataError(
             error.what,
@@ -196,7 +199,7 @@ def _check_data(known: dict[str, Any], found: dict[str, Any]) -> None:
         ) from error
 
 
-def _rows(engine: Engine, params: Any, batch: Tokens, uncut: int) -> list[dict[str, Any]]:
+def _rows(engine: TrainPrograms, params: Any, batch: Tokens, uncut: int) -> list[dict[str, Any]]:
     """The rows whose tokens have the highest mean loss, without dropout; first those where it is not finite.
 
     They have the numbers that they had before a warm-up cut them: `uncut` of them there were.
@@ -217,7 +220,7 @@ def _rows(engine: Engine, params: Any, batch: Tokens, uncut: int) -> list[dict[s
 
 
 def _measured(
-    engine: Engine, state: TrainState, batch: Tokens, rate: jax.Array
+    engine: TrainPrograms, state: TrainState, batch: Tokens, rate: jax.Array
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """The metrics of a step, and the gradient's norm by layer.
 
@@ -228,7 +231,7 @@ def _measured(
     refusing = engine
     if run.guard.sigmas is None:  # such a guard knows no spikes
         strict = dataclasses.replace(run.guard, sigmas=1.0)
-        refusing = Engine(dataclasses.replace(run, guard=strict), engine.data, engine.model)
+        refusing = TrainPrograms(dataclasses.replace(run, guard=strict), engine.data, engine.model)
     zeros = jax.tree.map(lambda x: x * 0, guard)  # new arrays: the state is donated
     zeros = zeros._replace(
         filled=zeros.filled + run.guard.window, scale=jax.tree.map(jnp.copy, guard.scale)

@@ -21,9 +21,9 @@ from jaxlm.recipes import jax_setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import divisibility
-from jaxlm.recipes.plan.predict import written
+from jaxlm.recipes.plan.predict import decoder_tokens
 from jaxlm.recipes.train import trainer
-from jaxlm.recipes.train.programs import of_sizes
+from jaxlm.recipes.train.programs import without_data
 
 Say = Callable[[str], None]
 
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
     """The update of a run, compiled for the devices of a mesh from shapes alone."""
     # Its random key is a number, and no chip of the mesh may be there to hold it.
-    engine = of_sizes(run, grid, vocabulary(run))
+    engine = without_data(run, grid, vocabulary(run))
     (platform,) = {device.platform for device in grid.devices.flat}
     with backend.of(platform), jax.set_mesh(grid):
         return engine.step.lower(engine.abstract(), abstract_batch(run, grid)).compile()
@@ -44,18 +44,18 @@ def abstract_batch(run: Run, grid: Mesh) -> Tokens:
     def slots(length: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct((run.train.batch, length), dtype, sharding=place)
 
-    read, wrote = run.data.sequence, written(run) or run.data.sequence
+    read, wrote = run.data.sequence, decoder_tokens(run) or run.data.sequence
     fields: Any = dict.fromkeys(Tokens._fields, slots(wrote))
-    fields |= dict.fromkeys(("weights", "ahead"), slots(wrote, jnp.float32))
+    fields |= dict.fromkeys(("weights", "predicts_ahead"), slots(wrote, jnp.float32))
     batch = Tokens(**fields | dict.fromkeys(("source", "source_segments"), slots(read)))
     if not run.objective.both_ways:
-        batch = batch._replace(reach=None)
+        batch = batch._replace(visible_until=None)
     if not run.is_paired:
         batch = batch._replace(source=None, source_segments=None)
     if not has_inner(run.objective):
-        batch = batch._replace(inner=None)
+        batch = batch._replace(block_positions=None)
     if not has_ahead(run.objective):
-        batch = batch._replace(ahead=None)
+        batch = batch._replace(predicts_ahead=None)
     return batch
 
 

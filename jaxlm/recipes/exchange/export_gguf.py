@@ -14,8 +14,8 @@ from jaxlm.data import tokenizer_json
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.data.vocabularies import gguf_written
 from jaxlm.data.vocabularies.gguf_tokens import OWN
-from jaxlm.models.families.hub import NEUTRAL
-from jaxlm.recipes.exchange.parity import Held, Job
+from jaxlm.models.families.hub import IGNORED_ATTRIBUTES
+from jaxlm.recipes.exchange.parity import ExportedParams, ExportJob
 from jaxlm.recipes.use.chat import template_source
 
 
@@ -27,7 +27,7 @@ class GgufForm:
       ConfigError: where llama.cpp computes no such model, or has no such tokenizer.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: ExportJob):
         library(job.workdir)
         self._job = job
         attributes = job.family.to_hub() | {"model_type": job.family.HUB.model_type}
@@ -63,7 +63,7 @@ class GgufForm:
         return Gguf(place)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> ExportedParams:
         """Vectors whole, matrices rounded to the file's dtype."""
         return self._plan.held()
 
@@ -84,7 +84,7 @@ def _refuse_lost(attributes: dict[str, Any], plan: Plan) -> None:
             back["rope_scaling"] = attributes["rope_scaling"]
     lost = [
         f"{name} = {attributes[name]!r}, and a reader of the file takes {back.get(name)!r}"
-        for name in sorted(attributes.keys() - NEUTRAL)
+        for name in sorted(attributes.keys() - IGNORED_ATTRIBUTES)
         if attributes[name] != back.get(name)
     ]
     if lost:

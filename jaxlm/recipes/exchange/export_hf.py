@@ -6,13 +6,13 @@ from typing import Any
 
 from jaxlm.checkpoint import hub_digests
 from jaxlm.checkpoint.hub_folder import Folder, write_json, write_tensors
-from jaxlm.checkpoint.hub_tensors import rounded
+from jaxlm.checkpoint.hub_tensors import round_to_dtype
 from jaxlm.data import tokenizer_json
 from jaxlm.data.hub_tokenizer import Imported
 from jaxlm.models.families.hub import uncomputed
 from jaxlm.recipes.exchange import import_model
-from jaxlm.recipes.exchange.parity import Held, Job
-from jaxlm.recipes.use.load import Trained
+from jaxlm.recipes.exchange.parity import ExportedParams, ExportJob
+from jaxlm.recipes.use.load import LoadedRun
 
 GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -24,7 +24,7 @@ class FolderForm:
       ConfigError: where the tokenizer's padding is not the model's.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: ExportJob):
         self._job = job
         self._attributes = _attributes(job.family, job.dtype.name, job.opened)
 
@@ -43,10 +43,10 @@ class FolderForm:
         return Folder(place)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> ExportedParams:
         """Each leaf rounded to the folder's dtype, but for those that every folder keeps in float32."""
         return {
-            part.path: rounded(each.kept(self._job.dtype))
+            part.path: round_to_dtype(each.kept(self._job.dtype))
             for each in self._job.tensors
             for part in each.parts
         }
@@ -84,7 +84,7 @@ class FolderForm:
         write_json(place / "tokenizer_config.json", tokenizer_json.settings(tokenizer))
 
 
-def _attributes(family: Any, dtype: str, opened: Trained) -> dict[str, Any]:
+def _attributes(family: Any, dtype: str, opened: LoadedRun) -> dict[str, Any]:
     tokenizer, own = opened.tokenizer, family.to_hub()
     pad = own.get("pad_token_id", tokenizer.pad)
     if pad != tokenizer.pad and not isinstance(tokenizer, Imported):
@@ -102,7 +102,7 @@ def _attributes(family: Any, dtype: str, opened: Trained) -> dict[str, Any]:
     }
 
 
-def _card(answer: dict[str, Any], opened: Trained) -> str:
+def _card(answer: dict[str, Any], opened: LoadedRun) -> str:
     run, parity = opened.run, answer["parity"]
     return f"""---
 library_name: transformers

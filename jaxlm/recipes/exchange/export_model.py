@@ -17,13 +17,13 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import parity
 from jaxlm.recipes.exchange.export_gguf import GgufForm
 from jaxlm.recipes.exchange.export_hf import FolderForm
-from jaxlm.recipes.exchange.parity import DTYPES, Dtype, Held, Job
+from jaxlm.recipes.exchange.parity import DTYPES, Dtype, ExportedParams, ExportJob
 from jaxlm.recipes.use import load
-from jaxlm.recipes.use.load import Trained, Weights
+from jaxlm.recipes.use.load import LoadedRun, Weights
 from jaxlm.training.rundir import IMPORTED
 
 
-class Form(Protocol):
+class ExportFormat(Protocol):
     """What a run's model is written as; made of a Job, it has refused what it cannot hold."""
 
     def write(self, place: Path) -> int:
@@ -33,7 +33,7 @@ class Form(Protocol):
         """What was written."""
 
     @property
-    def held(self) -> Held:
+    def held(self) -> ExportedParams:
         """What it holds of each leaf."""
 
     def finish(self, place: Path, answer: dict[str, Any]) -> None:
@@ -41,11 +41,11 @@ class Form(Protocol):
 
 
 To = Literal["hf", "gguf"]
-FORMS: dict[To, Callable[[Job], Form]] = {"hf": FolderForm, "gguf": GgufForm}
+FORMS: dict[To, Callable[[ExportJob], ExportFormat]] = {"hf": FolderForm, "gguf": GgufForm}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class ExportOptions:
     """What is exported, as what, and where to."""
 
     workdir: Path
@@ -59,7 +59,9 @@ class Options:
     cpu_devices: int | None = None
 
 
-def export_model(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def export_model(
+    options: ExportOptions, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
     """Writes a run's model as a folder of transformers or as a GGUF, reads it back, and compares logits on real text.
 
     It has its name once both agree; until then it is beside it, as NAME.partial.
@@ -77,7 +79,7 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
             why="nothing is overwritten",
             fix=f"--out={named}",
         )
-    opened = load.open_run(
+    opened = load.load_run(
         options.workdir,
         step=options.step,
         best=options.best,
@@ -91,7 +93,7 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
     if decoder.width_ratio != 1:
         why = f"its logits are divided by {decoder.width_ratio:g}, as mup.base_width = {opened.run.mup.base_width} asks"
         raise uncomputed(family.HUB, why)
-    job = Job(
+    job = ExportJob(
         opened=opened,
         family=family,
         tensors=layout(decoder, family.HUB),
@@ -106,7 +108,7 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
         files = form.write(partial)
     except OSError as error:
         raise cannot_write("the export", partial, error, fix="--out=another/place") from error
-    report = parity.compare(form.read(partial), opened, job.dtype, form.held)
+    report = parity.compare_logits(form.read(partial), opened, job.dtype, form.held)
     answer = {
         "out": str(options.out),
         "architecture": family.HUB.architecture,
@@ -123,7 +125,7 @@ def export_model(options: Options, say: Callable[[str], None] = lambda _: None) 
     return answer
 
 
-def _without_heads(opened: Trained, say: Callable[[str], None]) -> Trained:
+def _without_heads(opened: LoadedRun, say: Callable[[str], None]) -> LoadedRun:
     """The model that predicts the next token alone."""
     heads = opened.model.blueprint.config.heads
     if not heads:
@@ -134,19 +136,19 @@ def _without_heads(opened: Trained, say: Callable[[str], None]) -> Trained:
     return dataclasses.replace(
         opened,
         run=run,
-        model=setup.assemble(run, vocab, opened.model.mesh),
+        model=setup.build_sharded_model(run, vocab, opened.model.mesh),
         params={name: part for name, part in opened.params.items() if name != "heads"},
     )
 
 
-def _without_capacity(opened: Trained, say: Callable[[str], None]) -> Trained:
+def _without_capacity(opened: LoadedRun, say: Callable[[str], None]) -> LoadedRun:
     """Return the model whose experts take every token, as those of other programs do."""
     if getattr(opened.run.model, "capacity", None) is None:
         return opened
     say("left out: model.capacity, by which training dropped tokens; what is exported drops none")
     run = opened.run.changed({"model.capacity": None})
     vocab = opened.model.blueprint.config.vocab
-    model = setup.assemble(run, vocab, opened.model.mesh)
+    model = setup.build_sharded_model(run, vocab, opened.model.mesh)
     return dataclasses.replace(opened, run=run, model=model)
 
 

@@ -13,7 +13,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.hub_download import PREFIX, Show, fetched
 from jaxlm.checkpoint.hub_folder import Folder, Source
-from jaxlm.checkpoint.hub_tensors import Fetch, Reader, Theirs, layout
+from jaxlm.checkpoint.hub_tensors import Fetch, HFTensor, Reader, layout
 from jaxlm.checkpoint.hub_tokenizer_files import SENTENCEPIECE, read_tokenizer
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, tree
@@ -138,7 +138,7 @@ def import_model(
             why="an id without a row cannot be read",
             fix="fetch the folder again where it came from: its tokenizer and its weights are not of one model",
         )
-    tokenizer = vocabulary.extended(tokenizer, options.add_tokens)
+    tokenizer = vocabulary.add_tokens(tokenizer, options.add_tokens)
     run = _run(dataclasses.replace(family, vocab=max(rows, tokenizer.size)), options)
     decoder = run.model.build()
     hub = run.model.HUB
@@ -148,14 +148,14 @@ def import_model(
     _verify(folder, say)
     jax_setup.start(options.cpu_devices)
     mesh = jax_setup.build_mesh(run.mesh)
-    assembled = setup.assemble(run, decoder.vocab, mesh)
+    assembled = setup.build_sharded_model(run, decoder.vocab, mesh)
     with RunDir(options.workdir) as directory:
         with folder.opened() as fetch:
             head = hub_architecture.namer(folder, hub)(hub.head)
             if decoder.tied and head in ignored:
                 hub_architecture.refuse_other_head(head, tensors, folder, fetch)
             mean_from = known if options.add_tokens else None
-            params = load(tensors, fetch, setup.placed(assembled), mean_from=mean_from)
+            params = load(tensors, fetch, setup.abstract_params(assembled), mean_from=mean_from)
         answer: dict[str, Any] = {
             "workdir": str(options.workdir),
             "family": run.model.family,
@@ -200,17 +200,19 @@ def _verify(folder: Source, say: Callable[[str], None]) -> None:
     say(f"compared by sha256: {len(files) - len(unknown)} of {len(files)} files{without}")
 
 
-def load(tensors: list[Theirs], fetch: Fetch, placed: Any, *, mean_from: int | None = None) -> Any:
+def load(
+    tensors: list[HFTensor], fetch: Fetch, placed: Any, *, mean_from: int | None = None
+) -> Any:
     """The parameters on the devices; ids from `mean_from` on have the mean of those before."""
     return tree.map_with_path(leaf_reader(tensors, fetch, mean_from=mean_from), placed)
 
 
 def leaf_reader(
-    tensors: list[Theirs], fetch: Fetch, *, mean_from: int | None = None
+    tensors: list[HFTensor], fetch: Fetch, *, mean_from: int | None = None
 ) -> Callable[[str, jax.ShapeDtypeStruct], jax.Array]:
     """What reads a leaf to the devices, part by part, by its path and what it is like."""
     plain = Reader(tensors, fetch)
-    reader = plain if mean_from is None else vocabulary.Extended(plain, mean_from)
+    reader = plain if mean_from is None else vocabulary.MeanInitRows(plain, mean_from)
 
     def leaf(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         dtype = np.dtype(like.dtype)

@@ -15,29 +15,31 @@ import numpy as np
 
 from jaxlm.checkpoint import hub_architecture
 from jaxlm.checkpoint.hub_folder import Source
-from jaxlm.checkpoint.hub_tensors import Part, Theirs, layout
+from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, layout
 from jaxlm.core import tree
 from jaxlm.core.errors import JaxlmError
 from jaxlm.models.build import Blueprint
 from jaxlm.parallel import rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
-from jaxlm.recipes.use.load import Trained
+from jaxlm.recipes.use.load import LoadedRun
 
 TOLERANCE = 1e-5  # of the largest logit: what was written is read back by the same arithmetic
 LENGTH = 256  # of the rows of text that both are compared on, at most
 # What a form holds of each leaf, by its path: a function of the leaf.
-Held = Mapping[str, Callable[[jax.Array], jax.Array]]
+ExportedParams = Mapping[str, Callable[[jax.Array], jax.Array]]
 
 
-class Different(JaxlmError):
+class ParityError(JaxlmError):
     """What was written does not compute what the run computes."""
 
     code = 1
     kind = "not the same"
 
 
-def compare(source: Source, opened: Trained, dtype: np.dtype, held: Held) -> dict[str, Any]:
+def compare_logits(
+    source: Source, opened: LoadedRun, dtype: np.dtype, held: ExportedParams
+) -> dict[str, Any]:
     """The largest difference between the logits of what was written and of the run, on Python's own source.
 
     Theirs are of the model that its own config.json describes. The run's parameters are rounded first as the form rounds them;
@@ -47,7 +49,7 @@ def compare(source: Source, opened: Trained, dtype: np.dtype, held: Held) -> dic
     model = opened.model
     family, _ = hub_architecture.described(source, lambda _: None)
     described = dataclasses.replace(opened.run, model=family)
-    written = setup.assemble(described, model.blueprint.config.vocab, model.mesh)
+    written = setup.build_sharded_model(described, model.blueprint.config.vocab, model.mesh)
     tokens, places = _text(opened)
     logits, their_logits = (
         jax.jit(functools.partial(_logits, each, is_paired=opened.run.is_paired))
@@ -75,7 +77,7 @@ def compare(source: Source, opened: Trained, dtype: np.dtype, held: Held) -> dic
             own[path].delete()
             return found
 
-        theirs = tree.map_with_path(taken, setup.placed(written))
+        theirs = tree.map_with_path(taken, setup.abstract_params(written))
         read_back = np.asarray(their_logits(theirs, tokens, places))
     return {
         "tokens": int(tokens.size),
@@ -92,7 +94,7 @@ def check(parity: dict[str, Any], partial: Path) -> None:
     report = "it was left for you to look at; this is a fault of jaxlm: please report it"
     difference, tolerance = parity["largest_difference"], parity["tolerance"]
     if not math.isfinite(difference):
-        raise Different(
+        raise ParityError(
             "what was written gives logits that are no numbers",
             where=str(partial),
             why=f"weights of the run are none, or lie beyond what {parity['dtype']} holds",
@@ -101,14 +103,14 @@ def check(parity: dict[str, Any], partial: Path) -> None:
             else "export an earlier --step, whose weights are finite",
         )
     if difference > tolerance:
-        raise Different(
+        raise ParityError(
             "what was written gives other logits than the run",
             where=str(partial),
             why=f"they differ by {difference:.3g}, and {tolerance:.3g} is allowed",
             fix=report,
         )
     if not parity["is_bit_identical"]:
-        raise Different(
+        raise ParityError(
             "what was written holds other weights than the run",
             where=str(partial),
             why="the logits of the text that was tried agree, which does not meet every weight",
@@ -116,7 +118,7 @@ def check(parity: dict[str, Any], partial: Path) -> None:
         )
 
 
-def _text(opened: Trained) -> tuple[jax.Array, jax.Array]:
+def _text(opened: LoadedRun) -> tuple[jax.Array, jax.Array]:
     """Real text that is always there: the source of Python's own json package, as rows of ids."""
     limit = min(LENGTH, opened.run.model.context)
     text = Path(json.__file__).read_text()
@@ -148,12 +150,12 @@ DTYPES: dict[Dtype, np.dtype] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
+class ExportJob:
     """A run's model, opened, to be written."""
 
-    opened: Trained
+    opened: LoadedRun
     family: Any  # of the model, with the rows of its embedding
-    tensors: list[Theirs]
+    tensors: list[HFTensor]
     dtype: np.dtype
     workdir: Path
     shard_bytes: int
@@ -163,10 +165,10 @@ class Job:
     def _leaves(self) -> dict[str, jax.Array]:
         return tree.leaves(self.opened.params)
 
-    def array(self, theirs: Theirs) -> np.ndarray:
+    def array(self, theirs: HFTensor) -> np.ndarray:
         """The numbers of a tensor as transformers has it, in the run's dtype."""
 
-        def leaf(part: Part) -> np.ndarray:
+        def leaf(part: MappedSlice) -> np.ndarray:
             found = self._leaves[part.path]
             return np.asarray(found[part.lead] if part.lead else found)
 

@@ -14,7 +14,7 @@ AXES = {"embedding/table": 0, "unembedding/weight": 1, "head/bias": 0}
 CHUNK = 4096  # rows that are read at a time for a mean
 
 
-def extended(tokenizer: Imported, tokens: Sequence[str]) -> Imported:
+def add_tokens(tokenizer: Imported, tokens: Sequence[str]) -> Imported:
     """The tokenizer with `tokens` behind its own, which are found in text before anything else is.
 
     Raises:
@@ -44,7 +44,7 @@ def extended(tokenizer: Imported, tokens: Sequence[str]) -> Imported:
 
 
 @dataclasses.dataclass
-class Extended:
+class MeanInitRows:
     """Leaves as `Reader` gives them, in which ids from `known` on have the mean of those before.
 
     Rows of a folder's tables that no id of its tokenizer names are such too. The mean is taken in float64, of a part of

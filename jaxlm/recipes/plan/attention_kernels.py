@@ -15,14 +15,14 @@ from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import Run
 
 
-class Way(NamedTuple):
+class KernelPlan(NamedTuple):
     """How a layer computes attention, in words too."""
 
     kernel: Kernel
     told: str
 
 
-def fitted(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> ModelConfig:
+def with_kernels(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> ModelConfig:
     """The model with the kernel of each of its layers."""
 
     def of(block: BlockConfig) -> BlockConfig:
@@ -41,7 +41,7 @@ def has_ring(run: Run, decoder: ModelConfig, sizes: Sizes) -> bool:
     )
 
 
-def told(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> str:
+def describe_kernels(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> str:
     """What was chosen and why, a line for each kind of layer that differs in it; and for samples, where that is another."""
     ways = [_way(run, layer.attention, sizes, target) for layer in decoder.layers]
     lines = dict.fromkeys(way.told for way in ways)
@@ -61,7 +61,7 @@ def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
             why="the model drops attention weights, by model.dropout or regularisation.attention_dropout",
             fix="--config.mesh.context_keys=gather\n--config.regularisation.attention_dropout=0",
         )
-    for stage in run.pace.stages[:-1]:
+    for stage in run.pace.phases[:-1]:
         short = run.at(stage)
         for attention, way in ways:
             if way.kernel == "ring":
@@ -117,15 +117,15 @@ def check_length(sizes: Sizes, decoder: ModelConfig, length: int, *, flag: str) 
     )
 
 
-def _way(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) -> Way:
+def _way(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) -> KernelPlan:
     parts = logical.ways(sizes, "length")
     if parts == 1:
         kernel, reason = kernels.choose(run.train.attention, target, _work(run, attention, sizes))
-        return Way(kernel, f"{kernel}: {reason}")
+        return KernelPlan(kernel, f"{kernel}: {reason}")
     keys, reason = _keys(run, attention, sizes)
     if keys == "gather":
-        return Way("reference", f"keys gathered from {parts} devices: {reason}")
-    return Way(
+        return KernelPlan("reference", f"keys gathered from {parts} devices: {reason}")
+    return KernelPlan(
         "ring",
         f"keys in a ring of {parts} devices, tokens dealt out in {2 * parts} chunks: {reason}",
     )

@@ -18,12 +18,12 @@ from jaxlm.parallel.schedule import Schedule
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
 
-MOST_TRIED = 200  # combinations of settings; the nearest come first
+MAX_TRIED = 200  # combinations of settings; the nearest come first
 MESHES_TRIED = 8  # with other settings, where no mesh fits by itself
 LINES = 6  # of an error, beside what and where
 
 
-class Misfit(NamedTuple):
+class Indivisible(NamedTuple):
     """A number that does not divide: why, and the setting with the nearest values that would, if there is one."""
 
     why: str
@@ -41,12 +41,12 @@ def check(run: Run, count: int, slices: int = 1) -> None:
     why = []
     try:
         sizes = run.mesh.sizes(count)
-        misfits = list(find(run, sizes))
+        misfits = list(find_indivisible(run, sizes))
     except ConfigError as error:
         needed, *_ = error.why.splitlines()  # what fits is found below, as the model must, too
         why.append(f"{needed} devices, and there are {count}")
         fixed = {axis: 1 if size == "auto" else size for axis, size in wanted.items()}
-        sizes, misfits = None, list(find(run, fixed))
+        sizes, misfits = None, list(find_indivisible(run, fixed))
     is_cut = sizes is None or crossings(sizes, slices) is not None
     if not is_cut:
         why.append(
@@ -59,7 +59,7 @@ def check(run: Run, count: int, slices: int = 1) -> None:
     layouts = [fit for fit in nearest(near, count) if crossings(fit, slices) is not None]
 
     def line(fit: Sizes) -> str:
-        return "" if any(find(run, fit)) else flags(fit, wanted)
+        return "" if any(find_indivisible(run, fit)) else flags(fit, wanted)
 
     fixes = offered(near, layouts, line)
     why += beyond(fixes)
@@ -94,7 +94,7 @@ def unscaled(run: Run) -> ConfigError:
     )
 
 
-def find(run: Run, sizes: Sizes) -> Iterator[Misfit]:
+def find_indivisible(run: Run, sizes: Sizes) -> Iterator[Indivisible]:
     """What does not come out even on a mesh of these sizes."""
     decoder = dataclasses.replace(
         run.model,
@@ -105,7 +105,7 @@ def find(run: Run, sizes: Sizes) -> Iterator[Misfit]:
     yield from _stages(run, decoder, sizes)
 
 
-def _model(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
+def _model(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible]:
     blocks = dict.fromkeys(decoder.layers)
     dims = [("vocab", "vocab", decoder.vocab), ("embed", "width", decoder.width)]
     for block in blocks:
@@ -135,7 +135,7 @@ def _model(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
         for axis in ("pipe", "context"):
             if sizes[axis] > 1:
                 why = f"{axis} = {sizes[axis]} splits no encoder-decoder, 1 would do"
-                yield Misfit(why, f"mesh.{axis}", (1,))
+                yield Indivisible(why, f"mesh.{axis}", (1,))
         return
     stages = logical.ways(sizes, "stages")
     unit = len(decoder.pattern) * stages * run.train.turns
@@ -153,7 +153,7 @@ def _of_width(run: Run, block: BlockConfig) -> int:
     return attention.heads * (1 if attention.rotary is None else 2)
 
 
-def _rows(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
+def _rows(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible]:
     length, batch, parts = run.data.sequence, run.train.batch, run.train.microbatches
     ways = logical.ways(sizes, "length")
     if ways > 1:
@@ -167,7 +167,7 @@ def _rows(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
         cut = [] if left else [n for n in divisors.divisors(own) if n >= stages]
         why = f"microbatches = {parts} cannot go around {stages} stages (pipe)"
         parts = min(cut, default=stages)
-        yield Misfit(f"{why}, {parts} would", "train.microbatches", (parts,))
+        yield Indivisible(f"{why}, {parts} would", "train.microbatches", (parts,))
     if batch % (rows * parts):
         misfit = _misfit(
             f"batch = {batch}", "train.batch", batch, rows * parts, logical.RULES["batch"]
@@ -179,31 +179,31 @@ def _rows(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
         yield _misfit(f"eval.batch = {size}", "eval.batch", size, rows, axes)
 
 
-def _stages(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Misfit]:
+def _stages(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible]:
     """The smaller batches and shorter rows of a warm-up are dealt out as those after it are."""
     unit = logical.ways(sizes, "batch") * run.train.microbatches
     parts = logical.ways(sizes, "length")
     parts *= 2 if attention_kernels.has_ring(run, decoder, sizes) else 1
-    for size in dict.fromkeys(stage.rows for stage in run.pace.stages[:-1]):
+    for size in dict.fromkeys(stage.rows for stage in run.pace.phases[:-1]):
         if size % unit:
             why = f"{size} rows of the warm-up do not divide by {unit}"
-            yield Misfit(why, "train.batch_warmup", ((),))
-    for length in dict.fromkeys(stage.length for stage in run.pace.stages[:-1]):
+            yield Indivisible(why, "train.batch_warmup", ((),))
+    for length in dict.fromkeys(stage.length for stage in run.pace.phases[:-1]):
         if length % parts:
             why = f"{length} tokens of the warm-up do not divide by {parts}"
-            yield Misfit(why, "data.sequence_warmup", ((),))
+            yield Indivisible(why, "data.sequence_warmup", ((),))
 
 
 def _misfit(
     named: str, path: str, size: int, unit: int, axes: Any, *, step: int = 0, beside: int = 0
-) -> Misfit:
+) -> Indivisible:
     """`beside` is what the setting counts beside the size that is divided, `step` what else would do is a multiple of, if not the unit."""
     step = step or unit
     values = tuple(value for value in (size // step * step, -(-size // step) * step) if value)
     values = tuple(beside + value for value in sorted(values, key=lambda value: abs(value - size)))
     over = " x ".join((axes,) if isinstance(axes, str) else axes)
     wanted = " or ".join(map(str, values))
-    return Misfit(f"{named} does not divide by {unit} ({over}), {wanted} would", path, values)
+    return Indivisible(f"{named} does not divide by {unit} ({over}), {wanted} would", path, values)
 
 
 def _both(
@@ -213,7 +213,7 @@ def _both(
     replicas = [fit for fit in layouts[MESHES_TRIED:] if fit["data"] == math.prod(fit.values())]
 
     def line(fit: Sizes) -> str:
-        changes = _changes(run, fit, list(find(run, fit)))
+        changes = _changes(run, fit, list(find_indivisible(run, fit)))
         return f"{flags(fit, wanted)} {_pasted(changes)}".strip() if changes else ""
 
     return offered(near, [*layouts[:MESHES_TRIED], *replicas], line)[:OFFERED]
@@ -223,7 +223,7 @@ def _pasted(changes: Mapping[str, Any]) -> str:
     return " ".join(f"--config.{path}={value}" for path, value in changes.items())
 
 
-def _changes(run: Run, sizes: Sizes, misfits: list[Misfit]) -> dict[str, Any]:
+def _changes(run: Run, sizes: Sizes, misfits: list[Indivisible]) -> dict[str, Any]:
     """Settings that make the run fit this mesh, those nearest to what they are; empty where none is found."""
     known = config.flatten(run)
     paths = {misfit.path: misfit.values for misfit in misfits if known.get(misfit.path)}
@@ -236,7 +236,7 @@ def _changes(run: Run, sizes: Sizes, misfits: list[Misfit]) -> dict[str, Any]:
             near = range(max(1, now // unit - 8), now // unit + 9)
             multiples = sorted((k * unit for k in near), key=functools.partial(_distance, now))
             paths[path] = tuple(multiples[:8])
-    combinations = itertools.islice(itertools.product(*paths.values()), MOST_TRIED)
+    combinations = itertools.islice(itertools.product(*paths.values()), MAX_TRIED)
     for values in combinations:
         changes = dict(zip(paths, values, strict=True))
         if not _suits(run, sizes, changes):
@@ -264,7 +264,7 @@ def _suits(run: Run, sizes: Sizes, changes: Mapping[str, Any]) -> bool:
     )
     parts = [changed, *(getattr(changed, section) for section in sections)]
     is_sound = not any(any(part.problems()) for part in parts if hasattr(part, "problems"))
-    return is_sound and not any(find(changed, sizes))
+    return is_sound and not any(find_indivisible(changed, sizes))
 
 
 def _distance(a: int, b: int) -> int:

@@ -24,10 +24,10 @@ REMEDIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("train.microbatches", ("2", "4", "8", "16", "32")),
     ("precision.compute", ("bfloat16",)),
 )
-MOST_SAID = 3
+MAX_REMEDIES = 3
 
 
-def own(run: Run, decoder: ModelConfig) -> Forecast | None:
+def forecast_here(run: Run, decoder: ModelConfig) -> Forecast | None:
     """The plan on the devices of this process's mesh; None for a chip that no table knows."""
     assumed: list[str] = []
     on = _machine(assumed)
@@ -43,7 +43,7 @@ def _machine(assumed: list[str]) -> Machine | None:
     return None if chip is None else Machine(name=f"{chip.name}x{count}", chip=chip, devices=count)
 
 
-def limit(run: Run) -> float | None:
+def memory_limit(run: Run) -> float | None:
     """Bytes that a step may take of a device: what the run allows, or what the device or this machine says it has."""
     if run.train.memory_gib is not None:
         return run.train.memory_gib * GIB
@@ -54,23 +54,23 @@ def limit(run: Run) -> float | None:
 
 def check(run: Run, forecast: Forecast | None, needed: float) -> None:
     """Raises OutOfMemory where the compiled step needs more of a device than there is: with the biggest parts and what would help."""
-    there = limit(run)
+    there = memory_limit(run)
     if there is not None and needed > there:
-        raise shortage(forecast, needed, there, when="checked before the first step")
+        raise oom_error(forecast, needed, there, when="checked before the first step")
 
 
 @contextlib.contextmanager
-def explained(run: Run, forecast: Forecast | None) -> Iterator[None]:
+def explain_oom(run: Run, forecast: Forecast | None) -> Iterator[None]:
     """In there, that a device has not the memory becomes an OutOfMemory with what would help."""
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise shortage(forecast, None, limit(run), when="as the device says") from error
+        raise oom_error(forecast, None, memory_limit(run), when="as the device says") from error
 
 
-def shortage(
+def oom_error(
     forecast: Forecast | None, needed: float | None, there: float | None, *, when: str
 ) -> OutOfMemory:
     """That the run does not fit, in four parts; each line of the fix can be pasted."""
@@ -126,7 +126,7 @@ def _remedies(
             order = (len(changes), seconds) if is_enough else (0, size)
             flags = " ".join(f"--config.{path}={value}" for path, value in changes)
             tried.append((not is_enough, *order, flags, size, seconds))
-    for *_, flags, size, seconds in sorted(tried)[:MOST_SAID]:
+    for *_, flags, size, seconds in sorted(tried)[:MAX_REMEDIES]:
         slower = seconds / now - 1
         yield flags, size, "about as fast" if slower < 0.01 else f"about {slower:.0%} slower"
 

@@ -114,11 +114,11 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     decoder = run.decoder(vocab)
     target = _target(machine.chip)
     attention_kernels.check(run, decoder, sizes, target)
-    decoder = attention_kernels.fitted(run, decoder, sizes, target)
+    decoder = attention_kernels.with_kernels(run, decoder, sizes, target)
     is_cpu = machine.chip.name == "cpu"
     share = device_memory.share_of(run, decoder, sizes, target.platform)
     held = device_memory.held_bytes(run, decoder, sizes)
-    targets = written(run)
+    targets = decoder_tokens(run)
     used = held | device_memory.temporary_bytes(run, decoder, share, sizes, held, targets)
     if is_cpu:
         # Activations are gone by then: the larger of the two counts.
@@ -184,7 +184,7 @@ def _written(run: Run, held: dict[str, float]) -> float:
     return copies + held["optimizer"] * wide / ITEM_BYTES[precision.moments]
 
 
-def written(run: Run) -> int:
+def decoder_tokens(run: Run) -> int:
     """Tokens of a row that a decoder writes beside one that is read; 0 where they are one."""
     return target_length(run.objective, run.data.sequence) if run.is_paired else 0
 
@@ -214,7 +214,7 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: Share) -> float:
     Computed twice are the forward pass of layers, by remat, and the unembedding of chunks. Experts
     multiply rows that are empty, or those of other experts (`models.routed`).
     """
-    sequence, targets = run.data.sequence, written(run)
+    sequence, targets = run.data.sequence, decoder_tokens(run)
     once = model_cost.flops_per_token(decoder, sequence, causal=True, targets=targets)
     predicted = targets / sequence if targets else 1.0
     unembedding = (1 + len(decoder.heads)) * decoder.vocab * decoder.width * predicted
@@ -246,7 +246,7 @@ def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: Share) -> dict[st
     work = comm_cost.Work(
         model=decoder,
         sequence=share.length,
-        targets=written(run),
+        targets=decoder_tokens(run),
         rows=share.rows * run.train.microbatches,
         microbatches=run.train.microbatches,
         repeats=run.train.turns,

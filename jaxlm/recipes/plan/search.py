@@ -20,14 +20,14 @@ CHUNKS = (None, 8192, 1024)
 SMALLEST = ("full", 1024)  # of these, the ones that leave least in memory
 FULLEST = 0.85  # of the memory, as a plan may be so much wrong
 WIDEST_TENSOR = 8  # devices that sum activations in every layer need the fastest wires
-MOST_DEVICES = 4096
+MAX_DEVICES = 4096
 # What a run is made smaller by, and the shares of it that are tried.
 SMALLER = (("model.depth",), ("data.sequence",), ("model.width",), ("model.depth", "model.width"))
 SHARES = (*(n / 8 for n in range(7, 0, -1)), *(0.5**n for n in range(4, 13)))
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best plan, what was changed for it, and how many were weighed."""
 
     best: Forecast | None
@@ -42,7 +42,7 @@ class Found:
         return _pasted(self.settings)
 
 
-def search(run: Run, machine: Machine, assumed: list[str]) -> Found:
+def search(run: Run, machine: Machine, assumed: list[str]) -> SearchResult:
     """Tries every combination; the batch, the model and the axes of stages, experts and tokens stay as they are.
 
     Raises:
@@ -65,7 +65,9 @@ def search(run: Run, machine: Machine, assumed: list[str]) -> Found:
         divisibility.check(run, machine.devices)
         raise AssertionError("a run that fits its mesh has a candidate")
     chosen = best[1] if best else smallest
-    return Found(best[1] if best else None, _settings(run, chosen.run), tried, fitting, smallest)
+    return SearchResult(
+        best[1] if best else None, _settings(run, chosen.run), tried, fitting, smallest
+    )
 
 
 class Nearest(NamedTuple):
@@ -126,7 +128,7 @@ def _larger(machine: Machine) -> Iterator[Machine]:
         yield from (each for each in of_kind if each.devices > machine.devices)
         return
     devices = 1 if machine.chip.name == "cpu" else 2 * machine.devices
-    while devices <= MOST_DEVICES:
+    while devices <= MAX_DEVICES:
         yield Machine(name=f"{chip.name}x{devices}", chip=chip, devices=devices)
         devices *= 2
 
@@ -151,7 +153,9 @@ def _candidates(
         laid_out = dataclasses.replace(run, mesh=mesh)
         for number in counts:
             train = dataclasses.replace(run.train, microbatches=number)
-            if any(divisibility.find(dataclasses.replace(laid_out, train=train), sizes)):
+            if any(
+                divisibility.find_indivisible(dataclasses.replace(laid_out, train=train), sizes)
+            ):
                 continue
             for remat, chunk in itertools.product(remats, chunks):
                 yield dataclasses.replace(

@@ -211,7 +211,7 @@ def _read(folder: Path) -> Finished | str:
     end = getattr(run.schedule, "end", None)
     if end is not None and (ends := end.steps(steps, run.pace)) != steps:
         return f"its learning rate falls until step {ends}, and the run ends at {steps}"
-    begun = resume.read(folder)
+    begun = resume.read_starts(folder)
     if not begun:
         return "starts.jsonl, which says what data it read, is not there"
     vocab = setup.vocabulary(run, tokenizer_file.read(folder / "tokenizer").size)

@@ -14,13 +14,13 @@ from jaxlm.core.errors import CommandError, ConfigError
 from jaxlm.models.config import EncoderDecoder, OneStack
 from jaxlm.models.cost import model_cost
 from jaxlm.optim.schedule_config import spans
-from jaxlm.parallel.cluster import Place
+from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility
 from jaxlm.recipes.scaling.loss_fit import FEWEST_RUNS, FEWEST_SIZES
 from jaxlm.recipes.scaling.loss_law import Costs
 from jaxlm.recipes.train.pretrain import Options, pretrain
-from jaxlm.recipes.train.resume import Wish
+from jaxlm.recipes.train.resume import ResumeOptions
 
 # A run's model at other sizes of its family: all other sizes follow the width. Free of JAX.
 
@@ -141,8 +141,8 @@ def sweep(
             Options(
                 workdir=place,
                 arguments=["train", f"--config={file}", *flags, f"--workdir={place}"],
-                wish=Wish(),
-                place=Place(),
+                wish=ResumeOptions(),
+                place=ProcessSpec(),
                 quiet=True,
             ),
         )

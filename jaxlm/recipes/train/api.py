@@ -11,12 +11,12 @@ from jaxlm.core.config import Loaded
 from jaxlm.core.paths import check_local
 from jaxlm.core.values import show
 from jaxlm.parallel import cluster
-from jaxlm.parallel.cluster import Place
+from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.records import Callback, Callbacks
 
 if TYPE_CHECKING:  # it imports JAX, and a wrong setting is told before that
-    from jaxlm.recipes.train.resume import Wish
+    from jaxlm.recipes.train.resume import ResumeOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,8 @@ def train(
     init_from: str | None = None,
     cpu_devices: int | None = None,
     quiet: bool = False,
-    wish: "Wish | None" = None,
-    place: Place | None = None,
+    wish: "ResumeOptions | None" = None,
+    place: ProcessSpec | None = None,
     arguments: Sequence[str] | None = None,
 ) -> Result:
     """Trains, or goes on training, in a run directory: `jaxlm.training`, and what `jaxlm train` calls.
@@ -69,13 +69,13 @@ def train(
     loaded = _loaded(config, settings or {})
 
     from jaxlm.recipes.train.pretrain import Options, pretrain
-    from jaxlm.recipes.train.resume import Wish
+    from jaxlm.recipes.train.resume import ResumeOptions
 
     options = Options(
         workdir=Path(workdir),
         arguments=_words(config, workdir, settings or {}) if arguments is None else [*arguments],
-        wish=wish or Wish(),
-        place=place or cluster.place(os.environ),
+        wish=wish or ResumeOptions(),
+        place=place or cluster.process_spec(os.environ),
         init_from=init_from,
         stop_at=stop_at,
         cpu_devices=cpu_devices,

@@ -13,13 +13,13 @@ from jaxlm.data import loader
 from jaxlm.monitor import formatting
 from jaxlm.monitor.console import Console
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train.programs import Engine
+from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.training import guard
 from jaxlm.training import guard as guards
 from jaxlm.training.config import GuardConfig
 from jaxlm.training.control import Control
 from jaxlm.training.loop import BudgetSpent, Progress
-from jaxlm.training.processes import Crew
+from jaxlm.training.processes import ProcessGroup
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
 
@@ -64,7 +64,7 @@ class Rewinds:
         """What is stored, here and in each checkpoint."""
         return [dataclasses.asdict(rewind) for rewind in self.made]
 
-    def go_back(
+    def rewind(
         self,
         spent: BudgetSpent,
         store: Store,
@@ -117,7 +117,7 @@ class Rewinds:
         self._directory.write_json(FILE, self.as_json())
         faults.point("rewind", first_bad)
         reasons = {step: "\n".join(lines) for step, lines in damaged.items()}
-        for step, reason in (self.given_up(store) | reasons).items():
+        for step, reason in (self.abandoned_steps(store) | reasons).items():
             place = store.quarantine(step, reason)
             if step in damaged:
                 note(f"checkpoint {step} is damaged ({damaged[step][0]}); it is in {place}")
@@ -146,7 +146,7 @@ class Rewinds:
             )
         return 0, damaged
 
-    def given_up(self, store: Store) -> dict[int, str]:
+    def abandoned_steps(self, store: Store) -> dict[int, str]:
         """The steps of a future that was given up, each with why; some are left where the process died before it moved them."""
         found: dict[int, str] = {}
         if not self.made:
@@ -170,7 +170,7 @@ def _is_healthy(store: Store, step: int) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
+class SaveRequest:
     """A state, and what the host knows at its step."""
 
     step: int
@@ -180,13 +180,13 @@ class Moment:
     loss_nats: float | None  # where this very step was evaluated
 
 
-class Saves:
+class CheckpointSaver:
     """The saves of a run, one at a time in the background."""
 
     def __init__(
         self,
-        engine: Engine,
-        crew: Crew,
+        engine: TrainPrograms,
+        crew: ProcessGroup,
         directory: RunDir,
         console: Console,
         store: Store,
@@ -198,10 +198,10 @@ class Saves:
         self._control = control
         self._failed = 0  # in a row
         self._is_in_flight = False
-        self._newest: Moment | None = None
+        self._newest: SaveRequest | None = None
         self.is_retry_due = False
 
-    def save(self, moment: Moment) -> None:
+    def save(self, moment: SaveRequest) -> None:
         """Hands a state to the store. Returns once it may be donated.
 
         Raises:
@@ -216,7 +216,7 @@ class Saves:
             }
             unknown = dict.fromkeys(("loss_nats", "grad_norm"), float("nan"))
             raise BudgetSpent(step, step, values | unknown)
-        self.settle()
+        self.wait()
         self._newest, self.is_retry_due = moment, False
         last, budget = moment.progress.last_skipped, self._engine.run.guard.budget
         try:
@@ -241,7 +241,7 @@ class Saves:
 
     def finish(self) -> None:
         """Returns when the newest save is committed, tried once more if need be."""
-        self.settle()
+        self.wait()
         if self.is_retry_due:
             assert self._newest is not None
             # If only the removal of an older step failed, this one is there.
@@ -249,12 +249,12 @@ class Saves:
                 self.save(self._newest)  # no step came after it, so its buffers are still there
             self._store.wait()
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Before a rewind: waits for the save in flight, and asks for no other. The state that it was of is given up."""
-        self.settle()
+        self.wait()
         self._newest, self.is_retry_due = None, False
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits for the save in flight, and notes how it went: on a full disk what a failed one took up is free then.
 
         Raises:
@@ -268,7 +268,7 @@ class Saves:
         if self._is_in_flight:
             self._is_in_flight, self._failed = False, 0
 
-    def _meta(self, moment: Moment) -> dict[str, Any]:
+    def _meta(self, moment: SaveRequest) -> dict[str, Any]:
         run, progress = self._engine.run, moment.progress
         patience = run.train.patience
         stopped_early = patience is not None and progress.evaluations_without_gain >= patience
@@ -298,7 +298,7 @@ class Saves:
 # Whether the checkpoints of a run will fit on the disk.
 
 
-def check(engine: Engine, committed: int, directory: RunDir) -> None:
+def check_disk_space(engine: TrainPrograms, committed: int, directory: RunDir) -> None:
     """Compares what the kept steps, and one more while it is written, will take with what is free.
 
     So many steps of the run are `committed` already. The arrays are counted as they are; compression saves a little of it.
@@ -311,7 +311,7 @@ def check(engine: Engine, committed: int, directory: RunDir) -> None:
         return
     one = tree.size_bytes(engine.shapes)
     way_back = 2  # healthy steps: one to rewind to, and one that will be
-    kept = config.keep_last + config.keep_best + _rungs(engine.run) + way_back
+    kept = config.keep_last + config.keep_best + _permanent_steps(engine.run) + way_back
     missing = max(kept + 1 - committed, 1)
     free = shutil.disk_usage(directory.path).free
     if missing * one > free:
@@ -329,7 +329,7 @@ def check(engine: Engine, committed: int, directory: RunDir) -> None:
         )
 
 
-def _rungs(run: Run) -> int:
+def _permanent_steps(run: Run) -> int:
     """Steps of the permanent ladder: the saved ones that are its multiples. Which a cadence in time saves, nobody knows."""
     every, saved = run.checkpoint.keep_every, run.checkpoint.every
     if every is None or saved.unit == "second":

@@ -9,7 +9,7 @@ from typing import Any
 from jaxlm.core.errors import Diverged, JaxlmError
 from jaxlm.data import baselines
 from jaxlm.monitor.console import Console
-from jaxlm.recipes.train.programs import Engine
+from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.training.divergence import MARGIN, Coder, Divergence
 from jaxlm.training.loop import Progress
 from jaxlm.training.rundir import RunDir
@@ -28,7 +28,7 @@ class Alarm:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TrainPrograms,
         directory: RunDir,
         console: Console,
         followed: str | None,

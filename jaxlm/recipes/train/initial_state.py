@@ -15,8 +15,8 @@ from jaxlm.data import tokenizer_file
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange.import_model import FOLDER
 from jaxlm.recipes.train import resume
-from jaxlm.recipes.train.programs import Engine
-from jaxlm.recipes.train.resume import Wish
+from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.train.resume import ResumeOptions
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import read_json
 from jaxlm.training.state import TrainState
@@ -26,7 +26,7 @@ FREE = ("model.dropout", "model.init", "model.init_std")
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class InitSource:
     """Another run, and a committed step of it."""
 
     run: Run
@@ -42,7 +42,7 @@ class Origin:
         return f"step {self.step} of {self.workdir}"
 
 
-def find(place: str, wanted: Run, say: Callable[[str], None], verifier: Verifier) -> Origin:
+def find(place: str, wanted: Run, say: Callable[[str], None], verifier: Verifier) -> InitSource:
     """The run and the step of RUN[@STEP], the newest where none is named.
 
     All processes of `verifier` must call it; the first one chooses the step.
@@ -53,7 +53,7 @@ def find(place: str, wanted: Run, say: Callable[[str], None], verifier: Verifier
       DataError: where it is damaged.
       ConfigError: where its model is another one.
     """
-    origin = opened(place, "--init_from", say, verifier)
+    origin = open_run_ref(place, "--init_from", say, verifier)
     if others := differences(origin.run, wanted):
         more = f"\nand {len(others) - 3} more" if len(others) > 3 else ""
         raise ConfigError(
@@ -65,9 +65,9 @@ def find(place: str, wanted: Run, say: Callable[[str], None], verifier: Verifier
     return origin
 
 
-def opened(
+def open_run_ref(
     place: str, flag: str, say: Callable[[str], None], verifier: Verifier | None = None
-) -> Origin:
+) -> InitSource:
     """The run and the step of RUN[@STEP], the newest where none is named; what `flag` asked for.
 
     Raises:
@@ -88,7 +88,9 @@ def opened(
     verifier = verifier or Verifier(say=say)
     store = Store(named / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
     step = int(text) if at else None
-    return Origin(run, store, verifier.decide(lambda: load.choose(store, step, False, say)))
+    return InitSource(
+        run, store, verifier.decide(lambda: load.select_step(store, step, False, say))
+    )
 
 
 def differences(run: Run, wanted: Run) -> list[config.Change]:
@@ -97,7 +99,7 @@ def differences(run: Run, wanted: Run) -> list[config.Change]:
     return [each for each in changes if each.path.startswith("model.") and each.path not in FREE]
 
 
-def check_tokenizer(origin: Origin, digest: str) -> None:
+def check_tokenizer(origin: InitSource, digest: str) -> None:
     """Raises ConfigError where text becomes other ids than those that the weights were trained on."""
     place = origin.workdir / "tokenizer"
     if tokenizer_file.read(place).digest != digest:
@@ -109,18 +111,22 @@ def check_tokenizer(origin: Origin, digest: str) -> None:
         )
 
 
-def inherit(origin: Origin, workdir: Path) -> None:
+def copy_hub_files(origin: InitSource, workdir: Path) -> None:
     """Copies what came with an imported model, its chat template among it, which an export of this run has too."""
     beside = origin.workdir / FOLDER
     if beside.is_dir():
         shutil.copytree(beside, workdir / FOLDER, dirs_exist_ok=True)
 
 
-def state(engine: Engine, origin: Origin) -> TrainState:
+def state(engine: TrainPrograms, origin: InitSource) -> TrainState:
     """The state before the first step: the other run's parameters, in this one's dtypes and on its mesh, all else fresh."""
-    return resume.parameters(engine, origin.store, origin.step, engine.fresh())
+    return resume.parameters(engine, origin.store, origin.step, engine.init_state())
 
 
-def again(engine: Engine, store: Store) -> TrainState:
+def initial_state(engine: TrainPrograms, store: Store) -> TrainState:
     """The state before the first step of a run that has begun: what it kept of another's weights, or fresh ones."""
-    return resume.state(engine, store, 0, Wish()) if 0 in store.steps() else engine.fresh()
+    return (
+        resume.state(engine, store, 0, ResumeOptions())
+        if 0 in store.steps()
+        else engine.init_state()
+    )

@@ -13,11 +13,11 @@ from jaxlm.training import figures
 from jaxlm.training.figures import Noise
 from jaxlm.training.observe import Observed
 
-MOST_PARTS = 8  # of a batch, for the noise of its gradient, where the step has no micro-batches
+MAX_PARTS = 8  # of a batch, for the noise of its gradient, where the step has no micro-batches
 MEANT = 20  # estimates of the noise whose mean is taken
 
 
-def parts(run: Run, sizes: Sizes) -> int:
+def microbatches_for_noise(run: Run, sizes: Sizes) -> int:
     """Micro-batches of what watches: the step's own, or enough to tell the gradient's noise.
 
     Raises:
@@ -27,8 +27,8 @@ def parts(run: Run, sizes: Sizes) -> int:
     if "noise" not in run.log.layers or own > 1:
         return own
     ways = logical.ways(sizes, "batch")
-    rows = math.gcd(*(stage.rows for stage in run.pace.stages))
-    found = max(n for n in divisors(max(rows // ways, 1)) if n <= MOST_PARTS)
+    rows = math.gcd(*(stage.rows for stage in run.pace.phases))
+    found = max(n for n in divisors(max(rows // ways, 1)) if n <= MAX_PARTS)
     if found == 1:
         raise ConfigError(
             "the noise of the gradient cannot be told",
@@ -67,7 +67,7 @@ def is_due(run: Run, completed: int) -> bool:
     return min(every, span) > 0 and completed % every == 0 and completed % span < every
 
 
-class Watching:
+class LayerStatsCollector:
     """Observes the steps that are due, and keeps what it saw until they are logged.
 
     Args:
@@ -76,7 +76,7 @@ class Watching:
     """
 
     def __init__(self, run: Run, sizes: Sizes, before: Iterable[Mapping[str, Any]]):
-        self._run, self._parts = run, parts(run, sizes)
+        self._run, self._parts = run, microbatches_for_noise(run, sizes)
         self._seen: dict[int, Observed] = {}  # by step; a step is logged after the next one began
         self._noises = [
             Noise(record["gradient_square"], record["gradient_noise"])

@@ -21,19 +21,19 @@ from jaxlm.monitor import environment, trackers
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.progress import Lines
 from jaxlm.parallel import rendezvous
-from jaxlm.parallel.cluster import Place
+from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels, dropless
-from jaxlm.recipes.setup import Assembly
+from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train import checkpointing, initial_state, resume, summary
 from jaxlm.recipes.train.checkpointing import Rewinds
-from jaxlm.recipes.train.initial_state import Origin
-from jaxlm.recipes.train.programs import Engine
+from jaxlm.recipes.train.initial_state import InitSource
+from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.recipes.train.records import Callbacks
-from jaxlm.recipes.train.resume import Choice, Start, Wish
-from jaxlm.recipes.train.trainer import Session
-from jaxlm.training.processes import Crew
+from jaxlm.recipes.train.resume import ResumeOptions, Selection, StartRecord
+from jaxlm.recipes.train.trainer import Trainer
+from jaxlm.training.processes import ProcessGroup
 from jaxlm.training.rundir import IMPORTED, RunDir
 from jaxlm.training.signals import Interrupted, StopRequest
 
@@ -46,8 +46,8 @@ class Options:
 
     workdir: Path
     arguments: list[str]  # the words after `jaxlm`, for command.sh
-    wish: Wish
-    place: Place
+    wish: ResumeOptions
+    place: ProcessSpec
     init_from: str | None = None
     stop_at: int | None = None
     cpu_devices: int | None = None
@@ -64,16 +64,16 @@ def pretrain(
     """
     loaded, kept = resume.with_own_validation(loaded, options.workdir)
     run: Run = loaded.value
-    with rendezvous.excused(options.place):
+    with rendezvous.report_failure_to_peers(options.place):
         _check_cheaply(run, options)
     with contextlib.ExitStack() as stack:
-        crew = stack.enter_context(Crew(run.watch, options.place, workdir=options.workdir))
+        crew = stack.enter_context(ProcessGroup(run.watch, options.place, workdir=options.workdir))
         stop = stack.enter_context(crew.stop)
         is_first = crew.peers.is_first
         crew.agree("code, config and options", _identity(loaded, options))
         directory = stack.enter_context(RunDir(options.workdir, is_writer=is_first))
         crew.ending.leave, crew.ending.conclude = directory.leave, directory.conclude
-        directory.epilogue = functools.partial(summary.report_hastily, directory.path)
+        directory.epilogue = functools.partial(summary.write_partial_report, directory.path)
         crew.barrier("run directory")
         screen = None
         if is_first and not options.quiet and "console" in run.log.sinks:
@@ -95,23 +95,23 @@ def pretrain(
         rewinds = Rewinds(directory)
         # By its record, before its bytes are read: those may take minutes, and a refusal must not.
         found = crew.share(
-            "newest", resume.likely(store, options.wish, rewinds) if is_first else None
+            "newest", resume.peek_latest(store, options.wish, rewinds) if is_first else None
         )
-        meta, changes = resume.taken_up(store, found, run, options.wish)
+        meta, changes = resume.load_resume_record(store, found, run, options.wish)
         directory.step = found or 0
-        mesh = None if resume.is_over(meta, run, changes) else setup.mesh_of(run)
-        chosen: Choice | None = None
+        mesh = None if resume.is_complete(meta, run, changes) else setup.build_mesh_for(run)
+        chosen: Selection | None = None
 
         def choose() -> int | None:
             nonlocal chosen
-            chosen = resume.choose(store, options.wish, rewinds)
+            chosen = resume.select(store, options.wish, rewinds)
             return chosen.step
 
         with _waiting(stop, options, "the checkpoints were verified"):
             found = verifier.decide(choose)
-        meta, changes = resume.taken_up(store, found, run, options.wish)
+        meta, changes = resume.load_resume_record(store, found, run, options.wish)
         directory.step = start = found or 0
-        if meta and resume.is_over(meta, run, changes):
+        if meta and resume.is_complete(meta, run, changes):
             crew.depart()
             told = {}
             if verdict := meta["progress"].get("divergence"):
@@ -123,7 +123,7 @@ def pretrain(
                 "workdir": str(options.workdir),
                 **told,
             }
-        mesh = mesh or setup.mesh_of(run)
+        mesh = mesh or setup.build_mesh_for(run)
         noticed = [
             f"{path}: {why}; if that is not meant, {fix}" for path, why, fix in run.cautions()
         ]
@@ -137,28 +137,30 @@ def pretrain(
             data = setup.open_data(
                 run, say=console.say, warn=noticed.append, progress=Lines(console.say)
             )
-        setup.followed(run, data.validation)
+        setup.ranking_set(run, data.validation)
         setup.check_held_out(run.data, data)
         crew.agree("data", data.fingerprint)
         if meta:
             changes += resume.check_data(meta["data"], data.fingerprint, options.wish)
         if origin:
             initial_state.check_tokenizer(origin, data.tokenizer.digest)
-        model = setup.assemble(run, setup.vocabulary(run, data.tokenizer.size), mesh)
+        model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
         platform = jax_setup.target(mesh).platform
         noticed += dropless.cautions(run, model.blueprint.config, mesh.shape, platform)
         _check_vocabulary(run, data)
         with jax.set_mesh(mesh):
-            engine = Engine(run, data, model)
+            engine = TrainPrograms(run, data, model)
             if meta:
-                resume.check_state(engine, store, start, options.wish if start else Wish())
+                resume.check_state(engine, store, start, options.wish if start else ResumeOptions())
             if chosen is not None:
                 try:
-                    changes += resume.upgraded(directory.path, environment.versions())
+                    changes += resume.version_changes(directory.path, environment.versions())
                 except DataError as error:
                     noticed.append(f"{error.what}: {error.where}")
-                checkpointing.check(engine, len(store.steps()) - len(chosen.aside), directory)
-            session = Session(
+                checkpointing.check_disk_space(
+                    engine, len(store.steps()) - len(chosen.aside), directory
+                )
+            session = Trainer(
                 engine,
                 crew,
                 directory,
@@ -178,19 +180,19 @@ def pretrain(
                     _keep_log(stack, directory, console)
                 chosen.clear(store, noticed.append)
                 if origin:
-                    initial_state.inherit(origin, directory.path)
+                    initial_state.copy_hub_files(origin, directory.path)
                 _describe(directory, loaded, options, data, model, len(rewinds.made))
             for line in noticed:
                 console.warn(line, step=start)
             crew.barrier("begin")
-            summary.header(session, held_out)
+            summary.print_header(session, held_out)
             try:
                 session.train(stop, options.stop_at)
             except Preempted:
                 crew.depart()
                 raise
         crew.depart()
-        answer = summary.finish(session)
+        answer = summary.print_summary(session)
         verdict = session.alarm.verdict
         if not answer["complete"]:
             directory.outcome = f"stopped after step {answer['step']}, as it was asked to"
@@ -254,7 +256,7 @@ def _origin(
     meta: dict[str, Any] | None,
     say: Callable[[str], None],
     verifier: Verifier,
-) -> Origin | None:
+) -> InitSource | None:
     """The run whose weights this one begins with; None where it begins with its own, or has begun."""
     if meta is not None or options.init_from is None:
         return None
@@ -288,12 +290,12 @@ def _describe(
     loaded: Loaded,
     options: Options,
     data: Data,
-    model: Assembly,
+    model: ShardedModel,
     rewinds: int,
 ) -> None:
     """Writes what the run was started with. Where it replaces what was there, starts.jsonl keeps that."""
     wanted, wish = config.to_json(loaded.value), options.wish
-    start = Start(
+    start = StartRecord(
         step=directory.step,
         rewinds=rewinds,
         reset_optimizer=wish.reset_optimizer,
@@ -302,12 +304,12 @@ def _describe(
         data=data.fingerprint,
         versions=environment.versions(),
     )
-    resume.note(directory, start)
+    resume.append_start(directory, start)
     directory.write_json("config.json", wanted)
     directory.write_json(
         "provenance.json", {name: str(origin) for name, origin in loaded.provenance.items()}
     )
-    told = attention_kernels.told(
+    told = attention_kernels.describe_kernels(
         loaded.value, model.blueprint.config, model.mesh.shape, jax_setup.target(model.mesh)
     )
     facts = environment.facts() | {"cluster": options.place.as_json(), "attention": told}

@@ -17,9 +17,9 @@ from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
 from jaxlm.evals import loss as evals
 from jaxlm.models import config as configs
-from jaxlm.nn.intermediates import Kind, Notes
+from jaxlm.nn.intermediates import Intermediates, Kind
 from jaxlm.objectives.config import mtp_settings
-from jaxlm.objectives.loss import drawn_nll, token_nll
+from jaxlm.objectives.loss import sampled_label_nll, token_nll
 from jaxlm.optim import average, groups, schedules
 from jaxlm.optim import build as optimizers
 from jaxlm.optim.average_config import NoAverage
@@ -30,7 +30,7 @@ from jaxlm.parallel.replicas import Replicas
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import predict
-from jaxlm.recipes.setup import Assembly
+from jaxlm.recipes.setup import ShardedModel
 from jaxlm.recipes.train import layer_stats
 from jaxlm.training import gradient as gradients
 from jaxlm.training import observe
@@ -42,14 +42,16 @@ from jaxlm.training.state import TrainState
 Skips = tuple[tuple[int, int], ...]
 
 
-class Engine:
+class TrainPrograms:
     """The state of a run and the functions that move it. Used under its model's mesh.
 
     Args:
       schedule: what the learning rate follows instead of `run.schedule`, where it is no training run.
     """
 
-    def __init__(self, run: Run, data: Data, model: Assembly, schedule: LearningRate | None = None):
+    def __init__(
+        self, run: Run, data: Data, model: ShardedModel, schedule: LearningRate | None = None
+    ):
         self.run, self.data, self.model = run, data, model
         if backend.name() == "cpu":
             allocator.keep_freed()
@@ -67,7 +69,9 @@ class Engine:
             balance_rate=configs.balance_rate(blueprint.config),
             state_dtype=model.precision.moments,
         )
-        self.shapes: TrainState = jax.eval_shape(self.traced)  # once: that is a trace of the model
+        self.shapes: TrainState = jax.eval_shape(
+            self.abstract_init
+        )  # once: that is a trace of the model
         self._layout = self._shardings()
         self._frozen = groups.frozen(run.optim, blueprint.axes)
         self._ahead = optimizers.ahead(run.optim, blueprint.axes)
@@ -85,7 +89,7 @@ class Engine:
         loss = functools.partial(_loss, model.trained.merge, run.loss, further)
         # A pipeline deals the batch out itself.
         microbatches = run.train.microbatches if blueprint.schedule is None else 1
-        step = steps.build(
+        step = steps.build_step(
             loss,
             self.optimizer,
             schedule,
@@ -93,34 +97,35 @@ class Engine:
             microbatches=microbatches,
             is_measured=_is_logged(run),
             average=average.build(run.average, **length),
-            kinds=clipped,
-            after=_clipping(run),
+            capture=clipped,
+            post_update=_clipping(run),
             **shared,
         )
         observer = observe.build(
-            functools.partial(_loss, setup.watched(run, model).merge, run.loss, further),
+            functools.partial(_loss, setup.observer_model(run, model).merge, run.loss, further),
             self.optimizer,
             kinds=run.log.layers,
-            microbatches=layer_stats.parts(run, dict(model.mesh.shape)),
+            microbatches=layer_stats.microbatches_for_noise(run, dict(model.mesh.shape)),
             **shared,
         )
-        taken = gradients.build(
+        taken = gradients.build_gradient(
             loss,
             precision=model.precision,
             axes=blueprint.axes,
-            layout=model.gradients,
+            shardings=model.gradients,
             frozen=self._frozen,
             microbatches=microbatches,
         )
 
         def gradient(state: TrainState, batch: Tokens) -> Any:
             own_key = jax.random.fold_in(shared["key"], state.step)
-            return taken(self.seen(state), batch, own_key, state.guard.scale.factor)[0]
+            return taken(self.gradient_point(state), batch, own_key, state.guard.scale.factor)[0]
 
         if run.train.offload:
             fetched = self._shardings(is_fetched=True)
             step, observer, gradient = (
-                functools.partial(_fetching, each, fetched) for each in (step, observer, gradient)
+                functools.partial(with_state_on_device, each, fetched)
+                for each in (step, observer, gradient)
             )
         self.gradient = jax.jit(gradient)  # the mean one that the next step takes, before clipping
         self.observe = jax.jit(observer, out_shardings=states.replicated(model.mesh))
@@ -139,7 +144,7 @@ class Engine:
             )
         )
         self._rows = {
-            stage.rows: host.host_rows(model.mesh, stage.rows) for stage in self.pace.stages
+            stage.rows: host.host_rows(model.mesh, stage.rows) for stage in self.pace.phases
         }
         self._put = functools.partial(host.put, model.mesh)
         self.replicas = Replicas(model.mesh, model.shardings)
@@ -148,19 +153,19 @@ class Engine:
     @property
     def targets(self) -> int:
         """Slots of a row that a decoder writes beside one that is read; 0 where they are one."""
-        return predict.written(self.run)
+        return predict.decoder_tokens(self.run)
 
-    def traced(self) -> TrainState:
+    def abstract_init(self) -> TrainState:
         """The state before the first update; to be traced, not called."""
         params = self.model.blueprint.init(random.key(self.run.seed, "init"))
         averaged = None if isinstance(self.run.average, NoAverage) else average.first(params)
         return states.fresh(params, self.optimizer, self.run.guard, averaged)
 
-    def fresh(self) -> TrainState:
+    def init_state(self) -> TrainState:
         """The state before the first update, on the mesh from birth."""
-        return jax.jit(self.traced, out_shardings=self._layout)()
+        return jax.jit(self.abstract_init, out_shardings=self._layout)()
 
-    def seen(self, state: TrainState) -> Any:
+    def gradient_point(self, state: TrainState) -> Any:
         """The parameters at which the next step takes its gradient."""
         return self._ahead(state.params, state.opt_state) if self._ahead else state.params
 
@@ -180,9 +185,9 @@ class Engine:
             start, batch=self.pace, rows=self._rows, skips=skips, warn=warn
         )
         for step, batch in enumerate(stream, start):
-            yield self._put(_spoilt(batch, loaders.number(step, skips)))
+            yield self._put(inject_faults(batch, loaders.number(step, skips)))
 
-    def rate(self, value: float) -> jax.Array:
+    def lr_scale(self, value: float) -> jax.Array:
         """What the learning rate is multiplied by, as a step takes it."""
         where = states.replicated(self.model.mesh)
         return jax.make_array_from_callback((), where, lambda _: np.asarray(value, np.float32))
@@ -204,7 +209,7 @@ class Engine:
             found[name] = result.record() | {"share": sample.rows / sample.of}
         return found
 
-    def held(self) -> dict[str, int]:
+    def bytes_per_device(self) -> dict[str, int]:
         """Bytes on each device by what they are: parameters, gradients (while a step is computed), optimizer's state, average."""
         model, state = self.model, self.abstract()
 
@@ -222,11 +227,13 @@ class Engine:
             "gradients": size(
                 jax.eval_shape(
                     functools.partial(
-                        gradients.reduced, precision=model.precision, axes=model.blueprint.axes
+                        gradients.reduce_dtype_grads,
+                        precision=model.precision,
+                        axes=model.blueprint.axes,
                     ),
-                    tree.without(state.params, self._frozen),
+                    tree.drop_leaves(state.params, self._frozen),
                 ),
-                tree.without(model.gradients, self._frozen),
+                tree.drop_leaves(model.gradients, self._frozen),
             ),
             "optimizer": size(state.opt_state, sharding.opt_state),
         } | ({"average": size(state.average, sharding.average)} if state.average else {})
@@ -255,14 +262,14 @@ class Engine:
         )
 
 
-def of_sizes(run: Run, grid: Mesh, vocab: int) -> Engine:
+def without_data(run: Run, grid: Mesh, vocab: int) -> TrainPrograms:
     """The engine of a run's sizes on a mesh, without data: to compile or to time its step."""
-    model = setup.assemble(run, vocab, grid)
+    model = setup.build_sharded_model(run, vocab, grid)
     tokenizer = SimpleNamespace(token_bytes=np.zeros(vocab, np.int32), lead="")
-    return Engine(run, SimpleNamespace(tokenizer=tokenizer), model)  # type: ignore[arg-type]
+    return TrainPrograms(run, SimpleNamespace(tokenizer=tokenizer), model)  # type: ignore[arg-type]
 
 
-def _fetching(
+def with_state_on_device(
     step: Callable[..., Any], layout: TrainState, state: TrainState, batch: Tokens, *rate: jax.Array
 ) -> Any:
     """A step of a state that may lie elsewhere. Where it comes out again is for `jax.jit` to say."""
@@ -287,7 +294,7 @@ def _curvature(run: Run, merge: Callable[[Any], Any]) -> Curvature | None:
 
     def loss(params: Any, batch: Tokens, key: jax.Array) -> Any:
         del key
-        return drawn_nll(merge(params), batch, run.loss)
+        return sampled_label_nll(merge(params), batch, run.loss)
 
     return Curvature(loss, every)
 
@@ -298,7 +305,7 @@ def _further(run: Run) -> tuple[float, ...]:
     return () if found is None else found.weights
 
 
-def _clipping(run: Run) -> Callable[[Any, Notes], tuple[Any, dict[str, jax.Array]]] | None:
+def _clipping(run: Run) -> Callable[[Any, Intermediates], tuple[Any, dict[str, jax.Array]]] | None:
     largest = run.regularisation.qk_clip
     if largest is None:
         return None
@@ -320,7 +327,7 @@ def _is_finite(values: Any) -> jax.Array:
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values)]).all()
 
 
-def _spoilt(batch: Tokens, number: int) -> Tokens:
+def inject_faults(batch: Tokens, number: int) -> Tokens:
     """The batch with the faults that a test asked for: its loss will not be finite. Untouched without any."""
     for fault in faults.planned("batch"):
         if fault.is_at(number):

@@ -17,9 +17,9 @@ from jaxlm.monitor.console import Console
 from jaxlm.monitor.sinks import Record, Sink
 from jaxlm.parallel import hlo_operations
 from jaxlm.recipes.plan.predict import Forecast
-from jaxlm.recipes.sampler import Written
+from jaxlm.recipes.sampler import Continuation
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
-from jaxlm.recipes.train.programs import Engine, Skips
+from jaxlm.recipes.train.programs import Skips, TrainPrograms
 from jaxlm.training import guard
 from jaxlm.training.loop import BudgetSpent
 from jaxlm.training.rundir import RunDir
@@ -28,11 +28,11 @@ from jaxlm.training.rundir import RunDir
 
 
 PREVIEW_TOKENS = 24
-MOST_DOCUMENTS = 256  # in one record
+MAX_DOCUMENTS = 256  # in one record
 
 
-def evidence(
-    engine: Engine, step: int, values: dict[str, float], layers: dict[str, Any], skips: Skips
+def spike_evidence(
+    engine: TrainPrograms, step: int, values: dict[str, float], layers: dict[str, Any], skips: Skips
 ) -> dict[str, Any]:
     """One line of spikes.jsonl: the verdict, the numbers, the gradient's norm by layer, and the documents of the batch."""
     number = loader.number(step - 1, skips)
@@ -57,24 +57,24 @@ def _plain(norm: Any) -> Any:
     return float(norm) if np.isfinite(norm) else None
 
 
-def _documents(engine: Engine, number: int) -> tuple[list[dict[str, Any]], int]:
+def _documents(engine: TrainPrograms, number: int) -> tuple[list[dict[str, Any]], int]:
     """The documents that a batch is made of, each with how it begins in that row; and how many more there are."""
     train, decode = engine.data.train, engine.data.tokenizer.decode
     pace = engine.pace
-    rows = train.at(number, batch=pace, rows=slice(0, pace.stage(number).rows))
+    rows = train.at(number, batch=pace, rows=slice(0, pace.phase(number).rows))
     found = []
     for row, origins in enumerate(train.origins(number, batch=pace)):
         for segment, (file, record) in enumerate(origins, 1):
             ids = rows.tokens[row][rows.segments[row] == segment][:PREVIEW_TOKENS]
             preview = decode([int(i) for i in ids])
             found.append({"row": row, "file": file, "record": record, "preview": preview})
-    return found[:MOST_DOCUMENTS], max(len(found) - MOST_DOCUMENTS, 0)
+    return found[:MAX_DOCUMENTS], max(len(found) - MAX_DOCUMENTS, 0)
 
 
 # Telling that experts were full.
 
 
-class Dropping:
+class DroppedTokenWarning:
     """Warns where choices of an expert found no place: at the first, and whenever their share is over twice the one last told."""
 
     def __init__(self, warn: Callable[..., None]):
@@ -137,7 +137,7 @@ COUNTS = ("skipped_total", "overflows_total")  # metrics that are whole numbers
 INNER = ("verdict", "skipped_in_a_row")  # those that are told in other words
 
 
-class Journal:
+class MetricsLogger:
     """Records of steps and of evaluations, samples, steps that were not applied, the memory of the step, the summary of a trace.
 
     Only the process that writes the run directory opens any file, and tells the caller's functions; in the others nothing
@@ -149,7 +149,7 @@ class Journal:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TrainPrograms,
         directory: RunDir,
         console: Console,
         rewinds: Rewinds,
@@ -158,7 +158,7 @@ class Journal:
     ):
         self._engine, self._directory, self._console = engine, directory, console
         self._rewinds, self._callbacks, self._warn = rewinds, callbacks, warn
-        self._dropping = Dropping(console.warn)
+        self._dropping = DroppedTokenWarning(console.warn)
         self._held = 0  # bytes of a device, by the largest program
         self._open = contextlib.ExitStack()
         self._metrics: Sink = sinks.Nowhere()
@@ -226,7 +226,7 @@ class Journal:
                 f"{int(values['overflows_total'])} such steps so far"
             )
             return
-        found = evidence(self._engine, step, values, layers, self._rewinds.skips)
+        found = spike_evidence(self._engine, step, values, layers, self._rewinds.skips)
         self._spikes.write({"time_unix": time.time()} | found)
         self._console.warn(
             f"step {step} was not applied: {found['kind']} (loss {values['loss_nats']:.4g}, gradient "
@@ -249,7 +249,7 @@ class Journal:
             "its weight goes to the others, in proportion to theirs"
         )
 
-    def note_samples(self, step: int, samples: list[Written]) -> None:
+    def note_samples(self, step: int, samples: list[Continuation]) -> None:
         """Writes down what followed the prompts after a step."""
         for each in samples:
             self._samples.write({"step": step, "prompt": each.prompt, "text": each.text})

@@ -22,7 +22,7 @@ from jaxlm.optim import average
 from jaxlm.optim.schedule_config import Schedule, spans
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
-from jaxlm.recipes.train.programs import Engine
+from jaxlm.recipes.train.programs import TrainPrograms
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
 
@@ -63,7 +63,7 @@ LINES = 4  # of an error, for what differs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wish:
+class ResumeOptions:
     """How a run shall go on, beyond its config.
 
     Args:
@@ -98,7 +98,7 @@ class Wish:
         return " ".join(flag for flag, is_said in said.items() if is_said)
 
 
-def state(engine: Engine, store: Store, step: int, wish: Wish) -> TrainState:
+def state(engine: TrainPrograms, store: Store, step: int, wish: ResumeOptions) -> TrainState:
     """The state of a step on this run's mesh. An average that the step has not begins at its parameters; one that the run keeps no more is left out.
 
     Raises:
@@ -127,7 +127,7 @@ def state(engine: Engine, store: Store, step: int, wish: Wish) -> TrainState:
     return _cast(restored, wanted)
 
 
-def check_state(engine: Engine, store: Store, step: int, wish: Wish) -> None:
+def check_state(engine: TrainPrograms, store: Store, step: int, wish: ResumeOptions) -> None:
     """Raise DataError if `state` will, by the layout of the step alone: before anything is written.
 
     Runs of before `precision.moments` kept moments in the dtype of the parameters, so theirs may be
@@ -157,7 +157,7 @@ def check_state(engine: Engine, store: Store, step: int, wish: Wish) -> None:
         ) from error
 
 
-def parameters(engine: Engine, store: Store, step: int, fresh: TrainState) -> TrainState:
+def parameters(engine: TrainPrograms, store: Store, step: int, fresh: TrainState) -> TrainState:
     """A fresh state with the parameters of a step of another run, cast to the dtypes of this one.
 
     Raises:
@@ -218,7 +218,7 @@ def with_own_validation(loaded: Loaded, workdir: Path) -> tuple[Loaded, list[str
     return kept, [told]
 
 
-def check(saved: Run, wanted: Run, wish: Wish, completed: int) -> list[config.Change]:
+def check(saved: Run, wanted: Run, wish: ResumeOptions, completed: int) -> list[config.Change]:
     """The changes that a run takes over when it goes on with another config.
 
     How a run is watched, saved and laid out may change. `train.steps` may where the schedule does not depend on it.
@@ -236,13 +236,13 @@ def check(saved: Run, wanted: Run, wish: Wish, completed: int) -> list[config.Ch
             f"{len(refused)} setting{'s differ' if len(refused) > 1 else ' differs'} from the run in this directory",
             where=f"after step {completed} of {saved.train.steps}",
             why=listed([*map(str, refused)], LINES),
-            fix=f"--workdir=runs/another\n{_permission(refused)}",
+            fix=f"--workdir=runs/another\n{_flags_that_allow(refused)}",
         )
     return changes
 
 
-def taken_up(
-    store: Store, step: int | None, run: Run, wish: Wish
+def load_resume_record(
+    store: Store, step: int | None, run: Run, wish: ResumeOptions
 ) -> tuple[dict[str, Any] | None, list[config.Change]]:
     """What the record of a step knows of the run, and what changes where it goes on from there; None of a run that begins.
 
@@ -255,14 +255,14 @@ def taken_up(
     return meta, check(config.from_json(Run, meta["config"]), run, wish, step)
 
 
-def is_over(meta: dict[str, Any] | None, run: Run, changes: list[config.Change]) -> bool:
+def is_complete(meta: dict[str, Any] | None, run: Run, changes: list[config.Change]) -> bool:
     """Whether nothing is left to be trained after a step."""
     if meta is None:
         return False
     return meta["step"] >= run.train.steps or (meta["finished"] and not changes)
 
 
-def _permission(refused: list[config.Change]) -> str:
+def _flags_that_allow(refused: list[config.Change]) -> str:
     """The flags that let these changes through."""
     paths = [change.path for change in refused]
     flags = []
@@ -275,7 +275,9 @@ def _permission(refused: list[config.Change]) -> str:
     return " ".join([*flags, *([f"--allow_change={','.join(paths)}"] if paths else [])])
 
 
-def check_data(saved: dict[str, Any], found: dict[str, Any], wish: Wish) -> list[config.Change]:
+def check_data(
+    saved: dict[str, Any], found: dict[str, Any], wish: ResumeOptions
+) -> list[config.Change]:
     """The changes of the data's fingerprint that a run takes over when it goes on.
 
     Raises:
@@ -328,7 +330,7 @@ def _short(value: Any) -> str:
 # Choosing reads only: what refuses the start afterwards finds every checkpoint where it was.
 
 
-class Aside(NamedTuple):
+class SetAside(NamedTuple):
     """A step that the run goes on without: what the log says of it, and what is written beside it."""
 
     step: int
@@ -336,11 +338,11 @@ class Aside(NamedTuple):
     reason: str
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """The step that a run goes on from, None where it begins; and those that are in its way."""
 
     step: int | None
-    aside: list[Aside]
+    aside: list[SetAside]
 
     def clear(self, store: Store, say: Callable[[str], None]) -> None:
         """Moves what is in the way to the quarantine. Raises NotWritable."""
@@ -349,13 +351,13 @@ class Choice(NamedTuple):
             say(f"checkpoint {each.step} {each.told}; it is in {place}")
 
 
-def likely(store: Store, wish: Wish, rewinds: Rewinds) -> int | None:
+def peek_latest(store: Store, wish: ResumeOptions, rewinds: Rewinds) -> int | None:
     """The step that will be chosen unless it is damaged: its record is whole, and its arrays nobody has read.
 
     Raises:
       CommandError: where the step that was asked for is not there.
     """
-    given_up = rewinds.given_up(store)
+    given_up = rewinds.abandoned_steps(store)
     steps = [step for step in store.steps() if step not in given_up]
     if wish.start_at is not None:
         if wish.start_at not in steps:
@@ -372,25 +374,26 @@ def likely(store: Store, wish: Wish, rewinds: Rewinds) -> int | None:
     return None
 
 
-def choose(store: Store, wish: Wish, rewinds: Rewinds) -> Choice:
+def select(store: Store, wish: ResumeOptions, rewinds: Rewinds) -> Selection:
     """The step to go on from, every byte of it as it was written.
 
     Raises:
       CommandError: where the step that was asked for is not the newest and nobody forced it.
       DataError: where it is damaged, or all are.
     """
-    given_up = rewinds.given_up(store)
+    given_up = rewinds.abandoned_steps(store)
     damaged: dict[int, list[str]] = {}
-    newest = store.newest_sound(damaged.__setitem__, without=given_up)
+    newest = store.latest_valid(damaged.__setitem__, without=given_up)
     aside = [
-        Aside(step, "belongs to a future that was given up", reason)
+        SetAside(step, "belongs to a future that was given up", reason)
         for step, reason in given_up.items()
     ]
     aside += [
-        Aside(step, f"is damaged ({lines[0]})", "\n".join(lines)) for step, lines in damaged.items()
+        SetAside(step, f"is damaged ({lines[0]})", "\n".join(lines))
+        for step, lines in damaged.items()
     ]
     if newest is None or wish.start_at is None or wish.start_at == newest:
-        return Choice(newest, aside)
+        return Selection(newest, aside)
     wrong = damaged.get(wish.start_at, [])
     if not wrong and not wish.force:
         raise CommandError(
@@ -409,11 +412,11 @@ def choose(store: Store, wish: Wish, rewinds: Rewinds) -> Choice:
     reason = f"given up: the run was started again at {wish.start_at}"
     known = {each.step for each in aside}
     aside += [
-        Aside(step, "was given up", reason)
+        SetAside(step, "was given up", reason)
         for step in store.steps()
         if step > wish.start_at and step not in known
     ]
-    return Choice(wish.start_at, aside)
+    return Selection(wish.start_at, aside)
 
 
 # Each start of a run, kept for good: from which step it went on, under which config, with how much of its state.
@@ -425,7 +428,7 @@ FILE = "starts.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Start:
+class StartRecord:
     """Where training went on.
 
     Args:
@@ -447,9 +450,9 @@ class Start:
     versions: dict[str, str]
 
     @property
-    def wish(self) -> Wish:
+    def wish(self) -> ResumeOptions:
         """How the state of its step was taken up."""
-        return Wish(reset_optimizer=self.reset_optimizer, cast=self.cast)
+        return ResumeOptions(reset_optimizer=self.reset_optimizer, cast=self.cast)
 
 
 SHAPE: Shape = dict.fromkeys(("step", "rewinds"), sinks.is_step) | {
@@ -461,7 +464,7 @@ SHAPE: Shape = dict.fromkeys(("step", "rewinds"), sinks.is_step) | {
 }
 
 
-def note(directory: RunDir, start: Start) -> None:
+def append_start(directory: RunDir, start: StartRecord) -> None:
     """Writes a start down, through to the disk."""
     sink = directory.journal(FILE)
     try:
@@ -470,20 +473,20 @@ def note(directory: RunDir, start: Start) -> None:
         sink.close()
 
 
-def read(workdir: Path) -> list[Start]:
+def read_starts(workdir: Path) -> list[StartRecord]:
     """The starts of a run, the newest last. Raises DataError where the file is damaged."""
-    names = [field.name for field in dataclasses.fields(Start)]
+    names = [field.name for field in dataclasses.fields(StartRecord)]
     return [
-        Start(**{name: record[name] for name in names})
+        StartRecord(**{name: record[name] for name in names})
         for record in sinks.read(workdir / FILE, SHAPE)
     ]
 
 
-def upgraded(workdir: Path, versions: dict[str, str]) -> list[Change]:
+def version_changes(workdir: Path, versions: dict[str, str]) -> list[Change]:
     """What computes otherwise than when the newest start of a run was made. Raises DataError as `read` does."""
     if not (workdir / FILE).exists():
         return []
-    before = read(workdir)[-1].versions
+    before = read_starts(workdir)[-1].versions
     return [
         Change(name, before.get(name, ABSENT), versions.get(name, ABSENT))
         for name in sorted(before | versions)
@@ -491,13 +494,13 @@ def upgraded(workdir: Path, versions: dict[str, str]) -> list[Change]:
     ]
 
 
-def way(starts: Sequence[Start], rewinds: Sequence[Rewind]) -> list[Start]:
+def lineage(starts: Sequence[StartRecord], rewinds: Sequence[Rewind]) -> list[StartRecord]:
     """What led to the newest step after these rewinds: each start with those of its steps that no later one did again.
 
     A rewind is a start of its own, under the config of the process that made it.
     """
     known = [start for start in starts if start.rewinds <= len(rewinds)]
-    found: list[Start] = []
+    found: list[StartRecord] = []
     for start, after in zip(known, [*known[1:], None], strict=True):
         found = [*_before(found, start.step), start]
         for rewind in rewinds[start.rewinds : after.rewinds if after else None]:
@@ -508,5 +511,5 @@ def way(starts: Sequence[Start], rewinds: Sequence[Rewind]) -> list[Start]:
     return found
 
 
-def _before(starts: Sequence[Start], step: int) -> list[Start]:
+def _before(starts: Sequence[StartRecord], step: int) -> list[StartRecord]:
     return [start for start in starts if start.step < step]

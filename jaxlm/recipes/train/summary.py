@@ -16,10 +16,10 @@ from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import shown
 from jaxlm.recipes import jax_setup
 from jaxlm.recipes.plan import attention_kernels
-from jaxlm.recipes.train.trainer import Session
+from jaxlm.recipes.train.trainer import Trainer
 
 
-def header(session: Session, held_out: str = "") -> None:
+def print_header(session: Trainer, held_out: str = "") -> None:
     """What is about to be trained, on what, and from where.
 
     `held_out` is why a part of the training text is the validation set, if the user has not chosen the set.
@@ -58,7 +58,10 @@ def header(session: Session, held_out: str = "") -> None:
     facts += [("stage", told) for told in _stages(session)]
     facts += [("plan", _plan(session)), ("checks", _checks(session))]
     facts.append(
-        ("attention", attention_kernels.told(run, decoder, mesh.shape, jax_setup.target(mesh)))
+        (
+            "attention",
+            attention_kernels.describe_kernels(run, decoder, mesh.shape, jax_setup.target(mesh)),
+        )
     )
     if data.validation:
         told = _validation(session)
@@ -75,7 +78,7 @@ def header(session: Session, held_out: str = "") -> None:
     session.console.block(f"jaxlm train, {session.directory.path}", facts)
 
 
-def _objective(session: Session) -> str:
+def _objective(session: Trainer) -> str:
     """What is learnt, the slots that it needs, and what the validation sets are read as."""
     run, validation = session.run, session.engine.data.validation
     known = session.engine.data.train.corruption
@@ -90,16 +93,16 @@ def _objective(session: Session) -> str:
     return told
 
 
-def _sources(session: Session) -> Iterator[str]:
+def _sources(session: Trainer) -> Iterator[str]:
     """What the run will have read of each source of a mixture."""
     train, run = session.engine.data.train, session.run
     if isinstance(train, Mixture):
         yield from train.told(run.pace, run.train.steps)
 
 
-def _stages(session: Session) -> Iterator[str]:
+def _stages(session: Trainer) -> Iterator[str]:
     """The stages of a warm-up of the batch or of its rows."""
-    stages, last = session.engine.pace.stages, session.run.train.steps
+    stages, last = session.engine.pace.phases, session.run.train.steps
     for stage, end in zip(stages, [*(each.first for each in stages[1:]), last], strict=True):
         rows = stage.rows * session.run.data.sequence // stage.length
         begin = stage.first + 1
@@ -111,7 +114,7 @@ def _stages(session: Session) -> Iterator[str]:
             )
 
 
-def _validation(session: Session) -> str:
+def _validation(session: Trainer) -> str:
     """The sets, and which of them ranks checkpoints where there are several."""
     sets = [
         f"{name} ({formatting.count(loader.shards.manifest.tokens)} tokens)"
@@ -136,7 +139,7 @@ def _arithmetic(precision: PrecisionConfig) -> str:
     return ", ".join(told)
 
 
-def _processes(session: Session) -> str:
+def _processes(session: Trainer) -> str:
     """How many there are and who told so; where devices lie in several slices, what crosses between them."""
     place, mesh = session.crew.place, session.engine.model.mesh
     found = meshes.slices(list(mesh.devices.flat))
@@ -146,11 +149,13 @@ def _processes(session: Session) -> str:
     )
 
 
-def _memory(session: Session) -> str:
+def _memory(session: Trainer) -> str:
     """What a device holds of the state, by its layout; activations come on top."""
     engine, run = session.engine, session.run
     whole = tree.size_bytes(engine.shapes)
-    held = " + ".join(f"{formatting.size(size)} of {name}" for name, size in engine.held().items())
+    held = " + ".join(
+        f"{formatting.size(size)} of {name}" for name, size in engine.bytes_per_device().items()
+    )
     is_away = ", the last on the host between steps" if run.train.offload else ""
     return (
         f"{formatting.size(whole)} of weights and optimizer state; each device has {held} "
@@ -158,7 +163,7 @@ def _memory(session: Session) -> str:
     )
 
 
-def _plan(session: Session) -> str:
+def _plan(session: Trainer) -> str:
     """What `jaxlm plan` says of this run on these devices."""
     forecast, steps = session.forecast, session.run.train.steps
     if forecast is None:
@@ -171,7 +176,7 @@ def _plan(session: Session) -> str:
     )
 
 
-def _checks(session: Session) -> str:
+def _checks(session: Trainer) -> str:
     """What was looked at before this was said, and found right; memory is, once the step is compiled."""
     run = session.run
     found = ["settings", "sizes on the mesh", "data", "ids of the tokenizer"]
@@ -184,7 +189,7 @@ def _checks(session: Session) -> str:
     return f"{', '.join(found)}: ok"
 
 
-def _example(session: Session) -> str:
+def _example(session: Trainer) -> str:
     """The start of one row, its trained tokens marked."""
     data = session.engine.data
     first = data.train.at(session.start, batch=session.engine.pace, rows=slice(0, 1))
@@ -192,7 +197,7 @@ def _example(session: Session) -> str:
     return text[:150] + (" ..." if len(text) > 150 else "")
 
 
-def report_hastily(path: Path) -> None:
+def write_partial_report(path: Path) -> None:
     """The report of a run that did not come to its end: at once, and with the plots as soon as they are drawn.
 
     Raises:
@@ -203,7 +208,7 @@ def report_hastily(path: Path) -> None:
     report.write(path)
 
 
-def _next(session: Session, verdict: dict[str, Any] | None) -> str:
+def _next(session: Trainer, verdict: dict[str, Any] | None) -> str:
     """Return the commands that this run can be used with: none that its objective or data refuse.
 
     The first one is that of the `verdict` of a run that diverged.
@@ -216,7 +221,7 @@ def _next(session: Session, verdict: dict[str, Any] | None) -> str:
     return "\n".join(lines)
 
 
-def finish(session: Session) -> dict[str, Any]:
+def print_summary(session: Trainer) -> dict[str, Any]:
     """The yardsticks, the plots, the report, and the closing block."""
     path, progress = session.directory.path, session.progress
     followed = session.assessment.followed

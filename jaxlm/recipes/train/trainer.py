@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, faults
-from jaxlm.core.batch_schedule import Stage
+from jaxlm.core.batch_schedule import Phase
 from jaxlm.core.errors import Diverged, Preempted
 from jaxlm.core.span import Span
 from jaxlm.data import loader
@@ -30,18 +30,18 @@ from jaxlm.recipes.plan import oom
 from jaxlm.recipes.plan.predict import Forecast
 from jaxlm.recipes.sampler import Sampler
 from jaxlm.recipes.train import initial_state, resume
-from jaxlm.recipes.train.checkpointing import Moment, Rewinds, Saves
+from jaxlm.recipes.train.checkpointing import CheckpointSaver, Rewinds, SaveRequest
 from jaxlm.recipes.train.divergence_warning import Alarm
-from jaxlm.recipes.train.initial_state import Origin
-from jaxlm.recipes.train.layer_stats import Watching
-from jaxlm.recipes.train.programs import Engine, Skips
-from jaxlm.recipes.train.records import Callbacks, Journal
-from jaxlm.recipes.train.resume import Wish
+from jaxlm.recipes.train.initial_state import InitSource
+from jaxlm.recipes.train.layer_stats import LayerStatsCollector
+from jaxlm.recipes.train.programs import Skips, TrainPrograms
+from jaxlm.recipes.train.records import Callbacks, MetricsLogger
+from jaxlm.recipes.train.resume import ResumeOptions
 from jaxlm.training import control, loop
 from jaxlm.training.cadence import Cadence
 from jaxlm.training.control import Control
 from jaxlm.training.loop import BudgetSpent, Hooks, Progress
-from jaxlm.training.processes import Crew
+from jaxlm.training.processes import ProcessGroup
 from jaxlm.training.rundir import RunDir
 from jaxlm.training.signals import StopRequest
 from jaxlm.training.state import TrainState
@@ -50,10 +50,10 @@ from jaxlm.training.step import Metrics
 # The compiled step, and now and then a doubt whether the devices still compute.
 
 
-AGAIN = "the same command again goes on from the last committed step; a device that does this twice is broken"
+RECOMPILED = "the same command again goes on from the last committed step; a device that does this twice is broken"
 
 
-class Stepper:
+class CompiledStep:
     """The step of a run. It is compiled at the first batch of each stage, where a person can see how long that takes.
 
     Before it is due by `guard.compare_every` the copies of the parameters on several devices are compared; a step that is
@@ -68,8 +68,8 @@ class Stepper:
 
     def __init__(
         self,
-        engine: Engine,
-        crew: Crew,
+        engine: TrainPrograms,
+        crew: ProcessGroup,
         console: Console,
         workdir: Path,
         forecast: Forecast | None,
@@ -78,11 +78,11 @@ class Stepper:
     ):
         self._engine, self._crew, self._console, self._then = engine, crew, console, compiled
         self._workdir, self._forecast, self._pause = workdir, forecast, pause
-        self.watching: Watching | None = None
+        self.watching: LayerStatsCollector | None = None
         self._steps: dict[tuple[int, ...], jax.stages.Compiled] = {}
         self._observers: dict[tuple[int, ...], jax.stages.Compiled] = {}
         self.completed = 0  # steps before the one that comes next
-        self._rate, self._placed = 1.0, engine.rate(1.0)
+        self._rate, self._placed = 1.0, engine.lr_scale(1.0)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step. Raises Diverged where devices disagree."""
@@ -90,7 +90,7 @@ class Stepper:
         if shape not in self._steps:
             if self._steps:  # a pause begins when no step is under way
                 jax.block_until_ready(state)
-            of = f" for {rows} rows x {length} tokens" if len(self._engine.pace.stages) > 1 else ""
+            of = f" for {rows} rows x {length} tokens" if len(self._engine.pace.phases) > 1 else ""
             with (
                 self._pause(),
                 self._crew.watch.phase("compile"),
@@ -119,10 +119,10 @@ class Stepper:
             return self._repeated(step, state, batch)
         return step(state, batch, self._placed)
 
-    def follow(self, rate: float) -> None:
+    def set_lr_scale(self, rate: float) -> None:
         """From the next step on, the learning rate is the schedule's times `rate`."""
         if rate != self._rate:
-            self._rate, self._placed = rate, self._engine.rate(rate)
+            self._rate, self._placed = rate, self._engine.lr_scale(rate)
 
     def _watch(self, program: jax.stages.Compiled) -> None:
         """Begins to watch the layers by a program that fits the device, or goes on to."""
@@ -130,7 +130,7 @@ class Stepper:
         oom.check(run, self._forecast, compiled_memory(program)["total"])
         if self.watching is None:
             before = sinks.read(self._workdir / "metrics.jsonl")
-            self.watching = Watching(run, dict(mesh.shape), before)
+            self.watching = LayerStatsCollector(run, dict(mesh.shape), before)
 
     def _compare(self, state: TrainState) -> None:
         if differences := self._engine.replicas.differences(state.params):
@@ -138,7 +138,7 @@ class Stepper:
                 f"copies of the parameters differ between devices, in {len(differences)} leaves",
                 where=f"before step {self.completed + 1}",
                 why="\n".join(differences[:4]),
-                fix=AGAIN,
+                fix=RECOMPILED,
             )
 
     def _repeated(
@@ -152,7 +152,7 @@ class Stepper:
                 f"step {self.completed + 1} came out otherwise when it was computed again, in {len(differences)} leaves",
                 where=f"step {self.completed + 1}",
                 why="\n".join(differences[:4]),
-                fix=AGAIN,
+                fix=RECOMPILED,
             )
         return moved, metrics
 
@@ -172,7 +172,7 @@ def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
 # How well a run does, seen between its steps: on its validation sets, and in samples.
 
 
-class Assessment:
+class Evaluator:
     """The evaluations and samples of a run, which the journal gets.
 
     `followed` is the validation set whose loss ranks checkpoints, None where there is none; `has_samples` says whether the
@@ -182,10 +182,10 @@ class Assessment:
       ConfigError: where the run follows a set that there is not, or prompts do not fit the model's positions.
     """
 
-    def __init__(self, engine: Engine, journal: Journal):
+    def __init__(self, engine: TrainPrograms, journal: MetricsLogger):
         run = engine.run
         self._engine, self._journal = engine, journal
-        self.followed = setup.followed(run, engine.data.validation)
+        self.followed = setup.ranking_set(run, engine.data.validation)
         self.has_samples = bool(run.sample.prompts) and run.objective.prompts != "none"
         self._sampler = Sampler(
             dataclasses.replace(run.sample.request, seed=(run.seed,)),
@@ -230,7 +230,7 @@ class Assessment:
 # What the clock of a run goes by: the model FLOPs of its steps, and the peak of its devices.
 
 
-def clock(engine: Engine, start: int) -> Clock:
+def build_clock(engine: TrainPrograms, start: int) -> Clock:
     """The clock of the steps after `start` completed ones."""
     run = engine.run
     half, full = _flops_per_token(engine, run.data.sequence)
@@ -244,13 +244,13 @@ def clock(engine: Engine, start: int) -> Clock:
     )
 
 
-def work(engine: Engine) -> dict[Stage, tuple[float, ...]]:
+def flops_by_phase(engine: TrainPrograms) -> dict[Phase, tuple[float, ...]]:
     """Model FLOPs of a step in each stage over those of one in the last, by both conventions: see `Clock.add`."""
 
-    def flops(stage: Stage) -> list[float]:
+    def flops(stage: Phase) -> list[float]:
         return [each * stage.rows for each in _flops_per_token(engine, stage.length)]
 
-    *_, last = stages = engine.pace.stages
+    *_, last = stages = engine.pace.phases
     whole = flops(last)
     return {
         stage: tuple(part / of for part, of in zip(flops(stage), whole, strict=True))
@@ -258,7 +258,7 @@ def work(engine: Engine) -> dict[Stage, tuple[float, ...]]:
     }
 
 
-def _flops_per_token(engine: Engine, length: int) -> tuple[float, float]:
+def _flops_per_token(engine: TrainPrograms, length: int) -> tuple[float, float]:
     """With attention at its causal half, and in full."""
     flops = functools.partial(
         model_cost.flops_per_token, engine.model.blueprint.config, length, targets=engine.targets
@@ -269,7 +269,7 @@ def _flops_per_token(engine: Engine, length: int) -> tuple[float, float]:
 # What a run has read of each source of its mixture, counted on the host: exact, and saved with each checkpoint.
 
 
-def count(engine: Engine, number: int, read: dict[str, list[int]]) -> list[str]:
+def count_sources(engine: TrainPrograms, number: int, read: dict[str, list[int]]) -> list[str]:
     """Adds what the batch of a number read, the whole of it on every host, to rows and tokens by source.
 
     The names are of the sources that have come to their most epochs with it.
@@ -284,7 +284,9 @@ def count(engine: Engine, number: int, read: dict[str, list[int]]) -> list[str]:
     return list(train.ended(start, stop))
 
 
-def record(engine: Engine, step: int, read: dict[str, list[int]], skips: Skips) -> dict[str, Any]:
+def source_metrics(
+    engine: TrainPrograms, step: int, read: dict[str, list[int]], skips: Skips
+) -> dict[str, Any]:
     """The metrics of sources after so many steps: `sources/NAME/rows`, `tokens`, `epochs` and, of the row to come, `weight`.
 
     Tokens are those of text, whatever of them an objective predicts. Batches that a rewind left out are not counted.
@@ -302,21 +304,21 @@ def record(engine: Engine, step: int, read: dict[str, list[int]], skips: Skips) 
     return found
 
 
-class Session:
+class Trainer:
     """A run while it is trained: what the loop's hooks do, and what they share. Its journal writes down what happens."""
 
     def __init__(
         self,
-        engine: Engine,
-        crew: Crew,
+        engine: TrainPrograms,
+        crew: ProcessGroup,
         directory: RunDir,
         console: Console,
         store: Store,
         rewinds: Rewinds,
-        wish: Wish,
+        wish: ResumeOptions,
         meta: dict[str, Any] | None,
         changes: list[config.Change],
-        origin: Origin | None = None,
+        origin: InitSource | None = None,
         callbacks: Callbacks | None = None,
     ):
         self.engine, self.run, self.crew = engine, engine.run, crew
@@ -329,10 +331,10 @@ class Session:
         crew.watch.about["data"] = (
             f"reading {', '.join(run.data.train)} from {engine.data.train.shards.folder}"
         )
-        self._journal = Journal(
+        self._journal = MetricsLogger(
             engine, directory, console, rewinds, self._callbacks, self._note_damage
         )
-        self.assessment = Assessment(engine, self._journal)
+        self.assessment = Evaluator(engine, self._journal)
         self.alarm = self._new_alarm()
         # One for each process.
         self._trace = Trace(
@@ -341,9 +343,9 @@ class Session:
             lambda: self._journal.summarise_trace(self._trace.folder, self._program),
         )
         self._program: jax.stages.Compiled | None = None
-        self._work = work(engine)
-        self.forecast = oom.own(run, engine.model.blueprint.config)
-        self._step = Stepper(
+        self._work = flops_by_phase(engine)
+        self.forecast = oom.forecast_here(run, engine.model.blueprint.config)
+        self._step = CompiledStep(
             engine,
             crew,
             console,
@@ -354,8 +356,10 @@ class Session:
         )
         changes_made = control.known(directory.path, meta or {}, crew.share)
         self._control = Control(directory, run.optim.lr, changes_made, console.say)
-        self._saves = Saves(engine, crew, directory, console, store, rewinds, self._control)
-        directory.make_room = self._saves.settle
+        self._saves = CheckpointSaver(
+            engine, crew, directory, console, store, rewinds, self._control
+        )
+        directory.make_room = self._saves.wait
 
     def train(self, stop: StopRequest, stop_at: int | None) -> None:
         """Makes or restores the state, and runs the loop; goes back and around what the guard could not get over."""
@@ -363,7 +367,7 @@ class Session:
             self._journal.open(self.start)
             while True:
                 try:
-                    with oom.explained(self.run, self.forecast):
+                    with oom.explain_oom(self.run, self.forecast):
                         self._loop(self._state(), stop, stop_at)
                     break
                 except Preempted:
@@ -399,13 +403,13 @@ class Session:
                     self.evaluation, _ = self.assessment.evaluate(state, 0)
             with self.crew.watch.phase("save"), self.console.timer("saving where it begins"):
                 self._journal.flush()
-                self._saves.save(Moment(0, state, self.progress, self.evaluation, None))
+                self._saves.save(SaveRequest(0, state, self.progress, self.evaluation, None))
                 self._saves.finish()
                 return state
         if not self.start:
-            return initial_state.again(self.engine, self.store)
+            return initial_state.initial_state(self.engine, self.store)
         # After a rewind: a checkpoint of this very start is taken up as it is.
-        wish = self.wish if self.start <= self._begun_at else Wish()
+        wish = self.wish if self.start <= self._begun_at else ResumeOptions()
         with self.crew.watch.phase("save"), self.console.timer(f"restoring step {self.start}"):
             return resume.state(self.engine, self.store, self.start, wish)
 
@@ -423,7 +427,7 @@ class Session:
 
         is_save_due = cadence("checkpoint")
         self._is_control_due = cadence("control", run.train.control)
-        self._clock = clock(self.engine, self.start)
+        self._clock = build_clock(self.engine, self.start)
         hooks = Hooks(
             is_log_due=cadence("log"),
             is_eval_due=cadence("eval") if self.assessment.followed else lambda _: False,
@@ -462,13 +466,13 @@ class Session:
         self._journal.note_memory(self.forecast, held)
         oom.check(self.run, self.forecast, held["total"])
         if is_first:
-            self._clock = clock(self.engine, self.start)
+            self._clock = build_clock(self.engine, self.start)
 
     def _before(self, completed: int) -> None:
         self._step.completed = completed
         if self._is_control_due(completed):
             self._control.look(completed, functools.partial(self.crew.share, "control"))
-        self._step.follow(self._control.rate(completed))
+        self._step.set_lr_scale(self._control.rate(completed))
         if self._trace.is_due(completed):
             with self._clock.pause("trace"), self.crew.watch.phase("finish"):
                 self._trace.before(completed)
@@ -494,16 +498,16 @@ class Session:
         """Counts one more completed step: its metrics, its wait for data, and when it was complete."""
         number = loaders.number(self._counted, self.rewinds.skips)
         self._counted += 1
-        work = self._work[self.engine.pace.stage(number)]
+        work = self._work[self.engine.pace.phase(number)]
         self._clock.add(tokens=values["tokens"], data_wait_seconds=waited, at=at, work=work)
         self.alarm.train(self._counted, values)
-        for name in count(self.engine, number, self.progress.read):
+        for name in count_sources(self.engine, number, self.progress.read):
             self._journal.note_ended(self._counted, name)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         beside: dict[str, Any] = self._clock.read(step) | {"tokens": self.progress.tokens}
         beside |= self.alarm.mark
-        beside |= record(self.engine, step, self.progress.read, self.rewinds.skips)
+        beside |= source_metrics(self.engine, step, self.progress.read, self.rewinds.skips)
         beside["peak_bytes"] = host_memory.peak(jax.local_devices()).bytes
         if self._step.watching is not None:
             beside |= self._step.watching.take(step)
@@ -518,9 +522,9 @@ class Session:
         Raises:
           Diverged: where no rewind is left.
         """
-        self._saves.give_up()
+        self._saves.abandon()
         note = functools.partial(self.console.warn, step=spent.step)
-        rewind = self.rewinds.go_back(spent, self.store, self.run.guard, note)
+        rewind = self.rewinds.rewind(spent, self.store, self.run.guard, note)
         self._journal.note_rewind(spent, rewind)
         self._take_up(self.store.record(rewind.to).meta if rewind.to else None)
         self.alarm = self._new_alarm()
@@ -542,7 +546,7 @@ class Session:
         """Saves, once what happened before is on disk."""
         with self._clock.pause("save"), self.crew.watch.phase("save"):
             self._journal.flush()
-            self._saves.save(Moment(step, state, self.progress, self.evaluation, loss_nats))
+            self._saves.save(SaveRequest(step, state, self.progress, self.evaluation, loss_nats))
 
     def _finish_saves(self) -> None:
         with self.crew.watch.phase("save"):

@@ -16,7 +16,7 @@ from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import import_model
 from jaxlm.recipes.train import initial_state
-from jaxlm.recipes.train.initial_state import Origin
+from jaxlm.recipes.train.initial_state import InitSource
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import RunDir, read_json
 
@@ -83,7 +83,7 @@ def average(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     return answer
 
 
-def _origins(options: Options, say: Say) -> list[Origin]:
+def _origins(options: Options, say: Say) -> list[InitSource]:
     """What is averaged, in the order of the proportions."""
     place = options.workdir
     run = config.from_json(Run, read_json(place, "config.json"), where=str(place / "config.json"))
@@ -99,8 +99,8 @@ def _origins(options: Options, say: Say) -> list[Origin]:
                 fix=f"--steps={','.join(map(str, there[-2:]))}",
             )
         steps = tuple(there[-options.newest :])
-    origins = [Origin(run, store, load.choose(store, step, False, say)) for step in steps]
-    origins += [initial_state.opened(other, "--with", say) for other in options.others]
+    origins = [InitSource(run, store, load.select_step(store, step, False, say)) for step in steps]
+    origins += [initial_state.open_run_ref(other, "--with", say) for other in options.others]
     if len(origins) < 2 or len({(each.workdir, each.step) for each in origins}) < len(origins):
         several = set(steps) if len(set(steps)) > 1 else {*steps, *store.steps()[-2:]}
         raise CommandError(
@@ -126,7 +126,7 @@ def _proportions(options: Options, count: int) -> tuple[float, ...]:
     return found
 
 
-def _agreed(origins: list[Origin]) -> dict[str, str]:
+def _agreed(origins: list[InitSource]) -> dict[str, str]:
     """The layout of each parameter, the same in all. Raises DataError where one is of another model or tokenizer."""
     first, *rest = origins
     wanted, tokens = _layout(first), tokenizer_file.read(first.workdir / "tokenizer").digest
@@ -150,12 +150,12 @@ def _agreed(origins: list[Origin]) -> dict[str, str]:
     return {path.removeprefix(PART): layout for path, layout in wanted.items()}
 
 
-def _layout(origin: Origin) -> dict[str, str]:
+def _layout(origin: InitSource) -> dict[str, str]:
     found = origin.store.layout(origin.step).items()
     return {path: layout for path, layout in found if path.startswith(PART)}
 
 
-def _write(place: Path, run: Run, first: Origin, params: Any, answer: dict[str, Any]) -> None:
+def _write(place: Path, run: Run, first: InitSource, params: Any, answer: dict[str, Any]) -> None:
     with RunDir(place) as directory:
         tokenizer = (first.workdir / "tokenizer").read_bytes()
         import_model.write(

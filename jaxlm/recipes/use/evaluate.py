@@ -25,7 +25,7 @@ from jaxlm.parallel import host, rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.plan import attention_kernels
 from jaxlm.recipes.use import load
-from jaxlm.recipes.use.load import Trained, Weights
+from jaxlm.recipes.use.load import LoadedRun, Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
 
     The objective of the run decides what is predicted, see `objectives.corruption`.
     """
-    opened = load.open_run(
+    opened = load.load_run(
         options.workdir,
         step=options.step,
         best=options.best,
@@ -71,13 +71,13 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
     )
     loaders = _loaders(opened, options, sequence, say)
     sets = measure(opened, loaders, options.batch or run.train.batch)
-    first = next(iter(sets)) if options.text else setup.followed(run, sets)
+    first = next(iter(sets)) if options.text else setup.ranking_set(run, sets)
     assert first is not None  # there is at least one set
     return {"step": opened.step, "sequence": sequence, **sets[first], "sets": sets}
 
 
 def measure(
-    opened: Trained, loaders: Mapping[str, Loader], batch: int
+    opened: LoadedRun, loaders: Mapping[str, Loader], batch: int
 ) -> dict[str, dict[str, Any]]:
     """Figures by set, over every token of each once, at least `batch` rows at a time: as many as the devices share evenly."""
     mesh = opened.model.mesh
@@ -97,7 +97,7 @@ def measure(
     return sets
 
 
-def _loaders(opened: Trained, options: Options, sequence: int, say: Any) -> dict[str, Loader]:
+def _loaders(opened: LoadedRun, options: Options, sequence: int, say: Any) -> dict[str, Loader]:
     run = opened.run
     if options.text:
         corpus = Corpus.find(options.text, run.data.text_key, "--text")
@@ -135,7 +135,7 @@ def scorer(config: Perplexity) -> Scorer:
       InputMissing: where the run has no checkpoint.
       ConfigError: where its model reads both ways, and so has no perplexity.
     """
-    opened = load.open_run(Path(config.run))
+    opened = load.load_run(Path(config.run))
     if opened.run.objective.name == "masked" or opened.run.is_paired:
         raise ConfigError(
             "a model that reads both ways has no perplexity",

@@ -9,7 +9,7 @@ import jax
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.generate.config import GenerateConfig
-from jaxlm.recipes.sampler import Sampler, Tell
+from jaxlm.recipes.sampler import OnText, Sampler
 from jaxlm.recipes.use import chat, load
 from jaxlm.recipes.use.load import Weights
 
@@ -24,7 +24,7 @@ def generate(
     cpu_devices: int | None = None,
     is_chat: bool = False,
     say: Callable[[str], None] = lambda _: None,
-    tell: Tell | None = None,
+    tell: OnText | None = None,
 ) -> dict[str, Any]:
     """`samples`: for each prompt of `settings` its `prompt`, new `ids`, their `log_probabilities`, `text`, and `finish_reason`.
 
@@ -36,7 +36,7 @@ def generate(
       ConfigError: where a prompt and what follows it do not fit the model's position table, or the model has not learnt to
         go on from any.
     """
-    opened = load.open_run(
+    opened = load.load_run(
         workdir, step=step, best=best, weights=weights, cpu_devices=cpu_devices, say=say
     )
     if opened.run.objective.prompts == "none":

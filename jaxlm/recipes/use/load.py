@@ -22,24 +22,24 @@ from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
-from jaxlm.recipes.setup import Assembly
+from jaxlm.recipes.setup import ShardedModel
 from jaxlm.training.rundir import read_json
 
 Weights = Literal["raw", "ema", "swa"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class LoadedRun:
     """A run's model with the parameters of one step, replicated over this machine's devices or split as its mesh says."""
 
     run: Run
     step: int
-    model: Assembly
+    model: ShardedModel
     params: Any
     tokenizer: Tokenizer
 
 
-def open_run(
+def load_run(
     workdir: Path,
     *,
     step: int | None = None,
@@ -48,7 +48,7 @@ def open_run(
     sequence: int | None = None,
     cpu_devices: int | None = None,
     say: Callable[[str], None] = lambda _: None,
-) -> Trained:
+) -> LoadedRun:
     """Opens the newest step of a run, the best one, or the one named; to be used on rows of `sequence` tokens, or its own.
 
     `weights` are its parameters, or the average of them that it keeps, in their dtypes.
@@ -74,12 +74,14 @@ def open_run(
     jax_setup.start(cpu_devices)
     verifier = Verifier(say=say)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
-    chosen = choose(store, step, best, say)
+    chosen = select_step(store, step, best, say)
     mesh = jax_setup.build_mesh(run.mesh if _fits(run.mesh) else MeshConfig())
     vocab = setup.vocabulary(run, encoder.size)
-    model = setup.assemble(_suited(run, vocab, mesh, sequence, say), vocab, mesh)
-    params = _restored(store, chosen, setup.placed(model), weights)
-    return Trained(run, chosen, model, params, encoder)
+    model = setup.build_sharded_model(
+        _adapted_to_mesh(run, vocab, mesh, sequence, say), vocab, mesh
+    )
+    params = _restored(store, chosen, setup.abstract_params(model), weights)
+    return LoadedRun(run, chosen, model, params, encoder)
 
 
 def _restored(store: Store, step: int, placed: Any, weights: Weights) -> Any:
@@ -92,14 +94,14 @@ def _restored(store: Store, step: int, placed: Any, weights: Weights) -> Any:
     return jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), average, placed)
 
 
-def choose(store: Store, step: int | None, best: bool, say: Callable[[str], None]) -> int:
+def select_step(store: Store, step: int | None, best: bool, say: Callable[[str], None]) -> int:
     """The step that was asked for, whole; without a number or `best`, the newest that is."""
 
     def damaged(step: int, lines: list[str]) -> None:
         say(f"checkpoint {step} is damaged ({lines[0]})")
 
     named = step if step is not None else store.best() if best else None
-    chosen = store.newest_sound(damaged) if named is None else named
+    chosen = store.latest_valid(damaged) if named is None else named
     committed = store.steps()
     if chosen is None or chosen not in committed:
         raise InputMissing(
@@ -122,11 +124,11 @@ def choose(store: Store, step: int | None, best: bool, say: Callable[[str], None
     return chosen
 
 
-def _suited(
+def _adapted_to_mesh(
     run: Run, vocab: int, mesh: Mesh, sequence: int | None, say: Callable[[str], None]
 ) -> Run:
     """The run on rows of another length, by kernels that can compute its attention here."""
-    run = run.at(run.pace.stages[-1])  # warm-ups are over
+    run = run.at(run.pace.phases[-1])  # warm-ups are over
     data = dataclasses.replace(run.data, sequence=sequence or run.data.sequence)
     run = dataclasses.replace(run, data=data)
     decoder = run.decoder(vocab)
@@ -135,7 +137,9 @@ def _suited(
     try:
         attention_kernels.check(run, decoder, mesh.shape, target)
     except ConfigError as error:
-        say(f"{error.what} here: {attention_kernels.told(free, decoder, mesh.shape, target)}")
+        say(
+            f"{error.what} here: {attention_kernels.describe_kernels(free, decoder, mesh.shape, target)}"
+        )
         return free
     return run
 
