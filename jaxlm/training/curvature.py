@@ -30,7 +30,7 @@ def build(
     *,
     precision: Precision,
     axes: Any,
-    layout: Any,
+    shardings: Any,
     microbatches: int,
     frozen: frozenset[str] = frozenset(),
 ) -> Estimator:
@@ -47,11 +47,11 @@ def build(
         curvature.loss,
         precision=precision,
         axes=axes,
-        shardings=layout,
+        shardings=shardings,
         microbatches=microbatches,
         frozen=frozen,
     )
-    laid_out = gradients.constrain_grads(layout, frozen)
+    laid_out = gradients.constrain_grads(shardings, frozen)
 
     def estimator(
         params: Any, grads: Any, batch: Tokens, key: Array, scale: Array, updates: Array

@@ -39,7 +39,7 @@ def build_gradient(
     over its number of tokens, which are known before the first micro-batch, and then divided likewise. Gradients are summed
     in the dtypes of `reduced`, for which `axes` are the parameters' logical axis names, or None.
 
-    `layout` is the sharding of each gradient, which the sums over micro-batches have too; None leaves it to the compiler.
+    `shardings` are those of each gradient, which the sums over micro-batches have too; None leaves it to the compiler.
     Leaves at the paths `frozen` have no gradient, and are not in its tree. With `squares` the notes have `SQUARE` too.
 
     Where gradients pass through float16, what is differentiated is the sum times scale / tokens of the micro-batch: about
@@ -128,11 +128,11 @@ def reduce_dtype_grads(grads: Any, precision: Precision, axes: Any) -> Any:
     return tree.map_with_path(leaf, grads)
 
 
-def constrain_grads(layout: Any, frozen: frozenset[str]) -> Callable[[Any], Any]:
-    """The function that lays gradients out as `layout` says, which has the leaves at the paths `frozen` too; for None it does nothing."""
-    if layout is None:
+def constrain_grads(shardings: Any, frozen: frozenset[str]) -> Callable[[Any], Any]:
+    """The function that gives gradients these `shardings`, which have the leaves at the paths `frozen` too; for None it does nothing."""
+    if shardings is None:
         return lambda grads: grads
-    own = tree.drop_leaves(layout, frozen)
+    own = tree.drop_leaves(shardings, frozen)
     return lambda grads: jax.lax.with_sharding_constraint(grads, own)
 
 

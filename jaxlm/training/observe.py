@@ -45,10 +45,10 @@ def build(
     key: Array,
     precision: Precision,
     axes: Any,
-    kinds: Collection[Watched],
-    layout: Any = None,
+    capture: Collection[Watched],
+    shardings: Any = None,
     microbatches: int = 1,
-    ahead: Callable[[Any, Any], Any] | None = None,
+    gradient_point: Callable[[Any, Any], Any] | None = None,
     curvature: Curvature | None = None,
     frozen: frozenset[str] = frozenset(),
 ) -> Observe:
@@ -60,23 +60,23 @@ def build(
     Arguments are those of `step.build`. Where `microbatches` is not the step's, dropout draws other numbers than there.
     """
     parts: dict[str, Any] = dict(
-        precision=precision, axes=axes, layout=layout, microbatches=microbatches, frozen=frozen
+        precision=precision, axes=axes, shardings=shardings, microbatches=microbatches, frozen=frozen
     )
     estimate = curvatures.build(curvature, **parts)
     extended = optax.with_extra_args_support(optimizer)
     gradient = gradients.build_gradient(
         loss,
         **parts,
-        capture=[kind for name in kinds for kind in KINDS[name]],
-        squares="noise" in kinds,
+        capture=[kind for name in capture for kind in KINDS[name]],
+        squares="noise" in capture,
     )
 
     def observe(state: TrainState, batch: Tokens, rate: Array | float = 1.0) -> Observed:
-        at = state.params if ahead is None else ahead(state.params, state.opt_state)
+        at = state.params if gradient_point is None else gradient_point(state.params, state.opt_state)
         key_now = jax.random.fold_in(key, state.step)
         grads, part, notes = gradient(at, batch, key_now, state.guard.scale.factor)
         norms: dict[str, dict[str, Array]] = {}
-        if "norms" in kinds:
+        if "norms" in capture:
             scale = state.guard.scale.factor
             given = estimate(state.params, grads, batch, key_now, scale, state.applied)
             updates, _ = extended.update(grads, state.opt_state, state.params, rate=rate, **given)

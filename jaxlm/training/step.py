@@ -49,7 +49,7 @@ def build_step(
 
     The learning rate is the schedule's times `rate`, by default 1.
 
-    `loss`, `axes`, `layout`, `microbatches` and `frozen` are those of `gradient.build`. `key` is the root of the step's random
+    `loss`, `axes`, `shardings`, `microbatches` and `frozen` are those of `gradient.build`. `key` is the root of the step's random
     numbers. The gradient is taken at the parameters, or where `ahead(params, opt_state)` says.
     Updates are added in float32, and rounded stochastically where parameters or the optimizer's
     state have fewer bits: by `key`, the step, a leaf's path and a number's position alone.
@@ -70,7 +70,7 @@ def build_step(
     """
     is_scaled = precision.is_scaled
     parts: dict[str, Any] = dict(
-        precision=precision, axes=axes, layout=shardings, microbatches=microbatches, frozen=frozen
+        precision=precision, axes=axes, shardings=shardings, microbatches=microbatches, frozen=frozen
     )
     gradient = gradients.build_gradient(loss, **parts, capture=capture)
     estimate = curvatures.build(curvature, **parts)

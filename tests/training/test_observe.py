@@ -60,7 +60,7 @@ class Pieces:
             key=jax.random.key(1),
             precision=Precision.float32(),
             axes=self.blueprint.axes,
-            kinds=kinds,
+            capture=kinds,
             **options,
         )
 
@@ -235,7 +235,7 @@ def test_figures_are_those_of_one_device_and_one_batch(
 ):
     grid = mesh.build(MeshConfig(data=1, **sizes), jax.devices()[: 4 if sizes else 1])
     layout = rules.shardings(grid, pieces.blueprint.axes, pieces.blueprint.shapes)
-    observer = pieces.observer(layout=layout, microbatches=microbatches)
+    observer = pieces.observer(shardings=layout, microbatches=microbatches)
     with jax.set_mesh(grid):
         rest = jax.device_put(jax.device_get(state), states.replicated(grid))
         placed = rest._replace(params=jax.device_put(state.params, layout))

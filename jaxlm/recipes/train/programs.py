@@ -80,8 +80,8 @@ class TrainPrograms:
             key=random.stream(jax.random.key(run.seed), "train"),
             precision=model.precision,
             axes=blueprint.axes,
-            layout=model.gradients,
-            ahead=self._ahead,
+            shardings=model.gradients,
+            gradient_point=self._ahead,
             frozen=self._frozen,
             curvature=_curvature(run, model.trained.merge),
         )
@@ -104,7 +104,7 @@ class TrainPrograms:
         observer = observe.build(
             functools.partial(_loss, setup.observer_model(run, model).merge, run.loss, further),
             self.optimizer,
-            kinds=run.log.layers,
+            capture=run.log.layers,
             microbatches=layer_stats.microbatches_for_noise(run, dict(model.mesh.shape)),
             **shared,
         )
