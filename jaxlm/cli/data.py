@@ -85,7 +85,7 @@ def _peek(args: Any, out: Output) -> int:
     mixture = data.train if isinstance(data.train, Mixture) else None
     first = batch.rows(args.step)
     answer, lines = [], ["text between \u00ab and \u00bb is trained on"]
-    if tokens.reach is not None:
+    if tokens.visible_until is not None:
         lines.append(f"text between {' and '.join(BOTH_WAYS)} is read both ways")
     found = mtp_settings(chosen.objective)
     further = mtp.predicted(tokens, len(found.weights)) if found else []

@@ -60,7 +60,11 @@ def build(
     Arguments are those of `step.build`. Where `microbatches` is not the step's, dropout draws other numbers than there.
     """
     parts: dict[str, Any] = dict(
-        precision=precision, axes=axes, shardings=shardings, microbatches=microbatches, frozen=frozen
+        precision=precision,
+        axes=axes,
+        shardings=shardings,
+        microbatches=microbatches,
+        frozen=frozen,
     )
     estimate = curvatures.build(curvature, **parts)
     extended = optax.with_extra_args_support(optimizer)
@@ -72,7 +76,11 @@ def build(
     )
 
     def observe(state: TrainState, batch: Tokens, rate: Array | float = 1.0) -> Observed:
-        at = state.params if gradient_point is None else gradient_point(state.params, state.opt_state)
+        at = (
+            state.params
+            if gradient_point is None
+            else gradient_point(state.params, state.opt_state)
+        )
         key_now = jax.random.fold_in(key, state.step)
         grads, part, notes = gradient(at, batch, key_now, state.guard.scale.factor)
         norms: dict[str, dict[str, Array]] = {}

@@ -70,7 +70,11 @@ def build_step(
     """
     is_scaled = precision.is_scaled
     parts: dict[str, Any] = dict(
-        precision=precision, axes=axes, shardings=shardings, microbatches=microbatches, frozen=frozen
+        precision=precision,
+        axes=axes,
+        shardings=shardings,
+        microbatches=microbatches,
+        frozen=frozen,
     )
     gradient = gradients.build_gradient(loss, **parts, capture=capture)
     estimate = curvatures.build(curvature, **parts)

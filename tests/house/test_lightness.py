@@ -19,17 +19,19 @@ LIGHT = sorted(
         "optim/moments.py",
         "recipes/plan/divisibility.py",
         "recipes/plan/hardware.py",
-        "recipes/plan*.py",
+        "recipes/plan/predict.py",
+        "recipes/plan/device_memory.py",
+        "recipes/plan/search.py",
         "recipes/diagnose/schedule_plot.py",
         "recipes/scaling/plan.py",
         "recipes/scaling/law.py",
         "recipes/scaling/plan.py",
-        "recipes/scaling/sweep.py",
+        "recipes/scaling/resize_model.py",
         "models/families/*.py",
         "cli/*.py",
         "monitor/*.py",
         "data/*.py",
-        "data/prepare/**/*.py",
+        "corpus/**/*.py",
     )
     for path in (ROOT / "jaxlm").glob(pattern)
 )

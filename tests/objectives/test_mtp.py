@@ -126,7 +126,10 @@ def test_each_depth_is_that_of_a_float64_reference(built, factors):
     counted = rows
     if factors is not None:
         ahead = np.repeat(np.array(factors, np.float32)[:, None], LENGTH, axis=1)
-        rows, counted = rows._replace(predicts_ahead=ahead), rows._replace(weights=rows.weights * ahead)
+        rows, counted = (
+            rows._replace(predicts_ahead=ahead),
+            rows._replace(weights=rows.weights * ahead),
+        )
     found = jax.jit(lambda params: loss(blueprint, params, rows))(params)
     sums = expected(blueprint, params, counted)
     plain = token_nll(blueprint.merge(params), rows, None, LossConfig())

@@ -15,7 +15,7 @@ from jaxlm.models.cost import model_cost
 from jaxlm.monitor import sinks
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.scaling import sweep
+from jaxlm.recipes.scaling import resize_model
 from jaxlm.recipes.scaling.loss_fit import FEWEST_RUNS, FEWEST_SIZES, Points, fit, noise, resample
 from jaxlm.recipes.scaling.loss_law import PUBLISHED, PUBLISHED_FLOPS, Law
 from jaxlm.recipes.train import resume
@@ -181,7 +181,9 @@ def _missing(runs: Sequence[Finished]) -> list[str]:
     largest = max(runs, key=lambda each: each.parameters)
     own, steps = largest.run.model.width, largest.run.train.steps
     known = {each.run.model.width for each in runs}
-    narrower = [round(own * share / sweep.UNIT) * sweep.UNIT for share in (0.5, 0.75, 0.25)]
+    narrower = [
+        round(own * share / resize_model.UNIT) * resize_model.UNIT for share in (0.5, 0.75, 0.25)
+    ]
     widths = [width for width in dict.fromkeys(narrower) if width and width not in known]
     missing_sizes = max(0, FEWEST_SIZES - points(runs).sizes)
     wanted = [(width, steps) for width in widths[:missing_sizes]]
@@ -189,7 +191,7 @@ def _missing(runs: Sequence[Finished]) -> list[str]:
     wanted += [(width, max(1, steps // part)) for part in (2, 4) for width in several]
     lines = []
     for width, count in wanted[: max(missing_sizes, FEWEST_RUNS - len(runs))]:
-        changed = sweep.of_width(largest.run, width) | {"train.steps": count}
+        changed = resize_model.settings_at_width(largest.run, width) | {"train.steps": count}
         flags = " ".join(f"--config.{path}={value}" for path, value in changed.items())
         beside = largest.path.parent / f"w{width}-s{count}"
         lines.append(f"jaxlm train --config={largest.path}/config.json --workdir={beside} {flags}")

@@ -15,7 +15,7 @@ from jaxlm.monitor.chips import Dtype, Machine
 from jaxlm.parallel.config import AXES
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import predict
-from jaxlm.recipes.scaling import sweep
+from jaxlm.recipes.scaling import resize_model
 from jaxlm.recipes.scaling.law import (
     DRAWS,
     SHARE,
@@ -136,7 +136,7 @@ def answer(
     table, vocab = None, 0
     if run is not None:
         vocab = predict.vocabulary(run, dict.fromkeys(AXES, 1), said)
-        table = sweep.costs(run, vocab)
+        table = resize_model.costs(run, vocab)
     best = source.law.optimum(flops, table)
     band = [law.optimum(flops, table) for law in source.others]
     check = self_check(runs) if runs else None
@@ -197,11 +197,11 @@ def _row(one: Finished, law: Law) -> dict[str, Any]:
 
 def _shape(run: Run, vocab: int, best: Optimum, flops: float) -> dict[str, Any]:
     """The model of the family nearest to the optimum, and the flags that train it for the budget."""
-    width = sweep.nearest(run, vocab, best.parameters)
-    decoder = sweep.decoder(run, vocab, width)
+    width = resize_model.nearest(run, vocab, best.parameters)
+    decoder = resize_model.decoder(run, vocab, width)
     each = model_cost.flops_per_token(decoder, run.data.sequence, causal=True)
     steps = max(1, round(flops / each / run.tokens_per_step))
-    changed = sweep.of_width(run, width) | {"train.steps": steps}
+    changed = resize_model.settings_at_width(run, width) | {"train.steps": steps}
     return {
         "width": width,
         "depth": decoder.depth,
@@ -291,7 +291,7 @@ def draw(answer: dict[str, Any], runs: Sequence[Finished], folder: Path) -> Path
     law = Law(**{name: answer["law"][name] for name in ("E", "A", "B", "alpha", "beta")})
     last = runs[-1].run
     assert last.model.vocab != "auto"
-    costs = sweep.costs(last, last.model.vocab)
+    costs = resize_model.costs(last, last.model.vocab)
     sizes = []
     for size in sorted({each.parameters for each in runs}):
         own = [(each.flops, each.loss_nats) for each in runs if each.parameters == size]

@@ -1,101 +1,19 @@
 """A ladder of small runs of one config, for a law: several widths, each trained for several numbers of steps."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from jaxlm.core import config, divisors
+from jaxlm.core import config
 from jaxlm.core.errors import CommandError, ConfigError
-from jaxlm.models.config import EncoderDecoder, OneStack
-from jaxlm.models.cost import model_cost
 from jaxlm.optim.schedule_config import spans
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan import divisibility
+from jaxlm.recipes.scaling import resize_model
 from jaxlm.recipes.scaling.loss_fit import FEWEST_RUNS, FEWEST_SIZES
-from jaxlm.recipes.scaling.loss_law import Costs
 from jaxlm.recipes.train.pretrain import Options, pretrain
 from jaxlm.recipes.train.resume import ResumeOptions
-
-# A run's model at other sizes of its family: all other sizes follow the width. Free of JAX.
-
-
-UNIT = 8  # widths are multiples of it
-WIDEST = 2**15
-INNER = ("hidden", "shared", "dense_hidden", "query_rank", "kv_rank")
-
-
-def of_width(run: Run, width: int) -> dict[str, int]:
-    """The settings of the model that change with its width, by path: depth in proportion, heads of the same size, and what they are made of.
-
-    A width that heads of that size do not divide has those of the nearest size that do. MLPs keep their share of the width,
-    and queries share keys as before. The width of the run itself changes nothing.
-    """
-    model = run.model
-    share = width / model.width
-    if share == 1:
-        return {}
-    heads = max(1, round(model.heads * share))
-    if getattr(model, "head_dim", "auto") == "auto":
-        # Heads are rotated in pairs.
-        heads = next(n for n in divisors.nearest(width, heads) if width // n % 2 == 0)
-    sizes = {"width": width, "depth": max(1, round(model.depth * share)), "heads": heads}
-    kv_heads = getattr(model, "kv_heads", "auto")
-    if isinstance(kv_heads, int):
-        grouped = round(heads * kv_heads / model.heads)
-        sizes["kv_heads"] = divisors.nearest(heads, max(1, grouped))[0]
-    for name in INNER:
-        if isinstance(inner := getattr(model, name, None), int) and inner:
-            sizes[name] = max(UNIT, round(inner * share / UNIT) * UNIT)
-    if dense := getattr(model, "dense_depth", 0):
-        sizes["dense_depth"] = min(dense, sizes["depth"] - 1)
-    return {f"model.{name}": size for name, size in sizes.items() if size != getattr(model, name)}
-
-
-def decoder(run: Run, vocab: int, width: int) -> OneStack:
-    """The model at a width."""
-    changed = of_width(run, width)
-    sizes: dict[str, Any] = {path.partition(".")[2]: size for path, size in changed.items()}
-    built = dataclasses.replace(run.model, vocab=vocab, **sizes).build()
-    if isinstance(built, EncoderDecoder):
-        raise divisibility.unscaled(run)
-    return built
-
-
-@functools.lru_cache(maxsize=4)
-def costs(run: Run, vocab: int) -> Costs:
-    """Parameters that a token meets, and the FLOPs of training on it, from the narrowest model to far beyond the largest trained."""
-    powers = [UNIT * 2**power for power in range((WIDEST // UNIT).bit_length())]
-    widths = sorted({*powers, *(3 * width // 2 for width in powers[1:])})
-    shapes = [decoder(run, vocab, width) for width in widths]
-    return Costs(
-        np.array([model_cost.active_parameters(each) for each in shapes], np.float64),
-        np.array(
-            [model_cost.flops_per_token(each, run.data.sequence, causal=True) for each in shapes]
-        ),
-    )
-
-
-def nearest(run: Run, vocab: int, parameters: float) -> int:
-    """The width whose model has about so many parameters: a multiple of the size of a head, or of 8 where it is narrow."""
-    head = run.model.width // run.model.heads
-
-    def size(width: int) -> int:
-        return model_cost.active_parameters(decoder(run, vocab, width))
-
-    unit = head if head % UNIT == 0 and size(8 * head) <= parameters else UNIT
-    low, high = 1, WIDEST // unit
-    while low < high:  # the first that is at least as large
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if size(middle * unit) < parameters else (low, middle)
-    found = [unit * each for each in (low - 1, low) if each > 0]
-    return min(found, key=lambda width: abs(np.log(size(width) / parameters)))
-
 
 WIDTHS = (0.25, 0.5, 0.75, 1.0)  # of the config's own
 STEPS = (0.25, 0.5, 1.0)
@@ -162,7 +80,7 @@ def rungs(run: Run, widths: str | None = None, steps: str | None = None) -> list
             why="it is fitted to the loss on text that was not trained on",
             fix="--config.data.validation=5%",
         )
-    unit, own = UNIT, run.model.width
+    unit, own = resize_model.UNIT, run.model.width
     sizes = _numbers(widths, "--widths", [max(unit, round(s * own / unit) * unit) for s in WIDTHS])
     counts = _numbers(steps, "--steps", [max(1, round(s * run.train.steps)) for s in STEPS])
     if wrong := [size for size in sizes if size % unit]:
@@ -188,7 +106,10 @@ def rungs(run: Run, widths: str | None = None, steps: str | None = None) -> list
     return [
         Rung(
             f"w{size}-s{count}",
-            [(path, str(value)) for path, value in of_width(run, size).items()]
+            [
+                (path, str(value))
+                for path, value in resize_model.settings_at_width(run, size).items()
+            ]
             + [("train.steps", str(count)), *whole],
         )
         for size, count in pairs
