@@ -41,7 +41,7 @@ def meet(*ranks, count, seconds=1.0, counts=None, refused=()):
 @pytest.fixture(autouse=True)
 def _no_service(monkeypatch):
     """No JAX comes to listen after these meetings."""
-    monkeypatch.setattr(rendezvous, "_await_service", lambda _: None)
+    monkeypatch.setattr(rendezvous, "_connect", lambda _: None)
 
 
 def test_ranks_that_are_all_there_go_on():
