@@ -20,7 +20,7 @@ import ml_collections
 
 from jaxlm.core import config
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.hardware import layout
+from jaxlm.recipes.plan.hardware import layout
 
 HARDWARE = {  # the mesh, and micro-batches; the batch is the same on all, and so is the loss
     "512gpu": (dict(fsdp=64, tensor=8), 32),

@@ -1,19 +1,13 @@
-"""A trainer of language models: `jaxlm.train(config, workdir=...)` is what notebooks call; `recipes.training` says what it takes."""
+"""A trainer of language models. `jaxlm.train(config, workdir=...)` trains from Python; `jaxlm train` is the same command."""
 
-from types import ModuleType
 from typing import Any
 
-from jaxlm import train
 
+def train(*arguments: Any, **options: Any) -> Any:
+    """Train a model: see `jaxlm.recipes.train.api.train`, whose arguments these are.
 
-class _Train(ModuleType):
-    """The room of that name, which can be called as well: whoever imports it would hide a function of its name."""
+    It is imported by the first call: `import jaxlm` alone imports neither JAX nor Orbax.
+    """
+    from jaxlm.recipes.train import api
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """`recipes.training.train`, imported when it is called: it needs what a look at the package does not."""
-        from jaxlm.recipes import training
-
-        return training.train(*arguments, **options)
-
-
-train.__class__ = _Train
+    return api.train(*arguments, **options)

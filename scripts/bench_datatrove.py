@@ -37,15 +37,15 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove.utils.text import split_into_parts
 from datatrove.utils.word_tokenizers import WordTokenizer
 
+from jaxlm.corpus import run
+from jaxlm.corpus.config import Recipe, StageName
+from jaxlm.corpus.dedup import minhash
+from jaxlm.corpus.dedup.config import MinHash
+from jaxlm.corpus.document import Document
+from jaxlm.corpus.filters.config import Pii
+from jaxlm.corpus.readers.files import read
+from jaxlm.corpus.stages import MAKERS
 from jaxlm.data.documents import Corpus
-from jaxlm.data.prepare import run
-from jaxlm.data.prepare.config import Recipe, StageName
-from jaxlm.data.prepare.dedup import minhash
-from jaxlm.data.prepare.dedup.config import MinHash
-from jaxlm.data.prepare.document import Document
-from jaxlm.data.prepare.filters.config import Pii
-from jaxlm.data.prepare.readers.files import read
-from jaxlm.data.prepare.stages import MAKERS
 
 STAGES: tuple[StageName, ...] = "gopher", "repetition", "c4", "fineweb", "pii"
 BANDS = MinHash(bands=14)  # as many values as datatrove's default

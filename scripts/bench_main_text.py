@@ -20,7 +20,7 @@ from pathlib import Path
 import trafilatura
 from lxml import html
 
-from jaxlm.data.prepare.readers.main_text import main_text
+from jaxlm.corpus.readers.main_text import main_text
 
 LEAST_WORDS, LARGEST = 100, 400_000
 ARMS: dict[str, Callable[[str], str]] = {

@@ -17,14 +17,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
 from jaxlm.core.errors import InputMissing
-from jaxlm.data.prepare import remote
-from jaxlm.data.prepare.config import Recipe
-from jaxlm.data.prepare.dedup.signatures import Signer
-from jaxlm.data.prepare.document import Document, to_line
-from jaxlm.data.prepare.filters.config import Decontaminate, Urls
-from jaxlm.data.prepare.readers.files import read
-from jaxlm.data.prepare.readers.streams import kind_of
-from jaxlm.data.prepare.stages import MAKERS
+from jaxlm.corpus import remote
+from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.dedup.signatures import Signer
+from jaxlm.corpus.document import Document, to_line
+from jaxlm.corpus.filters.config import Decontaminate, Urls
+from jaxlm.corpus.readers.files import read
+from jaxlm.corpus.readers.streams import kind_of
+from jaxlm.corpus.stages import MAKERS
 
 PROFILED = 12  # functions
 

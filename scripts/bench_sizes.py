@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxlm.core import config
-from jaxlm.models import cost
+from jaxlm.models.cost import model_cost
 from jaxlm.recipes.config import Run
 
 LR, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -135,7 +135,9 @@ def run_of(size: Size, precision: str, overrides: Sequence[tuple[str, str]] = ()
 def costs(size: Size) -> tuple[int, float]:
     """Parameters, and model FLOPs of a token, attention at the causal half."""
     decoder = run_of(size, "float32").model.build()
-    return cost.parameters(decoder), cost.flops_per_token(decoder, size.length, causal=True)
+    return model_cost.parameters(decoder), model_cost.flops_per_token(
+        decoder, size.length, causal=True
+    )
 
 
 def batch(size: Size) -> tuple[np.ndarray, np.ndarray]:

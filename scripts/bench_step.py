@@ -29,18 +29,18 @@ from jax import Array, lax
 
 from jaxlm.core import config
 from jaxlm.data import dataset
-from jaxlm.models import cost
+from jaxlm.models.cost import model_cost
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.qwen3 import Qwen3
 from jaxlm.monitor import sinks
 from jaxlm.monitor.clock import Clock
 from jaxlm.optim.config import AdamW
-from jaxlm.recipes import assembly, devices
+from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import Engine
-from jaxlm.train import loop
-from jaxlm.train.loop import Hooks, Progress
-from jaxlm.train.signals import StopRequest
+from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.training import loop
+from jaxlm.training.loop import Hooks, Progress
+from jaxlm.training.signals import StopRequest
 
 ROOT = Path(__file__).parents[1]
 LOG_EVERY = 10  # steps; a run of 1,000 logs as often by default
@@ -81,18 +81,20 @@ Timed = Callable[[int], tuple[float, float]]  # steps -> (seconds, last loss)
 
 def ours(run: Run, data: dataset.Data, folder: Path) -> tuple[Any, Timed]:
     """The parameters that both start from, and `jaxlm train` from its loader to metrics.jsonl."""
-    mesh = devices.build_mesh(run.mesh)
-    model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
+    mesh = jax_setup.build_mesh(run.mesh)
+    model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
     with jax.set_mesh(mesh):
-        engine = Engine(run, data, model)
-        state = engine.fresh()
+        engine = TrainPrograms(run, data, model)
+        state = engine.init_state()
         start = jax.tree.map(jnp.copy, state.params)
     batches = engine.batches(0)
     lines = sinks.Jsonl(folder / "metrics.jsonl")
     clock = Clock(
         start=0,
         steps=run.train.steps,
-        flops_per_step=cost.flops_per_token(model.blueprint.config, run.data.sequence, causal=True)
+        flops_per_step=model_cost.flops_per_token(
+            model.blueprint.config, run.data.sequence, causal=True
+        )
         * run.tokens_per_step,
         flops_per_step_full=0.0,
         peak_flops=None,
@@ -302,7 +304,7 @@ def _flat(params: Any, model: Any) -> dict[str, Any]:
 
 def measure(size: str, rounds: int, count: int) -> dict[str, Any]:
     """Tokens a second of both, by round, and the median of their ratio."""
-    devices.start()
+    jax_setup.start()
     run: Run = config.load(
         Run, str(ROOT / "configs/quickstart.py"), [*SIZES[size].items(), ("train.steps", "1000000")]
     ).value
@@ -322,7 +324,7 @@ def measure(size: str, rounds: int, count: int) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(rates["jaxlm"], rates["hand_written"], strict=True)]
     return {
         "size": size,
-        "parameters": cost.parameters(run.model.build()),
+        "parameters": model_cost.parameters(run.model.build()),
         "tokens_per_step": run.tokens_per_step,
         "rounds": rounds,
         "steps_per_round": count,

@@ -11,7 +11,7 @@ up, timed and ended before the next begins, in as many rounds as there is time f
 
 jaxlm's step is that of `jaxlm train`, guard and metrics included; --config.a.b=V changes a setting of it. In the arm `jaxlm
 offload` its optimizer's state waits in host memory between steps. PyTorch's is in scripts/torch_arms.py. All start within 1 of ln V, or the arm does not count. Speeds are medians over windows; the ratio is
-that to the best arm of PyTorch. MFU is model FLOPs by jaxlm.models.cost, attention at the causal half, over the bfloat16
+that to the best arm of PyTorch. MFU is model FLOPs by jaxlm.models.cost.model_cost, attention at the causal half, over the bfloat16
 peak in jaxlm/monitor/chips.py. Peak memory is the most that an arm's allocator had given out, by its own count.
 """
 
@@ -29,7 +29,7 @@ from bench_sizes import OF_CPU, OF_GPU, SIZES, costs, run_of
 from bench_turns import Ended, Measured, Plan
 
 from jaxlm.core.errors import JaxlmError
-from jaxlm.monitor import chips, traced, words
+from jaxlm.monitor import chips, formatting, traced
 
 PRECISIONS = ("float32", "bfloat16")
 # Settings beside those of the command line: what keeping the optimizer's state in host memory costs, and what it frees.
@@ -146,7 +146,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f"{speed['median']:,.0f} ({speed['least']:,.0f} to {speed['most']:,.0f})",
                 "-" if found["ratio"] is None else f"{found['ratio']:.3f}",
                 "-" if found["mfu"] is None else f"{found['mfu']:.1%}",
-                "-" if found["peak_bytes"] is None else words.size(found["peak_bytes"]),
+                "-" if found["peak_bytes"] is None else formatting.size(found["peak_bytes"]),
                 f"{found['loss_nats']:.3f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
@@ -157,7 +157,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for each in rows:
         settings = ", ".join(f"{path}={value}" for path, value in each["settings"].items())
         lines.append(
-            f"{each['size']}: {words.count(each['parameters'])} parameters; jaxlm with {settings}"
+            f"{each['size']}: {formatting.count(each['parameters'])} parameters; jaxlm with {settings}"
         )
         lines += [
             f"  {arm} ended before the last round: {found['error']}"

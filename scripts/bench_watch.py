@@ -18,9 +18,9 @@ import numpy as np
 from jaxlm.core import config
 from jaxlm.data.batch import Tokens
 from jaxlm.parallel import host
-from jaxlm.recipes import devices
+from jaxlm.recipes import jax_setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import Engine, of_sizes
+from jaxlm.recipes.train.programs import TrainPrograms, without_data
 
 CHOICES: tuple[tuple[str, ...], ...] = (
     ("norms",),
@@ -38,14 +38,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     run: Run = config.load(Run, options.config, []).value
-    grid = devices.build_mesh(run.mesh)
+    grid = jax_setup.build_mesh(run.mesh)
     vocab = VOCAB if run.model.vocab == "auto" else run.model.vocab
     with jax.set_mesh(grid):
-        plain = of_sizes(run, grid, vocab)
-        state, batch = plain.fresh(), rows(run, plain, vocab)
+        plain = without_data(run, grid, vocab)
+        state, batch = plain.init_state(), rows(run, plain, vocab)
         step = plain.step.lower(state, batch).compile()
         for choice in CHOICES:
-            engine = of_sizes(run.changed({"log.layers": choice}), grid, vocab)
+            engine = without_data(run.changed({"log.layers": choice}), grid, vocab)
             begun = time.perf_counter()
             observe = engine.observe.lower(state, batch).compile()
             compiling = time.perf_counter() - begun
@@ -67,7 +67,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
 
 
-def rows(run: Run, engine: Engine, vocab: int) -> Any:
+def rows(run: Run, engine: TrainPrograms, vocab: int) -> Any:
     """A batch of drawn ids."""
     shape = (run.train.batch, run.data.sequence)
     ids = np.random.default_rng(0).integers(0, vocab, shape).astype(np.int32)

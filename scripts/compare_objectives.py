@@ -21,7 +21,8 @@ from compare_table import COLUMNS, Column, Measure
 
 from jaxlm.monitor import sinks
 from jaxlm.objectives.config import Causal, Mixture, Objective, Weights
-from jaxlm.recipes import evaluate, reading, trained
+from jaxlm.recipes import setup
+from jaxlm.recipes.use import evaluate, load
 
 SINGLE = [arm for arm in typing.get_args(Objective) if arm is not Mixture]
 WEIGHTS = [field.name for field in dataclasses.fields(Weights)]
@@ -81,10 +82,10 @@ def from_left_to_right(place: Path) -> float:
     """Bits per byte of a run's validation set as `causal` reads it, by its last weights; kept in its folder."""
     file = place / "left_to_right.json"
     if not file.is_file():
-        opened = trained.open_run(place)
-        data = reading.open_data(dataclasses.replace(opened.run, objective=Causal()))
+        opened = load.load_run(place)
+        data = setup.open_data(dataclasses.replace(opened.run, objective=Causal()))
         sets = evaluate.measure(opened, data.validation, opened.run.train.batch)
-        followed = reading.followed(opened.run, sets)
+        followed = setup.ranking_set(opened.run, sets)
         assert followed is not None, place
         write(file, sets[followed]["bits_per_byte"])
     return sinks.read_json(file)

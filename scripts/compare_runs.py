@@ -20,10 +20,11 @@ from jaxlm.core import config
 from jaxlm.core.errors import ConfigError, Diverged
 from jaxlm.core.values import show
 from jaxlm.monitor import sinks
-from jaxlm.recipes import assembly, devices, lr_find, reading
+from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import Engine
-from jaxlm.train.rundir import read_json
+from jaxlm.recipes.diagnose import lr_find
+from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.training.rundir import read_json
 
 FILE = "configs/quickstart.py"
 # The quickstart made smaller; saved and evaluated once, at its end. Every update is applied, whatever the guard thinks of
@@ -252,7 +253,7 @@ def finished(place: Path, run: Run) -> Ended | None:
         return None
     records = sinks.read(place / "metrics.jsonl")
     last = {record["split"]: record for record in records}
-    followed = reading.followed(run, [split for split in last if split != "train"])
+    followed = setup.ranking_set(run, [split for split in last if split != "train"])
     assert followed is not None, place
     bits = last[followed]["bits_per_byte"]
     slots = run.train.steps * run.tokens_per_step
@@ -264,18 +265,18 @@ def step_seconds(runs: Mapping[str, Run]) -> dict[str, float]:
 
     What else runs on the machine only adds to a window: the least is nearest to what the step takes by itself.
     """
-    devices.start()
+    jax_setup.start()
     windows: dict[str, list[float]] = {name: [] for name in runs}
     first = next(iter(runs.values()))
-    mesh = devices.build_mesh(first.mesh)
+    mesh = jax_setup.build_mesh(first.mesh)
     with jax.set_mesh(mesh):
-        going: dict[str, tuple[Engine, Generator[Any, None, None]]] = {}
+        going: dict[str, tuple[TrainPrograms, Generator[Any, None, None]]] = {}
         states: dict[str, Any] = {}
         for name, run in runs.items():
-            data = reading.open_data(run)
-            model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
-            engine = Engine(run, data, model)
-            going[name], states[name] = (engine, engine.batches(0)), engine.fresh()
+            data = setup.open_data(run)
+            model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
+            engine = TrainPrograms(run, data, model)
+            going[name], states[name] = (engine, engine.batches(0)), engine.init_state()
         for turn in range(ROUNDS + 1):
             for name in [*going][:: 1 if turn % 2 else -1]:
                 engine, batches = going[name]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import CommandError
-from jaxlm.monitor import canvas
+from jaxlm.monitor import plots
 
 Row = Mapping[str, Any]
 INCHES = 0.24  # of the picture's height, for an arm
@@ -102,7 +102,7 @@ def ordered(rows: Sequence[Row], measure: Measure) -> list[Row]:
 
 def draw(rows: Sequence[Row], measures: Sequence[Measure]) -> bytes:
     """A PNG: a line for each arm, with a mark for each seed."""
-    figure, axes = canvas.figure()
+    figure, axes = plots.new_figure()
     arms = ordered(rows, measures[0])[::-1]
     figure.set_figheight(1.2 + INCHES * len(arms))
     for number, measure in enumerate(measures):
@@ -119,7 +119,7 @@ def draw(rows: Sequence[Row], measures: Sequence[Measure]) -> bytes:
     axes.margins(y=0.08)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize="small")
-    return canvas.saved(figure)
+    return plots.to_png(figure)
 
 
 def around(file: Path, name: str) -> tuple[str, str]:

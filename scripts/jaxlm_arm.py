@@ -9,22 +9,22 @@ import numpy as np
 from bench_sizes import Size, batch, run_of
 
 from jaxlm.data.batch import Tokens
-from jaxlm.monitor import memory, traced
+from jaxlm.monitor import host_memory, traced
 from jaxlm.monitor.config import ProfileConfig
 from jaxlm.monitor.profile import Trace
-from jaxlm.parallel import host, operations
-from jaxlm.recipes import devices
-from jaxlm.recipes.engine import of_sizes
+from jaxlm.parallel import hlo_operations, host
+from jaxlm.recipes import jax_setup
+from jaxlm.recipes.train.programs import without_data
 
 
 class Arm:
     """A model in training, on rows that lie on the device."""
 
     def __init__(self, size: Size, precision: str, overrides: Sequence[tuple[str, str]]):
-        devices.start()
+        jax_setup.start()
         run = run_of(size, precision, overrides)
-        self._grid = devices.build_mesh(run.mesh)
-        engine = of_sizes(run, self._grid, size.vocab)
+        self._grid = jax_setup.build_mesh(run.mesh)
+        engine = without_data(run, self._grid, size.vocab)
         ids, targets = batch(size)
         fields: Any = {
             "tokens": ids,
@@ -34,7 +34,7 @@ class Arm:
             "positions": np.broadcast_to(np.arange(size.length, dtype=np.int32), ids.shape),
         }
         with jax.set_mesh(self._grid):
-            self._state = engine.fresh()
+            self._state = engine.init_state()
             self._batch = host.put(self._grid, Tokens(**fields))
             self._step = engine.step.lower(self._state, self._batch).compile()
 
@@ -47,7 +47,7 @@ class Arm:
 
     def facts(self) -> dict[str, Any]:
         """What it ran on, and the most that the device's allocator has given out; None for a CPU, which does not say."""
-        peak = memory.peak(jax.local_devices())
+        peak = host_memory.peak(jax.local_devices())
         return {
             "device": jax.devices()[0].device_kind,
             "library": f"jax {jax.__version__}",
@@ -63,9 +63,9 @@ class Arm:
                 window.enter("step")
                 self._state, _ = self._step(self._state, self._batch)
             window.before(count)
-        known = operations.read(self._step.as_text() or "")
+        known = hlo_operations.read(self._step.as_text() or "")
 
         def tell(name: str) -> tuple[str, str, bool]:
-            return (*known.get(name, operations.by_name(name)), name in known)
+            return (*known.get(name, hlo_operations.by_name(name)), name in known)
 
         return traced.summary(traced.newest(folder), tell)

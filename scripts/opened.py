@@ -4,17 +4,18 @@ from typing import Any
 
 import jax
 
+from jaxlm.checkpoint import hub_architecture
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
-from jaxlm.recipes import foreign, importing
+from jaxlm.recipes.exchange import import_model
 
 
 def opened(source: Folder | Gguf, precision: Precision) -> tuple[Blueprint, Any]:
     """The model and its parameters."""
-    family, _ = foreign.described(source, lambda _: None)
+    family, _ = hub_architecture.described(source, lambda _: None)
     decoder = family.build()
     blueprint = Blueprint(decoder, precision)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -22,5 +23,5 @@ def opened(source: Folder | Gguf, precision: Precision) -> tuple[Blueprint, Any]
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), blueprint.shapes
     )
     with source.opened() as fetch:
-        tensors = foreign.named(layout(decoder, family.HUB), source, family.HUB)
-        return blueprint, importing.load(tensors, fetch, placed)
+        tensors = hub_architecture.named(layout(decoder, family.HUB), source, family.HUB)
+        return blueprint, import_model.load(tensors, fetch, placed)

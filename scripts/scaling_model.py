@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxlm.core import config
-from jaxlm.models import cost, wire
 from jaxlm.models.config import Decoder
+from jaxlm.models.cost import comm_cost, model_cost
 from jaxlm.parallel.config import AXES
 from jaxlm.parallel.schedule import Schedule
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.scale_machine import STATE_BYTES
+from jaxlm.recipes.scaling.plan import STATE_BYTES
 
 # cloud.google.com/tpu/docs/v5p, "System architecture": 459 TFLOP/s in bf16, 95 GiB, 1,200 GB/s between chips counting
 # both directions of six links, so 100 GB/s each way on a link; 50 Gbit/s a chip in the data-centre network.
@@ -123,7 +123,7 @@ def outcome(
     if sizes is None or rows == 0:
         return None
     microbatches = min(4 * sizes["pipe"], rows) if sizes["pipe"] > 1 else 1
-    work = wire.Work(
+    work = comm_cost.Work(
         model=model,
         sequence=sequence,
         rows=rows,
@@ -131,14 +131,16 @@ def outcome(
         weight_bytes=2 if strategy.zero == 3 else 4,  # cast before they are gathered, or kept
         zero=strategy.zero,
     )
-    flops = cost.flops_per_token(model, sequence * sizes["context"], causal=True) * tokens * 4 / 3
+    flops = (
+        model_cost.flops_per_token(model, sequence * sizes["context"], causal=True) * tokens * 4 / 3
+    )
     compute = flops / PEAK_FLOPS
     compute /= 1 - Schedule(sizes["pipe"], microbatches).bubble
     wires = speeds(sizes)
-    sent = {axis: wire.BYTES[axis](work, sizes) / wires[axis] for axis in wires}
+    sent = {axis: comm_cost.BYTES[axis](work, sizes) / wires[axis] for axis in wires}
     whole = WHOLE_BYTES if strategy.zero == 1 else 0
     held = whole + (STATE_BYTES - whole) / sizes["fsdp"]
-    state_bytes = held * cost.parameters(model) / (sizes["tensor"] * sizes["pipe"])
+    state_bytes = held * model_cost.parameters(model) / (sizes["tensor"] * sizes["pipe"])
     return Outcome(strategy.name, chips, compute, sent, state_bytes)
 
 

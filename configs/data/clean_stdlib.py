@@ -9,7 +9,7 @@ short. `jaxlm train --config=configs/quickstart.py --config.data.train='clean/ke
 import ml_collections
 
 from jaxlm.core import config
-from jaxlm.data.prepare.config import Recipe
+from jaxlm.corpus.config import Recipe
 
 
 def get_config() -> ml_collections.ConfigDict:

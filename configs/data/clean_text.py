@@ -15,7 +15,7 @@ percent of the pages of a raw crawl to stay.
 import ml_collections
 
 from jaxlm.core import config
-from jaxlm.data.prepare.config import Recipe
+from jaxlm.corpus.config import Recipe
 
 
 def get_config() -> ml_collections.ConfigDict:

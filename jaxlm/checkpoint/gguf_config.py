@@ -8,7 +8,7 @@ import numpy as np
 from jaxlm.checkpoint.gguf_names import ARCHITECTURES, Architecture
 from jaxlm.core.errors import DataError
 from jaxlm.models.families import rope
-from jaxlm.models.families.hub import DEEPEST, Attributes
+from jaxlm.models.families.hub import MAX_NESTING, Attributes
 from jaxlm.nn.rotary import Llama3Scaling, Rope
 
 WHAT = "a GGUF's metadata"
@@ -70,24 +70,24 @@ def attributes(
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if not key.startswith(NEUTRAL)}  # fmt: skip
     given = Attributes(own, where, what=WHAT)
     given.ignore("vocab_size", "split.count", "split.no", "split.tensors.count")
-    heads, width = given.take("attention.head_count"), given.take("embedding_length")
-    depth = given.take("block_count", most=DEEPEST)
-    size = given.take("attention.key_length", max(1, width // heads))
-    given.must("attention.value_length", size)
-    given.must("rope.dimension_count", size)
-    theta = given.take("rope.freq_base", 10_000.0, kind=float)
-    context = given.take("context_length")
+    heads, width = given.get("attention.head_count"), given.get("embedding_length")
+    depth = given.get("block_count", most=MAX_NESTING)
+    size = given.get("attention.key_length", max(1, width // heads))
+    given.expect("attention.value_length", size)
+    given.expect("rope.dimension_count", size)
+    theta = given.get("rope.freq_base", 10_000.0, kind=float)
+    context = given.get("context_length")
     config: dict[str, Any] = {
         "model_type": found.model_type,
         "vocab_size": vocab,
         "hidden_size": width,
         "num_hidden_layers": depth,
-        "intermediate_size": given.take("feed_forward_length", width),
+        "intermediate_size": given.get("feed_forward_length", width),
         "num_attention_heads": heads,
-        "num_key_value_heads": given.take("attention.head_count_kv", heads),
+        "num_key_value_heads": given.get("attention.head_count_kv", heads),
         "head_dim": size,
         "max_position_embeddings": context,
-        "rms_norm_eps": given.take("attention.layer_norm_rms_epsilon", kind=float),
+        "rms_norm_eps": given.get("attention.layer_norm_rms_epsilon", kind=float),
         "rope_theta": theta,
         "rope_scaling": _scaling(given, context, theta, size, frequencies),
         "tie_word_embeddings": is_tied,
@@ -98,26 +98,26 @@ def attributes(
         given.ignore("attention.sliding_window_pattern")
         is_largest = LARGEST_SIZES[prefix[:-1]] == depth
         config |= {
-            "sliding_window": given.take("attention.sliding_window", 4096),
+            "sliding_window": given.get("attention.sliding_window", 4096),
             "query_pre_attn_scalar": width // heads if is_largest else size,
-            "attn_logit_softcapping": given.take("attn_logit_softcapping", None, kind=float),
-            "final_logit_softcapping": given.take("final_logit_softcapping", None, kind=float),
+            "attn_logit_softcapping": given.get("attn_logit_softcapping", None, kind=float),
+            "final_logit_softcapping": given.get("final_logit_softcapping", None, kind=float),
         }
     if found.model_type == "gemma3_text":
-        config["rope_local_base_freq"] = given.take("rope.freq_base_swa", 10_000.0, kind=float)
-    given.finish()
+        config["rope_local_base_freq"] = given.get("rope.freq_base_swa", 10_000.0, kind=float)
+    given.check()
     return config
 
 
 def _experts(given: Attributes, kind: str) -> dict[str, Any]:
-    count, used = given.take("expert_count"), given.take("expert_used_count")
+    count, used = given.get("expert_count"), given.get("expert_used_count")
     if kind == "mixtral":
         return {"num_local_experts": count, "num_experts_per_tok": used}
-    given.must("expert_gating_func", 1)  # softmax
+    given.expect("expert_gating_func", 1)  # softmax
     return {
         "num_experts": count,
         "num_experts_per_tok": used,
-        "moe_intermediate_size": given.take("expert_feed_forward_length"),
+        "moe_intermediate_size": given.get("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
 
@@ -127,24 +127,24 @@ def _scaling(
 ) -> dict[str, Any] | None:
     """How rotary positions are stretched, as config.json says it."""
     given.ignore("rope.scaling.finetuned")
-    kind = given.take("rope.scaling.type", "none", kind=str)
-    given.must("rope.scaling.attn_factor", 1.0)
+    kind = given.get("rope.scaling.type", "none", kind=str)
+    given.expect("rope.scaling.attn_factor", 1.0)
     if frequencies is not None:
-        given.must("rope.scaling.type", "none")
+        given.expect("rope.scaling.type", "none")
         return _blended(given, theta, size, frequencies)
     if kind == "none":
-        given.must("rope.scaling.factor", 1.0, 0.0)
+        given.expect("rope.scaling.factor", 1.0, 0.0)
         return None
     found: dict[str, Any] = {
         "rope_type": kind,
-        "factor": given.take("rope.scaling.factor", kind=float),
+        "factor": given.get("rope.scaling.factor", kind=float),
     }
-    original = given.take("rope.scaling.original_context_length", context)
-    given.must("rope.scaling.type", "linear", "yarn")
+    original = given.get("rope.scaling.original_context_length", context)
+    given.expect("rope.scaling.type", "linear", "yarn")
     if kind == "yarn":
         found["original_max_position_embeddings"] = original
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            found[ours] = given.take(f"rope.scaling.{theirs}", None, kind=float)
+            found[ours] = given.get(f"rope.scaling.{theirs}", None, kind=float)
     return found
 
 

@@ -15,13 +15,13 @@ from jaxlm.checkpoint.hub_tensors import Slices
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.vocabularies import gguf_tokens
 
-MOST_EXPERTS = 10_000  # of a layer; each has tensors of its own there
+MAX_EXPERTS = 10_000  # of a layer; each has tensors of its own there
 FREQUENCIES = (
     "rope_freqs.weight"  # a table that follows from the settings, as transformers keeps it
 )
 
 
-class Lying(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor of Hugging Face's lies: a tensor of the file, or the part of one expert."""
 
     name: str
@@ -132,14 +132,14 @@ class Gguf:
             places = places.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
         return self._file.rows(entry, places[rows] + count * (expert or 0), columns)
 
-    def _named(self) -> Iterator[tuple[str, Lying]]:
+    def _named(self) -> Iterator[tuple[str, TensorLocation]]:
         for name, entry in self._file.tensors.items():
             theirs = self._architecture.theirs(name)
-            if "{e}" in theirs and len(entry.shape) == 3 and entry.shape[0] <= MOST_EXPERTS:
+            if "{e}" in theirs and len(entry.shape) == 3 and entry.shape[0] <= MAX_EXPERTS:
                 for expert in range(entry.shape[0]):
-                    yield theirs.replace("{e}", str(expert)), Lying(name, entry, expert)
+                    yield theirs.replace("{e}", str(expert)), TensorLocation(name, entry, expert)
             elif name != FREQUENCIES:
-                yield theirs, Lying(name, entry, None)
+                yield theirs, TensorLocation(name, entry, None)
 
 
 def _json(value: dict[str, Any]) -> bytes:

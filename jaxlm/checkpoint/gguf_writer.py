@@ -10,7 +10,7 @@ import numpy as np
 from jaxlm.checkpoint import gguf_config
 from jaxlm.checkpoint.gguf_names import ARCHITECTURES, named_after
 from jaxlm.checkpoint.gguf_source import FREQUENCIES
-from jaxlm.checkpoint.hub_tensors import Theirs, rounded
+from jaxlm.checkpoint.hub_tensors import HFTensor, round_to_dtype
 from jaxlm.core.errors import not_installed
 
 FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # as llama.cpp counts them
@@ -22,7 +22,7 @@ class Written(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Theirs, ...]  # those of the experts, in their order, or the one
+    parts: tuple[HFTensor, ...]  # those of the experts, in their order, or the one
     dtype: np.dtype
 
 
@@ -38,7 +38,7 @@ class Plan:
       ValueError: where llama.cpp has no such architecture, or it no such tensor; with the reason.
     """
 
-    def __init__(self, attributes: Mapping[str, Any], tensors: Sequence[Theirs], dtype: np.dtype):
+    def __init__(self, attributes: Mapping[str, Any], tensors: Sequence[HFTensor], dtype: np.dtype):
         self.attributes = attributes
         name = named_after(attributes["model_type"])
         if name is None:
@@ -69,7 +69,9 @@ class Plan:
             return (leaf.astype(np.float32) + 1) - 1
 
         return {
-            part.path: counted if self.architecture.is_scale(each.name) else rounded(each.dtype)
+            part.path: counted
+            if self.architecture.is_scale(each.name)
+            else round_to_dtype(each.dtype)
             for each in self.tensors
             for theirs in each.parts
             for part in theirs.parts
@@ -78,7 +80,7 @@ class Plan:
     def write(
         self,
         path: Path,
-        array: Callable[[Theirs], np.ndarray],
+        array: Callable[[HFTensor], np.ndarray],
         tokenizer: Mapping[str, Any],
         title: str,
     ) -> None:
@@ -118,7 +120,7 @@ class Plan:
         finally:
             writer.close()
 
-    def _numbers(self, tensor: Written, theirs: Theirs, found: np.ndarray) -> np.ndarray:
+    def _numbers(self, tensor: Written, theirs: HFTensor, found: np.ndarray) -> np.ndarray:
         """A tensor of Hugging Face's in the order and by the count of llama.cpp, flat."""
         kind = self.architecture.rotated(tensor.name)
         if kind is not None:
@@ -128,8 +130,8 @@ class Plan:
             found = found.astype(np.float32) + 1
         return np.ascontiguousarray(found.astype(tensor.dtype)).reshape(-1)
 
-    def _placed(self, tensors: Sequence[Theirs]) -> Iterator[Written]:
-        parts: dict[str, dict[int, Theirs]] = defaultdict(dict)
+    def _placed(self, tensors: Sequence[HFTensor]) -> Iterator[Written]:
+        parts: dict[str, dict[int, HFTensor]] = defaultdict(dict)
         for theirs in tensors:
             found = self.architecture.own(theirs.name)
             if found is None or (len(theirs.shape) == 1 and self.architecture.rotated(found[0])):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxlm.checkpoint.hub_folder import INDEX, PICKLES, WHOLE, parsed_object
 from jaxlm.core.errors import CommandError, InputMissing, JaxlmError, not_installed
-from jaxlm.monitor import words
+from jaxlm.monitor import formatting
 
 PREFIX = "hf:"
 ANSWER_SECONDS = 10  # that the hub has to answer a question in
@@ -60,9 +60,9 @@ def fetched(
         weights += sorted(file for file in sizes if file in named and _is_tensors(file))
     files = [*wanted, *weights]
     origin = f"{PREFIX}{model.name}@{found.sha}"
-    say(f"{origin}: {len(files)} files, {words.size(sum(sizes[file] for file in files))}")
+    say(f"{origin}: {len(files)} files, {formatting.size(sum(sizes[file] for file in files))}")
     for number, file in enumerate(files, 1):
-        say(f"fetching {file}, {words.size(sizes[file])} ({number} of {len(files)})")
+        say(f"fetching {file}, {formatting.size(sizes[file])} ({number} of {len(files)})")
         path = model.download(file, found.sha)
     return Fetched(path.parent, origin)
 

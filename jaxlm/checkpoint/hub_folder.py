@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from jaxlm.checkpoint.hub_tensors import Slices, Theirs
+from jaxlm.checkpoint.hub_tensors import HFTensor, Slices
 from jaxlm.core.errors import DataError, InputMissing, NotWritable
 from jaxlm.monitor import sinks
 
@@ -250,8 +250,8 @@ def parsed_object(content: bytes, where: str) -> dict[str, Any]:
 
 def write_tensors(
     folder: Path,
-    tensors: Sequence[Theirs],
-    array: Callable[[Theirs], np.ndarray],
+    tensors: Sequence[HFTensor],
+    array: Callable[[HFTensor], np.ndarray],
     dtype: np.dtype,
     *,
     shard_bytes: int = SHARD_BYTES,
@@ -265,7 +265,7 @@ def write_tensors(
     """
     from safetensors.numpy import save_file
 
-    def size(tensor: Theirs) -> int:
+    def size(tensor: HFTensor) -> int:
         return int(np.prod(tensor.shape)) * tensor.kept(dtype).itemsize
 
     groups = list(_groups(tensors, size, shard_bytes))
@@ -298,9 +298,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _groups(
-    tensors: Iterable[Theirs], bytes_of: Callable[[Theirs], int], shard_bytes: int
-) -> Iterator[list[Theirs]]:
-    group: list[Theirs] = []
+    tensors: Iterable[HFTensor], bytes_of: Callable[[HFTensor], int], shard_bytes: int
+) -> Iterator[list[HFTensor]]:
+    group: list[HFTensor] = []
     total = 0
     for each in tensors:
         size = bytes_of(each)

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.models.config import ModelConfig
-from jaxlm.models.families.hub import Hub, Row, uncomputed
-from jaxlm.models.tensors import Place, Tensor, places
+from jaxlm.models.cost.tensors import Place, Tensor, places
+from jaxlm.models.families.hub import Hub, TensorMapping, uncomputed
 
 Slices = tuple[slice, ...]
 # The part of a tensor in a file, by name: ([start:stop] of each dimension) -> array.
 Fetch = Callable[[str, Slices], np.ndarray]
 
 
-class Part(NamedTuple):
+class MappedSlice(NamedTuple):
     """Where one tensor of theirs, or a part of it, lies in a leaf of ours."""
 
     path: str
@@ -32,12 +32,12 @@ class Part(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Theirs:
+class HFTensor:
     """One tensor of theirs, and the leaves of ours that lie side by side in it."""
 
     name: str
     layout: str
-    parts: tuple[Part, ...]
+    parts: tuple[MappedSlice, ...]
     is_exact: bool = False  # in float32, whatever the other tensors are in
 
     @property
@@ -79,7 +79,7 @@ class Theirs:
             found = found.T
         return found.reshape(shape)
 
-    def joined(self, leaf: Callable[[Part], np.ndarray]) -> np.ndarray:
+    def joined(self, leaf: Callable[[MappedSlice], np.ndarray]) -> np.ndarray:
         """The tensor as the file has it, from what `leaf` gives for each part."""
         flat = []
         for part in self.parts:
@@ -96,7 +96,7 @@ class Theirs:
         return np.concatenate(flat, axis=0 if self.layout == "transposed" else -1)
 
 
-def rounded(dtype: np.dtype) -> Callable[[Any], Any]:
+def round_to_dtype(dtype: np.dtype) -> Callable[[Any], Any]:
     """What a dtype holds of an array, of NumPy or of JAX, in the array's own: a function of it."""
     return lambda array: array.astype(dtype).astype(array.dtype)
 
@@ -111,7 +111,7 @@ def _span(shape: tuple[int, ...], within: Slices) -> slice:
     return slice(cuts[0][0] * rest, cuts[0][1] * rest)
 
 
-def layout(config: ModelConfig, hub: Hub) -> list[Theirs]:
+def layout(config: ModelConfig, hub: Hub) -> list[HFTensor]:
     """Every tensor of theirs, in the order of layers.
 
     Raises:
@@ -126,25 +126,26 @@ def layout(config: ModelConfig, hub: Hub) -> list[Theirs]:
         for row in hub.rows:
             if row.is_of_layer == (layer is not None):
                 for name, parts in _matched(row, layer, own):
-                    found.append(Theirs(name, row.layout, parts, row.is_exact))
-                    left -= set(row.ours)
+                    found.append(HFTensor(name, row.layout, parts, row.is_exact))
+                    left -= set(row.param_path)
         if left:
             raise uncomputed(hub, f"it has no tensor for {', '.join(sorted(left))}")
     return found
 
 
 def _matched(
-    row: Row, layer: int | None, own: Mapping[str, Place]
-) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    row: TensorMapping, layer: int | None, own: Mapping[str, Place]
+) -> Iterator[tuple[str, tuple[MappedSlice, ...]]]:
     """The tensors of a row in a layer; none where the layer has no such leaves."""
     if not all(
-        path in own and _is_of_experts(own[path].tensor) == row.is_of_expert for path in row.ours
+        path in own and _is_of_experts(own[path].tensor) == row.is_of_expert
+        for path in row.param_path
     ):
         return
     if row.without in own or not (row.beside is None or row.beside in own):
         return
-    tensors = [own[path] for path in row.ours]
-    name = row.theirs.replace("{i}", str(layer))
+    tensors = [own[path] for path in row.param_path]
+    name = row.hf_name.replace("{i}", str(layer))
     if not row.is_of_expert:
         yield name, tuple(_part(place) for place in tensors)
         return
@@ -159,10 +160,10 @@ def _is_of_experts(tensor: Tensor) -> bool:
     return tensor.axes[0] == "experts"
 
 
-def _part(place: Place, *expert: int) -> Part:
+def _part(place: Place, *expert: int) -> MappedSlice:
     lead = () if place.row is None else (place.row,)
     shape = place.tensor.shape[1:] if expert else place.tensor.shape
-    return Part(place.path, (*lead, *expert), shape, place.tensor.ins)
+    return MappedSlice(place.path, (*lead, *expert), shape, place.tensor.ins)
 
 
 class Reader:
@@ -173,9 +174,9 @@ class Reader:
       fetch: reads from the folder.
     """
 
-    def __init__(self, tensors: list[Theirs], fetch: Fetch):
+    def __init__(self, tensors: list[HFTensor], fetch: Fetch):
         self._fetch = fetch
-        self._sources: dict[str, dict[tuple[int, ...], tuple[Theirs, int]]] = defaultdict(dict)
+        self._sources: dict[str, dict[tuple[int, ...], tuple[HFTensor, int]]] = defaultdict(dict)
         for theirs in tensors:
             for number, part in enumerate(theirs.parts):
                 self._sources[part.path][part.lead] = (theirs, number)

@@ -26,7 +26,10 @@ from jaxlm.core.errors import DataError, InUse, SaveFailed, cannot_keep, listed
 from jaxlm.core.tree import leaves
 from jaxlm.parallel.peers import Peers
 
-TORN = (".orbax-checkpoint-tmp", ".retired")  # what a killed save, or a killed removal, leaves
+PARTIAL_SUFFIXES = (
+    ".orbax-checkpoint-tmp",
+    ".retired",
+)  # what a killed save, or a killed removal, leaves
 AT_ONCE_GB = 1  # of a frugal save; a leaf that is larger goes alone
 NO_LIMIT_SECONDS = 30 * 24 * 3600  # Orbax wants a limit
 
@@ -127,7 +130,7 @@ class Store:
         except DataError as error:
             return [error.why]
 
-    def newest_sound(
+    def latest_valid(
         self,
         note: Callable[[int, list[str]], object] = lambda *_: None,
         *,
@@ -317,7 +320,11 @@ class Store:
         for _ in range(10):
             with contextlib.suppress(OSError):
                 every = self.directory.iterdir()
-                torn = [path for path in every if any(suffix in path.name for suffix in TORN)]
+                torn = [
+                    path
+                    for path in every
+                    if any(suffix in path.name for suffix in PARTIAL_SUFFIXES)
+                ]
                 if not torn:
                     return
                 for path in torn:
@@ -327,7 +334,7 @@ class Store:
 
     def _open(self) -> None:
         """Makes the directory. That something can be made in it is tried: at the first save it would cost a compile."""
-        probe = self.directory / f"probe{TORN[1]}"
+        probe = self.directory / f"probe{PARTIAL_SUFFIXES[1]}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             probe.mkdir(exist_ok=True)
@@ -341,7 +348,7 @@ class Store:
 
     def _torn(self, step: int) -> epath.Path:
         """Where Orbax writes a step before the commit."""
-        return self._path(step).with_name(f"{step}{TORN[0]}")
+        return self._path(step).with_name(f"{step}{PARTIAL_SUFFIXES[0]}")
 
     def _records(self) -> list[Record]:
         found = []
@@ -421,7 +428,7 @@ class Store:
         keep = kept(found, self._config, reach=self._reach)
         every = []
         for step in {record.step for record in found} - keep:
-            retired = self._path(step).with_name(f"{step}{TORN[1]}")
+            retired = self._path(step).with_name(f"{step}{PARTIAL_SUFFIXES[1]}")
             disk.rename(self._path(step), retired)
             every.append(retired)
             faults.point("save.retire", step)
@@ -439,7 +446,7 @@ class Store:
                 "an old checkpoint could not be removed",
                 where=str(self.directory),
                 why=f"{type(error).__name__}: {error}",
-                fix=f"rm -r {shlex.quote(str(self.directory))}/*{TORN[1]}",
+                fix=f"rm -r {shlex.quote(str(self.directory))}/*{PARTIAL_SUFFIXES[1]}",
             ) from error
 
     def _compare(self, step: int, wanted: dict[str, str], found: dict[str, str]) -> None:

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     steps = _numbers("steps", args.steps, int)
     proportions = _numbers("proportions", args.proportions, float)
 
-    from jaxlm.recipes.averaging import Options, average
+    from jaxlm.recipes.use.average import Options, average
 
     answer = average(
         Options(

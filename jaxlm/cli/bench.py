@@ -14,7 +14,7 @@ from typing import Any
 from jaxlm.cli.arguments import withhold
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.monitor import environment, sinks, words
+from jaxlm.monitor import environment, formatting, sinks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     before = _read(Path(args.compare), args.sizes) if args.compare else {}
-    from jaxlm.recipes import bench
+    from jaxlm.recipes.diagnose import bench
 
     rows = list(bench.measure(bench.sizes(args.sizes), args.overrides, args.seconds, out.say))
     for row in rows:
@@ -87,8 +87,8 @@ def _text(rows: list[dict[str, Any]]) -> str:
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.0%}"
         speed_up = f"{row['speed_up']:.3f}" if "speed_up" in row else "-"
         lines.append(
-            f"{row['size']:<7}{words.count(row['parameters']):>11}{words.count(row['tokens_per_second']):>10}"
-            f"{f'{middle:.3g}, {low:.3g} {high:.3g}':>26}{mfu:>6}{words.size(row['bytes_per_device']):>10}"
-            f"{words.size(row['planned_bytes_per_device']):>10}{speed_up:>10}"
+            f"{row['size']:<7}{formatting.count(row['parameters']):>11}{formatting.count(row['tokens_per_second']):>10}"
+            f"{f'{middle:.3g}, {low:.3g} {high:.3g}':>26}{mfu:>6}{formatting.size(row['bytes_per_device']):>10}"
+            f"{formatting.size(row['planned_bytes_per_device']):>10}{speed_up:>10}"
         )
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from typing import Any
 from jaxlm.cli.arguments import needed_config
 from jaxlm.cli.output import Output
 from jaxlm.core import config
-from jaxlm.monitor import words
+from jaxlm.monitor import formatting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,15 +36,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
     loaded = config.load(Run, needed_config(args, Run), args.overrides)
 
     if args.topology:
-        from jaxlm.recipes.topology import compile_for
+        from jaxlm.recipes.diagnose.topology import compile_for
 
         answer = compile_for(loaded.value, args.topology, out.say)
         out.result(answer, _memory(answer))
         return 0 if answer["fits"] else 1
 
-    from jaxlm.recipes.check import Options, check
+    from jaxlm.recipes.diagnose.check import CheckOptions, check
 
-    answer = check(loaded.value, Options(steps=args.steps, devices=args.devices), out.say)
+    answer = check(loaded.value, CheckOptions(steps=args.steps, devices=args.devices), out.say)
     out.result(answer, _text(answer))
     return 0 if answer["ok"] else 1
 
@@ -66,7 +66,7 @@ def _text(answer: dict[str, Any]) -> str:
     for each in answer["replicated"]:
         lines.append(
             f"WHOLE ON EVERY DEVICE along {' and '.join(each['axes'])}: {each['path']}, "
-            f"{words.number(each['parameters'])} parameters, {each['share']:.2%} of the model"
+            f"{formatting.number(each['parameters'])} parameters, {each['share']:.2%} of the model"
         )
     if not answer["replicated"]:
         lines.append("no matrix of parameters is whole on every device by accident")
@@ -91,7 +91,7 @@ def _collectives(answer: dict[str, Any]) -> list[str]:
             ",".join(each["axes"]),
             each["content"],
             "?" if each["count"] is None else str(each["count"]),
-            words.size(each["sent_bytes"]),
+            formatting.size(each["sent_bytes"]),
             f"{each['largest']} {each['source']}",
         )
         for each in answer["collectives"]
@@ -108,12 +108,12 @@ def _collectives(answer: dict[str, Any]) -> list[str]:
 
 def _memory(answer: dict[str, Any]) -> str:
     held = answer["bytes_per_device"]
-    parts = ", ".join(f"{name} {words.size(held[name])}" for name in held if name != "total")
+    parts = ", ".join(f"{name} {formatting.size(held[name])}" for name in held if name != "total")
     verdict = "fits" if answer["fits"] else "DOES NOT FIT"
     return "\n".join(
         [
-            f"a step on {answer['devices']} chips, {answer['topology']}: {words.size(held['total'])} a chip ({parts}), "
-            f"{verdict} {words.size(answer['hbm_bytes'])}",
+            f"a step on {answer['devices']} chips, {answer['topology']}: {formatting.size(held['total'])} a chip ({parts}), "
+            f"{verdict} {formatting.size(answer['hbm_bytes'])}",
             *_collectives(answer),
         ]
     )

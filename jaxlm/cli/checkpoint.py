@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxlm.cli.arguments import SHOWN, needed_run, withhold
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError, DataError
-from jaxlm.monitor import words
+from jaxlm.monitor import formatting
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _list(args: argparse.Namespace, workdir: Path, out: Output) -> int:
-    from jaxlm.recipes import checkpoints
+    from jaxlm.recipes.use import checkpoints
 
     answer = checkpoints.listing(workdir)
     lines = [f"{'step':>10}  {'written':<19}  {'size':>8}  {'loss':>8}"]
@@ -56,8 +56,8 @@ def _list(args: argparse.Namespace, workdir: Path, out: Output) -> int:
         if row["problem"]:
             remarks.append(row["problem"])
         lines.append(
-            f"{step:>10}  {_when(row['time_unix'])}  {words.size(row['bytes']):>8}  "
-            f"{words.number(row['loss_nats']):>8}  {', '.join(remarks)}".rstrip()
+            f"{step:>10}  {_when(row['time_unix'])}  {formatting.size(row['bytes']):>8}  "
+            f"{formatting.number(row['loss_nats']):>8}  {', '.join(remarks)}".rstrip()
         )
     if not answer["steps"]:
         lines = ["there is no checkpoint yet"]
@@ -69,12 +69,12 @@ def _list(args: argparse.Namespace, workdir: Path, out: Output) -> int:
 
 
 def _inspect(args: argparse.Namespace, workdir: Path, out: Output) -> int:
-    from jaxlm.recipes import checkpoints
+    from jaxlm.recipes.use import checkpoints
 
     answer = checkpoints.inspect(workdir, args.step)
     progress, evaluation, loss = answer["progress"], answer["evaluation"], answer["loss_nats"]
     facts = [
-        ("written", f"{_when(answer['time_unix'])}, {words.size(answer['bytes'])} on disk"),
+        ("written", f"{_when(answer['time_unix'])}, {formatting.size(answer['bytes'])} on disk"),
         ("by", answer["owner"] or "-"),
         ("loss", "not evaluated" if loss is None else f"{loss:.6g} nats"),
         ("healthy", "yes" if answer["healthy"] else "no, steps were skipped shortly before"),
@@ -84,7 +84,7 @@ def _inspect(args: argparse.Namespace, workdir: Path, out: Output) -> int:
         *(("progress", f"{name} {value}") for name, value in progress.items()),
         *(("evaluation", f"{name} {value}") for name, value in (evaluation or {}).items()),
         *(("rewind", ", ".join(f"{k} {v}" for k, v in each.items())) for each in answer["rewinds"]),
-        ("state", f"{words.size(answer['state_bytes'])} in {len(answer['leaves'])} arrays"),
+        ("state", f"{formatting.size(answer['state_bytes'])} in {len(answer['leaves'])} arrays"),
     ]
     lines = [f"step {answer['step']}"]
     shown = ""
@@ -93,9 +93,9 @@ def _inspect(args: argparse.Namespace, workdir: Path, out: Output) -> int:
         shown = label
     width = max(len(leaf["path"]) for leaf in answer["leaves"])
     for group, size in answer["groups"].items():
-        lines.append(f"{group}: {words.size(size)}")
+        lines.append(f"{group}: {formatting.size(size)}")
         lines += [
-            f"  {leaf['path']:<{width}}  {leaf['dtype']}{leaf['shape']}  {words.size(leaf['bytes'])}"
+            f"  {leaf['path']:<{width}}  {leaf['dtype']}{leaf['shape']}  {formatting.size(leaf['bytes'])}"
             for leaf in answer["leaves"]
             if leaf["path"].partition("/")[0] == group
         ]
@@ -114,7 +114,7 @@ def _diff(args: argparse.Namespace, workdir: Path, out: Output) -> int:
             fix="\n".join(f"--other={step}" for step in others[-SHOWN:])
             or f"jaxlm checkpoint list --workdir={shlex.quote(str(workdir))}",
         )
-    from jaxlm.recipes import checkpoints
+    from jaxlm.recipes.use import checkpoints
 
     answer = checkpoints.diff(
         workdir,
@@ -141,7 +141,7 @@ def _diff(args: argparse.Namespace, workdir: Path, out: Output) -> int:
 
 
 def _verify(args: argparse.Namespace, workdir: Path, out: Output) -> int:
-    from jaxlm.recipes import checkpoints
+    from jaxlm.recipes.use import checkpoints
 
     answer = checkpoints.verify(workdir, args.step, out.say)
     lines = [f"step {step}: {line}" for step, found in answer["damaged"].items() for line in found]

@@ -16,8 +16,8 @@ from jaxlm.cli.output import Output
 from jaxlm.core import config, problems
 from jaxlm.core.schema import fields
 from jaxlm.core.values import show
-from jaxlm.data.prepare.config import Recipe
-from jaxlm.data.prepare.mix.config import Mix
+from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.mix.config import Mix
 from jaxlm.recipes.config import Run
 
 
@@ -192,9 +192,9 @@ def _diff(args: Any, out: Output) -> int:
 def _plot(args: Any, out: Output) -> int:
     run = _load(args).value
 
-    from jaxlm.recipes import rate_plot
+    from jaxlm.recipes.diagnose import schedule_plot
 
-    answer = rate_plot.draw(run, Path(args.out))
+    answer = schedule_plot.draw(run, Path(args.out))
     rates = [point["learning_rate"] for point in answer["points"]]
     text = (
         f"{answer['schedule']} over {run.train.steps:,} steps: "

@@ -74,21 +74,21 @@ def run(args: Any, out: Output) -> int:
 def _peek(args: Any, out: Output) -> int:
     from jaxlm.data.mixture import Mixture
     from jaxlm.data.peek import BOTH_WAYS, rendered
-    from jaxlm.objectives import ahead
-    from jaxlm.objectives.config import mtp
+    from jaxlm.objectives import mtp
+    from jaxlm.objectives.config import mtp_settings
 
     chosen, data = _open(args, out)
     batch = chosen.pace
-    rows = min(args.rows, batch.stage(args.step).rows)
+    rows = min(args.rows, batch.phase(args.step).rows)
     tokens = data.train.at(args.step, batch=batch, rows=slice(0, rows))
     origins = data.train.origins(args.step, batch=batch)
     mixture = data.train if isinstance(data.train, Mixture) else None
     first = batch.rows(args.step)
     answer, lines = [], ["text between \u00ab and \u00bb is trained on"]
-    if tokens.reach is not None:
+    if tokens.visible_until is not None:
         lines.append(f"text between {' and '.join(BOTH_WAYS)} is read both ways")
-    found = mtp(chosen.objective)
-    further = ahead.predicted(tokens, len(found.weights)) if found else []
+    found = mtp_settings(chosen.objective)
+    further = mtp.predicted(tokens, len(found.weights)) if found else []
     shown = {"text": tokens} | {f"ahead_{k}": view for k, view in enumerate(further, 2)}
     if found:
         lines.append(
@@ -220,8 +220,8 @@ def _check(args: Any, out: Output) -> int:
 
 
 def _open(args: Any, out: Output) -> tuple[Run, Any]:
-    from jaxlm.recipes import reading
+    from jaxlm.recipes import setup
 
     chosen = config.load(Run, args.config or args.workdir, args.overrides).value
     with progress_bars(out) as progress:
-        return chosen, reading.open_data(chosen, say=out.say, warn=out.say, progress=progress)
+        return chosen, setup.open_data(chosen, say=out.say, warn=out.say, progress=progress)

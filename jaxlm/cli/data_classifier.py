@@ -47,7 +47,7 @@ def run(args: Any, out: Output) -> int:
             )
     examples = _examples(args.examples)
 
-    from jaxlm.data.prepare.filters.linear import Features
+    from jaxlm.corpus.filters.linear import Features
     from jaxlm.recipes.train_classifier import Options, train
 
     options = Options(

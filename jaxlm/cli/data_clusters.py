@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: Any, out: Output) -> int:
     """Shows clusters with the beginnings of their texts."""
-    from jaxlm.data.prepare.clusters import clusters, with_texts
+    from jaxlm.corpus.clusters import clusters, with_texts
 
     for name in ("most", "characters"):
         if getattr(args, name) < 1:

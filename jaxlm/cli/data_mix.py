@@ -13,15 +13,15 @@ from jaxlm.core import config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where it writes, and what works."""
-    parser.set_defaults(schema="jaxlm.data.prepare.mix.config:Mix")
+    parser.set_defaults(schema="jaxlm.corpus.mix.config:Mix")
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to go on")
     data_engine.add_arguments(parser)
 
 
 def run(args: Any, out: Output) -> int:
     """Makes token shards of cleaned corpora."""
-    from jaxlm.data.prepare.mix.config import Mix
-    from jaxlm.data.prepare.mix.run import run as mix_sources
+    from jaxlm.corpus.mix.config import Mix
+    from jaxlm.corpus.mix.run import run as mix_sources
 
     data_engine.check(args)
     mix = config.load(Mix, args.config, args.overrides).value

@@ -15,7 +15,7 @@ from jaxlm.core.errors import CommandError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where it writes, with how many processes, how much it reads."""
-    parser.set_defaults(schema="jaxlm.data.prepare.config:Recipe")
+    parser.set_defaults(schema="jaxlm.corpus.config:Recipe")
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one to go on")
     data_engine.add_arguments(parser)
     parser.add_argument(
@@ -33,24 +33,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: Any, out: Output) -> int:
     """Runs a recipe and shows its funnel."""
-    from jaxlm.data.prepare.config import Recipe
-    from jaxlm.data.prepare.mix import after
-    from jaxlm.data.prepare.report import table
-    from jaxlm.data.prepare.run import run as prepare
+    from jaxlm.corpus.config import Recipe
+    from jaxlm.corpus.mix import after
+    from jaxlm.corpus.report import table
+    from jaxlm.corpus.run import run as prepare
 
     data_engine.check(args)
     file = needed_config(args, Recipe, "data")
     recipe: Recipe = config.load(Recipe, file, args.overrides).value
     after.check(recipe)
     if args.copy_to:
-        from jaxlm.data.prepare import remote
+        from jaxlm.corpus import remote
 
         remote.open_store(args.copy_to)  # what is missing is said before hours of work
     scorer: Any = None
     if "perplexity" in recipe.stages:
-        from jaxlm.recipes import perplexity  # it imports JAX
+        from jaxlm.recipes.use import evaluate
 
-        scorer = perplexity.scorer
+        scorer = evaluate.scorer
     with progress_bars(out) as progress:
         outcome = prepare(
             recipe,
@@ -74,7 +74,7 @@ def run(args: Any, out: Output) -> int:
                 progress=progress,
             )
     if args.copy_to:
-        from jaxlm.data.prepare.upload import copy_to
+        from jaxlm.corpus.upload import copy_to
 
         count = copy_to(Path(args.out), list(outcome.report["files"]), args.copy_to)
         out.say(f"{count:,} files copied to {args.copy_to}" if count else "the copy was there")

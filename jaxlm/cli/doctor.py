@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from jaxlm.recipes.doctor import examine
+    from jaxlm.recipes.diagnose.doctor import examine
 
     found = list(examine(Path(args.workdir or "."), out.say))
     problems = sum(finding.verdict == "problem" for finding in found)

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     workdir = Path(needed_run(args))
 
-    from jaxlm.recipes.evaluate import Options, evaluate
+    from jaxlm.recipes.use.evaluate import Options, evaluate
 
     options = Options(
         workdir=workdir,

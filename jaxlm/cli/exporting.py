@@ -37,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     workdir, place = Path(needed_run(args)), Path(args.out)
 
-    from jaxlm.recipes.exporting import Options, To, export_model
+    from jaxlm.recipes.exchange.export_model import ExportOptions, To, export_model
 
     to: To = args.to or ("gguf" if place.suffix == ".gguf" else "hf")
     answer = export_model(
-        Options(
+        ExportOptions(
             workdir=workdir,
             out=place,
             to=to,

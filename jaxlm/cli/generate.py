@@ -165,7 +165,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             error.fix = "jaxlm generate --help"
         raise
 
-    from jaxlm.recipes.generate import generate
+    from jaxlm.recipes.use.generate import generate
 
     answer = generate(
         workdir,

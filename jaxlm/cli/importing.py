@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     workdir = Path(needed(args, "workdir"))
 
     from jaxlm.recipes.config import Run
-    from jaxlm.recipes.importing import Options, import_model
+    from jaxlm.recipes.exchange.import_model import Options, import_model
 
     options = Options(
         source=args.source,

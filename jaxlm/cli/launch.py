@@ -12,7 +12,7 @@ from typing import Any
 from jaxlm.cli.arguments import extract, withhold
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError
-from jaxlm.recipes.job import Job
+from jaxlm.training.launch import ElasticJob
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         )
     workdir = extract(words)[0].workdir
     devices = [] if args.cpu_devices is None else [f"--cpu_devices={args.cpu_devices}"]
-    job = Job(
+    job = ElasticJob(
         [sys.executable, "-m", "jaxlm", *words, *devices],
         args.processes,
         workdir=Path(workdir) if workdir else None,

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     loaded = config.load(Run, needed_config(args, Run), args.overrides)
 
-    from jaxlm.recipes.lr_find import Options, lr_find
+    from jaxlm.recipes.diagnose.lr_find import Options, lr_find
 
     options = Options(
         low=args.low,

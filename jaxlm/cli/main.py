@@ -13,7 +13,7 @@ from typing import Any
 from jaxlm.cli.arguments import Parser, Shared, check_taken, extract
 from jaxlm.cli.output import Output, abandon, write
 from jaxlm.core.errors import CommandError, JaxlmError, in_our_words
-from jaxlm.core.places import check_local
+from jaxlm.core.paths import check_local
 from jaxlm.core.quoting import safe
 from jaxlm.core.spelling import nearest
 

@@ -15,7 +15,7 @@ from jaxlm.cli.arguments import needed_config
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
-from jaxlm.monitor import chips, cpu, words
+from jaxlm.monitor import chips, cpu, formatting
 from jaxlm.monitor.chips import MEMORY, machine
 from jaxlm.parallel.config import shown
 
@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from jaxlm.recipes import plan
     from jaxlm.recipes.config import Run
+    from jaxlm.recipes.plan import predict
 
     loaded = config.load(Run, needed_config(args, Run), args.overrides)
     _check(args)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     chosen = loaded.value
     answer: dict[str, Any] = {}
     if args.fit:
-        from jaxlm.recipes.plan_fit import search
+        from jaxlm.recipes.plan.search import search
 
         found = search(loaded.value, on, assumed)
         chosen = (found.best or found.smallest).run
@@ -67,12 +67,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
             "tried": found.tried,
             "fitting": found.fitting,
         }
-    forecast = plan.forecast(chosen, on, assumed)
+    forecast = predict.forecast(chosen, on, assumed)
     answer |= forecast.record(args.price) | {"sharding": forecast.sharding()}
     if not forecast.fits:
         answer["nearest"] = _nearest(loaded.value, on)
     if args.exact:
-        from jaxlm.recipes.topology import compile_for, compile_here
+        from jaxlm.recipes.diagnose.topology import compile_for, compile_here
 
         compiled = (
             compile_here(chosen, args.devices, out.say)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _nearest(run: Any, on: Any) -> dict[str, Any] | None:
-    from jaxlm.recipes.plan_fit import nearest
+    from jaxlm.recipes.plan.search import nearest
 
     found = nearest(run, on)
     if found is None:
@@ -149,31 +149,33 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> str:
         ),
         (
             "model",
-            f"{words.count(answer['parameters'])} parameters, {words.count(answer['flops_per_token'])} FLOPs a token",
+            f"{formatting.count(answer['parameters'])} parameters, {formatting.count(answer['flops_per_token'])} FLOPs a token",
         ),
         (
             "memory",
-            f"{words.size(held['total'])} of {words.size(answer['memory_bytes'])} a device: {verdict}",
+            f"{formatting.size(held['total'])} of {formatting.size(answer['memory_bytes'])} a device: {verdict}",
         ),
-        ("", " · ".join(f"{name} {words.size(size)}" for size, name in parts)),
+        ("", " · ".join(f"{name} {formatting.size(size)}" for size, name in parts)),
         ("step", _step_time(answer)),
         ("run", _run_time(answer, run.train.steps)),
-        ("checkpoint", f"{words.size(answer['checkpoint_bytes'])} before compression"),
+        ("checkpoint", f"{formatting.size(answer['checkpoint_bytes'])} before compression"),
     ]
     if answer["cost"]:
         rows.insert(6, ("cost", f"{answer['cost'][0]:,.2f} to {answer['cost'][1]:,.2f}"))
     if answer["sent_bytes_per_device"]:
         sent = ", ".join(
-            f"{words.size(size)} over {axis}"
+            f"{formatting.size(size)} over {axis}"
             for axis, size in answer["sent_bytes_per_device"].items()
         )
         rows.append(("sends", f"{sent} a device and step"))
     if "compiled_bytes_per_device" in answer:
         exact = answer["compiled_bytes_per_device"]
         parts_said = " · ".join(
-            f"{name} {words.size(size)}" for name, size in exact.items() if name != "total" and size
+            f"{name} {formatting.size(size)}"
+            for name, size in exact.items()
+            if name != "total" and size
         )
-        rows.append(("compiled", f"{words.size(exact['total'])} a device: {parts_said}"))
+        rows.append(("compiled", f"{formatting.size(exact['total'])} a device: {parts_said}"))
     if "fit" in answer:
         found = answer["fit"]
         rows.append(("tried", f"{found['tried']:,} ways, of which {found['fitting']:,} fit"))
@@ -191,17 +193,17 @@ def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> str:
 def _step_time(answer: dict[str, Any]) -> str:
     if answer["step_seconds"] is None:
         return "unknown: no figures for this chip"
-    low, high = map(words.duration, answer["step_seconds"])
-    slow, fast = map(words.count, answer["tokens_per_second"])
+    low, high = map(formatting.duration, answer["step_seconds"])
+    slow, fast = map(formatting.count, answer["tokens_per_second"])
     mfu = ", MFU {:.0%} to {:.0%}".format(*answer["mfu"]) if answer["mfu"] else ""
     return f"{low} to {high}, {slow} to {fast} tokens/s{mfu}"
 
 
 def _run_time(answer: dict[str, Any], steps: int) -> str:
-    text = f"{words.count(answer['tokens'])} tokens in {steps:,} steps"
+    text = f"{formatting.count(answer['tokens'])} tokens in {steps:,} steps"
     if answer["hours"] is None:
         return text
-    low, high = (words.duration(3600 * hours) for hours in answer["hours"])
+    low, high = (formatting.duration(3600 * hours) for hours in answer["hours"])
     return f"{text}: {low} to {high}"
 
 
@@ -209,10 +211,10 @@ def _told(nearest: dict[str, Any] | None) -> str:
     """The nearest that fits, in words."""
     if nearest is None:
         return "none: no share of depth, of width or of a row's length fits"
-    size = words.size(nearest["bytes_per_device"])
+    size = formatting.size(nearest["bytes_per_device"])
     if nearest["step_seconds"] is None:
         return f"{nearest['flags']}    # {size} a device"
-    low, high = map(words.duration, nearest["step_seconds"])
+    low, high = map(formatting.duration, nearest["step_seconds"])
     return f"{nearest['flags']}    # {size} a device, {low} to {high} a step"
 
 
@@ -222,6 +224,6 @@ def _sharding(rows: list[dict[str, Any]]) -> list[str]:
         over = ",".join("x".join(axes) if axes else "-" for axes in row["over"])
         shape = "x".join(map(str, row["shape"]))
         lines.append(
-            f"  {row['path']:<36}{shape:<26}{over:<26}{words.count(row['numbers_per_device'])}"
+            f"  {row['path']:<36}{shape:<26}{over:<26}{formatting.count(row['numbers_per_device'])}"
         )
     return lines

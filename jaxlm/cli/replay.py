@@ -10,7 +10,7 @@ from typing import Any
 from jaxlm.cli.arguments import needed_run, withhold
 from jaxlm.cli.output import Output
 from jaxlm.core.quoting import cut
-from jaxlm.monitor import words
+from jaxlm.monitor import formatting
 
 MOST_SHOWN = 16  # documents, to a person; --json has more
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     workdir = Path(needed_run(args))
 
-    from jaxlm.recipes.replay import Options, replay
+    from jaxlm.recipes.diagnose.replay import Options, replay
 
     options = Options(
         workdir=workdir,
@@ -61,7 +61,7 @@ def _text(answer: dict[str, Any]) -> str:
     width = max(map(len, answer["layers"]))
     for path, norms in answer["layers"].items():
         shown = [
-            "not finite" if norm is None else words.number(norm)
+            "not finite" if norm is None else formatting.number(norm)
             for norm in (norms if isinstance(norms, list) else [norms])
         ]
         lines.append(f"  {path:<{width}}  {'  '.join(shown)}")

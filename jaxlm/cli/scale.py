@@ -15,7 +15,7 @@ from jaxlm.cli.arguments import needed, needed_config
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
-from jaxlm.monitor import cpu, words
+from jaxlm.monitor import cpu, formatting
 from jaxlm.monitor.chips import MEMORY, machine
 
 
@@ -46,10 +46,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
             fix="jaxlm scale --help",
         )
     _check(args)
-    from jaxlm.recipes import scale
     from jaxlm.recipes.config import Run
+    from jaxlm.recipes.scaling import plan
 
-    flops = scale.budget(args.budget)
+    flops = plan.budget(args.budget)
     assumed: list[str] = []
     on = args.on and (
         cpu.this_machine(1, assumed)
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     )
     if args.sweep:
         workdir, file = Path(needed(args, "workdir")), needed_config(args, Run)
-        from jaxlm.recipes.sweep import sweep
+        from jaxlm.recipes.scaling.sweep import sweep
 
         sweep(file, args.overrides, workdir, widths=args.widths, steps=args.steps, say=out.say)
     pattern = args.runs or (args.workdir and f"{args.workdir}/*")
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     else:
         is_given = args.config or args.overrides
         own = config.load(Run, args.config, args.overrides).value if is_given else None
-        answer = scale.answer(flops, own, on=on, assumed=assumed)
+        answer = plan.answer(flops, own, on=on, assumed=assumed)
     largest = answer["runs"] and f"{answer['runs'][-1]['run']}/config.json"
     out.result(answer, _text(answer, args.config or largest))
     return 0
@@ -77,13 +77,13 @@ def _of_runs(
     pattern: str, flops: float, on: Any, assumed: list[str], args: argparse.Namespace
 ) -> dict[str, Any]:
     """The plan by finished runs, drawn beside them."""
-    from jaxlm.recipes import scale, scale_plot, scale_runs
+    from jaxlm.recipes.scaling import law, plan
 
     flag = "--runs" if args.runs else "--workdir"
-    runs, left_out = scale_runs.read(pattern, flag)
-    answer = scale.answer(flops, runs[-1].run, runs, on, assumed)
+    runs, left_out = law.read(pattern, flag)
+    answer = plan.answer(flops, runs[-1].run, runs, on, assumed)
     folder = args.workdir or os.path.commonpath([each.path.parent for each in runs])
-    plot = scale_plot.draw(answer, runs, Path(folder))
+    plot = plan.draw(answer, runs, Path(folder))
     return answer | {"left_out": left_out, "plot": str(plot)}
 
 
@@ -120,19 +120,19 @@ def _text(answer: dict[str, Any], file: str | None) -> str:
 
     def between(name: str) -> str:
         low, high = band[name]
-        return f"{words.count(low)} to {words.count(high)}"
+        return f"{formatting.count(low)} to {formatting.count(high)}"
 
     law, shape, machine = answer["law"], answer["shape"], answer["machine"]
     low, high = band["loss_nats"]
     rows = [
         (
             "budget",
-            f"{answer['budget_flops']:.4g} FLOPs, {words.count(answer['flops_per_token'])} a token",
+            f"{answer['budget_flops']:.4g} FLOPs, {formatting.count(answer['flops_per_token'])} a token",
         ),
-        ("model", f"{words.count(answer['parameters'])} parameters; {between('parameters')}"),
+        ("model", f"{formatting.count(answer['parameters'])} parameters; {between('parameters')}"),
         (
             "data",
-            f"{words.count(answer['tokens'])} tokens, {answer['tokens_per_parameter']:.3g} a parameter; {between('tokens')}",
+            f"{formatting.count(answer['tokens'])} tokens, {answer['tokens_per_parameter']:.3g} a parameter; {between('tokens')}",
         ),
         ("loss", f"{answer['loss_nats']:.4f} nats a token; {low:.4f} to {high:.4f}"),
         ("ranges", f"of {band['of']}"),
@@ -145,7 +145,7 @@ def _text(answer: dict[str, Any], file: str | None) -> str:
         rows.append(
             (
                 "",
-                f"{name}: {words.count(each['parameters'])} parameters, {words.count(each['tokens'])} tokens, {each['loss_nats']:.4f} nats",
+                f"{name}: {formatting.count(each['parameters'])} parameters, {formatting.count(each['tokens'])} tokens, {each['loss_nats']:.4f} nats",
             )
         )
     if shape:
@@ -153,7 +153,7 @@ def _text(answer: dict[str, Any], file: str | None) -> str:
         rows += [
             (
                 "shape",
-                f"{shape['depth']} layers, {shape['width']} wide, {words.count(shape['parameters'])} parameters, {words.count(shape['flops_per_token'])} FLOPs a token",
+                f"{shape['depth']} layers, {shape['width']} wide, {formatting.count(shape['parameters'])} parameters, {formatting.count(shape['flops_per_token'])} FLOPs a token",
             ),
             ("", own + " ".join(shape["flags"])),
         ]
@@ -166,7 +166,7 @@ def _text(answer: dict[str, Any], file: str | None) -> str:
             ("on", f"{machine['on']}: {days}"),
             (
                 "memory",
-                f"{words.size(machine['state_bytes'])} of state, {words.size(machine['memory_bytes'])} there: {verdict}",
+                f"{formatting.size(machine['state_bytes'])} of state, {formatting.size(machine['memory_bytes'])} there: {verdict}",
             ),
         ]
     if check := answer["self_check"]:
@@ -195,7 +195,7 @@ def _runs(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"{'run':<28}{'parameters':>11}{'tokens':>9}{'FLOPs':>10}{'loss':>9}{'law':>9}"]
     for row in rows:
         lines.append(
-            f"{row['run'][-27:]:<28}{words.count(row['parameters']):>11}{words.count(row['tokens']):>9}"
+            f"{row['run'][-27:]:<28}{formatting.count(row['parameters']):>11}{formatting.count(row['tokens']):>9}"
             f"{row['flops']:>10.3g}{row['loss_nats']:>9.4f}{row['fitted_nats']:>9.4f}"
         )
     return lines

@@ -9,7 +9,7 @@ from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
 from jaxlm.core.quoting import redacted
-from jaxlm.parallel import cluster, rollcall
+from jaxlm.parallel import cluster, rendezvous
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,15 +61,15 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     workdir = Path(needed(args, "workdir"))
     file = _config(args, workdir, Run)
-    place = cluster.place(
+    place = cluster.process_spec(
         os.environ, coordinator=args.coordinator, count=args.num_processes, rank=args.process_id
     )
-    with rollcall.excused(place):
+    with rendezvous.report_failure_to_peers(place):
         loaded = config.load(Run, file, args.overrides)
         _refuse_secrets(args.words)
 
-    from jaxlm.recipes.resume import Wish
-    from jaxlm.recipes.training import train
+    from jaxlm.recipes.train.api import train
+    from jaxlm.recipes.train.resume import ResumeOptions
 
     result = train(
         loaded,
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         arguments=args.words,
         init_from=args.init_from,
         stop_at=args.stop_at,
-        wish=Wish(
+        wish=ResumeOptions(
             start_at=args.start_at,
             force=args.force,
             reset_optimizer=args.reset_optimizer,

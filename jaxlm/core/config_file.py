@@ -132,7 +132,7 @@ def _from_program(path: Path, argument: str | None) -> tuple[dict[str, Any], dic
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         result = plain(result)
     draft = sys.modules.get("jaxlm.core.draft")
-    if draft is not None and isinstance(result, draft.Draft):
+    if draft is not None and isinstance(result, draft.SchemaConfigDict):
         return result.to_dict(), draft.origins(result)
     raw = result.to_dict() if hasattr(result, "to_dict") else result
     if not isinstance(raw, dict):

@@ -19,14 +19,18 @@ from jaxlm.core.values import brief
 _OURS = (__file__, os.path.dirname(ml_collections.__file__))
 
 
-class Draft(ConfigDict):
+class SchemaConfigDict(ConfigDict):
     """A section under construction: every setting of its arm is present, and no other can be.
 
     Values are checked when the config is loaded, all at once; names are checked here, at the line that is wrong.
     """
 
     def __init__(
-        self, arms: tuple[type, ...], value: Any, path: str = "", root: "Draft | None" = None
+        self,
+        arms: tuple[type, ...],
+        value: Any,
+        path: str = "",
+        root: "SchemaConfigDict | None" = None,
     ):
         super().__init__(type_safe=False, sort_keys=False)
         for name, kept in {
@@ -39,8 +43,8 @@ class Draft(ConfigDict):
         self._fill(value)
         self.lock()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Draft":
-        clone = Draft(self._arms, self._arm(), self._path, memo.get(id(self._root)))
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SchemaConfigDict":
+        clone = SchemaConfigDict(self._arms, self._arm(), self._path, memo.get(id(self._root)))
         memo[id(self)] = clone
         clone._origins.update(self._origins)
         clone._fields.update(copy.deepcopy(dict(self._fields), memo))
@@ -58,7 +62,7 @@ class Draft(ConfigDict):
                 )
             inner = getattr(value, name)
             self._fields[name] = (
-                Draft(known.arms, inner, join(self._path, name), self._root)
+                SchemaConfigDict(known.arms, inner, join(self._path, name), self._root)
                 if known.arms
                 else plain(inner)
             )
@@ -157,14 +161,14 @@ def origins(draft: ConfigDict) -> dict[str, Origin]:
     """Dotted path -> who set it, for all that a config file set."""
     found = {}
     for name, value in draft._fields.items():
-        if isinstance(value, Draft):
+        if isinstance(value, SchemaConfigDict):
             found.update({join(name, inner): origin for inner, origin in origins(value).items()})
     return found | dict(draft._origins)
 
 
-def new(schema: type) -> Draft:
+def new(schema: type) -> SchemaConfigDict:
     """A locked ConfigDict with every setting of `schema` at its default.
 
     Setting the name of an arm (`c.optim.name = "lion"`, `c.model.family = "gpt2"`) gives the section that arm's own defaults.
     """
-    return Draft((schema,), schema())
+    return SchemaConfigDict((schema,), schema())

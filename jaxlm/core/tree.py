@@ -31,7 +31,7 @@ def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     )
 
 
-def without(tree: dict[str, Any], paths: Collection[str]) -> dict[str, Any]:
+def drop_leaves(tree: dict[str, Any], paths: Collection[str]) -> dict[str, Any]:
     """A nested dict less the leaves at these paths, and less what is empty then."""
 
     def kept(node: dict[str, Any], stem: str) -> dict[str, Any]:
@@ -47,10 +47,10 @@ def without(tree: dict[str, Any], paths: Collection[str]) -> dict[str, Any]:
     return kept(tree, "") if paths else tree
 
 
-def laid_over(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+def merge_leaves(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     """A nested dict with the leaves that a part of it has, instead of its own."""
     return whole | {
-        name: laid_over(whole[name], child) if isinstance(child, dict) else child
+        name: merge_leaves(whole[name], child) if isinstance(child, dict) else child
         for name, child in part.items()
     }
 

@@ -31,8 +31,8 @@ class Tokens(NamedTuple):
     weights: Float[Array, "B T"]
     segments: Int[Array, "B T"]
     positions: Int[Array, "B T"]
-    reach: Int[Array, "B T"] | None = None
-    inner: Int[Array, "B T"] | None = None
-    ahead: Float[Array, "B T"] | None = None
+    visible_until: Int[Array, "B T"] | None = None
+    block_positions: Int[Array, "B T"] | None = None
+    predicts_ahead: Float[Array, "B T"] | None = None
     source: Int[Array, "B S"] | None = None
     source_segments: Int[Array, "B S"] | None = None

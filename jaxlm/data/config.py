@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from jaxlm.core import pace
+from jaxlm.core import batch_schedule
 from jaxlm.core.config import setting
 from jaxlm.core.spelling import nearest
 from jaxlm.data import mixture_config
@@ -161,7 +161,7 @@ class DataConfig:
     def _uncut(self) -> Iterator[tuple[str, str, str]]:
         """Lengths of a warm-up grow to that of a row, each a part of it."""
         try:
-            lengths = [pace.parse(entry)[0] for entry in self.sequence_warmup]
+            lengths = [batch_schedule.parse(entry)[0] for entry in self.sequence_warmup]
         except ValueError as error:
             yield "sequence_warmup", str(error), "'--config.data.sequence_warmup=()'"
             return

@@ -26,9 +26,8 @@ from jaxlm.data.joined import AnyShards, join, open_folders
 from jaxlm.data.loader import Loader
 from jaxlm.data.manifest import Manifest
 from jaxlm.data.mixture import Mixture
-from jaxlm.data.parts import Part
+from jaxlm.data.parts import Part, Selection
 from jaxlm.data.records import MENDED
-from jaxlm.data.selection import Selection
 from jaxlm.data.shards import Shards
 from jaxlm.data.text_digest import TextDigests
 from jaxlm.data.tokenizer import Bytes, Tokenizer

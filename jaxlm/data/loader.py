@@ -10,15 +10,34 @@ from typing import Any
 
 import numpy as np
 
+from jaxlm.core.batch_schedule import BatchSchedule, Phase
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.core.pace import Pace, Stage
 from jaxlm.data import damage
 from jaxlm.data.batch import Tokens
 from jaxlm.data.corrupt.rows import AnyCorruption, Key
-from jaxlm.data.cut import cut
 from jaxlm.data.joined import AnyShards
 from jaxlm.data.packing import Plan
 from jaxlm.data.shards import Damaged
+
+# Rows cut into shorter ones, for the first stages of a run.
+
+
+def cut(batch: Tokens, length: int) -> Tokens:
+    """Each row [T] of a host's batch as T / length rows, in order; no token is lost, and a document goes on in the next.
+
+    What a row begins with is its segment 1, at position 0: as if the row had been packed with that length. For rows as causal
+    and mtp read them: of those that another objective has changed, a piece would lack what the rest tells, such as the span
+    that belongs to a sentinel.
+    """
+    tokens, targets, weights, segments, positions = (
+        np.asarray(field).reshape(-1, length) for field in batch[:5]
+    )
+    first = segments[:, :1]
+    goes_on = segments == first
+    positions = np.where(goes_on & (segments > 0), positions - positions[:, :1], positions)
+    segments = np.where(segments > 0, segments - first + 1, 0).astype(np.int32)
+    return Tokens(tokens, targets, weights, segments, positions.astype(np.int32))  # type: ignore[arg-type]
+
 
 DRAWN = (0,)  # the shuffle of the rows of a partial evaluation
 ROUNDS = 4  # of the index permutation's Feistel network
@@ -56,7 +75,7 @@ class Loader:
         self,
         start: int,
         *,
-        batch: int | Pace,
+        batch: int | BatchSchedule,
         rows: slice | Mapping[int, slice] | None = None,
         skips: Sequence[tuple[int, int]] = (),
         warn: Callable[[str], None] = lambda _: None,
@@ -70,8 +89,8 @@ class Loader:
           DataError: where there are fewer rows than a batch takes; from the iterator, where a shard is damaged.
           WorkerLost: from the iterator, where a worker process died.
         """
-        pace = batch if isinstance(batch, Pace) else constant(batch, self.sequence)
-        sizes = [stage.rows for stage in pace.stages]
+        pace = batch if isinstance(batch, BatchSchedule) else constant(batch, self.sequence)
+        sizes = [stage.rows for stage in pace.phases]
         if self.plan.rows < max(sizes):
             raise self._too_short(max(sizes))
         import grain
@@ -108,7 +127,7 @@ class Loader:
         )
         return damage.told(read, self.shards.manifest.tokens, self.most_lost, warn)
 
-    def at(self, step: int, *, batch: int | Pace, rows: slice) -> Tokens:
+    def at(self, step: int, *, batch: int | BatchSchedule, rows: slice) -> Tokens:
         """The given rows of the global batch at `step`, uncut."""
         first = _first(step, batch)
         return self._stack(self.keys(first + rows.start, first + rows.stop))
@@ -149,7 +168,7 @@ class Loader:
         """Return how many rows an `evaluation` reads."""
         return self.plan.rows if limit is None else min(limit * batch, self.plan.rows)
 
-    def origins(self, step: int, *, batch: int | Pace) -> list[list[tuple[str, int]]]:
+    def origins(self, step: int, *, batch: int | BatchSchedule) -> list[list[tuple[str, int]]]:
         """For each row of the global batch at `step`, uncut, the (file, record) of its documents."""
         return [
             [self.shards.origin(int(d)) for d in self.plan.pieces(key.row)["document"]]
@@ -172,9 +191,11 @@ class Loader:
             + "name more files",
         )
 
-    def _losses_at(self, step: int, pace: Pace, own: Mapping[int, slice]) -> Iterator[damage.Loss]:
+    def _losses_at(
+        self, step: int, pace: BatchSchedule, own: Mapping[int, slice]
+    ) -> Iterator[damage.Loss]:
         """What of the host's rows of the global batch at `step` cannot be read."""
-        rows, first = own[pace.stage(step).rows], pace.rows(step)
+        rows, first = own[pace.phase(step).rows], pace.rows(step)
         for key in self.keys(first + rows.start, first + rows.stop):
             for piece in self.plan.pieces(key.row).tolist():
                 document, start, length = piece
@@ -228,9 +249,9 @@ def _corrupted(batch: Tokens, keys: Sequence[Key | None], corruption: AnyCorrupt
     columns = zip(*changed, strict=True)
     stacked = Tokens(*(None if each[0] is None else np.stack(each) for each in columns))  # type: ignore[arg-type]
     return stacked._replace(
-        reach=stacked.reach if corruption.both_ways else None,
-        inner=stacked.inner if corruption.has_inner else None,
-        ahead=stacked.ahead if corruption.has_ahead else None,
+        visible_until=stacked.visible_until if corruption.both_ways else None,
+        block_positions=stacked.block_positions if corruption.has_inner else None,
+        predicts_ahead=stacked.predicts_ahead if corruption.has_ahead else None,
     )
 
 
@@ -274,14 +295,14 @@ def number(step: int, skips: Sequence[tuple[int, int]]) -> int:
     return step
 
 
-def constant(batch: int, sequence: int) -> Pace:
+def constant(batch: int, sequence: int) -> BatchSchedule:
     """Batches of one size."""
-    return Pace((Stage(0, batch, sequence),), sequence)
+    return BatchSchedule((Phase(0, batch, sequence),), sequence)
 
 
-def _first(number: int, batch: int | Pace) -> int:
+def _first(number: int, batch: int | BatchSchedule) -> int:
     """The first row of the stream that a batch takes."""
-    return batch.rows(number) if isinstance(batch, Pace) else number * batch
+    return batch.rows(number) if isinstance(batch, BatchSchedule) else number * batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +310,7 @@ class _Steps:
     """The global batches as a sequence that Grain can index. Endless, but a sequence has a length."""
 
     loader: Loader
-    pace: Pace
+    pace: BatchSchedule
     own: dict[int, slice]
     skips: tuple[tuple[int, int], ...]
 
@@ -298,6 +319,6 @@ class _Steps:
 
     def __getitem__(self, step: int) -> Tokens:
         batch = number(step, self.skips)
-        stage = self.pace.stage(batch)
+        stage = self.pace.phase(batch)
         rows = self.loader.at(batch, batch=self.pace, rows=self.own[stage.rows])
         return rows if stage.length == self.loader.sequence else cut(rows, stage.length)

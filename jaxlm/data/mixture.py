@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.config import Span
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.pace import Pace
 from jaxlm.data import mixture_config, shares
 from jaxlm.data.config import DataConfig
 from jaxlm.data.corrupt.rows import Key
@@ -107,7 +107,7 @@ class Mixture(Loader):
             for name, source, count in zip(self.names, self.sources, counts, strict=True)
         }
 
-    def told(self, pace: Pace, steps: int) -> Iterator[str]:
+    def told(self, pace: BatchSchedule, steps: int) -> Iterator[str]:
         """The same of so many steps, in words, and which source comes to its most."""
         rows = pace.rows(steps)
         for number, (name, seen) in enumerate(self.seen(rows).items()):

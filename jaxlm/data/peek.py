@@ -69,9 +69,9 @@ def _pairs(batch: Tokens, tokenizer: Tokenizer, row: int, marks: tuple[str, str]
 
 def _both_ways(batch: Tokens, row: int, slots: np.ndarray) -> np.ndarray:
     """Which of these slots see, or are seen by, slots before them."""
-    if batch.reach is None:
+    if batch.visible_until is None:
         return np.zeros(len(slots), bool)
-    reach = np.asarray(batch.reach[row, slots])
+    reach = np.asarray(batch.visible_until[row, slots])
     return slots <= max(reach[reach > slots], default=-1)
 
 

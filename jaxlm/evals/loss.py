@@ -13,7 +13,7 @@ from jaxlm.core.errors import DataError
 from jaxlm.data.batch import Tokens
 from jaxlm.evals.calibration import Reliability, bin_sums
 from jaxlm.models.build import Model
-from jaxlm.objectives.token_nll import score
+from jaxlm.objectives.loss import score
 
 
 class Sums(NamedTuple):

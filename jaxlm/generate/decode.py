@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxlm.core import backend
 from jaxlm.data.batch import START
 from jaxlm.generate.lookup import Said
-from jaxlm.generate.penalties import History, Penalties
+from jaxlm.generate.sampling import History, Penalties
 from jaxlm.models.backbone import Hidden
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.decoder import Decoder

@@ -11,7 +11,7 @@ from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.models import config as configs
-from jaxlm.nn.attention import Memory
+from jaxlm.nn.attention import CrossInputs
 from jaxlm.nn.cache import KVCache, LayerCache
 from jaxlm.nn.config import BlockConfig
 from jaxlm.nn.embedding import Embedding
@@ -19,8 +19,7 @@ from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
 from jaxlm.nn.norm import Norm
 from jaxlm.nn.relative import RelativePositions
-from jaxlm.nn.stack import Layers, Stack
-from jaxlm.nn.unstacked import Caches
+from jaxlm.nn.stack import Caches, Layers, Stack
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.schedule import Schedule
 
@@ -55,7 +54,7 @@ def initializer(config: configs.Backbone, precision: Precision) -> Initializer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ends:
+class EmbeddingBuilder:
     """What stands before and after the layers, each part drawn by its name: tables that are looked up, and the unembedding."""
 
     width: int
@@ -147,13 +146,13 @@ class Backbone(nnx.Module):
             else Norm({"embed": config.width}, config.final_norm, dtype=init.dtype)
         )
 
-    def through(
+    def apply_layers(
         self,
         x: Float[Array, "B T D"],
         *,
         positions: Int[Array, "B T"],
         mask: Mask,
-        memory: Memory | None = None,
+        memory: CrossInputs | None = None,
         cache: KVCache | None = None,
         keys: tuple[Array | None, Array | None] = (None, None),
     ) -> Hidden:
@@ -193,7 +192,7 @@ class Backbone(nnx.Module):
         kept = None if cache is None else cache._replace(layers=written)
         return Hidden(values, kept, losses, x)
 
-    def unstacked(self) -> Self:
+    def unstack_layers(self) -> Self:
         """The same layers, changed in place for a trace: weights as they are used, with a cache alone.
 
         Costs a second copy of the weights, which a loop over tokens then reads without cutting or casting them.

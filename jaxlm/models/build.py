@@ -12,7 +12,7 @@ from jaxlm.models.backbone import Execution
 from jaxlm.models.decoder import Decoder
 from jaxlm.models.encoder import Encoder
 from jaxlm.models.encoder_decoder import EncoderDecoder
-from jaxlm.nn.parameter import LOGICAL_AXES
+from jaxlm.nn.linear import LOGICAL_AXES
 from jaxlm.nn.stack import Layers, Stack
 from jaxlm.parallel.logical import LogicalAxes
 from jaxlm.parallel.schedule import Schedule

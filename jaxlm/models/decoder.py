@@ -10,7 +10,7 @@ from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.models import config as configs
-from jaxlm.models.backbone import Backbone, Ends, Execution, Hidden, initializer
+from jaxlm.models.backbone import Backbone, EmbeddingBuilder, Execution, Hidden, initializer
 from jaxlm.models.heads import Heads
 from jaxlm.nn.cache import KVCache
 from jaxlm.nn.dropout import dropout, noise, noise_key
@@ -27,7 +27,7 @@ class Decoder(Backbone):
         self.config: configs.Decoder = config
         precision = execution.precision
         init = initializer(config, precision)
-        ends = Ends(config.width, key, init, precision)
+        ends = EmbeddingBuilder(config.width, key, init, precision)
         self.embedding = ends.table("embedding", config.vocab, "vocab")
         self.positions = (
             None
@@ -96,7 +96,9 @@ class Decoder(Backbone):
             if cache is None
             else cache_mask(cache, tokens.shape[1], reach, count)
         )
-        return self.through(x, positions=positions, mask=mask, cache=cache, keys=(keys[1], keys[2]))
+        return self.apply_layers(
+            x, positions=positions, mask=mask, cache=cache, keys=(keys[1], keys[2])
+        )
 
     def read(self, batch: Tokens, *, key: Array | None, dealt: int = 1) -> Hidden:
         """What it makes of a batch, see `__call__`."""
@@ -104,8 +106,8 @@ class Decoder(Backbone):
             batch.tokens,
             positions=batch.positions,
             segments=batch.segments,
-            reach=batch.reach,
-            inner=batch.inner,
+            reach=batch.visible_until,
+            inner=batch.block_positions,
             key=key,
             dealt=dealt,
         )
@@ -142,11 +144,11 @@ class Decoder(Backbone):
 
     def unstacked(self) -> Self:
         """The same model as a loop over tokens reads it, see `Backbone.unstacked`; the unembedding too."""
-        super().unstacked()
+        super().unstack_layers()
         if self.unembedding is None:
             self.embedding.settle()
         else:
-            self.unembedding.settle()
+            self.unembedding.relayout_for_decode()
         return self
 
 

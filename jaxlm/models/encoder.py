@@ -9,13 +9,12 @@ from jaxlm.core import random
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.models import config as configs
-from jaxlm.models.backbone import Backbone, Ends, Execution, Hidden, initializer
+from jaxlm.models.backbone import Backbone, EmbeddingBuilder, Execution, Hidden, initializer
 from jaxlm.nn.dropout import dropout, noise, noise_key
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.linear import Linear
+from jaxlm.nn.linear import Linear, parameter
 from jaxlm.nn.mlp import ACTIVATIONS
 from jaxlm.nn.norm import Norm
-from jaxlm.nn.parameter import parameter
 from jaxlm.ops import masks
 from jaxlm.parallel.rules import constrain
 
@@ -61,7 +60,7 @@ class Encoder(Backbone):
         self.config: configs.Encoder = config
         precision = execution.precision
         init = initializer(config, precision)
-        ends = Ends(config.width, key, init, precision)
+        ends = EmbeddingBuilder(config.width, key, init, precision)
         self.embedding = ends.table("embedding", config.vocab, "vocab")
         self.positions = (
             None
@@ -114,7 +113,7 @@ class Encoder(Backbone):
             x = self.embedding_norm(x)
         x = dropout(x, self.config.dropout, keys[0])
         mask = masks.both_ways(tokens.shape[1], segments, parts=dealt)
-        return self.through(x, positions=positions, mask=mask, keys=(keys[1], keys[2]))
+        return self.apply_layers(x, positions=positions, mask=mask, keys=(keys[1], keys[2]))
 
     def read(self, batch: Tokens, *, key: Array | None, dealt: int = 1) -> Hidden:
         """What it makes of a batch, see `__call__`; how far its slots reach is the same for every encoder."""

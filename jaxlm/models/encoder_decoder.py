@@ -12,10 +12,10 @@ from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.models import config as configs
-from jaxlm.models.backbone import Backbone, Ends, Execution, Hidden, initializer
+from jaxlm.models.backbone import Backbone, EmbeddingBuilder, Execution, Hidden, initializer
 from jaxlm.models.decoder import cache_mask
-from jaxlm.nn.attention import Memory
-from jaxlm.nn.cache import KVCache, Source
+from jaxlm.nn.attention import CrossInputs
+from jaxlm.nn.cache import CrossKV, KVCache
 from jaxlm.nn.dropout import dropout, noise, noise_key
 from jaxlm.ops import masks
 from jaxlm.ops.masks import Mask
@@ -34,9 +34,9 @@ class EncoderDecoder(nnx.Module):
         self.config, self.precision = config, execution.precision
         init = initializer(config.encoder, execution.precision)
 
-        def ends(std: float) -> Ends:
+        def ends(std: float) -> EmbeddingBuilder:
             drawn = dataclasses.replace(init, std=std)
-            return Ends(config.width, key, drawn, execution.precision)
+            return EmbeddingBuilder(config.width, key, drawn, execution.precision)
 
         def side(name: str, backbone: configs.Backbone) -> Backbone:
             return Backbone(backbone, execution, key=random.stream(key, name), at=f"{name}/")
@@ -84,13 +84,13 @@ class EncoderDecoder(nnx.Module):
             read = self.encode(source, source_segments, keys[0])
             mask, losses = masks.causal(tokens.shape[1], segments), read.losses
             across = _across(tokens, source, segments, source_segments)
-            memory = Memory(across, values=read.values)
+            memory = CrossInputs(across, values=read.values)
         else:
             assert cache is not None
             assert cache.source is not None
             mask, seen = cache_mask(cache, tokens.shape[1]), cache.source.segments
             across = _across(tokens, seen, jnp.ones_like(tokens), seen)
-            memory = Memory(across, layers=cache.source.layers)
+            memory = CrossInputs(across, layers=cache.source.layers)
         hidden = self._through(self.decoder, tokens, mask, memory, cache, keys[1])
         return hidden._replace(losses=Mean.merged(losses, hidden.losses))
 
@@ -124,15 +124,15 @@ class EncoderDecoder(nnx.Module):
             lambda x: x.astype(self.precision.activations), self.decoder.stack.across(values)
         )
         cache = self.decoder.empty_cache(source.shape[0], slots, is_int8=is_int8, spare=spare)
-        return cache._replace(source=Source(known, segments))
+        return cache._replace(source=CrossKV(known, segments))
 
     def unstacked(self) -> Self:
         """The same model as a loop over tokens reads it, see `Backbone.unstacked`: the decoder and the unembedding."""
-        self.decoder.unstacked()
+        self.decoder.unstack_layers()
         if self.unembedding is None:
             self.embedding.settle()
         else:
-            self.unembedding.settle()
+            self.unembedding.relayout_for_decode()
         return self
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -148,7 +148,7 @@ class EncoderDecoder(nnx.Module):
         side: Backbone,
         tokens: Array,
         mask: Mask,
-        memory: Memory | None,
+        memory: CrossInputs | None,
         cache: KVCache | None,
         key: Array | None,
     ) -> Hidden:
@@ -157,7 +157,7 @@ class EncoderDecoder(nnx.Module):
         x = constrain(x.astype(self.precision.activations), "batch", "length", None)
         x = dropout(x, side.config.dropout, keys[0])
         places = jnp.broadcast_to(mask.query_index, tokens.shape)
-        return side.through(
+        return side.apply_layers(
             x, positions=places, mask=mask, memory=memory, cache=cache, keys=(None, keys[1])
         )
 

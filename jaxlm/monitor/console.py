@@ -9,7 +9,7 @@ from rich.console import Console as Screen
 from rich.progress import BarColumn, Progress, TextColumn
 
 from jaxlm.core.quoting import printable
-from jaxlm.monitor import words
+from jaxlm.monitor import formatting
 from jaxlm.monitor.sinks import Nowhere, Record, Sink
 
 HEAD_EVERY = 30  # rows, so that the column names are always on a screen
@@ -31,16 +31,16 @@ COLUMNS = (
     Column("step", 8, lambda record: str(record["step"])),
     Column("loss", 8, lambda r: _loss(r, r["split"] == "train")),
     Column("eval", 8, lambda r: _loss(r, r["split"] != "train")),
-    Column("lr", 9, _of("learning_rate", lambda v: words.number(v, 3))),
-    Column("grad", 7, _of("grad_norm", lambda v: words.number(v, 3))),
-    Column("tok/s", 7, _of("tokens_per_second", words.count)),
+    Column("lr", 9, _of("learning_rate", lambda v: formatting.number(v, 3))),
+    Column("grad", 7, _of("grad_norm", lambda v: formatting.number(v, 3))),
+    Column("tok/s", 7, _of("tokens_per_second", formatting.count)),
     Column("mfu", 6, _of("mfu", lambda v: "-" if v is None else f"{v:.1%}")),
-    Column("mem", 9, _of("peak_bytes", words.size)),
+    Column("mem", 9, _of("peak_bytes", formatting.size)),
     Column(
         "data wait", 9, _of("data_wait_seconds", lambda v: "-" if v is None else f"{v * 1e3:.1f}ms")
     ),
-    Column("elapsed", 8, _of("elapsed_seconds", words.duration)),
-    Column("left", 8, _of("left_seconds", words.duration)),
+    Column("elapsed", 8, _of("elapsed_seconds", formatting.duration)),
+    Column("left", 8, _of("left_seconds", formatting.duration)),
 )
 
 
@@ -145,7 +145,7 @@ class Console:
             showing = contextlib.nullcontext()
         with showing:
             yield
-        self.say(f"{what}: {words.duration(time.monotonic() - begun)}")
+        self.say(f"{what}: {formatting.duration(time.monotonic() - begun)}")
 
     def write(self, record: Record) -> None:
         """Prints the row of a record, and moves the bar to its step. An evaluation's row ends with its own figures."""

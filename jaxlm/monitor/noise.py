@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxlm.monitor import sinks, words
+from jaxlm.monitor import formatting, sinks
 
 
 def advice(records: Sequence[Mapping[str, Any]]) -> str | None:
@@ -30,7 +30,7 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str | None:
         return f"{abs(steps):.0%} {_more(steps)} steps and {abs(tokens):.0%} {_more(tokens)} tokens"
 
     return (
-        f"{words.count(round(batch))} tokens, and the noise scale of the gradient is {words.count(round(scale))}: to the same "
+        f"{formatting.count(round(batch))} tokens, and the noise scale of the gradient is {formatting.count(round(scale))}: to the same "
         f"loss, each at its best rate, twice the batch would take {beside(2 * batch)}, half of it {beside(batch / 2)}"
     )
 

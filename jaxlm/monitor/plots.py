@@ -1,11 +1,113 @@
 """Curves of a run, from its metrics.jsonl."""
 
+import io
+import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxlm.monitor import canvas, layer_plots, sinks
+import numpy as np
+
+from jaxlm.monitor import sinks
+
+# An empty picture, and its bytes.
+
+
+def new_figure() -> tuple[Any, Any]:
+    """A figure and its axes."""
+    # A figure of its own, without pyplot: no global state, and no window system is looked for.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def to_png(figure: Any) -> bytes:
+    """The figure as a PNG, the same bytes for the same figure."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+# Pictures of layers: what `log.layers` wrote, as maps of layer by step.
+
+
+_LAYER = re.compile(r"layers/(\d{1,5})/(\w+)")
+
+
+class Map(NamedTuple):
+    """A file of plots/: the figure of a layer, or its quotient by another, under a title; colours by its logarithm or itself."""
+
+    name: str
+    title: str
+    field: str
+    over: str = ""
+    is_log: bool = True
+
+
+MAPS = (
+    Map("layers_grad_norm", "Gradient norm by layer", "grad_norm"),
+    Map("layers_update_ratio", "Update over parameters by layer", "update_norm", "param_norm"),
+    Map("layers_stream", "Size of the stream after each layer", "stream_rms"),
+    Map("layers_dead_units", "Share of dead units by layer", "dead_units", is_log=False),
+    Map("layers_entropy", "Attention entropy by layer, nats", "attention_entropy", is_log=False),
+    Map("layers_logit_max", "Largest attention logit by layer", "attention_logit_max"),
+)
+
+
+def layer_maps(records: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
+    """PNGs by the name of their map; those that there are numbers for."""
+    seen = [(record["step"], _by_layer(record)) for record in records]
+    watched = [(step, layers) for step, layers in seen if layers]
+    out = {}
+    for each in MAPS:
+        found = _values(each, watched)
+        if found is not None:
+            out[each.name] = _map_png(each, *found)
+    return out
+
+
+def _by_layer(record: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    layers: dict[int, dict[str, float]] = {}
+    for name, value in record.items():
+        match = _LAYER.fullmatch(name)
+        if match and sinks.is_number(value):
+            layers.setdefault(int(match[1]), {})[match[2]] = value
+    return layers
+
+
+def _values(
+    each: Map, watched: Sequence[tuple[int, dict[int, dict[str, float]]]]
+) -> tuple[list[int], list[int], np.ndarray] | None:
+    """Steps, layers and a map of both; a number that is unknown is NaN. None where all are."""
+    steps = [step for step, _ in watched]
+    layers = sorted({number for _, found in watched for number in found})
+    grid = np.full((len(layers), len(steps)), np.nan)
+    for column, (_, found) in enumerate(watched):
+        for row, number in enumerate(layers):
+            figures = found.get(number, {})
+            value = figures.get(each.field, math.nan)
+            if each.over:
+                below = figures.get(each.over, 0.0)
+                value = value / below if below else math.nan
+            if each.is_log:
+                value = math.log10(value) if value > 0 else math.nan
+            grid[row, column] = value
+    return (steps, layers, grid) if np.isfinite(grid).any() else None
+
+
+def _map_png(each: Map, steps: list[int], layers: list[int], grid: np.ndarray) -> bytes:
+    figure, axes = new_figure()
+    image = axes.imshow(grid, aspect="auto", origin="lower", interpolation="nearest")
+    columns = np.unique(np.linspace(0, len(steps) - 1, 8).astype(int))
+    rows = np.unique(np.linspace(0, len(layers) - 1, 10).astype(int))
+    axes.set_xticks(columns, [str(steps[column]) for column in columns])
+    axes.set_yticks(rows, [str(layers[row]) for row in rows])
+    axes.set(title=each.title, xlabel="step", ylabel="layer")
+    figure.colorbar(image, label="power of ten" if each.is_log else None)
+    return to_png(figure)
 
 
 class Plot(NamedTuple):
@@ -45,7 +147,7 @@ def draw(run: str | os.PathLike[str]) -> list[Path]:
             target = run / "plots" / f"{plot.name}.png"
             sinks.replace(target, _png(plot, series))
             drawn.append(target)
-    for name, picture in layer_plots.drawn(records).items():
+    for name, picture in layer_maps(records).items():
         (run / "plots").mkdir(exist_ok=True)
         drawn.append(run / "plots" / f"{name}.png")
         sinks.replace(drawn[-1], picture)
@@ -70,7 +172,7 @@ def planned(points: Sequence[tuple[int, float]]) -> bytes:
 
 def rates(curve: Sequence[tuple[float, float, float]], suggested: float | None) -> bytes:
     """A PNG of a learning-rate range test: (rate, loss, smoothed loss) by step, and the rate that it suggests, if any."""
-    figure, axes = canvas.figure()
+    figure, axes = new_figure()
     rate, loss, smoothed = zip(*curve, strict=True)
     axes.plot(rate, loss, ".", alpha=0.35, label="loss")
     axes.plot(rate, smoothed, "-", linewidth=1.4, label="smoothed")
@@ -80,7 +182,7 @@ def rates(curve: Sequence[tuple[float, float, float]], suggested: float | None) 
     axes.set(title="Learning-rate range test", xlabel="learning rate", ylabel="nats per token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    return canvas.saved(figure)
+    return to_png(figure)
 
 
 class Size(NamedTuple):
@@ -97,7 +199,7 @@ def scaling(
     spent: tuple[float, float, Sequence[float]],
 ) -> bytes:
     """A PNG of losses by training FLOPs: runs by size, the lowest loss for a budget, and (budget, loss, its interval)."""
-    figure, axes = canvas.figure()
+    figure, axes = new_figure()
     for size in sizes:
         (line,) = axes.plot(*zip(*size.curve, strict=True), "-", linewidth=0.9, alpha=0.6)
         axes.plot(*zip(*size.runs, strict=True), "o", c=line.get_color(), ms=4, label=size.name)
@@ -109,11 +211,11 @@ def scaling(
     axes.set(title="Loss by training FLOPs", xlabel="FLOPs", ylabel="nats per token")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize="small")
-    return canvas.saved(figure)
+    return to_png(figure)
 
 
 def _png(plot: Plot, series: dict[str, list[tuple[int, float]]]) -> bytes:
-    figure, axes = canvas.figure()
+    figure, axes = new_figure()
     for split, points in series.items():
         steps, values = zip(*points, strict=True)
         mark = "o-" if split != "train" else "." if len(points) == 1 else "-"
@@ -124,4 +226,4 @@ def _png(plot: Plot, series: dict[str, list[tuple[int, float]]]) -> bytes:
     axes.grid(alpha=0.25)
     if len(series) > 1:
         axes.legend(frameon=False)
-    return canvas.saved(figure)
+    return to_png(figure)

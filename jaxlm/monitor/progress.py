@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from jaxlm.monitor import words
+from jaxlm.monitor import formatting
 
 SECONDS = 10.0  # between two lines
 
@@ -31,9 +31,9 @@ class Lines:
             if now - self._last < self._seconds or done >= total:
                 return
             self._last = now
-            line = f"{self._doing}{what}: {words.size(done)} of {words.size(total)}"
+            line = f"{self._doing}{what}: {formatting.size(done)} of {formatting.size(total)}"
             if done > before:
                 rate = (done - before) / (now - since)
-                left = words.duration((total - done) / rate)
-                line += f", {words.size(rate)} a second, {left} left"
+                left = formatting.duration((total - done) / rate)
+                line += f", {formatting.size(rate)} a second, {left} left"
             self._say(line)

@@ -14,9 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxlm.core.errors import DataError
-from jaxlm.monitor import noise, sinks, words
-from jaxlm.monitor.layer_plots import MAPS
-from jaxlm.monitor.plots import PLOTS
+from jaxlm.monitor import formatting, noise, sinks
+from jaxlm.monitor.plots import MAPS, PLOTS
 from jaxlm.monitor.sinks import FIGURES, Shape
 
 STYLE = """
@@ -95,7 +94,7 @@ def _summary(run: Path, records: Sequence[Mapping[str, Any]]) -> str:
             default=None,
         )
         if tokens:
-            parts.append(f"{words.count(tokens)} tokens")
+            parts.append(f"{formatting.count(tokens)} tokens")
         with contextlib.suppress(ValueError, OverflowError, OSError):  # no time of this world
             stamp = time.gmtime(last.get("time_unix") or 0)
             parts.append(time.strftime("%Y-%m-%d %H:%M UTC", stamp))
@@ -148,7 +147,7 @@ def _result(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         named = [(name, bits, "") for name, bits in baselines.items()]
         named += [
             (
-                f"this run, {split}{words.limits(r, newest)}",
+                f"this run, {split}{formatting.limits(r, newest)}",
                 r["bits_per_byte"],
                 "worse" if verdict or r.get("worse_than") else "ours",
             )
@@ -174,8 +173,8 @@ def _result(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         )
         peak = max((r.get("peak_bytes") or 0 for r in train), default=0)
         yield (
-            f"<p>Median {words.count(middle)} tokens per second. MFU {shown} (6 x parameters that multiply x tokens, "
-            f"and attention at the causal half). Peak memory {words.size(peak or None)}.</p>"
+            f"<p>Median {formatting.count(middle)} tokens per second. MFU {shown} (6 x parameters that multiply x tokens, "
+            f"and attention at the causal half). Peak memory {formatting.size(peak or None)}.</p>"
         )
     if told := noise.advice(records):
         yield f"<p>A batch has {html.escape(told)} (arXiv:1812.06162).</p>"
@@ -259,12 +258,12 @@ def _plan(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         plan[name]["total"] for name in ("bytes_per_device", "compiled_bytes_per_device")
     )
     rows = [
-        ["memory a device", words.size(planned), words.size(compiled)],
+        ["memory a device", formatting.size(planned), formatting.size(compiled)],
         ["seconds a step", between("step_seconds", seconds), measured("step_seconds", seconds)],
         [
             "tokens a second",
-            between("tokens_per_second", words.count),
-            measured("tokens_per_second", words.count),
+            between("tokens_per_second", formatting.count),
+            measured("tokens_per_second", formatting.count),
         ],
     ]
     yield _table(["", "plan", "actual"], rows, numbers=True)

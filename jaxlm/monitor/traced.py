@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxlm.monitor import words
+from jaxlm.monitor import formatting
 
 MARK = "jaxlm "  # before the name of what the loop does, in the trace
 KINDS = ("matmul", "attention", "communication", "other")
@@ -75,7 +75,7 @@ def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
     names = {"other": "other operations", "data_wait": "data wait", "python": "Python and other"}
     lines = [("share of time", "\n".join(f"{share:6.1%} {names.get(kind, kind)}" for kind, share in shares.items()))]  # fmt: skip
     rows = [
-        f"{each['share']:6.1%} {words.number(1e3 * each['seconds'], 3)} ms in {each['count']}: {each['name']}, {each['kind']}"
+        f"{each['share']:6.1%} {formatting.number(1e3 * each['seconds'], 3)} ms in {each['count']}: {each['name']}, {each['kind']}"
         + (f", {each['source']}" if each["source"] else "")
         for each in found["operations"]
     ]

@@ -8,8 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlm.core.precision import Precision
-from jaxlm.nn import noted
-from jaxlm.nn.cache import Known, LayerCache
+from jaxlm.nn import intermediates
+from jaxlm.nn.cache import EncoderKV, LayerCache
 from jaxlm.nn.config import AttentionConfig
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
@@ -22,7 +22,7 @@ from jaxlm.ops.masks import Mask
 from jaxlm.parallel.rules import constrain
 
 
-class Memory(NamedTuple):
+class CrossInputs(NamedTuple):
     """What a decoder attends to across: what an encoder made of its tokens, and which of it each query sees.
 
     Without `values` the keys and values of every layer are known already, by kind.
@@ -30,10 +30,10 @@ class Memory(NamedTuple):
 
     mask: Mask
     values: Float[Array, "B S D"] | None = None
-    layers: dict[str, tuple[Known, ...]] | None = None
+    layers: dict[str, tuple[EncoderKV, ...]] | None = None
 
 
-class Meeting(nnx.Module):
+class AttentionBase(nnx.Module):
     """What every kind of attention does once there are queries, keys and values: a subclass has made them, and `out`."""
 
     config: AttentionConfig
@@ -45,7 +45,7 @@ class Meeting(nnx.Module):
         config = self.config
         return config.head_dim**-0.5 if config.scale is None else config.scale
 
-    def _turned(self, positions: Int[Array, "B T"], size: int, *vectors: Array) -> list[Array]:
+    def _apply_rope(self, positions: Int[Array, "B T"], size: int, *vectors: Array) -> list[Array]:
         """Vectors of heads of this size, rotated by their positions where the config says so."""
         rotary = self.config.rotary
         if rotary is None:
@@ -60,7 +60,7 @@ class Meeting(nnx.Module):
         )
         return [rope.rotate(each, *turns, pairs=rotary.pairs) for each in vectors]
 
-    def _read(
+    def _attend(
         self,
         query: Float[Array, "B T N H"],
         keys: Float[Array, "B S K H"],
@@ -90,7 +90,7 @@ class Meeting(nnx.Module):
             kernel=kernel,
         )
 
-    def _met(
+    def _self_attend(
         self,
         query: Float[Array, "B T N H"],
         keys: Float[Array, "B S K H"],
@@ -103,17 +103,17 @@ class Meeting(nnx.Module):
         """What queries of the same tokens read, on the stream; by the config's kernel, of a cache by the reference."""
         self._note(query, keys, mask)
         kernel = "reference" if is_cached else self.config.kernel
-        read = self._read(query, keys, values, mask, key, kernel=kernel, is_cached=is_cached)
-        return self._projected(read)
+        read = self._attend(query, keys, values, mask, key, kernel=kernel, is_cached=is_cached)
+        return self._out_projection(read)
 
-    def _projected(self, heads: Float[Array, "B T N U"]) -> Float[Array, "B T D"]:
+    def _out_projection(self, heads: Float[Array, "B T N U"]) -> Float[Array, "B T D"]:
         """What heads have read, on the stream."""
         return self.out(constrain(heads, "batch", "length", "heads", "head_dim"))
 
     def _note(self, query: Array, keys: Array, mask: Mask) -> None:
         """Each head's largest score and its entropy, of queries that are not padding."""
-        entropy = noted.is_asked("entropy")
-        if not (entropy or noted.is_asked("logits")):
+        entropy = intermediates.is_captured("entropy")
+        if not (entropy or intermediates.is_captured("logits")):
             return
         peak, spread, queries = attention_figures(
             query,
@@ -124,13 +124,13 @@ class Meeting(nnx.Module):
             cap=self.config.cap,
             entropy=entropy,
         )
-        noted.peak("logit_max", peak)
+        intermediates.record_peak("logit_max", peak)
         if spread is not None:
-            noted.add("entropy", spread)
-            noted.add("queries", queries)
+            intermediates.record_sum("entropy", spread)
+            intermediates.record_sum("queries", queries)
 
 
-class Attention(Meeting):
+class Attention(AttentionBase):
     """Queries, keys and values of the same tokens; grouped, rotated, normed and capped as the config says."""
 
     def __init__(
@@ -190,13 +190,13 @@ class Attention(Meeting):
         keys, values = self._keys(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, keys = self.query_norm(query), self.key_norm(keys)
-        query, keys = self._turned(positions, config.head_dim, query, keys)
+        query, keys = self._apply_rope(positions, config.head_dim, query, keys)
         if cache is not None:
             assert start is not None
             cache, (keys, values, index) = cache.extended(keys, values, start, mask.query_count)
             mask = dataclasses.replace(mask, key_index=index)
         mask = dataclasses.replace(mask, window=config.window)
-        return self._met(query, keys, values, mask, key, is_cached=cache is not None), cache
+        return self._self_attend(query, keys, values, mask, key, is_cached=cache is not None), cache
 
     def _keys(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         """Keys and values, as they are projected."""
@@ -207,22 +207,24 @@ class Attention(Meeting):
 class CrossAttention(Attention):
     """Queries of a decoder's tokens, keys and values of what an encoder has read; positions play no part."""
 
-    def across(self, values: Float[Array, "B S D"]) -> Known:
+    def cross_kv(self, values: Float[Array, "B S D"]) -> EncoderKV:
         """The keys and values of what the encoder made of its tokens."""
         return self._keys(values)
 
-    def reads(
+    def cross_attend(
         self,
         x: Float[Array, "B T D"],
-        memory: Memory,
-        known: Known | None,
+        memory: CrossInputs,
+        known: EncoderKV | None,
         key: Array | None,
     ) -> Float[Array, "B T D"]:
         """What `x` reads of the memory, whose keys and values may be `known`."""
         is_cached = known is not None
         if known is None:
             assert memory.values is not None
-            known = self.across(memory.values)
+            known = self.cross_kv(memory.values)
         query = constrain(self.query(x), "batch", "length", "heads", "head_dim")
-        read = self._read(query, *known, memory.mask, key, kernel="reference", is_cached=is_cached)
-        return self._projected(read)
+        read = self._attend(
+            query, *known, memory.mask, key, kernel="reference", is_cached=is_cached
+        )
+        return self._out_projection(read)

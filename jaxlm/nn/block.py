@@ -8,9 +8,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
-from jaxlm.nn import noted
-from jaxlm.nn.attention import Attention, CrossAttention, Memory
-from jaxlm.nn.cache import Known, LayerCache
+from jaxlm.nn import intermediates
+from jaxlm.nn.attention import Attention, CrossAttention, CrossInputs
+from jaxlm.nn.cache import EncoderKV, LayerCache
 from jaxlm.nn.config import BlockConfig, MoeConfig, norms_of
 from jaxlm.nn.dropout import dropout
 from jaxlm.nn.init import Initializer
@@ -84,8 +84,8 @@ class Block(nnx.Module):
         *,
         positions: Int[Array, "B T"],
         mask: Mask,
-        memory: Memory | None = None,
-        known: Known | None = None,
+        memory: CrossInputs | None = None,
+        known: EncoderKV | None = None,
         cache: LayerCache | None = None,
         start: Int[Array, "B"] | None = None,
         key: Array | None = None,
@@ -126,8 +126,8 @@ class Block(nnx.Module):
     def _across(
         self,
         x: Array,
-        memory: Memory | None,
-        known: Known | None,
+        memory: CrossInputs | None,
+        known: EncoderKV | None,
         key: Array | None,
         rate: float,
     ) -> Array:
@@ -135,7 +135,7 @@ class Block(nnx.Module):
         assert self.cross is not None
         assert memory is not None
         keys = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 3))
-        added = self.cross.reads(_normed(self.cross_norm, x), memory, known, keys[0])
+        added = self.cross.cross_attend(_normed(self.cross_norm, x), memory, known, keys[0])
         return dropout(checkpoint_name(added, "attention_out"), rate, keys[1])
 
     def _feed_forward(self, x: Array, mask: Mask, is_whole: bool) -> tuple[Array, dict[str, Mean]]:
@@ -160,11 +160,11 @@ def _normed(norm: Norm | None, x: Array) -> Array:
 
 def _note(name: str, x: Array, mask: Mask) -> None:
     """The mean square of each token, summed over those that are not padding; and their number, with the stream's."""
-    if not noted.is_asked("activations"):
+    if not intermediates.is_captured("activations"):
         return
     segments = mask.query_segments
     counted = jnp.ones(x.shape[:2], bool) if segments is None else segments > 0
     squares = jnp.square(x.astype(jnp.float32)).mean(-1)
-    noted.add(f"{name}_square", jnp.where(counted, squares, 0.0).sum())
+    intermediates.record_sum(f"{name}_square", jnp.where(counted, squares, 0.0).sum())
     if name == "stream":
-        noted.add("tokens", counted.sum(dtype=jnp.float32))
+        intermediates.record_sum("tokens", counted.sum(dtype=jnp.float32))

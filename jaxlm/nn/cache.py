@@ -16,7 +16,7 @@ from jaxlm.parallel.rules import constrain
 NOWHERE = jnp.iinfo(jnp.int32).max  # the index of a slot that holds nothing: no query sees as far
 
 
-class Read(NamedTuple):
+class VisibleKV(NamedTuple):
     """What new queries attend to."""
 
     keys: Float[Array, "B S K H"]
@@ -83,7 +83,7 @@ class LayerCache:
         values: Float[Array, "B T K U"],
         start: Int[Array, "B"],
         count: Int[Array, "B"] | None,
-    ) -> tuple[Self, Read]:
+    ) -> tuple[Self, VisibleKV]:
         """With T new tokens from each row's own index `start` on, and what these attend to.
 
         A ring keeps only the first `count` of them, as what lies behind is padding and would be written over tokens; in
@@ -97,12 +97,12 @@ class LayerCache:
         )
         index = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
         if not self.is_ring:
-            written = self._map(lambda cache, part: _placed(cache, part, start), new)
+            written = self._map(lambda cache, part: _write_slots(cache, part, start), new)
             return written, written._read(jnp.arange(self.slots, dtype=jnp.int32)[None])
         stop = start + (length if count is None else count)
         is_kept = (index < stop[:, None]) & (index >= stop[:, None] - self.slots)
         slot = jnp.where(is_kept, index % self.slots, self.slots)
-        written = self._map(lambda ring, part: _dropped(ring, part, slot), new)
+        written = self._map(lambda ring, part: _drop_oldest(ring, part, slot), new)
         if length <= 1 + self.spare:
             return written, written._read(_in_ring(stop, self.slots))
         # The first of the new tokens still see what the last of them are written over.
@@ -128,14 +128,14 @@ class LayerCache:
         placed = [constrain(x, "batch", heads, None, None) for x in jax.tree.leaves(made)]
         return jax.tree.unflatten(jax.tree.structure(made), placed)
 
-    def _read(self, index: Array) -> Read:
+    def _read(self, index: Array) -> VisibleKV:
         keys, values = self.keys, self.values
         if self.key_scale is not None and self.value_scale is not None:
             keys, values = keys * self.key_scale, values * self.value_scale
-        return Read(keys.swapaxes(1, 2), values.swapaxes(1, 2), index)
+        return VisibleKV(keys.swapaxes(1, 2), values.swapaxes(1, 2), index)
 
 
-def _placed(cache: Array, new: Array, start: Array) -> Array:
+def _write_slots(cache: Array, new: Array, start: Array) -> Array:
     """The cache with each row's new entries from its own slot on."""
 
     def place(row: Array, part: Array, slot: Array) -> Array:
@@ -144,7 +144,7 @@ def _placed(cache: Array, new: Array, start: Array) -> Array:
     return jax.vmap(place)(cache, new, start)
 
 
-def _dropped(ring: Array, new: Array, slots: Array) -> Array:
+def _drop_oldest(ring: Array, new: Array, slots: Array) -> Array:
     """The ring with each row's new entries in its own slots, those without one left out."""
 
     def place(row: Array, part: Array, slot: Array) -> Array:
@@ -160,13 +160,13 @@ def _in_ring(length: Array, slots: int) -> Int[Array, "B S"]:
     return jnp.where(index < 0, NOWHERE, index)
 
 
-Known = tuple[Float[Array, "B E K H"], Float[Array, "B E K H"]]  # keys and values
+EncoderKV = tuple[Float[Array, "B E K H"], Float[Array, "B E K H"]]  # keys and values
 
 
-class Source(NamedTuple):
+class CrossKV(NamedTuple):
     """What an encoder has read, as the layers of a decoder attend to it: each layer's keys and values, by kind."""
 
-    layers: dict[str, tuple[Known, ...]]
+    layers: dict[str, tuple[EncoderKV, ...]]
     segments: Int[Array, "B E"]  # 0 is padding
 
 
@@ -178,7 +178,7 @@ class KVCache(NamedTuple):
 
     layers: dict[str, tuple[LayerCache, ...]]
     length: Int[Array, "B"]
-    source: Source | None = None  # of a decoder beside an encoder
+    source: CrossKV | None = None  # of a decoder beside an encoder
 
     @property
     def slots(self) -> int:

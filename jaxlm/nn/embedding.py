@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlm.core.precision import Precision
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.parameter import parameter
+from jaxlm.nn.linear import parameter
 from jaxlm.ops import layouts
 from jaxlm.ops.layouts import Side
 from jaxlm.ops.matmul import matmul

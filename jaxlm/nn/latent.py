@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxlm.core.precision import Precision
-from jaxlm.nn.attention import Meeting
+from jaxlm.nn.attention import AttentionBase
 from jaxlm.nn.cache import LayerCache
 from jaxlm.nn.config import AttentionConfig
 from jaxlm.nn.init import Initializer
@@ -17,7 +17,7 @@ from jaxlm.ops.masks import Mask
 from jaxlm.parallel.rules import constrain
 
 
-class LatentAttention(Meeting):
+class LatentAttention(AttentionBase):
     """Queries, keys and values of the same tokens x, of R and Rq numbers a token, R shared by the keys and the values.
 
         c = norm(x latent),   keys_n = [c key_n; rotated(x rotary_key)],   values_n = c value_n
@@ -96,7 +96,7 @@ class LatentAttention(Meeting):
         made = self.latent_norm(constrain(self.latent(x), "batch", "length", "rank"))
         rotary = constrain(self.rotary_key(x), "batch", "length", "rank")[:, :, None]
         plain, own = query[..., :-turned], query[..., -turned:]
-        own, rotary = self._turned(positions, turned, own, rotary)
+        own, rotary = self._apply_rope(positions, turned, own, rotary)
         if cache is not None:
             assert start is not None
             cache, (rotary, known, index) = cache.extended(
@@ -107,13 +107,13 @@ class LatentAttention(Meeting):
         if cache is not None and self._is_short(x.shape[1]):
             asked = jnp.concatenate((self.key.asked(plain), own), axis=-1)
             keys = jnp.concatenate((made[:, :, None], rotary), axis=-1)
-            found = self._read(
+            found = self._attend(
                 asked, keys, made[:, :, None], mask, key, kernel="reference", is_cached=True
             )
-            return self._projected(self.value.of_each(found)), cache
+            return self._out_projection(self.value.of_each(found)), cache
         query = jnp.concatenate((plain, own), axis=-1)
         keys, values = self._made(made, rotary, "length" if cache is None else None)
-        return self._met(query, keys, values, mask, key, is_cached=cache is not None), cache
+        return self._self_attend(query, keys, values, mask, key, is_cached=cache is not None), cache
 
     def _made(
         self, latent: Float[Array, "B S R"], rotary: Float[Array, "B S 1 h"], length: str | None

@@ -9,11 +9,25 @@ from jaxtyping import Array, Float
 
 from jaxlm.core.precision import Precision
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.parameter import parameter
 from jaxlm.ops import layouts
 from jaxlm.ops.layouts import Side
 from jaxlm.ops.matmul import grouped_matmul, matmul
 from jaxlm.parallel.rules import constrain
+
+# Parameters that know the names of their axes.
+
+
+LOGICAL_AXES = "logical_axes"
+
+
+def parameter(value: Array, *axes: str) -> nnx.Param:
+    """A parameter whose dimensions carry logical axis names, for `parallel.rules`.
+
+    The names are kept under our own key: Flax shards eagerly by its own `sharding_names`, which needs a mesh to build.
+    """
+    if len(axes) != value.ndim:
+        raise ValueError(f"{len(axes)} axis names for shape {value.shape}")
+    return nnx.Param(value, logical_axes=axes)  # type: ignore[call-arg]
 
 
 class Linear(nnx.Module):
@@ -50,7 +64,7 @@ class Linear(nnx.Module):
         self.weight = parameter(weight, *ins, *outs)
         self.bias = parameter(jnp.zeros(self.outs, init.dtype), *outs) if bias else None
 
-    def settle(self) -> None:
+    def relayout_for_decode(self) -> None:
         """Holds the weight as this CPU reads it fastest for a few rows, in the dtype in which it is multiplied."""
         flat = self.weight[...].reshape(math.prod(self.ins), math.prod(self.outs))
         flat, self._side = layouts.for_few_rows(flat.astype(self.precision.compute), 0)
@@ -80,7 +94,7 @@ class HeadLinear(Linear):
     the y_n is W_n times what is summed of the x.
     """
 
-    def settle(self) -> None:
+    def relayout_for_decode(self) -> None:
         """Casts the weight only: by head it is read as it lies."""
         self.weight[...] = self.weight[...].astype(self.precision.compute)
 
@@ -122,7 +136,7 @@ class GroupedLinear(nnx.Module):
 
         self.weight = parameter(jax.vmap(weight)(jax.random.split(key, experts)), *self.axes)
 
-    def settle(self) -> None:
+    def relayout_for_decode(self) -> None:
         """Casts the weights, so that no product casts them again."""
         self.weight[...] = self.weight[...].astype(self.precision.compute)
 

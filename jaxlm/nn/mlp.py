@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxlm.core.precision import Precision
-from jaxlm.nn import noted
+from jaxlm.nn import intermediates
 from jaxlm.nn.config import Activation, MlpConfig
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
@@ -80,8 +80,8 @@ class Mlp(nnx.Module):
         activation = ACTIVATIONS[self.config.activation]
         hidden = self.up(x)
         gate = hidden if self.gate is None else self.gate(x)
-        if noted.is_asked("activations"):
-            noted.add("active", jnp.sum(gate > 0, (0, 1), dtype=jnp.float32))
+        if intermediates.is_captured("activations"):
+            intermediates.record_sum("active", jnp.sum(gate > 0, (0, 1), dtype=jnp.float32))
         if self.gate is None:
             hidden = recomputed(activation)(hidden)
         else:

@@ -10,12 +10,11 @@ from jaxtyping import Array, Float
 
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
-from jaxlm.nn import noted
+from jaxlm.nn import intermediates
 from jaxlm.nn.config import MlpConfig, MoeConfig
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.linear import GroupedLinear, Linear
+from jaxlm.nn.linear import GroupedLinear, Linear, parameter
 from jaxlm.nn.mlp import ACTIVATIONS, Mlp, gated
-from jaxlm.nn.parameter import parameter
 from jaxlm.ops import routing
 from jaxlm.ops.routing import Routes
 from jaxlm.parallel import expert
@@ -149,8 +148,8 @@ class Moe(nnx.Module):
         config = self.config
         spread = routing.spread(routes, counted)
         tokens = counted.sum(-1)
-        if noted.is_asked("activations"):
-            noted.add("load", spread.loads.sum(0))
+        if intermediates.is_captured("activations"):
+            intermediates.record_sum("load", spread.loads.sum(0))
         z = Mean.of(jnp.square(jax.nn.logsumexp(logits, axis=-1)), counted)
         balance = Mean.of(spread.balance, tokens)
         added = config.balance * balance.total + config.router_z * z.total

@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxlm.nn.config import NormConfig
-from jaxlm.nn.parameter import parameter
+from jaxlm.nn.linear import parameter
 from jaxlm.nn.remat import recomputed
 
 

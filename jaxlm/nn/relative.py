@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxlm.nn.config import RelativeBias
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.parameter import parameter
+from jaxlm.nn.linear import parameter
 from jaxlm.parallel.rules import constrain
 
 

@@ -15,19 +15,92 @@ from jaxtyping import Float, Int
 from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
-from jaxlm.nn import noted
-from jaxlm.nn.attention import Memory
+from jaxlm.nn import intermediates
+from jaxlm.nn.attention import CrossAttention, CrossInputs
 from jaxlm.nn.block import Block
-from jaxlm.nn.cache import Known
+from jaxlm.nn.cache import EncoderKV, LayerCache
 from jaxlm.nn.config import BlockConfig
 from jaxlm.nn.dropout import layer_drop
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.noted import Notes
+from jaxlm.nn.intermediates import Intermediates
+from jaxlm.nn.linear import GroupedLinear, Linear
 from jaxlm.nn.remat import rematerialised
-from jaxlm.nn.unstacked import Caches, Unstacked
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel import pipeline, rules
 from jaxlm.parallel.schedule import Schedule
+
+# Layers one after the other, each with parameters and a cache of its own.
+
+
+Caches = dict[str, tuple[LayerCache, ...]]  # by kind: one for each layer of it
+
+
+class Unstacked(nnx.Module):
+    """The blocks of a stack in a row; layer i is of kind i % kinds."""
+
+    def __init__(self, blocks: list[Block], kinds: int):
+        self.blocks, self.kinds = nnx.List(blocks), kinds
+
+    @classmethod
+    def of(cls, stacked: dict[str, tuple[Any, Any]], depth: int) -> "Unstacked":
+        """Cut out of what is stacked: for each kind, the graph of one block and the state of all of them."""
+        kinds = len(stacked)
+        blocks = []
+        for number in range(depth):
+            graphdef, state = stacked[str(number % kinds)]
+            own = jax.tree.map(lambda leaf, at=number // kinds: leaf[at], state)
+            blocks.append(nnx.merge(graphdef, own))
+        return cls(blocks, kinds)
+
+    def settle(self) -> None:
+        """Holds each weight as a few rows meet it fastest, so that no product casts it again."""
+        for block in self.blocks:
+            for _, module in nnx.iter_graph(block):
+                if isinstance(module, (Linear, GroupedLinear)):
+                    module.relayout_for_decode()
+
+    def across(self, values: Float[Array, "B S D"]) -> dict[str, tuple[EncoderKV, ...]]:
+        """Each layer's keys and values of what an encoder has read, by kind; for a `Memory`."""
+        found: dict[str, tuple[EncoderKV, ...]] = {}
+        for number, block in enumerate(self.blocks):
+            assert isinstance(block.cross, CrossAttention)
+            name = str(number % self.kinds)
+            found[name] = (*found.get(name, ()), block.cross.cross_kv(values))
+        return found
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Int[Array, "B T"],
+        mask: Mask,
+        memory: CrossInputs | None = None,
+        caches: Caches,
+        start: Int[Array, "B"],
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T D"], Caches, dict[str, Mean]]:
+        """As `Stack`, whose caches are never put together: a step then writes into each where it lies."""
+        keys = [None] * len(self.blocks) if key is None else jax.random.split(key, len(self.blocks))
+        written: dict[str, tuple[LayerCache, ...]] = dict.fromkeys(caches, ())
+        losses = []
+        known = None if memory is None else memory.layers
+        for number, (block, own) in enumerate(zip(self.blocks, keys, strict=True)):
+            name, place = str(number % self.kinds), number // self.kinds
+            x, cache, added = block(
+                x,
+                positions=positions,
+                mask=mask,
+                memory=memory,
+                known=None if known is None else known[name][place],
+                cache=caches[name][place],
+                start=start,
+                key=own,
+            )
+            assert cache is not None
+            written[name] += (cache,)
+            losses.append(added)
+        return x, written, Mean.merged(*losses)
+
 
 Layers = Literal["scan", "unroll"]
 # By kind: state, key, how often the layer is passed by.
@@ -97,7 +170,7 @@ class Stack(nnx.Module):
         *,
         positions: Int[Array, "B T"],
         mask: Mask,
-        memory: Memory | None = None,
+        memory: CrossInputs | None = None,
         caches: Caches | None = None,
         start: Int[Array, "B"] | None = None,
         key: Array | None = None,
@@ -131,10 +204,10 @@ class Stack(nnx.Module):
         if not schedule:
             run = functools.partial(_layer, blocks, positions, mask, memory)
             x, notes, losses = self._loop(run, x, layers, self.depth)
-            noted.put(self.name, notes)
+            intermediates.put(self.name, notes)
             return x, None, losses
         dealt = jax.tree.map(
-            lambda rows: pipeline.deal(rows, schedule.microbatches),
+            lambda rows: pipeline.split_microbatches(rows, schedule.microbatches),
             {"positions": positions} | _rows(mask, x.shape[0]),
         )
 
@@ -154,10 +227,12 @@ class Stack(nnx.Module):
             x, _, losses = self._loop(run, x, own, depth, mapped=True)
             return x, losses
 
-        x, losses = pipeline.run(stage, layers, pipeline.deal(x, schedule.microbatches), schedule)
-        return pipeline.collect(x), None, losses
+        x, losses = pipeline.run_pipeline(
+            stage, layers, pipeline.split_microbatches(x, schedule.microbatches), schedule
+        )
+        return pipeline.merge_microbatches(x), None, losses
 
-    def across(self, values: Float[Array, "B S D"]) -> dict[str, tuple[Known, ...]]:
+    def across(self, values: Float[Array, "B S D"]) -> dict[str, tuple[EncoderKV, ...]]:
         """As `Unstacked.across`."""
         return self.unstacked().across(values)
 
@@ -171,13 +246,13 @@ class Stack(nnx.Module):
 
     def _loop(
         self,
-        run: Callable[..., tuple[Array, Notes, dict[str, Mean]]],
+        run: Callable[..., tuple[Array, Intermediates, dict[str, Mean]]],
         x: Array,
         layers: Parts,
         depth: int,
         *,
         mapped: bool = False,
-    ) -> tuple[Array, dict[str, Notes], dict[str, Mean]]:
+    ) -> tuple[Array, dict[str, Intermediates], dict[str, Mean]]:
         """Runs `depth` layers. `mapped` says that this is done for several stages at once."""
         policies = self.remat.split("/")
         # One turn of the scan is the shortest run of layers after which kinds and policies begin again.
@@ -187,9 +262,9 @@ class Stack(nnx.Module):
 
         def together(
             x: Array, layers: dict[str, list[Any]], numbers: range, *, looped: bool
-        ) -> tuple[Array, dict[str, list[Notes]], dict[str, Mean]]:
+        ) -> tuple[Array, dict[str, list[Intermediates]], dict[str, Mean]]:
             """Runs the layers of these numbers, the first of which begins a pattern; `layers` has them by kind."""
-            notes: dict[str, list[Notes]] = {name: [] for name in layers}
+            notes: dict[str, list[Intermediates]] = {name: [] for name in layers}
             losses = []
             for place, number in enumerate(numbers):
                 name, policy = str(number % self.kinds), policies[number % len(policies)]
@@ -205,7 +280,7 @@ class Stack(nnx.Module):
             x, notes, added = together(x, own, range(turn), looped=True)
             return x, ({name: _stack(each) for name, each in notes.items()}, added)
 
-        notes: dict[str, list[Notes]] = {name: [] for name in layers}
+        notes: dict[str, list[Intermediates]] = {name: [] for name in layers}
         losses: list[dict[str, Mean]] = []
         if turns:
             # Each layer of a turn is an argument of its own: of what is cut out of one inside the loop, as weights are
@@ -237,15 +312,15 @@ def _layer(
     blocks: dict[str, Any],
     positions: Array,
     mask: Mask,
-    memory: Memory | None,
+    memory: CrossInputs | None,
     name: str,
     x: Array,
     state: Any,
     key: Array | None,
     drop: Array | None,
-) -> tuple[Array, Notes, dict[str, Mean]]:
+) -> tuple[Array, Intermediates, dict[str, Mean]]:
     block = nnx.merge(blocks[name], state)
-    with noted.of_layer() as notes:
+    with intermediates.capture_layer() as notes:
         after, _, losses = block(x, positions=positions, mask=mask, memory=memory, key=key)
     if drop is not None:
         assert key is not None

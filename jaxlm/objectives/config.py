@@ -229,17 +229,17 @@ def has_inner(objective: Objective) -> bool:
 
 def has_ahead(objective: Objective) -> bool:
     """Whether a batch says which of its rows predict tokens beyond the next: some do, and others do not."""
-    return isinstance(objective, Mixture) and mtp(objective) is not None
+    return isinstance(objective, Mixture) and mtp_settings(objective) is not None
 
 
-def mtp(objective: Objective) -> MTP | None:
+def mtp_settings(objective: Objective) -> MTP | None:
     """How tokens beyond the next are predicted; None where they are not."""
     return next((arm for arm in arms(objective) if isinstance(arm, MTP)), None)
 
 
 def heads(objective: Objective) -> Ahead | None:
     """The heads for further tokens that the model needs."""
-    found = mtp(objective)
+    found = mtp_settings(objective)
     return None if found is None else Ahead(tokens=len(found.weights), kind=found.heads)
 
 

@@ -12,7 +12,7 @@ from jaxlm.ops.cudnn import cudnn
 from jaxlm.ops.kernels import PLATFORMS, Kernel
 from jaxlm.ops.layouts import turned
 from jaxlm.ops.masks import HIDDEN, Mask
-from jaxlm.ops.ring import ring
+from jaxlm.ops.ring import ring_attention
 from jaxlm.parallel import context
 from jaxlm.parallel.rules import constrain
 
@@ -47,7 +47,9 @@ def attention(
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1; grouped heads arXiv:2305.13245; cap
     arXiv:2408.00118, section 2.
     """
-    is_split = context.ways() > 1 and query.shape[1] == key.shape[1]  # a cache is whole everywhere
+    is_split = (
+        context.context_size() > 1 and query.shape[1] == key.shape[1]
+    )  # a cache is whole everywhere
     if kernel != "reference" and dropout and dropout_key is not None:
         raise ValueError(f"attention dropout in {kernel}")
     if kernel != "reference" and mask.bias is not None:
@@ -57,7 +59,7 @@ def attention(
     if backend.name() != PLATFORMS.get(kernel, backend.name()):
         raise ValueError(f"{kernel} attention on a {backend.name()}")
     if is_split and kernel == "ring":
-        return ring(query, key, value, mask, precision.compute, scale=scale, cap=cap)
+        return ring_attention(query, key, value, mask, precision.compute, scale=scale, cap=cap)
     if is_split:
         key, value = (constrain(x, "batch", None, "kv_heads", "head_dim") for x in (key, value))
     elif kernel == "blockwise":
@@ -105,7 +107,7 @@ def _product_forward(x: Array, y: Array) -> tuple[Array, tuple[Array, Array]]:
 def _product_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, y = kept
     low = grad.astype(x.dtype)
-    if context.ways() > 1:
+    if context.context_size() > 1:
         # One dimension of groups x queries would have to be gathered, and the scores with it.
         y_grad = jnp.einsum("bkgtc,bkgts->bkcs", x, low, preferred_element_type=jnp.float32)
     else:

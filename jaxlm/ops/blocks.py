@@ -15,7 +15,7 @@ T_AXIS, S_AXIS = 3, 1  # of every array of queries, and of keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Terms:
+class StaticArgs:
     """What is fixed when the program is compiled."""
 
     scale: float
@@ -26,7 +26,7 @@ class Terms:
     is_dealt: bool
 
     @classmethod
-    def of(cls, mask: Mask, compute: jnp.dtype, *, scale: float, cap: float | None) -> "Terms":
+    def of(cls, mask: Mask, compute: jnp.dtype, *, scale: float, cap: float | None) -> "StaticArgs":
         """Those of attention under a mask."""
         return cls(
             scale=scale,
@@ -74,7 +74,7 @@ class Softmax(NamedTuple):
         )
 
 
-class Kept(NamedTuple):
+class Residuals(NamedTuple):
     """What the backward pass knows of each query beside its own vector."""
 
     grad: Float[Array, "B K G T U"]
@@ -82,7 +82,7 @@ class Kept(NamedTuple):
     mean: Float[Array, "B K G T"]  # of the gradients of its weights, weighed: sum_h grad x out
 
 
-class Cut(NamedTuple):
+class Slice(NamedTuple):
     """A run of slots: `size` from `start` on, along one axis of every array."""
 
     axis: int
@@ -103,15 +103,15 @@ class Cut(NamedTuple):
 
 
 def operands(
-    terms: Terms, query: Array, key: Array, value: Array, asking: Any, held: Any
+    terms: StaticArgs, query: Array, key: Array, value: Array, query_meta: Any, key_meta: Any
 ) -> tuple[Queries, Keys]:
     """Queries by key head and keys by slot, in the compute dtype.
 
     `asking` is (slots, segments, reach) of the queries, `held` (slots, segments) of the keys.
     """
     scaled = by_head((query * terms.scale).astype(terms.compute), key)
-    return Queries(scaled, *jax.tree.map(lambda x: x[:, None, None], asking)), Keys(
-        key.astype(terms.compute), value.astype(terms.compute), *held
+    return Queries(scaled, *jax.tree.map(lambda x: x[:, None, None], query_meta)), Keys(
+        key.astype(terms.compute), value.astype(terms.compute), *key_meta
     )
 
 
@@ -128,38 +128,40 @@ def by_token(x: Array, like: Array) -> Array:
     return turned.astype(like.dtype)
 
 
-def met(terms: Terms, queries: Queries, keys: Keys, before: Softmax) -> Softmax:
+def online_softmax_update(
+    terms: StaticArgs, queries: Queries, keys: Keys, before: Softmax
+) -> Softmax:
     """The softmax with some more keys in it."""
     scores, _ = _scores(terms, queries, keys)
     peak = jnp.maximum(before.peak, scores.max(-1))
     weights = jnp.exp(scores - peak[..., None])
     kept = jnp.exp(before.peak - peak)
-    added = _product("bkgts,bskh->bkgth", weights.astype(terms.compute), keys.v)
+    added = _scaled_product("bkgts,bskh->bkgth", weights.astype(terms.compute), keys.v)
     return Softmax(
         before.out * kept[..., None] + added, peak, before.total * kept + weights.sum(-1)
     )
 
 
 def gradients(
-    terms: Terms, queries: Queries, keys: Keys, known: Kept
+    terms: StaticArgs, queries: Queries, keys: Keys, known: Residuals
 ) -> tuple[Array, Array, Array]:
     """What these queries and keys add to the gradients of q, k and v."""
     scores, slope = _scores(terms, queries, keys)
     weights = jnp.exp(scores - known.log_normalizer[..., None])
-    v_grad = _product("bkgts,bkgth->bskh", weights.astype(terms.compute), known.grad)
-    weights_grad = _product("bkgth,bskh->bkgts", known.grad, keys.v)
+    v_grad = _scaled_product("bkgts,bkgth->bskh", weights.astype(terms.compute), known.grad)
+    weights_grad = _scaled_product("bkgth,bskh->bkgts", known.grad, keys.v)
     scores_grad = weights * (weights_grad - known.mean[..., None]) * slope
     low = scores_grad.astype(terms.compute)
     return (
-        _product("bkgts,bskh->bkgth", low, keys.k),
-        _product("bkgts,bkgth->bskh", low, queries.q),
+        _scaled_product("bkgts,bskh->bkgth", low, keys.k),
+        _scaled_product("bkgts,bkgth->bskh", low, queries.q),
         v_grad,
     )
 
 
-def _scores(terms: Terms, queries: Queries, keys: Keys) -> tuple[Array, Array | float]:
+def _scores(terms: StaticArgs, queries: Queries, keys: Keys) -> tuple[Array, Array | float]:
     """Capped and masked, and the slope of the cap."""
-    scores = _product("bkgth,bskh->bkgts", queries.q, keys.k)
+    scores = _scaled_product("bkgth,bskh->bkgts", queries.q, keys.k)
     slope: Array | float = 1.0
     if terms.cap is not None:
         bent = jnp.tanh(scores / terms.cap)
@@ -176,5 +178,5 @@ def _scores(terms: Terms, queries: Queries, keys: Keys) -> tuple[Array, Array | 
     return jnp.where(mask.materialise()[:, None, None], scores, HIDDEN), slope
 
 
-def _product(terms: str, x: Array, y: Array) -> Array:
+def _scaled_product(terms: str, x: Array, y: Array) -> Array:
     return jnp.einsum(terms, x, y, preferred_element_type=jnp.float32)

@@ -11,14 +11,14 @@ from jaxtyping import Array, Float
 from jaxlm.ops.blocks import (
     S_AXIS,
     T_AXIS,
-    Cut,
-    Kept,
+    Residuals,
+    Slice,
     Softmax,
-    Terms,
+    StaticArgs,
     by_head,
     by_token,
     gradients,
-    met,
+    online_softmax_update,
     operands,
 )
 from jaxlm.ops.kernels import BLOCK
@@ -51,7 +51,7 @@ def blockwise(
     """
     if not mask.is_whole:
         raise ValueError("blockwise attention of other than whole rows")
-    terms = Terms.of(mask, compute, scale=scale, cap=cap)
+    terms = StaticArgs.of(mask, compute, scale=scale, cap=cap)
     length = query.shape[1]
     block = min(block, length)
     count = -(-length // block)
@@ -77,22 +77,22 @@ def blockwise(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _blockwise(
-    terms: Terms, block: int, query: Array, key: Array, value: Array, asking: Any
+    terms: StaticArgs, block: int, query: Array, key: Array, value: Array, asking: Any
 ) -> Array:
     return _forward(terms, block, query, key, value, asking)[0]
 
 
 def _forward(
-    terms: Terms, block: int, query: Array, key: Array, value: Array, asking: Any
+    terms: StaticArgs, block: int, query: Array, key: Array, value: Array, asking: Any
 ) -> tuple[Array, Any]:
     queries, keys = operands(terms, query, key, value, asking, asking[:2])
     count = query.shape[1] // block
 
     def row(_: None, i: Array) -> tuple[None, tuple[Array, Array]]:
-        own = Cut(T_AXIS, i * block, block).of(queries)
+        own = Slice(T_AXIS, i * block, block).of(queries)
 
         def meet(j: Array, seen: Softmax) -> Softmax:
-            return met(terms, own, Cut(S_AXIS, j * block, block).of(keys), seen)
+            return online_softmax_update(terms, own, Slice(S_AXIS, j * block, block).of(keys), seen)
 
         bounds = _seen(terms, block, count, i, own.reach)
         seen = lax.fori_loop(*bounds, meet, Softmax.of_none(own, value.shape[-1]))
@@ -103,21 +103,21 @@ def _forward(
     return out, (query, key, value, asking, out, log_normalizer)
 
 
-def _backward(terms: Terms, block: int, kept: Any, out_grad: Array) -> tuple[Any, ...]:
+def _backward(terms: StaticArgs, block: int, kept: Any, out_grad: Array) -> tuple[Any, ...]:
     query, key, value, asking, out, log_normalizer = kept
     queries, keys = operands(terms, query, key, value, asking, asking[:2])
     wide = by_head(out_grad.astype(jnp.float32), key)
     mean = (wide * by_head(out.astype(jnp.float32), key)).sum(-1)
-    known = Kept(wide.astype(terms.compute), log_normalizer, mean)
+    known = Residuals(wide.astype(terms.compute), log_normalizer, mean)
     count = query.shape[1] // block
 
     def row(grads: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
-        cut = Cut(T_AXIS, i * block, block)
+        cut = Slice(T_AXIS, i * block, block)
         own, of_own = cut.of(queries), cut.of(known)
 
         def meet(j: Array, carry: tuple[Array, tuple[Array, Array]]) -> Any:
             q_grad, grads = carry
-            at = Cut(S_AXIS, j * block, block)
+            at = Slice(S_AXIS, j * block, block)
             one, *two = gradients(terms, own, at.of(keys), of_own)
             added = jax.tree.map(jnp.add, at.of(grads), tuple(two))
             return q_grad + one, at.into(grads, added)
@@ -140,7 +140,7 @@ _blockwise.defvjp(_forward, _backward)
 
 
 def _seen(
-    terms: Terms, block: int, count: int, i: Array, reach: Array | None = None
+    terms: StaticArgs, block: int, count: int, i: Array, reach: Array | None = None
 ) -> tuple[Array | int, Array | int]:
     """The first block of keys that the i-th block of queries may see, and the one after the last."""
     first: Array | int = 0

@@ -107,7 +107,7 @@ def in_chunks(
     chunks = 1 if tokens is None else min(length, math.ceil(rows * length / tokens))
     if chunks == 1:
         return function(hidden, targets)
-    parts = context.ways()
+    parts = context.context_size()
     own = length // parts
     size = math.ceil(own / chunks)
     chunks = math.ceil(own / size)

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from jaxlm.core.divisors import divisors
 from jaxlm.core.precision_config import ITEM_BYTES, Float
-from jaxlm.monitor import words
+from jaxlm.monitor import formatting
 
 Kernel = Literal["reference", "blockwise", "ring", "splash", "cudnn"]
 Wanted = Literal["auto", "reference", "blockwise", "splash", "cudnn"]
@@ -71,7 +71,7 @@ def choose(wanted: Wanted, target: Target, work: Work) -> Choice:
     for kernel in fast:
         why = [misfit.why for misfit in misfits(kernel, target, work)]
         if kernel == "cudnn" and not why and mask_bytes(work) > MASK_BYTES:
-            held, most = words.size(mask_bytes(work)), words.size(MASK_BYTES)
+            held, most = formatting.size(mask_bytes(work)), formatting.size(MASK_BYTES)
             why = [f"the mask of segments of one row would be {held}, above {most}"]
         if not why:
             return Choice(kernel, f"a kernel made for a {target.platform}{_price(kernel, work)}")
@@ -128,7 +128,7 @@ def _price(kernel: Kernel, work: Work) -> str:
         return ""
     rows = rows_at_a_time(work.rows, work.length, ITEM_BYTES[work.compute])
     part = f", {rows} of {work.rows} rows at a time" if rows < work.rows else ""
-    return f"; segments as a mask of {words.size(mask_bytes(work))} a device{part}"
+    return f"; segments as a mask of {formatting.size(mask_bytes(work))} a device{part}"
 
 
 def _of_splash(work: Work) -> Iterator[Misfit]:

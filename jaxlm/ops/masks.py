@@ -74,7 +74,7 @@ def causal(
 
     Each slot sees as far as its `reach`, where there is one.
     """
-    index = jnp.asarray(context.order(length, parts))[None]
+    index = jnp.asarray(context.zigzag_order(length, parts))[None]
     return Mask(
         query_index=index,
         key_index=index,

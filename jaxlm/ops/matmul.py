@@ -119,7 +119,7 @@ def _other(side: Side) -> Side:
 
 def _is_flat() -> bool:
     # A merged axis cannot be split as rows and context split its two parts: tokens would be gathered.
-    return backend.name() == "cpu" and context.ways() == 1
+    return backend.name() == "cpu" and context.context_size() == 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

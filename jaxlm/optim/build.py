@@ -99,8 +99,8 @@ def ahead(config: Optimizer, axes: Any) -> Callable[[Any, Any], Any] | None:
     frozen = groups.frozen(config, axes)
 
     def point(params: Any, state: Any) -> Any:
-        thawed = tree.without(params, frozen)
-        return tree.laid_over(params, schedule_free.ahead(config, thawed, state[-1], axes))
+        thawed = tree.drop_leaves(params, frozen)
+        return tree.merge_leaves(params, schedule_free.ahead(config, thawed, state[-1], axes))
 
     return point
 
@@ -134,16 +134,16 @@ def _thawed(
         return inner
 
     def init(params: Any) -> Any:
-        return inner.init(tree.without(params, frozen))
+        return inner.init(tree.drop_leaves(params, frozen))
 
     extended = optax.with_extra_args_support(inner)
 
     def update(grads: Any, state: Any, params: Any = None, **given: Any) -> tuple[Any, Any]:
         updates, state = extended.update(
-            tree.without(grads, frozen), state, tree.without(params, frozen), **given
+            tree.drop_leaves(grads, frozen), state, tree.drop_leaves(params, frozen), **given
         )
         still = jax.tree.map(lambda x: jnp.full(x.shape, -0.0, x.dtype), params)
-        return tree.laid_over(still, updates), state
+        return tree.merge_leaves(still, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

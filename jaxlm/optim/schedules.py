@@ -8,8 +8,8 @@ from jax import Array
 
 from jaxlm.core.span import Paced
 from jaxlm.optim.average_config import Average
-from jaxlm.optim.course import averaged, course
 from jaxlm.optim.schedule_config import Schedule
+from jaxlm.optim.schedule_functions import averaged, course
 
 LearningRate = Callable[[Array | int], Array]
 

@@ -20,7 +20,7 @@ PORTS = (20_000, 30_000)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessSpec:
     """Which process of a run this is, and where they meet. None for all three is a run of one process."""
 
     coordinator: str | None = None
@@ -61,7 +61,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _Detected:
     told: str
     host: str | None  # of rank 0, where the cluster says it
     job: str  # its name, for the port
@@ -70,13 +70,13 @@ class _Found:
     local: tuple[int, int] = (0, 1)  # rank and count among those on this host
 
 
-def place(
+def process_spec(
     environment: Environment,
     *,
     coordinator: str | None = None,
     count: int | None = None,
     rank: int | None = None,
-) -> Place:
+) -> ProcessSpec:
     """The place of this process: each flag that is given, and from the environment what no flag says.
 
     A count of 1 without the other flags is a process alone, whatever the environment says.
@@ -86,15 +86,17 @@ def place(
     """
     given = (coordinator, count, rank)
     if count == 1 and (coordinator, rank) == (None, None):
-        return Place(told="one process, as --num_processes=1 says")
+        return ProcessSpec(told="one process, as --num_processes=1 says")
     slices = _number(environment, "MEGASCALE_NUM_SLICES") or 1
     if None not in given:
-        return Place(coordinator=coordinator, count=count, rank=rank, slices=slices, told="flags")
+        return ProcessSpec(
+            coordinator=coordinator, count=count, rank=rank, slices=slices, told="flags"
+        )
     found = detect(environment)
     if isinstance(found, str):
-        return Place(coordinator=coordinator, count=count, rank=rank, told=found)
+        return ProcessSpec(coordinator=coordinator, count=count, rank=rank, told=found)
     if found.count == 1 and given == (None, None, None):
-        return Place(told=f"{found.told}, of one process", slices=slices)
+        return ProcessSpec(told=f"{found.told}, of one process", slices=slices)
     if coordinator is None:
         if found.host is None:
             raise CommandError(
@@ -106,7 +108,7 @@ def place(
         host = f"[{found.host}]" if ":" in found.host else found.host
         coordinator = f"{host}:{port(found.job)}"
     over = [flag for flag, value in zip(FLAGS, given, strict=True) if value is not None]
-    return Place(
+    return ProcessSpec(
         coordinator=coordinator,
         count=found.count if count is None else count,
         rank=found.rank if rank is None else rank,
@@ -116,7 +118,7 @@ def place(
     )
 
 
-def detect(environment: Environment) -> _Found | str:
+def detect(environment: Environment) -> _Detected | str:
     """What the environment says, or in words why this is a process alone.
 
     TPU pods come first, as they run under JobSet too; Open MPI before Slurm, under which `mpirun` starts its daemons as
@@ -146,7 +148,7 @@ def port(job: str) -> int:
     return low + zlib.crc32(job.encode()) % (high - low)
 
 
-def _tpu(environment: Environment) -> _Found | None:
+def _tpu(environment: Environment) -> _Detected | None:
     own = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
     across = ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
     is_multislice = any(environment.get(name) for name in across)
@@ -159,7 +161,7 @@ def _tpu(environment: Environment) -> _Found | None:
     main = environment[across[2]].partition(":")[0] if is_multislice else hosts[0]
     worker = _number(environment, own[0])
     told = f"TPU pod, worker {worker} of {len(hosts)}"
-    return _Found(
+    return _Detected(
         f"{told} in slice {number} of {slices}" if slices > 1 else told,
         main,
         main,
@@ -168,7 +170,7 @@ def _tpu(environment: Environment) -> _Found | None:
     )
 
 
-def _jobset(environment: Environment) -> _Found | None:
+def _jobset(environment: Environment) -> _Detected | None:
     """The names are those with which scripts/launch/jobset.yaml and xpk pass a pod's annotations on."""
     names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX", "PROCESSES_IN_JOB")
     if not any(environment.get(name) for name in names):
@@ -181,7 +183,7 @@ def _jobset(environment: Environment) -> _Found | None:
         job, jobs = (_number(environment, name) for name in group)
     name, replicated = environment[names[0]], environment[names[1]]
     pods, pod = _number(environment, names[3]), _number(environment, names[2])
-    return _Found(
+    return _Detected(
         f"JobSet {name}, pod {pod} of job {job}",
         f"{name}-{replicated}-0-0.{name}",
         name,
@@ -190,7 +192,7 @@ def _jobset(environment: Environment) -> _Found | None:
     )
 
 
-def _open_mpi(environment: Environment) -> _Found | None:
+def _open_mpi(environment: Environment) -> _Detected | None:
     names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
     if not any(environment.get(name) for name in names):
         return None
@@ -203,7 +205,7 @@ def _open_mpi(environment: Environment) -> _Found | None:
     if host is None and (named := re.fullmatch(r"prte(?:run)?-(.+)-\d+@\d+", space)):
         host = named[1]
     local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    return _Found(
+    return _Detected(
         "Open MPI",
         host,
         uri.partition(".")[0] or space,
@@ -213,7 +215,7 @@ def _open_mpi(environment: Environment) -> _Found | None:
     )
 
 
-def _slurm(environment: Environment) -> _Found | None:
+def _slurm(environment: Environment) -> _Detected | None:
     """A step, which `srun` starts. A batch script has Slurm's job about it too, but is one process."""
     names = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_JOB_ID")
     if not any(environment.get(name) for name in names[:2]):
@@ -224,7 +226,7 @@ def _slurm(environment: Environment) -> _Found | None:
     _need("a Slurm step", environment, names)
     job, step = environment[names[3]], environment.get("SLURM_STEP_ID", "0")
     on_hosts = re.sub(r"\(x\d+\)", "", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 2(x3),1
-    return _Found(
+    return _Detected(
         f"Slurm job {job}, step {step}",
         first_host(environment[names[0]]),
         f"{job}.{step}",
@@ -237,14 +239,14 @@ def _slurm(environment: Environment) -> _Found | None:
     )
 
 
-def _pmi(environment: Environment) -> _Found | None:
+def _pmi(environment: Environment) -> _Detected | None:
     names = ("PMI_SIZE", "PMI_RANK")
     if not any(environment.get(name) for name in names):
         return None
     _need("PMI", environment, names)
     count, rank = (_number(environment, name) for name in names)
     local = _local(environment, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    return _Found("PMI (mpiexec)", None, f"pmi {count}", count, rank, local)
+    return _Detected("PMI (mpiexec)", None, f"pmi {count}", count, rank, local)
 
 
 def _need(cluster: str, environment: Environment, names: tuple[str, ...]) -> None:

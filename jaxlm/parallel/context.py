@@ -15,7 +15,7 @@ from jaxlm.parallel.config import AXES
 AXIS = "context"
 
 
-def order(length: int, parts: int) -> Int[np.ndarray, "T"]:
+def zigzag_order(length: int, parts: int) -> Int[np.ndarray, "T"]:
     """The slot of a row that each place holds when the slots are dealt out to `parts` devices, first device first.
 
     The row is cut into 2 x parts chunks, and device i holds chunks i and 2 x parts - 1 - i: an early one, whose queries
@@ -32,12 +32,12 @@ def order(length: int, parts: int) -> Int[np.ndarray, "T"]:
     return np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(-1)
 
 
-def deal(tree: Any, parts: int) -> Any:
+def zigzag_shard(tree: Any, parts: int) -> Any:
     """A tree of [B, T, ...] arrays with their slots dealt out: a permutation inside of a step; no order of data changes."""
     return _permuted(tree, parts, lambda slots: slots)
 
 
-def undeal(tree: Any, parts: int) -> Any:
+def zigzag_unshard(tree: Any, parts: int) -> Any:
     """What `deal` did, undone."""
     return _permuted(tree, parts, np.argsort)
 
@@ -48,12 +48,12 @@ def _permuted(tree: Any, parts: int, of: Callable[[np.ndarray], np.ndarray]) -> 
 
     def moved(x: Array) -> Array:
         rest = (None,) * (x.ndim - 2)
-        return rules.constrain(x[:, of(order(x.shape[1], parts))], "batch", "length", *rest)
+        return rules.constrain(x[:, of(zigzag_order(x.shape[1], parts))], "batch", "length", *rest)
 
     return jax.tree.map(moved, tree)
 
 
-def ways() -> int:
+def context_size() -> int:
     """Over how many devices of the ambient mesh the tokens of a row are split."""
     return rules.split(jax.sharding.get_abstract_mesh(), "length")
 
@@ -93,12 +93,12 @@ def of_rows(function: Callable[..., Array]) -> Callable[..., Array]:
     return placed
 
 
-def passed(tree: Any, parts: int) -> Any:
+def ring_permute(tree: Any, parts: int) -> Any:
     """Inside of `on_each`: what the device before held, as each hands its own to the next."""
     to_next = [(i, (i + 1) % parts) for i in range(parts)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, to_next), tree)
 
 
-def place() -> Array:
+def shard_index() -> Array:
     """Inside of `on_each`: the device's number along the axis."""
     return jax.lax.axis_index(AXIS)

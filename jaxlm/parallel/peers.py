@@ -16,7 +16,7 @@ from jax._src import distributed
 
 from jaxlm.core import faults
 from jaxlm.core.errors import ConfigError, PeerLost
-from jaxlm.parallel import rollcall
+from jaxlm.parallel import rendezvous
 
 AGAIN = "run the same command again: it goes on from the last committed step"
 ROOT = "jaxlm"
@@ -185,12 +185,12 @@ def start(
       CommandError: where they do not fit together.
     """
     faults.rank = rank
-    if rank == 0 and not _is_loopback(rollcall.split(address)[0]):
+    if rank == 0 and not _is_loopback(rendezvous.split(address)[0]):
         say(
             f"warning: the coordinator listens on {address} without encryption or a password; whoever reaches it can "
             "stop this run or change what its processes tell each other"
         )
-    rollcall.meet(address, rank=rank, count=count, seconds=join_seconds)
+    rendezvous.rendezvous(address, rank=rank, count=count, seconds=join_seconds)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Its handler would take the place of the one that saves.
     jax.config.update("jax_enable_preemption_service", False)

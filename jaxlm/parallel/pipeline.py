@@ -17,19 +17,19 @@ from jaxlm.parallel.schedule import Schedule
 Stage = Callable[[Any, Array, Array], tuple[Array, Any]]
 
 
-def deal(x: Array, parts: int) -> Array:
+def split_microbatches(x: Array, parts: int) -> Array:
     """[B, ...] as [parts, B / parts, ...], part i being rows i, i + parts, ...: each row stays on its device."""
     dealt = jnp.swapaxes(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 0, 1)
     return _constrained(dealt, None)
 
 
-def collect(x: Array) -> Array:
+def merge_microbatches(x: Array) -> Array:
     """The rows of `deal` in their order again."""
     rows = jnp.swapaxes(x, 0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
     return _constrained(rows)
 
 
-def run(
+def run_pipeline(
     stage: Stage, layers: Any, x: Float[Array, "M B T D"], schedule: Schedule
 ) -> tuple[Float[Array, "M B T D"], Any]:
     """Every micro-batch through all layers, and the sums that stages give, over stages and useful ticks.

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.core import batch_schedule as paces
 from jaxlm.core import config
-from jaxlm.core import pace as paces
+from jaxlm.core.batch_schedule import BatchSchedule, Phase
 from jaxlm.core.config import Span, setting
-from jaxlm.core.pace import Pace, Stage
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.core.spelling import nearest
 from jaxlm.data import mixture_config
@@ -36,7 +36,7 @@ from jaxlm.objectives.config import (
     has_inner,
     heads,
 )
-from jaxlm.optim import average_config, course
+from jaxlm.optim import average_config, schedule_functions
 from jaxlm.optim.average_config import Average, NoAverage
 from jaxlm.optim.config import (
     Adam,
@@ -52,7 +52,7 @@ from jaxlm.optim.config import (
 from jaxlm.optim.schedule_config import Cosine, Schedule
 from jaxlm.optim.schedule_config import problems as misfits
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.train.config import GuardConfig, TrainConfig
+from jaxlm.training.config import GuardConfig, TrainConfig
 
 WIDTH_RULED = (Adam, AdamW, AdamW8bit, AmsGrad, Lion, Nadam)  # whose step has the size of the rate
 VOCAB_MULTIPLE = 64  # what `model.vocab=auto` is rounded up to, so that it splits over devices
@@ -234,7 +234,7 @@ class Run:
                 )
         try:
             pace = self.pace
-        except paces.Misplaced as error:
+        except paces.ScheduleError as error:
             yield error.setting, str(error), f"'--config.{error.setting}=()'"
             return
         for name, why, fix in misfits(self.schedule, self.train.steps, pace):
@@ -278,7 +278,7 @@ class Run:
     def cautions(self) -> Iterator[tuple[str, str, str]]:
         """What is let through because it may be meant, as in the first part of a longer run: (setting, why, fix)."""
         length: dict[str, Any] = {"total": self.train.steps, "tokens_per_step": self.pace}
-        for name, why, fix in course.cautions(self.schedule, **length):
+        for name, why, fix in schedule_functions.cautions(self.schedule, **length):
             yield f"schedule.{name}", why, fix
         for name, why, fix in average_config.cautions(self.average, **length):
             yield f"average.{name}", why, fix
@@ -310,7 +310,7 @@ class Run:
         return self.pace.rows(span.steps(self.train.steps, self.pace))
 
     @property
-    def pace(self) -> Pace:
+    def pace(self) -> BatchSchedule:
         """Rows and lengths of each batch. Raises ValueError where the stages do not follow each other."""
         return paces.build(
             total=self.train.steps,
@@ -320,7 +320,7 @@ class Run:
             lengths=self.data.sequence_warmup,
         )
 
-    def at(self, stage: Stage) -> "Run":
+    def at(self, stage: Phase) -> "Run":
         """The run as if it were in a stage from beginning to end."""
         return dataclasses.replace(
             self,

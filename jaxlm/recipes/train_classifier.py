@@ -15,12 +15,12 @@ import numpy as np
 import optax
 
 from jaxlm.core.errors import DataError, NotWritable, cannot_write
+from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.document import Broken
+from jaxlm.corpus.filters.linear import Features, Linear
+from jaxlm.corpus.readers.files import read
 from jaxlm.data import cache
 from jaxlm.data.documents import Corpus
-from jaxlm.data.prepare.config import Recipe
-from jaxlm.data.prepare.document import Broken
-from jaxlm.data.prepare.filters.linear import Features, Linear
-from jaxlm.data.prepare.readers.files import read
 
 THRESHOLDS = 0.1, 0.3, 0.5, 0.7, 0.9
 FEWEST = 10  # examples of a label, below which nothing is learnt or measured

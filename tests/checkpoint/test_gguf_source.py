@@ -7,13 +7,13 @@ import gguf
 import numpy as np
 import pytest
 
-from jaxlm.checkpoint import gguf_file
+from jaxlm.checkpoint import gguf_file, hub_architecture
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.models.families.gemma import Gemma
 from jaxlm.models.families.gemma2 import Gemma2
 from jaxlm.models.families.gemma3 import Gemma3
-from jaxlm.recipes import foreign, importing
+from jaxlm.recipes.exchange import import_model
 from tests.checkpoint import ggufs
 from tests.parity import weights
 
@@ -35,7 +35,7 @@ def test_a_file_has_the_settings_and_tensors_of_the_folder(name, tmp_path):
     family = FAMILIES[name]
     ggufs.write(tmp_path / "model.gguf", family)
     source = Gguf(tmp_path / "model.gguf")
-    read, dtype = foreign.described(source, lambda _: None)
+    read, dtype = hub_architecture.described(source, lambda _: None)
     assert read.build() == family.build()
     assert dtype == "float32"
     wanted = {each.name: each.shape for each in weights.tensors(family)}
@@ -135,13 +135,13 @@ def test_what_changes_nothing_is_taken(tmp_path):
         writer.add_add_space_prefix(False)
 
     ggufs.write(tmp_path / "model.gguf", LLAMA, change=change)
-    read, _ = foreign.described(Gguf(tmp_path / "model.gguf"), lambda _: None)
+    read, _ = hub_architecture.described(Gguf(tmp_path / "model.gguf"), lambda _: None)
     assert read.build() == LLAMA.build()
 
 
 def test_the_end_of_a_turn_ends_an_answer_too(tmp_path):
     ggufs.write(tmp_path / "model.gguf", LLAMA, change=lambda writer: writer.add_eot_token_id(7))
-    found = importing.read_tokenizer(Gguf(tmp_path / "model.gguf"))
+    found = import_model.read_tokenizer(Gguf(tmp_path / "model.gguf"))
     assert found.eos != 7
     assert found.ends == (found.eos, 7)
 
@@ -149,7 +149,7 @@ def test_the_end_of_a_turn_ends_an_answer_too(tmp_path):
 @pytest.mark.parametrize(("storage", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float32")])  # fmt: skip
 def test_numbers_are_called_what_the_matrices_are_kept_as(storage, dtype, tmp_path):
     ggufs.write(tmp_path / "model.gguf", dataclasses.replace(LLAMA, hidden=64), storage=storage)
-    assert foreign.described(Gguf(tmp_path / "model.gguf"), lambda _: None)[1] == dtype
+    assert hub_architecture.described(Gguf(tmp_path / "model.gguf"), lambda _: None)[1] == dtype
 
 
 def test_a_header_with_changed_bytes_is_read_or_refused_and_nothing_else(tmp_path):
@@ -166,8 +166,8 @@ def test_a_header_with_changed_bytes_is_read_or_refused_and_nothing_else(tmp_pat
         path.write_bytes(content)
         try:
             source = Gguf(path)
-            foreign.described(source, lambda _: None)
-            importing.read_tokenizer(source)
+            hub_architecture.described(source, lambda _: None)
+            import_model.read_tokenizer(source)
             codes[0] += 1
         except JaxlmError as error:
             codes[error.code] += 1

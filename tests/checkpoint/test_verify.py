@@ -10,7 +10,7 @@ from etils import epath
 from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint import store as stores
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.store import TORN, Store
+from jaxlm.checkpoint.store import PARTIAL_SUFFIXES, Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core.errors import DataError, SaveFailed
 from jaxlm.monitor import progress
@@ -197,7 +197,7 @@ def test_old_steps_are_removed_outside_of_the_limit_of_a_save(tmp_path, monkeypa
         store.wait()
 
     def slow(path, *args, **kwargs):
-        if path.name == f"1{TORN[1]}":
+        if path.name == f"1{PARTIAL_SUFFIXES[1]}":
             assert go_on.wait(30)
         return rmtree(path, *args, **kwargs)
 
@@ -205,10 +205,10 @@ def test_old_steps_are_removed_outside_of_the_limit_of_a_save(tmp_path, monkeypa
     store.save(3, state(), {})
     store._orbax.wait_until_finished()
     assert store.steps() == [2, 3]
-    assert (tmp_path / f"1{TORN[1]}").is_dir()
+    assert (tmp_path / f"1{PARTIAL_SUFFIXES[1]}").is_dir()
     go_on.set()
     store.wait()
-    assert not (tmp_path / f"1{TORN[1]}").exists()
+    assert not (tmp_path / f"1{PARTIAL_SUFFIXES[1]}").exists()
     store.close()
     assert store.steps() == [3]
 
@@ -227,9 +227,9 @@ def test_an_old_step_that_cannot_be_removed_is_said(tmp_path, monkeypatch):
     with pytest.raises(SaveFailed, match="an old checkpoint could not be removed"):
         store.wait()
     assert store.steps() == [2, 3]
-    assert (tmp_path / f"1{TORN[1]}").is_dir()
+    assert (tmp_path / f"1{PARTIAL_SUFFIXES[1]}").is_dir()
     store.release()
-    assert not (tmp_path / f"1{TORN[1]}").exists(), "tried again"
+    assert not (tmp_path / f"1{PARTIAL_SUFFIXES[1]}").exists(), "tried again"
 
 
 def test_one_process_needs_no_service(step, read):

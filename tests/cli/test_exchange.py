@@ -23,7 +23,7 @@ from jaxlm.models.families.deepseek_v3 import DeepSeekV3
 from jaxlm.models.families.gemma3 import Gemma3
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.qwen3_moe import Qwen3Moe
-from jaxlm.recipes import export_folder, exporting, importing
+from jaxlm.recipes.exchange import export_hf, export_model, import_model
 from tests.faults import harness
 from tests.parity import weights
 
@@ -307,7 +307,7 @@ def test_added_tokens_have_the_mean_of_the_others_and_those_stay_as_they_were(
     exported = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
     ids = exported.encode(text, add_special_tokens=False).ids
     ours = Folder(out)
-    found = importing.read_tokenizer(ours)
+    found = import_model.read_tokenizer(ours)
     assert found.encode(text) == ids
     assert {258, 259} < set(ids)
     assert found.decode(ids) == text
@@ -346,7 +346,7 @@ def test_a_document_begins_as_the_tokenizer_begins_a_text(tmp_path, begins, adde
         settings = json.loads((source / "tokenizer_config.json").read_text())
         settings["add_bos_token"] = added
         (source / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = importing.read_tokenizer(Folder(source))
+    found = import_model.read_tokenizer(Folder(source))
     assert (list(found.before), found.after) == (first, (257,))
 
 
@@ -356,8 +356,8 @@ def test_a_model_of_several_files_is_read_and_written(capsys, tmp_path):
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}")
     assert (code, answer["tensors"]) == (0, len(found))
-    answer = exporting.export_model(
-        exporting.Options(workdir=run, out=out, dtype="bfloat16", shard_bytes=20_000)
+    answer = export_model.export_model(
+        export_model.ExportOptions(workdir=run, out=out, dtype="bfloat16", shard_bytes=20_000)
     )
     written = json.loads((out / "model.safetensors.index.json").read_text())
     files = set(written["weight_map"].values())
@@ -580,8 +580,10 @@ def exported(tmp_path_factory):
     """A folder that an export wrote, in several files."""
     folder = tmp_path_factory.mktemp("exported")
     source, run = write(folder / "source"), folder / "run"
-    importing.import_model(importing.Options(source=source, workdir=run))
-    exporting.export_model(exporting.Options(workdir=run, out=folder / "out", shard_bytes=20_000))
+    import_model.import_model(import_model.Options(source=source, workdir=run))
+    export_model.export_model(
+        export_model.ExportOptions(workdir=run, out=folder / "out", shard_bytes=20_000)
+    )
     return folder / "out"
 
 
@@ -761,9 +763,9 @@ def test_an_export_whose_config_says_something_else_is_not_called_finished(
 ):
     source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
     assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
-    real = export_folder._attributes
+    real = export_hf._attributes
     monkeypatch.setattr(
-        export_folder, "_attributes", lambda *given: real(*given) | {"rope_theta": 123.0}
+        export_hf, "_attributes", lambda *given: real(*given) | {"rope_theta": 123.0}
     )
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
     assert code == 1
@@ -814,7 +816,7 @@ def test_an_export_that_reads_back_otherwise_is_not_called_finished(
     attributes |= {"is_llama_config": True, "rope_interleaved": False}
     (source / "config.json").write_text(json.dumps(attributes))
     assert call(capsys, "import", f"--from={source}", f"--workdir={run}")[0] == 0
-    whole = export_folder.write_tensors
+    whole = export_hf.write_tensors
 
     def harmed(folder, tensors, array, dtype, **rest):
         def other(each):
@@ -822,7 +824,7 @@ def test_an_export_that_reads_back_otherwise_is_not_called_finished(
 
         return whole(folder, tensors, other, dtype, **rest)
 
-    monkeypatch.setattr(export_folder, "write_tensors", harmed)
+    monkeypatch.setattr(export_hf, "write_tensors", harmed)
     code, answer, _ = call(capsys, "export", f"--workdir={run}", f"--out={out}")
     assert code == 1
     assert said in answer["error"]["what"]

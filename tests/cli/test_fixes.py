@@ -15,7 +15,7 @@ from jaxlm.core.schema import settings
 from jaxlm.core.span import Span
 from jaxlm.core.spelling import SYNONYMS, distance
 from jaxlm.core.values import choices, read, show
-from jaxlm.data.prepare.config import Recipe
+from jaxlm.corpus.config import Recipe
 from jaxlm.recipes.config import Run
 
 SCHEMAS = {"run": Run, "recipe": Recipe}

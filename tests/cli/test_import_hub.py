@@ -15,11 +15,11 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 
-from jaxlm.checkpoint import hub_download
+from jaxlm.checkpoint import hub_architecture, hub_download
 from jaxlm.checkpoint.hub_folder import INDEX, Folder, write_tensors
 from jaxlm.cli.main import main
 from jaxlm.core.errors import CommandError, InputMissing
-from jaxlm.recipes import foreign, importing
+from jaxlm.recipes.exchange import import_model
 from tests.cli.test_exchange import write
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -105,9 +105,9 @@ def publish(hub, name="own/tiny", shards=False):
     write(folder)
     if shards:
         whole = Folder(folder)
-        family, _ = foreign.described(whole, print)
+        family, _ = hub_architecture.described(whole, print)
         with whole.opened() as fetch:
-            tensors = importing.layout(family.build(), family.HUB)
+            tensors = import_model.layout(family.build(), family.HUB)
             arrays = {
                 each.name: fetch(each.name, tuple(map(slice, each.shape))) for each in tensors
             }
@@ -126,7 +126,7 @@ def files_asked_for(hub):
 
 
 def fetched(name, check=lambda config, where: None, **options):
-    return hub_download.fetched(name, importing.BESIDE, check=check, **options)
+    return hub_download.fetched(name, import_model.BESIDE, check=check, **options)
 
 
 def test_a_model_is_imported_by_its_name_and_nothing_else_of_it_is_fetched(hub, tmp_path):

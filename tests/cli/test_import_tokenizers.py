@@ -8,10 +8,10 @@ import sentencepiece
 import tokenizers
 
 from jaxlm.checkpoint.hub_folder import Folder
+from jaxlm.checkpoint.hub_tokenizer_files import read_tokenizer
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.vocabularies import byte_pairs
 from jaxlm.models.families.llama import Llama
-from jaxlm.recipes.import_tokenizer import read_tokenizer
 from tests.cli.test_exchange import SIZES, call
 from tests.data.test_tokenizer import NASTY
 from tests.data.vocabularies.test_byte_pairs import BYTES, lines, trained

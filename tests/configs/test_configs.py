@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
-from jaxlm.models import cost
+from jaxlm.models.cost import model_cost
 from jaxlm.parallel.config import factorisations
 from jaxlm.recipes.config import Run
 
@@ -59,7 +59,7 @@ def test_every_shipped_config_has_a_golden_and_every_golden_a_config():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_size_has_the_published_number_of_parameters(name):
-    assert cost.parameters(load(name).model.build()) == PUBLISHED[name][0]
+    assert model_cost.parameters(load(name).model.build()) == PUBLISHED[name][0]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

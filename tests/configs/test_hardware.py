@@ -15,13 +15,15 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxlm.core import backend, config, tree
 from jaxlm.core.errors import ConfigError
 from jaxlm.data.batch import Tokens
-from jaxlm.models import cost
+from jaxlm.models.cost import model_cost
 from jaxlm.models.families.experts import Experts
 from jaxlm.monitor.chips import machine
 from jaxlm.parallel import host, rules
 from jaxlm.parallel.config import AXES
-from jaxlm.recipes import assembly, engine, plan
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan import predict
+from jaxlm.recipes.train import programs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DEVICES = {  # how many JAX sees, and bytes of each; v5p is named by its cores, two of which are one device
@@ -70,7 +72,7 @@ def assembled(run, hardware):
     sizes = run.mesh.sizes(DEVICES[hardware][0])
     types = (AxisType.Auto,) * len(AXES)
     mesh = AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=types)
-    return assembly.assemble(run, run.model.vocab, mesh)
+    return setup.build_sharded_model(run, run.model.vocab, mesh)
 
 
 def test_each_config_names_the_hardware_that_it_is_for():
@@ -106,7 +108,7 @@ def test_every_dimension_divides_and_the_state_fits(name, hardware):
     assert f"    {hardware} " in (CONFIGS / f"{name}.py").read_text().split('"""')[1]
     rows = run.train.batch // run.train.microbatches // rules.split(model.mesh, "batch")
     assert 1 <= rows <= 16
-    assert tree.size_bytes(model.blueprint.shapes) == 4 * cost.parameters(run.model.build())
+    assert tree.size_bytes(model.blueprint.shapes) == 4 * model_cost.parameters(run.model.build())
     assert held * devices >= tree.size_bytes(model.blueprint.shapes)
 
 
@@ -116,7 +118,7 @@ def test_the_plan_of_a_layout_fits_and_multiplies_no_row_with_the_weights_of_oth
 ):
     on = f"h100x{hardware.removesuffix('gpu')}" if "gpu" in hardware else hardware
     run = load(name, hardware)
-    forecast = plan.forecast(run, machine(on, flag="--on"))
+    forecast = predict.forecast(run, machine(on, flag="--on"))
     assert forecast.fits
     assert not any("model.capacity" in risk for risk in forecast.risks)
     capacity = getattr(run.model, "capacity", None)
@@ -139,10 +141,10 @@ def test_the_step_and_its_layout_can_be_traced(name, hardware):
     with (
         backend.of("gpu" if "gpu" in hardware else "tpu"),
         jax.sharding.use_abstract_mesh(model.mesh),
-        mock.patch.object(engine.host, "host_rows"),
-        mock.patch.object(engine, "Replicas"),
+        mock.patch.object(programs.host, "host_rows"),
+        mock.patch.object(programs, "Replicas"),
     ):
-        built = engine.Engine(run, data, model)
+        built = programs.TrainPrograms(run, data, model)
         state = built.abstract()
         shape = (run.train.batch, run.data.sequence)
         place = host.batch_sharding(model.mesh)

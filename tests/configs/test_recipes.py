@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxlm.core import config
-from jaxlm.data.prepare.config import Recipe
+from jaxlm.corpus.config import Recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs/data").glob("*.py"))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxlm.core import pace as paces
+from jaxlm.core import batch_schedule as paces
 from jaxlm.core.span import Span
-from jaxlm.train.cadence import Cadence
+from jaxlm.training.cadence import Cadence
 
 
 def _pace(batches=("4@2", "8@50%"), lengths=("16@1", "32@800tok"), **settings):
@@ -14,9 +14,9 @@ def _pace(batches=("4@2", "8@50%"), lengths=("16@1", "32@800tok"), **settings):
 
 def test_stages_follow_each_other_by_steps_shares_and_tokens():
     # 4 x 64 tokens a step at first: 800 are over after 2 steps of 256 and 1 of 512.
-    shown = [(stage.first, stage.rows, stage.length) for stage in _pace().stages]
+    shown = [(stage.first, stage.rows, stage.length) for stage in _pace().phases]
     assert shown == [(0, 4, 16), (1, 4, 32), (2, 8, 32), (3, 8, 64), (10, 12, 64)]
-    assert [_pace().stage(number).rows for number in (0, 1, 2, 9, 10, 10**9)] == [
+    assert [_pace().phase(number).rows for number in (0, 1, 2, 9, 10, 10**9)] == [
         4,
         4,
         8,
@@ -32,7 +32,7 @@ def test_rows_and_tokens_are_the_sums_over_the_batches_before():
     for number in range(40):
         assert pace.rows(number) == rows
         assert pace.tokens(number) == rows * 64
-        rows += pace.stage(number).rows
+        rows += pace.phase(number).rows
     assert pace.rows(10**12) == 4 * 2 + 8 * 8 + 12 * (10**12 - 10)
 
 

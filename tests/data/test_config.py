@@ -3,7 +3,7 @@
 import pytest
 
 from jaxlm.data.config import DataConfig
-from jaxlm.data.selection import held_out
+from jaxlm.data.parts import held_out
 
 
 def test_the_defaults_are_right() -> None:

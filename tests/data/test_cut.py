@@ -7,11 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlm.core import pace as paces
+from jaxlm.core import batch_schedule as paces
 from jaxlm.data import packing, writer
 from jaxlm.data.batch import Tokens
-from jaxlm.data.cut import cut
-from jaxlm.data.loader import Loader
+from jaxlm.data.loader import Loader, cut
 from jaxlm.data.records import Document
 from jaxlm.data.tokenizer import Bytes
 
@@ -69,7 +68,7 @@ def test_the_stages_read_one_stream_and_lose_no_token(loader: Loader) -> None:
 @pytest.mark.parametrize("start", [1, 2, 4, 5, 7])
 def test_a_resume_in_any_stage_on_other_hosts_reads_the_same(loader: Loader, start: int) -> None:
     unbroken = list(itertools.islice(loader.batches(0, batch=PACE), 9))[start:]
-    sizes = [stage.rows for stage in PACE.stages]
+    sizes = [stage.rows for stage in PACE.phases]
     parts = [
         loader.batches(
             start,

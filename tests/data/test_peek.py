@@ -32,7 +32,7 @@ def test_a_character_of_several_tokens_is_whole_and_control_characters_are_spelt
 def test_what_is_read_both_ways_is_marked_too() -> None:
     batch = _batch("ask:answer", slice(4, None))
     reach = np.maximum(np.arange(11)[None], 4)
-    assert peek.rendered(batch._replace(reach=reach), Bytes(), 0, ("[", "]")) == [
+    assert peek.rendered(batch._replace(visible_until=reach), Bytes(), 0, ("[", "]")) == [
         "\u2039<|bos|>ask:\u203a[answer<|eos|>]"
     ]
 
@@ -40,7 +40,7 @@ def test_what_is_read_both_ways_is_marked_too() -> None:
 def test_hidden_tokens_are_shown_with_what_is_predicted_in_their_place() -> None:
     batch = _batch("word", slice(1, 3))
     tokens = np.where(batch.weights > 0, SPECIALS.index("<|mask|>"), batch.tokens)
-    hidden = batch._replace(tokens=tokens, targets=batch.tokens, reach=np.full((1, 5), 4))
+    hidden = batch._replace(tokens=tokens, targets=batch.tokens, visible_until=np.full((1, 5), 4))
     assert peek.rendered(hidden, Bytes(), 0, ("[", "]")) == [
         "\u2039<|bos|><|mask|>\u203a[w]\u2039<|mask|>\u203a[o]\u2039rd\u203a"
     ]

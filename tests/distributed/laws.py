@@ -19,11 +19,11 @@ from jaxlm.optim.config import AdamW
 from jaxlm.optim.schedule_config import Constant
 from jaxlm.parallel import host, mesh
 from jaxlm.parallel.config import AXES, MeshConfig
-from jaxlm.recipes import assembly
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import Engine
-from jaxlm.train.config import TrainConfig
-from jaxlm.train.state import TrainState
+from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.training.config import TrainConfig
+from jaxlm.training.state import TrainState
 
 VOCAB = 64
 SIZES: dict[str, Any] = dict(vocab=VOCAB, width=16, depth=8, heads=8, kv_heads=8, head_dim=4)
@@ -101,13 +101,13 @@ def _apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
     )
 
 
-def engine_of(run: Run, data: Data) -> Engine:
+def engine_of(run: Run, data: Data) -> TrainPrograms:
     """The engine of a run on the first devices that it needs; to be used under its mesh."""
     count = math.prod(getattr(run.mesh, axis) for axis in AXES)
     grid = mesh.build(run.mesh, jax.devices()[:count])
     host.check_rows(grid, run.train.batch, run.train.microbatches)
-    assembly.check_fit(run, grid)
-    return Engine(run, data, assembly.assemble(run, VOCAB, grid))
+    setup.check_fit(run, grid)
+    return TrainPrograms(run, data, setup.build_sharded_model(run, VOCAB, grid))
 
 
 def follow(run: Run, steps: int, *, begun: dict[str, np.ndarray] | None = None) -> Course:
@@ -119,7 +119,7 @@ def follow(run: Run, steps: int, *, begun: dict[str, np.ndarray] | None = None) 
     losses, norms = [], []
     gradients: dict[str, np.ndarray] = {}
     with jax.set_mesh(engine.model.mesh):
-        state: TrainState = engine.fresh() if begun is None else placed(engine, begun)
+        state: TrainState = engine.init_state() if begun is None else placed(engine, begun)
         start = arrays(state)
         batches = list(itertools.islice(engine.batches(0), steps))
         lowered = engine.step.lower(state, batches[0])
@@ -137,7 +137,7 @@ def follow(run: Run, steps: int, *, begun: dict[str, np.ndarray] | None = None) 
     return Course(np.array(losses), np.array(norms), gradients, arrays(state.params), start)
 
 
-def placed(engine: Engine, values: dict[str, np.ndarray]) -> TrainState:
+def placed(engine: TrainPrograms, values: dict[str, np.ndarray]) -> TrainState:
     """The state of an engine's run with these values."""
     wanted = engine.abstract()
     leaves, structure = jax.tree.flatten(wanted)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from jaxlm.parallel import cluster
-from jaxlm.recipes.ranks import free_port
+from jaxlm.training.launch import free_port
 from tests.faults import harness
 
 ROOT = Path(__file__).parents[2]
@@ -257,7 +257,7 @@ def test_the_pods_of_the_jobset_find_each_other():
             where = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
             key = where.removeprefix("metadata.annotations['jobset.sigs.k8s.io/").rstrip("]'")
             environment[entry["name"]] = annotations[key] if where else entry["value"]
-        found = cluster.place(environment)
+        found = cluster.process_spec(environment)
         assert found.count == job["completions"]
         ranks.add(found.rank)
         meeting.add(found.coordinator)

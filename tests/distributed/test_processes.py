@@ -16,7 +16,7 @@ from jaxlm.cli.main import main
 from jaxlm.data.loader import Loader
 from jaxlm.monitor import plots
 from jaxlm.parallel import cluster
-from jaxlm.recipes.ranks import free_port
+from jaxlm.training.launch import free_port
 from tests.distributed import trainer
 from tests.faults import harness
 

@@ -5,9 +5,9 @@ import time
 import pytest
 
 from jaxlm.core.errors import CommandError, ConfigError, JaxlmError, PeerLost
-from jaxlm.parallel import rollcall
-from jaxlm.parallel.cluster import Place
-from jaxlm.recipes.ranks import free_port
+from jaxlm.parallel import rendezvous
+from jaxlm.parallel.cluster import ProcessSpec
+from jaxlm.training.launch import free_port
 
 REFUSED = ConfigError("no setting optim.lrr", where="--config.optim.lrr=1", why="", fix="")
 
@@ -20,10 +20,12 @@ def meet(*ranks, count, seconds=1.0, counts=None, refused=()):
     def go(number, rank):
         try:
             own = (counts or {}).get(rank, count)
-            with rollcall.excused(Place(coordinator=address, count=own, rank=rank)):
+            with rendezvous.report_failure_to_peers(
+                ProcessSpec(coordinator=address, count=own, rank=rank)
+            ):
                 if rank in refused:
                     raise REFUSED
-            rollcall.meet(address, rank=rank, count=own, seconds=seconds)
+            rendezvous.rendezvous(address, rank=rank, count=own, seconds=seconds)
             found[number] = None
         except JaxlmError as error:
             found[number] = error
@@ -39,7 +41,7 @@ def meet(*ranks, count, seconds=1.0, counts=None, refused=()):
 @pytest.fixture(autouse=True)
 def _no_service(monkeypatch):
     """No JAX comes to listen after these meetings."""
-    monkeypatch.setattr(rollcall, "_await_service", lambda _: None)
+    monkeypatch.setattr(rendezvous, "_connect", lambda _: None)
 
 
 def test_ranks_that_are_all_there_go_on():
@@ -80,7 +82,7 @@ def test_those_who_wait_hear_at_once_that_a_rank_was_refused(refused):
 
 
 def test_a_rank_that_is_refused_alone_waits_for_nobody_for_long(monkeypatch):
-    monkeypatch.setattr(rollcall, "EXCUSE_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "EXCUSE_SECONDS", 0.3)
     assert meet(0, count=2, refused=(0,)) == meet(1, count=2, refused=(1,)) == [REFUSED]
 
 
@@ -108,14 +110,14 @@ def test_a_stranger_at_the_door_is_no_rank(said):
 
     def go():
         try:
-            rollcall.meet(address, rank=0, count=2, seconds=0.8)
+            rendezvous.rendezvous(address, rank=0, count=2, seconds=0.8)
         except PeerLost as error:
             found.append(error.why)
 
     thread = threading.Thread(target=go)
     thread.start()
     time.sleep(0.2)
-    with socket.create_connection(rollcall.split(address)) as stranger:
+    with socket.create_connection(rendezvous.split(address)) as stranger:
         stranger.sendall(said)
         stranger.shutdown(socket.SHUT_WR)
         assert stranger.recv(10) == b"", "it was told nothing"
@@ -128,13 +130,13 @@ def test_a_rank_that_died_while_it_waited_may_come_again():
     found = []
 
     def go(rank):
-        rollcall.meet(address, rank=rank, count=3, seconds=30)
+        rendezvous.rendezvous(address, rank=rank, count=3, seconds=30)
         found.append(rank)
 
     first = threading.Thread(target=go, args=(0,))
     first.start()
     time.sleep(0.2)
-    with socket.create_connection(rollcall.split(address)) as dead:
+    with socket.create_connection(rendezvous.split(address)) as dead:
         dead.sendall(b'{"rank": 1, "count": 3}\n')
         time.sleep(0.2)
     threads = [first, *(threading.Thread(target=go, args=(rank,)) for rank in (2, 1))]
@@ -150,11 +152,11 @@ def test_an_address_in_use_is_said():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(PeerLost) as caught:
-            rollcall.meet(address, rank=0, count=2, seconds=1)
+            rendezvous.rendezvous(address, rank=0, count=2, seconds=1)
     assert "in use" in caught.value.why
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:x", "host:0", "host:70000"])
 def test_what_is_no_address_is_refused(text):
     with pytest.raises(CommandError):
-        rollcall.split(text)
+        rendezvous.split(text)

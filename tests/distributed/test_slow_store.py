@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxlm.checkpoint.store import TORN
-from jaxlm.recipes.ranks import free_port
+from jaxlm.checkpoint.store import PARTIAL_SUFFIXES
+from jaxlm.training.launch import free_port
 from tests.faults import harness
 
 SLOW = "store.read:slow=20000000"  # bytes a second of each thread
@@ -127,12 +127,13 @@ def test_each_process_hashes_the_files_that_it_wrote_and_no_file_is_left_out(liv
         (life, step)
         for life in both
         for step in life.steps()
-        if step.endswith(TORN[0]) and step.removesuffix(TORN[0]) not in twice
+        if step.endswith(PARTIAL_SUFFIXES[0])
+        and step.removesuffix(PARTIAL_SUFFIXES[0]) not in twice
     ]
     assert len(saved) >= 4
     for life, step in saved:
         zero, one = divided(life, step)
-        assert zero | one == files(run, step.removesuffix(TORN[0])), step
+        assert zero | one == files(run, step.removesuffix(PARTIAL_SUFFIXES[0])), step
         assert {path.partition("/")[0] for path in one} == {"ocdbt.process_1", "array_metadatas"}
         assert not any("process_1" in path for path in zero)
         assert sum(one.values()) > sum(zero.values()) / 4, "fsdp splits the arrays between the two"

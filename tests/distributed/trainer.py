@@ -15,7 +15,7 @@ from jaxlm.core import tree
 from jaxlm.data.loader import Loader
 from jaxlm.monitor import plots
 from jaxlm.parallel import host
-from jaxlm.recipes import resume
+from jaxlm.recipes.train import resume
 
 batches, restore = Loader.batches, resume.state
 

@@ -22,8 +22,8 @@ from jaxlm.core.errors import JaxlmError, Preempted
 from jaxlm.core.span import Span
 from jaxlm.monitor.config import WatchConfig
 from jaxlm.parallel import cluster
-from jaxlm.recipes.crew import Crew
-from jaxlm.train.rundir import RunDir
+from jaxlm.training.processes import ProcessGroup
+from jaxlm.training.rundir import RunDir
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--workdir", type=Path, required=True)
@@ -51,7 +51,7 @@ def hang():
     return np.float32(0)
 
 
-def save(workdir: Path, crew: Crew, step: int, total: jax.Array) -> None:
+def save(workdir: Path, crew: ProcessGroup, step: int, total: jax.Array) -> None:
     """Commits the total, as all ranks together do."""
     from jaxlm.checkpoint.config import CheckpointConfig
     from jaxlm.checkpoint.store import Store
@@ -62,7 +62,7 @@ def save(workdir: Path, crew: Crew, step: int, total: jax.Array) -> None:
     store.close()
 
 
-def work(args: argparse.Namespace, crew: Crew) -> int:
+def work(args: argparse.Namespace, crew: ProcessGroup) -> int:
     rank = crew.peers.rank
     crew.agree("facts", {"fact": args.fact.replace("RANK", str(rank)), "steps": args.steps})
     mesh = Mesh(np.array(jax.devices()), ("data",))
@@ -128,13 +128,13 @@ def main() -> int:
             for name, text in (part.split("=") for part in args.watch.split(",") if part)
         }
     )
-    place = cluster.place(
+    place = cluster.process_spec(
         os.environ, coordinator=args.coordinator, count=args.num_processes, rank=args.process_id
     )
     args.workdir.mkdir(parents=True, exist_ok=True)
     try:
         print(f"process {place.rank}, {place.told}", flush=True)
-        with Crew(watch, place, workdir=args.workdir) as crew, crew.stop:
+        with ProcessGroup(watch, place, workdir=args.workdir) as crew, crew.stop:
             directory = RunDir(args.workdir)
             if crew.peers.is_first:
                 crew.ending.leave = directory.leave

@@ -15,7 +15,7 @@ TINY = {
     "train.steps": 2,
     "train.batch": 8,
     "data.train": ROOT / "jaxlm/core/*.py",
-    "data.validation": ROOT / "jaxlm/train/*.py",
+    "data.validation": ROOT / "jaxlm/training/*.py",
     "data.tokenizer": "bytes",
     "data.sequence": 64,
     "model.depth": 1,

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.data.prepare.recipes import prose
+from tests.corpus.recipes import prose
 from tests.e2e.test_notebook import ROOT, TINY, outputs
 
 NOTEBOOK = ROOT / "colab/prepare_data.ipynb"

@@ -26,7 +26,7 @@ from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
 from jaxlm.core import faults
 from jaxlm.core.errors import DataError, InUse, SaveFailed
-from jaxlm.recipes.ranks import free_port
+from jaxlm.training.launch import free_port
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
@@ -80,7 +80,7 @@ def is_found(damage: Callable[[Path], None], path: Path, unbroken: Path, copy: P
     damage(copy / path.relative_to(unbroken / "half"))
     damaged: dict[int, list[str]] = {}
     opened = Store(copy / "checkpoints", CheckpointConfig())
-    assert opened.newest_sound(damaged.__setitem__) == 6
+    assert opened.latest_valid(damaged.__setitem__) == 6
     assert list(damaged) == [8]
     assert path.name in damaged[8][0]
 
@@ -154,7 +154,7 @@ def test_b2_orbaxs_own_note_of_a_commit_decides_nothing(unbroken, tmp_path, kind
     note.unlink() if kind == "removed" else note.write_bytes(b"" if kind == "emptied" else b"\0")
     assert not note.exists() or note.read_bytes() != before or before == b""
     opened = Store(tmp_path / "checkpoints", CheckpointConfig(), read_only=True)
-    assert opened.newest_sound() == 8
+    assert opened.latest_valid() == 8
     assert harness.state_digest(tmp_path) == harness.state_digest(unbroken / "half")
 
 
@@ -477,7 +477,7 @@ UNPRIVILEGED = """
 import ctypes, sys, time
 nothing = (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), nothing) == 0
-import jaxlm.recipes.pretrain
+import jaxlm.recipes.train.pretrain
 from jaxlm.cli.main import main
 for place in sys.argv[2:]:
     begun = time.monotonic()

@@ -11,7 +11,7 @@ from etils import epath
 from jaxlm.checkpoint import record as records
 from jaxlm.cli.main import main
 from jaxlm.optim import adam_8bit, moments
-from jaxlm.recipes import starts
+from jaxlm.recipes.train import resume
 from tests.faults import harness
 
 BLOCKS = moments.blocks
@@ -44,13 +44,13 @@ def test_f3_safe_fields_go_on_and_are_said(config, run):
     assert main(harness.words(config, run, *SAFE)) == 0
     log = (run / "log.txt").read_text()
     assert all(field in log for field in ("log.every", "eval.every", "checkpoint.every"))
-    assert [start.config["log"]["every"] for start in starts.read(run)] == [1, 2]
+    assert [start.config["log"]["every"] for start in resume.read_starts(run)] == [1, 2]
     assert json.loads((run / "config.json").read_text())["log"]["every"] == 2
 
 
 def test_s14_libraries_that_changed_under_a_run_are_said_and_each_start_keeps_its_own(config, run):
-    path = run / starts.FILE
-    (first,) = starts.read(run)
+    path = run / resume.FILE
+    (first,) = resume.read_starts(run)
     assert first.versions["package jax"] == importlib.metadata.version("jax")
     older = dataclasses.asdict(first)
     older["versions"] |= {"package jax": "0.1.2", "package gone": "3"}
@@ -60,11 +60,11 @@ def test_s14_libraries_that_changed_under_a_run_are_said_and_each_start_keeps_it
     assert f"package jax: 0.1.2 -> {importlib.metadata.version('jax')}" in log
     assert "package gone: 3 -> " in log
     assert log.count(" -> ") == 2, "nothing else did"
-    assert starts.read(run)[-1].versions == first.versions
+    assert resume.read_starts(run)[-1].versions == first.versions
     assert harness.exit_of(run)["cause"] == "stopped after step 7, as it was asked to"
     path.write_text("{}\n")
     assert main([*harness.words(config, run), "--stop_at=8"]) == 0
-    assert starts.FILE in (run / "warnings.jsonl").read_text()
+    assert resume.FILE in (run / "warnings.jsonl").read_text()
 
 
 def test_how_a_start_ended_says_nothing_of_the_next_that_was_killed(config, run):
@@ -245,7 +245,7 @@ def test_e3_another_text_is_refused_with_a_diff_and_recorded_where_it_is_allowed
     said = capsys.readouterr().err
     assert main(harness.words(config, run, changed, "--allow_change=data", "--stop_at=8")) == 0
     log = (run / "log.txt").read_text().rpartition("jaxlm train")[2]
-    old, new = (start.data for start in starts.read(run)[-2:])
+    old, new = (start.data for start in resume.read_starts(run)[-2:])
     differences = {name for name in old | new if old.get(name) != new.get(name)}
     assert {"train", "train.tokens"} <= differences
     for name in differences:

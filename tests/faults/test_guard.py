@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxlm.cli.main import main
 from jaxlm.core import faults
-from jaxlm.train import step as steps
+from jaxlm.training import step as steps
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -256,9 +256,9 @@ def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
     config, tmp_path, monkeypatch, capsys
 ):
     """One device's copy of one leaf is changed before step 20; copies are compared every 8 steps."""
-    from jaxlm.recipes.stepping import Stepper
+    from jaxlm.recipes.train.trainer import CompiledStep
 
-    step = Stepper.__call__
+    step = CompiledStep.__call__
 
     def drifting(self, state, batch):
         if self.completed == 19:
@@ -274,7 +274,7 @@ def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
             )
         return step(self, state, batch)
 
-    monkeypatch.setattr(Stepper, "__call__", drifting)
+    monkeypatch.setattr(CompiledStep, "__call__", drifting)
     monkeypatch.setattr(jax, "devices", jax.local_devices)
     words = harness.words(config, tmp_path / "run", *STEPS, "--config.guard.compare_every=8")
     assert main(words) == 79

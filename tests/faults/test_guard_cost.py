@@ -12,11 +12,11 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.data import shards
 from jaxlm.monitor.watch import Watch
-from jaxlm.recipes.saving import Saves
-from jaxlm.recipes.stepping import Stepper
-from jaxlm.train import guard as guards
-from jaxlm.train import step as steps
-from jaxlm.train.signals import StopRequest
+from jaxlm.recipes.train.checkpointing import CheckpointSaver
+from jaxlm.recipes.train.trainer import CompiledStep
+from jaxlm.training import guard as guards
+from jaxlm.training import step as steps
+from jaxlm.training.signals import StopRequest
 from tests.faults import harness
 
 BLOCK, WARM = 4, 6  # steps in a row with or without; and before anything is measured
@@ -67,7 +67,7 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
 
     optional(Watch, "enter", lambda *_: None)
     optional(Watch, "look", lambda *_: "")
-    optional(Saves, "check", lambda *_: None)
+    optional(CheckpointSaver, "check", lambda *_: None)
     optional(StopRequest, "enter", lambda *_: None)
     read = np.frombuffer
     monkeypatch.setattr(
@@ -75,7 +75,7 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
         "frombuffer",
         lambda *args: read(*args) if is_on() else read(*args).view(Unread),
     )
-    step = Stepper.__call__
+    step = CompiledStep.__call__
 
     def bare(self, state, batch):
         """The step without its guard, compiled beside the other."""
@@ -119,7 +119,7 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
             return state, metrics
         return timed(self, state, batch)
 
-    monkeypatch.setattr(Stepper, "__call__", twice)
+    monkeypatch.setattr(CompiledStep, "__call__", twice)
     config = harness.write_config(tmp_path, SETTINGS)
     assert main(harness.words(config, tmp_path / "run")) == 0
     on, off = taken[True], taken[False]

@@ -175,31 +175,31 @@ def test_s15_s1_the_compile_cache_is_private_and_a_garbage_entry_or_a_pickle_is_
 
 
 def test_s15_another_user_compiler_or_processor_has_another_folder(tmp_path, monkeypatch):
-    from jaxlm.recipes import devices
+    from jaxlm.recipes import jax_setup
 
     monkeypatch.setenv("JAXLM_CACHE", str(tmp_path))
-    folders = {devices.compile_cache()}
-    monkeypatch.setattr(devices, "_processor", lambda: "x86_64\nflags: avx512f")
-    folders.add(devices.compile_cache())
-    monkeypatch.setattr(devices.importlib.metadata, "version", lambda name: "0.0.1")
-    folders.add(devices.compile_cache())
+    folders = {jax_setup.compile_cache()}
+    monkeypatch.setattr(jax_setup, "_processor", lambda: "x86_64\nflags: avx512f")
+    folders.add(jax_setup.compile_cache())
+    monkeypatch.setattr(jax_setup.importlib.metadata, "version", lambda name: "0.0.1")
+    folders.add(jax_setup.compile_cache())
     mine = os.getuid()
-    monkeypatch.setattr(devices.os, "getuid", lambda: mine + 1)
+    monkeypatch.setattr(jax_setup.os, "getuid", lambda: mine + 1)
     with pytest.raises(JaxlmError) as caught:  # the folder of that user, made by this one
-        devices.compile_cache()
+        jax_setup.compile_cache()
     assert caught.value.code == 73
     assert len(folders) == 3
     assert len(list((tmp_path / "compiled").iterdir())) == 4
 
 
 def test_s15_a_link_in_place_of_the_folder_is_refused(tmp_path, monkeypatch):
-    from jaxlm.recipes import devices
+    from jaxlm.recipes import jax_setup
 
     monkeypatch.setenv("JAXLM_CACHE", str(tmp_path / "cache"))
-    folder = devices.compile_cache()
+    folder = jax_setup.compile_cache()
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir()
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(JaxlmError) as caught:
-        devices.compile_cache()
+        jax_setup.compile_cache()
     assert caught.value.code == 73

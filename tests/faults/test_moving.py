@@ -13,7 +13,7 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.core import tree
 from jaxlm.parallel import host
-from jaxlm.recipes import resume
+from jaxlm.recipes.train import resume
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("without_plots")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import pytest
 
-from jaxlm.recipes.ranks import Failure, Ranks, free_port
+from jaxlm.training.launch import WorkerFailure, WorkerGroup, free_port
 from tests.distributed.processes import is_mapped, running
 from tests.faults import harness
 
@@ -33,7 +33,7 @@ WORKER = [sys.executable, "-m", "tests.distributed.worker"]
 class Outcome:
     """How two ranks ended."""
 
-    failure: Failure | None
+    failure: WorkerFailure | None
     codes: list[int]
     lines: list[tuple[float, str]]  # with the time at which each came
     pids: list[int]
@@ -65,7 +65,7 @@ def pair(tmp_path, monkeypatch):
             during(ranks, line)
 
         command = [*WORKER, f"--workdir={tmp_path}", *words]
-        ranks = Ranks(command, 2, say=say, **options)
+        ranks = WorkerGroup(command, 2, say=say, **options)
         with ranks:
             failure = ranks.wait()
             ended = time.monotonic()
@@ -260,7 +260,7 @@ def test_a8_a_signal_to_one_rank_stops_both_after_the_same_step_which_they_save(
     step, total = int(stops[0][1]), float(stops[0][2])
     assert step >= 8
     assert harness.steps(tmp_path) == [step]
-    assert harness.store(tmp_path).newest_sound() == step
+    assert harness.store(tmp_path).latest_valid() == step
     assert harness.store(tmp_path).record(step).meta == {"step": step}
     assert harness.store(tmp_path).arrays(step)["total"] == total == 4 * step
 
@@ -518,7 +518,7 @@ def test_d4_a_stuck_rank_of_a_run_ends_both_with_the_stacks_of_both(front_door, 
     last = max(record["time_unix"] for record in harness.records(tmp_path))
     assert left["time_unix"] - last <= harness.allowed(3 + 3)
     for rank in (0, 1):
-        assert "train.py" in (tmp_path / f"stacks.{rank}.txt").read_text()
+        assert "training.py" in (tmp_path / f"stacks.{rank}.txt").read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

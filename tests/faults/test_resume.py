@@ -21,12 +21,12 @@ import tensorstore
 
 from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.store import TORN, Store
+from jaxlm.checkpoint.store import PARTIAL_SUFFIXES, Store
 from jaxlm.cli.main import main
 from jaxlm.core import faults
 from jaxlm.data.loader import Loader
 from jaxlm.optim.config import Optimizer
-from jaxlm.recipes.saving import Saves
+from jaxlm.recipes.train.checkpointing import CheckpointSaver
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device", "without_plots")
@@ -70,7 +70,7 @@ class Kills:
 
 
 def is_saving(workdir: Path) -> bool:
-    return any((workdir / "checkpoints").glob(f"*{TORN[0]}*"))
+    return any((workdir / "checkpoints").glob(f"*{PARTIAL_SUFFIXES[0]}*"))
 
 
 def kill_again_and_again(command: list[str], workdir: Path, unbroken: Path, count: int) -> Kills:
@@ -315,16 +315,16 @@ def test_a5_a_kill_while_old_steps_are_removed_leaves_a_good_one(
             text=True,
         )
         assert done.returncode == -signal.SIGKILL, done.stderr
-        torn = run / f"checkpoints/{step}{TORN[1]}"
+        torn = run / f"checkpoints/{step}{PARTIAL_SUFFIXES[1]}"
         left = sum(path.is_file() for path in torn.rglob("*"))
         removed.append(int(done.stdout.split()[-1]) - left)
-        sound = harness.store(run).newest_sound()
+        sound = harness.store(run).latest_valid()
         assert sound is not None
         assert sound > step
     assert removed == [0, 1, 5, 3], "killed while it removed"
     record_property("A5", f"killed after {removed} files were removed")
     assert main(words) == 0
-    assert not any(TORN[1] in p.name for p in (run / "checkpoints").iterdir())
+    assert not any(PARTIAL_SUFFIXES[1] in p.name for p in (run / "checkpoints").iterdir())
     assert is_same(run, unbroken)
 
 
@@ -388,7 +388,7 @@ def test_a9_a_second_signal_ends_the_process_within_two_seconds(
     run = tmp_path / "run"
     words = harness.words(config, run)
     process = harness.start(words, "save.commit:hang@6")
-    torn = run / f"checkpoints/6{TORN[0]}"
+    torn = run / f"checkpoints/6{PARTIAL_SUFFIXES[0]}"
     try:
         while not (torn / records.NAME).exists():
             time.sleep(0.02)
@@ -408,7 +408,7 @@ def test_a9_a_second_signal_ends_the_process_within_two_seconds(
         process.communicate()
     assert harness.exit_of(run)["code"] == code
     assert (torn / records.NAME).exists()
-    assert harness.store(run).newest_sound() == 4
+    assert harness.store(run).latest_valid() == 4
     assert main(words) == 0
     assert is_same(run, unbroken)
     assert not torn.exists()
@@ -419,7 +419,7 @@ def test_a10_a_grace_shorter_than_the_save_costs_one_interval(config, unbroken, 
     words = harness.words(config, tmp_path / "run")
     process = harness.start(words, "step.after:sigterm@7,save.digest:hang@7")
     try:
-        while not list((tmp_path / "run/checkpoints").glob(f"7{TORN[0]}")):
+        while not list((tmp_path / "run/checkpoints").glob(f"7{PARTIAL_SUFFIXES[0]}")):
             time.sleep(0.02)
             assert process.poll() is None
         time.sleep(1)
@@ -455,7 +455,7 @@ def late_saves(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     still being written, or not.
     """
     begun, held, written, overlapped = list[int](), set[int](), set[int](), set[int]()
-    point, save, open_array = faults.point, Saves.save, tensorstore.open
+    point, save, open_array = faults.point, CheckpointSaver.save, tensorstore.open
 
     def noted(name, step=None):
         if name == "save.begin":
@@ -477,7 +477,7 @@ def late_saves(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
     monkeypatch.setattr(faults, "point", noted)
     monkeypatch.setattr(tensorstore, "open", open_late)
-    monkeypatch.setattr(Saves, "save", look_and_save)
+    monkeypatch.setattr(CheckpointSaver, "save", look_and_save)
     return overlapped
 
 

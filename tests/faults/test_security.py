@@ -262,7 +262,7 @@ ARCHIVES = {"tarfile", "zipfile", "py7zr", "rarfile", "patoolib"}
 def test_s4_no_source_file_unpacks_an_archive():
     """gzip and zstd hold one stream and name no file; they are read as text, a line or a document at a time.
 
-    Members of archives are streams too, in the one file that may know of archives; tests/data/prepare/test_readers.py has bombs
+    Members of archives are streams too, in the one file that may know of archives; tests/corpus/test_readers.py has bombs
     and names that lead out.
     """
     found = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.train import rundir
+from jaxlm.training import rundir
 
 ROOT = Path(rundir.__file__).parents[2]
 
@@ -29,19 +29,19 @@ CHECKPOINT, GUARD, RESUME = (f"tests/faults/test_{n}.py" for n in ("checkpoint",
 
 BUGS = {
     "the cursor is one batch ahead": Bug(
-        "recipes/session.py",
+        "recipes/train/trainer.py",
         "self.engine.batches(self.start, self.rewinds.skips, ",
         "self.engine.batches(self.start + bool(self.start), self.rewinds.skips, ",
         f"{CHECKPOINT}::test_b1_b4_the_run_falls_back_and_ends_bit_identical",
     ),
     "random numbers begin anew in each process": Bug(
-        "recipes/engine.py",
+        "recipes/train/programs.py",
         'key=random.stream(jax.random.key(run.seed), "train")',
         'key=random.stream(jax.random.key(__import__("os").getpid()), "train")',
         f"{RESUME}::test_a3_a_kill_at_a_point_of_saving_costs_at_most_one_interval",
     ),
     "moments lose bits on their way back": Bug(
-        "recipes/resume.py",
+        "recipes/train/resume.py",
         "restored = store.restore(step, stored)",
         "restored = store.restore(step, stored); restored = restored._replace(opt_state=jax.tree.map("
         "lambda x: x.astype(jnp.bfloat16).astype(x.dtype), restored.opt_state))",
@@ -54,19 +54,19 @@ BUGS = {
         f"{CHECKPOINT}::test_b1_one_flipped_bit_in_any_file_is_found_before_any_state_is_used",
     ),
     "the lock is gone": Bug(
-        "train/lock.py",
+        "training/lock.py",
         "self._flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         f"{CHECKPOINT}::test_b9_a_second_run_on_the_same_directory_is_turned_away",
     ),
     "a bad update is multiplied with zero": Bug(
-        "train/guard.py",
+        "training/guard.py",
         "jnp.where(is_good, a, b)",
         "(b + (a - b) * is_good).astype(b.dtype)",
         "tests/train/test_step.py::test_c1_one_bad_element_of_a_gradient_changes_no_byte_and_the_next_step_is_applied",
     ),
     "a rewind leaves the later steps": Bug(
-        "recipes/rewinding.py",
+        "recipes/train/checkpointing.py",
         "if step > self.made[-1].to and known < len(self.made):",
         "if False:",
         f"{GUARD}::test_c7_a_kill_straight_after_a_rewind_does_not_bring_the_given_up_future_back",
@@ -92,13 +92,13 @@ BUGS = {
         f"{CHECKPOINT}::test_b3_with_all_steps_damaged_the_run_says_so_and_never_starts_again",
     ),
     "nobody watches an evaluation": Bug(
-        "recipes/session.py",
+        "recipes/train/trainer.py",
         'self.crew.watch.phase("eval")',
         'self.crew.watch.phase("start")',
         "tests/faults/test_stalls.py::test_e9_d4_what_hangs_is_named_and_ends_with_76[evaluation]",
     ),
     "the signal's handler is not there": Bug(
-        "train/signals.py",
+        "training/signals.py",
         "self._before[number] = signal.signal(number, self._take)",
         "self._before[number] = signal.getsignal(number)",
         f"{RESUME}::test_a7_a_sigterm_in_any_phase_saves_and_says_75",

@@ -7,8 +7,8 @@ import pytest
 
 from jaxlm.core import processor
 from jaxlm.core.precision import Precision
-from jaxlm.generate import decode, lookup, sampling, stops
-from jaxlm.generate.penalties import Penalties
+from jaxlm.generate import decode, lookup, sampling, text_stream
+from jaxlm.generate.sampling import Penalties
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.deepseek_v2 import DeepSeekV2
 from jaxlm.models.families.gpt2 import GPT2
@@ -194,7 +194,7 @@ def test_a_row_stops_at_its_stop_and_others_go_on(llama):
     table = [bytes([97 + i % 26]) * (i % 3) for i in range(VOCAB)]
     whole = generate(*llama, PROMPTS, ends=())
     stop = b"".join(table[i] for i in whole[0])[3:6]
-    states = jnp.asarray(stops.automaton([stop], table))
+    states = jnp.asarray(text_stream.automaton([stop], table))
     out = program(*llama, ends=(), stops=states, is_scored=True)(PROMPTS)
     for row, ids in enumerate(whole):
         texts = [b"".join(table[i] for i in ids[:n]) for n in range(len(ids) + 1)]

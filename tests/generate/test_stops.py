@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jaxlm.generate import stops
+from jaxlm.generate import text_stream
 
 TABLE = [b"", b"a", b"b", b"ab", b"ba", b"aab", b"\xc3", b"\xa9", "é".encode(), b"abcab", b"c"]
 
@@ -10,7 +10,7 @@ TABLE = [b"", b"a", b"b", b"ab", b"ba", b"aab", b"\xc3", b"\xa9", "é".encode(),
     "wanted", [[b"ab"], [b"aabab", b"bb"], ["é".encode()], [b"abc", b"b"], [b"a"], [b"cabc", b"ca"]]
 )
 def test_a_stop_is_found_with_the_token_that_completes_it_and_not_before(wanted):
-    table = stops.automaton(wanted, TABLE)
+    table = text_stream.automaton(wanted, TABLE)
     last = table.shape[0] - 1
     rng = np.random.default_rng(0)
     for _ in range(60):
@@ -31,17 +31,17 @@ def test_a_stop_is_found_with_the_token_that_completes_it_and_not_before(wanted)
     ],
 )
 def test_a_text_is_cut_before_the_stop_that_is_complete_first(text, wanted, left):
-    assert stops.cut(text, wanted) == left
+    assert text_stream.cut(text, wanted) == left
 
 
 def test_where_a_text_is_cut_does_not_depend_on_its_tokens():
     wanted = [b"ab", b"bca"]
     text = b"caabcab"
-    assert stops.cut(text, wanted) == b"ca"
-    one_by_one = stops.automaton(wanted, [bytes([b]) for b in range(256)])
+    assert text_stream.cut(text, wanted) == b"ca"
+    one_by_one = text_stream.automaton(wanted, [bytes([b]) for b in range(256)])
     state, seen = 0, b""
     for byte in text:
         state, seen = one_by_one[state, byte], seen + bytes([byte])
         if state == len(one_by_one) - 1:
             break
-    assert stops.cut(seen, wanted) == b"ca"
+    assert text_stream.cut(seen, wanted) == b"ca"

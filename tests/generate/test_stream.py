@@ -3,8 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxlm.generate import stops
-from jaxlm.generate.stream import Stream
+from jaxlm.generate import text_stream
+from jaxlm.generate.text_stream import Stream
 
 TEXT = "naïve 猫 😀 en\nEND or E\n not ENDED".encode()
 
@@ -20,7 +20,7 @@ def pieces(parts, wanted):
     [[], [b"ENDED"], [b"\nEND", b"not"], ["😀".encode()], [b"\xf0\x9f\x98"], [b"E\n n", b" o"]],
 )
 def test_pieces_joined_are_the_whole_text_however_its_bytes_come(wanted):
-    whole = stops.cut(TEXT, wanted).decode("utf-8", "replace")
+    whole = text_stream.cut(TEXT, wanted).decode("utf-8", "replace")
     end = next((n for n in range(len(TEXT) + 1) if any(s in TEXT[:n] for s in wanted)), len(TEXT))
     rng = np.random.default_rng(0)
     for _ in range(50):

@@ -16,7 +16,7 @@ DATA_MIX = "data mix --config.sources=a=clean --config.tokenizer=bytes"
 CLASSIFIER = f"""{sys.executable} -c '
 import pathlib
 import numpy
-from jaxlm.data.prepare.filters.linear import Features, Linear
+from jaxlm.corpus.filters.linear import Features, Linear
 features = Features(buckets=8, run=1)
 linear = Linear(("good", "bad"), features, numpy.zeros((8, 2), numpy.float32), numpy.zeros(2, numpy.float32))
 pathlib.Path("classifier").mkdir()
@@ -37,7 +37,7 @@ class _Lock:
 
 def _in_use(patch: pytest.MonkeyPatch) -> None:
     """Another process writes to the folder `clean`."""
-    from jaxlm.data.prepare import run
+    from jaxlm.corpus import run
 
     patch.setattr(run, "lock_of_another", _Lock(f"clean/{run.LOCK}"), raising=False)
 

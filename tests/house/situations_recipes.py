@@ -5,7 +5,8 @@ import sys
 
 from jaxlm.core import faults
 from jaxlm.parallel import replicas
-from jaxlm.recipes import foresight, importing
+from jaxlm.recipes.exchange import import_model
+from jaxlm.recipes.plan import oom
 from tests.house.situation import CONFIG, RUN, Situation
 
 SMALL = "--config.model.width=32 --config.model.heads=4 --config.model.depth=1 --config.model.context=64"
@@ -37,24 +38,24 @@ def broken(text):
 
 def other_weights(patch):
     """Make an export read back other weights than were written."""
-    read = importing.leaf_reader
+    read = import_model.leaf_reader
 
     def reader(*args):
         inner = read(*args)
         return lambda path, like: 2 * inner(path, like)
 
-    patch.setattr(importing, "leaf_reader", reader)
+    patch.setattr(import_model, "leaf_reader", reader)
 
 
 def nearly_the_weights(patch):
     """Make an export read back weights that differ by too little for its logits to tell."""
-    read = importing.leaf_reader
+    read = import_model.leaf_reader
 
     def reader(*args):
         inner = read(*args)
         return lambda path, like: inner(path, like) * (1 + 2e-7)
 
-    patch.setattr(importing, "leaf_reader", reader)
+    patch.setattr(import_model, "leaf_reader", reader)
 
 
 def another_result(patch):
@@ -69,8 +70,8 @@ def drifted_copies(patch):
 
 def unknown_chip(patch):
     """Make the device one that no table has, with too little memory."""
-    patch.setattr(foresight, "_machine", lambda assumed: None)
-    patch.setattr(foresight, "limit", lambda run: 1e4)
+    patch.setattr(oom, "_machine", lambda assumed: None)
+    patch.setattr(oom, "limit", lambda run: 1e4)
 
 
 def full_disk(patch):

@@ -13,8 +13,8 @@ from etils import epath
 from huggingface_hub import HfApi
 from huggingface_hub.hf_api import ModelInfo
 
-from jaxlm.recipes import devices
-from jaxlm.train.lock import Lock
+from jaxlm.recipes import jax_setup
+from jaxlm.training.lock import Lock
 from tests.house.situation import CONFIG, ROOT, RUN, Situation
 
 PYTHON = shlex.quote(sys.executable)
@@ -67,7 +67,7 @@ def has_little_memory(patch: pytest.MonkeyPatch) -> None:
     def start(*args, **kwargs):
         raise MemoryError("cannot allocate 64 GiB")
 
-    patch.setattr(devices, "start", start)
+    patch.setattr(jax_setup, "start", start)
 
 
 def sets(**variables: str):
@@ -107,8 +107,8 @@ def is_in_use(patch: pytest.MonkeyPatch) -> None:
 
 def has_no_cache_folder(patch: pytest.MonkeyPatch) -> None:
     """A file is in the place of the folder; the tests keep compiled programs in another one."""
-    patch.setattr(devices.cache, "folder", lambda *args, **kwargs: Path("c.py").absolute())
-    patch.setattr(devices, "start", lambda _: devices.compile_cache())
+    patch.setattr(jax_setup.cache, "folder", lambda *args, **kwargs: Path("c.py").absolute())
+    patch.setattr(jax_setup, "start", lambda _: jax_setup.compile_cache())
 
 
 SITUATIONS: dict[str, Situation] = {
@@ -175,14 +175,14 @@ ELSEWHERE = {
     # In a thread, which is not watched: by the situation "a run taken over".
     "checkpoint/store.py:_refuse_if_lost:1": "tests/house/test_fix_lines.py::test_each_line_that_is_printed_works_when_it_is_pasted",
     "parallel/host.py:check_rows:1": f"{DEVICES}_a_replay_on_too_many_devices_is_mended_by_fewer_and_not_by_another_batch",
-    "parallel/rollcall.py:split:1": f"{DEVICES}_an_address_without_a_port_gets_one_for_the_same_host",
-    "recipes/assembly.py:_check_qk_clip:3": f"{DEVICES}_qk_clip_in_a_pipeline_is_mended_by_leaving_either_out",
-    "recipes/attention.py:check_length:1": f"{DEVICES}_a_length_that_does_not_divide_over_devices_is_mended_by_its_neighbours",
+    "parallel/rendezvous.py:split:1": f"{DEVICES}_an_address_without_a_port_gets_one_for_the_same_host",
+    "recipes/setup.py:_check_qk_clip:3": f"{DEVICES}_qk_clip_in_a_pipeline_is_mended_by_leaving_either_out",
+    "recipes/plan/attention_kernels.py:check_length:1": f"{DEVICES}_a_length_that_does_not_divide_over_devices_is_mended_by_its_neighbours",
     # Cautions of schedules and averages, which `config validate` prints and ends with 0.
     "recipes/config.py:cautions:1": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
     "recipes/config.py:cautions:2": "tests/cli/test_config.py::test_validate_names_what_the_run_does_not_reach_and_how_it_would",
-    "train/ending.py:failed:1": f"{DEVICES}_a_run_that_lost_a_process_goes_on_by_the_same_command",
-    "train/ending.py:overdue:1": f"{DEVICES}_a_run_that_hangs_shows_its_limits_and_goes_on_by_the_same_command",
+    "training/shutdown.py:failed:1": f"{DEVICES}_a_run_that_lost_a_process_goes_on_by_the_same_command",
+    "training/shutdown.py:overdue:1": f"{DEVICES}_a_run_that_hangs_shows_its_limits_and_goes_on_by_the_same_command",
 }
 
 # Places that no test reaches.

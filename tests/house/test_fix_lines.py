@@ -51,7 +51,7 @@ def get_config():
 """
 RECIPE = """\
 from jaxlm.core import config
-from jaxlm.data.prepare.config import Recipe
+from jaxlm.corpus.config import Recipe
 
 def get_config():
     c = config.new(Recipe)

@@ -50,13 +50,13 @@ def test_a_wrong_import_is_found(house, file, text, broken):
 
 
 def test_a_config_that_imports_jax_is_found(house):
-    config = house / "jaxlm/train/config.py"
+    config = house / "jaxlm/training/config.py"
     config.write_text(config.read_text() + "\nimport jax\n")
     assert "Reading a config starts no accelerator BROKEN" in lint(house).stdout
 
 
 def test_cleaning_that_imports_jax_is_found(house):
-    (house / "jaxlm/data/prepare/filters/scored.py").write_text("import jax\n")
+    (house / "jaxlm/corpus/filters/scored.py").write_text("import jax\n")
     assert "Cleaning text needs no accelerator BROKEN" in lint(house).stdout
 
 

@@ -12,24 +12,26 @@ LIGHT = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for pattern in (
         "*/config.py",
-        "models/cost.py",
-        "models/loss_fit.py",
-        "models/loss_law.py",
-        "optim/course.py",
+        "models/cost/model_cost.py",
+        "recipes/scaling/loss_fit.py",
+        "recipes/scaling/loss_law.py",
+        "optim/schedule_functions.py",
         "optim/moments.py",
-        "recipes/fit.py",
-        "recipes/hardware.py",
-        "recipes/plan*.py",
-        "recipes/rate_plot.py",
-        "recipes/scale.py",
-        "recipes/scale_law.py",
-        "recipes/scale_machine.py",
-        "recipes/shapes.py",
+        "recipes/plan/divisibility.py",
+        "recipes/plan/hardware.py",
+        "recipes/plan/predict.py",
+        "recipes/plan/device_memory.py",
+        "recipes/plan/search.py",
+        "recipes/diagnose/schedule_plot.py",
+        "recipes/scaling/plan.py",
+        "recipes/scaling/law.py",
+        "recipes/scaling/plan.py",
+        "recipes/scaling/resize_model.py",
         "models/families/*.py",
         "cli/*.py",
         "monitor/*.py",
         "data/*.py",
-        "data/prepare/**/*.py",
+        "corpus/**/*.py",
     )
     for path in (ROOT / "jaxlm").glob(pattern)
 )
@@ -55,7 +57,7 @@ def test_a_heavy_import_would_be_seen(module):
 
 
 def test_a_start_imports_no_kernels_for_other_hardware():
-    code = "import sys, jaxlm.recipes.pretrain; print(*(n for n in sys.modules if 'splash' in n))"
+    code = "import sys, jaxlm.recipes.train.pretrain; print(*(n for n in sys.modules if 'splash' in n))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

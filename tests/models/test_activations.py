@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.models import activations
-from jaxlm.models.activations import Share
+from jaxlm.models.cost import activations
+from jaxlm.models.cost.activations import Share
 from jaxlm.models.families.llama import Llama
 from jaxlm.ops import masks
 from jaxlm.ops.cudnn import cudnn

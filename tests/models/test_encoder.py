@@ -10,11 +10,11 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
-from jaxlm.models import cost
 from jaxlm.models.build import Blueprint
+from jaxlm.models.cost import model_cost
+from jaxlm.models.cost.tensors import tensors
 from jaxlm.models.families.bert import BERT
 from jaxlm.models.families.modernbert import ModernBERT
-from jaxlm.models.tensors import tensors
 from tests.models.test_laws import dot_flops
 
 LENGTH, VOCAB, WINDOW = 14, 50, 2
@@ -91,8 +91,10 @@ def test_a_window_reaches_as_far_to_either_side():
     assert reached(run, 6, *row()) == near
     keys = sum(min(n + WINDOW + 1, LENGTH) - max(n - WINDOW, 0) for n in range(LENGTH)) / LENGTH
     attention = 12 * 2 * 8 * keys
-    expected = 6 * cost.multiplying_parameters(local) + attention
-    assert cost.flops_per_token(local, LENGTH, causal=True) == pytest.approx(expected, rel=1e-12)
+    expected = 6 * model_cost.multiplying_parameters(local) + attention
+    assert model_cost.flops_per_token(local, LENGTH, causal=True) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_a_batch_is_read_as_it_says_and_types_and_positions_count(built, logits):
@@ -124,5 +126,5 @@ def test_the_closed_form_counts_every_parameter_and_product(built):
     tokens = jnp.zeros((1, LENGTH), jnp.int32)
     program = jax.make_jaxpr(logits)(blueprint.shapes, tokens, tokens)
     counted = 3 * dot_flops(program.jaxpr) / LENGTH
-    assert counted == cost.flops_per_token(whole, LENGTH, causal=True)
-    assert counted == cost.flops_per_token(whole, LENGTH, causal=False)
+    assert counted == model_cost.flops_per_token(whole, LENGTH, causal=True)
+    assert counted == model_cost.flops_per_token(whole, LENGTH, causal=False)

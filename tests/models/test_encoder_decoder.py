@@ -9,10 +9,10 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.precision import Precision
-from jaxlm.models import cost
 from jaxlm.models.build import Blueprint
+from jaxlm.models.cost import model_cost
+from jaxlm.models.cost.tensors import tensors
 from jaxlm.models.families.t5 import T5
-from jaxlm.models.tensors import tensors
 from jaxlm.nn.config import RelativeBias
 from jaxlm.nn.relative import bucket
 from tests.models.test_laws import dot_flops
@@ -135,7 +135,7 @@ def test_the_closed_form_counts_every_parameter_and_product(built):
     assert {each.path: (each.shape, each.axes) for each in tensors(CONFIG)} == {
         path: (leaf.shape, axes[path]) for path, leaf in tree.leaves(params).items()
     }
-    assert cost.parameters(CONFIG) == tree.count(params)
+    assert model_cost.parameters(CONFIG) == tree.count(params)
 
     def logits(params, source, tokens):
         model = blueprint.merge(params)
@@ -145,6 +145,6 @@ def test_the_closed_form_counts_every_parameter_and_product(built):
     program = jax.make_jaxpr(logits)(blueprint.shapes, source, tokens)
     counted = 3 * dot_flops(program.jaxpr) / READ
     assert counted == pytest.approx(
-        cost.flops_per_token(CONFIG, READ, causal=False, targets=LENGTH), rel=1e-12
+        model_cost.flops_per_token(CONFIG, READ, causal=False, targets=LENGTH), rel=1e-12
     )
-    assert counted > cost.flops_per_token(CONFIG, READ, causal=True, targets=LENGTH)
+    assert counted > model_cost.flops_per_token(CONFIG, READ, causal=True, targets=LENGTH)

@@ -57,7 +57,7 @@ def test_tensors_and_attributes_come_back_as_they_were(name):
         np.testing.assert_array_equal(array, weights.weight(key, array.shape), err_msg=key)
     given = Attributes(json.loads(json.dumps(family.to_hub())), "config.json")
     again = type(family).from_hub(given)
-    given.finish()
+    given.check()
     checked = config.from_json(type(family), config.to_json(again))
     assert checked.build() == family.build()
     assert checked.to_hub() == family.to_hub()

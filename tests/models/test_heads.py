@@ -9,7 +9,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import Ahead
 from jaxlm.models.families.llama import Llama
-from jaxlm.nn.noted import taking
+from jaxlm.nn.intermediates import capture
 
 
 def test_each_head_notes_its_figures_under_the_name_of_its_parameters():
@@ -21,7 +21,7 @@ def test_each_head_notes_its_figures_under_the_name_of_its_parameters():
         tokens = jnp.zeros((1, 4), jnp.int32)
         model = blueprint.merge(params)
         given = {"positions": tokens, "segments": tokens + 1}
-        with taking(("logits", "activations")) as notes:
+        with capture(("logits", "activations")) as notes:
             stream = model(tokens, **given).stream
             model.ahead(stream, [(tokens, tokens == 0)] * 2, **given)
         return notes

@@ -10,8 +10,9 @@ import pytest
 
 from jaxlm.core import tree
 from jaxlm.core.precision import Precision
-from jaxlm.models import cost
 from jaxlm.models.build import Blueprint
+from jaxlm.models.cost import model_cost
+from jaxlm.models.cost.tensors import tensors
 from jaxlm.models.families.deepseek_v2 import DeepSeekV2
 from jaxlm.models.families.deepseek_v3 import DeepSeekV3
 from jaxlm.models.families.gpt2 import GPT2
@@ -20,7 +21,6 @@ from jaxlm.models.families.mixtral import Mixtral
 from jaxlm.models.families.modernbert import ModernBERT
 from jaxlm.models.families.qwen3 import Qwen3
 from jaxlm.models.families.union import SIZES, Family
-from jaxlm.models.tensors import tensors
 from jaxlm.nn.config import BlockConfig, NormConfig, Residual
 from jaxlm.nn.rotary import Rope, YarnScaling
 from jaxlm.ops import masks
@@ -233,7 +233,7 @@ def test_cached_decoding_is_the_full_forward_row_by_row(built):
 
     cache = blueprint.merge(params).empty_cache(3, LENGTH)
     held = tree.size_bytes(cache.layers)
-    assert held == 3 * cost.cache_bytes(blueprint.config, LENGTH, element_bytes=4)
+    assert held == 3 * model_cost.cache_bytes(blueprint.config, LENGTH, element_bytes=4)
     got, cache = forward(tokens[:, :7], positions[:, :7], cache, lengths)
     for row, length in enumerate(lengths.tolist()):
         np.testing.assert_allclose(got[row, :length], full[row, :length], rtol=1e-4, atol=1e-5)
@@ -273,7 +273,7 @@ def test_a_depth_that_leaves_nothing_to_the_pattern_is_refused(depth):
 
 def test_the_closed_form_counts_every_parameter(built):
     blueprint, params = built
-    assert cost.parameters(blueprint.config) == tree.count(params)
+    assert model_cost.parameters(blueprint.config) == tree.count(params)
     axes = tree.leaves(blueprint.axes, is_leaf=lambda node: isinstance(node, tuple))
     assert {each.path: (each.shape, each.axes) for each in tensors(blueprint.config)} == {
         path: (leaf.shape, axes[path]) for path, leaf in tree.leaves(params).items()
@@ -404,7 +404,7 @@ def test_every_family_has_published_sizes():
 @pytest.mark.parametrize("name", SIZES)
 def test_published_sizes_have_their_published_parameters(name):
     assert not list(SIZES[name].problems())
-    assert cost.parameters(SIZES[name].build()) == PUBLISHED[name]
+    assert model_cost.parameters(SIZES[name].build()) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(
@@ -419,8 +419,8 @@ def test_published_sizes_have_their_published_parameters(name):
     ],
 )
 def test_a_token_meets_the_published_share_of_the_parameters(name, active):
-    assert cost.active_parameters(SIZES[name].build()) == pytest.approx(active, rel=0.02)
-    assert cost.active_parameters(CONFIGS["llama"]) == cost.parameters(CONFIGS["llama"])
+    assert model_cost.active_parameters(SIZES[name].build()) == pytest.approx(active, rel=0.02)
+    assert model_cost.active_parameters(CONFIGS["llama"]) == model_cost.parameters(CONFIGS["llama"])
 
 
 def without_windows(config):
@@ -439,14 +439,14 @@ def without_windows(config):
 def test_a_cache_of_latents_is_as_small_as_published():
     """arXiv:2405.04434, table 1: 4.5 head sizes of 128 in each layer, whatever the number of heads."""
     decoder = SIZES["deepseek-v2"].build()
-    numbers = cost.cache_bytes(decoder, 1, element_bytes=1)
+    numbers = model_cost.cache_bytes(decoder, 1, element_bytes=1)
     assert numbers == 4.5 * 128 * 60
     (block,) = decoder.pattern
     whole = dataclasses.replace(block.attention, latent=None)
     config = dataclasses.replace(
         decoder, prefix=(), pattern=(dataclasses.replace(block, attention=whole),)
     )
-    assert cost.cache_bytes(config, 1, element_bytes=1) > 80 * numbers
+    assert model_cost.cache_bytes(config, 1, element_bytes=1) > 80 * numbers
 
 
 @pytest.mark.parametrize(
@@ -477,9 +477,9 @@ def test_flops_are_those_of_the_products_in_the_program(name):
     program = jax.make_jaxpr(lambda p: logits(blueprint, p, tokens, positions))(blueprint.shapes)
     counted = 3 * dot_flops(program.jaxpr) / LENGTH
     # The reference kernel computes all scores, also those that a window hides.
-    assert counted == cost.flops_per_token(without_windows(config), LENGTH, causal=False)
-    half = cost.flops_per_token(config, LENGTH, causal=True)
-    assert counted > half > 6 * cost.multiplying_parameters(config)
+    assert counted == model_cost.flops_per_token(without_windows(config), LENGTH, causal=False)
+    half = model_cost.flops_per_token(config, LENGTH, causal=True)
+    assert counted > half > 6 * model_cost.multiplying_parameters(config)
 
 
 @pytest.mark.parametrize("length", [3, LENGTH])
@@ -491,8 +491,10 @@ def test_the_keys_of_a_causal_row_are_those_that_its_masks_show(length):
         mask = dataclasses.replace(masks.causal(length), window=attention.window)
         keys = float(mask.materialise().sum()) / length
         met += 12 * attention.heads * attention.head_dim * keys
-    expected = 6 * cost.multiplying_parameters(config) + met
-    assert cost.flops_per_token(config, length, causal=True) == pytest.approx(expected, rel=1e-12)
+    expected = 6 * model_cost.multiplying_parameters(config) + met
+    assert model_cost.flops_per_token(config, length, causal=True) == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def dot_flops(jaxpr):

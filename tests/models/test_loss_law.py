@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize, minimize_scalar
 
-from jaxlm.models import loss_fit
-from jaxlm.models.loss_fit import Points, fit, noise, resample
-from jaxlm.models.loss_law import PUBLISHED, Costs, Law
+from jaxlm.recipes.scaling import loss_fit
+from jaxlm.recipes.scaling.loss_fit import Points, fit, noise, resample
+from jaxlm.recipes.scaling.loss_law import PUBLISHED, Costs, Law
 
 KNOWN = Law(E=1.2, A=300.0, B=900.0, alpha=0.31, beta=0.37)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxlm.checkpoint import hub_architecture
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.models import cost
-from jaxlm.recipes import foreign
+from jaxlm.models.cost import model_cost
 
 PUBLISHED = Path(__file__).parent / "published.jsonl"
 TABLE = [json.loads(line) for line in PUBLISHED.read_text().splitlines()]
@@ -25,15 +25,15 @@ class Described:
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
 def test_a_published_config_is_understood_and_has_as_many_parameters_as_the_model(row):
-    family, _ = foreign.described(Described(row["attributes"]), lambda _: None)
-    assert cost.parameters(family.build()) == row["parameters"]
+    family, _ = hub_architecture.described(Described(row["attributes"]), lambda _: None)
+    assert model_cost.parameters(family.build()) == row["parameters"]
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
 def test_one_attribute_more_is_refused_by_its_name(row):
     attributes = row["attributes"] | {"residual_multiplier": 0.22}
     with pytest.raises(DataError) as caught:
-        foreign.described(Described(attributes), lambda _: None)
+        hub_architecture.described(Described(attributes), lambda _: None)
     assert caught.value.why == "residual_multiplier = 0.22 is not known"
 
 
@@ -43,7 +43,7 @@ OF_128K = {"max_position_embeddings": 131_072, "rope_scaling": LONG}
 
 def described(name, **changed):
     (row,) = (row for row in TABLE if row["name"] == name)
-    return foreign.described(Described(row["attributes"] | changed), lambda _: None)[0]
+    return hub_architecture.described(Described(row["attributes"] | changed), lambda _: None)[0]
 
 
 def test_phi_3_of_128k_has_frequencies_of_its_own_for_what_goes_beyond_4096_tokens():

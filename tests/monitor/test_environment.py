@@ -27,9 +27,9 @@ def test_another_text_shows_in_the_digest_of_its_room(monkeypatch, tmp_path):
         monkeypatch.setattr(environment, "ROOM", tmp_path / place / "jaxlm")
         return environment.versions()
 
-    files = {"top.py": "1", "core/tree.py": "2", "data/prepare/run.py": "3"}
+    files = {"top.py": "1", "core/tree.py": "2", "corpus/run.py": "3"}
     here = versions("here", files)
-    there = versions("there", files | {"data/prepare/run.py": "another", "optim/muon.py": "new"})
+    there = versions("there", files | {"corpus/run.py": "another", "optim/muon.py": "new"})
     changed = {name for name in here | there if here.get(name) != there.get(name)}
     assert changed == {"code of jaxlm/data", "code of jaxlm/optim"}
     assert here.keys() >= {"code of jaxlm", "code of jaxlm/core", "package jax"}

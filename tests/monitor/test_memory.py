@@ -3,7 +3,7 @@ import sys
 
 import jax
 
-from jaxlm.monitor.memory import peak
+from jaxlm.monitor.host_memory import peak
 
 
 class Device:

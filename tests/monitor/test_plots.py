@@ -4,7 +4,7 @@ import matplotlib.image
 import pytest
 
 from jaxlm.core.errors import DataError
-from jaxlm.monitor import layer_plots, plots, report
+from jaxlm.monitor import plots, report
 
 
 @pytest.fixture
@@ -105,9 +105,9 @@ def watched(steps, layers):
 
 
 def test_layers_are_maps_of_what_was_watched(tmp_path):
-    steps, layers, grid = layer_plots._values(
-        layer_plots.MAPS[0],
-        [(record["step"], layer_plots._by_layer(record)) for record in watched((2, 4), 3)],
+    steps, layers, grid = plots._values(
+        plots.MAPS[0],
+        [(record["step"], plots._by_layer(record)) for record in watched((2, 4), 3)],
     )
     assert (steps, layers) == ([2, 4], [0, 1, 2])
     assert grid.tolist() == [[-2.0, -4.0], [-1.0, -3.0], [0.0, -2.0]]

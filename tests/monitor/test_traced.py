@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxlm.monitor import traced
-from jaxlm.parallel import operations
+from jaxlm.parallel import hlo_operations
 
 
 def lane(pid, process, tid, thread):
@@ -24,7 +24,7 @@ LOOP = [*lane(1, "/host:CPU", 1, "python"), span(1, 1, "jaxlm data", 0, 30), spa
 
 
 def tell(name):
-    return (*operations.by_name(name), name.startswith("known"))
+    return (*hlo_operations.by_name(name), name.startswith("known"))
 
 
 def shares(tmp_path, events):

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxlm.monitor import words
+from jaxlm.monitor import formatting
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from jaxlm.monitor import words
     ],
 )
 def test_counts_keep_three_digits(value, text):
-    assert words.count(value) == text
+    assert formatting.count(value) == text
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_counts_keep_three_digits(value, text):
     [(512, "512 B"), (1536, "1.50 KiB"), (1.5 * 2**30, "1.50 GiB"), (2**40, "1 TiB"), (None, "-")],
 )
 def test_sizes_are_binary(amount, text):
-    assert words.size(amount) == text
+    assert formatting.size(amount) == text
 
 
 @pytest.mark.parametrize(
@@ -40,4 +40,4 @@ def test_sizes_are_binary(amount, text):
     ],
 )
 def test_durations_read_like_a_clock(seconds, text):
-    assert words.duration(seconds) == text
+    assert formatting.duration(seconds) == text

@@ -5,8 +5,7 @@ import pytest
 
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
-from jaxlm.nn.linear import Linear
-from jaxlm.nn.parameter import LOGICAL_AXES, parameter
+from jaxlm.nn.linear import LOGICAL_AXES, Linear, parameter
 from tests.nn import reference
 
 STREAM, HEADS = {"embed": 6}, {"heads": 3, "head_dim": 4}

@@ -72,7 +72,7 @@ def segments(batch, row: int):
     found = []
     for number in range(1, int(batch.segments[row].max()) + 1):
         slots = np.flatnonzero(batch.segments[row] == number)
-        reach = slots if batch.reach is None else batch.reach[row, slots]
+        reach = slots if batch.visible_until is None else batch.visible_until[row, slots]
         fields = (batch.tokens[row, slots], batch.targets[row, slots], batch.weights[row, slots])
         found.append((slots, *fields, reach))
     return found

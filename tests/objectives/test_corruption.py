@@ -124,7 +124,7 @@ def test_no_id_is_lost_and_none_crosses_the_border_of_a_document(loader, arm):
 def test_what_is_predicted_is_not_seen(loader, arm):
     """Where each slot's target is in the next slot, a trained slot does not see that far; masked ones are another test's."""
     for _, batch in everything(loader):
-        assert (batch.reach is not None) == arm.both_ways
+        assert (batch.visible_until is not None) == arm.both_ways
         padding = batch.segments[0] == 0
         assert not batch.weights[0][padding].any()
         for slots, tokens, targets, weights, reach in segments(batch, 0):
@@ -146,7 +146,7 @@ def test_tokens_of_a_blank_have_its_position_and_one_inside(shards, tmp_path):
     found, orders = 0, set()
     for _, batch in everything(loader):
         for slots, tokens, targets, weights, _ in segments(batch, 0):
-            positions, inner = batch.positions[0, slots], batch.inner[0, slots]
+            positions, inner = batch.positions[0, slots], batch.block_positions[0, slots]
             if START not in tokens:
                 assert not inner.any()
                 continue
@@ -354,12 +354,12 @@ def test_rows_of_a_mixture_predict_further_tokens_where_mtp_was_drawn(many, tmp_
     for _, batch in everything(loader_of(many, tmp_path, read.train)):
         is_used = batch.segments[0] > 0
         total += 1
-        assert set(batch.ahead[0, ~is_used]) <= {0.0}
-        (factor,) = set(batch.ahead[0, is_used])
+        assert set(batch.predicts_ahead[0, ~is_used]) <= {0.0}
+        (factor,) = set(batch.predicts_ahead[0, is_used])
         if factor:
             further += factor
             assert (batch.weights[0] == is_used).all()
-            assert (batch.reach[0] == np.arange(SEQUENCE)).all()
+            assert (batch.visible_until[0] == np.arange(SEQUENCE)).all()
     assert bounded(further, total, 0.25)
     assert list(read.evaluations) == ["", ".masked"], "mtp is evaluated as causal"
 

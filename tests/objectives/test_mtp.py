@@ -10,15 +10,15 @@ import pytest
 from jaxlm.core import tree
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
-from jaxlm.models import cost
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import Ahead, HeadKind
+from jaxlm.models.cost import model_cost
+from jaxlm.models.cost.tensors import tensors
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.union import EncoderDecoderFamily, EncoderFamily, Family
-from jaxlm.models.tensors import tensors
 from jaxlm.nn.moe import ADDED
 from jaxlm.objectives.config import LossConfig
-from jaxlm.objectives.token_nll import token_nll
+from jaxlm.objectives.loss import token_nll
 from jaxlm.parallel import host, mesh, rules
 from jaxlm.parallel.config import MeshConfig
 from tests.nn import reference
@@ -126,7 +126,10 @@ def test_each_depth_is_that_of_a_float64_reference(built, factors):
     counted = rows
     if factors is not None:
         ahead = np.repeat(np.array(factors, np.float32)[:, None], LENGTH, axis=1)
-        rows, counted = rows._replace(ahead=ahead), rows._replace(weights=rows.weights * ahead)
+        rows, counted = (
+            rows._replace(predicts_ahead=ahead),
+            rows._replace(weights=rows.weights * ahead),
+        )
     found = jax.jit(lambda params: loss(blueprint, params, rows))(params)
     sums = expected(blueprint, params, counted)
     plain = token_nll(blueprint.merge(params), rows, None, LossConfig())
@@ -189,7 +192,7 @@ def test_any_family_has_heads_and_their_parameters_are_those_of_the_closed_form(
         for path, leaf in tree.leaves(blueprint.shapes).items()
     }
     assert {each.path: (each.shape, each.axes) for each in tensors(config)} == found
-    assert cost.parameters(config) == tree.count(blueprint.shapes)
+    assert model_cost.parameters(config) == tree.count(blueprint.shapes)
     assert any(path.startswith("heads/1/") for path in found)
 
 
@@ -226,12 +229,12 @@ def test_any_family_learns_from_further_tokens(family, kind):
 def test_flops_count_every_head():
     base = MODEL.build()
     counts = {
-        kind: cost.flops_per_token(
+        kind: model_cost.flops_per_token(
             dataclasses.replace(base, ahead=Ahead(tokens=2, kind=kind)), LENGTH, causal=True
         )
         for kind in KINDS
     }
     deeper = dataclasses.replace(base, depth=3)
-    layers = cost.flops_per_token(deeper, LENGTH, causal=True)
+    layers = model_cost.flops_per_token(deeper, LENGTH, causal=True)
     assert counts["parallel"] == layers + 2 * 6 * VOCAB * 16
     assert counts["sequential"] == counts["parallel"] + 2 * 6 * 2 * 16 * 16

@@ -37,7 +37,7 @@ def dependence():
         return model.logits(hidden.values)[0] @ weights
 
     def of(batch):
-        reach = np.asarray(slots) if batch.reach is None else batch.reach
+        reach = np.asarray(slots) if batch.visible_until is None else batch.visible_until
         slopes = jacobian(params["embedding"]["table"], batch.segments, reach)
         return np.abs(slopes).max(-1) > 0
 
@@ -62,7 +62,7 @@ def test_a_prediction_depends_on_what_its_objective_lets_it_see(arm, shards, tmp
             seen = same[t]
         elif not batch.weights[0, t] and arm.both_ways:
             # All up to the slot of the first prediction; a blank begins with a slot of its own.
-            is_blank = batch.inner is not None and batch.inner[0][same[t]].any()
+            is_blank = batch.block_positions is not None and batch.block_positions[0][same[t]].any()
             last = np.flatnonzero(same[t] & (batch.weights[0] > 0))[0] - is_blank
             seen = same[t] & (at <= last)
         else:

@@ -10,7 +10,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.objectives.config import LossConfig
-from jaxlm.objectives.token_nll import token_nll
+from jaxlm.objectives.loss import token_nll
 
 
 @pytest.fixture(scope="module")

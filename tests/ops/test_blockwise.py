@@ -12,7 +12,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.ops import blockwise, masks
 from jaxlm.ops.attention import attention
-from jaxlm.parallel import collectives, mesh, rules
+from jaxlm.parallel import hlo_collectives, mesh, rules
 from jaxlm.parallel.config import MeshConfig
 from tests.ops.float64 import SCALE, exact, operands, reach_of, segments_of
 
@@ -130,7 +130,7 @@ def test_blocks_that_nothing_is_seen_of_are_not_computed():
     """Half of a causal row, and little of one with a window: the time says so in long rows, the bounds in short ones."""
 
     def seen(window, count=6):
-        terms = blockwise.Terms(
+        terms = blockwise.StaticArgs(
             scale=1.0, cap=None, compute=jnp.float32, causal=True, window=window, is_dealt=False
         )
         bounds = [blockwise._seen(terms, BLOCK, count, jnp.asarray(i)) for i in range(count)]
@@ -140,7 +140,7 @@ def test_blocks_that_nothing_is_seen_of_are_not_computed():
     assert seen(1) == 6
     assert seen(BLOCK) == 6 + 5
     assert seen(BLOCK + 2) == 6 + 5 + 4
-    terms = blockwise.Terms(
+    terms = blockwise.StaticArgs(
         scale=1.0, cap=None, compute=jnp.float32, causal=True, window=None, is_dealt=False
     )
     furthest = jnp.array([[3 * BLOCK + 1] + [BLOCK - 1] * (BLOCK - 1)])
@@ -187,5 +187,5 @@ def test_on_a_mesh_rows_and_heads_stay_where_they_are():
         split = program(*given)
     for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(split), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
-    sent = [each for each in collectives.read(program.as_text()) if each.shapes[0].elements > 1]
+    sent = [each for each in hlo_collectives.read(program.as_text()) if each.shapes[0].elements > 1]
     assert not sent, "only the loss is summed over devices"

@@ -105,7 +105,7 @@ def test_padding_sees_only_padding_and_every_query_sees_itself(cap):
 
 @pytest.mark.parametrize("parts", [2, 4])
 def test_slots_that_are_dealt_out_see_what_they_saw_before(parts):
-    slots = context.order(16, parts)
+    slots = context.zigzag_order(16, parts)
     segments = np.array([[1] * 5 + [2] * 8 + [0] * 3])
     before = masks.causal(16, segments).materialise()
     dealt = masks.causal(16, segments[:, slots], parts=parts).materialise()

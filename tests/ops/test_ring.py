@@ -13,7 +13,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.ops import masks
 from jaxlm.ops.attention import attention
-from jaxlm.parallel import collectives, context, mesh, rules
+from jaxlm.parallel import context, hlo_collectives, mesh, rules
 from jaxlm.parallel.config import MeshConfig
 
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 16, 4, 2, 4
@@ -34,11 +34,11 @@ def grid_of(**sizes):
 
 def weighed(parts, keys, window, cap, segments, reach, precision, operands):
     """sum of out x weights, with its slots dealt out and put back; and what it is a sum of."""
-    query, key, value, weights = context.deal(operands, parts) if parts > 1 else operands
-    dealt = context.deal(jax.tree.map(jnp.asarray, (segments, reach)), parts)
+    query, key, value, weights = context.zigzag_shard(operands, parts) if parts > 1 else operands
+    dealt = context.zigzag_shard(jax.tree.map(jnp.asarray, (segments, reach)), parts)
     mask = dataclasses.replace(masks.causal(LENGTH, *dealt, parts=parts), window=window)
     out = attention(query, key, value, mask, precision, scale=0.7, cap=cap, kernel=keys)
-    return (out * weights).sum(), context.undeal(out, parts)
+    return (out * weights).sum(), context.zigzag_unshard(out, parts)
 
 
 def computed(parts, keys, window=None, cap=None, segments=SEGMENTS, reach=None, precision=None):
@@ -131,7 +131,7 @@ def test_a_ring_runs_under_scan_remat_and_the_map_over_stages():
         split = jax.tree.leaves(compiled(x, scales))
     for one, other in zip(alone, split, strict=True):
         np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
-    sent = [each for each in collectives.read(compiled.as_text()) if each.bytes > 256]
+    sent = [each for each in hlo_collectives.read(compiled.as_text()) if each.bytes > 256]
     assert {each.kind for each in sent} == {"collective-permute"}
 
 
@@ -151,7 +151,9 @@ def test_a_ring_holds_a_part_of_the_scores_and_never_all_keys():
             constrained = lambda *xs, grad=grad: grad(*(rules.constrain(x, "batch", "length", None, None) for x in xs))  # noqa: E731 # fmt: skip
             compiled = jax.jit(constrained).lower(shape, shape, shape).compile()
         held[keys] = compiled.memory_analysis().temp_size_in_bytes
-        kinds = {each.kind for each in collectives.read(compiled.as_text()) if each.bytes > 4096}
+        kinds = {
+            each.kind for each in hlo_collectives.read(compiled.as_text()) if each.bytes > 4096
+        }
         assert ("all-gather" in kinds) == (keys == "reference")
         assert ("collective-permute" in kinds) == (keys == "ring")
     scores = 4 * heads * (length // 4) * length

@@ -15,9 +15,9 @@ from jaxlm.objectives.loss import Loss
 from jaxlm.optim import average, schedules
 from jaxlm.optim.average_config import Ema, NoAverage, Swa, problems, start
 from jaxlm.optim.schedule_config import Constant
-from jaxlm.train import state as states
-from jaxlm.train import step as steps
-from jaxlm.train.config import GuardConfig
+from jaxlm.training import state as states
+from jaxlm.training import step as steps
+from jaxlm.training.config import GuardConfig
 
 LENGTH = {"total": 40, "tokens_per_step": 10}
 
@@ -92,7 +92,7 @@ def test_a_step_that_is_not_applied_leaves_the_average_as_it_was():
     config, guard = Swa(begin=Span.parse(2), every=Span.parse(3), high=None), GuardConfig(window=8)
     optimizer = optax.sgd(0.1)
     step = jax.jit(
-        steps.build(
+        steps.build_step(
             loss,
             optimizer,
             lambda _: jnp.float32(0.1),

@@ -135,7 +135,7 @@ def test_what_is_frozen_has_no_state_and_keeps_every_bit(arm):
     config = arm(freeze=("embedding/*", "stack/0/*"))
     held = groups.frozen(config, LAYERED)
     optimizer = build.build(config, lambda _: jnp.float32(1.0), LAYERED)
-    params, grads = drawn(), tree.without(drawn(1), held)
+    params, grads = drawn(), tree.drop_leaves(drawn(1), held)
     state = optimizer.init(params)
     assert not [path for path in tree.leaves(state) if any(each in path for each in held)]
     build.state_axes(config, optimizer, jax.eval_shape(drawn), LAYERED)  # each leaf has its place

@@ -9,8 +9,8 @@ import pytest
 
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
+from jaxlm.models.cost.tensors import tensors
 from jaxlm.models.families.mixtral import Mixtral
-from jaxlm.models.tensors import tensors
 from jaxlm.optim import build
 from jaxlm.optim.config import Adafactor, Optimizer
 from jaxlm.optim.moments import moments

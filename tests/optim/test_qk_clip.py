@@ -7,8 +7,8 @@ import pytest
 
 from jaxlm.nn.attention import Attention
 from jaxlm.nn.config import AttentionConfig, LatentConfig, NormConfig
+from jaxlm.nn.intermediates import capture
 from jaxlm.nn.latent import LatentAttention
-from jaxlm.nn.noted import taking
 from jaxlm.ops import masks
 from jaxlm.optim.qk_clip import qk_clip
 from tests.nn import reference
@@ -18,7 +18,7 @@ WIDTH, LENGTH = 12, 9
 
 def peaks(module, x):
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], x.shape[:2])
-    with taking(("logits",)) as notes:
+    with capture(("logits",)) as notes:
         module(x, positions=positions, mask=masks.causal(LENGTH))
     return np.asarray(notes.peaks["logit_max"])
 

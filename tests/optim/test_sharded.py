@@ -15,7 +15,7 @@ from jaxlm.optim import build as optim
 from jaxlm.optim.config import Soap
 from jaxlm.parallel import mesh, rules
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.train import state as states
+from jaxlm.training import state as states
 from tests.optim.arms import ARMS, AXES, NEAR, given
 from tests.optim.test_build import EVERY_ARM, draw, expected, schedule, shapes
 

@@ -2,7 +2,7 @@ import pytest
 
 from jaxlm.core.errors import CommandError
 from jaxlm.parallel import cluster
-from jaxlm.parallel.cluster import Place, place
+from jaxlm.parallel.cluster import ProcessSpec, process_spec
 
 SLURM = {
     "SLURM_JOB_ID": "4242",
@@ -56,10 +56,10 @@ KNOWN = {  # variables: host of rank 0, processes, this one's rank
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_cluster_is_known_by_its_variables(name):
     environment, host, count, rank = KNOWN[name]
-    found = place(environment)
+    found = process_spec(environment)
     assert found.coordinator.rpartition(":")[0] == host
     assert (found.count, found.rank) == (count, rank)
-    assert place(environment) == found
+    assert process_spec(environment) == found
     assert cluster.PORTS[0] <= int(found.coordinator.rpartition(":")[2]) < cluster.PORTS[1]
 
 
@@ -74,8 +74,8 @@ def test_every_rank_computes_the_same_address(name):
         "MEGASCALE_SLICE_ID": "0",
     }
     first = {key: ranks.get(key, value) for key, value in environment.items()}
-    assert place(first).coordinator == place(environment).coordinator
-    assert place(first).rank in (0, 4)  # the second job of a JobSet begins at 4
+    assert process_spec(first).coordinator == process_spec(environment).coordinator
+    assert process_spec(first).rank in (0, 4)  # the second job of a JobSet begins at 4
 
 
 @pytest.mark.parametrize(
@@ -97,26 +97,26 @@ def test_every_rank_computes_the_same_address(name):
 )
 def test_half_an_environment_is_an_error_that_names_the_other_half(environment, missing):
     with pytest.raises(CommandError) as caught:
-        place(environment)
+        process_spec(environment)
     assert missing in caught.value.what
-    assert place(environment, coordinator="a:1", count=2, rank=1).told == "flags"
-    assert place(environment, count=1).count is None
+    assert process_spec(environment, coordinator="a:1", count=2, rank=1).told == "flags"
+    assert process_spec(environment, count=1).count is None
 
 
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS"])
 def test_a_variable_that_is_no_number_is_named(name):
     with pytest.raises(CommandError, match=name):
-        place(SLURM | {name: "two"})
+        process_spec(SLURM | {name: "two"})
 
 
 def test_a_rank_past_the_last_is_refused_in_the_clusters_name():
     with pytest.raises(CommandError) as caught:
-        place(SLURM | {"SLURM_PROCID": "4"})
+        process_spec(SLURM | {"SLURM_PROCID": "4"})
     assert "Slurm job 4242" in caught.value.where
 
 
 def test_flags_win_one_by_one():
-    found = place(SLURM, coordinator="10.0.0.1:1", rank=0)
+    found = process_spec(SLURM, coordinator="10.0.0.1:1", rank=0)
     assert (found.coordinator, found.count, found.rank) == ("10.0.0.1:1", 4, 0)
     assert found.told == "Slurm job 4242, step 1, but for --coordinator, but for --process_id"
 
@@ -132,31 +132,31 @@ def test_flags_win_one_by_one():
     ],
 )
 def test_a_process_alone_is_alone_and_says_why(environment):
-    found = place(environment)
-    assert found == Place(told=found.told)
+    found = process_spec(environment)
+    assert found == ProcessSpec(told=found.told)
     assert "one process" in found.told
 
 
 def test_mpi_in_a_slurm_job_goes_by_its_own_ranks():
-    assert place(SLURM | OPEN_MPI).rank == 5
-    found = place(SLURM | {"PMI_SIZE": "8", "PMI_RANK": "6"}, coordinator="n:1")
+    assert process_spec(SLURM | OPEN_MPI).rank == 5
+    found = process_spec(SLURM | {"PMI_SIZE": "8", "PMI_RANK": "6"}, coordinator="n:1")
     assert (found.rank, found.count) == (6, 8)
-    assert place(SLURM | {"PMI_SIZE": "4", "PMI_RANK": "2"}) == place(SLURM)
+    assert process_spec(SLURM | {"PMI_SIZE": "4", "PMI_RANK": "2"}) == process_spec(SLURM)
 
 
 def test_who_does_not_say_where_to_meet_is_asked():
     with pytest.raises(CommandError) as caught:
-        place({"PMI_SIZE": "2", "PMI_RANK": "0"})
+        process_spec({"PMI_SIZE": "2", "PMI_RANK": "0"})
     assert "--coordinator the host of rank 0" in caught.value.fix
-    assert place({"PMI_SIZE": "2", "PMI_RANK": "0"}, coordinator="a:1").count == 2
+    assert process_spec({"PMI_SIZE": "2", "PMI_RANK": "0"}, coordinator="a:1").count == 2
 
 
 def test_slices_are_recorded_whoever_tells_the_rank():
-    assert place(TPU | MEGASCALE).slices == 2
-    assert place(TPU | MEGASCALE, coordinator="a:1", count=4, rank=0).slices == 2
-    assert place(TPU).as_json() == {
+    assert process_spec(TPU | MEGASCALE).slices == 2
+    assert process_spec(TPU | MEGASCALE, coordinator="a:1", count=4, rank=0).slices == 2
+    assert process_spec(TPU).as_json() == {
         "told": "TPU pod, worker 1 of 2",
-        "coordinator": place(TPU).coordinator,
+        "coordinator": process_spec(TPU).coordinator,
         "processes": 2,
         "slices": 1,
     }
@@ -179,11 +179,11 @@ def test_the_first_host_of_a_list(nodes, first):
 
 def test_each_of_several_processes_on_a_host_has_a_gpu_of_its_own():
     four = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"}
-    assert place(SLURM).devices is None
-    assert place(four).devices == (1,)
-    assert place(four | {"CUDA_VISIBLE_DEVICES": "0,1"}).devices == (1,)
-    assert place(four | {"CUDA_VISIBLE_DEVICES": "3"}).devices is None
-    assert place(OPEN_MPI).devices == (1,)
+    assert process_spec(SLURM).devices is None
+    assert process_spec(four).devices == (1,)
+    assert process_spec(four | {"CUDA_VISIBLE_DEVICES": "0,1"}).devices == (1,)
+    assert process_spec(four | {"CUDA_VISIBLE_DEVICES": "3"}).devices is None
+    assert process_spec(OPEN_MPI).devices == (1,)
 
 
 def test_jobs_hardly_share_a_port():

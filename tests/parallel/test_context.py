@@ -13,7 +13,7 @@ LAYER = dict(ways=4, rows=2, heads=4, kv_heads=2, head_dim=8, value_dim=8, items
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_the_order_is_a_permutation_that_gives_every_device_the_same_number_of_visible_keys(parts):
     length = 4 * parts
-    slots = context.order(length, parts)
+    slots = context.zigzag_order(length, parts)
     assert sorted(slots) == list(range(length))
     visible = (slots + 1).reshape(parts, -1).sum(1)  # a causal query in slot i sees i + 1 keys
     assert len(set(visible)) == 1
@@ -23,21 +23,21 @@ def test_the_order_is_a_permutation_that_gives_every_device_the_same_number_of_v
 
 
 def test_four_devices_hold_these_chunks():
-    assert context.order(8, 4).tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
+    assert context.zigzag_order(8, 4).tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
 
 
 def test_slots_that_make_no_equal_chunks_are_refused():
     with pytest.raises(ValueError, match="12 slots do not divide into 8 chunks"):
-        context.order(12, 4)
+        context.zigzag_order(12, 4)
 
 
 def test_dealing_is_undone():
     grid = mesh.build(MeshConfig(data=1, context=4), jax.devices()[:4])
     rows = {"a": np.arange(32).reshape(2, 16), "b": np.arange(32.0).reshape(2, 16)}
     with jax.set_mesh(grid):
-        dealt = jax.jit(lambda tree: context.deal(tree, 4))(rows)
-        back = jax.jit(lambda tree: context.undeal(tree, 4))(dealt)
-    np.testing.assert_array_equal(dealt["a"], rows["a"][:, context.order(16, 4)])
+        dealt = jax.jit(lambda tree: context.zigzag_shard(tree, 4))(rows)
+        back = jax.jit(lambda tree: context.zigzag_unshard(tree, 4))(dealt)
+    np.testing.assert_array_equal(dealt["a"], rows["a"][:, context.zigzag_order(16, 4)])
     assert {shard.data.shape for shard in dealt["a"].addressable_shards} == {(2, 4)}
     for name in rows:
         np.testing.assert_array_equal(back[name], rows[name])

@@ -2,7 +2,7 @@ import pytest
 
 from jaxlm.core.errors import CommandError
 from jaxlm.parallel import peers
-from jaxlm.parallel.cluster import Place
+from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.parallel.peers import Peers
 
 
@@ -46,12 +46,12 @@ def test_loopback_is_known(host, is_loopback):
 
 
 def test_a_process_is_told_all_or_nothing_of_its_place():
-    assert Place() == Place(coordinator=None, count=None, rank=None)
+    assert ProcessSpec() == ProcessSpec(coordinator=None, count=None, rank=None)
     with pytest.raises(CommandError) as caught:
-        Place(coordinator="127.0.0.1:1", rank=0)
+        ProcessSpec(coordinator="127.0.0.1:1", rank=0)
     assert "--num_processes must be given too" in caught.value.what
     with pytest.raises(CommandError):
-        Place(coordinator="127.0.0.1:1", rank=2, count=2)
+        ProcessSpec(coordinator="127.0.0.1:1", rank=2, count=2)
 
 
 def test_the_differences_between_ranks_are_shown_by_name():

@@ -14,9 +14,9 @@ from jaxlm.parallel.schedule import Schedule
 
 def test_rows_come_back_in_their_order():
     x = jnp.arange(24).reshape(12, 2)
-    dealt = pipeline.deal(x, 3)
+    dealt = pipeline.split_microbatches(x, 3)
     np.testing.assert_array_equal(dealt[1], x[1::3])
-    np.testing.assert_array_equal(pipeline.collect(dealt), x)
+    np.testing.assert_array_equal(pipeline.merge_microbatches(dealt), x)
 
 
 @jax.custom_vjp
@@ -55,7 +55,7 @@ def test_stages_are_run_as_often_as_predicted_and_in_the_order_of_the_layers(pla
         return x, {"layers": jnp.float32(len(weights)), "microbatch": microbatch}
 
     def loss(weights, x):
-        out, sums = pipeline.run(stage, weights, x, plan)
+        out, sums = pipeline.run_pipeline(stage, weights, x, plan)
         return jnp.square(out).sum(), (out, sums)
 
     def plain(weights, x):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.recipes import trained
+from jaxlm.recipes.use import load
 from tests.cli.test_exchange import write
 from tests.faults import harness
 
@@ -49,7 +49,7 @@ def test_an_export_opens_in_transformers_with_the_same_ids_logits_and_text(
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     ends = transformers.GenerationConfig.from_pretrained(out)
-    ours = trained.open_run(run)
+    ours = load.load_run(run)
     ids = [*ours.tokenizer.before, *ours.tokenizer.encode(TEXT)]
     assert tokenizer(TEXT).input_ids == ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == TEXT == ours.tokenizer.decode(ids)

@@ -17,11 +17,11 @@ from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core import processor
 from jaxlm.core.precision import Precision
 from jaxlm.generate import beam, sampling
-from jaxlm.generate.penalties import History, Penalties
+from jaxlm.generate.sampling import History, Penalties
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.t5 import T5
-from jaxlm.recipes import importing
+from jaxlm.recipes.exchange import import_model
 from tests.parity import weights
 
 pytestmark = pytest.mark.parity
@@ -118,7 +118,7 @@ def searched(folder, family, beams, penalty):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), blueprint.shapes
     )
     with Folder(folder).opened() as fetch:
-        params = importing.load(layout(decoder, family.HUB), fetch, placed)
+        params = import_model.load(layout(decoder, family.HUB), fetch, placed)
     run = beam.build(
         blueprint.merge, beams=beams, length_penalty=penalty, max_tokens=LENGTH, ends=[END], pad=PAD
     )

@@ -5,7 +5,7 @@ import sentencepiece
 import tokenizers as hf
 
 from jaxlm.checkpoint.hub_folder import Folder, write_json
-from jaxlm.recipes.import_tokenizer import read_tokenizer
+from jaxlm.checkpoint.hub_tokenizer_files import read_tokenizer
 from tests.data.vocabularies import test_byte_pairs as byte_pairs
 from tests.data.vocabularies.test_pieces import LINES, MODELS, TEXTS, model
 from tests.data.vocabularies.test_word_pieces import PIECES

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxlm.checkpoint import hub_architecture
 from jaxlm.checkpoint.hub_folder import Folder, write_tensors
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.config import Encoder
 from jaxlm.models.families.t5 import T5
-from jaxlm.recipes import foreign, importing
-from jaxlm.recipes.export_job import DTYPES
+from jaxlm.recipes.exchange import import_model
+from jaxlm.recipes.exchange.parity import DTYPES
 from tests.parity import weights
 
 pytestmark = pytest.mark.parity
@@ -143,7 +144,7 @@ def loaded(name, folder):
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), blueprint_of(name).shapes
     )
     with Folder(folder).opened() as fetch:
-        return importing.load(weights.tensors(weights.FAMILIES[name]), fetch, placed)
+        return import_model.load(weights.tensors(weights.FAMILIES[name]), fetch, placed)
 
 
 def round_trip(name, folder, dtype, out):
@@ -287,9 +288,11 @@ def test_tokens_after_a_cache_are_those_of_transformers(both):
 def test_what_transformers_writes_is_read_as_it_was(both, saved):
     name, *_ = both
     family, folder = weights.FAMILIES[name], Folder(saved["float32"])
-    read, _ = foreign.described(folder, lambda _: None)
+    read, _ = hub_architecture.described(folder, lambda _: None)
     assert read.build() == family.build()
-    ignored = foreign.compare(weights.tensors(read), folder, read.HUB, is_tied=family.build().tied)
+    ignored = hub_architecture.compare(
+        weights.tensors(read), folder, read.HUB, is_tied=family.build().tied
+    )
     assert not [each for each in ignored if "head" in each]
     expected = weights.params(family, blueprint_of(name).shapes)
     jax.tree.map(np.testing.assert_array_equal, loaded(name, folder.path), expected)

@@ -4,11 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxlm.checkpoint import hub_architecture
 from jaxlm.checkpoint.hub_folder import Folder
 from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
-from jaxlm.recipes import foreign, importing
+from jaxlm.recipes.exchange import import_model
 from tests.parity import weights
 
 pytestmark = pytest.mark.parity
@@ -46,18 +47,18 @@ def test_the_text_part_of_gemma_3_is_what_the_whole_model_computes(seeing):
 
     model, folder = seeing
     said = []
-    family, _ = foreign.described(folder, said.append)
+    family, _ = hub_architecture.described(folder, said.append)
     blueprint = Blueprint(family.build(), Precision.float32())
-    tensors = foreign.named(layout(family.build(), family.HUB), folder, family.HUB)
-    ignored = foreign.compare(tensors, folder, family.HUB, is_tied=True)
-    foreign.tell_ignored(ignored, folder, family.HUB, said.append)
+    tensors = hub_architecture.named(layout(family.build(), family.HUB), folder, family.HUB)
+    ignored = hub_architecture.compare(tensors, folder, family.HUB, is_tied=True)
+    hub_architecture.tell_ignored(ignored, folder, family.HUB, said.append)
     assert any("vision_tower.*" in line for line in said)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     placed = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), blueprint.shapes
     )
     with folder.opened() as fetch:
-        params = importing.load(tensors, fetch, placed)
+        params = import_model.load(tensors, fetch, placed)
     ours = weights.forward(blueprint.merge(params), family)
     with torch.no_grad():
         theirs = model(torch.from_numpy(weights.tokens() % 58).long()).logits.numpy()

@@ -28,12 +28,13 @@ from jaxlm.objectives.config import Objective
 from jaxlm.ops.kernels import Target
 from jaxlm.optim import build as optimizers
 from jaxlm.optim.config import Optimizer, Sgd
-from jaxlm.parallel import collectives
+from jaxlm.parallel import hlo_collectives
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import devices, topology
+from jaxlm.recipes import jax_setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import of_sizes
+from jaxlm.recipes.diagnose import topology
+from jaxlm.recipes.train.programs import without_data
 from tests.nn import reference
 from tests.recipes.accumulation import Sum, narrow_sums
 
@@ -124,7 +125,7 @@ def engine_of(settings, mesh):
     sizes = {"data": 1} | (mesh or {})
     grid = meshes.build(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(grid):
-        engine = of_sizes(run, grid, topology.vocabulary(run))
+        engine = without_data(run, grid, topology.vocabulary(run))
         return grid, engine, (engine.abstract(), topology.abstract_batch(run, grid))
 
 
@@ -214,7 +215,7 @@ def test_what_watches_a_step_sums_in_float32(program):
 
 
 def test_a_tpu_sums_in_float32(monkeypatch):
-    monkeypatch.setattr(devices, "target", lambda mesh: Target("tpu"))
+    monkeypatch.setattr(jax_setup, "target", lambda mesh: Target("tpu"))
     for family in ("gpt2", "gemma2"):
         assert not forbidden(sums(family, {"train.attention": "splash"}, platform="tpu"))
 
@@ -342,7 +343,7 @@ def test_the_compiler_adds_up_no_gradient_over_devices_in_16_bits(family, mesh, 
         (text,) = (path.read_text() for path in Path(folder).glob("*after_spmd-partitioning*"))
     added = [
         (each, shape, each.axes(grid.shape))
-        for each in collectives.read(text)
+        for each in hlo_collectives.read(text)
         if each.kind in ("all-reduce", "reduce-scatter")
         for shape in each.shapes
     ]

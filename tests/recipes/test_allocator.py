@@ -15,7 +15,7 @@ from jaxlm.data.batch import Tokens
 from jaxlm.parallel import host
 from jaxlm.recipes import devices
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import of_sizes
+from jaxlm.recipes.train.programs import without_data
 
 devices.start()
 small = {"depth": 2, "width": 64, "heads": 2, "kv_heads": 2, "head_dim": "auto", "hidden": "auto"}
@@ -24,7 +24,7 @@ overrides += [("data.sequence", "256"), ("train.batch", "8"), ("train.microbatch
 overrides += [("train.remat", "none"), ("loss.chunk", "None")]
 run = config.load(Run, "configs/quickstart.py", overrides).value
 grid = devices.build_mesh(run.mesh)
-engine = of_sizes(run, grid, 8192)
+engine = without_data(run, grid, 8192)
 ids = np.zeros((8, 256), np.int32)
 with jax.set_mesh(grid):
     state = engine.fresh()

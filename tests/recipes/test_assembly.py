@@ -10,9 +10,10 @@ from jaxlm.models.families.llama import Llama
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.parallel.schedule import Schedule
-from jaxlm.recipes import assembly, fit
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.train.config import TrainConfig
+from jaxlm.recipes.plan import divisibility
+from jaxlm.training.config import TrainConfig
 
 
 def run(*, depth=8, pipe=4, **train):
@@ -33,9 +34,9 @@ def run(*, depth=8, pipe=4, **train):
 )
 def test_the_mesh_and_the_loop_give_the_schedule(wanted, expected):
     grid = mesh.build(wanted.mesh, jax.devices()[:4])
-    fit.check(wanted, 4)
-    assert fit.schedule(wanted, grid.shape) == expected
-    assert assembly.assemble(wanted, 64, grid).blueprint.schedule == expected
+    divisibility.check(wanted, 4)
+    assert divisibility.schedule(wanted, grid.shape) == expected
+    assert setup.build_sharded_model(wanted, 64, grid).blueprint.schedule == expected
 
 
 def changed(config, flags):
@@ -64,10 +65,10 @@ def changed(config, flags):
 def test_what_does_not_come_out_even_is_refused_with_values_that_do(options, why):
     wrong = run(**options)
     with pytest.raises(ConfigError) as caught:
-        fit.check(wrong, 4)
+        divisibility.check(wrong, 4)
     assert why in caught.value.why
     assert caught.value.code == 2
     for flags in caught.value.fix.splitlines():
         wanted = changed(wrong, flags)
-        fit.check(wanted, 4)
-        assembly.check_fit(wanted, mesh.build(wanted.mesh, jax.devices()[:4]))
+        divisibility.check(wanted, 4)
+        setup.check_fit(wanted, mesh.build(wanted.mesh, jax.devices()[:4]))

@@ -20,9 +20,11 @@ from jaxlm.monitor.chips import machine
 from jaxlm.ops.kernels import Target
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import attention, devices, plan, trained
+from jaxlm.recipes import jax_setup
 from jaxlm.recipes.config import Run
-from jaxlm.train.config import TrainConfig
+from jaxlm.recipes.plan import attention_kernels, predict
+from jaxlm.recipes.use import load
+from jaxlm.training.config import TrainConfig
 from tests.faults import harness
 
 GRID = MeshConfig(data=1, context=4).sizes(4)
@@ -43,29 +45,31 @@ def run_of(model, sequence=64, **settings):
 def test_the_way_to_keys_is_chosen_set_and_said():
     model = Llama(**SIZES, kv_heads=4)
     small = run_of(model)
-    assert not attention.fitted(small, model.build(), GRID, CPU).has_ring
-    assert attention.told(small, model.build(), GRID, CPU).startswith(
+    assert not attention_kernels.with_kernels(small, model.build(), GRID, CPU).has_ring
+    assert attention_kernels.describe_kernels(small, model.build(), GRID, CPU).startswith(
         "keys gathered from 4 devices: "
     )
     large = run_of(model, sequence=8192)
-    assert attention.fitted(large, model.build(), GRID, CPU).has_ring
-    said = attention.told(large, model.build(), GRID, CPU)
+    assert attention_kernels.with_kernels(large, model.build(), GRID, CPU).has_ring
+    said = attention_kernels.describe_kernels(large, model.build(), GRID, CPU)
     assert said.startswith("keys in a ring of 4 devices, tokens dealt out in 8 chunks: ")
     assert "MiB a device, above 256\nsamples: reference" in said
     forced = run_of(model, context_keys="ring")
-    assert attention.fitted(forced, model.build(), GRID, CPU).has_ring
-    assert attention.told(forced, model.build(), WHOLE, CPU).startswith(
+    assert attention_kernels.with_kernels(forced, model.build(), GRID, CPU).has_ring
+    assert attention_kernels.describe_kernels(forced, model.build(), WHOLE, CPU).startswith(
         "reference: rows of 64 tokens"
     )
-    assert attention.fitted(forced, model.build(), WHOLE, CPU) == model.build()
+    assert attention_kernels.with_kernels(forced, model.build(), WHOLE, CPU) == model.build()
 
 
 def test_a_ring_with_attention_dropout_is_refused_and_auto_gathers():
     model = GPT2(**SIZES, dropout=0.1)
-    assert not attention.fitted(run_of(model, sequence=8192), model.build(), GRID, CPU).has_ring
+    assert not attention_kernels.with_kernels(
+        run_of(model, sequence=8192), model.build(), GRID, CPU
+    ).has_ring
     run = run_of(model, context_keys="ring")
     with pytest.raises(ConfigError, match="no room for attention dropout") as caught:
-        attention.check(run, model.build(), GRID, CPU)
+        attention_kernels.check(run, model.build(), GRID, CPU)
     for line in caught.value.fix.splitlines():
         path, _, value = line.removeprefix("--config.").partition("=")
         fixed = (
@@ -73,28 +77,28 @@ def test_a_ring_with_attention_dropout_is_refused_and_auto_gathers():
             if path == "mesh.context_keys"
             else dataclasses.replace(run, model=dataclasses.replace(model, dropout=float(value)))
         )
-        attention.check(fixed, fixed.model.build(), GRID, CPU)
+        attention_kernels.check(fixed, fixed.model.build(), GRID, CPU)
 
 
 def test_blocks_are_chosen_for_long_rows_and_refused_where_they_cannot_be():
     model = Llama(**SIZES, kv_heads=4)
     run = run_of(model, sequence=1024)
     for sizes, kernel in ((WHOLE, "blockwise"), (GRID, "reference")):
-        layers = attention.fitted(run, model.build(), sizes, CPU).layers
+        layers = attention_kernels.with_kernels(run, model.build(), sizes, CPU).layers
         assert {layer.attention.kernel for layer in layers} == {kernel}
-    assert attention.told(run, model.build(), WHOLE, CPU).startswith(
+    assert attention_kernels.describe_kernels(run, model.build(), WHOLE, CPU).startswith(
         "blockwise: rows of 1024 tokens"
     )
     named = dataclasses.replace(run, train=TrainConfig(batch=8, attention="blockwise"))
-    attention.check(named, model.build(), WHOLE, CPU)
+    attention_kernels.check(named, model.build(), WHOLE, CPU)
     with pytest.raises(ConfigError, match="for whole rows"):
-        attention.check(named, model.build(), GRID, CPU)
+        attention_kernels.check(named, model.build(), GRID, CPU)
     dropping = GPT2(**SIZES, context=1024, dropout=0.1)
-    assert attention.told(run, dropping.build(), WHOLE, CPU).startswith(
+    assert attention_kernels.describe_kernels(run, dropping.build(), WHOLE, CPU).startswith(
         "reference: the others have no"
     )
     with pytest.raises(ConfigError, match="blockwise attention cannot compute this run"):
-        attention.check(named, dropping.build(), WHOLE, CPU)
+        attention_kernels.check(named, dropping.build(), WHOLE, CPU)
 
 
 def test_each_platform_has_its_kernel_and_says_why_not():
@@ -103,14 +107,16 @@ def test_each_platform_has_its_kernel_and_says_why_not():
         run_of(model, sequence=1024), precision=PrecisionConfig(compute="bfloat16")
     )
     for target, kernel in ((TPU, "splash"), (H100, "cudnn"), (CPU, "blockwise")):
-        layers = attention.fitted(run, model.build(), WHOLE, target).layers
+        layers = attention_kernels.with_kernels(run, model.build(), WHOLE, target).layers
         assert {layer.attention.kernel for layer in layers} == {kernel}
-        assert attention.told(run, model.build(), WHOLE, target).startswith(f"{kernel}: ")
-        assert attention.fitted(run, model.build(), GRID, target).layers[0].attention.kernel == (
-            "reference"
+        assert attention_kernels.describe_kernels(run, model.build(), WHOLE, target).startswith(
+            f"{kernel}: "
         )
+        assert attention_kernels.with_kernels(run, model.build(), GRID, target).layers[
+            0
+        ].attention.kernel == ("reference")
     short = dataclasses.replace(run, data=DataConfig(sequence=1000))
-    said = attention.told(short, model.build(), WHOLE, TPU)
+    said = attention_kernels.describe_kernels(short, model.build(), WHOLE, TPU)
     assert said.startswith("blockwise: rows of 1000 tokens")
     assert "; splash not: rows of 1000 tokens are no multiple of 128\n" in said
 
@@ -143,29 +149,29 @@ def test_a_kernel_that_cannot_is_refused_with_what_would(name, target, changed, 
     }
     run = run_of(model).changed(settings)
     with pytest.raises(ConfigError, match=f"{name} attention cannot compute this run") as caught:
-        attention.check(run, run.decoder(64), WHOLE, target)
+        attention_kernels.check(run, run.decoder(64), WHOLE, target)
     assert caught.value.where == f"train.attention={name}"
     assert why in caught.value.why
     for line in caught.value.fix.splitlines():
         path, _, value = line.removeprefix("--config.").partition("=")
         kind = type(settings.get(path, value))
         mended = run.changed({path: kind(float(value)) if kind is not str else value})
-        attention.check(mended, mended.decoder(64), WHOLE, target)
+        attention_kernels.check(mended, mended.decoder(64), WHOLE, target)
     with pytest.raises(ConfigError, match=f"{name} attention is for whole rows"):
-        attention.check(run, run.decoder(64), GRID, target)
+        attention_kernels.check(run, run.decoder(64), GRID, target)
 
 
 def test_the_target_of_a_mesh_is_its_devices():
     def device(**facts):
         return SimpleNamespace(devices=np.array([SimpleNamespace(**facts)]))
 
-    assert devices.target(device(platform="tpu")) == TPU
-    assert devices.target(device(platform="gpu", compute_capability="9.0")) == H100
-    assert devices.target(device(platform="gpu", compute_capability="gfx942")) == Target("gpu")
-    assert devices.target(mesh.build(MeshConfig(), jax.devices())) == CPU
+    assert jax_setup.target(device(platform="tpu")) == TPU
+    assert jax_setup.target(device(platform="gpu", compute_capability="9.0")) == H100
+    assert jax_setup.target(device(platform="gpu", compute_capability="gfx942")) == Target("gpu")
+    assert jax_setup.target(mesh.build(MeshConfig(), jax.devices())) == CPU
     sizes = AbstractMesh((2,), ("data",))
     with backend.of("tpu"):
-        assert devices.target(sizes) == TPU
+        assert jax_setup.target(sizes) == TPU
 
 
 @pytest.mark.parametrize(
@@ -175,14 +181,14 @@ def test_a_plan_knows_the_kernel_of_its_machine(on, kernel):
     run = run_of(Llama(**SIZES, kv_heads=4), sequence=1024).changed(
         {"precision.compute": "bfloat16", "mesh.data": 4, "mesh.context": 1}
     )
-    planned = plan.forecast(run, machine(on, flag="--on"))
+    planned = predict.forecast(run, machine(on, flag="--on"))
     assert {layer.attention.kernel for layer in planned.decoder.layers} == {kernel}
     named = run.changed({"train.attention": "splash"})
     if kernel == "splash":
-        assert plan.forecast(named, machine(on, flag="--on")).decoder == planned.decoder
+        assert predict.forecast(named, machine(on, flag="--on")).decoder == planned.decoder
     else:
         with pytest.raises(ConfigError, match="splash attention cannot compute this run"):
-            plan.forecast(named, machine(on, flag="--on"))
+            predict.forecast(named, machine(on, flag="--on"))
 
 
 def test_a_run_of_another_platform_is_used_here_by_a_kernel_that_can_and_that_is_said():
@@ -196,7 +202,7 @@ def test_a_run_of_another_platform_is_used_here_by_a_kernel_that_can_and_that_is
         run = run_of(Llama(**SIZES, kv_heads=4), sequence=1024).changed(
             {"train.attention": name, "mesh.context": 1, "mesh.data": "auto"}
         )
-        used = trained._suited(run, 64, grid, sequence, said.append)
+        used = load._adapted_to_mesh(run, 64, grid, sequence, said.append)
         assert used.train.attention == kernel
         assert used.data.sequence == (sequence or 1024)
     assert said == [
@@ -207,15 +213,17 @@ def test_a_run_of_another_platform_is_used_here_by_a_kernel_that_can_and_that_is
 
 def test_rows_of_another_length_are_refused_with_the_nearest_that_divide():
     model = Llama(**SIZES, kv_heads=4)
-    ring = attention.fitted(run_of(model, context_keys="ring"), model.build(), GRID, CPU)
-    attention.check_length(GRID, model.build(), 36, flag="--sequence")
+    ring = attention_kernels.with_kernels(
+        run_of(model, context_keys="ring"), model.build(), GRID, CPU
+    )
+    attention_kernels.check_length(GRID, model.build(), 36, flag="--sequence")
     for length, fixes in ((36, [32, 40]), (5, [8])):
         with pytest.raises(ConfigError, match=f"rows of {length} tokens") as caught:
-            attention.check_length(GRID, ring, length, flag="--sequence")
+            attention_kernels.check_length(GRID, ring, length, flag="--sequence")
         assert caught.value.fix.splitlines() == [f"--sequence={fix}" for fix in fixes]
     learned = GPT2(**SIZES, context=38).build()
     with pytest.raises(ConfigError) as caught:
-        attention.check_length(GRID, learned, 38, flag="--sequence")
+        attention_kernels.check_length(GRID, learned, 38, flag="--sequence")
     assert caught.value.fix == "--sequence=36"
 
 

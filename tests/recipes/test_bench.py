@@ -6,9 +6,9 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.core import config
-from jaxlm.models import cost
-from jaxlm.recipes import bench
+from jaxlm.models.cost import model_cost
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.diagnose import bench
 
 
 @pytest.mark.usefixtures("one_device")
@@ -39,7 +39,7 @@ def test_a_bench_measures_and_compares(tmp_path, capsys):
 )
 def test_sizes_are_named_by_their_parameters(name, least, most):
     run = config.load(Run, None, list(bench.SIZES[name].items())).value
-    assert least < cost.parameters(run.model.build()) < most
+    assert least < model_cost.parameters(run.model.build()) < most
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import tokenizers as hf
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data.hub_tokenizer import Imported
 from jaxlm.data.vocabularies.added import Added, with_added
-from jaxlm.recipes import chat
+from jaxlm.recipes.use import chat
 from tests.cli.test_exchange import call, write
 from tests.data.chat_templates import CHATML
 from tests.data.vocabularies.test_byte_pairs import BYTES, made

@@ -13,13 +13,13 @@ from jaxlm.core import config
 from jaxlm.models import decoder
 from jaxlm.nn import attention, embedding, mlp
 from jaxlm.parallel import expert, logical, rules
-from jaxlm.parallel.collectives import Collective, Shape
 from jaxlm.parallel.config import AXES, MeshConfig
-from jaxlm.parallel.groups import read_groups
-from jaxlm.recipes import check as checks
-from jaxlm.recipes import traffic
+from jaxlm.parallel.hlo_collectives import Collective, Shape
+from jaxlm.parallel.hlo_groups import read_groups
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.shrink import mesh_sizes, shrink
+from jaxlm.recipes.diagnose import check as checks
+from jaxlm.recipes.diagnose import collectives
+from jaxlm.recipes.diagnose.check import mesh_sizes, reduced_run
 
 CONFIG = """
 from jaxlm.core import config
@@ -60,7 +60,7 @@ def sharded_only(monkeypatch):
         if grid.size > 1:
             return dataclasses.replace(real(small, grid), gradient={"x": np.zeros(1)})
         nothing = [0.0] * small.run.train.steps
-        return checks.Trial(nothing, nothing, {"x": np.zeros(1)}, {}, "")
+        return checks.TrialResult(nothing, nothing, {"x": np.zeros(1)}, {}, "")
 
     monkeypatch.setattr(checks, "_try", tried)
 
@@ -68,12 +68,12 @@ def sharded_only(monkeypatch):
 def test_rows_of_noise_are_read_both_ways_where_the_objective_does(file):
     for name in ("causal", "prefix"):
         run = config.load(Run, str(file), [("objective.name", name)]).value
-        (batch,) = checks._batches(shrink(run, 1, 4).run, 300)
-        assert (batch.reach is None) == (name == "causal")
-    slots = np.arange(batch.reach.shape[1])
-    assert (batch.reach >= slots).all()
-    assert (batch.reach > slots).any()
-    assert (np.take_along_axis(batch.segments, batch.reach, 1) == batch.segments).all()
+        (batch,) = checks._batches(reduced_run(run, 1, 4).run, 300)
+        assert (batch.visible_until is None) == (name == "causal")
+    slots = np.arange(batch.visible_until.shape[1])
+    assert (batch.visible_until >= slots).all()
+    assert (batch.visible_until > slots).any()
+    assert (np.take_along_axis(batch.segments, batch.visible_until, 1) == batch.segments).all()
 
 
 def test_a_sound_config_passes_and_shows_what_it_sends(file, capsys):
@@ -104,7 +104,7 @@ def test_one_leaf_whose_gradient_has_another_sign_is_named_though_losses_and_nor
         gradient = {"good": leaf, "keys/bias": leaf * 1e-9 * grid.size, "turned": leaf}
         if grid.size > 1:
             gradient["turned"] = -leaf
-        return checks.Trial(same, same, gradient, {}, "ENTRY %main () -> f32[] {\n}\n")
+        return checks.TrialResult(same, same, gradient, {}, "ENTRY %main () -> f32[] {\n}\n")
 
     monkeypatch.setattr(checks, "_try", tried)
     found = check(capsys, file, code=1)
@@ -275,7 +275,7 @@ def test_sound_configs_of_every_axis_pass(file, capsys, flags):
 
 
 def test_the_words_for_people_name_what_is_wrong(capsys, monkeypatch):
-    line = traffic.Line(
+    line = collectives.CollectiveRow(
         kind="all-gather",
         axes=("tensor",),
         content="logits",
@@ -334,14 +334,14 @@ def test_every_axis_that_splits_stays_split(wanted, limit, sizes):
 
 def test_a_shrunk_run_has_a_mark_in_its_tokens_that_no_parameter_has():
     run = config.load(Run, None, [("mesh.context", "4"), ("model.heads", "20"), ("model.kv_heads", "4"), ("model.width", "640")]).value  # fmt: skip
-    small = shrink(run, 3, 8)
+    small = reduced_run(run, 3, 8)
     model = small.run.model
     assert small.run.data.sequence % (2 * 4 * small.mark) == 0
     sizes = (model.vocab, model.width, model.heads, model.kv_heads, model.hidden, model.depth)
     assert all(size % small.mark for size in sizes)
     assert small.run.precision.compute == "float32"
     table = config.load(Run, None, [("model.family", "gpt2"), ("optim.name", "muon")]).value
-    small = shrink(table, 3, 8)
+    small = reduced_run(table, 3, 8)
     assert small.run.model.context >= small.run.data.sequence
     assert small.run.model.context % small.mark, "a table of positions is no activation"
     assert small.run.optim.newton_schulz_dtype == "float32"
@@ -356,7 +356,7 @@ def test_a_shrunk_run_drops_nothing_as_other_meshes_draw_other_numbers():
         "regularisation.embedding_noise": "5",
         "mesh.pipe": "2",
     }
-    small = shrink(config.load(Run, None, list(settings.items())).value, 3, 8)
+    small = reduced_run(config.load(Run, None, list(settings.items())).value, 3, 8)
     rates = {each.path: each.new for each in small.changes if each.path in settings}
     assert rates == dict.fromkeys(list(settings)[1:-1], 0.0)
     model = small.run.decoder(512)
@@ -385,19 +385,19 @@ def test_a_shrunk_run_drops_nothing_as_other_meshes_draw_other_numbers():
     ],
 )
 def test_a_shrunk_run_computes_attention_as_the_run_itself_would(settings, change):
-    small = shrink(config.load(Run, None, list(settings.items())).value, 3, 8)
+    small = reduced_run(config.load(Run, None, list(settings.items())).value, 3, 8)
     assert change in {(each.path, each.old, each.new) for each in small.changes}
 
 
 LINEAR, EXPERT = "jaxlm/nn/linear.py:1", "jaxlm/parallel/expert.py:1"
 KEYS, QUERIES = Shape("f32", (1, 20, 2, 8)), Shape("f32", (1, 20, 4, 8))
-STEP = traffic.Step(tokens=20, mark=5, vocab=512, head_dim=8, keys=KEYS.elements)
+STEP = collectives.StepShapes(tokens=20, mark=5, vocab=512, head_dim=8, keys=KEYS.elements)
 RING = dataclasses.replace(STEP, has_ring=True)
 PLACES = dataclasses.replace(STEP, has_places=True)
 
 
 def why(kind, axes, content="activations", source=LINEAR, *, shapes=(QUERIES,), step=STEP):
-    return traffic.unexpected(kind, axes, content, source, shapes, step)
+    return collectives.unexpected(kind, axes, content, source, shapes, step)
 
 
 def test_what_is_expected_is_decided_by_what_it_is():
@@ -443,10 +443,10 @@ def test_queries_of_heads_with_keys_of_their_own_are_found_by_counting():
     )
     mesh = dict.fromkeys(AXES, 1) | {"context": 2}
     step = dataclasses.replace(STEP, gathers=4)
-    (line,) = traffic.table([gather], mesh, step)
+    (line,) = collectives.table([gather], mesh, step)
     assert not line.why_unexpected
     queries = dataclasses.replace(gather, times=1)
-    (line,) = traffic.table([gather, queries], mesh, step)
+    (line,) = collectives.table([gather, queries], mesh, step)
     assert (line.count, bool(line.why_unexpected)) == (5, True)
 
 
@@ -455,5 +455,5 @@ def test_a_collective_of_which_no_line_is_known_says_so():
     bare = Collective(
         kind="all-gather", name="g", shapes=(QUERIES,), groups=groups, times=1, op="", source=""
     )
-    (line,) = traffic.table([bare], dict.fromkeys(AXES, 1) | {"tensor": 2}, STEP)
+    (line,) = collectives.table([bare], dict.fromkeys(AXES, 1) | {"tensor": 2}, STEP)
     assert (line.source, bool(line.why_unexpected)) == ("no line known", True)

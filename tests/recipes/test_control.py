@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.recipes import control
-from jaxlm.recipes.control import Change, Control
-from jaxlm.train.rundir import RunDir
+from jaxlm.training import control
+from jaxlm.training.control import Change, Control
+from jaxlm.training.rundir import RunDir
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.recipes import doctor, exercise
-from jaxlm.recipes.doctor import Hardware
+from jaxlm.recipes.diagnose import device_checks, doctor
+from jaxlm.recipes.diagnose.doctor import Hardware
 
 JAX = {"jax": "0.12.0.1", "jaxlib": "0.12.0.1"}
 CUDA13 = JAX | {"jax-cuda13-plugin": "0.12.0", "jax-cuda13-pjrt": "0.12.0"}
@@ -37,7 +37,7 @@ def test_a_machine_that_computes_is_found_well(capsys, tmp_path):
 
 
 def test_a_device_that_computes_wrongly_is_found(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(exercise.jnp, "matmul", lambda x, y: (x @ y).at[3, 5].add(1e3))
+    monkeypatch.setattr(device_checks.jnp, "matmul", lambda x, y: (x @ y).at[3, 5].add(1e3))
     assert main(["doctor", f"--workdir={tmp_path}"]) == 1
     said = capsys.readouterr().out
     assert "PROBLEM: float32 is off by" in said
@@ -46,11 +46,11 @@ def test_a_device_that_computes_wrongly_is_found(capsys, tmp_path, monkeypatch):
 
 
 def test_a_sum_that_is_wrong_is_found(monkeypatch):
-    right = exercise.sum_over_devices(16)
+    right = device_checks.sum_over_devices(16)
     assert right.verdict == "ok"
     full = np.full
-    monkeypatch.setattr(exercise.np, "full", lambda *words: full(*words) + 1)
-    wrong = exercise.sum_over_devices(16)
+    monkeypatch.setattr(device_checks.np, "full", lambda *words: full(*words) + 1)
+    wrong = device_checks.sum_over_devices(16)
     assert (wrong.verdict, wrong.said) == (
         "problem",
         "a sum over 8 devices gives 44.0 to 44.0 instead of 36.0",

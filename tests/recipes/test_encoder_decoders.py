@@ -9,7 +9,7 @@ import pytest
 
 from jaxlm.cli.main import main
 from jaxlm.models.families.t5 import T5
-from jaxlm.recipes import trained as opening
+from jaxlm.recipes.use import load as opening
 from tests.cli.test_import_tokenizers import FORMS
 from tests.cli.test_import_tokenizers import write as with_tokenizer
 from tests.faults import harness
@@ -101,7 +101,7 @@ def written(capsys, run):
 
 def likeliest(run, prompt, ids):
     """The likeliest id after each of these, from one pass over all of them."""
-    opened = opening.open_run(run)
+    opened = opening.load_run(run)
     tokenizer = opened.tokenizer
     source = jnp.asarray([[*tokenizer.before, *tokenizer.encode(prompt), *tokenizer.after]])
     known = np.arange(opened.model.blueprint.config.vocab)

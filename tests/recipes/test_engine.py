@@ -15,10 +15,10 @@ from jaxlm.models.families.deepseek_v3 import DeepSeekV3
 from jaxlm.models.families.llama import Llama
 from jaxlm.parallel import host, mesh
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import assembly
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import Engine
-from jaxlm.train.config import TrainConfig
+from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.training.config import TrainConfig
 
 MODEL = Llama(vocab=512, width=32, depth=2, heads=4, kv_heads=4, hidden=64)
 OFFLOAD = {"offload": ("optimizer",), "remat": "offload:layer_in,attention_out"}
@@ -32,7 +32,9 @@ def engine_of(sizes, model=MODEL, **train):
     )
     count = math.prod(size for axis, size in sizes.items() if axis != "zero")
     grid = mesh.build(run.mesh, jax.devices()[:count])
-    return Engine(run, Data(Bytes(), None, {}, {}), assembly.assemble(run, MODEL.vocab, grid))
+    return TrainPrograms(
+        run, Data(Bytes(), None, {}, {}), setup.build_sharded_model(run, MODEL.vocab, grid)
+    )
 
 
 def batch_of(engine):
@@ -51,7 +53,7 @@ def test_a_bias_on_the_choice_of_experts_moves_by_its_rate_and_nothing_else(rate
     )  # fmt: skip
     engine = engine_of({}, model)
     with jax.set_mesh(engine.model.mesh):
-        state, _ = engine.step(engine.fresh(), batch_of(engine))
+        state, _ = engine.step(engine.init_state(), batch_of(engine))
     moved = np.abs(state.params["stack"]["0"]["mlp"]["bias"])
     assert set(moved.ravel()) <= {np.float32(0), np.float32(rate)}
     assert moved.max() == np.float32(rate)
@@ -71,8 +73,8 @@ def test_the_bytes_that_the_header_shows_are_those_of_the_live_arrays():
     told = {}
     for zero in (1, 2, 3):
         engine = engine_of({"fsdp": 4, "zero": zero})
-        told[zero] = engine.held()
-        state = engine.fresh()
+        told[zero] = engine.bytes_per_device()
+        state = engine.init_state()
         assert told[zero]["parameters"] == held(state.params)
         assert told[zero]["optimizer"] == held(state.opt_state)
         with jax.set_mesh(engine.model.mesh):
@@ -112,7 +114,7 @@ def test_a_step_writes_over_its_state_and_leaves_it_where_it_was(devices, train)
     with jax.set_mesh(engine.model.mesh):
         batch = batch_of(engine)
         before = living()
-        state = engine.fresh()
+        state = engine.init_state()
         one = tuple(np.subtract(living(), before))
         first = tree.leaves(state)
         for _ in range(2):

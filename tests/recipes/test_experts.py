@@ -16,17 +16,17 @@ from jaxlm.data.batch import Tokens
 from jaxlm.models.config import balance_rate
 from jaxlm.models.families.mixtral import Mixtral
 from jaxlm.objectives.config import LossConfig
-from jaxlm.objectives.token_nll import token_nll
+from jaxlm.objectives.loss import token_nll
 from jaxlm.optim import build as optimizers
 from jaxlm.optim.config import AdamW, Lion, Muon
 from jaxlm.parallel import host, mesh
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import assembly
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.dropping import Dropping
-from jaxlm.train import state as states
-from jaxlm.train import step as steps
-from jaxlm.train.config import GuardConfig, TrainConfig
+from jaxlm.recipes.train.records import DroppedTokenWarning
+from jaxlm.training import state as states
+from jaxlm.training import step as steps
+from jaxlm.training.config import GuardConfig, TrainConfig
 from tests.faults import harness
 
 ROWS, LENGTH, VOCAB = 8, 16, 64
@@ -68,7 +68,7 @@ def trained(model, sizes, *, microbatches=1, optim=None, differentiated=False):
     )
     grid = mesh.build(run.mesh, devices)
     with jax.set_mesh(grid):
-        built = assembly.assemble(run, VOCAB, grid)
+        built = setup.build_sharded_model(run, VOCAB, grid)
         blueprint, loss = built.blueprint, LossConfig()
         optimizer = optimizers.build(
             optim or AdamW(),
@@ -80,7 +80,7 @@ def trained(model, sizes, *, microbatches=1, optim=None, differentiated=False):
         def objective(params, batch, key):
             return token_nll(blueprint.merge(params), batch, key, loss)
 
-        step = steps.build(
+        step = steps.build_step(
             objective,
             optimizer,
             lambda _: jnp.float32(1e-2),
@@ -88,7 +88,7 @@ def trained(model, sizes, *, microbatches=1, optim=None, differentiated=False):
             precision=built.precision,
             guard=GuardConfig(),
             axes=blueprint.axes,
-            layout=built.gradients,
+            shardings=built.gradients,
             microbatches=microbatches,
         )
         params = jax.jit(blueprint.init, out_shardings=built.shardings)(jax.random.key(0))
@@ -185,7 +185,7 @@ def test_a_bias_moves_by_one_step_against_the_load():
 def refused(model, **sizes):
     run = Run(model=model, mesh=MeshConfig(**{"data": 1} | sizes), train=TrainConfig(batch=8))
     with pytest.raises(ConfigError) as caught:
-        assembly.check_fit(run, mesh.build(run.mesh, jax.devices()[:4]))
+        setup.check_fit(run, mesh.build(run.mesh, jax.devices()[:4]))
     assert caught.value.code == 2
     return caught.value
 
@@ -233,7 +233,7 @@ def test_dropped_tokens_are_said_once_in_the_log_and_stand_in_the_report(tmp_pat
 
 def test_a_share_that_grows_is_told_again_at_twice_the_last():
     told = []
-    dropping = Dropping(lambda text, step: told.append(step))
+    dropping = DroppedTokenWarning(lambda text, step: told.append(step))
     for step, share in enumerate((0.0, 0.01, 0.015, 0.021, 0.03, 0.05, float("nan"))):
         dropping.look(step, {"moe_dropped": share, "moe_load_max": 2.0})
     dropping.look(9, {"loss_nats": 1.0})

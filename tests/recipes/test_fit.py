@@ -10,8 +10,8 @@ import pytest
 from jaxlm.core import config
 from jaxlm.core.errors import ConfigError
 from jaxlm.parallel.config import AXES, OFFERED
-from jaxlm.recipes import fit
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan import divisibility
 
 SMALL = {
     "model.vocab": "64",
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_said_at_once_and_every_line_of_the_fix_mends_it(ca
     count, settings, said = CASES[case]
     settings = SMALL | settings
     with pytest.raises(ConfigError) as caught:
-        fit.check(load(settings), count)
+        divisibility.check(load(settings), count)
     assert caught.value.code == 2
     assert len(str(caught.value).splitlines()) <= 8
     for words in said:
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_said_at_once_and_every_line_of_the_fix_mends_it(ca
     assert lines
     for line in lines:
         assert pasted(line), line
-        fit.check(load(settings | pasted(line)), count)
+        divisibility.check(load(settings | pasted(line)), count)
 
 
 @pytest.mark.parametrize(
@@ -153,11 +153,11 @@ def test_what_does_not_fit_is_said_at_once_and_every_line_of_the_fix_mends_it(ca
 def test_slices_that_a_mesh_cannot_be_cut_into_are_said_beside_all_else(settings, slices, count):
     settings = SMALL | settings | {"train.batch": "10"}
     with pytest.raises(ConfigError) as caught:
-        fit.check(load(settings), count, slices)
+        divisibility.check(load(settings), count, slices)
     assert f"{slices} slices: " in caught.value.why
     assert "batch = 10" in caught.value.why
     for line in caught.value.fix.splitlines():
-        fit.check(load(settings | pasted(line)), count, slices)
+        divisibility.check(load(settings | pasted(line)), count, slices)
 
 
 def distance(sizes, wanted):
@@ -193,7 +193,7 @@ def test_the_meshes_offered_are_all_that_are_nearest_of_all_there_are(count, set
     asked = SMALL | settings
     run = load(asked)
     with pytest.raises(ConfigError) as caught:
-        fit.check(run, count)
+        divisibility.check(run, count)
     wanted = {axis: size for axis in AXES if (size := getattr(run.mesh, axis)) != "auto"}
     if (left := count / math.prod(wanted.values())).is_integer():
         wanted = {"data": int(left)} | wanted
@@ -202,7 +202,7 @@ def test_the_meshes_offered_are_all_that_are_nearest_of_all_there_are(count, set
         sizes
         for sizes in meshes(count)
         if all(size == 1 or axis in used for axis, size in sizes.items())
-        and not any(fit.find(run, sizes))
+        and not any(divisibility.find_indivisible(run, sizes))
     ]
     lines = [line for line in caught.value.fix.splitlines() if "mesh." in line]
     found = [load(asked | pasted(line)).mesh.sizes(count) for line in lines]
@@ -240,7 +240,7 @@ def test_the_values_named_are_the_nearest_of_all_that_fit(count, settings, path)
     """The next ones below and above; pasted is the nearer."""
     settings = SMALL | settings
     with pytest.raises(ConfigError) as caught:
-        fit.check(load(settings), count)
+        divisibility.check(load(settings), count)
     now = int(settings[path])
 
     def fits(value):
@@ -248,7 +248,7 @@ def test_the_values_named_are_the_nearest_of_all_that_fit(count, settings, path)
             run = load(settings | {path: str(value)})
         except ConfigError:
             return False
-        return not any(fit.find(run, run.mesh.sizes(count)))
+        return not any(divisibility.find_indivisible(run, run.mesh.sizes(count)))
 
     below = next((n for n in range(now - 1, 0, -1) if fits(n)), None)
     above = next((n for n in range(now + 1, 4 * now) if fits(n)), None)
@@ -263,7 +263,7 @@ def test_the_values_named_are_the_nearest_of_all_that_fit(count, settings, path)
 
 
 def test_what_fits_is_left_alone():
-    fit.check(load(SMALL), 8)
-    fit.check(load(SMALL | {"mesh.fsdp": "2", "mesh.tensor": "4", "mesh.data": "1"}), 8)
-    fit.check(load(SMALL | {"mesh.pipe": "2", "mesh.context": "2", "mesh.tensor": "2"}), 8)
-    fit.check(load(SMALL | {"model.vocab": "auto", "mesh.tensor": "2"}), 8)
+    divisibility.check(load(SMALL), 8)
+    divisibility.check(load(SMALL | {"mesh.fsdp": "2", "mesh.tensor": "4", "mesh.data": "1"}), 8)
+    divisibility.check(load(SMALL | {"mesh.pipe": "2", "mesh.context": "2", "mesh.tensor": "2"}), 8)
+    divisibility.check(load(SMALL | {"model.vocab": "auto", "mesh.tensor": "2"}), 8)

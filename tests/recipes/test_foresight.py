@@ -9,9 +9,9 @@ from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.core.errors import OutOfMemory
 from jaxlm.monitor.chips import machine
-from jaxlm.recipes import foresight, plan
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.stepping import Stepper
+from jaxlm.recipes.plan import oom, predict
+from jaxlm.recipes.train.trainer import CompiledStep
 from tests.faults import harness
 
 SETTINGS = {
@@ -58,14 +58,14 @@ def test_what_does_not_fit_is_told_before_the_first_step_and_the_first_fix_makes
 @pytest.mark.usefixtures("one_device", "without_plots")
 def test_what_the_device_has_not_is_told_in_the_middle_of_a_run(tmp_path, monkeypatch, capsys):
     """The step raises what XLA does, at the third: exit 71, the biggest parts, and fixes that make it smaller."""
-    step = Stepper.__call__
+    step = CompiledStep.__call__
 
     def short(self, state, batch):
         if self.completed == 2:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123456 bytes.")
         return step(self, state, batch)
 
-    monkeypatch.setattr(Stepper, "__call__", short)
+    monkeypatch.setattr(CompiledStep, "__call__", short)
     run = tmp_path / "run"
     assert main(harness.words(harness.write_config(tmp_path), run)) == 71
     said = capsys.readouterr().err
@@ -78,14 +78,14 @@ def test_what_the_device_has_not_is_told_in_the_middle_of_a_run(tmp_path, monkey
     left = harness.exit_of(run)
     assert (left["code"], left["step"]) == (71, 2)
     assert left["cause"].startswith("OutOfMemory: ")
-    monkeypatch.setattr(Stepper, "__call__", step)
+    monkeypatch.setattr(CompiledStep, "__call__", step)
     assert main(harness.words(harness.write_config(tmp_path), run)) == 0, "and it goes on"
 
 
 def test_an_error_of_the_device_becomes_the_same_words():
     run = config.load(Run, "configs/llama_1b.py", []).value
-    forecast = plan.forecast(run, machine("h200", flag="--on"))
-    told = foresight.shortage(forecast, None, 20 * 2**30, when="as the device says")
+    forecast = predict.forecast(run, machine("h200", flag="--on"))
+    told = oom.oom_error(forecast, None, 20 * 2**30, when="as the device says")
     assert isinstance(told, OutOfMemory)
     assert told.code == 71
     lines = told.fix.splitlines()
@@ -95,13 +95,13 @@ def test_an_error_of_the_device_becomes_the_same_words():
         overrides = [tuple(word.removeprefix("--config.").split("=")) for word in flags.split()]
         changed = config.load(Run, "configs/llama_1b.py", overrides).value
         assert (
-            plan.forecast(changed, forecast.machine).bytes_per_device["total"]
+            predict.forecast(changed, forecast.machine).bytes_per_device["total"]
             < forecast.bytes_per_device["total"]
         )
         assert "slower" in promise or "as fast" in promise
 
 
 def test_a_chip_that_no_table_knows_has_no_plan_but_an_error():
-    told = foresight.shortage(None, 3 * 2**30, 2**30, when="as the device says")
+    told = oom.oom_error(None, 3 * 2**30, 2**30, when="as the device says")
     assert "3 GiB" in told.why
     assert told.fix

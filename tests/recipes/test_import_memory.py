@@ -17,9 +17,9 @@ import pytest
 from jaxlm.checkpoint.hub_folder import write_json, write_tensors
 from jaxlm.checkpoint.hub_tensors import Reader, layout
 from jaxlm.cli.main import main
-from jaxlm.models import cost
+from jaxlm.models.cost import model_cost
+from jaxlm.models.cost.tensors import tensors as stacked
 from jaxlm.models.families.llama import Llama
-from jaxlm.models.tensors import tensors as stacked
 from tests.cli.test_exchange import SIZES, write, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize("devices", [1, 8])
 def test_an_import_holds_little_beside_the_arrays(large, devices, tmp_path, record_property):
     source, largest = large
-    arrays = cost.parameters(FAMILY.build()) * BF16.itemsize
+    arrays = model_cost.parameters(FAMILY.build()) * BF16.itemsize
     assert arrays > 2e9
     _, before = peak(["doctor", "--quiet"], tmp_path)
     words = ["import", f"--from={source}", f"--workdir={tmp_path / 'run'}", "--json"]

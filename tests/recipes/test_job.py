@@ -8,8 +8,7 @@ import time
 import pytest
 
 from jaxlm.core.errors import JaxlmError
-from jaxlm.recipes.job import Job
-from jaxlm.recipes.ranks import Ranks
+from jaxlm.training.launch import ElasticJob, WorkerGroup
 from tests.distributed.processes import running
 
 PRELUDE = """
@@ -36,7 +35,7 @@ def job(tmp_path):
     """A job whose ranks run a script, and what it says."""
 
     def make(script, *, count=1, restarts=10, pause=0.01, **options):
-        made = Job(
+        made = ElasticJob(
             command(tmp_path, script),
             count,
             workdir=tmp_path,
@@ -156,7 +155,7 @@ def test_who_does_not_end_after_a_failure_is_ended(tmp_path):
     script = (
         "if rank: kill()\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.fork()\ntime.sleep(60)"
     )
-    with Ranks(command(tmp_path, script), 2, say=print, grace_seconds=0.5) as ranks:
+    with WorkerGroup(command(tmp_path, script), 2, say=print, grace_seconds=0.5) as ranks:
         begun = time.monotonic()
         failure = ranks.wait()
     assert (failure.rank, failure.code) == (1, 69)

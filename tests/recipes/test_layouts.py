@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxlm.core import config as configs
-from jaxlm.recipes import resume
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.resume import Wish
+from jaxlm.recipes.train import resume
+from jaxlm.recipes.train.resume import ResumeOptions
 from tests.faults import harness
 from tests.recipes.test_pretrain import SETTINGS, records, train
 
@@ -42,7 +42,7 @@ def test_how_state_is_split_and_kept_may_change_when_a_run_goes_on():
         [("train.offload", "optimizer"), ("train.remat", "offload:mlp_out")],
     ):
         wanted = configs.load(Run, None, flags).value
-        changes = resume.check(saved, wanted, Wish(), 1)
+        changes = resume.check(saved, wanted, ResumeOptions(), 1)
         assert {change.path for change in changes} == {path for path, _ in flags}
 
 

@@ -12,10 +12,10 @@ from jaxlm.cli.main import main
 from jaxlm.core import config as configs
 from jaxlm.data import dataset
 from jaxlm.optim.config import Muon
-from jaxlm.recipes import assembly, devices
+from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import Engine
-from jaxlm.recipes.lr_find import Point, scaled, smooth, suggest
+from jaxlm.recipes.diagnose.lr_find import Point, scaled, smooth, suggest
+from jaxlm.recipes.train.programs import TrainPrograms
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -127,16 +127,16 @@ def test_on_the_quickstart_it_finds_a_rate_within_three_of_the_best_of_a_grid(
     code, answer = find(capsys, "configs/quickstart.py", tmp_path / "out", *words)
     assert code == 0
     run = configs.load(Run, "configs/quickstart.py", list(small.items())).value
-    mesh = devices.build_mesh(run.mesh)
+    mesh = jax_setup.build_mesh(run.mesh)
     data = dataset.open_data(run.data, seed=run.seed)
-    model = assembly.assemble(run, assembly.vocabulary(run, data.tokenizer.size), mesh)
+    model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
     ends = {}
     for rate in (0.002, 0.006, 0.02, 0.06, 0.2):
         share = run.optim.adam_lr / run.optim.lr
         optim = dataclasses.replace(run.optim, lr=rate, adam_lr=rate * share)
         with jax.set_mesh(mesh):
-            engine = Engine(dataclasses.replace(run, optim=optim), data, model)
-            state, batches = engine.fresh(), engine.batches(0)
+            engine = TrainPrograms(dataclasses.replace(run, optim=optim), data, model)
+            state, batches = engine.init_state(), engine.batches(0)
             for _ in range(run.train.steps):
                 state, _ = engine.step(state, next(batches))
             (ends[rate],) = (

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.data.prepare.filters.config import Perplexity
-from jaxlm.recipes import perplexity, trained
-from tests.data.prepare.recipes import kept, lines, removed, run, tree, write_lines
+from jaxlm.corpus.filters.config import Perplexity
+from jaxlm.recipes.use import evaluate, load
+from tests.corpus.recipes import kept, lines, removed, run, tree, write_lines
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -60,8 +60,8 @@ def reference(opened, text: str, most: int) -> float:
 
 
 def test_the_perplexity_is_that_of_float64(model):
-    opened = trained.open_run(model)
-    score = perplexity.scorer(Perplexity(run=str(model), tokens=75))
+    opened = load.load_run(model)
+    score = evaluate.scorer(Perplexity(run=str(model), tokens=75))
     # 32 tokens a row: exactly one and two, and beyond what is looked at.
     for size in (32, 64, 200):
         text = ("one two three four five six " * 8)[:size]

@@ -22,9 +22,12 @@ from jaxlm.monitor import cpu
 from jaxlm.monitor.chips import machine
 from jaxlm.optim.config import Optimizer
 from jaxlm.parallel import mesh
-from jaxlm.recipes import assembly, plan, plan_fit, plan_memory, stepping, topology
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import Engine
+from jaxlm.recipes.diagnose import topology
+from jaxlm.recipes.plan import device_memory, predict, search
+from jaxlm.recipes.train import trainer
+from jaxlm.recipes.train.programs import TrainPrograms
 
 SMALL = {
     "model.vocab": "512",
@@ -48,7 +51,7 @@ def load(settings):
 
 
 def planned(run, devices=1):
-    return plan.forecast(run, cpu.this_machine(devices, []))
+    return predict.forecast(run, cpu.this_machine(devices, []))
 
 
 @pytest.mark.parametrize(
@@ -117,11 +120,11 @@ def planned(run, devices=1):
 def test_the_bytes_of_the_state_are_those_of_the_live_layout(settings, devices):
     run = load(settings)
     grid = mesh.build(run.mesh, jax.devices()[:devices])
-    model = assembly.assemble(run, 512, grid)
+    model = setup.build_sharded_model(run, 512, grid)
     data = SimpleNamespace(tokenizer=SimpleNamespace(token_bytes=np.zeros(512, np.int32), lead=""))
     with jax.set_mesh(grid):
-        live = Engine(run, data, model).held()
-    said = plan_memory.held_bytes(run, planned(run, devices).decoder, run.mesh.sizes(devices))
+        live = TrainPrograms(run, data, model).bytes_per_device()
+    said = device_memory.held_bytes(run, planned(run, devices).decoder, run.mesh.sizes(devices))
     if run.train.offload:
         assert said.pop("optimizer") == 0
         live.pop("optimizer")
@@ -251,7 +254,9 @@ def sized(name, settings):
 def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, settings):
     run = sized(name, settings)
     devices = 4 if any(path.startswith("mesh.") for path in settings) else 1
-    exact = stepping.held(topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices])))
+    exact = trainer.compiled_memory(
+        topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices]))
+    )
     said = planned(run, devices).bytes_per_device
     assert said["total"] == pytest.approx(exact["total"], rel=0.2)
 
@@ -298,11 +303,13 @@ def test_dropless_experts_on_gpus_are_a_risk_with_its_numbers_and_none_on_tpus(c
 @pytest.mark.parametrize(
     ("dtypes", "copies"),
     [
-        ({}, plan.CPU_COPIES),
-        pytest.param({"precision.params": "bfloat16"}, 2 * plan.CPU_COPIES, marks=pytest.mark.slow),
+        ({}, predict.CPU_COPIES),
+        pytest.param(
+            {"precision.params": "bfloat16"}, 2 * predict.CPU_COPIES, marks=pytest.mark.slow
+        ),
         pytest.param(
             {"precision.params": "bfloat16", "precision.moments": "bfloat16"},
-            2 * (plan.CPU_COPIES + 2),
+            2 * (predict.CPU_COPIES + 2),
             marks=pytest.mark.slow,
         ),
     ],
@@ -314,7 +321,9 @@ def test_a_step_overwrites_its_state_and_copies_none_of_it(dtypes, copies):
     small = {"model.width": "256", "model.hidden": "768", "model.vocab": "4096"}
     rows = {"data.sequence": "16", "train.batch": "1", "log.every": "10"}
     run = load(small | rows | dtypes)
-    exact = stepping.held(topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:1])))
+    exact = trainer.compiled_memory(
+        topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
+    )
     said = planned(run).bytes_per_device
     assert exact["temporary"] == pytest.approx(copies * said["parameters"], rel=0.03)
     assert exact["total"] == pytest.approx(said["total"], rel=0.03)
@@ -486,7 +495,7 @@ def test_rounded_products_take_less_time_where_the_chip_has_a_unit_for_them_and_
         "precision.compute": "bfloat16",
     }
     whole, rounded = (
-        plan.forecast(
+        predict.forecast(
             load(settings | {"precision.products": products}), machine("h100", flag="--on")
         )
         for products in ("compute", "fp8")
@@ -495,11 +504,11 @@ def test_rounded_products_take_less_time_where_the_chip_has_a_unit_for_them_and_
     assert 0.5 < rounded.seconds[1] / whole.seconds[1] < 0.65
     assert not any("fp8" in risk for risk in rounded.risks)
     assert rounded.peak_flops == whole.peak_flops, "MFU keeps its peak"
-    old = plan.forecast(
+    old = predict.forecast(
         load(settings | {"precision.products": "fp8"}), machine("a100", flag="--on")
     )
     assert any("a100 has no unit for fp8" in risk for risk in old.risks)
-    turing = plan.forecast(load(settings | {"mesh.data": "16"}), machine("t4x16", flag="--on"))
+    turing = predict.forecast(load(settings | {"mesh.data": "16"}), machine("t4x16", flag="--on"))
     assert "t4 has no bfloat16: --config.precision.compute=float16" in turing.risks
     assert "the wires between hosts are as fast as those within one of 8" in turing.assumed
 
@@ -550,8 +559,8 @@ def test_the_compiler_s_account_is_shown_beside_the_plan():
 def test_every_candidate_of_a_search_can_be_laid_out():
     run = load({"mesh.data": "auto", "train.batch": "16"})
     on = machine("h100x8", flag="--on")
-    found = plan_fit.search(run, on, [])
+    found = search.search(run, on, [])
     assert found.best
     assert found.best.sizes == found.best.run.mesh.sizes(8)
     with pytest.raises(ConfigError):
-        plan_fit.search(load({"train.batch": "7"}), on, [])
+        search.search(load({"train.batch": "7"}), on, [])

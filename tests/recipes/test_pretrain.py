@@ -17,13 +17,13 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.cli.main import main
 from jaxlm.core import config as configs
-from jaxlm.monitor import words
+from jaxlm.monitor import formatting
 from jaxlm.parallel import peers
-from jaxlm.parallel.cluster import Place
-from jaxlm.recipes import pretrain, starts
+from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.pretrain import Options
-from jaxlm.recipes.resume import Wish
+from jaxlm.recipes.train import pretrain, resume
+from jaxlm.recipes.train.pretrain import Options
+from jaxlm.recipes.train.resume import ResumeOptions
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -162,10 +162,10 @@ def test_the_report_sets_what_was_forecast_beside_what_was(unbroken):
     assert table["seconds a step"] == (f"{low:.3g} to {high:.3g}", f"{median('step_seconds'):.3g}")
     low, high = plan["tokens_per_second"]
     forecast, actual = table["tokens a second"]
-    assert forecast == f"{words.count(low)} to {words.count(high)}"
-    assert actual == words.count(median("tokens_per_second"))
+    assert forecast == f"{formatting.count(low)} to {formatting.count(high)}"
+    assert actual == formatting.count(median("tokens_per_second"))
     planned, compiled = (
-        words.size(plan[name]["total"])
+        formatting.size(plan[name]["total"])
         for name in ("bytes_per_device", "compiled_bytes_per_device")
     )
     assert table["memory a device"] == (planned, compiled)
@@ -254,7 +254,7 @@ def test_a_run_goes_on_with_another_mesh_and_the_losses_stay(config, unbroken, t
         np.testing.assert_allclose(
             float.fromhex(mine[key]), float.fromhex(loss), rtol=1e-5, err_msg=str(key)
         )
-    assert [s.config["mesh"]["tensor"] for s in starts.read(tmp_path / "run")] == [1, 2]
+    assert [s.config["mesh"]["tensor"] for s in resume.read_starts(tmp_path / "run")] == [1, 2]
 
 
 @pytest.mark.slow
@@ -401,12 +401,14 @@ def test_ranks_that_were_told_other_flags_differ_by_their_names(tmp_path):
     wish = {"start_at": 0, "force": True, "reset_optimizer": True, "cast": True}
     wish |= {"allow_change": ("optim.lr",)}
     own = {"arguments", "place", "cpu_devices", "quiet"}
-    assert {field.name for field in dataclasses.fields(Wish)} == wish.keys()
+    assert {field.name for field in dataclasses.fields(ResumeOptions)} == wish.keys()
     assert {field.name for field in dataclasses.fields(Options)} == {*told, "wish", *own}
     loaded = configs.load(Run, None, [])
-    one = Options(workdir=tmp_path / "a", arguments=[], wish=Wish(), place=Place())
+    one = Options(workdir=tmp_path / "a", arguments=[], wish=ResumeOptions(), place=ProcessSpec())
     others = [(name, dataclasses.replace(one, **{name: told[name]})) for name in told]
-    others += [(n, dataclasses.replace(one, wish=Wish(**{n: value}))) for n, value in wish.items()]
+    others += [
+        (n, dataclasses.replace(one, wish=ResumeOptions(**{n: value}))) for n, value in wish.items()
+    ]
     first = pretrain._identity(loaded, one)
     for name, other in others:
         (line,) = peers._diff(1, first, pretrain._identity(loaded, other))

@@ -11,7 +11,7 @@ from jaxlm.models.families.qwen3 import Qwen3
 from jaxlm.optim.config import AdamW, ScheduleFree
 from jaxlm.parallel import mesh
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.recipes import assembly
+from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from tests.faults import harness
 
@@ -31,14 +31,14 @@ SETTINGS = {
 def test_where_heads_cannot_be_scaled_back_it_is_said_before_compiling():
     normed = Run(model=Qwen3(vocab=64, width=32, depth=2, heads=4), regularisation=CLIPPED)
     with pytest.raises(ConfigError, match="normed"):
-        assembly.assemble(normed, 64, mesh.build(MeshConfig(data=1), jax.devices()[:1]))
+        setup.build_sharded_model(normed, 64, mesh.build(MeshConfig(data=1), jax.devices()[:1]))
     staged = Run(mesh=MeshConfig(data=1, pipe=2), regularisation=CLIPPED)
     with pytest.raises(ConfigError, match="pipeline"):
-        assembly.assemble(staged, 64, mesh.build(staged.mesh, jax.devices()[:2]))
+        setup.build_sharded_model(staged, 64, mesh.build(staged.mesh, jax.devices()[:2]))
     for kept in (AdamW(freeze=("*/attention/query/*",)), AdamW(lr_scale=("*/key/weight=0",))):
         held = Run(optim=kept, regularisation=CLIPPED)
         with pytest.raises(ConfigError, match="stay as they are"):
-            assembly.assemble(held, 64, mesh.build(MeshConfig(data=1), jax.devices()[:1]))
+            setup.build_sharded_model(held, 64, mesh.build(MeshConfig(data=1), jax.devices()[:1]))
     averaged = Run(optim=ScheduleFree(), regularisation=CLIPPED)
     assert "regularisation.qk_clip" in [path for path, _, _ in averaged.problems()]
 

@@ -10,8 +10,8 @@ from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
 from jaxlm.core.errors import DataError
-from jaxlm.recipes.rewinding import Rewinds
-from jaxlm.train.config import GuardConfig
+from jaxlm.recipes.train.checkpointing import Rewinds
+from jaxlm.training.config import GuardConfig
 
 GUARD = GuardConfig(reach=4, skip=2)
 SPENT = SimpleNamespace(first=11, step=12, values={})
@@ -64,7 +64,7 @@ def damage(store, *steps):
 def test_a_rewind_reads_the_checkpoint_that_it_goes_back_to_and_no_other(run, read):
     store, rewinds = run(2, 4, 6, 8, 10, 12)
     steps = read()
-    assert rewinds.go_back(SPENT, store, GUARD).to == 6, "four steps back at least"
+    assert rewinds.rewind(SPENT, store, GUARD).to == 6, "four steps back at least"
     assert set(steps) == {6}
     assert store.steps() == [2, 4, 6]
 
@@ -73,7 +73,7 @@ def test_a_rewind_to_a_damaged_checkpoint_sets_it_aside_and_goes_further_back(ru
     store, rewinds = run(2, 4, 6, 8, 10, 12)
     damage(store, 2, 6)
     steps, said = read(), []
-    assert rewinds.go_back(SPENT, store, GUARD, said.append).to == 4
+    assert rewinds.rewind(SPENT, store, GUARD, said.append).to == 4
     assert set(steps) == {6, 4}
     assert store.steps() == [2, 4], "2 was not looked at"
     assert "other contents" in (store.directory.parent / "quarantine/6.reason.txt").read_text()
@@ -84,20 +84,20 @@ def test_a_rewind_to_a_damaged_checkpoint_sets_it_aside_and_goes_further_back(ru
 def test_a_rewind_that_reaches_behind_the_oldest_checkpoint_goes_to_the_oldest_that_is_whole(run):
     store, rewinds = run(8, 9, 10, 12)
     damage(store, 9)
-    assert rewinds.go_back(SPENT, store, GUARD).to == 10
+    assert rewinds.rewind(SPENT, store, GUARD).to == 10
     assert store.steps() == [8, 10], "8 is not healthy"
 
 
 def test_a_rewind_without_a_checkpoint_begins_again(run):
     store, rewinds = run(8, 12)
-    assert rewinds.go_back(SPENT, store, GUARD).to == 0
+    assert rewinds.rewind(SPENT, store, GUARD).to == 0
 
 
 def test_a_rewind_never_takes_fresh_weights_for_those_that_the_run_began_with(run):
     store, rewinds = run(0, 8, 12)
     damage(store, 0)
     with pytest.raises(DataError, match="no checkpoint to go back to") as caught:
-        rewinds.go_back(SPENT, store, GUARD)
+        rewinds.rewind(SPENT, store, GUARD)
     assert "it is damaged" in caught.value.why
     assert rewinds.made == []
     assert store.steps() == [0, 8, 12], "nothing was moved"

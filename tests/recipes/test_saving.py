@@ -8,12 +8,12 @@ import pytest
 
 from jaxlm.checkpoint import store
 from jaxlm.checkpoint.config import CheckpointConfig
-from jaxlm.checkpoint.store import TORN, Store
+from jaxlm.checkpoint.store import PARTIAL_SUFFIXES, Store
 from jaxlm.core.errors import SaveFailed
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.saving import Moment, Saves
-from jaxlm.train.loop import Progress
-from jaxlm.train.state import TrainState
+from jaxlm.recipes.train.checkpointing import CheckpointSaver, SaveRequest
+from jaxlm.training.loop import Progress
+from jaxlm.training.state import TrainState
 
 
 class Failing(Store):
@@ -44,7 +44,7 @@ def saves(kept, processes=1):
     engine = SimpleNamespace(
         run=Run(), data=SimpleNamespace(fingerprint={}), is_finite=lambda _: True
     )
-    made = Saves(
+    made = CheckpointSaver(
         engine,
         SimpleNamespace(peers=SimpleNamespace(count=processes)),
         SimpleNamespace(is_writer=True, step=0),
@@ -56,7 +56,7 @@ def saves(kept, processes=1):
 
     def save(step):
         state = TrainState(jnp.int32(step), {"w": jnp.ones(8)}, {}, {})
-        made.save(Moment(step, state, Progress(), None, None))
+        made.save(SaveRequest(step, state, Progress(), None, None))
 
     return made, save
 
@@ -137,7 +137,7 @@ def test_what_a_rewind_gives_up_is_not_saved_again(tmp_path):
     kept = Failing(tmp_path, background=(1,))
     made, save = saves(kept)
     save(4)
-    made.give_up()
+    made.abandon()
     assert not made.is_retry_due
     made.finish()
     assert (kept.number, kept.steps()) == (1, [])
@@ -149,7 +149,7 @@ def test_what_a_rewind_gives_up_is_not_saved_again(tmp_path):
 
 def test_what_a_failed_save_left_goes_though_its_writers_are_still_at_it(tmp_path, monkeypatch):
     opened = Store(tmp_path, CheckpointConfig())
-    torn = tmp_path / f"4{TORN[0]}"
+    torn = tmp_path / f"4{PARTIAL_SUFFIXES[0]}"
     torn.mkdir()
     late = iter(range(3))
 

@@ -10,11 +10,11 @@ import pytest
 from jaxlm.cli.main import main
 from jaxlm.core import config as configs
 from jaxlm.data import tokenizer
-from jaxlm.models import cost
-from jaxlm.models.loss_law import PUBLISHED, Law
+from jaxlm.models.cost import model_cost
 from jaxlm.monitor import chips
-from jaxlm.recipes import sweep
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.scaling import sweep
+from jaxlm.recipes.scaling.loss_law import PUBLISHED, Law
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -57,7 +57,9 @@ def write_run(folder, width, steps, *, done=None, settings=(), data=(), losses=L
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
     done = steps if done is None else done
     vocab = -(-encoder.size // 64) * 64
-    parameters = cost.parameters(configs.from_json(Run, _with_vocab(run, vocab)).model.build())
+    parameters = model_cost.parameters(
+        configs.from_json(Run, _with_vocab(run, vocab)).model.build()
+    )
     seen = 8 * 32 * done
     loss = float(losses.loss(parameters, seen)) * float(np.exp(scatter))
     lines = [{"step": done, "split": "train", "tokens": seen, "loss_nats": loss}]
@@ -101,9 +103,9 @@ def test_a_config_gives_the_shape_and_its_own_flops(capsys):
     overrides = [tuple(flag.removeprefix("--config.").split("=")) for flag in shape["flags"]]
     run = configs.load(Run, "configs/gpt2_124m.py", overrides).value
     decoder = run.model.build()
-    spent = cost.flops_per_token(decoder, run.data.sequence, causal=True) * run.train.steps
+    spent = model_cost.flops_per_token(decoder, run.data.sequence, causal=True) * run.train.steps
     assert spent * run.tokens_per_step == pytest.approx(1e19, rel=0.01)
-    assert cost.parameters(decoder) == shape["parameters"]
+    assert model_cost.parameters(decoder) == shape["parameters"]
     assert shape["parameters"] == pytest.approx(answer["parameters"], rel=0.1)
     assert answer["flops_per_token"] > 6 * answer["parameters"], "attention counts"
 
@@ -201,7 +203,7 @@ def test_the_flops_of_a_run_are_those_of_its_model_and_not_six_a_parameter(runs,
         raw = json.loads(Path(row["run"], "config.json").read_text())
         raw["model"]["vocab"] = 320
         decoder = configs.from_json(Run, raw).model.build()
-        each = cost.flops_per_token(decoder, 32, causal=True)
+        each = model_cost.flops_per_token(decoder, 32, causal=True)
         assert row["flops"] == pytest.approx(each * row["tokens"])
         assert abs(each / (6 * row["parameters"]) - 1) > 0.02
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxlm.core import config
-from jaxlm.models import cost
-from jaxlm.recipes import shapes
+from jaxlm.models.cost import model_cost
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.scaling import resize_model
 
 CONFIGS = (
     "configs/quickstart.py",
@@ -27,37 +27,39 @@ def run(request):
 @pytest.mark.parametrize("width", [8, 24, 40, 200, 384, 1000, 4096, 12_288])
 def test_every_width_is_a_model_that_the_family_accepts(run, width):
     changed = run.changed(
-        shapes.of_width(run, width)
+        resize_model.settings_at_width(run, width)
     )  # raises where a rule of the family is broken
     assert changed.model.width == width
     share = width / run.model.width
     assert changed.model.depth == max(1, round(run.model.depth * share))
     own = dataclasses.replace(changed.model, vocab=512).build()
-    assert cost.parameters(own) == cost.parameters(shapes.decoder(run, 512, width))
+    assert model_cost.parameters(own) == model_cost.parameters(
+        resize_model.decoder(run, 512, width)
+    )
 
 
 def test_the_width_of_the_run_changes_nothing(run):
-    assert shapes.of_width(run, run.model.width) == {}
+    assert resize_model.settings_at_width(run, run.model.width) == {}
 
 
 def test_heads_keep_their_size_where_the_width_allows_it():
     run = config.load(Run, "configs/llama_8b.py").value
-    changed = run.changed(shapes.of_width(run, 1024)).model
+    changed = run.changed(resize_model.settings_at_width(run, 1024)).model
     assert (changed.size_of_head, changed.heads, changed.kv_heads) == (128, 8, 2)
     assert (changed.depth, changed.hidden) == (8, 3584)
 
 
 @pytest.mark.parametrize("parameters", [1e8, 1e9, 7e10])
 def test_the_nearest_shape_has_about_so_many_parameters(run, parameters):
-    width = shapes.nearest(run, 50_304, parameters)
-    found = cost.active_parameters(shapes.decoder(run, 50_304, width))
+    width = resize_model.nearest(run, 50_304, parameters)
+    found = model_cost.active_parameters(resize_model.decoder(run, 50_304, width))
     assert found == pytest.approx(parameters, rel=0.12)
 
 
 def test_costs_are_those_of_the_models(run):
-    table = shapes.costs(run, 4096)
+    table = resize_model.costs(run, 4096)
     assert (np.diff(table.parameters) > 0).all()
     for width in (96, 640, 2048):
-        decoder = shapes.decoder(run, 4096, width)
-        each = cost.flops_per_token(decoder, run.data.sequence, causal=True)
-        assert table.at(cost.active_parameters(decoder)) == pytest.approx(each, rel=0.06)
+        decoder = resize_model.decoder(run, 4096, width)
+        each = model_cost.flops_per_token(decoder, run.data.sequence, causal=True)
+        assert table.at(model_cost.active_parameters(decoder)) == pytest.approx(each, rel=0.06)

@@ -1,7 +1,7 @@
 """No device holds tokens x vocabulary where the mesh splits the vocabulary, and nothing is sent that no rule of sharding explains.
 
 Read off the compiled programs of runs that are made small as `jaxlm check` makes them, for every optimizer, for objectives and
-families whose programs differ, and for every axis of a mesh. What may be sent, and why, is said in `recipes/traffic.py`.
+families whose programs differ, and for every axis of a mesh. What may be sent, and why, is said in `recipes/diagnose/collectives.py`.
 """
 
 import dataclasses
@@ -16,11 +16,12 @@ import pytest
 from jaxlm.core import config
 from jaxlm.generate import beam, decode, sampling
 from jaxlm.optim.config import Optimizer
-from jaxlm.parallel import collectives, logical, mesh
-from jaxlm.recipes import check, plan, topology, traffic
+from jaxlm.parallel import hlo_collectives, logical, mesh
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.engine import of_sizes
-from jaxlm.recipes.shrink import shrink
+from jaxlm.recipes.diagnose import check, collectives, topology
+from jaxlm.recipes.diagnose.check import reduced_run
+from jaxlm.recipes.plan import predict
+from jaxlm.recipes.train.programs import without_data
 
 PRIME, VOCAB = 127, 508  # ids; nothing else is a multiple of the prime
 BASE = ("model.heads=8", "model.kv_heads=4", "mesh.data=1")
@@ -82,7 +83,7 @@ ALLOWED = {
 def smaller(settings):
     """The run of these settings as `jaxlm check` makes it small, with a vocabulary that is unmistakable."""
     run = config.load(Run, None, [tuple(each.split("=", 1)) for each in settings]).value
-    small = shrink(run, 1, 8)
+    small = reduced_run(run, 1, 8)
     raw = config.to_json(small.run)
     raw["model"]["vocab"] = VOCAB
     if "model.hidden=1536" in settings:
@@ -95,7 +96,7 @@ def engine_of(settings):
     small = smaller(settings)
     count = math.prod(small.mesh.values())
     grid = mesh.build(small.run.mesh, jax.devices()[:count])
-    return small, grid, of_sizes(small.run, grid, VOCAB)
+    return small, grid, without_data(small.run, grid, VOCAB)
 
 
 @pytest.fixture(autouse=True)
@@ -122,15 +123,15 @@ def compiled(settings, program):
 def wrong(small, text, **known):
     """What is held or sent that should not be, a line each."""
     step, run = dataclasses.replace(check.step_of(small), **known), small.run
-    lines = traffic.table(collectives.read(text), small.mesh, step)
+    lines = collectives.table(hlo_collectives.read(text), small.mesh, step)
     found = [
         f"{line.source}: {line.kind} over {','.join(line.axes)} of {line.largest}, {line.sent_bytes:.0f} bytes: {line.why_unexpected}"
         for line in lines
         if line.why_unexpected
     ]
     found = [line for line in found if not any(each in line for each in ALLOWED)]
-    results = collectives.results(text)
-    found += traffic.whole(results, small.mesh, step)
+    results = hlo_collectives.results(text)
+    found += collectives.unsharded_arrays(results, small.mesh, step)
     if logical.ways(small.mesh, "vocab") == 1:
         return found
     # And whatever shape it has been given: as many numbers as one chunk of a device's tokens has logits.
@@ -170,13 +171,13 @@ def test_nor_does_that_of_an_encoder_and_a_decoder(more):
     run = config.load(Run, None, [tuple(each.split("=", 1)) for each in settings]).value
     grid = mesh.build(run.mesh, jax.devices()[:4])
     text = topology.compile_step(run, grid).as_text()
-    step = traffic.Step(tokens=2 * run.data.sequence, mark=5, vocab=VOCAB)
-    lines = traffic.table(collectives.read(text), dict(grid.shape), step)
+    step = collectives.StepShapes(tokens=2 * run.data.sequence, mark=5, vocab=VOCAB)
+    lines = collectives.table(hlo_collectives.read(text), dict(grid.shape), step)
     unexpected = {(line.kind, line.largest) for line in lines if line.why_unexpected}
     assert unexpected <= {("all-reduce", "f32[2,1,80,80]")}
-    targets = plan.written(run)
+    targets = predict.decoder_tokens(run)
     assert 0 < targets < run.data.sequence
-    for each in collectives.results(text):
+    for each in hlo_collectives.results(text):
         assert VOCAB not in each.shape.sizes, each
         assert each.shape.elements < targets * VOCAB or each.shape.elements % PRIME, each
 
@@ -226,10 +227,10 @@ def test_nor_does_generation_but_for_one_token_of_each_text(beams):
     with jax.set_mesh(grid):
         params = engine.abstract().params
         text = jax.jit(program).lower(params, ids, lengths, keys).compile().as_text()
-    results = collectives.results(text)
+    results = hlo_collectives.results(text)
     assert any(each.shape.elements == rows * VOCAB // 2 for each in results), "the mesh splits them"
-    step = traffic.Step(tokens=rows * length, mark=small.mark, vocab=VOCAB)
-    assert not traffic.whole(results, small.mesh, step)
+    step = collectives.StepShapes(tokens=rows * length, mark=small.mark, vocab=VOCAB)
+    assert not collectives.unsharded_arrays(results, small.mesh, step)
     most = max(each.shape.elements for each in results if VOCAB in each.shape.sizes)
     assert most <= rows * beams * VOCAB
 

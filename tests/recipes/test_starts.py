@@ -1,14 +1,14 @@
 import pytest
 
 from jaxlm.core.errors import DataError
-from jaxlm.recipes import starts
-from jaxlm.recipes.rewinding import Rewind
-from jaxlm.recipes.starts import Start
-from jaxlm.train.rundir import RunDir
+from jaxlm.recipes.train import resume
+from jaxlm.recipes.train.checkpointing import Rewind
+from jaxlm.recipes.train.resume import StartRecord
+from jaxlm.training.rundir import RunDir
 
 
 def start(step, name, rewinds=0, reset=False):
-    return Start(
+    return StartRecord(
         step=step,
         rewinds=rewinds,
         reset_optimizer=reset,
@@ -25,44 +25,44 @@ def shown(found):
 
 def test_a_later_start_does_the_steps_behind_it_again():
     begun = [start(0, "a"), start(8, "b"), start(4, "c"), start(6, "c", reset=True)]
-    assert shown(starts.way(begun, [])) == [
+    assert shown(resume.lineage(begun, [])) == [
         (0, "a", False),
         (4, "c", False),
         (6, "c", True),
     ]
-    assert shown(starts.way([*begun, start(0, "d")], [])) == [(0, "d", False)]
+    assert shown(resume.lineage([*begun, start(0, "d")], [])) == [(0, "d", False)]
 
 
 def test_a_rewind_goes_on_under_the_config_of_its_process():
     made = [Rewind(21, 14, 16, 24), Rewind(31, 5, 6, 8)]
     begun = [start(0, "a"), start(10, "b", reset=True), start(20, "c", rewinds=1)]
-    assert shown(starts.way(begun, made)) == [(0, "a", False), (5, "c", False)]
+    assert shown(resume.lineage(begun, made)) == [(0, "a", False), (5, "c", False)]
     # The optimizer's state began anew at 10; what was saved at 14 is from after that.
-    assert shown(starts.way(begun, made[:1])) == [
+    assert shown(resume.lineage(begun, made[:1])) == [
         (0, "a", False),
         (10, "b", True),
         (14, "b", False),
         (20, "c", False),
     ]
-    assert shown(starts.way(begun, [])) == [(0, "a", False), (10, "b", True)]
+    assert shown(resume.lineage(begun, [])) == [(0, "a", False), (10, "b", True)]
     back = [Rewind(21, 8, 16, 24)]
-    assert shown(starts.way(begun[:2], back)) == [(0, "a", False), (8, "b", True)]
+    assert shown(resume.lineage(begun[:2], back)) == [(0, "a", False), (8, "b", True)]
 
 
 def test_what_was_noted_is_read_back_and_a_torn_line_is_none(tmp_path):
     begun = [start(0, "a"), start(3, "b", reset=True)]
     for each in begun:
-        with open(tmp_path / starts.FILE, "ab") as file:
+        with open(tmp_path / resume.FILE, "ab") as file:
             file.write(b'{"step": 7, "rew')
-        starts.note(RunDir(tmp_path), each)
-    assert starts.read(tmp_path) == begun
+        resume.append_start(RunDir(tmp_path), each)
+    assert resume.read_starts(tmp_path) == begun
     assert begun[1].wish.reset_optimizer
-    assert starts.read(tmp_path / "elsewhere") == []
+    assert resume.read_starts(tmp_path / "elsewhere") == []
 
 
 def test_a_line_that_is_no_start_is_damage(tmp_path):
-    starts.note(RunDir(tmp_path), start(0, "a"))
-    with open(tmp_path / starts.FILE, "a") as file:
+    resume.append_start(RunDir(tmp_path), start(0, "a"))
+    with open(tmp_path / resume.FILE, "a") as file:
         file.write('{"step": 1}\n')
     with pytest.raises(DataError, match=r"starts\.jsonl is damaged"):
-        starts.read(tmp_path)
+        resume.read_starts(tmp_path)

@@ -11,8 +11,8 @@ from jaxlm.cli.main import main
 from jaxlm.core import config
 from jaxlm.monitor.chips import SLICES
 from jaxlm.parallel import mesh
-from jaxlm.recipes import topology
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.diagnose import topology
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 WHY = "libtpu (586 MB) is not installed: pip install 'jaxlm[tpu]' in an environment of its own"

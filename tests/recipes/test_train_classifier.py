@@ -13,9 +13,9 @@ import optax
 import pytest
 
 from jaxlm.cli.main import main
-from jaxlm.data.prepare.filters.linear import Features, Linear
+from jaxlm.corpus.filters.linear import Features, Linear
 from jaxlm.recipes import train_classifier
-from tests.data.prepare.recipes import run, write_lines
+from tests.corpus.recipes import run, write_lines
 
 PROSE = [f"prose{n}" for n in range(300)]
 SPAM = [f"spam{n}" for n in range(300)]

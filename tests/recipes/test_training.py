@@ -60,14 +60,14 @@ def test_a_run_tells_its_callbacks_what_it_writes_and_ends_where_one_asks_or_fai
 
 def test_it_is_there_at_once_and_brings_no_jax():
     begun = time.perf_counter()
-    code = "import sys, jaxlm; print('jax' in sys.modules, callable(jaxlm.train), 'jax' in sys.modules)"
+    code = "import sys, jaxlm; print('jax' in sys.modules, callable(jaxlm.training), 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "False"]
     assert time.perf_counter() - begun < 20, "with Python's own start, on a machine with much to do"
 
 
 def test_a_config_of_a_notebook_is_taken_as_it_is():
-    from jaxlm.recipes.training import _loaded
+    from jaxlm.recipes.train.api import _loaded
 
     draft = configs.new(Run)
     draft.optim.name = "lion"
@@ -78,7 +78,7 @@ def test_a_config_of_a_notebook_is_taken_as_it_is():
 
 
 def test_the_command_line_calls_the_same_function(tmp_path, monkeypatch):
-    from jaxlm.recipes import training
+    from jaxlm.recipes.train import api
 
     called = {}
 
@@ -86,7 +86,7 @@ def test_the_command_line_calls_the_same_function(tmp_path, monkeypatch):
         called.update(how, config=config)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "train", instead)
+    monkeypatch.setattr(api, "train", instead)
     config = harness.write_config(tmp_path)
     main(harness.words(config, tmp_path / "run", "--stop_at=7", "--config.optim.lr=0.5"))
     assert (called["workdir"], called["stop_at"]) == (tmp_path / "run", 7)

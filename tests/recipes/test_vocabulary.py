@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxlm.recipes import vocabulary
+from jaxlm.recipes.exchange import vocabulary
 
 KNOWN, SIZE = 3, 5
 
@@ -23,7 +23,7 @@ class Reader:
 )
 def test_added_ids_have_the_mean_of_the_others(path, shape):
     axis = vocabulary.AXES[path]
-    extended = vocabulary.Extended(Reader(), KNOWN)
+    extended = vocabulary.MeanInitRows(Reader(), KNOWN)
     whole = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
     known = np.take(whole, range(KNOWN), axis)
     mean = known.mean(axis, keepdims=True)

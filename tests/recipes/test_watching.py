@@ -10,13 +10,13 @@ from jaxlm.cli.main import main
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.span import Span
 from jaxlm.monitor.config import LogConfig
-from jaxlm.nn.noted import Notes
-from jaxlm.recipes import watching
+from jaxlm.nn.intermediates import Intermediates
 from jaxlm.recipes.config import Run
-from jaxlm.train import figures
-from jaxlm.train.config import TrainConfig
-from jaxlm.train.gradient import SQUARE
-from jaxlm.train.observe import Observed
+from jaxlm.recipes.train import layer_stats
+from jaxlm.training import figures
+from jaxlm.training.config import TrainConfig
+from jaxlm.training.gradient import SQUARE
+from jaxlm.training.observe import Observed
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -77,9 +77,9 @@ def test_figures_of_layers_stand_in_the_first_logged_step_of_each_interval(runs)
 def test_a_step_is_watched_where_it_is_logged(every, span, due):
     log = LogConfig(layers=("norms",), every=Span.parse(every), layers_every=Span.parse(span))
     run = Run(train=TrainConfig(steps=12), log=log)
-    assert [step for step in range(1, 13) if watching.is_due(run, step)] == due
+    assert [step for step in range(1, 13) if layer_stats.is_due(run, step)] == due
     off = dataclasses.replace(run, log=dataclasses.replace(log, layers=()))
-    assert not any(watching.is_due(off, step) for step in range(1, 13))
+    assert not any(layer_stats.is_due(off, step) for step in range(1, 13))
 
 
 def test_a_step_is_logged_after_the_next_one_was_observed():
@@ -89,9 +89,9 @@ def test_a_step_is_logged_after_the_next_one_was_observed():
 
     def observed(size):
         norm = {"embedding/table": np.float32(size)}
-        return Observed({"grad_norm": norm}, Notes({}, {}), np.float32(0), np.float32(1))
+        return Observed({"grad_norm": norm}, Intermediates({}, {}), np.float32(0), np.float32(1))
 
-    seen = watching.Watching(run, {}, ())
+    seen = layer_stats.LayerStatsCollector(run, {}, ())
     for completed in (1, 2):
         seen.look(functools.partial(observed, 10 * completed), completed)
     for completed in (1, 2):
@@ -106,7 +106,9 @@ def test_the_noise_scale_is_of_the_means_of_twenty_estimates_and_goes_on_after_a
     )
     draw = np.random.default_rng(0)
     taken = [
-        Observed({}, Notes({SQUARE: np.float64(4 * small)}, {}), np.float64(big), np.float64(64))
+        Observed(
+            {}, Intermediates({SQUARE: np.float64(4 * small)}, {}), np.float64(big), np.float64(64)
+        )
         for big, small in draw.uniform([3, 3.5], [3.4, 9], (30, 2))
     ]
 
@@ -115,14 +117,14 @@ def test_the_noise_scale_is_of_the_means_of_twenty_estimates_and_goes_on_after_a
             seen.look(lambda step=step: taken[step], step + 1)
         return [seen.take(step + 1) for step in steps]
 
-    whole = told(watching.Watching(run, {}, ()), range(30))
+    whole = told(layer_stats.LayerStatsCollector(run, {}, ()), range(30))
     each = [figures.noise(one, 4) for one in taken]
     for step, record in enumerate(whole):
         assert (record["gradient_square"], record["gradient_noise"]) == each[step]
         squares, traces = np.mean(each[max(0, step - 19) : step + 1], axis=0)
         assert squares > 0
         np.testing.assert_allclose(record["noise_scale_tokens"], traces / squares)
-    resumed = watching.Watching(run, {}, [{}, *whole[:17]])
+    resumed = layer_stats.LayerStatsCollector(run, {}, [{}, *whole[:17]])
     assert told(resumed, range(17, 30)) == whole[17:]
 
 
@@ -134,11 +136,11 @@ def test_a_clock_cannot_say_beforehand_which_step_is_logged():
 
 def test_one_row_a_device_has_no_noise_to_tell():
     run = Run(train=TrainConfig(batch=8), log=LogConfig(layers=("noise",)))
-    assert watching.parts(run, {"data": 2}) == 4
+    assert layer_stats.microbatches_for_noise(run, {"data": 2}) == 4
     with pytest.raises(ConfigError, match="noise"):
-        watching.parts(run, {"data": 8})
+        layer_stats.microbatches_for_noise(run, {"data": 8})
     many = dataclasses.replace(run, train=TrainConfig(batch=8, microbatches=2))
-    assert watching.parts(many, {"data": 4}) == 2
+    assert layer_stats.microbatches_for_noise(many, {"data": 4}) == 2
 
 
 def test_the_noise_scale_of_a_known_problem_is_found():
@@ -150,7 +152,7 @@ def test_the_noise_scale_of_a_known_problem_is_found():
         each = true + deviations * draw.standard_normal((tokens, 3))
         means = each.reshape(parts, -1, 3).mean(1)
         square = (means.mean(0) ** 2).sum()
-        notes = Notes({SQUARE: np.float64((means**2).sum())}, {})
+        notes = Intermediates({SQUARE: np.float64((means**2).sum())}, {})
         estimates.append(figures.noise(Observed({}, notes, square, np.float64(tokens)), parts))
     found = np.mean(estimates, axis=0)
     np.testing.assert_allclose(found[0], (true**2).sum(), rtol=0.03)

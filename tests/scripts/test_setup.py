@@ -287,7 +287,7 @@ SLOW = [
     (".venv", "-q -m alone", ""),
     (".venv-parity", WORKERS, HURRIED),
     (".venv-parity", "-q -m parity", ""),
-    (".venv-ray", "-q -m cluster tests/data/prepare", ""),
+    (".venv-ray", "-q -m cluster tests/corpus", ""),
     (".venv-trackers", "-q -m trackers tests/monitor/test_trackers.py", ""),
     (".venv-tpu", "-q -m slow -k topology tests/house/test_readme.py tests/recipes/test_topology.py", ""),
 ]  # fmt: skip

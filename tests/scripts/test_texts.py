@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.data.prepare.recipes import prose
+from tests.corpus.recipes import prose
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

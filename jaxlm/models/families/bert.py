@@ -9,20 +9,20 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Encoder, HeadConfig
-from jaxlm.models.families import terms
-from jaxlm.models.families.hub import DEEPEST, Attributes, Hub, Row, linears, norms
-from jaxlm.models.families.rotated import ACTIVATIONS, THEIRS
+from jaxlm.models.families import setting_docs
+from jaxlm.models.families.hub import MAX_NESTING, Attributes, Hub, TensorMapping, linears, norms
+from jaxlm.models.families.llama_like import ACTIVATIONS, THEIRS
 from jaxlm.models.families.sizes import uneven
 from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MlpConfig, NormConfig
 
 
-def layers(model: str) -> tuple[Row, ...]:
+def layers(model: str) -> tuple[TensorMapping, ...]:
     """The tensors of the embedding and of each layer, in the model of this name."""
     layer = f"{model}.encoder.layer.{{i}}"
     return (
-        Row(f"{model}.embeddings.word_embeddings.weight", ("embedding/table",)),
-        Row(f"{model}.embeddings.position_embeddings.weight", ("positions/table",)),
-        Row(f"{model}.embeddings.token_type_embeddings.weight", ("types/table",)),
+        TensorMapping(f"{model}.embeddings.word_embeddings.weight", ("embedding/table",)),
+        TensorMapping(f"{model}.embeddings.position_embeddings.weight", ("positions/table",)),
+        TensorMapping(f"{model}.embeddings.token_type_embeddings.weight", ("types/table",)),
         *norms(f"{model}.embeddings.{{}}", LayerNorm="embedding_norm"),
         *linears(
             f"{layer}.attention.{{}}",
@@ -46,20 +46,20 @@ class BERT:
     """A BERT-style encoder."""
 
     family: Literal["bert"] = "bert"
-    vocab: int | Literal["auto"] = setting("auto", **terms.VOCAB)
+    vocab: int | Literal["auto"] = setting("auto", **setting_docs.VOCAB)
     context: int = setting(
         512, "positions of the position table: the longest sequence", unit="tokens", low=1
     )
-    depth: int = setting(12, **terms.DEPTH)
-    width: int = setting(768, **terms.WIDTH)
-    heads: int = setting(12, **terms.HEADS)
-    hidden: int | Literal["auto"] = setting("auto", **terms.PLAIN_HIDDEN)
-    token_types: int = setting(2, **terms.TOKEN_TYPES)
+    depth: int = setting(12, **setting_docs.DEPTH)
+    width: int = setting(768, **setting_docs.WIDTH)
+    heads: int = setting(12, **setting_docs.HEADS)
+    hidden: int | Literal["auto"] = setting("auto", **setting_docs.PLAIN_HIDDEN)
+    token_types: int = setting(2, **setting_docs.TOKEN_TYPES)
     activation: Activation = setting("gelu", "activation of the MLP and of the head")
-    norm_eps: float = setting(1e-12, **terms.LAYER_NORM_EPS)
-    dropout: float = setting(0.0, **terms.DROPOUT)
-    init: Init = setting("normal", **terms.INIT)
-    init_std: float = setting(0.02, **terms.INIT_STD)
+    norm_eps: float = setting(1e-12, **setting_docs.LAYER_NORM_EPS)
+    dropout: float = setting(0.0, **setting_docs.DROPOUT)
+    init: Init = setting("normal", **setting_docs.INIT)
+    init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
     HUB: ClassVar[Hub] = Hub(
         model_type="bert",
@@ -68,8 +68,8 @@ class BERT:
             *layers("bert"),
             *linears("cls.predictions.transform.{}", dense="head/dense"),
             *norms("cls.predictions.transform.{}", LayerNorm="head/norm"),
-            Row("cls.predictions.bias", ("head/bias",)),
-            Row("cls.predictions.decoder.weight", ("unembedding/weight",), "transposed"),
+            TensorMapping("cls.predictions.bias", ("head/bias",)),
+            TensorMapping("cls.predictions.decoder.weight", ("unembedding/weight",), "transposed"),
         ),
         buffers=("embeddings.position_ids", "cls.predictions.decoder.bias"),
         others=("bert.pooler.", "cls.seq_relationship."),
@@ -128,7 +128,7 @@ class BERT:
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        return cls(context=given.take("max_position_embeddings", 512), **cls.shared_settings(given))
+        return cls(context=given.get("max_position_embeddings", 512), **cls.shared_settings(given))
 
     @classmethod
     def shared_settings(cls, given: Attributes) -> dict[str, Any]:
@@ -139,18 +139,18 @@ class BERT:
             ("position_embedding_type", "absolute"),
             ("tie_word_embeddings", True),
         ):
-            given.must(name, value)
+            given.expect(name, value)
         given.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "directionality")
         given.ignore(*(f"pooler_{name}" for name in _POOLER))
         return dict(
-            vocab=given.take("vocab_size"),
-            depth=given.take("num_hidden_layers", most=DEEPEST),
-            width=given.take("hidden_size"),
-            heads=given.take("num_attention_heads"),
-            hidden=given.take("intermediate_size"),
-            token_types=given.take("type_vocab_size", 2),
+            vocab=given.get("vocab_size"),
+            depth=given.get("num_hidden_layers", most=MAX_NESTING),
+            width=given.get("hidden_size"),
+            heads=given.get("num_attention_heads"),
+            hidden=given.get("intermediate_size"),
+            token_types=given.get("type_vocab_size", 2),
             activation=given.choose("hidden_act", ACTIVATIONS, "gelu"),
-            norm_eps=given.take("layer_norm_eps", 1e-12, kind=float),
+            norm_eps=given.get("layer_norm_eps", 1e-12, kind=float),
         )
 
     def to_hub(self) -> dict[str, Any]:

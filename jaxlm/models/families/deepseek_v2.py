@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rotated, terms
+from jaxlm.models.families import llama_like, setting_docs
 from jaxlm.models.families.experts import ROUTED, Experts, refuse_others
-from jaxlm.models.families.hub import Attributes, Hub, Row, linears, uncomputed
+from jaxlm.models.families.hub import Attributes, Hub, TensorMapping, linears, uncomputed
 from jaxlm.nn.config import AttentionConfig, LatentConfig, MoeConfig, NormConfig
 from jaxlm.nn.rotary import Rope, YarnScaling
 
@@ -17,16 +17,16 @@ LATENT_NORM = NormConfig(kind="rms", eps=1e-6)
 COMPRESSED = "attention/query_latent/weight"
 
 
-def _row(theirs: str, *ours: str, **more: Any) -> Row:
+def _row(theirs: str, *ours: str, **more: Any) -> TensorMapping:
     more = {"layout": "transposed"} | more
     paths = tuple(f"attention/{each}" for each in ours)
-    return Row(f"model.layers.{{i}}.self_attn.{theirs}.weight", paths, **more)
+    return TensorMapping(f"model.layers.{{i}}.self_attn.{theirs}.weight", paths, **more)
 
 
 ROWS = (
-    *rotated.STREAM,
-    *rotated.NORMS,
-    *rotated.MLP,
+    *llama_like.STREAM,
+    *llama_like.NORMS,
+    *llama_like.MLP,
     _row("q_proj", "query/weight", without=COMPRESSED),
     _row("q_a_proj", "query_latent/weight"),
     _row("q_a_layernorm", "query_norm/scale"),
@@ -66,13 +66,13 @@ class DeepSeekV2(Experts):
         "sharpens scores under yarn, by (0.1 mscale ln(factor) + 1) squared; transformers' mscale_all_dim",
         low=0.0,
     )
-    experts: int = setting(64, **terms.EXPERTS)
-    top_k: int = setting(6, **terms.TOP_K)
-    shared: int = setting(2816, **terms.SHARED)
-    groups: int = setting(1, **terms.GROUPS)
-    top_groups: int = setting(1, **terms.TOP_GROUPS)
-    dense_depth: int = setting(1, **terms.DENSE_DEPTH)
-    normalised: bool = setting(False, **terms.NORMALISED)
+    experts: int = setting(64, **setting_docs.EXPERTS)
+    top_k: int = setting(6, **setting_docs.TOP_K)
+    shared: int = setting(2816, **setting_docs.SHARED)
+    groups: int = setting(1, **setting_docs.GROUPS)
+    top_groups: int = setting(1, **setting_docs.TOP_GROUPS)
+    dense_depth: int = setting(1, **setting_docs.DENSE_DEPTH)
+    normalised: bool = setting(False, **setting_docs.NORMALISED)
 
     ABSENT: ClassVar[dict[str, Any]] = {"context": 2048}
     HUB: ClassVar[Hub] = Hub(
@@ -156,14 +156,14 @@ class DeepSeekV2(Experts):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it; what weighs and moves the balance is of training, and ours stays."""
-        given.must("mlp_bias", False)
+        given.expect("mlp_bias", False)
         # DeepSeek's own code divides by the sum then and does not scale; transformers' reads neither.
-        given.must("norm_topk_prob", False)
-        given.must("scoring_func", "softmax")
+        given.expect("norm_topk_prob", False)
+        given.expect("scoring_func", "softmax")
         is_grouped = given.choose(
             "topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy"
         )
-        grouped = {"groups": given.take("n_group", 1), "top_groups": given.take("topk_group", 1)}
+        grouped = {"groups": given.get("n_group", 1), "top_groups": given.get("topk_group", 1)}
         settings = cls.latent_settings(given, shared=2, hidden=1407)
         return cls(**settings | (grouped if is_grouped else {}))
 
@@ -171,9 +171,9 @@ class DeepSeekV2(Experts):
     def latent_settings(cls, given: Attributes, *, shared: int, hidden: int) -> dict[str, Any]:
         """The settings that V3 has too; `shared` experts and `hidden` units of each where config.json is silent."""
         found = cls.shared_settings(given)
-        given.must("attention_bias", False)
-        given.must("moe_layer_freq", 1)
-        given.must("num_key_value_heads", found["heads"], None)
+        given.expect("attention_bias", False)
+        given.expect("moe_layer_freq", 1)
+        given.expect("num_key_value_heads", found["heads"], None)
         # Said again, or of training, or of how transformers lays it out.
         given.ignore("head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha")
         given.ignore("router_aux_loss_coef", "topk_method", "scoring_func")
@@ -184,21 +184,21 @@ class DeepSeekV2(Experts):
         for name in ("rope_scaling", "rope_parameters"):
             inner = given.inner(name)
             if inner is not None and isinstance(found["rope_scaling"], YarnScaling):
-                mscale = inner.take("mscale_all_dim", 0.0, kind=float)
-        hidden = given.take("moe_intermediate_size", hidden)
+                mscale = inner.get("mscale_all_dim", 0.0, kind=float)
+        hidden = given.get("moe_intermediate_size", hidden)
         return found | dict(
             hidden=hidden,
             dense_hidden=found["hidden"],
-            dense_depth=given.take("first_k_dense_replace", 0, least=0),
-            shared=hidden * given.take("n_shared_experts", shared),
-            experts=given.take("n_routed_experts"),
-            top_k=given.take("num_experts_per_tok"),
-            scale=given.take("routed_scaling_factor", 1.0, kind=float),
-            query_rank=given.take("q_lora_rank", None),
-            kv_rank=given.take("kv_lora_rank", 512),
-            nope_dim=given.take("qk_nope_head_dim", 128),
-            rope_dim=given.take("qk_rope_head_dim", 64),
-            value_dim=given.take("v_head_dim", 128),
+            dense_depth=given.get("first_k_dense_replace", 0, least=0),
+            shared=hidden * given.get("n_shared_experts", shared),
+            experts=given.get("n_routed_experts"),
+            top_k=given.get("num_experts_per_tok"),
+            scale=given.get("routed_scaling_factor", 1.0, kind=float),
+            query_rank=given.get("q_lora_rank", None),
+            kv_rank=given.get("kv_lora_rank", 512),
+            nope_dim=given.get("qk_nope_head_dim", 128),
+            rope_dim=given.get("qk_rope_head_dim", 64),
+            value_dim=given.get("v_head_dim", 128),
             mscale=mscale,
         )
 

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import terms
+from jaxlm.models.families import setting_docs
 from jaxlm.models.families.deepseek_v2 import ROWS, STRETCHED, DeepSeekV2
 from jaxlm.models.families.experts import refuse_others
-from jaxlm.models.families.hub import Attributes, Hub, Row
+from jaxlm.models.families.hub import Attributes, Hub, TensorMapping
 from jaxlm.nn.config import MoeConfig
 from jaxlm.nn.rotary import Rope
 
@@ -20,15 +20,15 @@ class DeepSeekV3(DeepSeekV2):
     pairs: Literal["neighbours", "halves"] = setting(
         "neighbours", "which features of a head are rotated together"
     )
-    experts: int = setting(256, **terms.EXPERTS)
-    top_k: int = setting(8, **terms.TOP_K)
-    shared: int = setting(2048, **terms.SHARED)
-    groups: int = setting(8, **terms.GROUPS)
-    top_groups: int = setting(4, **terms.TOP_GROUPS)
-    router: Literal["softmax", "sigmoid"] = setting("sigmoid", **terms.ROUTER)
-    normalised: bool = setting(True, **terms.NORMALISED)
-    scale: float = setting(2.5, **terms.EXPERT_SCALE)
-    balance_loss: float = setting(1e-4, **terms.BALANCE_LOSS)
+    experts: int = setting(256, **setting_docs.EXPERTS)
+    top_k: int = setting(8, **setting_docs.TOP_K)
+    shared: int = setting(2048, **setting_docs.SHARED)
+    groups: int = setting(8, **setting_docs.GROUPS)
+    top_groups: int = setting(4, **setting_docs.TOP_GROUPS)
+    router: Literal["softmax", "sigmoid"] = setting("sigmoid", **setting_docs.ROUTER)
+    normalised: bool = setting(True, **setting_docs.NORMALISED)
+    scale: float = setting(2.5, **setting_docs.EXPERT_SCALE)
+    balance_loss: float = setting(1e-4, **setting_docs.BALANCE_LOSS)
     balance_bias: float = setting(
         0.001,
         "by how much a bias on the scores moves in each step to spread tokens (arXiv:2408.15664); 0 leaves it as it is",
@@ -41,7 +41,9 @@ class DeepSeekV3(DeepSeekV2):
         architecture="DeepseekV3ForCausalLM",
         rows=(
             *ROWS,
-            Row("model.layers.{i}.mlp.gate.e_score_correction_bias", ("mlp/bias",), is_exact=True),
+            TensorMapping(
+                "model.layers.{i}.mlp.gate.e_score_correction_bias", ("mlp/bias",), is_exact=True
+            ),
         ),
         buffers=("rotary_emb.inv_freq",),
         ahead=("model.layers.{i}.", "num_nextn_predict_layers"),
@@ -59,16 +61,16 @@ class DeepSeekV3(DeepSeekV2):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it; what weighs and moves the balance is of training, and ours stays."""
-        given.must("topk_method", "noaux_tc")
-        given.must("scoring_func", "sigmoid")
+        given.expect("topk_method", "noaux_tc")
+        given.expect("scoring_func", "sigmoid")
         # Layers after the last that predict further tokens: an import tells what it leaves out.
         given.ignore("num_nextn_predict_layers")
-        is_apart = given.take("rope_interleave", True, kind=bool)
+        is_apart = given.get("rope_interleave", True, kind=bool)
         return cls(
             **cls.latent_settings(given, shared=1, hidden=2048),
-            groups=given.take("n_group", 8),
-            top_groups=given.take("topk_group", 4),
-            normalised=given.take("norm_topk_prob", True, kind=bool),
+            groups=given.get("n_group", 8),
+            top_groups=given.get("topk_group", 4),
+            normalised=given.get("norm_topk_prob", True, kind=bool),
             pairs="neighbours" if is_apart else "halves",
         )
 

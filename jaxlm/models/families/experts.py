@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
-from jaxlm.models.families import terms
-from jaxlm.models.families.hub import Hub, Row, uncomputed
-from jaxlm.models.families.rotated import Gated
+from jaxlm.models.families import setting_docs
+from jaxlm.models.families.hub import Hub, TensorMapping, uncomputed
+from jaxlm.models.families.llama_like import Gated
 from jaxlm.nn.config import BlockConfig, MlpConfig, MoeConfig
 
 
@@ -16,16 +16,16 @@ from jaxlm.nn.config import BlockConfig, MlpConfig, MoeConfig
 class Experts(Gated):
     """A decoder with a mixture of experts in every layer but the first `dense_depth`."""
 
-    experts: int = setting(8, **terms.EXPERTS)
-    top_k: int = setting(2, **terms.TOP_K)
-    hidden: int = setting(1408, **terms.EXPERT_HIDDEN)  # type: ignore[assignment]
-    shared: int = setting(0, **terms.SHARED)
-    dense_depth: int = setting(0, **terms.DENSE_DEPTH)
+    experts: int = setting(8, **setting_docs.EXPERTS)
+    top_k: int = setting(2, **setting_docs.TOP_K)
+    hidden: int = setting(1408, **setting_docs.EXPERT_HIDDEN)  # type: ignore[assignment]
+    shared: int = setting(0, **setting_docs.SHARED)
+    dense_depth: int = setting(0, **setting_docs.DENSE_DEPTH)
     dense_hidden: int = setting(4096, "hidden units of the dense layers", low=1)
-    router: Literal["softmax", "sigmoid"] = setting("softmax", **terms.ROUTER)
-    normalised: bool = setting(True, **terms.NORMALISED)
-    scale: float = setting(1.0, **terms.EXPERT_SCALE)
-    balance_loss: float = setting(0.01, **terms.BALANCE_LOSS)
+    router: Literal["softmax", "sigmoid"] = setting("softmax", **setting_docs.ROUTER)
+    normalised: bool = setting(True, **setting_docs.NORMALISED)
+    scale: float = setting(1.0, **setting_docs.EXPERT_SCALE)
+    balance_loss: float = setting(0.01, **setting_docs.BALANCE_LOSS)
     balance_bias: float = setting(
         0.0,
         "by how much a bias on the scores moves in each step to spread tokens (arXiv:2408.15664); 0 has none",
@@ -94,9 +94,9 @@ class Experts(Gated):
 PLAIN = {"shared": 0, "dense_depth": 0, "router": "softmax", "scale": 1.0, "balance_bias": 0.0}
 # The names of Qwen, which others have too.
 ROUTED = (
-    Row("model.layers.{i}.mlp.gate.weight", ("mlp/router/weight",), "transposed"),
+    TensorMapping("model.layers.{i}.mlp.gate.weight", ("mlp/router/weight",), "transposed"),
     *(
-        Row(
+        TensorMapping(
             f"model.layers.{{i}}.mlp.experts.{{e}}.{name}_proj.weight",
             (f"mlp/{name}/weight",),
             "transposed",

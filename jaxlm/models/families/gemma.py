@@ -5,9 +5,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
-from jaxlm.models.families import rotated, terms
+from jaxlm.models.families import llama_like, setting_docs
 from jaxlm.models.families.hub import Attributes, Hub
-from jaxlm.models.families.rotated import THEIRS, Rotated
+from jaxlm.models.families.llama_like import THEIRS, Rotated
 from jaxlm.nn.config import Activation, NormConfig
 
 
@@ -16,15 +16,15 @@ class Gemma(Rotated):
     """A Gemma-style decoder."""
 
     family: Literal["gemma"] = "gemma"
-    activation: Activation = setting("gelu_tanh", **terms.GATED_ACTIVATION)
-    norm_eps: float = setting(1e-6, **terms.RMS_NORM_EPS)
-    tied: bool = setting(True, **terms.TIED)
+    activation: Activation = setting("gelu_tanh", **setting_docs.GATED_ACTIVATION)
+    norm_eps: float = setting(1e-6, **setting_docs.RMS_NORM_EPS)
+    tied: bool = setting(True, **setting_docs.TIED)
 
     ABSENT: ClassVar[dict[str, Any]] = {"context": 8192, "tied": True, "head_dim": 256}
     HUB: ClassVar[Hub] = Hub(
         model_type="gemma",
         architecture="GemmaForCausalLM",
-        rows=(*rotated.STREAM, *rotated.NORMS, *rotated.ATTENTION, *rotated.MLP),
+        rows=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *llama_like.MLP),
     )
 
     @property
@@ -39,8 +39,8 @@ class Gemma(Rotated):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
-        given.must("use_bidirectional_attention", False, None)
+        given.expect("attention_bias", False)
+        given.expect("use_bidirectional_attention", False, None)
         return super().from_hub(given)
 
     @classmethod
@@ -49,9 +49,9 @@ class Gemma(Rotated):
 
         `hidden_activation` comes before `hidden_act`, which says "gelu" in files of models trained with its tanh form.
         """
-        meanings = rotated.ACTIVATIONS | {"gelu": "gelu_tanh"}
+        meanings = llama_like.ACTIVATIONS | {"gelu": "gelu_tanh"}
         older = given.choose("hidden_act", meanings, "gelu_pytorch_tanh")
-        newer = given.choose("hidden_activation", rotated.ACTIVATIONS, THEIRS[older])
+        newer = given.choose("hidden_activation", llama_like.ACTIVATIONS, THEIRS[older])
         return super().shared_settings(given) | {"activation": newer}
 
     def to_hub(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
-from jaxlm.models.families import rotated, terms
+from jaxlm.models.families import llama_like, setting_docs
 from jaxlm.models.families.gemma import Gemma
 from jaxlm.models.families.hub import Attributes, Hub, norms
 from jaxlm.nn.config import AttentionConfig, BlockConfig
@@ -24,17 +24,17 @@ class Gemma2(Gemma):
     """A Gemma-2-style decoder: the first of two layers is local."""
 
     family: Literal["gemma2"] = "gemma2"  # type: ignore[assignment]
-    window: int = setting(4096, **terms.LOCAL_WINDOW)
+    window: int = setting(4096, **setting_docs.LOCAL_WINDOW)
     query_scale: int | None = setting(
         None, "scores are divided by the root of this; None is the size of a head", low=1
     )
-    attention_cap: float | None = setting(50.0, **terms.ATTENTION_CAP)
-    logit_cap: float | None = setting(30.0, **terms.LOGIT_CAP)
+    attention_cap: float | None = setting(50.0, **setting_docs.ATTENTION_CAP)
+    logit_cap: float | None = setting(30.0, **setting_docs.LOGIT_CAP)
 
     HUB: ClassVar[Hub] = Hub(
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
-        rows=(*rotated.STREAM, *SANDWICH, *rotated.ATTENTION, *rotated.MLP),
+        rows=(*llama_like.STREAM, *SANDWICH, *llama_like.ATTENTION, *llama_like.MLP),
     )
     TURN: ClassVar[int] = 2  # layers, of which the last is global
 
@@ -64,13 +64,13 @@ class Gemma2(Gemma):
         local, whole = "sliding_attention", "full_attention"
         given.ignore("sliding_window_pattern", "_sliding_window_pattern")
         kinds = [whole if (i + 1) % cls.TURN == 0 else local for i in range(found["depth"])]
-        if given.take("layer_types", kinds, kind=list) != kinds:
-            given.refuse("layer_types", f"one {whole} after {cls.TURN - 1} {local}")
+        if given.get("layer_types", kinds, kind=list) != kinds:
+            given.reject("layer_types", f"one {whole} after {cls.TURN - 1} {local}")
         return found | dict(
-            window=given.take("sliding_window", 4096),
-            query_scale=given.take("query_pre_attn_scalar", 256),
-            attention_cap=given.take("attn_logit_softcapping", None, kind=float),
-            logit_cap=given.take("final_logit_softcapping", None, kind=float),
+            window=given.get("sliding_window", 4096),
+            query_scale=given.get("query_pre_attn_scalar", 256),
+            attention_cap=given.get("attn_logit_softcapping", None, kind=float),
+            logit_cap=given.get("final_logit_softcapping", None, kind=float),
         )
 
     def to_hub(self) -> dict[str, Any]:

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rope, rotated, terms
+from jaxlm.models.families import llama_like, rope, setting_docs
 from jaxlm.models.families.gemma2 import SANDWICH, Gemma2
-from jaxlm.models.families.hub import Attributes, Hub, Whole
+from jaxlm.models.families.hub import Attributes, Hub, WrapperConfig
 from jaxlm.nn.config import AttentionConfig
 from jaxlm.nn.rotary import LinearScaling, Rope
 
@@ -16,11 +16,11 @@ class Gemma3(Gemma2):
     """A Gemma-3-style decoder of text: the last of six layers is global. It is a part of those that see images too."""
 
     family: Literal["gemma3"] = "gemma3"  # type: ignore[assignment]
-    rope_theta: float = setting(1e6, **terms.GLOBAL_ROPE_THETA)
-    local_rope_theta: float = setting(10_000.0, **terms.LOCAL_ROPE_THETA)
-    window: int = setting(1024, **terms.LOCAL_WINDOW)
-    attention_cap: float | None = setting(None, **terms.ATTENTION_CAP)
-    logit_cap: float | None = setting(None, **terms.LOGIT_CAP)
+    rope_theta: float = setting(1e6, **setting_docs.GLOBAL_ROPE_THETA)
+    local_rope_theta: float = setting(10_000.0, **setting_docs.LOCAL_ROPE_THETA)
+    window: int = setting(1024, **setting_docs.LOCAL_WINDOW)
+    attention_cap: float | None = setting(None, **setting_docs.ATTENTION_CAP)
+    logit_cap: float | None = setting(None, **setting_docs.LOGIT_CAP)
 
     ABSENT: ClassVar[dict[str, Any]] = {
         "context": 131_072,
@@ -32,13 +32,13 @@ class Gemma3(Gemma2):
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
         rows=(
-            *rotated.STREAM,
+            *llama_like.STREAM,
             *SANDWICH,
-            *rotated.ATTENTION,
-            *rotated.QK_NORMS,
-            *rotated.MLP,
+            *llama_like.ATTENTION,
+            *llama_like.QK_NORMS,
+            *llama_like.MLP,
         ),
-        whole=Whole(
+        whole=WrapperConfig(
             model_type="gemma3",
             attribute="text_config",
             absent={"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4},
@@ -70,17 +70,17 @@ class Gemma3(Gemma2):
 
         transformers 4 has `rope_local_base_freq`, transformers 5 both in `rope_parameters`, by kind of layer.
         """
-        theta = given.take("rope_local_base_freq", 10_000.0, kind=float)
+        theta = given.get("rope_local_base_freq", 10_000.0, kind=float)
         both = given.split("rope_parameters", "sliding_attention", "full_attention")
         found = super().shared_settings(given)
         if both is not None:
             local, whole = both
-            theta = local.take("rope_theta", theta, kind=float)
-            local.must("rope_type", "default")
-            found["rope_theta"] = whole.take("rope_theta", 1e6, kind=float)
+            theta = local.get("rope_theta", theta, kind=float)
+            local.expect("rope_type", "default")
+            found["rope_theta"] = whole.get("rope_theta", 1e6, kind=float)
             found["rope_scaling"] = rope.scaling_of(whole, given)
-            local.unread()
-            whole.unread()
+            local.note_unused()
+            whole.note_unused()
         return found | {"local_rope_theta": theta}
 
     def to_hub(self) -> dict[str, Any]:

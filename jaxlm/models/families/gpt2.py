@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
-from jaxlm.models.families import terms
-from jaxlm.models.families.hub import DEEPEST, Attributes, Hub, Row, norms, uncomputed
-from jaxlm.models.families.rotated import ACTIVATIONS
+from jaxlm.models.families import setting_docs
+from jaxlm.models.families.hub import MAX_NESTING, Attributes, Hub, TensorMapping, norms, uncomputed
+from jaxlm.models.families.llama_like import ACTIVATIONS
 from jaxlm.models.families.sizes import uneven
 from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MlpConfig, NormConfig
 
@@ -18,35 +18,35 @@ class GPT2:
     """A GPT-2-style decoder."""
 
     family: Literal["gpt2"] = "gpt2"
-    vocab: int | Literal["auto"] = setting("auto", **terms.VOCAB)
+    vocab: int | Literal["auto"] = setting("auto", **setting_docs.VOCAB)
     context: int = setting(
         1024, "rows of the position table: the longest sequence", unit="tokens", low=1
     )
-    depth: int = setting(12, **terms.DEPTH)
-    width: int = setting(768, **terms.WIDTH)
-    heads: int = setting(12, **terms.HEADS)
-    kv_heads: int | Literal["auto"] = setting("auto", **terms.KV_HEADS)
-    hidden: int | Literal["auto"] = setting("auto", **terms.PLAIN_HIDDEN)
-    activation: Activation = setting("gelu_tanh", **terms.PLAIN_ACTIVATION)
+    depth: int = setting(12, **setting_docs.DEPTH)
+    width: int = setting(768, **setting_docs.WIDTH)
+    heads: int = setting(12, **setting_docs.HEADS)
+    kv_heads: int | Literal["auto"] = setting("auto", **setting_docs.KV_HEADS)
+    hidden: int | Literal["auto"] = setting("auto", **setting_docs.PLAIN_HIDDEN)
+    activation: Activation = setting("gelu_tanh", **setting_docs.PLAIN_ACTIVATION)
     bias: bool = setting(True, "biases in projections and norms")
-    norm_eps: float = setting(1e-5, **terms.LAYER_NORM_EPS)
-    tied: bool = setting(True, **terms.TIED)
-    dropout: float = setting(0.0, **terms.DROPOUT)
-    init: Init = setting("gpt2", **terms.INIT)
-    init_std: float = setting(0.02, **terms.INIT_STD)
+    norm_eps: float = setting(1e-5, **setting_docs.LAYER_NORM_EPS)
+    tied: bool = setting(True, **setting_docs.TIED)
+    dropout: float = setting(0.0, **setting_docs.DROPOUT)
+    init: Init = setting("gpt2", **setting_docs.INIT)
+    init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
     # Weights are kept as [in, out], and query, key and value side by side.
     HUB: ClassVar[Hub] = Hub(
         model_type="gpt2",
         architecture="GPT2LMHeadModel",
         rows=(
-            Row("transformer.wte.weight", ("embedding/table",)),
-            Row("transformer.wpe.weight", ("positions/table",)),
+            TensorMapping("transformer.wte.weight", ("embedding/table",)),
+            TensorMapping("transformer.wpe.weight", ("positions/table",)),
             *norms("transformer.{}", ln_f="final_norm"),
-            Row("lm_head.weight", ("unembedding/weight",), "transposed"),
+            TensorMapping("lm_head.weight", ("unembedding/weight",), "transposed"),
             *norms("transformer.h.{i}.{}", ln_1="attention_norm", ln_2="mlp_norm"),
             *(
-                Row(
+                TensorMapping(
                     f"transformer.h.{{i}}.{theirs}.{kind}", tuple(f"{each}/{kind}" for each in ours)
                 )
                 for kind in ("weight", "bias")
@@ -111,19 +111,19 @@ class GPT2:
             ("scale_attn_by_inverse_layer_idx", False),
             ("add_cross_attention", False),
         ):
-            given.must(name, value)
+            given.expect(name, value)
         given.ignore("reorder_and_upcast_attn", "n_ctx")  # how it is rounded; the older n_positions
         given.ignore(*(f"summary_{name}" for name in _SUMMARY))
         return cls(
-            vocab=given.take("vocab_size"),
-            context=given.take("n_positions", 1024),
-            depth=given.take("n_layer", most=DEEPEST),
-            width=given.take("n_embd"),
-            heads=given.take("n_head"),
-            hidden=given.take("n_inner", "auto"),
+            vocab=given.get("vocab_size"),
+            context=given.get("n_positions", 1024),
+            depth=given.get("n_layer", most=MAX_NESTING),
+            width=given.get("n_embd"),
+            heads=given.get("n_head"),
+            hidden=given.get("n_inner", "auto"),
             activation=given.choose("activation_function", ACTIVATIONS, "gelu_new"),
-            norm_eps=given.take("layer_norm_epsilon", 1e-5, kind=float),
-            tied=given.take("tie_word_embeddings", True, kind=bool),
+            norm_eps=given.get("layer_norm_epsilon", 1e-5, kind=float),
+            tied=given.get("tie_word_embeddings", True, kind=bool),
         )
 
     def to_hub(self) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from typing import Any, Literal, TypeVar
 from jaxlm.core.errors import ConfigError, DataError
 
 T = TypeVar("T")
-DEEPEST = 10_000  # layers; their kinds are listed one by one
+MAX_NESTING = 10_000  # layers; their kinds are listed one by one
 # What any config.json may say that does not change what the model computes: how it is trained there, how text is drawn
 # from it, what the tools that wrote it leave.
-NEUTRAL = frozenset(
+IGNORED_ATTRIBUTES = frozenset(
     """
     architectures auto_map model_type dtype torch_dtype transformers_version _name_or_path _attn_implementation
     _attn_implementation_autoset use_cache cache_implementation bos_token_id eos_token_id pad_token_id unk_token_id
@@ -29,7 +29,7 @@ NEUTRAL = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TensorMapping:
     """One tensor of theirs and the leaves of ours that lie side by side in it.
 
     `theirs` has {i} for the layer and {e} for the expert; with {i}, paths of `ours` are those in a layer. Matrices are
@@ -38,8 +38,8 @@ class Row:
     another leaf of the layer, or `without` it. One that `is_exact` is written in float32, whatever the others are in.
     """
 
-    theirs: str
-    ours: tuple[str, ...]
+    hf_name: str
+    param_path: tuple[str, ...]
     layout: Literal["same", "transposed", "by head"] = "same"
     beside: str | None = None
     without: str | None = None
@@ -48,16 +48,16 @@ class Row:
     @property
     def is_of_layer(self) -> bool:
         """Whether every layer has one."""
-        return "{i}" in self.theirs
+        return "{i}" in self.hf_name
 
     @property
     def is_of_expert(self) -> bool:
         """Whether every expert has one."""
-        return "{e}" in self.theirs
+        return "{e}" in self.hf_name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Whole:
+class WrapperConfig:
     """A larger model, of which an architecture is the part that reads and writes text.
 
     Its config.json has the attributes of that part in one, `attribute`, without those that are as `absent`; `own` are its
@@ -86,15 +86,15 @@ class Hub:
 
     model_type: str
     architecture: str
-    rows: tuple[Row, ...]
+    rows: tuple[TensorMapping, ...]
     optional: str = ""
     buffers: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     older: tuple[tuple[str, str], ...] = ()
     ahead: tuple[str, str] | None = None
-    whole: Whole | None = None
+    whole: WrapperConfig | None = None
 
-    def whole_of(self, raw: Mapping[str, Any]) -> Whole | None:
+    def whole_of(self, raw: Mapping[str, Any]) -> WrapperConfig | None:
         """The larger model, where a config.json is of it."""
         is_whole = self.whole is not None and raw.get("model_type") == self.whole.model_type
         return self.whole if is_whole else None
@@ -107,35 +107,37 @@ class Hub:
         depth, count = raw.get("num_hidden_layers"), raw.get(counted)
         if not isinstance(depth, int) or not isinstance(count, int):
             return ()
-        numbers = range(depth, depth + min(count, DEEPEST))
+        numbers = range(depth, depth + min(count, MAX_NESTING))
         return tuple(name.replace("{i}", str(number)) for number in numbers)
 
     @property
     def head(self) -> str:
         """The name of the unembedding, which a tied model may store too."""
-        return next(row.theirs for row in self.rows if row.ours == ("unembedding/weight",))
+        return next(row.hf_name for row in self.rows if row.param_path == ("unembedding/weight",))
 
 
-def linears(theirs: str, **names: str) -> tuple[Row, ...]:
+def linears(hf_name: str, **names: str) -> tuple[TensorMapping, ...]:
     """The weight and the bias of torch Linears: `theirs` with each of their names in {}, and our path."""
     return tuple(
         row
         for name, ours in names.items()
         for row in (
-            Row(f"{theirs.replace('{}', name)}.weight", (f"{ours}/weight",), "transposed"),
-            Row(f"{theirs.replace('{}', name)}.bias", (f"{ours}/bias",)),
+            TensorMapping(
+                f"{hf_name.replace('{}', name)}.weight", (f"{ours}/weight",), "transposed"
+            ),
+            TensorMapping(f"{hf_name.replace('{}', name)}.bias", (f"{ours}/bias",)),
         )
     )
 
 
-def norms(theirs: str, **names: str) -> tuple[Row, ...]:
+def norms(hf_name: str, **names: str) -> tuple[TensorMapping, ...]:
     """The scale and the bias of norms: `theirs` with each of their names in {}, and our path."""
     return tuple(
         row
         for name, ours in names.items()
         for row in (
-            Row(f"{theirs.replace('{}', name)}.weight", (f"{ours}/scale",)),
-            Row(f"{theirs.replace('{}', name)}.bias", (f"{ours}/bias",)),
+            TensorMapping(f"{hf_name.replace('{}', name)}.weight", (f"{ours}/scale",)),
+            TensorMapping(f"{hf_name.replace('{}', name)}.bias", (f"{ours}/bias",)),
         )
     )
 
@@ -163,7 +165,7 @@ class Attributes:
         self._read: set[str] = set()
         self._problems: list[str] = []
 
-    def take(
+    def get(
         self,
         name: str,
         *default: Any,
@@ -198,30 +200,30 @@ class Attributes:
         """Whether config.json has the attribute, be it null."""
         return name in self._raw
 
-    def must(self, name: str, *allowed: Any) -> None:
+    def expect(self, name: str, *allowed: Any) -> None:
         """The attribute, where it is there, has one of these values: the only ones that ours computes."""
         self._read.add(name)
         if name in self._raw and not any(self._raw[name] == value for value in allowed):
-            self.refuse(name, f"{' or '.join(map(repr, allowed))}")
+            self.reject(name, f"{' or '.join(map(repr, allowed))}")
 
     def choose(self, name: str, meanings: Mapping[str, T], default: str) -> T:
         """What the text of an attribute means to us."""
-        value = self.take(name, default, kind=str)
+        value = self.get(name, default, kind=str)
         if value not in meanings:
-            self.refuse(name, f"{', '.join(sorted(meanings))}")
+            self.reject(name, f"{', '.join(sorted(meanings))}")
             return meanings[default]
         return meanings[value]
 
     def inner(self, name: str) -> "Attributes | None":
         """The attributes of one that holds others; None where it is absent or null. Its problems are ours."""
-        value = self.take(name, None, kind=dict)
+        value = self.get(name, None, kind=dict)
         if value is None:
             return None
         found = Attributes(value, self._where)
         found._problems = self._problems
         return found
 
-    def refuse(self, name: str, computed: str) -> None:
+    def reject(self, name: str, computed: str) -> None:
         """Notes that the value of an attribute is none that we compute."""
         self._problems.append(
             f"{name} = {self._raw[name]!r:.60}, and {computed} is what jaxlm computes"
@@ -246,14 +248,14 @@ class Attributes:
         """Attributes that say again what others say, or nothing that is computed."""
         self._read.update(names)
 
-    def unread(self, neutral: Iterable[str] = ()) -> None:
+    def note_unused(self, neutral: Iterable[str] = ()) -> None:
         """Notes every attribute that nobody read."""
         for name in sorted(self._raw.keys() - self._read - set(neutral)):
             self._problems.append(f"{name} = {self._raw[name]!r:.60} is not known")
 
-    def finish(self) -> None:
+    def check(self) -> None:
         """Raises DataError with everything that was noted, and every attribute that nobody read."""
-        self.unread(NEUTRAL)
+        self.note_unused(IGNORED_ATTRIBUTES)
         if self._problems:
             shown = self._problems[:5]
             more = len(self._problems) - len(shown)

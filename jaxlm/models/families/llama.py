@@ -6,9 +6,9 @@ SmolLM2 (arXiv:2502.02737) and TinyLlama (arXiv:2401.02385) are Llamas.
 import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
-from jaxlm.models.families import rotated
+from jaxlm.models.families import llama_like
 from jaxlm.models.families.hub import Attributes, Hub
-from jaxlm.models.families.rotated import Rotated
+from jaxlm.models.families.llama_like import Rotated
 from jaxlm.nn.rotary import Llama3Scaling
 
 
@@ -21,19 +21,19 @@ class Llama(Rotated):
     HUB: ClassVar[Hub] = Hub(
         model_type="llama",
         architecture="LlamaForCausalLM",
-        rows=(*rotated.STREAM, *rotated.NORMS, *rotated.ATTENTION, *rotated.MLP),
+        rows=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *llama_like.MLP),
         buffers=("rotary_emb.inv_freq",),
     )
 
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
-        given.must("mlp_bias", False)
-        given.must("is_llama_config", True)  # SmolLM2's say these two
-        given.must("rope_interleaved", False)
-        context = given.take("max_position_embeddings", 2048)
-        given.must("max_sequence_length", context)  # what the first files said
+        given.expect("attention_bias", False)
+        given.expect("mlp_bias", False)
+        given.expect("is_llama_config", True)  # SmolLM2's say these two
+        given.expect("rope_interleaved", False)
+        context = given.get("max_position_embeddings", 2048)
+        given.expect("max_sequence_length", context)  # what the first files said
         return super().from_hub(given)
 
 

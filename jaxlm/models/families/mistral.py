@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rotated, terms
+from jaxlm.models.families import llama_like, setting_docs
 from jaxlm.models.families.hub import Attributes, Hub
-from jaxlm.models.families.rotated import Rotated
+from jaxlm.models.families.llama_like import Rotated
 from jaxlm.nn.config import AttentionConfig
 
 
@@ -15,12 +15,12 @@ class Mistral(Rotated):
     """A Mistral-style decoder."""
 
     family: Literal["mistral"] = "mistral"
-    window: int | None = setting(None, **terms.WINDOW)
+    window: int | None = setting(None, **setting_docs.WINDOW)
 
     HUB: ClassVar[Hub] = Hub(
         model_type="mistral",
         architecture="MistralForCausalLM",
-        rows=(*rotated.STREAM, *rotated.NORMS, *rotated.ATTENTION, *rotated.MLP),
+        rows=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *llama_like.MLP),
     )
 
     def attention(self) -> AttentionConfig:
@@ -32,7 +32,7 @@ class Mistral(Rotated):
         """The family as a config.json describes it. transformers takes a window of 4,096 where it names none."""
         shared = cls.shared_settings(given)
         is_silent = not given.has("sliding_window")
-        return cls(**shared, window=4096 if is_silent else given.take("sliding_window", None))
+        return cls(**shared, window=4096 if is_silent else given.get("sliding_window", None))
 
     def to_hub(self) -> dict[str, Any]:
         """The attributes of config.json."""

@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
-from jaxlm.models.families import rotated
+from jaxlm.models.families import llama_like
 from jaxlm.models.families.experts import PLAIN, Experts, refuse_others
-from jaxlm.models.families.hub import Attributes, Hub, Row
-from jaxlm.models.families.rotated import Rotated
+from jaxlm.models.families.hub import Attributes, Hub, TensorMapping
+from jaxlm.models.families.llama_like import Rotated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,16 +24,16 @@ class Mixtral(Experts, Rotated):
         model_type="mixtral",
         architecture="MixtralForCausalLM",
         rows=(
-            *rotated.STREAM,
-            *rotated.NORMS,
-            *rotated.ATTENTION,
-            Row(
+            *llama_like.STREAM,
+            *llama_like.NORMS,
+            *llama_like.ATTENTION,
+            TensorMapping(
                 "model.layers.{i}.block_sparse_moe.gate.weight",
                 ("mlp/router/weight",),
                 "transposed",
             ),
             *(
-                Row(
+                TensorMapping(
                     f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}.weight",
                     (f"mlp/{ours}/weight",),
                     "transposed",
@@ -49,12 +49,12 @@ class Mixtral(Experts, Rotated):
 
         The weight of the balance loss is of training, and transformers' is of another scale: ours stays as it is.
         """
-        given.must("sliding_window", None)
+        given.expect("sliding_window", None)
         given.ignore("router_aux_loss_coef")
         return cls(
             **cls.shared_settings(given),
-            experts=given.take("num_local_experts", 8),
-            top_k=given.take("num_experts_per_tok", 2),
+            experts=given.get("num_local_experts", 8),
+            top_k=given.get("num_experts_per_tok", 2),
         )
 
     def to_hub(self) -> dict[str, Any]:

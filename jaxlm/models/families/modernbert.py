@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Encoder, HeadConfig
-from jaxlm.models.families import terms
-from jaxlm.models.families.hub import DEEPEST, Attributes, Hub, Row, linears, norms
-from jaxlm.models.families.rotated import ACTIVATIONS, THEIRS
+from jaxlm.models.families import setting_docs
+from jaxlm.models.families.hub import MAX_NESTING, Attributes, Hub, TensorMapping, linears, norms
+from jaxlm.models.families.llama_like import ACTIVATIONS, THEIRS
 from jaxlm.models.families.sizes import gated_hidden, uneven
 from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MlpConfig, NormConfig
 from jaxlm.nn.rotary import Rope
@@ -21,47 +21,49 @@ class ModernBERT:
     """A ModernBERT-style encoder."""
 
     family: Literal["modernbert"] = "modernbert"
-    vocab: int | Literal["auto"] = setting("auto", **terms.VOCAB)
-    context: int = setting(8192, **terms.CONTEXT)
+    vocab: int | Literal["auto"] = setting("auto", **setting_docs.VOCAB)
+    context: int = setting(8192, **setting_docs.CONTEXT)
     depth: int = setting(22, "layers", low=2)
-    width: int = setting(768, **terms.WIDTH)
-    heads: int = setting(12, **terms.HEADS)
-    hidden: int | Literal["auto"] = setting("auto", **terms.GATED_HIDDEN)
+    width: int = setting(768, **setting_docs.WIDTH)
+    heads: int = setting(12, **setting_docs.HEADS)
+    hidden: int | Literal["auto"] = setting("auto", **setting_docs.GATED_HIDDEN)
     activation: Activation = setting("gelu", "activation of the MLP's gate and of the head")
     global_every: int = setting(
         3, "of so many layers the first sees all, the others a window", low=1
     )
     window: int = setting(64, "tokens that a local layer sees to either side", unit="tokens", low=0)
-    rope_theta: float = setting(160_000.0, **terms.GLOBAL_ROPE_THETA)
-    local_rope_theta: float = setting(10_000.0, **terms.LOCAL_ROPE_THETA)
-    norm_eps: float = setting(1e-5, **terms.LAYER_NORM_EPS)
-    tied: bool = setting(True, **terms.TIED)
-    dropout: float = setting(0.0, **terms.OUTPUT_DROPOUT)
-    init: Init = setting("normal", **terms.INIT)
-    init_std: float = setting(0.02, **terms.INIT_STD)
+    rope_theta: float = setting(160_000.0, **setting_docs.GLOBAL_ROPE_THETA)
+    local_rope_theta: float = setting(10_000.0, **setting_docs.LOCAL_ROPE_THETA)
+    norm_eps: float = setting(1e-5, **setting_docs.LAYER_NORM_EPS)
+    tied: bool = setting(True, **setting_docs.TIED)
+    dropout: float = setting(0.0, **setting_docs.OUTPUT_DROPOUT)
+    init: Init = setting("normal", **setting_docs.INIT)
+    init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
     HUB: ClassVar[Hub] = Hub(
         model_type="modernbert",
         architecture="ModernBertForMaskedLM",
         rows=(
-            Row("model.embeddings.tok_embeddings.weight", ("embedding/table",)),
+            TensorMapping("model.embeddings.tok_embeddings.weight", ("embedding/table",)),
             *norms("model.embeddings.{}", norm="embedding_norm"),
             *norms("model.{}", final_norm="final_norm"),
             *linears("head.{}", dense="head/dense"),
             *norms("head.{}", norm="head/norm"),
-            Row("decoder.bias", ("head/bias",)),
-            Row("decoder.weight", ("unembedding/weight",), "transposed"),
+            TensorMapping("decoder.bias", ("head/bias",)),
+            TensorMapping("decoder.weight", ("unembedding/weight",), "transposed"),
             *norms("model.layers.{i}.{}", attn_norm="attention_norm", mlp_norm="mlp_norm"),
-            Row(
+            TensorMapping(
                 "model.layers.{i}.attn.Wqkv.weight",
                 tuple(f"attention/{name}/weight" for name in ("query", "key", "value")),
                 "transposed",
             ),
-            Row("model.layers.{i}.attn.Wo.weight", ("attention/out/weight",), "transposed"),
-            Row(
+            TensorMapping(
+                "model.layers.{i}.attn.Wo.weight", ("attention/out/weight",), "transposed"
+            ),
+            TensorMapping(
                 "model.layers.{i}.mlp.Wi.weight", ("mlp/gate/weight", "mlp/up/weight"), "transposed"
             ),
-            Row("model.layers.{i}.mlp.Wo.weight", ("mlp/down/weight",), "transposed"),
+            TensorMapping("model.layers.{i}.mlp.Wo.weight", ("mlp/down/weight",), "transposed"),
         ),
         buffers=("rotary_emb.inv_freq",),
     )
@@ -133,47 +135,47 @@ class ModernBERT:
             ("classifier_bias", False),
             ("decoder_bias", True),
         ):
-            given.must(name, value)
+            given.expect(name, value)
         given.ignore(*_UNUSED)
         activation = given.choose("hidden_activation", ACTIVATIONS, "gelu")
         if given.choose("classifier_activation", ACTIVATIONS, "gelu") != activation:
-            given.refuse("classifier_activation", "that of the MLP")
-        depth = given.take("num_hidden_layers", most=DEEPEST)
-        every = given.take("global_attn_every_n_layers", 3)
-        kinds = given.take("layer_types", _kinds(depth, every), kind=list)
+            given.reject("classifier_activation", "that of the MLP")
+        depth = given.get("num_hidden_layers", most=MAX_NESTING)
+        every = given.get("global_attn_every_n_layers", 3)
+        kinds = given.get("layer_types", _kinds(depth, every), kind=list)
         every = next((n for n, kind in enumerate(kinds) if n and kind == WHOLE), every)
         if kinds != _kinds(depth, every):
-            given.refuse("layer_types", f"one {WHOLE} before each {every - 1} {LOCAL}")
+            given.reject("layer_types", f"one {WHOLE} before each {every - 1} {LOCAL}")
         theta, local_theta = cls._bases(given)
         return cls(
-            vocab=given.take("vocab_size"),
-            context=given.take("max_position_embeddings", 8192),
+            vocab=given.get("vocab_size"),
+            context=given.get("max_position_embeddings", 8192),
             depth=depth,
-            width=given.take("hidden_size"),
-            heads=given.take("num_attention_heads"),
-            hidden=given.take("intermediate_size"),
+            width=given.get("hidden_size"),
+            heads=given.get("num_attention_heads"),
+            hidden=given.get("intermediate_size"),
             activation=activation,
             global_every=every,
-            window=given.take("local_attention", 128) // 2,
+            window=given.get("local_attention", 128) // 2,
             rope_theta=theta,
             local_rope_theta=local_theta,
-            norm_eps=given.take("norm_eps", 1e-5, kind=float),
-            tied=given.take("tie_word_embeddings", True, kind=bool),
+            norm_eps=given.get("norm_eps", 1e-5, kind=float),
+            tied=given.get("tie_word_embeddings", True, kind=bool),
         )
 
     @staticmethod
     def _bases(given: Attributes) -> tuple[float, float]:
         """The rotary bases of global and of local layers."""
-        theta = given.take("global_rope_theta", 160_000.0, kind=float)
-        local_theta = given.take("local_rope_theta", 10_000.0, kind=float)
+        theta = given.get("global_rope_theta", 160_000.0, kind=float)
+        local_theta = given.get("local_rope_theta", 10_000.0, kind=float)
         both = given.split("rope_parameters", WHOLE, LOCAL)
         if both is not None:
             for each in both:
-                each.must("rope_type", "default")
-            theta = both[0].take("rope_theta", theta, kind=float)
-            local_theta = both[1].take("rope_theta", local_theta, kind=float)
+                each.expect("rope_type", "default")
+            theta = both[0].get("rope_theta", theta, kind=float)
+            local_theta = both[1].get("rope_theta", local_theta, kind=float)
             for each in both:
-                each.unread()
+                each.note_unused()
         return theta, local_theta
 
     def to_hub(self) -> dict[str, Any]:

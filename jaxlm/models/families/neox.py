@@ -6,9 +6,17 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
-from jaxlm.models.families import rope, terms
-from jaxlm.models.families.hub import DEEPEST, Attributes, Hub, Row, linears, norms, uncomputed
-from jaxlm.models.families.rotated import ACTIVATIONS, THEIRS
+from jaxlm.models.families import rope, setting_docs
+from jaxlm.models.families.hub import (
+    MAX_NESTING,
+    Attributes,
+    Hub,
+    TensorMapping,
+    linears,
+    norms,
+    uncomputed,
+)
+from jaxlm.models.families.llama_like import ACTIVATIONS, THEIRS
 from jaxlm.models.families.sizes import uneven
 from jaxlm.nn.config import (
     Activation,
@@ -26,38 +34,38 @@ class NeoX:
     """A GPT-NeoX-style decoder."""
 
     family: Literal["neox"] = "neox"
-    vocab: int | Literal["auto"] = setting("auto", **terms.VOCAB)
-    context: int = setting(2048, **terms.CONTEXT)
-    depth: int = setting(6, **terms.DEPTH)
-    width: int = setting(512, **terms.WIDTH)
-    heads: int = setting(8, **terms.HEADS)
-    kv_heads: int | Literal["auto"] = setting("auto", **terms.KV_HEADS)
-    hidden: int | Literal["auto"] = setting("auto", **terms.PLAIN_HIDDEN)
-    activation: Activation = setting("gelu", **terms.PLAIN_ACTIVATION)
+    vocab: int | Literal["auto"] = setting("auto", **setting_docs.VOCAB)
+    context: int = setting(2048, **setting_docs.CONTEXT)
+    depth: int = setting(6, **setting_docs.DEPTH)
+    width: int = setting(512, **setting_docs.WIDTH)
+    heads: int = setting(8, **setting_docs.HEADS)
+    kv_heads: int | Literal["auto"] = setting("auto", **setting_docs.KV_HEADS)
+    hidden: int | Literal["auto"] = setting("auto", **setting_docs.PLAIN_HIDDEN)
+    activation: Activation = setting("gelu", **setting_docs.PLAIN_ACTIVATION)
     parallel: bool = setting(True, "attention and MLP read the same stream; else one by one")
-    rope_theta: float = setting(10_000.0, **terms.ROPE_THETA)
-    rope_share: float = setting(0.25, **terms.ROPE_SHARE)
-    rope_scaling: Scaling = setting(NoScaling(), **terms.ROPE_SCALING)
-    norm_eps: float = setting(1e-5, **terms.LAYER_NORM_EPS)
-    tied: bool = setting(False, **terms.TIED)
-    dropout: float = setting(0.0, **terms.OUTPUT_DROPOUT)
-    init: Init = setting("gpt2", **terms.INIT)
-    init_std: float = setting(0.02, **terms.INIT_STD)
+    rope_theta: float = setting(10_000.0, **setting_docs.ROPE_THETA)
+    rope_share: float = setting(0.25, **setting_docs.ROPE_SHARE)
+    rope_scaling: Scaling = setting(NoScaling(), **setting_docs.ROPE_SCALING)
+    norm_eps: float = setting(1e-5, **setting_docs.LAYER_NORM_EPS)
+    tied: bool = setting(False, **setting_docs.TIED)
+    dropout: float = setting(0.0, **setting_docs.OUTPUT_DROPOUT)
+    init: Init = setting("gpt2", **setting_docs.INIT)
+    init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
     HUB: ClassVar[Hub] = Hub(
         model_type="gpt_neox",
         architecture="GPTNeoXForCausalLM",
         rows=(
-            Row("gpt_neox.embed_in.weight", ("embedding/table",)),
+            TensorMapping("gpt_neox.embed_in.weight", ("embedding/table",)),
             *norms("gpt_neox.{}", final_layer_norm="final_norm"),
-            Row("embed_out.weight", ("unembedding/weight",), "transposed"),
+            TensorMapping("embed_out.weight", ("unembedding/weight",), "transposed"),
             *norms(
                 "gpt_neox.layers.{i}.{}",
                 input_layernorm="attention_norm",
                 post_attention_layernorm="mlp_norm",
             ),
             *(
-                Row(
+                TensorMapping(
                     f"gpt_neox.layers.{{i}}.attention.query_key_value.{kind}",
                     tuple(f"attention/{name}/{kind}" for name in ("query", "key", "value")),
                     "by head",
@@ -133,26 +141,26 @@ class NeoX:
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", True)
+        given.expect("attention_bias", True)
         rotary = rope.read(
             given,
-            theta=given.take("rotary_emb_base", 10_000.0, kind=float),
-            share=given.take("rotary_pct", 0.25, kind=float),
+            theta=given.get("rotary_emb_base", 10_000.0, kind=float),
+            share=given.get("rotary_pct", 0.25, kind=float),
         )
         return cls(
-            vocab=given.take("vocab_size"),
-            context=given.take("max_position_embeddings", 2048),
-            depth=given.take("num_hidden_layers", most=DEEPEST),
-            width=given.take("hidden_size"),
-            heads=given.take("num_attention_heads"),
-            hidden=given.take("intermediate_size"),
+            vocab=given.get("vocab_size"),
+            context=given.get("max_position_embeddings", 2048),
+            depth=given.get("num_hidden_layers", most=MAX_NESTING),
+            width=given.get("hidden_size"),
+            heads=given.get("num_attention_heads"),
+            hidden=given.get("intermediate_size"),
             activation=given.choose("hidden_act", ACTIVATIONS, "gelu"),
-            parallel=given.take("use_parallel_residual", True, kind=bool),
+            parallel=given.get("use_parallel_residual", True, kind=bool),
             rope_theta=rotary.theta,
             rope_share=rotary.share,
             rope_scaling=rotary.scaling,  # type: ignore[arg-type]  # of these kinds
-            norm_eps=given.take("layer_norm_eps", 1e-5, kind=float),
-            tied=given.take("tie_word_embeddings", False, kind=bool),
+            norm_eps=given.get("layer_norm_eps", 1e-5, kind=float),
+            tied=given.get("tie_word_embeddings", False, kind=bool),
         )
 
     def to_hub(self) -> dict[str, Any]:

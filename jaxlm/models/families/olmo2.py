@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
-from jaxlm.models.families import rotated
+from jaxlm.models.families import llama_like
 from jaxlm.models.families.hub import Attributes, Hub, norms
-from jaxlm.models.families.rotated import Rotated
+from jaxlm.models.families.llama_like import Rotated
 from jaxlm.nn.config import AttentionConfig, BlockConfig
 
 
@@ -20,15 +20,15 @@ class OLMo2(Rotated):
         model_type="olmo2",
         architecture="Olmo2ForCausalLM",
         rows=(
-            *rotated.STREAM,
+            *llama_like.STREAM,
             *norms(
                 "model.layers.{i}.{}",
                 post_attention_layernorm="attention_out_norm",
                 post_feedforward_layernorm="mlp_out_norm",
             ),
-            *rotated.ATTENTION,
-            *rotated.QK_NORMS,
-            *rotated.MLP,
+            *llama_like.ATTENTION,
+            *llama_like.QK_NORMS,
+            *llama_like.MLP,
         ),
     )
 
@@ -43,7 +43,7 @@ class OLMo2(Rotated):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
+        given.expect("attention_bias", False)
         return super().from_hub(given)
 
 

@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rope, rotated, terms
-from jaxlm.models.families.hub import Attributes, Hub, Row, linears
-from jaxlm.models.families.rotated import Rotated
+from jaxlm.models.families import llama_like, rope, setting_docs
+from jaxlm.models.families.hub import Attributes, Hub, TensorMapping, linears
+from jaxlm.models.families.llama_like import Rotated
 from jaxlm.nn.config import AttentionConfig
 from jaxlm.nn.rotary import LongScaling, NoScaling, Rope, Scaling
 
 FUSED = (
-    Row(
+    TensorMapping(
         "model.layers.{i}.self_attn.qkv_proj.weight",
         ("attention/query/weight", "attention/key/weight", "attention/value/weight"),
         "transposed",
     ),
     *linears("model.layers.{i}.{}", **{"self_attn.o_proj": "attention/out"}),
-    Row(
+    TensorMapping(
         "model.layers.{i}.mlp.gate_up_proj.weight",
         ("mlp/gate/weight", "mlp/up/weight"),
         "transposed",
@@ -35,14 +35,14 @@ class Phi3(Rotated):
     """A Phi-3-style decoder."""
 
     family: Literal["phi3"] = "phi3"
-    window: int | None = setting(None, **terms.WINDOW)
-    rope_share: float = setting(1.0, **terms.ROPE_SHARE)
-    rope_scaling: Scaling | LongScaling = setting(NoScaling(), **terms.ROPE_SCALING)  # type: ignore[assignment]
+    window: int | None = setting(None, **setting_docs.WINDOW)
+    rope_share: float = setting(1.0, **setting_docs.ROPE_SHARE)
+    rope_scaling: Scaling | LongScaling = setting(NoScaling(), **setting_docs.ROPE_SCALING)  # type: ignore[assignment]
 
     HUB: ClassVar[Hub] = Hub(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
-        rows=(*rotated.STREAM, *rotated.NORMS, *FUSED),
+        rows=(*llama_like.STREAM, *llama_like.NORMS, *FUSED),
     )
     ROPE_KINDS: ClassVar[tuple[str, ...]] = (*rope.KINDS, "longrope")
     ABSENT: ClassVar[dict[str, Any]] = {"context": 4096, "norm_eps": 1e-5}
@@ -73,13 +73,13 @@ class Phi3(Rotated):
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
         for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
-            given.must(name, False)
+            given.expect(name, False)
         for name in ("full_attn_mod", "interpolate_factor"):  # Phi-4 mini's
-            given.must(name, 1)
+            given.expect(name, 1)
         given.ignore("original_max_position_embeddings")  # said where nothing is stretched, too
         return cls(
             **cls.shared_settings(given),
-            window=given.take("sliding_window", None),
+            window=given.get("sliding_window", None),
         )
 
     @classmethod

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
-from jaxlm.models.families import rotated
+from jaxlm.models.families import llama_like
 from jaxlm.models.families.hub import Attributes, Hub
-from jaxlm.models.families.rotated import Rotated
+from jaxlm.models.families.llama_like import Rotated
 from jaxlm.nn.config import AttentionConfig
 
 
@@ -19,7 +19,7 @@ class Qwen2(Rotated):
     HUB: ClassVar[Hub] = Hub(
         model_type="qwen2",
         architecture="Qwen2ForCausalLM",
-        rows=(*rotated.STREAM, *rotated.NORMS, *rotated.ATTENTION, *rotated.MLP),
+        rows=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *llama_like.MLP),
     )
 
     def attention(self) -> AttentionConfig:
@@ -30,7 +30,7 @@ class Qwen2(Rotated):
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
         refuse_windows(given)
-        given.must("use_mrope", False)
+        given.expect("use_mrope", False)
         return super().from_hub(given)
 
     def to_hub(self) -> dict[str, Any]:
@@ -40,12 +40,12 @@ class Qwen2(Rotated):
 
 def refuse_windows(given: Attributes) -> None:
     """Notes a problem where layers see a window. A window that is named and not used says nothing."""
-    given.must("use_sliding_window", False)
+    given.expect("use_sliding_window", False)
     given.ignore("sliding_window", "max_window_layers")
-    if given.take("use_sliding_window", False, kind=bool) is False:
-        kinds = given.take("layer_types", [], kind=list)
+    if given.get("use_sliding_window", False, kind=bool) is False:
+        kinds = given.get("layer_types", [], kind=list)
         if any(kind != "full_attention" for kind in kinds):
-            given.refuse("layer_types", "full_attention in every layer")
+            given.reject("layer_types", "full_attention in every layer")
 
 
 _SMALL: dict[str, Any] = dict(vocab=151_936, rope_theta=1e6, norm_eps=1e-6, kv_heads=2, tied=True)

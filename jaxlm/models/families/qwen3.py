@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
-from jaxlm.models.families import rotated
+from jaxlm.models.families import llama_like
 from jaxlm.models.families.hub import Attributes, Hub
+from jaxlm.models.families.llama_like import Rotated
 from jaxlm.models.families.qwen2 import refuse_windows
-from jaxlm.models.families.rotated import Rotated
 from jaxlm.nn.config import AttentionConfig
 
 
@@ -21,11 +21,11 @@ class Qwen3(Rotated):
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
         rows=(
-            *rotated.STREAM,
-            *rotated.NORMS,
-            *rotated.ATTENTION,
-            *rotated.QK_NORMS,
-            *rotated.MLP,
+            *llama_like.STREAM,
+            *llama_like.NORMS,
+            *llama_like.ATTENTION,
+            *llama_like.QK_NORMS,
+            *llama_like.MLP,
         ),
     )
 
@@ -36,7 +36,7 @@ class Qwen3(Rotated):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
+        given.expect("attention_bias", False)
         refuse_windows(given)
         return super().from_hub(given)
 

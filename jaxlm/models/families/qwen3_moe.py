@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rotated, terms
+from jaxlm.models.families import llama_like, setting_docs
 from jaxlm.models.families.experts import PLAIN, ROUTED, refuse_others
 from jaxlm.models.families.hub import Attributes, Hub
 from jaxlm.models.families.mixtral import Mixtral
@@ -17,19 +17,19 @@ class Qwen3Moe(Mixtral):
     """A Qwen3-MoE-style decoder."""
 
     family: Literal["qwen3_moe"] = "qwen3_moe"  # type: ignore[assignment]
-    experts: int = setting(128, **terms.EXPERTS)
-    top_k: int = setting(8, **terms.TOP_K)
-    hidden: int = setting(768, **terms.EXPERT_HIDDEN)  # type: ignore[assignment]
+    experts: int = setting(128, **setting_docs.EXPERTS)
+    top_k: int = setting(8, **setting_docs.TOP_K)
+    hidden: int = setting(768, **setting_docs.EXPERT_HIDDEN)  # type: ignore[assignment]
 
     ABSENT: ClassVar[dict[str, Any]] = {"context": 32_768}
     HUB: ClassVar[Hub] = Hub(
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
         rows=(
-            *rotated.STREAM,
-            *rotated.NORMS,
-            *rotated.ATTENTION,
-            *rotated.QK_NORMS,
+            *llama_like.STREAM,
+            *llama_like.NORMS,
+            *llama_like.ATTENTION,
+            *llama_like.QK_NORMS,
             *ROUTED,
         ),
     )
@@ -41,17 +41,17 @@ class Qwen3Moe(Mixtral):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
-        given.must("decoder_sparse_step", 1)
-        given.must("mlp_only_layers", [], None)
+        given.expect("attention_bias", False)
+        given.expect("decoder_sparse_step", 1)
+        given.expect("mlp_only_layers", [], None)
         given.ignore("router_aux_loss_coef")
         refuse_windows(given)
         shared = cls.shared_settings(given)
         return cls(
-            **shared | {"hidden": given.take("moe_intermediate_size", 768)},
-            experts=given.take("num_experts", given.take("num_local_experts", 128)),
-            top_k=given.take("num_experts_per_tok", 8),
-            normalised=given.take("norm_topk_prob", False, kind=bool),
+            **shared | {"hidden": given.get("moe_intermediate_size", 768)},
+            experts=given.get("num_experts", given.get("num_local_experts", 128)),
+            top_k=given.get("num_experts_per_tok", 8),
+            normalised=given.get("norm_topk_prob", False, kind=bool),
         )
 
     def to_hub(self) -> dict[str, Any]:

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import bert, terms
+from jaxlm.models.families import bert, setting_docs
 from jaxlm.models.families.bert import BERT
-from jaxlm.models.families.hub import Attributes, Hub, Row, linears, norms
+from jaxlm.models.families.hub import Attributes, Hub, TensorMapping, linears, norms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,8 +14,8 @@ class RoBERTa(BERT):
     """A RoBERTa-style encoder."""
 
     family: Literal["roberta"] = "roberta"  # type: ignore[assignment]
-    token_types: int = setting(1, **terms.TOKEN_TYPES)
-    norm_eps: float = setting(1e-5, **terms.LAYER_NORM_EPS)
+    token_types: int = setting(1, **setting_docs.TOKEN_TYPES)
+    norm_eps: float = setting(1e-5, **setting_docs.LAYER_NORM_EPS)
     padding: int = setting(
         0, "id of the tokenizer's padding: positions count from the row after", low=0
     )
@@ -27,8 +27,8 @@ class RoBERTa(BERT):
             *bert.layers("roberta"),
             *linears("lm_head.{}", dense="head/dense"),
             *norms("lm_head.{}", layer_norm="head/norm"),
-            Row("lm_head.bias", ("head/bias",)),
-            Row("lm_head.decoder.weight", ("unembedding/weight",), "transposed"),
+            TensorMapping("lm_head.bias", ("head/bias",)),
+            TensorMapping("lm_head.decoder.weight", ("unembedding/weight",), "transposed"),
         ),
         buffers=("embeddings.position_ids", "lm_head.decoder.bias"),
         others=("roberta.pooler.",),
@@ -42,8 +42,8 @@ class RoBERTa(BERT):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        padding = given.take("pad_token_id", 1, least=0)
-        rows = given.take("max_position_embeddings", 512)
+        padding = given.get("pad_token_id", 1, least=0)
+        rows = given.get("max_position_embeddings", 512)
         return cls(
             padding=padding, context=max(rows - padding - 1, 1), **cls.shared_settings(given)
         )

@@ -28,16 +28,16 @@ def read(
 
     transformers 4 has `rope_theta` beside `rope_scaling`, transformers 5 both in `rope_parameters`.
     """
-    theta = given.take("rope_theta", theta, kind=float)
-    share = given.take("partial_rotary_factor", share, kind=float)
+    theta = given.get("rope_theta", theta, kind=float)
+    share = given.get("partial_rotary_factor", share, kind=float)
     scaling: Scaling | LongScaling = NoScaling()
     for name in ("rope_scaling", "rope_parameters"):
         inner = given.inner(name)
         if inner is not None:
-            theta = inner.take("rope_theta", theta, kind=float)
-            share = inner.take("partial_rotary_factor", share, kind=float)
+            theta = inner.get("rope_theta", theta, kind=float)
+            share = inner.get("partial_rotary_factor", share, kind=float)
             scaling = scaling_of(inner, given, kinds)
-            inner.unread()
+            inner.note_unused()
     return Rope(theta=theta, share=share, scaling=scaling)
 
 
@@ -45,57 +45,57 @@ def scaling_of(
     inner: Attributes, given: Attributes, kinds: tuple[str, ...] = KINDS
 ) -> Scaling | LongScaling:
     """The scaling in a `rope_scaling` or `rope_parameters`; what it lacks may be in the config around it."""
-    kind = inner.take("rope_type", inner.take("type", "default", kind=str), kind=str)
+    kind = inner.get("rope_type", inner.get("type", "default", kind=str), kind=str)
     inner.ignore("type")
     if kind == "default":
         return NoScaling()
     if kind not in kinds:
-        inner.must("rope_type", *kinds)
-        inner.must("type", *kinds)
+        inner.expect("rope_type", *kinds)
+        inner.expect("type", *kinds)
         return NoScaling()
-    context = given.take("max_position_embeddings", 2048)
+    context = given.get("max_position_embeddings", 2048)
     if kind == "longrope":
         return _long(inner, given, context)
-    factor = inner.take("factor", kind=(float, int))
+    factor = inner.get("factor", kind=(float, int))
     if kind == "linear":
         return LinearScaling(factor=float(factor))
-    original = inner.take("original_max_position_embeddings", context)
+    original = inner.get("original_max_position_embeddings", context)
     if kind == "llama3":
         return Llama3Scaling(
             factor=float(factor),
-            low=inner.take("low_freq_factor", 1.0, kind=float),
-            high=inner.take("high_freq_factor", 4.0, kind=float),
+            low=inner.get("low_freq_factor", 1.0, kind=float),
+            high=inner.get("high_freq_factor", 4.0, kind=float),
             original=original,
         )
-    magnitude = inner.take("attention_factor", None, kind=float)
-    scale, all_dims = (inner.take(name, None, kind=float) for name in ("mscale", "mscale_all_dim"))
+    magnitude = inner.get("attention_factor", None, kind=float)
+    scale, all_dims = (inner.get(name, None, kind=float) for name in ("mscale", "mscale_all_dim"))
     if magnitude is None and scale and all_dims:
         magnitude = _magnitude(factor, scale) / _magnitude(factor, all_dims)
     return YarnScaling(
         factor=float(factor),
-        fast=inner.take("beta_fast", 32.0, kind=float),
-        slow=inner.take("beta_slow", 1.0, kind=float),
+        fast=inner.get("beta_fast", 32.0, kind=float),
+        slow=inner.get("beta_slow", 1.0, kind=float),
         original=original,
         magnitude=magnitude,
-        truncate=inner.take("truncate", True, kind=bool),
+        truncate=inner.get("truncate", True, kind=bool),
     )
 
 
 def _long(inner: Attributes, given: Attributes, context: int) -> LongScaling:
     name = "original_max_position_embeddings"
-    original = inner.take(name, given.take(name, 4096), least=2)
+    original = inner.get(name, given.get(name, 4096), least=2)
     ways: dict[str, Any] = {}
     for own in ("short", "long"):
-        numbers = inner.take(f"{own}_factor", kind=list)
+        numbers = inner.get(f"{own}_factor", kind=list)
         is_sound = isinstance(numbers, list) and all(
             isinstance(n, int | float) and not isinstance(n, bool) and n > 0 for n in numbers
         )
         if isinstance(numbers, list) and not is_sound:
-            inner.refuse(f"{own}_factor", "a list of numbers above 0")
+            inner.reject(f"{own}_factor", "a list of numbers above 0")
         ways[own] = tuple(map(float, numbers)) if is_sound else ()
     found = LongScaling(**ways, original=original, factor=max(1.0, context / original))
-    inner.must("factor", None, found.factor)
-    inner.must("attention_factor", None, found.amplitude)
+    inner.expect("factor", None, found.factor)
+    inner.expect("attention_factor", None, found.amplitude)
     return found
 
 

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
-from jaxlm.models.families import rotated
+from jaxlm.models.families import llama_like
 from jaxlm.models.families.hub import Attributes, Hub
+from jaxlm.models.families.llama_like import Rotated
 from jaxlm.models.families.qwen2 import refuse_windows
-from jaxlm.models.families.rotated import Rotated
 from jaxlm.nn.config import BlockConfig
 
 
@@ -26,7 +26,7 @@ class SmolLM3(Rotated):
     HUB: ClassVar[Hub] = Hub(
         model_type="smollm3",
         architecture="SmolLM3ForCausalLM",
-        rows=(*rotated.STREAM, *rotated.NORMS, *rotated.ATTENTION, *rotated.MLP),
+        rows=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *llama_like.MLP),
     )
 
     def pattern(self) -> tuple[BlockConfig, ...]:
@@ -39,14 +39,14 @@ class SmolLM3(Rotated):
     @classmethod
     def from_hub(cls, given: Attributes) -> Self:
         """The family as a config.json describes it."""
-        given.must("attention_bias", False)
-        given.must("mlp_bias", False)
+        given.expect("attention_bias", False)
+        given.expect("mlp_bias", False)
         refuse_windows(given)
-        every = given.take("no_rope_layer_interval", 4)
+        every = given.get("no_rope_layer_interval", 4)
         found = cls(**cls.shared_settings(given), nope_every=max(every, 2))
-        named = given.take("no_rope_layers", found.rotated, kind=list)
+        named = given.get("no_rope_layers", found.rotated, kind=list)
         if named != found.rotated:
-            given.refuse("no_rope_layers", f"0 in every {every}th place")
+            given.reject("no_rope_layers", f"0 in every {every}th place")
         return found
 
     @property

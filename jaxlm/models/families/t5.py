@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Backbone, EncoderDecoder
-from jaxlm.models.families import terms
-from jaxlm.models.families.hub import DEEPEST, Attributes, Hub, Row, uncomputed
+from jaxlm.models.families import setting_docs
+from jaxlm.models.families.hub import MAX_NESTING, Attributes, Hub, TensorMapping, uncomputed
 from jaxlm.models.families.sizes import uneven
 from jaxlm.nn.config import (
     Activation,
@@ -31,25 +31,25 @@ PROJECTIONS: dict[str, tuple[Activation, bool]] = {
 }
 
 
-def _side(side: str, mlp: int, attentions: dict[str, tuple[str, int]]) -> Iterator[Row]:
+def _side(side: str, mlp: int, attentions: dict[str, tuple[str, int]]) -> Iterator[TensorMapping]:
     """The tensors of a side: in which part of a layer its MLP lies, and each attention, by our name."""
-    yield Row(f"{side}.final_layer_norm.weight", (f"{side}/final_norm/scale",))
+    yield TensorMapping(f"{side}.final_layer_norm.weight", (f"{side}/final_norm/scale",))
     first = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    yield Row(first, (f"{side}/relative/table",))
+    yield TensorMapping(first, (f"{side}/relative/table",))
     for ours, (theirs, part) in attentions.items():
         layer = f"{side}.block.{{i}}.layer.{part}"
-        yield Row(f"{layer}.layer_norm.weight", (f"{side}/{ours}_norm/scale",))
+        yield TensorMapping(f"{layer}.layer_norm.weight", (f"{side}/{ours}_norm/scale",))
         for letter, name in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out")):
             path = f"{side}/{ours}/{name}/weight"
-            yield Row(f"{layer}.{theirs}.{letter}.weight", (path,), "transposed")
+            yield TensorMapping(f"{layer}.{theirs}.{letter}.weight", (path,), "transposed")
     layer, gate = f"{side}.block.{{i}}.layer.{mlp}", f"{side}/mlp/gate/weight"
-    yield Row(f"{layer}.layer_norm.weight", (f"{side}/mlp_norm/scale",))
+    yield TensorMapping(f"{layer}.layer_norm.weight", (f"{side}/mlp_norm/scale",))
     dense = f"{layer}.DenseReluDense"
     up = (f"{side}/mlp/up/weight",)
-    yield Row(f"{dense}.wi.weight", up, "transposed", without=gate)
-    yield Row(f"{dense}.wi_0.weight", (gate,), "transposed")
-    yield Row(f"{dense}.wi_1.weight", up, "transposed", beside=gate)
-    yield Row(f"{dense}.wo.weight", (f"{side}/mlp/down/weight",), "transposed")
+    yield TensorMapping(f"{dense}.wi.weight", up, "transposed", without=gate)
+    yield TensorMapping(f"{dense}.wi_0.weight", (gate,), "transposed")
+    yield TensorMapping(f"{dense}.wi_1.weight", up, "transposed", beside=gate)
+    yield TensorMapping(f"{dense}.wo.weight", (f"{side}/mlp/down/weight",), "transposed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,28 +57,28 @@ class T5:
     """A T5-style encoder-decoder."""
 
     family: Literal["t5"] = "t5"
-    vocab: int | Literal["auto"] = setting("auto", **terms.VOCAB)
-    context: int = setting(512, **terms.CONTEXT)
+    vocab: int | Literal["auto"] = setting("auto", **setting_docs.VOCAB)
+    context: int = setting(512, **setting_docs.CONTEXT)
     depth: int = setting(6, "layers of the encoder", low=1)
     decoder_depth: int | Literal["auto"] = setting(
         "auto", "layers of the decoder; auto is as many as of the encoder", low=1
     )
-    width: int = setting(512, **terms.WIDTH)
-    heads: int = setting(8, **terms.HEADS)
+    width: int = setting(512, **setting_docs.WIDTH)
+    heads: int = setting(8, **setting_docs.HEADS)
     head_dim: int | Literal["auto"] = setting(
         "auto", "size of a head; auto is width / heads", low=1
     )
-    hidden: int | Literal["auto"] = setting("auto", **terms.PLAIN_HIDDEN)
-    activation: Activation = setting("relu", **terms.PLAIN_ACTIVATION)
+    hidden: int | Literal["auto"] = setting("auto", **setting_docs.PLAIN_HIDDEN)
+    activation: Activation = setting("relu", **setting_docs.PLAIN_ACTIVATION)
     gated: bool = setting(False, "the MLP's activation is multiplied by a third projection")
     buckets: int = setting(32, "buckets of distances, each with a bias a head", low=4)
     farthest: int = setting(128, "distance from which on all share a bucket", unit="tokens", low=2)
-    norm_eps: float = setting(1e-6, **terms.RMS_NORM_EPS)
+    norm_eps: float = setting(1e-6, **setting_docs.RMS_NORM_EPS)
     tied: bool = setting(
         True, "the unembedding is the embedding's transpose, and reads the stream over sqrt(width)"
     )
-    dropout: float = setting(0.0, **terms.DROPOUT)
-    init: Init = setting("normal", **terms.INIT)
+    dropout: float = setting(0.0, **setting_docs.DROPOUT)
+    init: Init = setting("normal", **setting_docs.INIT)
     init_std: float = setting(
         0.02, "standard deviation of the initial weights; of the embedding it is 1", above=0.0
     )
@@ -87,12 +87,12 @@ class T5:
         model_type="t5",
         architecture="T5ForConditionalGeneration",
         rows=(
-            Row("shared.weight", ("embedding/table",)),
+            TensorMapping("shared.weight", ("embedding/table",)),
             *_side("encoder", 1, {"attention": ("SelfAttention", 0)}),
             *_side(
                 "decoder", 2, {"attention": ("SelfAttention", 0), "cross": ("EncDecAttention", 1)}
             ),
-            Row("lm_head.weight", ("unembedding/weight",), "transposed"),
+            TensorMapping("lm_head.weight", ("unembedding/weight",), "transposed"),
         ),
         buffers=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
         others=("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.",),
@@ -179,27 +179,27 @@ class T5:
 
         transformers 4 scales what a tied unembedding reads; transformers 5 says so apart, and calls every model tied.
         """
-        given.must("is_encoder_decoder", True)
-        given.must("decoder_start_token_id", 0, None)
+        given.expect("is_encoder_decoder", True)
+        given.expect("decoder_start_token_id", 0, None)
         given.ignore(*_UNUSED)
         activation, gated = given.choose("feed_forward_proj", PROJECTIONS, "relu")
-        depth = given.take("num_layers", most=DEEPEST)
-        tied = given.take("tie_word_embeddings", True, kind=bool)
+        depth = given.get("num_layers", most=MAX_NESTING)
+        tied = given.get("tie_word_embeddings", True, kind=bool)
         return cls(
-            vocab=given.take("vocab_size"),
-            context=given.take("n_positions", 512),
+            vocab=given.get("vocab_size"),
+            context=given.get("n_positions", 512),
             depth=depth,
-            decoder_depth=given.take("num_decoder_layers", depth, most=DEEPEST),
-            width=given.take("d_model"),
-            heads=given.take("num_heads"),
-            head_dim=given.take("d_kv"),
-            hidden=given.take("d_ff"),
+            decoder_depth=given.get("num_decoder_layers", depth, most=MAX_NESTING),
+            width=given.get("d_model"),
+            heads=given.get("num_heads"),
+            head_dim=given.get("d_kv"),
+            hidden=given.get("d_ff"),
             activation=activation,
             gated=gated,
-            buckets=given.take("relative_attention_num_buckets", 32),
-            farthest=given.take("relative_attention_max_distance", 128),
-            norm_eps=given.take("layer_norm_epsilon", 1e-6, kind=float),
-            tied=given.take("scale_decoder_outputs", tied, kind=bool),
+            buckets=given.get("relative_attention_num_buckets", 32),
+            farthest=given.get("relative_attention_max_distance", 128),
+            norm_eps=given.get("layer_norm_epsilon", 1e-6, kind=float),
+            tied=given.get("scale_decoder_outputs", tied, kind=bool),
         )
 
     def to_hub(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import pytest
 from etils import epath
 from safetensors.numpy import save
 
+from jaxlm.checkpoint import hub_architecture, hub_tokenizer_files
 from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.hub_folder import Folder, Source
@@ -36,9 +37,10 @@ from jaxlm.data.shards import Shards
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.data.vocabularies import byte_pairs as pairs
 from jaxlm.models.families.llama import Llama
-from jaxlm.monitor import memory
-from jaxlm.recipes import chat, foreign, import_tokenizer, importing
+from jaxlm.monitor import host_memory
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.exchange import import_model
+from jaxlm.recipes.use import chat
 from tests.checkpoint import ggufs
 from tests.data.vocabularies import test_byte_pairs, test_word_pieces
 from tests.faults.conftest import ROOT
@@ -192,9 +194,9 @@ def of_gguf(folder: Path, content: bytes) -> None:
     """Opens a model of one file, builds what it describes, uses its tokenizer, and reads every tensor."""
     (folder / "model.gguf").write_bytes(content)
     opened = Gguf(folder / "model.gguf")
-    family, _ = foreign.described(opened, lambda _: None)
+    family, _ = hub_architecture.described(opened, lambda _: None)
     family.build()
-    use(import_tokenizer.read_tokenizer(opened))
+    use(hub_tokenizer_files.read_tokenizer(opened))
     fetch_all(opened)
 
 
@@ -212,12 +214,12 @@ def of_hub_tokenizer(folder: Path, files: dict[str, bytes]) -> None:
         "config.json": json.dumps({"model_type": "gpt2"}).encode(),
         "model.safetensors": save({"a": np.ones(2, np.float32)}),
     }
-    use(import_tokenizer.read_tokenizer(model_of(folder, described | files)))
+    use(hub_tokenizer_files.read_tokenizer(model_of(folder, described | files)))
 
 
 def of_ranks(folder: Path, content: bytes) -> None:
     """Ranks of tiktoken, which name no token that ends a document: the settings beside them do."""
-    ends = {str(len(RANKS)): {"content": import_tokenizer.GPT2_END, "special": True}}
+    ends = {str(len(RANKS)): {"content": hub_tokenizer_files.GPT2_END, "special": True}}
     settings = json.dumps({"added_tokens_decoder": ends}).encode()
     of_hub_tokenizer(folder, {"tokenizer.model": content, "tokenizer_config.json": settings})
 
@@ -225,14 +227,14 @@ def of_ranks(folder: Path, content: bytes) -> None:
 def of_merges(folder: Path, content: bytes) -> None:
     """Byte pairs, whose vocabulary is whole."""
     vocabulary, _ = pairs.of_ranks(RANKS)
-    vocabulary |= {import_tokenizer.GPT2_END: len(vocabulary)}
+    vocabulary |= {hub_tokenizer_files.GPT2_END: len(vocabulary)}
     files = {"vocab.json": json.dumps(vocabulary).encode(), "merges.txt": content}
     of_hub_tokenizer(folder, files)
 
 
 def of_template(folder: Path, content: bytes) -> None:
     """Renders a conversation by the template that came with a model."""
-    place = folder / importing.FOLDER
+    place = folder / import_model.FOLDER
     place.mkdir(exist_ok=True)
     (place / "chat_template.jinja").write_bytes(content)
     said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
@@ -248,7 +250,7 @@ def of_index(folder: Path, content: bytes) -> None:
 def of_attributes(folder: Path, content: bytes) -> None:
     """Reads what a config.json describes, and builds it."""
     files = {"config.json": content, "model.safetensors": save({"a": np.ones(2, np.float32)})}
-    family, _ = foreign.described(model_of(folder, files), lambda _: None)
+    family, _ = hub_architecture.described(model_of(folder, files), lambda _: None)
     family.build()
 
 
@@ -385,7 +387,7 @@ def fuzz(kind: str, folder: Path, minutes: float, seed: int) -> tuple[Counter[in
         assert isinstance(outcome, int), f"mutation {number}, {outcome}: {content[:3000]!r}"
         assert time.process_time() - begun < 5, content[:3000]
         outcomes[outcome] += 1
-    return outcomes, memory.peak([]).bytes
+    return outcomes, host_memory.peak([]).bytes
 
 
 @pytest.mark.slow

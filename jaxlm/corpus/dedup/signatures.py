@@ -1,0 +1,138 @@
+"""What a unit of work says of its documents, for all units to be compared without their text."""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.dedup.config import Spans
+from jaxlm.corpus.dedup.minhash import signature
+from jaxlm.corpus.dedup.substrings import fingerprints
+from jaxlm.corpus.document import Document
+
+_EMPTY_LINES = re.compile(r"(\n(?:[ \t]*\n)+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Signatures:
+    """Of each document of a unit, in order: a digest, a MinHash signature, its long spans, its fingerprints."""
+
+    digests: np.ndarray  # u64[documents, 2]
+    minhash: np.ndarray  # u32[documents or 0, bands x rows]
+    has_words: np.ndarray  # bool[documents or 0]: others have no signature
+    spans: np.ndarray  # u64[spans]
+    owners: np.ndarray  # u32[spans]: the document of each
+    prints: np.ndarray  # u64[fingerprints]
+    print_owners: np.ndarray  # u32[fingerprints]
+
+    def write(self, path: Path) -> None:
+        """Arrays one behind another, as NumPy writes them: an .npz would hold the time."""
+        with open(path, "wb") as file:
+            for field in dataclasses.fields(self):
+                np.save(file, getattr(self, field.name), allow_pickle=False)
+
+    @classmethod
+    def read(cls, path: Path) -> "Signatures":
+        """What `write` wrote."""
+        with open(path, "rb") as file:
+            return cls(*(np.load(file, allow_pickle=False) for _ in dataclasses.fields(cls)))
+
+
+class Signer:
+    """Gathers the signatures of documents, those that the recipe's dedup asks for."""
+
+    def __init__(self, recipe: Recipe):
+        self._recipe = recipe
+        self._digests: list[bytes] = []
+        self._minhash: list[np.ndarray | None] = []
+        self._spans: list[int] = []
+        self._owners: list[int] = []
+        self._prints: list[np.ndarray] = []
+
+    def add(self, document: Document) -> None:
+        """The next document."""
+        recipe, number = self._recipe, len(self._digests)
+        self._digests.append(digest(document.text, 16))
+        if "near" in recipe.dedup:
+            self._minhash.append(signature(document.text, recipe.near))
+        if "spans" in recipe.dedup:
+            for span in spans(document.text, recipe.spans):
+                if _is_long(span, recipe.spans):
+                    self._spans.append(int.from_bytes(digest(span.strip(), 8), "little"))
+                    self._owners.append(number)
+        if "substrings" in recipe.dedup:
+            self._prints.append(fingerprints(document.text, recipe.substrings))
+
+    def add_again(self, signatures: Signatures, number: int) -> None:
+        """A document as it was signed before."""
+        size = len(self._digests)
+        self._digests.append(signatures.digests[number].tobytes())
+        if "near" in self._recipe.dedup:
+            has_words = signatures.has_words[number]
+            self._minhash.append(signatures.minhash[number] if has_words else None)
+        begin, end = np.searchsorted(signatures.owners, (number, number + 1))
+        self._spans += signatures.spans[begin:end].tolist()
+        self._owners += [size] * int(end - begin)
+        if "substrings" in self._recipe.dedup:
+            begin, end = np.searchsorted(signatures.print_owners, (number, number + 1))
+            self._prints.append(signatures.prints[begin:end])
+
+    def finish(self) -> Signatures:
+        """All of them as arrays."""
+        size = self._recipe.near.bands * self._recipe.near.rows
+        none = np.zeros(size, np.uint32)
+        rows = [none if each is None else each for each in self._minhash]
+        return Signatures(
+            digests=np.frombuffer(b"".join(self._digests), "<u8").reshape(-1, 2),
+            minhash=np.array(rows, np.uint32).reshape(-1, size),
+            has_words=np.array([each is not None for each in self._minhash], bool),
+            spans=np.array(self._spans, np.uint64),
+            owners=np.array(self._owners, np.uint32),
+            prints=np.concatenate([*self._prints, np.zeros(0, np.uint64)]),
+            print_owners=np.repeat(
+                np.arange(len(self._prints), dtype=np.uint32), [len(each) for each in self._prints]
+            ),
+        )
+
+
+def digest(text: str, size: int) -> bytes:
+    """The first bytes of what tells a text from others."""
+    return hashlib.blake2b(text.encode(errors="replace"), digest_size=size).digest()
+
+
+def spans(text: str, config: Spans) -> Iterator[str]:
+    """Lines with their ends, or paragraphs with the empty lines after them; together they are the text."""
+    if config.unit == "line":
+        yield from text.splitlines(keepends=True)
+        return
+    pieces = _EMPTY_LINES.split(text)
+    for paragraph, gap in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+        yield paragraph + gap
+
+
+def ranges(text: str, config: Spans, cut: set[int]) -> Iterator[tuple[int, int]]:
+    """Where some of the long spans of a text lie, which are numbered from 0."""
+    number = end = 0
+    for span in spans(text, config):
+        begin, end = end, end + len(span)
+        if _is_long(span, config):
+            number += 1
+            if number - 1 in cut:
+                yield begin, end
+
+
+def without(text: str, cut: Iterable[Sequence[int]]) -> str:
+    """A text without ranges of its characters, which may overlap."""
+    kept, end = [], 0
+    for begin, after in sorted(map(tuple, cut)):
+        kept.append(text[end:begin])
+        end = max(end, after)
+    return "".join([*kept, text[end:]])
+
+
+def _is_long(span: str, config: Spans) -> bool:
+    return len(span.strip()) >= config.characters

@@ -1,0 +1,56 @@
+"""Gopher's rules of quality."""
+
+from collections import Counter
+
+from jaxlm.corpus.document import Document, Removed, Stage
+from jaxlm.corpus.filters.config import Gopher
+
+STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
+BULLETS = "•", "‣", "◦", "●", "▪", "-", "*"
+ELLIPSES = "...", "…"
+
+
+def gopher(config: Gopher) -> Stage:
+    """Too few or many words, words too short or long, symbols, bullets, ellipses, no letters, no stop words: in this order.
+
+    Source: Rae et al. 2021, arXiv:2112.11446, §A.1.1 "Quality Filtering". Words are what white space separates. `symbols`
+    holds for each symbol alone, as there; which characters are bullets is not said there.
+    """
+
+    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
+        text = document.text
+        words = text.split()
+        count = len(words)
+        if not config.words_least <= count <= config.words_most:
+            return Removed("words", f"{count} words")
+        if not count:
+            return document
+        mean = sum(map(len, words)) / count
+        if not config.word_length_least <= mean <= config.word_length_most:
+            return Removed("word_length", f"a mean of {mean:.2f} characters")
+        symbols = {"#": text.count("#"), "ellipses": sum(map(text.count, ELLIPSES))}
+        for name, found in symbols.items():
+            if found > config.symbols * count:
+                return Removed("symbols", f"{found} {name} in {count} words")
+        lines = [line.strip() for line in text.split("\n") if line.strip()]
+        bullets = sum(line.startswith(BULLETS) for line in lines)
+        if bullets > config.bullets * len(lines):
+            return Removed("bullets", f"{bullets} of {len(lines)} lines")
+        ellipses = sum(line.endswith(ELLIPSES) for line in lines)
+        if ellipses > config.ellipses * len(lines):
+            return Removed("ellipses", f"{ellipses} of {len(lines)} lines")
+        alphabetic = sum(any(map(str.isalpha, word)) for word in words)
+        if alphabetic < config.alphabetic * count:
+            return Removed("alphabetic", f"{alphabetic} of {count} words")
+        # The commonest words are among the first, so few are looked at.
+        found_words = set[str]()
+        for word in words:
+            if len(found_words) >= config.stop_words:
+                break
+            if (plain := word.strip(".,;:!?\"'()").lower()) in STOP_WORDS:
+                found_words.add(plain)
+        if len(found_words) < config.stop_words:
+            return Removed("stop_words", f"{len(found_words)} of the eight")
+        return document
+
+    return stage

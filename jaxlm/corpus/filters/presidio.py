@@ -1,0 +1,58 @@
+"""Personal data as Microsoft's Presidio finds it: its recognisers of patterns and check digits, which need no language model.
+
+Its recognisers of names and places do, and are not here. Nothing is fetched: the list of public suffixes is the one in the package.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxlm.core.errors import not_installed
+from jaxlm.corpus.filters.found import Found
+
+# What each is called there. Keys are ours alone.
+NAMES = {
+    "email": "EmailRecognizer",
+    "phone": "PhoneRecognizer",
+    "ip": "IpRecognizer",
+    "card": "CreditCardRecognizer",
+    "iban": "IbanRecognizer",
+    "us_ssn": "UsSsnRecognizer",
+}
+
+
+def finders(kinds: tuple[str, ...], score: float) -> Callable[[str], list[Found]]:
+    """A function that gives what is found of these kinds with at least this score, however it overlaps.
+
+    Raises:
+      InputMissing: where presidio-analyzer is not installed.
+    """
+    try:
+        import tldextract
+        from presidio_analyzer import predefined_recognizers
+    except ImportError as error:
+        raise not_installed(
+            "pii.finder=presidio", "presidio-analyzer", "presidio", where="pii.finder"
+        ) from error
+    offline = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
+
+    class Email(predefined_recognizers.EmailRecognizer):  # type: ignore[misc]
+        """That of Presidio, which would ask the network for the suffixes."""
+
+        def validate_result(self, pattern_text: str) -> bool:
+            return bool(offline(pattern_text).fqdn)
+
+    made: dict[str, Any] = {
+        kind: Email() if kind == "email" else getattr(predefined_recognizers, name)()
+        for kind, name in NAMES.items()
+        if kind in kinds
+    }
+
+    def find(text: str) -> list[Found]:
+        return [
+            Found(each.start, each.end, kind)
+            for kind, recogniser in made.items()
+            for each in recogniser.analyze(text, recogniser.supported_entities, None)
+            if each.score >= score
+        ]
+
+    return find

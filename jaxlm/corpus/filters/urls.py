@@ -1,0 +1,60 @@
+"""Places that nothing is taken from."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from jaxlm.corpus.document import Document, Removed, Stage
+from jaxlm.corpus.filters.config import Urls
+from jaxlm.data.documents import Corpus
+
+
+def urls(config: Urls) -> Stage:
+    """Documents whose URL is in a list. An entry with a slash is the start of URLs, another a domain and all below it.
+
+    Raises:
+      InputMissing: where a pattern matches no list.
+    """
+    domains, starts = set[str](), set[str]()
+    for path in Corpus.find(config.blocked, "", "urls.blocked").files:
+        for entry in _entries(path):
+            if "/" in entry:
+                starts.add(entry)
+            else:
+                domains.add(entry)
+    lengths = sorted({len(start) for start in starts})
+
+    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
+        url = document.meta.get(config.key)
+        if not isinstance(url, str) or not url:
+            return document
+        try:
+            host = (urlsplit(url).hostname or "").removesuffix(".")
+        except ValueError:
+            return Removed("malformed", url[:200])
+        labels = host.split(".")
+        for start in range(len(labels)):
+            if (domain := ".".join(labels[start:])) in domains:
+                return Removed("domain", domain)
+        bare = _bare(url)
+        for size in lengths:
+            if bare[:size] in starts:
+                return Removed("start", bare[:size])
+        return document
+
+    return stage
+
+
+def _entries(path: Path) -> Iterator[str]:
+    """The entries of a list: one a line, all behind a `#` left out."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if entry := line.partition("#")[0].strip():
+            yield _bare(entry)
+
+
+def _bare(url: str) -> str:
+    """A URL without scheme, its host in lower case: a list means a place, however it is reached."""
+    rest = url.partition("://")[2] or url
+    host, slash, path = rest.partition("/")
+    return host.lower() + slash + path

@@ -1,0 +1,237 @@
+"""From cleaned corpora to token shards, one set for each source and side. Stopped anywhere, it goes on.
+
+OUT/train/NAME, OUT/validation/NAME   token shards, as the trainer reads them
+OUT/mix.json                          tokens, documents and share of each, the tokenizer's digest; there when all is done
+OUT/CARD.md                           the data card
+OUT/recipe.json                       the mix, and the digests of what it reads
+OUT/unfinished/                       what is between the steps; gone at the end
+"""
+
+import hashlib
+import heapq
+import json
+import shlex
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxlm.core import config, disk
+from jaxlm.core.errors import ConfigError, DataError, InputMissing, cannot_write
+from jaxlm.corpus import engines
+from jaxlm.corpus.engines import EngineName
+from jaxlm.corpus.files import changed
+from jaxlm.corpus.job import RECIPE, WORK
+from jaxlm.corpus.mix import sources
+from jaxlm.corpus.mix.card import card
+from jaxlm.corpus.mix.config import Mix
+from jaxlm.corpus.mix.gather import gather
+from jaxlm.corpus.mix.sources import Source
+from jaxlm.corpus.mix.unit import COUNTS, TOKENIZER, TRAIN, Tokenise, Units
+from jaxlm.corpus.run import LOCK, Progress, owned
+from jaxlm.data import manifest, tokenizer_file, train_tokenizer
+from jaxlm.data.config import TOKENIZER_FILES
+from jaxlm.data.shards import Shards
+from jaxlm.data.tokenizer import Tokenizer
+
+FORMAT_VERSION = 1
+MIX, CARD = "mix.json", "CARD.md"
+
+
+def run(
+    mix: Mix,
+    out: Path,
+    *,
+    workers: int = 1,
+    engine: EngineName = "processes",
+    say: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda what, done, total: None,
+) -> dict[str, Any]:
+    """Does what a mix says, or what is left of it to do. Gives what mix.json holds.
+
+    Raises:
+      JaxlmError: where a source is missing or damaged, the folder belongs to another mix or process, or cannot be written.
+    """
+    units = Units(out, mix, sources.find(mix))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with owned(out / LOCK):
+            noted = _noted(units)
+            if (out / MIX).exists():
+                shutil.rmtree(
+                    out / WORK, ignore_errors=True
+                )  # of a start that was killed at its end
+                return _checked(out)
+            path = out / WORK / TOKENIZER
+            content = None if path.exists() else _tokenizer(units, say).serialise()
+            disk.replace(out / RECIPE, noted)  # a tokenizer that cannot be had claims no folder
+            (out / WORK).mkdir(exist_ok=True)
+            if content is not None:
+                disk.replace(path, content)
+            sizes = [sum(written.bytes for _, written in files) for _, files in units.parts]
+            numbers = range(len(sizes))
+            left = [number for number in numbers if not units.tokenised(number).exists()]
+            if left:
+                done = sum(sizes) - sum(sizes[number] for number in left)
+                with engines.opened(engine, workers, say) as each:
+                    for number, _ in each(Tokenise(out), left):
+                        done += sizes[number]
+                        progress("tokenising", done, sum(sizes))
+            answer = _gathered(units, say)
+            disk.replace(out / CARD, card(answer, units.sources).encode())
+            disk.replace(out / MIX, json.dumps(answer, indent=1).encode())
+            shutil.rmtree(out / WORK)
+            return answer
+    except OSError as error:
+        raise cannot_write(
+            "the output folder", error.filename or out, error, fix=shlex.quote(f"--out={out}-2")
+        ) from error
+
+
+def _noted(units: Units) -> bytes:
+    """What recipe.json holds of a mix.
+
+    Raises:
+      ConfigError: where it holds another.
+      DataError: where the folder holds something else.
+    """
+    setting, path = units.mix.tokenizer, units.out / RECIPE
+    is_file = setting.endswith(TOKENIZER_FILES) and Path(setting).is_file()
+    mine = {
+        "format_version": FORMAT_VERSION,
+        "mix": config.to_json(units.mix),
+        "reports": {source.name: source.sha256 for source in units.sources},
+        "tokenizer": hashlib.sha256(Path(setting).read_bytes()).hexdigest() if is_file else None,
+    }
+    content = json.dumps(mine, indent=1).encode()
+    if path.exists():
+        if path.read_bytes() != content:
+            raise ConfigError(
+                "the output folder was begun with another mix, or its sources have changed",
+                where=str(path),
+                why="shards of two mixes in one folder would be neither's",
+                fix=shlex.quote(f"--out={units.out}-2"),
+            )
+    elif any(not each.name.startswith(".") for each in units.out.iterdir()):
+        raise DataError(
+            "the output folder holds something else",
+            where=str(units.out),
+            why=f"it has no {RECIPE}, so it was not begun by this command",
+            fix=shlex.quote(f"--out={units.out}-2"),
+        )
+    return content
+
+
+def _tokenizer(units: Units, say: Callable[[str], None]) -> Tokenizer:
+    """The tokenizer that the mix names, read or trained."""
+    setting = units.mix.tokenizer
+    if setting != "bytes" and not setting.endswith(TOKENIZER_FILES):
+        say(f"training the tokenizer {setting}")
+    return tokenizer_of(setting, "tokenizer", lambda: _texts(units))
+
+
+def tokenizer_of(
+    setting: str, path: str, texts: Callable[[], Iterator[str]] = lambda: iter(())
+) -> Tokenizer:
+    """The tokenizer that a setting names, read or trained on texts; errors name the setting by its path.
+
+    Raises:
+      JaxlmError: where it cannot be had.
+    """
+    try:
+        if setting.endswith(TOKENIZER_FILES):
+            return tokenizer_file.read(setting)
+        return train_tokenizer.train(setting, texts())
+    except (ConfigError, DataError, InputMissing) as error:  # which name the setting of a run
+        parts = (error.where, error.why, error.fix)
+        where, why, fix = (part.replace("data.tokenizer", path) for part in parts)
+        raise type(error)(error.what, where=where, why=why, fix=fix) from error
+
+
+def _texts(units: Units) -> Iterator[str]:
+    """What a tokenizer is trained on: documents of all sources in turn, so that as much of each is read as it has to give."""
+
+    def texts(source: Source) -> Iterator[str]:
+        for document in source.documents(source.kept, units.sides[TRAIN], Counter()):
+            yield document.text
+
+    streams = [texts(source) for source in units.sources]
+    sizes = [source.share * source.report["characters"]["kept"] for source in units.sources]
+    waiting = [(0.0, number) for number in range(len(streams))]  # share that was read
+    while waiting:
+        read, number = heapq.heappop(waiting)
+        if (text := next(streams[number], None)) is not None:
+            yield text
+            heapq.heappush(waiting, (read + len(text) / sizes[number], number))
+
+
+def _gathered(units: Units, say: Callable[[str], None]) -> dict[str, Any]:
+    """The sets, made of the units."""
+    sets: dict[str, dict[str, Any]] = {}
+    left_out = {source.name: Counter[str]() for source in units.sources}
+    for number, (source, _) in enumerate(units.parts):
+        counts = (units.tokenised(number) / COUNTS).read_text(encoding="utf-8")
+        left_out[source.name].update(json.loads(counts))
+    for side in units.sides:
+        for source in units.sources:
+            folders = [
+                units.tokenised(number) / side
+                for number, (each, _) in enumerate(units.parts)
+                if each is source
+            ]
+            if parts := [folder for folder in folders if folder.exists()]:
+                gather(units.out / side / source.name, parts, left_out[source.name])
+                sets.setdefault(side, {})[source.name] = _described(units.out / side / source.name)
+            else:
+                say(f"no document of {source.name} is in {side}: it has few")
+        total = sum(each["tokens"] for each in sets.get(side, {}).values())
+        for each in sets.get(side, {}).values():
+            each["share"] = each["tokens"] / total
+    if TRAIN not in sets:
+        raise DataError(
+            "there is no document to train on",
+            where="held_out and weights",
+            why="all were held out or left out by weight",
+            fix=f"--config.held_out=0 --out={shlex.quote(str(units.out))}-2    # no validation sets"
+            if units.mix.held_out
+            else "weights that leave out fewer documents",
+        )
+    made = manifest.read(units.out / TRAIN / next(iter(sets[TRAIN])))
+    return {
+        "format_version": FORMAT_VERSION,
+        "tokenizer": {"sha256": made.tokenizer, "size": made.vocab},
+        "sets": sets,
+    }
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    made = manifest.read(folder)
+    return {
+        "documents": made.documents,
+        "tokens": made.tokens,
+        "bytes": made.bytes,
+        "shards": len(made.shards),
+        "unknown": made.unknown,
+        "left_out": made.left_out,
+        "manifest": hashlib.sha256((folder / manifest.NAME).read_bytes()).hexdigest(),
+    }
+
+
+def _checked(out: Path) -> dict[str, Any]:
+    """What a finished mix said, once every byte of its shards is found as it was written."""
+    path = out / MIX
+    try:
+        answer = json.loads(path.read_text(encoding="utf-8"))
+        found = {
+            out / side / name: each["manifest"]
+            for side, sets in answer["sets"].items()
+            for name, each in sets.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise changed(path) from error
+    for folder, digest in found.items():
+        Shards.open(folder).verify()
+        if hashlib.sha256((folder / manifest.NAME).read_bytes()).hexdigest() != digest:
+            raise changed(folder / manifest.NAME)
+    return answer

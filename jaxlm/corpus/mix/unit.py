@@ -1,0 +1,96 @@
+"""One unit of a mix: some files of one source, tokenised to shards of either side."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+from jaxlm.core import config, faults
+from jaxlm.corpus.files import Written
+from jaxlm.corpus.job import RECIPE, WORK
+from jaxlm.corpus.mix import sources
+from jaxlm.corpus.mix.config import Mix
+from jaxlm.corpus.mix.sources import Source
+from jaxlm.corpus.task import Task
+from jaxlm.data import cache, tokenizer_file, writer
+from jaxlm.data.parts import Selection
+from jaxlm.data.tokenizer import Tokenizer
+
+TRAIN, VALIDATION, COUNTS, TOKENIZER = "train", "validation", "counts.json", "tokenizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenise:
+    """The units of the mix in a folder, in whatever process does them."""
+
+    out: Path
+
+    def __call__(self) -> Task:
+        noted = json.loads((self.out / RECIPE).read_text(encoding="utf-8"))
+        mix = config.from_json(Mix, noted["mix"])
+        return Units(self.out, mix, sources.find(mix)).tokenise
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """A mix cut into units. They follow from it, so every process knows them."""
+
+    out: Path
+    mix: Mix
+    sources: list[Source]
+
+    @functools.cached_property
+    def parts(self) -> list[tuple[Source, list[tuple[str, Written]]]]:
+        """Files of a source in order, as many together as hold `unit_bytes`, or one that holds more."""
+        found: list[tuple[Source, list[tuple[str, Written]]]] = []
+        for source in self.sources:
+            room = 0
+            for file in source.kept:
+                if file[1].bytes > room or found[-1][0] is not source:
+                    found.append((source, []))
+                    room = self.mix.unit_bytes
+                found[-1][1].append(file)
+                room -= file[1].bytes
+        return found
+
+    @property
+    def sides(self) -> dict[str, Selection]:
+        """Train, and validation where something is held out."""
+        if not self.mix.held_out:
+            return {TRAIN: Selection()}
+        share = self.mix.held_out
+        return {
+            TRAIN: Selection("documents", share, False),
+            VALIDATION: Selection("documents", share, True),
+        }
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        path = self.out / WORK / TOKENIZER
+        return tokenizer_file.load(path.read_bytes(), str(path))
+
+    def tokenised(self, number: int) -> Path:
+        """The folder of a unit until all are done: shards by side."""
+        return self.out / WORK / f"{number:05d}"
+
+    def tokenise(self, number: int) -> dict[str, float]:
+        """Writes the shards of a unit. Gives a core's seconds."""
+        begun = time.process_time()
+        source, files = self.parts[number]
+        names = [source.named(name) for name, _ in source.kept]
+        with cache.built(self.tokenised(number)) as folder:
+            if folder is not None:
+                counts = {side: Counter[str]() for side in self.sides}
+                for side, selection in self.sides.items():
+                    found = source.documents(files, selection, counts[side])
+                    if (first := next(found, None)) is not None:
+                        documents = itertools.chain([first], found)
+                        writer.write(
+                            folder / side, documents, self._tokenizer, Counter(), files=names
+                        )
+                (folder / COUNTS).write_text(json.dumps(counts[TRAIN]), encoding="utf-8")
+                faults.point("prepare.tokenise", number)
+        return {"tokenise": time.process_time() - begun}

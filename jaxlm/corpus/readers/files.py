@@ -1,0 +1,165 @@
+"""Files of any kind as documents and broken records. What is wrong with one never keeps the others from being read."""
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO
+
+from jaxlm.core.errors import JaxlmError
+from jaxlm.corpus import remote
+from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.document import Broken, Document
+from jaxlm.corpus.readers import archives, pdf, spans, tables, texts, warc
+from jaxlm.corpus.readers.encoding import NotText
+from jaxlm.corpus.readers.spans import Span
+from jaxlm.corpus.readers.streams import (
+    DAMAGED,
+    TooLarge,
+    is_packed,
+    kind_of,
+    opened,
+    unpacked,
+)
+from jaxlm.corpus.readers.tables import IsIn
+
+Opening = Callable[[], AbstractContextManager[IO[bytes]]]
+Reader = Callable[[IO[bytes], str, Recipe, Counter[str]], Iterator[Document | Broken]]
+LINES = ".jsonl", ".ndjson", ".json"
+READERS: dict[str, Reader] = {
+    **dict.fromkeys(LINES, tables.json_lines),
+    ".parquet": tables.parquet,
+    ".csv": tables.comma_separated,
+    ".tsv": tables.tab_separated,
+    ".html": texts.html,
+    ".htm": texts.html,
+    ".xhtml": texts.html,
+    ".warc": warc.records,
+    ".wet": warc.records,
+    ".py": texts.python,
+    ".pdf": pdf.pdf,
+}
+CUTS = {
+    **dict.fromkeys(LINES, spans.of_lines),
+    ".parquet": spans.of_row_groups,
+}
+WHOLE = texts.plain, texts.html, texts.python, pdf.pdf  # of these a file is one record
+ARCHIVES = {".zip": archives.zipped, ".tar": archives.tarred}
+TOO_LARGE, NOT_TEXT, NESTED = "too large", "not text", "an archive in another"
+
+
+def is_one_record(name: str) -> bool:
+    """Whether a file is one record, the first, by its name."""
+    kind = kind_of(remote.path_in(name))
+    return kind not in ARCHIVES and READERS.get(kind, texts.plain) in WHOLE
+
+
+def can_cut(name: str) -> bool:
+    """Whether several processes may read a file of this name: one that is here, of lines or rows that are not packed."""
+    return not remote.is_remote(name) and not is_packed(name) and kind_of(name) in CUTS
+
+
+def cut(path: Path, name: str, most: int) -> list[Span]:
+    """A file that `can_cut` in spans of `most` bytes, each with the records that begin in them.
+
+    One that is damaged is not cut: whoever reads it says what is wrong.
+
+    Raises:
+      InputMissing: where a package is not there that reads it.
+    """
+    try:
+        return [*CUTS[kind_of(name)](path, most)]
+    except JaxlmError:
+        raise
+    except Exception:  # pyarrow's have no parent
+        return spans.uncut(path.stat().st_size, most)
+
+
+def read(
+    path: Path,
+    name: str,
+    recipe: Recipe,
+    counts: Counter[str],
+    span: Span | None = None,
+    is_in: IsIn = lambda file, record: True,
+) -> Iterator[Document | Broken]:
+    """Every record of a file, or of a span of it; JSON lines are read past where they are not in.
+
+    What is no document by its nature, as a request in a WARC file, is only counted. Where a file turns out damaged, the records before the damage are there, and then a broken one.
+    """
+    kind = kind_of(remote.path_in(name))
+    if span is not None:
+        if span.begin < span.end:
+            yield from _guarded(*_of(span, path, kind, is_in), name, recipe, counts, span.before)
+        return
+    open_file = functools.partial(_remote if remote.is_remote(name) else _local, path, name)
+    readers = READERS | dict.fromkeys(LINES, functools.partial(tables.json_lines, is_in=is_in))
+    if kind not in ARCHIVES:
+        yield from _guarded(open_file, readers.get(kind, texts.plain), name, recipe, counts)
+        return
+
+    def members(
+        stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
+    ) -> Iterator[Document | Broken]:
+        for member in ARCHIVES[kind](stream, name, recipe.reading):
+            if isinstance(member, Broken):
+                yield member
+            elif (inner := kind_of(member.name)) in ARCHIVES:
+                yield Broken(NESTED, member.name, 1, "it is not opened")
+            else:
+                reader = readers.get(inner, texts.plain)
+                yield from _guarded(
+                    functools.partial(_member, member), reader, member.name, recipe, counts
+                )
+
+    yield from _guarded(open_file, members, name, recipe, counts)
+
+
+def _of(span: Span, path: Path, kind: str, is_in: IsIn) -> tuple[Opening, Reader]:
+    """What opens a span of a file, and what reads it."""
+    if kind == ".parquet":
+        return functools.partial(_local, path, ""), functools.partial(tables.parquet, span=span)
+    reader = functools.partial(tables.json_lines, before=span.before, is_in=is_in)
+    return functools.partial(spans.opened, path, span), reader
+
+
+def _local(path: Path, name: str) -> IO[bytes]:
+    return opened(path)
+
+
+@contextlib.contextmanager
+def _remote(path: Path, name: str) -> Iterator[IO[bytes]]:
+    # What unpacks a stream does not close it.
+    with remote.fetched(name) as copy, unpacked(copy, remote.path_in(name)) as stream:
+        yield stream
+
+
+def _member(member: archives.Member) -> IO[bytes]:
+    return unpacked(member.open(), member.name)
+
+
+def _guarded(
+    open_stream: Opening,
+    reader: Reader,
+    name: str,
+    recipe: Recipe,
+    counts: Counter[str],
+    last: int = 0,
+) -> Iterator[Document | Broken]:
+    """What a reader finds behind the record `last`, with a broken one in place of what it fails with."""
+    try:
+        with open_stream() as stream:
+            for each in reader(stream, name, recipe, counts):
+                last = each.record if each.file == name else last
+                yield each
+    except (GeneratorExit, MemoryError, JaxlmError):
+        raise
+    except TooLarge as error:
+        yield Broken(TOO_LARGE, name, last + 1, str(error))
+    except NotText as error:
+        yield Broken(NOT_TEXT, name, last + 1, str(error))
+    # What zlib, lzma, zstandard, zipfile, tarfile, csv and pyarrow raise shares no parent.
+    except Exception as error:
+        yield Broken(DAMAGED, name, last + 1, f"{type(error).__name__}: {str(error)[:200]}")

@@ -1,0 +1,68 @@
+"""Text of PDF files. Each is read by a process of its own with a limit of time and memory: what is in one can take any of both."""
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from jaxlm.core.errors import not_installed
+from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.document import Broken, Document
+from jaxlm.corpus.readers.streams import whole
+from jaxlm.data.records import mended
+
+TOO_SLOW, TOO_LARGE, DAMAGED = "too slow", "too large", "damaged"
+PROGRAM = Path(__file__).with_name("pdf_program.py")
+_WAITED = 20  # times its own seconds, after which a process that does not compute either is ended
+
+
+def pdf(
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
+) -> Iterator[Document | Broken]:
+    """The text of all pages with an empty line between them; the title, if there is one, in the meta.
+
+    Raises:
+      InputMissing: where pypdf is not installed.
+    """
+    if importlib.util.find_spec("pypdf") is None:
+        raise not_installed("reading PDF", "pypdf", "prepare", where=name)
+    limits = recipe.reading
+    answer = _answer(
+        whole(stream, limits.document_bytes),
+        {
+            "pages": limits.pdf_pages,
+            "seconds": limits.pdf_seconds,
+            "memory": limits.pdf_memory,
+            "characters": limits.document_bytes,
+        },
+    )
+    if "kind" in answer:
+        yield Broken(answer["kind"], name, 1, answer["detail"])
+        return
+    meta = {"title": mended(answer["title"], counts)} if answer["title"] else {}
+    yield Document(mended(answer["text"], counts), name, 1, {**meta, "pages": answer["pages"]})
+
+
+def _answer(data: bytes, limits: dict[str, int]) -> dict[str, Any]:
+    """What the other process says of a PDF, or how it ended."""
+    words = [sys.executable, "-P", str(PROGRAM), json.dumps(limits)]
+    try:
+        done = subprocess.run(
+            words,
+            input=data,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_WAITED * limits["seconds"],
+        )
+    except subprocess.TimeoutExpired:
+        return {"kind": TOO_SLOW, "detail": "its process stood still"}
+    if done.returncode == -signal.SIGXCPU:
+        return {"kind": TOO_SLOW, "detail": f"more than {limits['seconds']} seconds of a core"}
+    if done.returncode == 0:
+        return json.loads(done.stdout)
+    return {"kind": DAMAGED, "detail": f"its process ended with {done.returncode}"}

@@ -1,0 +1,195 @@
+"""Readers of files with a document in each row: JSON lines, Parquet, CSV. The other fields of a row are its meta."""
+
+import csv
+import io
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.document import Broken, Document
+from jaxlm.corpus.readers.recoded import as_utf8
+from jaxlm.corpus.readers.spans import Span
+from jaxlm.corpus.readers.streams import lines, rest, whole
+from jaxlm.data.parquet import rows
+from jaxlm.data.records import BYTE_ORDER_MARK, NO_TEXT, NOT_JSON, NOT_UTF8, OTHER_TYPE, mended
+
+IsIn = Callable[[str, int], bool]  # whether the record of a file is asked for
+NOT_A_ROW = "with more or fewer fields than the table"
+NOT_CLOSED = "with a quote that is not closed"
+TOO_LARGE = "too large"
+TOO_LONG = "\udfff"  # no byte is decoded to it
+
+
+def json_lines(
+    stream: IO[bytes],
+    name: str,
+    recipe: Recipe,
+    counts: Counter[str],
+    before: int = 0,
+    is_in: IsIn = lambda file, record: True,
+) -> Iterator[Document | Broken]:
+    """A JSON object a line, in UTF-8, UTF-16 or UTF-32; behind others in UTF-8. Only lines that are in are parsed."""
+    most = recipe.reading.document_bytes
+    plain = stream if before else as_utf8(stream, counts, legacy=False)
+    for number, line in lines(plain, most, before):
+        if line is None:
+            yield Broken(TOO_LARGE, name, number, f"a line of more than {most:,} bytes")
+            continue
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+        if not is_in(name, number) or not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode(), parse_constant=lambda _: None)
+        except UnicodeDecodeError as error:
+            yield Broken(NOT_UTF8, name, number, f"byte {error.start}: {error.reason}")
+        except (ValueError, RecursionError) as error:
+            yield Broken(NOT_JSON, name, number, str(error)[:200])
+        else:
+            yield _of_row(row, name, number, recipe, counts)
+
+
+def parquet(
+    stream: IO[bytes],
+    name: str,
+    recipe: Recipe,
+    counts: Counter[str],
+    span: Span | None = None,
+) -> Iterator[Document | Broken]:
+    """A row a document, of all row groups or of some."""
+    seekable = (
+        stream if stream.seekable() else io.BytesIO(whole(stream, recipe.reading.archive_bytes))
+    )
+    groups = None if span is None else range(span.begin, span.end)
+    first = 1 + (0 if span is None else span.before)
+    for number, row in enumerate(rows(seekable, name, groups=groups), first):
+        yield _of_row(row.fields, name, number, recipe, counts)
+
+
+def comma_separated(
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
+) -> Iterator[Document | Broken]:
+    """Rows under a first row of names, as RFC 4180 has them, in whatever encoding."""
+    yield from _separated(stream, name, recipe, counts, ",")
+
+
+def tab_separated(
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
+) -> Iterator[Document | Broken]:
+    """The same with tabs."""
+    yield from _separated(stream, name, recipe, counts, "\t")
+
+
+def _separated(
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str], mark: str
+) -> Iterator[Document | Broken]:
+    most = recipe.reading.document_bytes
+    csv.field_size_limit(most)  # of the process; 128 kB otherwise
+    rows = _Rows(_as_text(as_utf8(stream, counts, legacy=True), most), mark)
+    names = next(rows, [])
+    if names is None:
+        yield Broken(NOT_CLOSED, name, 0, "in the names of the table, so none of its rows is read")
+        return
+    for number, cells in enumerate(rows, 1):
+        if cells is None:
+            yield Broken(NOT_CLOSED, name, number, "its lines but the first are read as rows")
+            continue
+        if not cells:
+            continue
+        if any(TOO_LONG in cell for cell in cells if not cell.isascii()):
+            yield Broken(TOO_LARGE, name, number, f"with a line of more than {most:,} bytes")
+        elif len(cells) != len(names):
+            yield Broken(NOT_A_ROW, name, number, f"{len(cells)} of them, not {len(names)}")
+        elif any(
+            "\udc80" <= letter <= "\udcff"
+            for cell in cells
+            for letter in cell
+            if not cell.isascii()
+        ):
+            yield Broken(NOT_UTF8, name, number, "a cell of the row")
+        else:
+            yield _of_row(dict(zip(names, cells, strict=True)), name, number, recipe, counts)
+
+
+class _Rows:
+    """The cells of each row; None for one that the file ends in, or that has a cell beyond the limit: its quote is not closed.
+
+    Of such a row the lines after the first are rows of their own.
+    """
+
+    def __init__(self, lines: Iterator[str], mark: str):
+        self._lines, self._mark = lines, mark
+        self._again: list[str] = []  # the next one last
+        self._row: list[str] = []  # lines of the row that is being read
+        self._is_over = False
+        self._rows = csv.reader(self._text(), delimiter=mark)
+
+    def __iter__(self) -> Iterator[list[str] | None]:
+        return self
+
+    def __next__(self) -> list[str] | None:
+        self._row.clear()
+        try:
+            cells = next(self._rows)
+        except csv.Error:
+            cells = None
+        if cells is not None and not self._is_over:
+            return cells
+        self._again += self._row[:0:-1]
+        self._is_over = False
+        self._rows = csv.reader(self._text(), delimiter=self._mark)
+        return None
+
+    def _text(self) -> Iterator[str]:
+        while True:
+            line = self._again.pop() if self._again else next(self._lines, None)
+            if line is None:
+                self._is_over = True
+                return
+            self._row.append(line)
+            yield line
+
+
+def _as_text(stream: IO[bytes], most: int) -> Iterator[str]:
+    """Lines, in which bytes that are not UTF-8 are halves of surrogate pairs, and TOO_LONG stands for a line that is."""
+    for number in itertools.count(1):
+        line = stream.readline(most + 1)
+        if not line:
+            return
+        if len(line) > most:
+            # An odd quote opens or closes a cell of several lines, which other lines belong to.
+            quotes = sum(piece.count(b'"') for piece in rest(stream, line, number))
+            yield '"' * (quotes % 2) + TOO_LONG + "\n"
+            continue
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+        yield line.decode(errors="surrogateescape")
+
+
+def _of_row(
+    row: Any, name: str, number: int, recipe: Recipe, counts: Counter[str]
+) -> Document | Broken:
+    key = recipe.text_key
+    if not isinstance(row, dict):
+        return Broken(NO_TEXT, name, number, f"a {type(row).__name__}, not an object")
+    if key not in row:
+        return Broken(NO_TEXT, name, number, f"it has {', '.join(map(str, row))[:200]}")
+    text = row.pop(key)
+    if not isinstance(text, str):
+        return Broken(OTHER_TYPE, name, number, f"a {type(text).__name__}")
+    if len(text) > recipe.reading.document_bytes:
+        return Broken(TOO_LARGE, name, number, f"a text of {len(text):,} characters")
+    return Document(mended(text, counts), name, number, {k: _plain(v) for k, v in row.items()})
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold: it has no NaN and no infinity."""
+    if isinstance(value, dict):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

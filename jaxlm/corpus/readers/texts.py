@@ -1,0 +1,40 @@
+"""Readers of files that are one document each: plain text, Markdown, source code, HTML."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import IO
+
+from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.document import Document
+from jaxlm.corpus.readers.encoding import decoded, python_cookie
+from jaxlm.corpus.readers.main_text import charset, main_text
+from jaxlm.corpus.readers.streams import whole
+
+
+def plain(stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]) -> Iterator[Document]:
+    """The file, whatever its encoding."""
+    yield _document(whole(stream, recipe.reading.document_bytes), name, "", counts)
+
+
+def python(
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
+) -> Iterator[Document]:
+    """Python source, in the encoding that it declares."""
+    data = whole(stream, recipe.reading.document_bytes)
+    yield _document(data, name, python_cookie(data), counts)
+
+
+def html(stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]) -> Iterator[Document]:
+    """The main text of a page, its title in the meta."""
+    data = whole(stream, recipe.reading.document_bytes)
+    page = _document(data, name, charset(data), counts)
+    title, text = main_text(page.text, counts)
+    yield page.with_text(text, title=title)
+
+
+def _document(data: bytes, name: str, declared: str, counts: Counter[str]) -> Document:
+    text, encoding = decoded(data, declared)
+    if encoding == "utf-8":
+        return Document(text, name, 1)
+    counts[f"read as {encoding}"] += 1
+    return Document(text, name, 1, {"encoding": encoding})

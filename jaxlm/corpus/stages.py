@@ -1,0 +1,50 @@
+"""The stages that a recipe names, as functions."""
+
+from collections.abc import Callable
+
+from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.document import Stage
+from jaxlm.corpus.filters.c4 import c4
+from jaxlm.corpus.filters.decontaminate import decontaminate, evaluations
+from jaxlm.corpus.filters.fineweb import fineweb
+from jaxlm.corpus.filters.gopher import gopher
+from jaxlm.corpus.filters.harmful import harmful
+from jaxlm.corpus.filters.language import language
+from jaxlm.corpus.filters.length import length
+from jaxlm.corpus.filters.licence import licence
+from jaxlm.corpus.filters.normalise import mojibake, normalise
+from jaxlm.corpus.filters.perplexity import MakeScorer, perplexity
+from jaxlm.corpus.filters.pii import pii
+from jaxlm.corpus.filters.quality import quality
+from jaxlm.corpus.filters.repetition import repetition
+from jaxlm.corpus.filters.source_code import code
+from jaxlm.corpus.filters.urls import urls
+
+# What a stage needs is read when it is made: lists, models, evaluation sets.
+MAKERS: dict[str, Callable[[Recipe, MakeScorer | None], Stage]] = {
+    "mojibake": lambda recipe, _: mojibake(),
+    "normalise": lambda recipe, _: normalise(),
+    "length": lambda recipe, _: length(recipe.length),
+    "urls": lambda recipe, _: urls(recipe.urls),
+    "language": lambda recipe, _: language(recipe.language),
+    "gopher": lambda recipe, _: gopher(recipe.gopher),
+    "repetition": lambda recipe, _: repetition(recipe.repetition),
+    "c4": lambda recipe, _: c4(recipe.c4),
+    "fineweb": lambda recipe, _: fineweb(recipe.fineweb),
+    "code": lambda recipe, _: code(recipe.code),
+    "pii": lambda recipe, _: pii(recipe.pii),
+    "decontaminate": lambda recipe, _: decontaminate(recipe.decontaminate, evaluations(recipe)),
+    "quality": lambda recipe, _: quality(recipe.quality),
+    "perplexity": lambda recipe, make: perplexity(recipe.perplexity, make),
+    "harmful": lambda recipe, _: harmful(recipe.harmful),
+    "licence": lambda recipe, _: licence(recipe.licence),
+}
+
+
+def build(recipe: Recipe, scorer: MakeScorer | None = None) -> list[tuple[str, Stage]]:
+    """The name of each stage and what it does, in the recipe's order. `scorer` opens a model, where a stage asks one.
+
+    Raises:
+      InputMissing: where a stage needs a file or a package that is not there.
+    """
+    return [(name, MAKERS[name](recipe, scorer)) for name in recipe.stages]

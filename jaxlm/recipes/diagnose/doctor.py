@@ -1,0 +1,238 @@
+"""What is wrong with a machine, and what would mend it: versions, devices, memory, disks, and whether they compute."""
+
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from jaxlm.core.errors import JaxlmError
+from jaxlm.data import cache
+from jaxlm.monitor import environment, formatting
+
+# What an examination found.
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckResult:
+    """One thing that was looked at. A problem has a fix; a warning may cost time or end a larger run."""
+
+    name: str
+    verdict: Literal["ok", "warning", "problem"]
+    said: str
+    fix: str = ""
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        mark = "" if self.verdict == "ok" else f"{self.verdict.upper()}: "
+        fix = "".join(f"\n{'':14}fix: {line}" for line in self.fix.splitlines())
+        return f"{self.name:<14}{mark}{self.said}{fix}"
+
+
+Say = Callable[[str], None]
+
+# docs.nvidia.com/deploy/cuda-compatibility: the oldest driver of each major version on Linux.
+MIN_DRIVER = {12: 525, 13: 580}
+RUNTIMES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")  # beside the plugins, of the same release
+MIN_MEMORY = 2 * 2**30
+MIN_DISK = 5 * 10**9
+MIN_DISK_RATE = 50e6  # bytes a second: a checkpoint of GPT-2 124M would take half a minute
+WRITTEN = 64 * 2**20
+SIZE = 1024  # of the square matrices that are multiplied
+REDUCED = 4 * 2**20  # numbers that each device adds to an all-reduce
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """The accelerators that the operating system knows of, whether JAX uses them or not."""
+
+    gpus: tuple[str, ...] = ()
+    driver: str = ""
+    has_tpu: bool = False
+
+    @classmethod
+    def found(cls) -> "Hardware":
+        """Those of this machine."""
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        try:
+            said = subprocess.run(query, capture_output=True, text=True, timeout=20)
+            lines = said.stdout.splitlines() if said.returncode == 0 else []
+        except (OSError, subprocess.TimeoutExpired):
+            lines = []
+        rows = [[part.strip() for part in line.split(",")] for line in lines if "," in line]
+        gpus = tuple(row[0] for row in rows)
+        if not gpus and Path("/dev/nvidia0").exists():
+            gpus = ("a GPU of NVIDIA",)
+        has_tpu = Path("/dev/accel0").exists() or (
+            Path("/dev/vfio").exists() and "TPU_ACCELERATOR_TYPE" in os.environ
+        )
+        return cls(gpus, rows[0][1] if rows else "", has_tpu)
+
+
+def examine(folder: Path, say: Say = lambda _: None) -> Iterator[CheckResult]:
+    """Looks at this machine, with `folder` as the place where runs will be written. Starts JAX."""
+    packages = environment.installed((*environment.PACKAGES, *RUNTIMES))
+    hardware = Hardware.found()
+    yield from versions(packages, sys.version_info[:2])
+    yield from _started(hardware, packages)
+    yield host_memory(_meminfo())
+    say(f"writing {formatting.size(WRITTEN)} into {folder} and into the cache ...")
+    yield disk("run folder", folder, "--workdir on another disk")
+    yield disk("cache folder", cache.default(), "JAXLM_CACHE=/a/folder/on/another/disk jaxlm ...")
+
+
+def versions(packages: Mapping[str, str], python: tuple[int, int]) -> Iterator[CheckResult]:
+    """Python and the parts of JAX, which must be of one release."""
+    jax, jaxlib = packages.get("jax", ""), packages.get("jaxlib", "")
+    yield CheckResult("python", "ok", f"{python[0]}.{python[1]}, jax {jax}, jaxlib {jaxlib}")
+    plugins = {name: packages[name] for name in packages if re.match(r"jax-cuda\d+-", name)}
+    for name, version in plugins.items():
+        if _release(version) != _release(jaxlib):
+            yield CheckResult(
+                name,
+                "problem",
+                f"{version} beside jaxlib {jaxlib}: a plugin of another release is not loaded",
+                f"{sys.executable} -m pip install '{name}=={jaxlib}'",
+            )
+    if len(majors := {re.sub(r"\D", "", name) for name in plugins}) > 1:
+        yield CheckResult(
+            "plugins",
+            "problem",
+            f"plugins for CUDA {' and '.join(sorted(majors))} are installed, and JAX takes whichever comes first",
+            f"{sys.executable} -m pip uninstall {' '.join(n for n in plugins if min(majors) in n)}",
+        )
+
+
+def accelerators(
+    hardware: Hardware, backend: str, packages: Mapping[str, str], platforms: str
+) -> Iterator[CheckResult]:
+    """Whether JAX uses what the machine has. `platforms` is JAX_PLATFORMS."""
+    if hardware.driver and (major := _cuda(packages)):
+        yield _driver(hardware.driver, major)
+    unused = (", ".join(hardware.gpus) if hardware.gpus and backend != "gpu" else "") or (
+        "a TPU" if hardware.has_tpu and backend != "tpu" else ""
+    )
+    if not unused:
+        return
+    wanted = "gpu" if hardware.gpus and backend != "gpu" else "tpu"
+    if platforms and wanted not in platforms and not (wanted == "gpu" and "cuda" in platforms):
+        said = f"{unused} is not used: JAX_PLATFORMS={platforms} keeps JAX from it"
+        yield CheckResult("accelerator", "warning", said, "unset JAX_PLATFORMS")
+        return
+    if wanted == "gpu" and not _cuda(packages):
+        newest = max((m for m, least in MIN_DRIVER.items() if _major(hardware.driver) >= least), default=13)  # fmt: skip
+        extra = "cuda12" if newest == 12 and hardware.driver else "cuda"
+        why, fix = "no plugin for CUDA is installed", f"{sys.executable} -m pip install 'jaxlm[{extra}]'"  # fmt: skip
+    elif wanted == "tpu" and "libtpu" not in packages:
+        why, fix = "libtpu is not installed", f"{sys.executable} -m pip install 'jaxlm[tpu]'"
+    else:
+        why = "the plugin is installed and did not start; its own words say why"
+        fix = f"JAX_PLATFORMS={'cuda' if wanted == 'gpu' else 'tpu'} {sys.executable} -c 'import jax; jax.devices()'"
+    yield CheckResult("accelerator", "problem", f"{unused} is not used: {why}", fix)
+
+
+def host_memory(meminfo: Mapping[str, int]) -> CheckResult:
+    """The memory of the host, from the fields of /proc/meminfo in bytes; empty where a system has none."""
+    total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
+    if total is None or free is None:
+        return CheckResult("memory", "ok", "the system does not say")
+    numbers = {"total_bytes": total, "available_bytes": free}
+    said = f"{formatting.size(free)} of {formatting.size(total)} are available"
+    if free >= MIN_MEMORY:
+        return CheckResult("memory", "ok", said, numbers=numbers)
+    return CheckResult("memory", "warning", said, "end what else runs here", numbers)
+
+
+def disk(name: str, folder: Path, fix: str) -> CheckResult:
+    """What is free where `folder` is or will be, and how fast a file gets to the disk there."""
+    here = folder.absolute()
+    while not here.exists():
+        here = here.parent
+    target = here / f".jaxlm-doctor.{os.getpid()}"
+    begun = time.perf_counter()
+    try:
+        with open(target, "xb") as file:
+            file.write(os.urandom(2**20) * (WRITTEN // 2**20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return CheckResult(name, "problem", f"{here} cannot be written: {error.strerror}", fix)
+    finally:
+        with contextlib.suppress(OSError):
+            target.unlink()
+    rate, free = WRITTEN / (time.perf_counter() - begun), shutil.disk_usage(here).free
+    numbers = {"free_bytes": free, "write_bytes_per_second": rate}
+    said = f"{formatting.size(free)} free in {here}, written at {formatting.size(rate)}/s"
+    is_ok = free >= MIN_DISK and rate >= MIN_DISK_RATE
+    return CheckResult(name, "ok" if is_ok else "warning", said, "" if is_ok else fix, numbers)
+
+
+def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[CheckResult]:
+    """What can be said once JAX runs: its devices, and whether they compute."""
+    import jax
+
+    from jaxlm.recipes import jax_setup
+    from jaxlm.recipes.diagnose import device_checks
+
+    jax_setup.start()
+    try:
+        found = jax.devices()
+    except RuntimeError as error:
+        told = str(error).partition("\n")[0]
+        yield CheckResult(
+            "devices", "problem", f"JAX does not start: {told}", "unset JAX_PLATFORMS"
+        )
+        return
+    backend, kinds = found[0].platform, sorted({device.device_kind for device in found})
+    limits = [device_checks.limit(device) for device in found]
+    held = f", {formatting.size(limits[0])} each" if limits[0] else ""
+    yield CheckResult("devices", "ok", f"{len(found)} x {', '.join(kinds)} ({backend}){held}")
+    yield from accelerators(hardware, backend, packages, os.environ.get("JAX_PLATFORMS", ""))
+    yield from device_checks.products(SIZE)
+    if len(found) > 1:
+        yield device_checks.sum_over_devices(REDUCED)
+    yield _compiled(jax_setup.compile_cache)
+
+
+def _compiled(folder: Callable[[], Path]) -> CheckResult:
+    try:
+        return CheckResult("compile cache", "ok", str(folder()))
+    except JaxlmError as error:
+        return CheckResult("compile cache", "problem", f"{error.what}: {error.why}", error.fix)
+
+
+def _driver(driver: str, major: int) -> CheckResult:
+    least = MIN_DRIVER[major]
+    said = f"{driver}, CUDA {major} needs {least} or newer"
+    if _major(driver) >= least:
+        return CheckResult("driver", "ok", said)
+    older = max((m for m, l in MIN_DRIVER.items() if _major(driver) >= l), default=None)  # noqa: E741
+    fix = f"{sys.executable} -m pip install 'jaxlm[cuda{older}]'" if older else "a newer driver"
+    return CheckResult("driver", "problem", said, fix)
+
+
+def _cuda(packages: Mapping[str, str]) -> int | None:
+    """The major version of CUDA that a plugin is installed for."""
+    return next((major for major in MIN_DRIVER if f"jax-cuda{major}-plugin" in packages), None)
+
+
+def _release(version: str) -> list[str]:
+    return version.split(".")[:3]
+
+
+def _major(version: str) -> int:
+    found = re.match(r"\d+", version)
+    return int(found[0]) if found else 0
+
+
+def _meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
+    if not path.exists():
+        return {}
+    rows = re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(), re.M)
+    return {name: int(amount) * 1024 for name, amount in rows}

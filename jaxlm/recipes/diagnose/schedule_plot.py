@@ -1,0 +1,46 @@
+"""The learning rate over a run that has not begun: its numbers, and a picture. Free of JAX."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxlm.core.errors import cannot_write
+from jaxlm.monitor import plots, sinks
+from jaxlm.optim.schedule_functions import averaged, course
+from jaxlm.recipes.config import Run
+
+MAX_POINTS = 1000  # points of a curve
+
+
+def draw(run: Run, target: Path) -> dict[str, Any]:
+    """Draws the rate by the number of the update, as metrics.jsonl counts them; at most 1,000 points, the last among them.
+
+    Raises:
+      NotWritable: where the picture cannot be written.
+    """
+    steps = np.unique(np.linspace(1, run.train.steps, MAX_POINTS).round().astype(int))
+    length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": run.pace, "xp": np}
+    factor = averaged(run.average, course(run.schedule, **length), **length)
+    rates = run.optim.lr * factor(steps - 1.0)
+    points = list(zip(steps.tolist(), rates.tolist(), strict=True))
+    _make_folder(target.parent)
+    sinks.replace(target, plots.planned(points))
+    return {
+        "plot": str(target),
+        "schedule": run.schedule.name,
+        "points": [{"step": step, "learning_rate": value} for step, value in points],
+    }
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise cannot_write(
+            "the plot", f"--out={folder}", error, fix="--out=learning_rate.png"
+        ) from error

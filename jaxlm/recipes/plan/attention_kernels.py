@@ -1,0 +1,166 @@
+"""How each layer computes attention on this mesh: which kernel, how queries reach the keys of other devices, and why."""
+
+import dataclasses
+from typing import NamedTuple
+
+from jaxlm.core.errors import ConfigError
+from jaxlm.core.precision_config import ITEM_BYTES
+from jaxlm.models.config import ModelConfig
+from jaxlm.nn.config import AttentionConfig, BlockConfig
+from jaxlm.ops import kernels
+from jaxlm.ops.kernels import Kernel, Target, Work
+from jaxlm.parallel import context_keys, logical
+from jaxlm.parallel.config import shown
+from jaxlm.parallel.logical import Sizes
+from jaxlm.recipes.config import Run
+
+
+class KernelPlan(NamedTuple):
+    """How a layer computes attention, in words too."""
+
+    kernel: Kernel
+    told: str
+
+
+def with_kernels(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> ModelConfig:
+    """The model with the kernel of each of its layers."""
+
+    def of(block: BlockConfig) -> BlockConfig:
+        kernel = _way(run, block.attention, sizes, target).kernel
+        return dataclasses.replace(
+            block, attention=dataclasses.replace(block.attention, kernel=kernel)
+        )
+
+    return decoder.changed(of)
+
+
+def has_ring(run: Run, decoder: ModelConfig, sizes: Sizes) -> bool:
+    """Whether keys go round the devices among which rows are split, in any layer."""
+    return logical.ways(sizes, "length") > 1 and any(
+        _keys(run, block.attention, sizes).keys == "ring" for block in decoder.layers
+    )
+
+
+def describe_kernels(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> str:
+    """What was chosen and why, a line for each kind of layer that differs in it; and for samples, where that is another."""
+    ways = [_way(run, layer.attention, sizes, target) for layer in decoder.layers]
+    lines = dict.fromkeys(way.told for way in ways)
+    if any(way.kernel != "reference" for way in ways):
+        lines["samples: reference, as the others have no cache"] = None
+    return "\n".join(lines)
+
+
+def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
+    """Raises ConfigError where a kernel was asked for that cannot compute this model there."""
+    kinds = dict.fromkeys(layer.attention for layer in decoder.layers)
+    ways = [(attention, _way(run, attention, sizes, target)) for attention in kinds]
+    if any(attention.dropout and way.kernel == "ring" for attention, way in ways):
+        raise ConfigError(
+            "keys in a ring leave no room for attention dropout",
+            where="mesh.context_keys",
+            why="the model drops attention weights, by model.dropout or regularisation.attention_dropout",
+            fix="--config.mesh.context_keys=gather\n--config.regularisation.attention_dropout=0",
+        )
+    for stage in run.pace.phases[:-1]:
+        short = run.at(stage)
+        for attention, way in ways:
+            if way.kernel == "ring":
+                continue
+            work = _work(short, attention, sizes)
+            for misfit in kernels.misfits(way.kernel, target, work):
+                raise ConfigError(
+                    f"{way.kernel} attention cannot compute the {stage.length} tokens of a warm-up's rows",
+                    where="data.sequence_warmup",
+                    why=misfit.why,
+                    fix="--config.train.attention=reference\n'--config.data.sequence_warmup=()'",
+                )
+    named = run.train.attention
+    if named not in ("auto", "reference") and logical.ways(sizes, "length") > 1:
+        raise ConfigError(
+            f"{named} attention is for whole rows",
+            where="train.attention",
+            why=f"mesh {shown(sizes)} splits them",
+            fix="--config.train.attention=auto\n--config.mesh.context=1",
+        )
+    if named == "auto":
+        return
+    works = dict.fromkeys(_work(run, attention, sizes) for attention in kinds)
+    wrong = dict.fromkeys(
+        misfit for work in works for misfit in kernels.misfits(named, target, work)
+    )
+    if wrong:
+        # One setting mends all that is wrong only where that is one thing.
+        mending = [misfit.fix for misfit in wrong if misfit.fix and len(wrong) == 1]
+        raise ConfigError(
+            f"{named} attention cannot compute this run",
+            where=f"train.attention={named}",
+            why="\n".join(misfit.why for misfit in wrong),
+            fix="\n".join(f"--config.{setting}" for setting in ("train.attention=auto", *mending)),
+        )
+
+
+def check_length(sizes: Sizes, decoder: ModelConfig, length: int, *, flag: str) -> None:
+    """Raises ConfigError where rows of another length than the run's do not divide over their devices; `flag` sets it."""
+    parts = logical.ways(sizes, "length")
+    unit = 2 * parts if decoder.has_ring else parts
+    if parts == 1 or length % unit == 0:
+        return
+    most = decoder.positions or length + unit
+    around = (length // unit * unit, -(-length // unit) * unit)
+    raise ConfigError(
+        f"rows of {length} tokens do not divide over {parts} devices",
+        where=flag,
+        why=f"mesh {shown(sizes)} needs a multiple of {unit}"
+        + (", two chunks for each device of the ring" if decoder.has_ring else ""),
+        fix="\n".join(f"{flag}={size}" for size in around if 0 < size <= most)
+        or "--config.mesh.context=1",
+    )
+
+
+def _way(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) -> KernelPlan:
+    parts = logical.ways(sizes, "length")
+    if parts == 1:
+        kernel, reason = kernels.choose(run.train.attention, target, _work(run, attention, sizes))
+        return KernelPlan(kernel, f"{kernel}: {reason}")
+    keys, reason = _keys(run, attention, sizes)
+    if keys == "gather":
+        return KernelPlan("reference", f"keys gathered from {parts} devices: {reason}")
+    return KernelPlan(
+        "ring",
+        f"keys in a ring of {parts} devices, tokens dealt out in {2 * parts} chunks: {reason}",
+    )
+
+
+def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> Work:
+    return Work(
+        rows=_rows(run, sizes),
+        length=run.data.sequence,
+        head_dim=max(attention.head_dim, attention.value_dim),
+        compute=run.precision.compute,
+        cap=attention.cap,
+        dropout=attention.dropout,
+        has_bias=attention.relative is not None,
+        stages=logical.ways(sizes, "stages"),
+        both_ways=run.objective.both_ways,
+    )
+
+
+def _rows(run: Run, sizes: Sizes) -> int:
+    """Of a micro-batch, on one device."""
+    return max(run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch")), 1)
+
+
+def _keys(run: Run, attention: AttentionConfig, sizes: Sizes) -> context_keys.Keys:
+    tensor = logical.ways(sizes, "heads")
+    return context_keys.choose(
+        run.mesh.context_keys,
+        ways=logical.ways(sizes, "length"),
+        rows=_rows(run, sizes),
+        length=run.data.sequence,
+        heads=max(attention.heads // tensor, 1),
+        kv_heads=max(attention.kv_heads // tensor, 1),
+        head_dim=attention.head_dim,
+        value_dim=attention.value_dim,
+        itemsize=ITEM_BYTES[run.precision.compute],
+        dropout=attention.dropout,
+    )

@@ -1,0 +1,319 @@
+"""What a run will need and take, before it starts: arithmetic alone, without data or the machine. Free of JAX."""
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from jaxlm.core.precision_config import ITEM_BYTES
+from jaxlm.models import routed
+from jaxlm.models.config import ModelConfig
+from jaxlm.models.cost import comm_cost, model_cost
+from jaxlm.models.cost.activations import Share
+from jaxlm.monitor.chips import Chip, Dtype, Machine
+from jaxlm.nn.config import MoeConfig
+from jaxlm.objectives.corruption import target_length
+from jaxlm.ops.kernels import Target
+from jaxlm.optim.config import Sophia
+from jaxlm.parallel import logical
+from jaxlm.parallel.logical import Sizes
+from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
+from jaxlm.recipes.plan import attention_kernels, device_memory, divisibility, dropless
+
+# Of the three products of a projection, the share whose operands are rounded (`ops.matmul`).
+EIGHT_BITS = {"int8": 2 / 3, "fp8": 1.0}
+# Of a chip's peak, the products of a step reach between these shares: what the field's trainers report, from small models
+# and long rows to large ones. A CPU is compared with its own BLAS.
+REACHED = {"accelerator": (0.25, 0.60), "cpu": (0.30, 1.00)}
+# XLA for CPU writes out the gradient, the direction and, to measure it, the update: what a step of one short row took, over
+# its parameters, with AdamW (3.00), Muon (3.00), Lion (2.00 to 3.00) and a model of 34M.
+CPU_COPIES = 3.0
+HOST = 8  # GPUs that are joined by the fast wire
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The plan of a run on a machine. Bytes are those of the fullest device; seconds are of one step.
+
+    For a chip whose speed is unknown (`Chip.is_known`) the seconds are an A100's, which only rank plans: no record has them.
+    """
+
+    run: Run
+    machine: Machine
+    sizes: Sizes
+    decoder: ModelConfig
+    bytes_per_device: dict[str, float]
+    memory_bytes: float  # that a program has of a device's
+    flops_per_token: float
+    hardware_flops: float  # of a step, over all devices, what is done twice counted twice
+    peak_flops: float  # of one device, in the dtype of the products
+    sent_bytes: dict[str, float]  # by a device, over each axis
+    seconds: tuple[float, float]
+    checkpoint_bytes: float
+    assumed: list[str]
+    risks: list[str]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest device has the memory."""
+        return self.bytes_per_device["total"] <= self.memory_bytes
+
+    def record(self, price: float | None = None) -> dict[str, Any]:
+        """As `jaxlm plan --json` says it; `price` is that of a device for an hour."""
+        low, high = self.seconds
+        tokens = self.run.tokens_per_step
+        steps = self.run.train.steps
+        model_flops = self.flops_per_token * tokens
+        hours = [steps * seconds / 3600 for seconds in self.seconds]
+        peak = self.peak_flops * self.machine.devices
+        chip = self.machine.chip
+        is_timed = chip.is_known
+        return {
+            "on": self.machine.name,
+            "devices": self.machine.devices,
+            "mesh": dict(self.sizes),
+            "fits": self.fits,
+            "memory_bytes": self.memory_bytes,
+            "bytes_per_device": self.bytes_per_device,
+            "parameters": model_cost.parameters(self.decoder),
+            "active_parameters": model_cost.active_parameters(self.decoder),
+            "flops_per_token": self.flops_per_token,
+            "flops_per_step": model_flops,
+            "step_seconds": [low, high] if is_timed else None,
+            "tokens_per_second": [tokens / high, tokens / low] if is_timed else None,
+            "mfu": [model_flops / (seconds * peak) for seconds in (high, low)]
+            if is_timed and chip.name != "cpu"
+            else None,
+            "hours": hours if is_timed else None,
+            "cost": [price * self.machine.devices * each for each in hours]
+            if is_timed and price is not None
+            else None,
+            "tokens": steps * tokens,
+            "sent_bytes_per_device": self.sent_bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "assumed": self.assumed,
+            "risks": self.risks,
+        }
+
+    def sharding(self) -> list[dict[str, Any]]:
+        """Which mesh axes split each parameter."""
+        return device_memory.sharding(self.decoder, self.sizes, self.run.mesh.zero)
+
+
+def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Forecast:
+    """The plan of `run` on `machine`.
+
+    Raises:
+      ConfigError: where the run cannot be laid out on so many devices, or the kernel that is asked for cannot compute
+        attention there; says what could.
+    """
+    assumed = [] if assumed is None else list(assumed)
+    divisibility.check(run, machine.devices)
+    sizes = run.mesh.sizes(machine.devices)
+    vocab = vocabulary(run, sizes, assumed)
+    decoder = run.decoder(vocab)
+    target = _target(machine.chip)
+    attention_kernels.check(run, decoder, sizes, target)
+    decoder = attention_kernels.with_kernels(run, decoder, sizes, target)
+    is_cpu = machine.chip.name == "cpu"
+    share = device_memory.share_of(run, decoder, sizes, target.platform)
+    held = device_memory.held_bytes(run, decoder, sizes)
+    targets = decoder_tokens(run)
+    used = held | device_memory.temporary_bytes(run, decoder, share, sizes, held, targets)
+    if is_cpu:
+        # Activations are gone by then: the larger of the two counts.
+        coming = held["gradients"] + sum(used.values()) - sum(held.values())
+        used["update"] = max(_written(run, held) - coming, 0.0)
+    used["total"] = sum(used.values())
+    peak = peak_flops(run.precision.compute, machine.chip, assumed)
+    model_flops = model_cost.flops_per_token(
+        decoder, run.data.sequence, causal=True, targets=targets
+    )
+    hardware = _hardware_flops(run, decoder, share) * run.tokens_per_step
+    sent = _sent(run, decoder, sizes, share)
+    memory = memory_bytes(machine, assumed)
+    low_share, high_share = REACHED["cpu" if is_cpu else "accelerator"]
+    if is_cpu:  # a step of few tokens gains nothing from a unit for bfloat16
+        low_share *= machine.chip.flops["float32"] / peak
+    spared = _spared(run, decoder, machine.chip, peak) * run.tokens_per_step
+    compute = (hardware - spared) / (machine.devices * peak)
+    if schedule := divisibility.schedule(run, sizes):
+        compute /= 1 - schedule.bubble
+    # Every step reads and writes the state, which no product hides.
+    update = 2 * sum(held.values()) / machine.chip.memory_speed
+    moved = sum(sent.values()) / machine.chip.link_speed
+    if machine.chip.is_known:
+        assumed.append(
+            f"products reach between {low_share:.0%} and {high_share:.0%} of {peak / 1e12:.3g} TFLOP/s"
+        )
+    else:
+        assumed.append(
+            f"the speed of {machine.chip.name} is unknown: no times; --fit ranks by an A100's"
+        )
+    if not machine.chip.is_tpu and machine.devices > HOST:
+        assumed.append(f"the wires between hosts are as fast as those within one of {HOST}")
+    if sent:
+        assumed.append("communication hides behind products in the best case, and not in the worst")
+    return Forecast(
+        run=run,
+        machine=machine,
+        sizes=sizes,
+        decoder=decoder,
+        bytes_per_device=used,
+        memory_bytes=memory,
+        flops_per_token=model_flops,
+        hardware_flops=hardware,
+        peak_flops=peak,
+        sent_bytes=sent,
+        seconds=(
+            max(compute / high_share + update, moved),
+            compute / low_share + update + moved,
+        ),
+        checkpoint_bytes=_saved(run, decoder),
+        assumed=assumed,
+        risks=list(_risks(run, machine, decoder, sizes)),
+    )
+
+
+def _written(run: Run, held: dict[str, float]) -> float:
+    """Return the bytes that an update writes out on a CPU, in float32 whatever the state is in."""
+    wide, precision = ITEM_BYTES["float32"], run.precision
+    copies = CPU_COPIES * held["parameters"] * wide / ITEM_BYTES[precision.params]
+    if precision.moments == "float32":
+        return copies
+    return copies + held["optimizer"] * wide / ITEM_BYTES[precision.moments]
+
+
+def decoder_tokens(run: Run) -> int:
+    """Tokens of a row that a decoder writes beside one that is read; 0 where they are one."""
+    return target_length(run.objective, run.data.sequence) if run.is_paired else 0
+
+
+def _target(chip: Chip) -> Target:
+    platform = "tpu" if chip.is_tpu else "cpu" if chip.name == "cpu" else "gpu"
+    return Target(platform, chip.capability)
+
+
+def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
+    """`model.vocab`, or what the tokenizer that is yet to be made will have at most."""
+    if run.model.vocab != "auto":
+        return run.model.vocab
+    kind, _, size = run.data.tokenizer.partition(":")
+    known = 320 if kind == "bytes" else int(size) if size.isdigit() else 4096
+    unit = VOCAB_MULTIPLE * logical.ways(sizes, "vocab")
+    vocab = -(-known // unit) * unit
+    assumed.append(
+        f"a vocabulary of {vocab:,}: model.vocab is auto, and the tokenizer {run.data.tokenizer}"
+    )
+    return vocab
+
+
+def _hardware_flops(run: Run, decoder: ModelConfig, share: Share) -> float:
+    """Return the FLOPs a token of all products, those that a better program would spare included.
+
+    Computed twice are the forward pass of layers, by remat, and the unembedding of chunks. Experts
+    multiply rows that are empty, or those of other experts (`models.routed`).
+    """
+    sequence, targets = run.data.sequence, decoder_tokens(run)
+    once = model_cost.flops_per_token(decoder, sequence, causal=True, targets=targets)
+    predicted = targets / sequence if targets else 1.0
+    unembedding = (1 + len(decoder.heads)) * decoder.vocab * decoder.width * predicted
+    head = 2 * unembedding
+    layers = once / 3 - head
+    policies = run.train.remat.split("/")
+    products = 2 * (model_cost.met_parameters(decoder, sequence, targets) - unembedding)
+    again = {"none": 0.0, "dots": layers - products}
+    extra = sum(again.get(policy, layers) for policy in policies) / len(policies)
+    whole = once + extra + (head if run.loss.chunk else 0.0)
+    passes = 3 + sum(policy != "none" for policy in policies) / len(policies)
+    whole += passes * _idle_flops(decoder, share)
+    # An estimate of the curvature is another gradient.
+    return whole * (1 + 1 / run.optim.every) if isinstance(run.optim, Sophia) else whole
+
+
+def _idle_flops(decoder: ModelConfig, share: Share) -> float:
+    """Return the FLOPs a token of experts' forward pass beyond those of the token's own experts."""
+    idle = 0.0
+    for block in (*decoder.layers, *decoder.heads):
+        if isinstance(block.mlp, MoeConfig):
+            times = routed.multiple(block.mlp, share.length, share.sizes, is_dense=share.is_dense)
+            idle += 2 * (times - 1) * model_cost.routed_parameters(block, decoder.width)
+    return idle
+
+
+def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: Share) -> dict[str, float]:
+    """Bytes that a device sends in a step over each axis that splits anything and whose bytes are known."""
+    work = comm_cost.Work(
+        model=decoder,
+        sequence=share.length,
+        targets=decoder_tokens(run),
+        rows=share.rows * run.train.microbatches,
+        microbatches=run.train.microbatches,
+        repeats=run.train.turns,
+        weight_bytes=ITEM_BYTES[run.precision.params],
+        gradient_bytes=ITEM_BYTES[run.precision.reduce],
+        activation_bytes=share.stream_bytes,
+        zero=run.mesh.zero,
+    )
+    return {
+        axis: comm_cost.BYTES[axis](work, dict(sizes))
+        for axis, size in sizes.items()
+        if size > 1 and axis in comm_cost.BYTES
+    }
+
+
+def peak_flops(wanted: Dtype, chip: Chip, assumed: list[str]) -> float:
+    """Products a second of one device in the dtype that is wanted, or in float32 where it has no unit for that."""
+    if wanted in chip.flops:
+        return chip.flops[wanted]
+    assumed.append(f"{chip.name} has no unit for {wanted}: its products run as float32")
+    return chip.flops["float32"]
+
+
+def _spared(run: Run, decoder: ModelConfig, chip: Chip, peak: float) -> float:
+    """FLOPs a token that products of eight bits take off those at `peak`."""
+    products = run.precision.products
+    if products == "compute" or products not in chip.flops:
+        return 0.0
+    rounded = EIGHT_BITS[products] * 6 * model_cost.projecting_parameters(decoder)
+    return rounded * max(1 - peak / chip.flops[products], 0.0)
+
+
+def memory_bytes(machine: Machine, assumed: list[str]) -> float:
+    """What of a device's memory a program gets."""
+    if machine.chip.is_tpu or machine.chip.name == "cpu":
+        return machine.chip.memory_bytes
+    share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
+    assumed.append(
+        f"JAX takes {share:.0%} of a GPU's memory, as XLA_PYTHON_CLIENT_MEM_FRACTION says or by default"
+    )
+    return share * machine.chip.memory_bytes
+
+
+def _saved(run: Run, decoder: ModelConfig) -> float:
+    """Bytes of one checkpoint, over all hosts, before compression."""
+    whole = dict.fromkeys(logical.RULES, 1)
+    one = dataclasses.replace(
+        run, train=dataclasses.replace(run.train, offload=())
+    )  # offloaded state is saved too
+    held = device_memory.held_bytes(one, decoder, whole)
+    return sum(held.values()) - held["gradients"]
+
+
+def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> Iterator[str]:
+    """What may go other than planned, by what is known of chips and of training."""
+    if run.precision.compute == "bfloat16" and "bfloat16" not in machine.chip.flops:
+        instead = "float16" if "float16" in machine.chip.flops else "float32"
+        yield f"{machine.chip.name} has no bfloat16: --config.precision.compute={instead}"
+    products, chip = run.precision.products, machine.chip
+    if products != "compute" and products not in chip.flops and chip.is_known:
+        yield f"{machine.chip.name} has no unit for {products}: rounded so, products cost more time than without"
+    if run.precision.compute == "float16":
+        yield "float16 has a small range: steps whose scaled gradients overflow it are not applied; bfloat16 has none of them"
+    yield from dropless.cautions(run, decoder, sizes, _target(machine.chip).platform)
+    tokens = run.pace.tokens(run.train.steps)
+    ratio = tokens / model_cost.active_parameters(decoder)
+    if ratio < 5:
+        yield f"{tokens:,} tokens are {ratio:.2g} for each parameter: about 20 are best for the compute (arXiv:2203.15556)"
+    if run.train.steps < 100:
+        yield f"{run.train.steps} steps are too few for most schedules"

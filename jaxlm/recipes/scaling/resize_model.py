@@ -1,0 +1,85 @@
+"""The settings and the decoder of a run's model at another width of its family. Imports no JAX."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+
+from jaxlm.core import divisors
+from jaxlm.models.config import EncoderDecoder, OneStack
+from jaxlm.models.cost import model_cost
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan import divisibility
+from jaxlm.recipes.scaling.loss_law import Costs
+
+UNIT = 8  # widths are multiples of it
+WIDEST = 2**15
+INNER = ("hidden", "shared", "dense_hidden", "query_rank", "kv_rank")
+
+
+def settings_at_width(run: Run, width: int) -> dict[str, int]:
+    """The settings of the model that change with its width, by path: depth in proportion, heads of the same size, and what they are made of.
+
+    A width that heads of that size do not divide has those of the nearest size that do. MLPs keep their share of the width,
+    and queries share keys as before. The width of the run itself changes nothing.
+    """
+    model = run.model
+    share = width / model.width
+    if share == 1:
+        return {}
+    heads = max(1, round(model.heads * share))
+    if getattr(model, "head_dim", "auto") == "auto":
+        # Heads are rotated in pairs.
+        heads = next(n for n in divisors.nearest(width, heads) if width // n % 2 == 0)
+    sizes = {"width": width, "depth": max(1, round(model.depth * share)), "heads": heads}
+    kv_heads = getattr(model, "kv_heads", "auto")
+    if isinstance(kv_heads, int):
+        grouped = round(heads * kv_heads / model.heads)
+        sizes["kv_heads"] = divisors.nearest(heads, max(1, grouped))[0]
+    for name in INNER:
+        if isinstance(inner := getattr(model, name, None), int) and inner:
+            sizes[name] = max(UNIT, round(inner * share / UNIT) * UNIT)
+    if dense := getattr(model, "dense_depth", 0):
+        sizes["dense_depth"] = min(dense, sizes["depth"] - 1)
+    return {f"model.{name}": size for name, size in sizes.items() if size != getattr(model, name)}
+
+
+def decoder(run: Run, vocab: int, width: int) -> OneStack:
+    """The model at a width."""
+    changed = settings_at_width(run, width)
+    sizes: dict[str, Any] = {path.partition(".")[2]: size for path, size in changed.items()}
+    built = dataclasses.replace(run.model, vocab=vocab, **sizes).build()
+    if isinstance(built, EncoderDecoder):
+        raise divisibility.unscaled(run)
+    return built
+
+
+@functools.lru_cache(maxsize=4)
+def costs(run: Run, vocab: int) -> Costs:
+    """Parameters that a token meets, and the FLOPs of training on it, from the narrowest model to far beyond the largest trained."""
+    powers = [UNIT * 2**power for power in range((WIDEST // UNIT).bit_length())]
+    widths = sorted({*powers, *(3 * width // 2 for width in powers[1:])})
+    shapes = [decoder(run, vocab, width) for width in widths]
+    return Costs(
+        np.array([model_cost.active_parameters(each) for each in shapes], np.float64),
+        np.array(
+            [model_cost.flops_per_token(each, run.data.sequence, causal=True) for each in shapes]
+        ),
+    )
+
+
+def nearest(run: Run, vocab: int, parameters: float) -> int:
+    """The width whose model has about so many parameters: a multiple of the size of a head, or of 8 where it is narrow."""
+    head = run.model.width // run.model.heads
+
+    def size(width: int) -> int:
+        return model_cost.active_parameters(decoder(run, vocab, width))
+
+    unit = head if head % UNIT == 0 and size(8 * head) <= parameters else UNIT
+    low, high = 1, WIDEST // unit
+    while low < high:  # the first that is at least as large
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if size(middle * unit) < parameters else (low, middle)
+    found = [unit * each for each in (low - 1, low) if each > 0]
+    return min(found, key=lambda width: abs(np.log(size(width) / parameters)))

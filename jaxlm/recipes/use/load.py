@@ -1,0 +1,153 @@
+"""A trained run, opened to be used."""
+
+import dataclasses
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxlm.checkpoint.config import CheckpointConfig
+from jaxlm.checkpoint.store import Store
+from jaxlm.checkpoint.verify import Verifier
+from jaxlm.core import config
+from jaxlm.core.errors import CommandError, ConfigError, DataError, InputMissing
+from jaxlm.data import tokenizer_file
+from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.optim.average_config import NoAverage
+from jaxlm.parallel.config import MeshConfig
+from jaxlm.recipes import jax_setup, setup
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan import attention_kernels
+from jaxlm.recipes.setup import ShardedModel
+from jaxlm.training.rundir import read_json
+
+Weights = Literal["raw", "ema", "swa"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedRun:
+    """A run's model with the parameters of one step, replicated over this machine's devices or split as its mesh says."""
+
+    run: Run
+    step: int
+    model: ShardedModel
+    params: Any
+    tokenizer: Tokenizer
+
+
+def load_run(
+    workdir: Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    weights: Weights = "raw",
+    sequence: int | None = None,
+    cpu_devices: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> LoadedRun:
+    """Opens the newest step of a run, the best one, or the one named; to be used on rows of `sequence` tokens, or its own.
+
+    `weights` are its parameters, or the average of them that it keeps, in their dtypes.
+
+    Attention is computed as suits these devices and rows, where the kernel that it was trained with cannot; that is said.
+
+    Raises:
+      InputMissing: where there is no run or no such step.
+      DataError: where the step is damaged.
+      CommandError: where the run keeps no such average.
+    """
+    run = config.from_json(
+        Run, read_json(workdir, "config.json"), where=str(workdir / "config.json")
+    )
+    encoder = tokenizer_file.read(workdir / "tokenizer")
+    if weights not in ("raw", run.average.name):
+        raise CommandError(
+            f"the run keeps no {weights} of its parameters",
+            where=f"--weights={weights}",
+            why=f"its average.name is {run.average.name}",
+            fix=f"--weights={'raw' if isinstance(run.average, NoAverage) else run.average.name}",
+        )
+    jax_setup.start(cpu_devices)
+    verifier = Verifier(say=say)
+    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
+    chosen = select_step(store, step, best, say)
+    mesh = jax_setup.build_mesh(run.mesh if _fits(run.mesh) else MeshConfig())
+    vocab = setup.vocabulary(run, encoder.size)
+    model = setup.build_sharded_model(
+        _adapted_to_mesh(run, vocab, mesh, sequence, say), vocab, mesh
+    )
+    params = _restored(store, chosen, setup.abstract_params(model), weights)
+    return LoadedRun(run, chosen, model, params, encoder)
+
+
+def _restored(store: Store, step: int, placed: Any, weights: Weights) -> Any:
+    if weights == "raw":
+        return store.restore_part(step, "params", placed)
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), placed
+    )
+    average = store.restore_part(step, "average", wanted)
+    return jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), average, placed)
+
+
+def select_step(store: Store, step: int | None, best: bool, say: Callable[[str], None]) -> int:
+    """The step that was asked for, whole; without a number or `best`, the newest that is."""
+
+    def damaged(step: int, lines: list[str]) -> None:
+        say(f"checkpoint {step} is damaged ({lines[0]})")
+
+    named = step if step is not None else store.best() if best else None
+    chosen = store.latest_valid(damaged) if named is None else named
+    committed = store.steps()
+    if chosen is None or chosen not in committed:
+        raise InputMissing(
+            "there is no checkpoint yet"
+            if chosen is None
+            else f"there is no checkpoint of step {chosen}",
+            where=str(store.directory),
+            why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
+            fix=f"--step={committed[-1]}"
+            if committed
+            else f"jaxlm train --workdir={shlex.quote(str(store.directory.parent))}",
+        )
+    if named is not None and (wrong := store.problems(named)):
+        raise DataError(
+            f"checkpoint {named} is damaged",
+            where=str(store.directory / str(named)),
+            why="\n".join(wrong[:4]),
+            fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(store.directory.parent))}",
+        )
+    return chosen
+
+
+def _adapted_to_mesh(
+    run: Run, vocab: int, mesh: Mesh, sequence: int | None, say: Callable[[str], None]
+) -> Run:
+    """The run on rows of another length, by kernels that can compute its attention here."""
+    run = run.at(run.pace.phases[-1])  # warm-ups are over
+    data = dataclasses.replace(run.data, sequence=sequence or run.data.sequence)
+    run = dataclasses.replace(run, data=data)
+    decoder = run.decoder(vocab)
+    free = dataclasses.replace(run, train=dataclasses.replace(run.train, attention="auto"))
+    target = jax_setup.target(mesh)
+    try:
+        attention_kernels.check(run, decoder, mesh.shape, target)
+    except ConfigError as error:
+        say(
+            f"{error.what} here: {attention_kernels.describe_kernels(free, decoder, mesh.shape, target)}"
+        )
+        return free
+    return run
+
+
+def _fits(mesh: MeshConfig) -> bool:
+    """Whether the run's mesh can be laid out here; a run trained on a pod is looked at on a laptop too."""
+    try:
+        mesh.sizes(jax.device_count())
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,111 @@
+"""When a loss raises the alarm."""
+
+import math
+
+import pytest
+
+from jaxlm.training.divergence import Divergence
+
+UNIFORM, UNIGRAM = math.log(256), 4.0
+
+
+def watch(steps=1000, **settings):
+    return Divergence(steps=steps, uniform=UNIFORM, unigram=lambda: UNIGRAM, **settings)
+
+
+def trained(it, losses, first=1):
+    """The steps at which the verdict on the training loss changed, and to what."""
+    found, worse = [], it.worse
+    for step, loss in enumerate(losses, first):
+        it.train(step, loss)
+        if it.worse != worse:
+            worse = it.worse
+            found.append((step, worse))
+    return found
+
+
+def test_an_untrained_model_at_the_uniform_loss_is_no_alarm():
+    it = watch()
+    assert not trained(it, [UNIFORM + 0.1] * 400)
+    assert it.evaluated(100, UNIFORM + 0.1) is None
+
+
+def test_a_loss_above_where_it_began_is_diverged_after_a_tenth_of_the_steps():
+    it = watch()
+    ((step, worse),) = trained(it, [UNIFORM, *[9.0] * 200])
+    assert (step, worse) == (100, "uniform")
+
+
+def test_a_loss_that_had_been_better_is_diverged_at_once():
+    falling = [UNIFORM - 0.05 * step for step in range(40)]
+    it = watch()
+    ((step, _),) = trained(it, [*falling, *[50.0] * 40])
+    assert 40 < step < 70
+
+
+def test_one_bad_batch_is_no_divergence():
+    losses = [3.0] * 300
+    losses[150] = 1e6
+    assert not trained(watch(), losses)
+
+
+def test_a_model_that_begins_far_above_uniform_and_descends_is_no_alarm():
+    assert not trained(watch(), [30.0 - 0.05 * step for step in range(499)])
+
+
+def test_a_model_that_is_still_above_uniform_at_the_end_has_learned_nothing():
+    it = watch()
+    trained(it, [30.0] * 500)
+    assert it.evaluated(500, 29.0) == "uniform"
+
+
+@pytest.mark.parametrize(
+    ("step", "loss", "worse"),
+    [(499, 4.5, None), (500, 4.5, "unigram"), (500, 4.05, None), (500, 3.9, None)],
+)
+def test_worse_than_the_unigram_coder_counts_from_half_of_the_steps(step, loss, worse):
+    it = watch()
+    trained(it, [UNIFORM])
+    assert it.evaluated(step, loss) == worse
+
+
+def test_worse_than_the_unigram_coder_again_counts_at_once():
+    it = watch()
+    trained(it, [UNIFORM])
+    assert it.evaluated(50, 3.0) is None
+    assert it.evaluated(60, 4.5) == "unigram"
+
+
+def test_of_a_run_of_few_steps_nothing_is_expected():
+    it = watch(steps=40)
+    trained(it, [UNIFORM])
+    assert it.evaluated(40, 5.5) is None
+
+
+def test_a_loss_that_comes_back_ends_the_alarm():
+    it = watch()
+    found = trained(it, [UNIFORM, *[9.0] * 200, *[3.0] * 100])
+    assert [worse for _, worse in found] == ["uniform", None]
+
+
+def test_an_alarm_ends_only_below_the_coder_itself():
+    it = watch()
+    trained(it, [UNIFORM, *[9.0] * 200])
+    assert it.evaluated(220, 1.01 * UNIFORM) == "uniform"
+    assert it.evaluated(240, 0.99 * UNIFORM) is None
+    assert not trained(it, [1.01 * UNIFORM] * 100, first=240)
+    assert trained(it, [0.99 * UNIFORM] * 100, first=340)
+
+
+def test_a_loss_that_is_not_finite_is_worse_than_any():
+    it = watch()
+    trained(it, [UNIFORM])
+    assert it.evaluated(200, math.inf) == "uniform"
+    assert it.evaluated(220, math.nan) == "uniform"
+
+
+def test_without_a_unigram_coder_only_the_uniform_one_counts():
+    it = Divergence(steps=1000, uniform=UNIFORM, unigram=lambda: None)
+    trained(it, [UNIFORM])
+    assert it.evaluated(900, 5.0) is None
+    assert it.evaluated(900, 6.0) == "uniform"

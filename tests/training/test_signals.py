@@ -1,0 +1,115 @@
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+from jaxlm.training.signals import StopRequest
+
+
+class Signs:
+    """One of several ranks that share their signs."""
+
+    def __init__(self, rank: int, count: int, shared: dict[str, str]):
+        self.rank, self.count, self.shared = rank, count, shared
+
+    def sign(self, name: str, text: str) -> bool:
+        return self.shared.setdefault(name, text) is text
+
+
+def stops(told: dict[int, int], *, count: int, steps: int, seed: int) -> list[int]:
+    """The steps after which ranks stop that run in step, are told to stop at these steps, and listen now and then."""
+    shared: dict[str, str] = {}
+    requests = [StopRequest(Signs(rank, count, shared)) for rank in range(count)]
+    together = threading.Barrier(count)
+    over = threading.Event()
+    ended = [0] * count
+
+    def listen(request: StopRequest, draw: random.Random) -> None:
+        while not over.is_set():
+            request.hear(dict(shared))
+            time.sleep(draw.random() * 0.01)
+
+    def work(rank: int, draw: random.Random) -> None:
+        for step in range(1, steps + 1):
+            requests[rank].enter()
+            if told.get(rank) == step:
+                requests[rank].reason = "SIGTERM"
+            time.sleep(draw.random() * 0.002)
+            together.wait(20)  # the collective of the step: nobody does it alone
+            ended[rank] = step
+            if requests[rank].is_due:
+                return
+
+    listeners = [
+        threading.Thread(target=listen, args=(request, random.Random(seed + 100 + rank)))
+        for rank, request in enumerate(requests)
+    ]
+    workers = [
+        threading.Thread(target=work, args=(rank, random.Random(seed + rank)))
+        for rank in range(count)
+    ]
+    for thread in (*listeners, *workers):
+        thread.start()
+    for thread in workers:
+        thread.join()
+    over.set()
+    for thread in listeners:
+        thread.join()
+    return ended
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a8_all_ranks_stop_after_the_same_step(seed):
+    draw = random.Random(seed)
+    count = draw.choice([2, 3, 5])
+    told = {draw.randrange(count): draw.randint(1, 20) for _ in range(draw.choice([1, 2]))}
+    ended = stops(told, count=count, steps=5000, seed=seed)
+    assert len(set(ended)) == 1
+    assert min(told.values()) <= ended[0] < 5000
+
+
+def test_a8_a_signal_in_the_last_steps_leaves_nobody_behind():
+    for seed in range(5):
+        assert stops({1: 6}, count=2, steps=7, seed=seed) == [7, 7]
+
+
+def test_ranks_that_nobody_tells_to_stop_go_on():
+    assert stops({}, count=2, steps=50, seed=0) == [50, 50]
+
+
+def test_one_process_stops_after_the_step_in_which_the_signal_comes():
+    with StopRequest() as stop:
+        stop.enter()
+        assert not stop.is_due
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_due
+        assert stop.reason == "SIGTERM"
+
+
+def test_a9_the_second_signal_ends_while_the_main_thread_is_busy():
+    ended = threading.Event()
+    found = []
+
+    def at_once(code, cause):
+        found.append((code, cause))
+        ended.set()
+
+    with StopRequest(at_once=at_once):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        assert not found
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended.wait(2)
+    assert found == [(130, "SIGINT came twice")]
+
+
+def test_handlers_are_as_before_afterwards():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    threads = threading.active_count()
+    with StopRequest():
+        assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert threading.active_count() == threads
