@@ -82,7 +82,7 @@ def test_those_who_wait_hear_at_once_that_a_rank_was_refused(refused):
 
 
 def test_a_rank_that_is_refused_alone_waits_for_nobody_for_long(monkeypatch):
-    monkeypatch.setattr(rendezvous, "EXCUSE_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.3)
     assert meet(0, count=2, refused=(0,)) == meet(1, count=2, refused=(1,)) == [REFUSED]
 
 
