@@ -238,7 +238,7 @@ def test_c9_a_flipped_bit_in_one_devices_gradient_is_caught_in_the_step_that_is_
         )
         return grads | {"final_norm": {"scale": here(grads["final_norm"]["scale"], step)}}
 
-    monkeypatch.setattr(steps, "_broken", broken)
+    monkeypatch.setattr(steps, "inject_faults", broken)
     monkeypatch.setattr(jax, "devices", jax.local_devices)
     words = harness.words(config, tmp_path / "run", *STEPS, "--config.guard.repeat_every=5")
     assert main(words) == 79

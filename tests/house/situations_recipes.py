@@ -71,7 +71,7 @@ def drifted_copies(patch):
 def unknown_chip(patch):
     """Make the device one that no table has, with too little memory."""
     patch.setattr(oom, "_machine", lambda assumed: None)
-    patch.setattr(oom, "limit", lambda run: 1e4)
+    patch.setattr(oom, "memory_limit", lambda run: 1e4)
 
 
 def full_disk(patch):
