@@ -124,8 +124,8 @@ def _is_installed(name: str) -> bool:
 
 COMPILING = """
 import json, sys
-from jaxlm.recipes import devices
-devices.start()
+from jaxlm.recipes import jax_setup
+jax_setup.start()
 import jax, jax.numpy as jnp
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -286,10 +286,10 @@ BOMBS = ("a.txt.gz", "line.jsonl.zst", "blank.jsonl.gz")
 UNPACK = """
 import sys
 from jaxlm.cli.main import main
-from jaxlm.monitor import memory
+from jaxlm.monitor import host_memory
 
 codes = [main(["data", "stats", sys.argv[1], f"--config.data.train={path}"]) for path in sys.argv[2:]]
-print(*codes, memory.peak([]).bytes >> 20)
+print(*codes, host_memory.peak([]).bytes >> 20)
 """
 
 

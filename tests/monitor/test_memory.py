@@ -28,7 +28,7 @@ def test_a_cpu_reports_the_whole_process():
 
 
 def test_what_a_process_was_started_by_does_not_count():
-    program = "from jaxlm.monitor import memory; print(memory.peak([]).bytes)"
+    program = "from jaxlm.monitor import host_memory; print(host_memory.peak([]).bytes)"
     ballast = b"x" * 2**28
     own = peak([]).bytes
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -13,21 +13,21 @@ import jax, numpy as np
 from jaxlm.core import config
 from jaxlm.data.batch import Tokens
 from jaxlm.parallel import host
-from jaxlm.recipes import devices
+from jaxlm.recipes import jax_setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.programs import without_data
 
-devices.start()
+jax_setup.start()
 small = {"depth": 2, "width": 64, "heads": 2, "kv_heads": 2, "head_dim": "auto", "hidden": "auto"}
 overrides = [(f"model.{name}", str(value)) for name, value in small.items()]
 overrides += [("data.sequence", "256"), ("train.batch", "8"), ("train.microbatches", "1")]
 overrides += [("train.remat", "none"), ("loss.chunk", "None")]
 run = config.load(Run, "configs/quickstart.py", overrides).value
-grid = devices.build_mesh(run.mesh)
+grid = jax_setup.build_mesh(run.mesh)
 engine = without_data(run, grid, 8192)
 ids = np.zeros((8, 256), np.int32)
 with jax.set_mesh(grid):
-    state = engine.fresh()
+    state = engine.init_state()
     batch = host.put(grid, Tokens(tokens=ids, targets=ids, weights=ids + np.float32(1), segments=ids + 1, positions=ids))
     step = engine.step.lower(state, batch).compile()
     faults = []
