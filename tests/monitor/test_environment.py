@@ -31,7 +31,7 @@ def test_another_text_shows_in_the_digest_of_its_room(monkeypatch, tmp_path):
     here = versions("here", files)
     there = versions("there", files | {"corpus/run.py": "another", "optim/muon.py": "new"})
     changed = {name for name in here | there if here.get(name) != there.get(name)}
-    assert changed == {"code of jaxlm/data", "code of jaxlm/optim"}
+    assert changed == {"code of jaxlm/corpus", "code of jaxlm/optim"}
     assert here.keys() >= {"code of jaxlm", "code of jaxlm/core", "package jax"}
 
 

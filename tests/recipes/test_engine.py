@@ -67,7 +67,7 @@ def held(values):
 
 
 def test_the_bytes_that_the_header_shows_are_those_of_the_live_arrays():
-    """Gradients live inside of a step alone: a program that ends with them shows how they lie, and tests/train/test_zero.py
+    """Gradients live inside of a step alone: a program that ends with them shows how they lie, and tests/training/test_zero.py
     reads it in the step.
     """
     told = {}

@@ -60,7 +60,7 @@ def test_a_run_tells_its_callbacks_what_it_writes_and_ends_where_one_asks_or_fai
 
 def test_it_is_there_at_once_and_brings_no_jax():
     begun = time.perf_counter()
-    code = "import sys, jaxlm; print('jax' in sys.modules, callable(jaxlm.training), 'jax' in sys.modules)"
+    code = "import sys, jaxlm; print('jax' in sys.modules, callable(jaxlm.train), 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "False"]
     assert time.perf_counter() - begun < 20, "with Python's own start, on a machine with much to do"

@@ -69,7 +69,7 @@ def compare(scripts, texts, tmp_path, monkeypatch, capsys):
 
 
 class Played:
-    """Stands for `jaxlm.training`: writes what a run leaves, its bits per byte by the distance from a rate of 0.01."""
+    """Stands for `jaxlm.train`: writes what a run leaves, its bits per byte by the distance from a rate of 0.01."""
 
     def __init__(self, diverges_from=math.inf, stops_after=math.inf):
         self.trained, self.diverges_from, self.stops_after = [], diverges_from, stops_after

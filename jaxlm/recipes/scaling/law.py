@@ -13,13 +13,10 @@ from jaxlm.core.errors import ConfigError, InputMissing
 from jaxlm.data import tokenizer_file
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import sinks
-from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.scaling import resize_model
 from jaxlm.recipes.scaling.loss_fit import FEWEST_RUNS, FEWEST_SIZES, Points, fit, noise, resample
 from jaxlm.recipes.scaling.loss_law import PUBLISHED, PUBLISHED_FLOPS, Law
-from jaxlm.recipes.train import resume
-from jaxlm.training.rundir import read_json
 
 DRAWS = 200
 SHARE = 0.8  # of the draws lie within an interval
@@ -213,6 +210,11 @@ def _read(folder: Path) -> Finished | str:
     end = getattr(run.schedule, "end", None)
     if end is not None and (ends := end.steps(steps, run.pace)) != steps:
         return f"its learning rate falls until step {ends}, and the run ends at {steps}"
+    # Both import JAX, which the plan of a law needs not.
+    from jaxlm.recipes import setup
+    from jaxlm.recipes.train import resume
+    from jaxlm.training.rundir import read_json
+
     begun = resume.read_starts(folder)
     if not begun:
         return "starts.jsonl, which says what data it read, is not there"
