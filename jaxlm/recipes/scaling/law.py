@@ -197,6 +197,11 @@ def _missing(runs: Sequence[Finished]) -> list[str]:
 
 def _read(folder: Path) -> Finished | str:
     """A run; or why it is no point of a law."""
+    # These import JAX, which the plan of a law does not need.
+    from jaxlm.recipes import setup
+    from jaxlm.recipes.train import resume
+    from jaxlm.training.rundir import read_json
+
     where = str(folder / "config.json")
     run: Run = config.from_json(Run, read_json(folder, "config.json"), where=where)
     records, steps = sinks.read(folder / "metrics.jsonl"), run.train.steps
@@ -210,11 +215,6 @@ def _read(folder: Path) -> Finished | str:
     end = getattr(run.schedule, "end", None)
     if end is not None and (ends := end.steps(steps, run.pace)) != steps:
         return f"its learning rate falls until step {ends}, and the run ends at {steps}"
-    # Both import JAX, which the plan of a law needs not.
-    from jaxlm.recipes import setup
-    from jaxlm.recipes.train import resume
-    from jaxlm.training.rundir import read_json
-
     begun = resume.read_starts(folder)
     if not begun:
         return "starts.jsonl, which says what data it read, is not there"
