@@ -20,7 +20,6 @@ from jaxlm.core.quoting import safe
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Jsonl, Lines
 from jaxlm.training.lock import Lock
-from jaxlm.training.shutdown import run_with_timeout
 
 IMPORTED = "imported.json"  # in a run whose weights came from elsewhere
 EPILOGUE_SECONDS = 5.0  # who stopped the run may kill it soon
@@ -102,6 +101,8 @@ class RunDir:
     def conclude(self) -> None:
         """Does the epilogue of a run that has begun, or as much of it as there is time for."""
         if self.is_writer and self.has_begun:
+            from jaxlm.training.shutdown import run_with_timeout  # imports JAX: only a run needs it
+
             run_with_timeout(self.epilogue, EPILOGUE_SECONDS)
 
     def _last_words(self) -> dict[str, Any] | None:
