@@ -1,0 +1,104 @@
+"""The language of the product: a list of words, docstrings that start well, American spelling. See .github/CONTRIBUTING.md."""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "jaxlm").rglob("*.py"))
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "jaxlm").rglob("*.md")),
+]
+WORDS = (
+    "told|tell|tells|said|say|says|goes on|go on|gone on|going on|lies|nobody|somebody|beside|of which|so many"
+    "|what it is that|hears|crew|dealt|undeal|none is|anew|whoever|whatever|asks|knows|nor|alike"
+)
+BANNED = re.compile(rf"(?<![\w`.\-/])({WORDS})(?![\w`\-/(])", re.IGNORECASE)
+STEMS = (
+    "normal|quant|token|regular|serial|initial|optim|general|organ|recogn|minim|maxim|summar|util"
+    "|parallel|special|synchron|visual|standard|local|memor|vector|central|equal|emphas|material|custom"
+)
+BRITISH = re.compile(
+    rf"\b\w*({STEMS})is(e|es|ed|er|ers|ing|ation|ations)\b|\b\w*(colour|behaviour|neighbour|favour|licence)\w*",
+    re.IGNORECASE,
+)
+OPENINGS = re.compile(r"(What|Whether|How|Where|Which|Who|Whose|That|Of|As|So|Nothing|None)\b")
+# Spellings that others read: settings, stages, metrics and keys of files that exist.
+EXCEPTIONS = {"licence": "a stage of a data recipe", "licences": "its output"}
+# Packages and documents whose texts are not rewritten yet; each that is leaves this list.
+PENDING = (
+    "checkpoint cli core corpus data evals generate models monitor nn objectives ops optim parallel recipes"
+    " training __init__.py __main__.py README.md CHANGELOG.md"
+).split()
+
+
+def texts(path: Path) -> list[tuple[int, str]]:
+    """Lines and contents of the strings and comments of a Python file, or the lines of a document."""
+    source = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return list(enumerate(source.splitlines(), 1))
+    kinds = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)}
+    return [
+        (token.start[0], token.string)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type in kinds
+    ]
+
+
+def misspoken(text: str) -> list[str]:
+    """The words of a text that the style sheet excludes."""
+    words = [match[0] for match in [*BANNED.finditer(text), *BRITISH.finditer(text)]]
+    return [word for word in words if word.lower() not in EXCEPTIONS]
+
+
+def openings(tree: ast.Module) -> list[str]:
+    """First words of docstrings that start with a relative clause."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docs = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [doc.splitlines()[0] for doc in docs if OPENINGS.match(doc)]
+
+
+def violations(path: Path) -> list[str]:
+    """Excluded words of a file, by line, and its docstrings that start with a relative clause."""
+    wrong = [f"{line}: {word}" for line, text in texts(path) for word in misspoken(text)]
+    if path.suffix == ".py":
+        wrong += openings(ast.parse(path.read_text(encoding="utf-8")))
+    return wrong
+
+
+def is_pending(path: Path) -> bool:
+    """If the file waits to be rewritten."""
+    parts = path.relative_to(ROOT).parts
+    return (parts[1] if parts[0] == "jaxlm" else parts[0]) in PENDING
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in [*SOURCES, *DOCUMENTS] if not is_pending(path)] or [Path(__file__)],
+    ids=str,
+)
+def test_the_language_is_plain(path):
+    assert path == Path(__file__) or violations(path) == []
+
+
+def test_words_of_the_list_are_found_and_names_in_code_are_not():
+    assert misspoken("Nobody is told.") == ["Nobody", "told"]
+    assert misspoken("It was normalised, so many times, in colour.") == [
+        "so many",
+        "normalised",
+        "colour",
+    ]
+    assert misspoken("reads `told`, beside-the-point, told() and data.told") == []
+    assert openings(ast.parse('def f():\n    "What it does."\n')) == ["What it does."]
+
+
+def test_the_exceptions_are_few_and_used():
+    assert len(EXCEPTIONS) <= 10
+    everything = "\n".join(path.read_text(encoding="utf-8").lower() for path in SOURCES)
+    assert [word for word in EXCEPTIONS if word not in everything] == []
