@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -310,3 +310,41 @@ def _kept(path: Path, keep_through: int | None) -> tuple[int, int]:
                 return kept, len(lines) - index
         kept += len(text)
     return kept, 0
+
+
+Callback = Callable[[int, dict[str, Any]], Any]
+
+
+class Callbacks:
+    """A sink that calls functions of the user with the step and each record, as metrics.jsonl has it.
+
+    A true answer asks for the end of the run. If a function raises, no other is called, and `fail`
+    raises its error once the state is saved.
+    """
+
+    def __init__(self, functions: Sequence[Callback] = ()):
+        self.functions = tuple(functions)
+        self.is_over = False
+        self.error: Exception | None = None
+
+    def write(self, record: Record) -> None:
+        """Call all functions."""
+        if self.error is not None:
+            return
+        try:
+            for function in self.functions:
+                if function(record["step"], dict(record)):
+                    self.is_over = True
+        except Exception as error:  # the user's own
+            self.error, self.is_over = error, True
+
+    def fail(self) -> None:
+        """Raise what a function has raised, if any."""
+        if self.error is not None:
+            raise self.error
+
+    def flush(self) -> None:
+        """Do nothing: records are not buffered."""
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -117,12 +117,37 @@ class Lock:
 
     def _refused(self, more: str) -> InUse:
         assert self._file is not None
-        owner = os.pread(self._file, 4096, 0).decode(errors="replace").partition("\n")[0]
+        error = _in_use(self.path, self._file, more)
         os.close(self._file)
         self._file = None
-        return InUse(
-            "another process is using this run directory",
-            where=str(self.path.parent),
-            why=(owner or "its owner has not written its name yet") + more,
-            fix="--workdir=runs/another",
-        )
+        return error
+
+
+def check_free(path: Path) -> None:
+    """Raise InUse if another process holds the `flock` on this lock file.
+
+    The lock is not taken. A process that starts beside a run is refused so before it imports JAX; a
+    lease is left to `Lock.acquire`.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(path, file) from None
+    except OSError:
+        return  # a filesystem without flock
+    finally:
+        os.close(file)
+
+
+def _in_use(path: Path, file: int, more: str = "") -> InUse:
+    owner = os.pread(file, 4096, 0).decode(errors="replace").partition("\n")[0]
+    return InUse(
+        "another process is using this run directory",
+        where=str(path.parent),
+        why=(owner or "its owner has not written its name yet") + more,
+        fix="--workdir=runs/another",
+    )

@@ -20,6 +20,7 @@ LIGHT = sorted(
         "recipes/plan/divisibility.py",
         "recipes/plan/hardware.py",
         "recipes/plan/predict.py",
+        "recipes/train/api.py",
         "recipes/plan/device_memory.py",
         "recipes/plan/search.py",
         "recipes/diagnose/schedule_plot.py",

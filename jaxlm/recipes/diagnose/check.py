@@ -362,7 +362,9 @@ def _batches(run: Run, ids: int) -> Iterator[Any]:
         )
         if run.objective.both_ways:
             ends = np.where(is_padding, slots, np.where(is_second, end - 1, middle - 1))
-            fields["visible_until"] = np.where(noise.random(shape) < 0.5, slots, ends).astype(np.int32)
+            fields["visible_until"] = np.where(noise.random(shape) < 0.5, slots, ends).astype(
+                np.int32
+            )
         yield Tokens(**fields)
 
 

@@ -10,10 +10,11 @@ from jaxlm.core import config as configs
 from jaxlm.core.config import Loaded
 from jaxlm.core.paths import check_local
 from jaxlm.core.values import show
+from jaxlm.monitor.sinks import Callback, Callbacks
 from jaxlm.parallel import cluster
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train.records import Callback, Callbacks
+from jaxlm.training import lock
 
 if TYPE_CHECKING:  # it imports JAX, and a wrong setting is told before that
     from jaxlm.recipes.train.resume import ResumeOptions
@@ -66,6 +67,9 @@ def train(
       JaxlmError: for whatever a user can cause; what a callback has raised.
     """
     check_local(workdir, "workdir")
+    place = place or cluster.process_spec(os.environ)
+    if place.count in (None, 1):  # one of several would find the lock of the first
+        lock.check_free(Path(workdir) / "lock")
     loaded = _loaded(config, settings or {})
 
     from jaxlm.recipes.train.pretrain import Options, pretrain
@@ -75,7 +79,7 @@ def train(
         workdir=Path(workdir),
         arguments=_words(config, workdir, settings or {}) if arguments is None else [*arguments],
         wish=wish or ResumeOptions(),
-        place=place or cluster.process_spec(os.environ),
+        place=place,
         init_from=init_from,
         stop_at=stop_at,
         cpu_devices=cpu_devices,

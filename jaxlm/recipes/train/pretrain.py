@@ -20,6 +20,7 @@ from jaxlm.data.dataset import Data
 from jaxlm.monitor import environment, trackers
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.progress import Lines
+from jaxlm.monitor.sinks import Callbacks
 from jaxlm.parallel import rendezvous
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes import jax_setup, setup
@@ -30,7 +31,6 @@ from jaxlm.recipes.train import checkpointing, initial_state, resume, summary
 from jaxlm.recipes.train.checkpointing import Rewinds
 from jaxlm.recipes.train.initial_state import InitSource
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.recipes.train.records import Callbacks
 from jaxlm.recipes.train.resume import ResumeOptions, Selection, StartRecord
 from jaxlm.recipes.train.trainer import Trainer
 from jaxlm.training.processes import ProcessGroup

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from jaxlm.core import config
 from jaxlm.data import loader
 from jaxlm.monitor import formatting, sinks, traced, trackers
 from jaxlm.monitor.console import Console
-from jaxlm.monitor.sinks import Record, Sink
+from jaxlm.monitor.sinks import Callbacks, Sink
 from jaxlm.parallel import hlo_operations
 from jaxlm.recipes.plan.predict import Forecast
 from jaxlm.recipes.sampler import Continuation
@@ -90,47 +90,6 @@ class DroppedTokenWarning:
                 f"(model.capacity), the largest load is {values['moe_load_max']:.3g} of the mean; told again at twice that",
                 step=step,
             )
-
-
-# Functions of the caller that are told what a run writes down, and may end it.
-
-
-Callback = Callable[[int, dict[str, Any]], Any]
-
-
-class Callbacks:
-    """A sink that hands each record on: the completed steps, and the record as a line of metrics.jsonl has it.
-
-    One that answers with something true asks for the end of the run. What one raises is kept for the end: no other is called
-    from there on.
-    """
-
-    def __init__(self, functions: Sequence[Callback] = ()):
-        self.functions = tuple(functions)
-        self.is_over = False
-        self.error: Exception | None = None
-
-    def write(self, record: Record) -> None:
-        """Tells all of them."""
-        if self.error is not None:
-            return
-        try:
-            for function in self.functions:
-                if function(record["step"], dict(record)):
-                    self.is_over = True
-        except Exception as error:  # the caller's own, and raised again once the state is saved
-            self.error, self.is_over = error, True
-
-    def fail(self) -> None:
-        """Raises what one of them has raised, if any."""
-        if self.error is not None:
-            raise self.error
-
-    def flush(self) -> None:
-        """There is nothing to flush."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 COUNTS = ("skipped_total", "overflows_total")  # metrics that are whole numbers

@@ -24,6 +24,7 @@ from jaxlm.monitor import chips, host_memory, sinks
 from jaxlm.monitor.clock import Clock
 from jaxlm.monitor.console import Console
 from jaxlm.monitor.profile import Trace
+from jaxlm.monitor.sinks import Callbacks
 from jaxlm.optim.average_config import NoAverage, start
 from jaxlm.recipes import setup
 from jaxlm.recipes.plan import oom
@@ -35,7 +36,7 @@ from jaxlm.recipes.train.divergence_warning import Alarm
 from jaxlm.recipes.train.initial_state import InitSource
 from jaxlm.recipes.train.layer_stats import LayerStatsCollector
 from jaxlm.recipes.train.programs import Skips, TrainPrograms
-from jaxlm.recipes.train.records import Callbacks, MetricsLogger
+from jaxlm.recipes.train.records import MetricsLogger
 from jaxlm.recipes.train.resume import ResumeOptions
 from jaxlm.training import control, loop
 from jaxlm.training.cadence import Cadence
