@@ -29,6 +29,10 @@ BRITISH = re.compile(
     re.IGNORECASE,
 )
 OPENINGS = re.compile(r"(What|Whether|How|Where|Which|Who|Whose|That|Of|As|So|Nothing|None)\b")
+# Names of arguments and local variables that do not say what they hold.
+VAGUE = set("found given wanted kept told own at there crew wish dealt beside again".split())
+WIDTH = 100  # columns of code and prose
+MANY = 4  # arguments of a public function beyond which its docstring has an Args section
 # Spellings that others read: settings, stages, metrics and keys of files that exist.
 EXCEPTIONS = {"licence": "a stage of a data recipe", "licences": "its output"}
 # Packages and documents whose texts are not rewritten yet; each that is leaves this list.
@@ -64,11 +68,43 @@ def openings(tree: ast.Module) -> list[str]:
     return [doc.splitlines()[0] for doc in docs if OPENINGS.match(doc)]
 
 
+def vague(tree: ast.Module) -> list[str]:
+    """Arguments and local variables whose name does not say what they hold, by line."""
+    names = [(n.lineno, n.arg) for n in ast.walk(tree) if isinstance(n, ast.arg)]
+    names += [
+        (n.lineno, n.id)
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    ]
+    return [f"{line}: name {name!r}" for line, name in names if name in VAGUE]
+
+
+def unexplained(tree: ast.Module) -> list[str]:
+    """Public functions of many arguments whose docstring has no Args section, by line."""
+    wrong = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            doc = ast.get_docstring(node)
+            arguments = [
+                a.arg for a in node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+            ]
+            count = len([a for a in arguments if a not in ("self", "cls")])
+            if doc and count > MANY and "Args:" not in doc:
+                wrong.append(
+                    f"{node.lineno}: {node.name} has {count} arguments and no Args section"
+                )
+    return wrong
+
+
 def violations(path: Path) -> list[str]:
-    """Excluded words of a file, by line, and its docstrings that start with a relative clause."""
+    """Everything in a file that the style sheet excludes, by line."""
+    source = path.read_text(encoding="utf-8")
     wrong = [f"{line}: {word}" for line, text in texts(path) for word in misspoken(text)]
     if path.suffix == ".py":
-        wrong += openings(ast.parse(path.read_text(encoding="utf-8")))
+        tree = ast.parse(source)
+        wrong += openings(tree) + vague(tree) + unexplained(tree)
+        lines = enumerate(source.splitlines(), 1)
+        wrong += [f"{n}: {len(line)} columns" for n, line in lines if len(line) > WIDTH]
     return wrong
 
 
@@ -95,7 +131,10 @@ def test_words_of_the_list_are_found_and_names_in_code_are_not():
         "colour",
     ]
     assert misspoken("reads `told`, beside-the-point, told() and data.told") == []
-    assert openings(ast.parse('def f():\n    "What it does."\n')) == ["What it does."]
+    tree = ast.parse('def f(a, b, c, d, e):\n    "What it does."\n    found = a\n')
+    assert openings(tree) == ["What it does."]
+    assert vague(tree) == ["3: name 'found'"]
+    assert unexplained(tree) == ["1: f has 5 arguments and no Args section"]
 
 
 def test_the_exceptions_are_few_and_used():
