@@ -38,8 +38,7 @@ from jaxlm.optim.config import AdamW
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.training import loop
-from jaxlm.training.loop import Hooks, Progress
+from jaxlm.training.loop import LoopLimits, Progress, TrainLoop
 from jaxlm.training.signals import StopRequest
 
 ROOT = Path(__file__).parents[1]
@@ -99,48 +98,43 @@ def ours(run: Run, data: dataset.Data, folder: Path) -> tuple[Any, Timed]:
         flops_per_step_full=0.0,
         peak_flops=None,
     )
-    progress, done, losses = Progress(), 0, [math.nan]
+    done, losses = 0, [math.nan]
 
-    def log(number: int, values: dict[str, float]) -> None:
-        losses.append(values["loss_nats"])
-        if number % LOG_EVERY == 0:
-            lines.write({"step": number, "split": "train"} | clock.read(number) | values)
+    class Bench(TrainLoop):
+        """The loop of a run that only logs."""
 
-    hooks = Hooks(
-        is_log_due=lambda number: True,
-        is_eval_due=lambda number: False,
-        is_sample_due=lambda number: False,
-        is_save_due=lambda number: False,
-        before=lambda number: None,
-        count=lambda values, waited, at: clock.add(
-            tokens=values["tokens"], data_wait_seconds=waited, at=at
-        ),
-        log=log,
-        evaluate=lambda state, number: None,
-        sample=lambda state, number: None,
-        save=lambda state, number, loss: None,
-        skipped=lambda number, values, layers: None,
-        check_saves=lambda: None,
-    )
+        def __init__(self) -> None:
+            self.progress = Progress()
+
+        def is_log_due(self, step: int) -> bool:
+            return True
+
+        def count(self, values: dict[str, float], data_wait_seconds: float, done_at: float) -> None:
+            clock.add(tokens=values["tokens"], data_wait_seconds=data_wait_seconds, at=done_at)
+
+        def log(self, step: int, values: dict[str, float]) -> None:
+            losses.append(values["loss_nats"])
+            if step % LOG_EVERY == 0:
+                lines.write({"step": step, "split": "train"} | clock.read(step) | values)
+
+        def save(self, state: Any, step: int, loss_nats: float | None) -> None:
+            pass
+
+    bench = Bench()
 
     def timed(count: int) -> tuple[float, float]:
         nonlocal state, done
         begun = time.perf_counter()
         with jax.set_mesh(mesh):
-            state = loop.run(
-                engine.step,
-                state,
-                batches,
+            limits = LoopLimits(
                 start=done,
                 steps=run.train.steps,
                 stop_at=done + count,
-                progress=progress,
-                hooks=hooks,
-                stop=StopRequest(),
                 patience=None,
                 keep_best=False,
                 budget=run.guard.budget,
             )
+            state = bench.run(engine.step, state, batches, limits, StopRequest())
         jax.block_until_ready(state)
         done += count
         return time.perf_counter() - begun, losses[-1]

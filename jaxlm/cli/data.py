@@ -74,8 +74,7 @@ def run(args: Any, out: Output) -> int:
 def _peek(args: Any, out: Output) -> int:
     from jaxlm.data.mixture import Mixture
     from jaxlm.data.peek import BOTH_WAYS, rendered
-    from jaxlm.objectives import mtp
-    from jaxlm.objectives.config import mtp_settings
+    from jaxlm.objectives.loss import mtp_views
 
     chosen, data = _open(args, out)
     batch = chosen.pace
@@ -87,10 +86,10 @@ def _peek(args: Any, out: Output) -> int:
     answer, lines = [], ["text between \u00ab and \u00bb is trained on"]
     if tokens.visible_until is not None:
         lines.append(f"text between {' and '.join(BOTH_WAYS)} is read both ways")
-    found = mtp_settings(chosen.objective)
-    further = mtp.predicted(tokens, len(found.weights)) if found else []
+    mtp = chosen.objective.mtp_settings
+    further = mtp_views(tokens, len(mtp.weights)) if mtp else []
     shown = {"text": tokens} | {f"ahead_{k}": view for k, view in enumerate(further, 2)}
-    if found:
+    if mtp:
         lines.append(
             "ahead_2 is what the head for the token after the next is trained on, and so on"
         )

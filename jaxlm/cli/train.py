@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         _refuse_secrets(args.words)
 
     from jaxlm.recipes.train.api import train
-    from jaxlm.recipes.train.resume import ResumeOptions
+    from jaxlm.recipes.train.context import ResumeOptions
 
     result = train(
         loaded,
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         arguments=args.words,
         init_from=args.init_from,
         stop_at=args.stop_at,
-        wish=ResumeOptions(
+        resume=ResumeOptions(
             start_at=args.start_at,
             force=args.force,
             reset_optimizer=args.reset_optimizer,
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             allow_change=tuple(name for name in args.allow_change.split(",") if name),
         ),
         cpu_devices=args.cpu_devices,
-        place=place,
+        process=place,
         quiet=args.quiet,
     )
     loss = f", {result.metrics['loss_nats']:.4f} nats" if "loss_nats" in result.metrics else ""

@@ -1,4 +1,4 @@
-"""Settings of the objective and of the loss."""
+"""Settings of the objective and of the loss. Free of JAX."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -7,105 +7,169 @@ from typing import ClassVar, Literal
 from jaxlm.core.config import setting
 from jaxlm.models.config import Ahead, HeadKind
 
-INNER = 512  # positions inside of a blank that are told apart
-Prompts = Literal[
-    "left to right", "both ways", "none"
-]  # how a model that learnt this reads a prompt to go on from
+BLOCK_POSITIONS = 512  # distinct second positions inside a blank
+# Rate and mean length of the spans of UL2's denoisers R (the first two) and X; S is a suffix.
+UL2_SPANS = ((0.15, 3.0), (0.15, 8.0), (0.5, 3.0), (0.5, 8.0), (0.15, 64.0), (0.5, 64.0))
+UL2_SUFFIX = 0.25  # share of a text that the denoiser S predicts
+Architecture = Literal["decoder", "encoder", "encoder-decoder"]
+# The way a model trained on an objective reads a prompt; "none": it cannot continue one.
+Prompts = Literal["left to right", "both ways", "none"]
+
+
+class ObjectiveFacts:
+    """Facts of an objective that the model, the data and the rest of a run depend on.
+
+    Attributes:
+      bidirectional: some slots attend to later slots.
+      prompts: the way a model trained on this reads a prompt.
+      keeps_rows: rows stay as they were packed, every token predicted from those before it.
+      evaluated_as_causal: validation rows are read as by `causal`.
+      architectures: models that the objective can train.
+      block_positions: size of the table of second positions that the model needs, if any.
+      marks_mtp_rows: batches mark the rows that predict tokens beyond the next one.
+      teacher: RUN[@STEP] of a frozen model that the loss reads, if any.
+    """
+
+    bidirectional: ClassVar[bool] = False
+    prompts: ClassVar[Prompts] = "left to right"
+    keeps_rows: ClassVar[bool] = False
+    evaluated_as_causal: ClassVar[bool] = False
+    architectures: ClassVar[tuple[Architecture, ...]] = ("decoder",)
+    block_positions: ClassVar[int | None] = None
+    marks_mtp_rows: ClassVar[bool] = False
+    teacher: str | None = None
+
+    @property
+    def mtp_settings(self) -> "MTP | None":
+        """Settings of multi-token prediction; None without it."""
+        return None
+
+    def target_length(self, sequence: int) -> int:
+        """Return the slots of the decoder's row if the encoder's has `sequence`.
+
+        Raises:
+          ValueError: if the objective cannot train an encoder-decoder.
+        """
+        raise ValueError("the objective makes no pairs for an encoder and a decoder")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Causal:
-    """Each token is predicted from those before it."""
+class Causal(ObjectiveFacts):
+    """Predict each token from those before it."""
 
     name: Literal["causal"] = "causal"
 
-    both_ways: ClassVar[bool] = False
-    prompts: ClassVar[Prompts] = "left to right"
+    keeps_rows: ClassVar[bool] = True
+    evaluated_as_causal: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prefix:
-    """The beginning of each document is read both ways, up to a place that is drawn; the rest is predicted."""
+class Prefix(ObjectiveFacts):
+    """Read the start of each document bidirectionally, up to a random point; predict the rest."""
 
     name: Literal["prefix"] = "prefix"
 
-    both_ways: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = True
     prompts: ClassVar[Prompts] = "both ways"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Masked:
-    """Some tokens are hidden, and predicted where they stood from all others: BERT's masked language modelling."""
+class Masked(ObjectiveFacts):
+    """Hide some tokens and predict them from all others: BERT's masked language modeling."""
 
     name: Literal["masked"] = "masked"
     rate: float = setting(0.15, "share of the tokens that are predicted", above=0, below=1)
-    hidden: float = setting(0.8, "share of those that are read as <|mask|>", low=0, high=1)
+    hidden: float = setting(
+        0.8, "share of the predicted tokens that are replaced by <|mask|>", low=0, high=1
+    )
     random: float = setting(
-        0.1, "share of those that are read as a random token; the others as they are", low=0, high=1
+        0.1, "share of them replaced by a random token; the others stay", low=0, high=1
     )
     unit: Literal["token", "word"] = setting(
-        "token", "what is drawn: tokens, or words between white space with all their tokens"
+        "token", "what is sampled: tokens, or words between white space with all their tokens"
     )
     masking: Literal["dynamic", "static"] = setting(
-        "dynamic", "draw anew in every epoch, or the same in all"
+        "dynamic", "sample new positions in every epoch, or the same in all"
     )
 
-    both_ways: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = True
     prompts: ClassVar[Prompts] = "none"
+    architectures: ClassVar[tuple[Architecture, ...]] = ("decoder", "encoder")
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """What is hidden and what is random are at most all that is predicted."""
+        """Check that `hidden` and `random` are at most all of the predicted tokens."""
         if self.hidden + self.random > 1:
             yield (
                 "random",
-                f"hidden = {self.hidden:g} and random = {self.random:g} of what is predicted are more than all of it",
+                f"hidden = {self.hidden:g} and random = {self.random:g} add up to more than 1",
                 f"--config.objective.random={1 - self.hidden:.3g}",
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Span:
-    """Runs of tokens are cut out, and written down after the rest of the text: T5's span corruption, in one row.
+class Span(ObjectiveFacts):
+    """Cut out spans of tokens and predict them after the rest of the text: T5's span corruption.
 
-    An encoder reads the rest in a row of its own, and its decoder writes the runs.
+    A decoder has both in one row. With an encoder-decoder, the encoder reads the rest in a row of
+    its own, and the decoder predicts the spans.
     """
 
     name: Literal["span"] = "span"
     rate: float = setting(0.15, "share of the tokens that are cut out", above=0, high=0.8)
     mean: float = setting(3.0, "mean length of a span", unit="tokens", low=1)
 
-    both_ways: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = True
     prompts: ClassVar[Prompts] = "both ways"
+    architectures: ClassVar[tuple[Architecture, ...]] = ("decoder", "encoder-decoder")
+
+    def target_length(self, sequence: int) -> int:
+        """Return the slots of the decoder's row if the encoder's has `sequence`."""
+        from jaxlm.data.corrupt import pairs
+
+        return pairs.length_of_runs(sequence, self.rate, self.mean)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Blank:
-    """Runs of tokens are cut out and written again in a drawn order, each token with a second position: GLM's infilling."""
+class Blank(ObjectiveFacts):
+    """Cut out spans and predict them in a random order, each token with a second position: GLM."""
 
     name: Literal["blank"] = "blank"
     rate: float = setting(0.15, "share of the tokens that are cut out", above=0, high=0.8)
     mean: float = setting(3.0, "mean length of a span", unit="tokens", low=1)
 
-    both_ways: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = True
     prompts: ClassVar[Prompts] = "both ways"
+    block_positions: ClassVar[int | None] = BLOCK_POSITIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UL2:
-    """Seven denoisers, one drawn for each row: spans short or long, few or many, and the last quarter of a text.
+class UL2(ObjectiveFacts):
+    """Apply one of seven denoisers to each row: short or long spans, few or many, or a suffix.
 
-    An encoder reads what is left, and its decoder writes the spans or the last quarter.
+    With an encoder-decoder, the encoder reads what is left, and the decoder predicts the spans or
+    the last quarter.
     """
 
     name: Literal["ul2"] = "ul2"
 
-    both_ways: ClassVar[bool] = True
+    bidirectional: ClassVar[bool] = True
     prompts: ClassVar[Prompts] = "both ways"
+    architectures: ClassVar[tuple[Architecture, ...]] = ("decoder", "encoder-decoder")
+
+    def target_length(self, sequence: int) -> int:
+        """Return the slots of the decoder's row if the encoder's has `sequence`.
+
+        It is the same for every denoiser.
+        """
+        from jaxlm.data.corrupt import pairs
+
+        spans = [pairs.length_of_runs(sequence, rate, mean) for rate, mean in UL2_SPANS]
+        return max(*spans, pairs.length_of_end(sequence, UL2_SUFFIX))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FIM:
-    """Some documents are rearranged into prefix, suffix and middle, and all is predicted from left to right."""
+class FIM(ObjectiveFacts):
+    """Rearrange some documents into prefix, suffix and middle, and predict from left to right."""
 
     name: Literal["fim"] = "fim"
     rate: float = setting(0.5, "share of the documents that are rearranged", low=0, high=1)
@@ -117,44 +181,71 @@ class FIM:
     )
     level: Literal["character", "token"] = setting(
         "character",
-        "where a document may be cut: between characters, its parts encoded anew, or tokens",
+        "where a document may be cut: between characters, its parts tokenized again, or tokens",
     )
 
-    both_ways: ClassVar[bool] = False
-    prompts: ClassVar[Prompts] = "left to right"
+    evaluated_as_causal: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTP:
-    """Each token is predicted from those before it, and so are the tokens after it, by heads of their own."""
+class MTP(ObjectiveFacts):
+    """Predict each token from those before it, and the tokens after it with heads of their own."""
 
     name: Literal["mtp"] = "mtp"
     heads: HeadKind = setting(
         "sequential",
-        "how further tokens are predicted: one after the other, each head reading the token before (DeepSeek-V3), or all from the same stream",
+        "sequential: each head reads the token before (DeepSeek-V3); parallel: all heads read the"
+        " same hidden states",
     )
     weights: tuple[float, ...] = setting(
         (0.3,),
-        "weight of the loss of the token after the next, of the one after that, and so on; each has a head",
+        "loss weight of the second token ahead, of the third, and so on; one head each",
         above=0,
     )
 
-    both_ways: ClassVar[bool] = False
-    prompts: ClassVar[Prompts] = "left to right"
+    keeps_rows: ClassVar[bool] = True
+    evaluated_as_causal: ClassVar[bool] = True
+
+    @property
+    def mtp_settings(self) -> "MTP | None":
+        """Return these settings."""
+        return self
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """There is a further token."""
+        """Check that there is a head."""
         if not self.weights:
             yield (
                 "weights",
-                "nothing beyond the next token has a weight: that is the objective causal",
+                "no token beyond the next one has a weight, which is the objective causal",
                 "--config.objective.weights=0.3",
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Distill(ObjectiveFacts):
+    """Learn the next-token distribution of a frozen teacher: knowledge distillation."""
+
+    name: Literal["distill"] = "distill"
+    teacher: str = setting("", "RUN or RUN@STEP of the frozen teacher, with the same tokenizer")
+    weight: float = setting(
+        0.5, "weight of the divergence from the teacher; the labels have the rest", above=0, high=1
+    )
+    temperature: float = setting(
+        1.0, "divisor of both models' logits in the divergence", above=0, high=100
+    )
+
+    keeps_rows: ClassVar[bool] = True
+    evaluated_as_causal: ClassVar[bool] = True
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Check that there is a teacher."""
+        if not self.teacher:
+            yield "teacher", "distillation needs a trained run", "--config.objective.teacher=RUN"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
-    """How often a row is read by each objective, in proportion."""
+    """Relative frequency of each objective of a mixture, by rows."""
 
     causal: float = setting(0.5, "weight of causal", low=0)
     prefix: float = setting(0.0, "weight of prefix", low=0)
@@ -168,47 +259,64 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Several objectives in one run, one drawn for each row by their weights; heads of mtp learn from its rows alone."""
+    """Sample one of several objectives for each row; heads of mtp learn from rows of mtp alone."""
 
     name: Literal["mixture"] = "mixture"
-    weights: Weights = setting(Weights(), "how often each is drawn")
-    masked: Masked = setting(Masked(), "masked, where it has a weight")
-    span: Span = setting(Span(), "span, where it has a weight")
-    fim: FIM = setting(FIM(), "fim, where it has a weight")
-    blank: Blank = setting(Blank(), "blank, where it has a weight")
-    mtp: MTP = setting(MTP(), "mtp, where it has a weight")
+    weights: Weights = setting(Weights(), "relative frequency of each objective")
+    masked: Masked = setting(Masked(), "settings of masked")
+    span: Span = setting(Span(), "settings of span")
+    fim: FIM = setting(FIM(), "settings of fim")
+    blank: Blank = setting(Blank(), "settings of blank")
+    mtp: MTP = setting(MTP(), "settings of mtp")
+
+    keeps_rows: ClassVar[bool] = False
+    evaluated_as_causal: ClassVar[bool] = False
+    architectures: ClassVar[tuple[Architecture, ...]] = ("decoder",)
+    teacher: ClassVar[str | None] = None
 
     @property
-    def both_ways(self) -> bool:
-        """Whether any of them reads parts both ways."""
-        return any(arm.both_ways for arm, _ in self.parts)
-
-    @property
-    def prompts(self) -> Prompts:
-        """From left to right, where that was learnt too."""
-        known = [arm.prompts for arm, _ in self.parts]
-        order: tuple[Prompts, ...] = ("left to right", "both ways", "none")
-        return min(known, key=order.index)
-
-    @property
-    def parts(self) -> tuple[tuple["Simple", float], ...]:
-        """The objectives that have a weight, each with its share."""
-        arms: tuple[Simple, ...] = (
-            Causal(),
-            Prefix(),
-            self.masked,
-            self.span,
-            UL2(),
-            self.fim,
-            self.blank,
-            self.mtp,
+    def parts(self) -> tuple[tuple["TokenObjective", float], ...]:
+        """Return the objectives that have a weight, each with its share."""
+        arms: tuple[TokenObjective, ...] = (
+            *(Causal(), Prefix(), self.masked, self.span),
+            *(UL2(), self.fim, self.blank, self.mtp),
         )
         weights = [getattr(self.weights, arm.name) for arm in arms]
         total = sum(weights)
         return tuple((arm, w / total) for arm, w in zip(arms, weights, strict=True) if w)
 
+    @property
+    def bidirectional(self) -> bool:
+        """Return whether any part reads some tokens bidirectionally."""
+        return any(arm.bidirectional for arm, _ in self.parts)
+
+    @property
+    def prompts(self) -> Prompts:
+        """Return "left to right" if any part learns that, else the best of the others."""
+        order: tuple[Prompts, ...] = ("left to right", "both ways", "none")
+        return min((arm.prompts for arm, _ in self.parts), key=order.index)
+
+    @property
+    def block_positions(self) -> int | None:
+        """Return the size of the table of second positions; None if no part needs one."""
+        return next((n for arm, _ in self.parts if (n := arm.block_positions)), None)
+
+    @property
+    def mtp_settings(self) -> MTP | None:
+        """Return the settings of multi-token prediction; None if it has no weight."""
+        return next((mtp for arm, _ in self.parts if (mtp := arm.mtp_settings)), None)
+
+    def target_length(self, sequence: int) -> int:
+        """Raise ValueError: a mixture cannot train an encoder-decoder."""
+        raise ValueError("a mixture makes no pairs for an encoder and a decoder")
+
+    @property
+    def marks_mtp_rows(self) -> bool:
+        """Return whether only some rows predict tokens beyond the next one."""
+        return self.mtp_settings is not None
+
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Something has a weight."""
+        """Check that some objective has a weight."""
         if not self.parts:
             yield (
                 "weights.causal",
@@ -217,55 +325,33 @@ class Mixture:
             )
 
 
-Simple = Causal | Prefix | Masked | Span | UL2 | FIM | Blank | MTP
-Objective = Simple | Mixture
-Paired = Span | UL2  # of one text, one for an encoder and one for its decoder
+TokenObjective = Causal | Prefix | Masked | Span | UL2 | FIM | Blank | MTP
+Objective = TokenObjective | Mixture | Distill
 
 
-def has_inner(objective: Objective) -> bool:
-    """Whether tokens have a second position, for which the model needs a table."""
-    return any(isinstance(arm, Blank) for arm in arms(objective))
-
-
-def has_ahead(objective: Objective) -> bool:
-    """Whether a batch says which of its rows predict tokens beyond the next: some do, and others do not."""
-    return isinstance(objective, Mixture) and mtp_settings(objective) is not None
-
-
-def mtp_settings(objective: Objective) -> MTP | None:
-    """How tokens beyond the next are predicted; None where they are not."""
-    return next((arm for arm in arms(objective) if isinstance(arm, MTP)), None)
-
-
-def heads(objective: Objective) -> Ahead | None:
-    """The heads for further tokens that the model needs."""
-    found = mtp_settings(objective)
-    return None if found is None else Ahead(tokens=len(found.weights), kind=found.heads)
-
-
-def arms(objective: Objective) -> tuple[Simple, ...]:
-    """The objectives that a row may be read by."""
-    return (
-        tuple(arm for arm, _ in objective.parts) if isinstance(objective, Mixture) else (objective,)
-    )
+def mtp_heads(objective: Objective) -> Ahead | None:
+    """Return the heads for tokens beyond the next one that the model needs; None for none."""
+    mtp = objective.mtp_settings
+    return None if mtp is None else Ahead(tokens=len(mtp.weights), kind=mtp.heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """How the token loss is computed."""
+    """Computation of the token loss."""
 
     z_loss: float = setting(
         0.0, "coefficient of the squared log normalizer, which keeps logits near zero", low=0
     )
     label_smoothing: float = setting(
         0.0,
-        "share of each label that is spread evenly over all ids; loss_nats stays the plain likelihood",
+        "share of each label that is spread evenly over all ids; loss_nats stays the plain"
+        " negative log-likelihood",
         low=0,
         high=1,
     )
     chunk: int | None = setting(
         None,
-        "tokens unembedded at a time, the others' logits never existing; None takes all at once",
+        "tokens whose logits are in memory at a time; None computes all at once",
         unit="tokens",
         low=1,
     )

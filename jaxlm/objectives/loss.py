@@ -1,4 +1,4 @@
-"""What an objective gives back."""
+"""Token losses: negative log-likelihood, multi-token prediction, labels that the model samples."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jaxtyping import Bool, Float, Int
 
 from jaxlm.core import random
 from jaxlm.core.mean import Mean
@@ -16,21 +17,20 @@ from jaxlm.models.build import Model
 from jaxlm.models.decoder import Decoder
 from jaxlm.nn.moe import ADDED
 from jaxlm.objectives.config import LossConfig
-from jaxlm.objectives.mtp import shifted_targets
 from jaxlm.ops import gumbel
 from jaxlm.ops.cross_entropy import TokenScores, in_chunks, token_scores
 from jaxlm.parallel import context
 
 
 class Loss(NamedTuple):
-    """What is minimised, and what is worth knowing; all of it sums and weights.
+    """The quantity to minimize, and metrics, as sums and weights.
 
     Args:
-      objective: the loss of the tokens that are trained on, and their weight.
+      objective: sum of the loss over trained tokens, and their weight.
       metrics: figures by name.
-      added: what layers add, and the number of tokens that it is a sum over: all that are not padding, trained on or not. So
-        the mean that is minimised is objective.value + added.value, and a coefficient of `added` means the same however few
-        tokens an objective trains on. None if no layer adds anything.
+      added: sum of the auxiliary losses of layers, and the number of tokens that are not padding,
+        trained on or not; None without any. The minimized mean is objective.value + added.value, so
+        a coefficient of an auxiliary loss means the same however few tokens an objective trains on.
     """
 
     objective: Mean
@@ -39,13 +39,9 @@ class Loss(NamedTuple):
 
     @property
     def value(self) -> Array:
-        """Return the mean that is minimised, of this batch alone."""
-        return (
-            self.objective.value if self.added is None else self.objective.value + self.added.value
-        )
-
-
-# The negative log-likelihood of the batch's targets.
+        """Return the minimized mean of this batch alone."""
+        value = self.objective.value
+        return value if self.added is None else value + self.added.value
 
 
 def token_nll(
@@ -53,117 +49,118 @@ def token_nll(
     batch: Tokens,
     key: Array | None,
     config: LossConfig,
-    ahead: tuple[float, ...] = (),
+    *,
+    mtp_weights: tuple[float, ...] = (),
 ) -> Loss:
-    """sum_t w_t (nll_t + z log_normalizer_t^2), and the weight sum_t w_t; apart from it, what the layers add.
+    """Return sum_t w_t (nll_t + z log_normalizer_t^2) and the weight sum_t w_t.
 
-    With label smoothing e, nll_t is (1 - e) nll_t + e mean_v(-log p_v), the metric `smoothed_nats`. The metric
-    `loss_nats` is the likelihood alone. `key` turns dropout on. What layers add is `nn.moe`'s sum over all tokens that are
-    not padding, and its weight their number (`Loss.added`).
+    With label smoothing e, nll_t is (1 - e) nll_t + e mean_v(-log p_v), the metric `smoothed_nats`.
+    The metric `loss_nats` is the plain negative log-likelihood.
 
-    `ahead` are the weights of the same sums for the tokens 2, 3, ... ahead, which the model's heads predict: so each is
-    divided by the weight of the next tokens, of which a document has a few more. Their metrics are `ahead_2_nats` and
-    `ahead_2_accuracy`, and so on; all others are of the next token. Rows of a mixture that do not predict them add nothing to
-    these sums (`batch.predicts_ahead`).
+    With multi-token prediction the same sums for the tokens 2, 3, ... ahead are added, times their
+    weight. Each is divided by the weight of the next tokens; a document has a few more of those.
+    Their metrics are `ahead_2_nats`, `ahead_2_accuracy` and so on. Rows of a mixture that do not
+    predict further tokens (`batch.predicts_ahead`) add nothing to them.
 
-    Source: Chowdhery et al. 2022, arXiv:2204.02311, section 5 (z-loss, there with 1e-4); DeepSeek-AI 2024, arXiv:2412.19437,
-    equations 24 and 25 (further tokens, where each weight is lambda / D).
+    Args:
+      model: the model that is trained.
+      batch: rows of tokens, targets and weights.
+      key: random key of dropout; None turns dropout off.
+      config: z-loss, label smoothing, and the tokens whose logits are in memory at a time.
+      mtp_weights: loss weights of the tokens 2, 3, ... ahead.
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, section 5 (z-loss, there with 1e-4);
+    DeepSeek-AI 2024, arXiv:2412.19437, equations 24 and 25 (multi-token prediction; a weight here
+    is lambda / D there).
     """
     parts = context.context_size() if model.config.has_ring else 1
-    dealt = context.zigzag_shard(batch, parts)
-    hidden = model.read(dealt, key=key, dealt=parts)
+    sharded = context.zigzag_shard(batch, parts)
+    hidden = model.read(sharded, key=key, dealt=parts)
 
     def scored(values: Array, targets: Array) -> TokenScores:
         return _scores(model, values, targets, parts, config.chunk, config.label_smoothing)
 
-    total, metrics = _total(scored(hidden.values, dealt.targets), batch.weights, config)
+    total, metrics = weighted(scored(hidden.values, sharded.targets), batch.weights, config)
     losses = hidden.losses
-    if ahead:
+    if mtp_weights:
         assert isinstance(model, Decoder)
-        following = shifted_targets(batch, len(ahead))
-        there = context.zigzag_shard(following, parts)
+        shifted = shifted_targets(batch, len(mtp_weights))
+        shifted_shards = context.zigzag_shard(shifted, parts)
         values, added = model.ahead(
             hidden.stream,
-            [(each.tokens, each.is_there) for each in there],
-            positions=dealt.positions,
-            segments=dealt.segments,
+            [(each.tokens, each.is_valid) for each in shifted_shards],
+            positions=sharded.positions,
+            segments=sharded.segments,
             key=None if key is None else random.stream(key, "ahead"),
             dealt=parts,
         )
         losses = Mean.merged(losses, added)
-        for number, (weight, value) in enumerate(zip(ahead, values, strict=True)):
-            scores = scored(value, there[number].targets)
-            own, found = _total(scores, following[number].weights, config)
-            total = total + weight * own
-            metrics[f"ahead_{number + 2}_nats"] = found["loss_nats"]
-            metrics[f"ahead_{number + 2}_accuracy"] = found["token_accuracy"]
-    auxiliary = None
-    if ADDED in losses:
-        auxiliary = Mean(losses[ADDED].total, (batch.segments > 0).sum(dtype=jnp.float32))
-    return Loss(Mean(total, metrics["loss_nats"].weight), metrics | losses, auxiliary)
+        for number, (weight, value) in enumerate(zip(mtp_weights, values, strict=True)):
+            scores = scored(value, shifted_shards[number].targets)
+            part, figures = weighted(scores, shifted[number].weights, config)
+            total = total + weight * part
+            metrics[f"ahead_{number + 2}_nats"] = figures["loss_nats"]
+            metrics[f"ahead_{number + 2}_accuracy"] = figures["token_accuracy"]
+    return Loss(
+        Mean(total, metrics["loss_nats"].weight), metrics | losses, auxiliary_loss(losses, batch)
+    )
 
 
 def sampled_label_nll(model: Model, batch: Tokens, config: LossConfig) -> Loss:
-    """Return the likelihood of next tokens that the model itself samples, without dropout; its gradient gives the curvature.
+    """Return the negative log-likelihood of next tokens that the model samples, without dropout.
 
-    `batch.targets` are not ids but a seed for each slot, even over 0 to 2^31 - 1. The id is a function of the slot's seed and
-    logits alone (`ops.gumbel`): micro-batches, chunks and meshes sample the same ids, up to rounding of the logits.
+    Its gradient estimates the curvature. `batch.targets` are not ids but a seed for each slot,
+    uniform over 0 to 2^31 - 1. The id is a function of the slot's seed and logits alone
+    (`ops.gumbel`): micro-batches, chunks and meshes sample the same ids, up to rounding of logits.
     """
     parts = context.context_size() if model.config.has_ring else 1
-    dealt = context.zigzag_shard(batch, parts)
-    hidden = model.read(dealt, key=None, dealt=parts)
+    sharded = context.zigzag_shard(batch, parts)
+    hidden = model.read(sharded, key=None, dealt=parts)
+    logits_of = logits_function(model)
 
-    logits_of = _logits(model)
-
-    def of(values: Array, seeds: Array) -> Array:
+    def nll(values: Array, seeds: Array) -> Array:
         logits = logits_of(values)
         ids = gumbel.sample(jax.lax.stop_gradient(logits), seeds)
         return token_scores(logits, ids).nll
 
-    nll = in_chunks(of, hidden.values, dealt.targets, tokens=config.chunk)
-    return Loss(Mean.of(context.zigzag_unshard(nll, parts), batch.weights), {})
+    nats = in_chunks(nll, hidden.values, sharded.targets, tokens=config.chunk)
+    return Loss(Mean.of(context.zigzag_unshard(nats, parts), batch.weights), {})
 
 
 def score(
     model: Model, batch: Tokens, key: Array | None, chunk: int | None
 ) -> tuple[TokenScores, dict[str, Mean]]:
-    """The scores of each target, its logits `chunk` tokens at a time; and the means that layers give.
+    """Return the scores of each target, and the means that layers give.
 
-    Where keys go round a ring, the slots of each row are dealt out to its devices in here, and the scores put back: so
-    every token has its own score, and only dropout draws differ from those without a ring.
+    With ring attention the slots of each row are distributed in zigzag order inside this function,
+    and the scores are put back in order: only dropout draws differ from those without a ring.
+
+    Args:
+      model: any model.
+      batch: rows of tokens and targets.
+      key: random key of dropout; None turns dropout off.
+      chunk: tokens whose logits are in memory at a time; None computes all at once.
     """
     parts = context.context_size() if model.config.has_ring else 1
-    dealt = context.zigzag_shard(batch, parts)
-    hidden = model.read(dealt, key=key, dealt=parts)
-    return _scores(model, hidden.values, dealt.targets, parts, chunk, 0.0), hidden.losses
+    sharded = context.zigzag_shard(batch, parts)
+    hidden = model.read(sharded, key=key, dealt=parts)
+    return _scores(model, hidden.values, sharded.targets, parts, chunk, 0.0), hidden.losses
 
 
-def _scores(
-    model: Model, values: Array, targets: Array, parts: int, chunk: int | None, smoothing: float
-) -> TokenScores:
-    logits = _logits(model)
-
-    def of(values: Array, targets: Array) -> TokenScores:
-        with jax.named_scope("unembed"):
-            return token_scores(logits(values), targets, smoothing)
-
-    return context.zigzag_unshard(in_chunks(of, values, targets, tokens=chunk), parts)
-
-
-def _logits(model: Model) -> Callable[[Array], Array]:
-    """Return `model.logits`, whose weights' gradients are summed in float32 over chunks of tokens."""
+def logits_function(model: Model) -> Callable[[Array], Array]:
+    """Return `model.logits`, the gradients of whose weights are summed in float32 over chunks."""
     graph, state = nnx.split(model)
     wide, narrowed = widened(state)
     return lambda values: nnx.merge(graph, narrowed(wide)).logits(values)
 
 
-def _total(
+def weighted(
     scores: TokenScores, weights: Array, config: LossConfig
 ) -> tuple[Array, dict[str, Mean]]:
-    """What is minimised, as a sum, and what is worth knowing."""
-    loss = Mean.of(scores.nll, weights)
-    metrics = {"loss_nats": loss, "token_accuracy": Mean.of(scores.correct, weights)}
-    total = loss.total
+    """Return the sum to minimize of scored tokens, and its metrics."""
+    nats = Mean.of(scores.nll, weights)
+    metrics = {"loss_nats": nats, "token_accuracy": Mean.of(scores.correct, weights)}
+    total = nats.total
     if scores.smoothed is not None:
         metrics["smoothed_nats"] = Mean.of(scores.smoothed, weights)
         total = metrics["smoothed_nats"].total
@@ -171,3 +168,55 @@ def _total(
         metrics["z"] = Mean.of(jnp.square(scores.log_normalizer), weights)
         total = total + config.z_loss * metrics["z"].total
     return total, metrics
+
+
+def auxiliary_loss(losses: dict[str, Mean], batch: Tokens) -> Mean | None:
+    """Return the auxiliary losses of layers over tokens that are not padding; None without any."""
+    if ADDED not in losses:
+        return None
+    return Mean(losses[ADDED].total, (batch.segments > 0).sum(dtype=jnp.float32))
+
+
+def _scores(
+    model: Model, values: Array, targets: Array, parts: int, chunk: int | None, smoothing: float
+) -> TokenScores:
+    logits_of = logits_function(model)
+
+    def scored(values: Array, targets: Array) -> TokenScores:
+        with jax.named_scope("unembed"):
+            return token_scores(logits_of(values), targets, smoothing)
+
+    return context.zigzag_unshard(in_chunks(scored, values, targets, tokens=chunk), parts)
+
+
+class ShiftedTargets(NamedTuple):
+    """For each slot, the token k slots ahead and the one after it, which is the target."""
+
+    tokens: Int[Array, "B T"]
+    is_valid: Bool[Array, "B T"]  # whether the token is in the slot's document
+    targets: Int[Array, "B T"]
+    weights: Float[Array, "B T"]  # 0 if the target is beyond its document or its row
+
+
+def shifted_targets(batch: Tokens, count: int) -> list[ShiftedTargets]:
+    """Return the targets k slots ahead for k from 1 to `count`, never of another document."""
+    counted = (
+        batch.weights if batch.predicts_ahead is None else batch.weights * batch.predicts_ahead
+    )
+    shifted = []
+    for k in range(1, count + 1):
+        tokens, targets, weights, segments = (
+            jnp.pad(each[:, k:], [(0, 0), (0, k)])
+            for each in (batch.tokens, batch.targets, counted, batch.segments)
+        )
+        is_valid = (segments == batch.segments) & (batch.segments > 0)
+        shifted.append(ShiftedTargets(tokens, is_valid, targets, jnp.where(is_valid, weights, 0.0)))
+    return shifted
+
+
+def mtp_views(batch: Tokens, count: int) -> list[Tokens]:
+    """Return the batch once for each further token, with the weights that its head trains on."""
+    return [
+        batch._replace(weights=jnp.pad(each.weights[:, :-k], [(0, 0), (k, 0)]))
+        for k, each in enumerate(shifted_targets(batch, count), 1)
+    ]

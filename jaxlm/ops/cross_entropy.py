@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -90,13 +90,13 @@ def _is_target(logits: Array, targets: Array) -> Array:
 
 
 def in_chunks(
-    function: Callable[[Array, Array], Scores],
-    hidden: Float[Array, "B T D"],
+    function: Callable[[Any, Array], Scores],
+    hidden: Any,
     targets: Int[Array, "B T"],
     *,
     tokens: int | None,
 ) -> Scores:
-    """`function(hidden, targets)`, a tree of [B, T], over about `tokens` tokens at a time; None takes all at once.
+    """`function(hidden, targets)`, a tree of [B, T] of a tree of hidden states [B, T, D], over about `tokens` tokens at a time; None takes all at once.
 
     The logits of one chunk are live at a time: the backward pass makes them again, at the cost of one more unembedding. So
     memory is flat in B T, and grows with `tokens` V: the vocabulary is not cut, a larger one takes fewer tokens at a time.
@@ -130,5 +130,5 @@ def in_chunks(
         return x.reshape(rows, parts, -1)[:, :, :own].reshape(rows, length)
 
     again = jax.checkpoint(function, prevent_cse=False)
-    scores = jax.lax.map(lambda part: again(*part), (cut(hidden), cut(targets)))
+    scores = jax.lax.map(lambda part: again(*part), jax.tree.map(cut, (hidden, targets)))
     return jax.tree.map(joined, scores)

@@ -258,7 +258,11 @@ def _clip_norm(largest: float, paths: frozenset[str] | None = None) -> optax.Gra
 
 
 class Descent(NamedTuple):
-    """The updates so far."""
+    """Updates since `init`, the clock of a transformation that is used by itself.
+
+    A training step passes `applied` to `update` instead: the schedule of a run follows the updates
+    that the run applied, also after its optimizer state was reset.
+    """
 
     updates: Array
 
@@ -276,10 +280,11 @@ def _descend(
         params: Any = None,
         *,
         rate: Array | float = 1.0,
+        applied: Array | None = None,
         **others: Any,
     ) -> tuple[Any, Descent]:
         del others
-        lr = schedule(state.updates) * rate
+        lr = schedule(state.updates if applied is None else applied) * rate
 
         def step(path: str, direction: Array, param: Array) -> Array:
             group = plan[path]

@@ -55,12 +55,14 @@ def descend(
         params: Any = None,
         *,
         rate: Array | float = 1.0,
+        applied: Array | None = None,
         **others: Any,
     ) -> tuple[Any, Iterates]:
         del others
         count = state.updates + 1
         t = count.astype(jnp.float32)
-        size = schedule(state.updates) * rate * jnp.sqrt(1 - config.b2**t)
+        lr = schedule(state.updates if applied is None else applied) * rate
+        size = lr * jnp.sqrt(1 - config.b2**t)
         weight = state.weight + jnp.square(size)
         share = jnp.square(size) / jnp.maximum(weight, 1e-30)
 

@@ -25,17 +25,7 @@ from jaxlm.models.families.union import (
     TabledFamily,
 )
 from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
-from jaxlm.objectives.config import (
-    INNER,
-    MTP,
-    Causal,
-    LossConfig,
-    Masked,
-    Objective,
-    Paired,
-    has_inner,
-    heads,
-)
+from jaxlm.objectives.config import Architecture, Causal, LossConfig, Objective, mtp_heads
 from jaxlm.optim import average_config, schedule_functions
 from jaxlm.optim.average_config import Average, NoAverage
 from jaxlm.optim.config import (
@@ -176,17 +166,20 @@ class Run:
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
         """What no section can say alone."""
-        if isinstance(self.model, EncoderFamily) and not isinstance(self.objective, Masked):
+        if self.architecture not in self.objective.architectures:
+            why, names = {
+                "encoder": ("an encoder attends to the tokens to predict", ("masked",)),
+                "encoder-decoder": (
+                    "an encoder-decoder needs pairs of input and target",
+                    ("span", "ul2"),
+                ),
+                "decoder": ("a decoder cannot train on it", ("causal",)),
+            }[self.architecture]
+            fixes = [f"--config.objective.name={name}" for name in names]
             yield (
                 "objective.name",
-                f"{self.model.family} reads every token both ways, and would see what {self.objective.name} predicts",
-                "--config.objective.name=masked\n--config.model.family=gpt2",
-            )
-        if self.is_paired and not isinstance(self.objective, Paired):
-            yield (
-                "objective.name",
-                f"{self.model.family} reads one text and writes another, and {self.objective.name} makes no two of one",
-                "--config.objective.name=span\n--config.objective.name=ul2\n--config.model.family=gpt2",
+                f"{self.model.family} cannot be trained by {self.objective.name}: {why}",
+                "\n".join([*fixes, "--config.model.family=gpt2"]),
             )
         if isinstance(self.model, TabledFamily) and self.data.sequence > self.model.context:
             yield (
@@ -208,14 +201,14 @@ class Run:
                 "schedule_free's parameters are an average, which scaling back would part from its iterates",
                 "--config.regularisation.qk_clip=None",
             )
-        if self.regularisation.qk_clip is not None and self.is_paired:
+        if self.regularisation.qk_clip is not None and self.architecture == "encoder-decoder":
             yield (
                 "regularisation.qk_clip",
                 f"{self.model.family} attends across too, and the logits of that are not looked at",
                 "--config.regularisation.qk_clip=None",
             )
         yield from self._mup_problems()
-        if self.data.sequence_warmup and not isinstance(self.objective, Causal | MTP):
+        if self.data.sequence_warmup and not self.objective.keeps_rows:
             yield (
                 "data.sequence_warmup",
                 f"rows that {self.objective.name} has changed cannot be cut; those of causal and mtp can",
@@ -239,7 +232,7 @@ class Run:
             return
         for name, why, fix in misfits(self.schedule, self.train.steps, pace):
             yield f"schedule.{name}", why, fix
-        if heads(self.objective) and isinstance(self.optim, Sophia):
+        if self.objective.mtp_settings and isinstance(self.optim, Sophia):
             yield (
                 "optim.name",
                 "sophia estimates the curvature of next tokens, and heads for further ones would have none",
@@ -254,7 +247,7 @@ class Run:
         """Rates by width are known for optimizers like Adam, and initial weights for a deviation that is given."""
         if self.mup.base_width is None:
             return
-        if self.is_paired or isinstance(self.model, EncoderFamily):
+        if self.architecture != "decoder":
             yield (
                 "mup.base_width",
                 f"how {self.model.family} changes with its width is not known here; of decoders it is",
@@ -295,8 +288,11 @@ class Run:
         """The model with a vocabulary of so many ids, and what the objective needs of it."""
         built = dataclasses.replace(self.model, vocab=vocab).build()
         if isinstance(built, Decoder):
-            inner = INNER if has_inner(self.objective) else None
-            built = dataclasses.replace(built, inner_positions=inner, ahead=heads(self.objective))
+            built = dataclasses.replace(
+                built,
+                inner_positions=self.objective.block_positions,
+                ahead=mtp_heads(self.objective),
+            )
             built = self.mup.applied(built)
         return self.regularisation.applied(built)
 
@@ -329,9 +325,11 @@ class Run:
         )
 
     @property
-    def is_paired(self) -> bool:
-        """Whether the model reads one row and writes another."""
-        return isinstance(self.model, EncoderDecoderFamily)
+    def architecture(self) -> Architecture:
+        """Return the kind of the model."""
+        if isinstance(self.model, EncoderDecoderFamily):
+            return "encoder-decoder"
+        return "encoder" if isinstance(self.model, EncoderFamily) else "decoder"
 
     @property
     def tokens_per_step(self) -> int:

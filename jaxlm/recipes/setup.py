@@ -21,8 +21,9 @@ from jaxlm.data.dataset import Data, Say
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.evals.loss import Prefix
 from jaxlm.models.build import Blueprint
+from jaxlm.models.families.union import TabledFamily
 from jaxlm.monitor.progress import Progress
-from jaxlm.objectives import corruption
+from jaxlm.objectives.build import build as build_objective
 from jaxlm.optim import groups
 from jaxlm.parallel import rules
 from jaxlm.recipes import jax_setup
@@ -112,6 +113,24 @@ def observer_model(run: Run, model: ShardedModel) -> Blueprint:
     )
 
 
+def taught_run(teacher: Run, run: Run) -> Run:
+    """Return the run of a frozen teacher, laid out as `run` is and reading rows of its length.
+
+    Raises:
+      ConfigError: if the teacher has fewer positions than a row of `run`.
+    """
+    sequence = run.data.sequence
+    if isinstance(teacher.model, TabledFamily) and teacher.model.context < sequence:
+        raise ConfigError(
+            f"rows of {sequence} tokens are too long for the teacher",
+            where="objective.teacher",
+            why=f"the teacher has {teacher.model.context} positions",
+            fix=f"--config.data.sequence={teacher.model.context}",
+        )
+    data = dataclasses.replace(teacher.data, sequence=sequence, sequence_warmup=())
+    return dataclasses.replace(teacher, data=data, train=run.train, mesh=run.mesh)
+
+
 def vocabulary(run: Run, tokens: int) -> int:
     """`model.vocab`, or for `auto` the tokenizer's size, rounded up."""
     return (
@@ -189,7 +208,7 @@ def open_data(
     return dataset.open_data(
         run.data,
         seed=run.seed,
-        reading=corruption.reading(run.objective, is_paired=run.is_paired),
+        reading=build_objective(run.objective, run.loss, run.architecture).prepare,
         row_at=run.row_at,
         rows=run.rows,
         say=say,

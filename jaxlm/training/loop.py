@@ -1,5 +1,6 @@
-"""The loop over steps: evaluate, sample, save, then take the batch."""
+"""The training loop: take a batch, step, evaluate, sample, save."""
 
+import abc
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -17,21 +18,20 @@ from jaxlm.training.step import Metrics, Step
 
 @dataclasses.dataclass
 class Progress:
-    """What the host counts beside the state, and saves with it."""
+    """Counters of the host, saved with each checkpoint."""
 
-    tokens: int = 0  # trained on so far, padding not counted
+    tokens: int = 0  # trained on so far, without padding
     best_loss: float | None = None
     best_step: int | None = None
     evaluations_without_gain: int = 0
     last_skipped: int | None = None  # the newest step that the guard did not apply
-    read: dict[str, list[int]] = dataclasses.field(
-        default_factory=dict
-    )  # rows and tokens of each source of a mixture
+    # Rows and tokens read of each source of a mixture.
+    read: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     first_loss: float | None = None  # of the first step, in nats
-    divergence: dict[str, Any] | None = None  # what is wrong with the loss, if anything
+    divergence: dict[str, Any] | None = None  # verdict on a loss that is too high
 
     def note(self, loss: float, step: int) -> bool:
-        """Counts an evaluation; whether its loss is the lowest so far."""
+        """Count an evaluation, and return whether its loss is the lowest so far."""
         if self.best_loss is not None and loss >= self.best_loss:
             self.evaluations_without_gain += 1
             return False
@@ -39,168 +39,221 @@ class Progress:
         return True
 
     def forget(self) -> None:
-        """Begins anew to look for the lowest loss: evaluations to come are of another set."""
+        """Forget the lowest loss, because later evaluations are of another set."""
         self.best_loss, self.best_step, self.evaluations_without_gain = None, None, 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Hooks:
-    """What the loop is handed, so that it knows no data, evaluation or checkpoint.
-
-    The functions of a step say whether something is due once that many steps are complete.
-    """
-
-    is_log_due: Callable[[int], bool]
-    is_eval_due: Callable[[int], bool]
-    is_sample_due: Callable[[int], bool]
-    is_save_due: Callable[[int], bool]
-    before: Callable[[int], None]  # each step, with the number of completed ones
-    # Each step's metrics, its seconds of waiting for data, and the time at which it was complete.
-    count: Callable[[dict[str, float], float, float], None]
-    log: Callable[[int, dict[str, float]], None]  # a logged step's metrics
-    evaluate: Callable[
-        [TrainState, int], float | None
-    ]  # the loss that ranks checkpoints; None for no validation set
-    sample: Callable[[TrainState, int], None]
-    save: Callable[
-        [TrainState, int, float | None], None
-    ]  # with that loss, where this very step was evaluated
-    skipped: Callable[
-        [int, dict[str, float], Any], None
-    ]  # a step that was not applied: its metrics, and the gradient's norms by layer
-    check_saves: Callable[[], None]  # raises where a save in the background failed
-    enter: Callable[[str], None] = lambda _: None  # what comes now: "data" or "step"
-    # Asked once a step: whether it shall be the last.
-    is_over: Callable[[], bool] = lambda: False
-
-
 class BudgetSpent(Exception):
-    """Too many steps in a row were not applied: going on with the same batches is of no use."""
+    """Too many steps in a row were not applied, so the same batches cannot be trained on."""
 
     def __init__(self, first: int, step: int, values: dict[str, float]):
         super().__init__(f"steps {first} to {step} were not applied")
         self.first, self.step, self.values = first, step, values
 
 
-def run(
-    step: Step,
-    state: TrainState,
-    batches: Iterator[Any],
-    *,
-    start: int,
-    steps: int,
-    stop_at: int,
-    progress: Progress,
-    hooks: Hooks,
-    stop: StopRequest,
-    patience: int | None,
-    keep_best: bool,
-    budget: int,
-    now: Callable[[], float] = time.monotonic,
-) -> TrainState:
-    """Runs from `start` completed steps to `steps`, or to `stop_at`; the state it returns is saved.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopLimits:
+    """Start of a loop and the limits that end it.
 
-    The metrics of a step are fetched after the next one has been dispatched, so the device does not wait for Python.
-    Before an evaluation, samples or a save they are fetched first. `now` is the clock of the times that hooks get.
-
-    Raises:
-      BudgetSpent: where `budget` steps in a row were not applied.
-      Preempted: where `stop` was requested; the last completed step is saved.
+    Args:
+      start: completed steps at the start.
+      steps: completed steps at the end of the run.
+      stop_at: completed steps at which this loop ends.
+      patience: evaluations in a row without a lower loss that end the run; None for no limit.
+      keep_best: save each step with the lowest loss so far.
+      budget: steps in a row that may not be applied.
     """
-    waiting: tuple[int, Metrics, float, Completion] | None = None
 
-    def settle() -> None:
-        nonlocal waiting
-        if waiting is not None:
-            _settle(*waiting, progress, hooks, budget, now)
-            waiting = None
+    start: int
+    steps: int
+    stop_at: int
+    patience: int | None
+    keep_best: bool
+    budget: int
 
-    saved = start
 
-    def save(state: TrainState, completed: int, loss: float | None) -> None:
-        nonlocal saved
-        settle()
-        hooks.save(state, completed, loss)
-        saved = completed
+class TrainLoop(abc.ABC):
+    """The loop over steps. A subclass has the `progress`, decides what is due, and does it.
 
-    def preempted(completed: int) -> Preempted:
-        reached = (
-            f"after step {completed}, which is saved" if completed else "before the first step"
-        )
-        return Preempted(
-            f"stopped by {stop.reason} {reached}",
-            where=f"step {completed}",
-            why=f"{steps - completed} of {steps} steps are left",
-            fix="run the same command again",
-        )
+    The `is_*_due` methods take a number of completed steps.
+    """
 
-    with Completions(now) as completions:
-        for completed in range(start + 1, stop_at + 1):
-            hooks.before(completed - 1)
-            stop.enter()
-            hooks.enter("data")
-            asked = now()
-            try:
-                with stop.waiting():
-                    faults.point("data.next", completed)
-                    batch = next(batches)
-            except Interrupted:
-                if saved < completed - 1:
-                    save(state, completed - 1, None)
-                raise preempted(completed - 1) from None
-            waited = now() - asked
-            hooks.enter("step")
-            faults.point("step.before", completed)
-            state, metrics = step(state, batch)
-            completion = completions.observe(metrics["loss_nats"])
-            faults.point("step.after", completed)
+    progress: Progress
+
+    @abc.abstractmethod
+    def is_log_due(self, step: int) -> bool:
+        """Return whether the metrics of a step are logged."""
+
+    def is_eval_due(self, step: int) -> bool:
+        """Return whether the state after a step is evaluated."""
+        return False
+
+    def is_sample_due(self, step: int) -> bool:
+        """Return whether the state after a step writes samples."""
+        return False
+
+    def is_save_due(self, step: int) -> bool:
+        """Return whether the state after a step is saved."""
+        return False
+
+    @abc.abstractmethod
+    def count(self, values: dict[str, float], data_wait_seconds: float, done_at: float) -> None:
+        """Count a completed step: its metrics, its wait for data, and its time of completion."""
+
+    @abc.abstractmethod
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Log the metrics of a step."""
+
+    def evaluate(self, state: TrainState, step: int) -> float | None:
+        """Evaluate a state and return the loss that ranks checkpoints; None without one."""
+        return None
+
+    def sample(self, state: TrainState, step: int) -> None:
+        """Write samples of a state."""
+        return
+
+    @abc.abstractmethod
+    def save(self, state: TrainState, step: int, loss_nats: float | None) -> None:
+        """Save a state, with the loss that ranks it if it was just evaluated."""
+
+    def before_step(self, completed: int) -> None:
+        """Do what comes before a step, with the number of completed ones."""
+        return
+
+    def note_skipped(self, step: int, values: dict[str, float], layers: Any) -> None:
+        """Record a step that was not applied: its metrics and gradient norms by layer."""
+        return
+
+    def check_saves(self) -> None:
+        """Raise SaveFailed if a save in the background failed."""
+        return
+
+    def enter(self, phase: str) -> None:
+        """Note the phase that begins: "data" or "step"."""
+        return
+
+    def is_over(self) -> bool:
+        """Return whether the step that is being computed is the last one. Called once a step."""
+        return False
+
+    def run(
+        self,
+        step: Step,
+        state: TrainState,
+        batches: Iterator[Any],
+        limits: LoopLimits,
+        stop: StopRequest,
+        now: Callable[[], float] = time.monotonic,
+    ) -> TrainState:
+        """Train from `limits.start` completed steps to the end; the returned state is saved.
+
+        The metrics of a step are fetched after the next one was dispatched, so the device never
+        waits for Python. Before an evaluation, samples or a save they are fetched first.
+
+        Args:
+          step: the compiled step.
+          state: the state after `limits.start` steps.
+          batches: batches of the following steps.
+          limits: start and end of the loop.
+          stop: request to stop, by a signal or a peer.
+          now: clock of the times that `count` gets.
+
+        Raises:
+          BudgetSpent: if `limits.budget` steps in a row were not applied.
+          Preempted: if a stop was requested; the last completed step is saved.
+        """
+        pending: tuple[int, Metrics, float, Completion] | None = None
+
+        def settle() -> None:
+            nonlocal pending
+            if pending is not None:
+                self._settle(*pending, limits.budget, now)
+                pending = None
+
+        saved = limits.start
+
+        def save(state: TrainState, completed: int, loss: float | None) -> None:
+            nonlocal saved
             settle()
-            waiting = (completed, metrics, waited, completion)
-            hooks.check_saves()
+            self.save(state, completed, loss)
+            saved = completed
 
-            loss = None
-            best = False
-            if hooks.is_eval_due(completed):
+        def preempted(completed: int) -> Preempted:
+            reached = f"after step {completed}, which is saved" if completed else "before step 1"
+            return Preempted(
+                f"the run was stopped by {stop.reason} {reached}",
+                where=f"step {completed}",
+                why=f"{limits.steps - completed} of {limits.steps} steps are left",
+                fix="run the same command again",
+            )
+
+        with Completions(now) as completions:
+            for completed in range(limits.start + 1, limits.stop_at + 1):
+                self.before_step(completed - 1)
+                stop.enter()
+                self.enter("data")
+                wait_start = now()
+                try:
+                    with stop.waiting():
+                        faults.point("data.next", completed)
+                        batch = next(batches)
+                except Interrupted:
+                    if saved < completed - 1:
+                        save(state, completed - 1, None)
+                    raise preempted(completed - 1) from None
+                waited = now() - wait_start
+                self.enter("step")
+                faults.point("step.before", completed)
+                state, metrics = step(state, batch)
+                completion = completions.observe(metrics["loss_nats"])
+                faults.point("step.after", completed)
                 settle()
-                loss = hooks.evaluate(state, completed)
-                best = loss is not None and progress.note(loss, completed)
-            if hooks.is_sample_due(completed):
-                settle()
-                hooks.sample(state, completed)
-            given_up = patience is not None and progress.evaluations_without_gain >= patience
-            is_stopped = stop.is_due
-            last = hooks.is_over() or completed == stop_at or is_stopped or given_up
-            if last or hooks.is_save_due(completed) or (best and keep_best):
-                save(state, completed, loss)
-            if is_stopped and completed < steps:
-                raise preempted(completed)
-            if last:
-                break
-    return state
+                pending = (completed, metrics, waited, completion)
+                self.check_saves()
 
+                loss, is_best = None, False
+                if self.is_eval_due(completed):
+                    settle()
+                    loss = self.evaluate(state, completed)
+                    is_best = loss is not None and self.progress.note(loss, completed)
+                if self.is_sample_due(completed):
+                    settle()
+                    self.sample(state, completed)
+                without_gain = self.progress.evaluations_without_gain
+                is_patience_spent = limits.patience is not None and without_gain >= limits.patience
+                is_stopped = stop.is_due
+                is_last = (
+                    self.is_over() or completed == limits.stop_at or is_stopped or is_patience_spent
+                )
+                if is_last or self.is_save_due(completed) or (is_best and limits.keep_best):
+                    save(state, completed, loss)
+                if is_stopped and completed < limits.steps:
+                    raise preempted(completed)
+                if is_last:
+                    break
+        return state
 
-def _settle(
-    step: int,
-    metrics: Metrics,
-    waited: float,
-    completion: Completion,
-    progress: Progress,
-    hooks: Hooks,
-    budget: int,
-    now: Callable[[], float],
-) -> None:
-    """Fetches and counts the metrics of a step, and logs them where it is time."""
-    layers = metrics.pop("layers")
-    values = {name: float(value) for name, value in metrics.items()}
-    at = now() if completion.at is None else completion.at  # the thread may be late
-    progress.tokens += round(values["tokens"])
-    hooks.count(values, waited, at)
-    if values["verdict"]:
-        if values["verdict"] != guard.OVERFLOW:
-            progress.last_skipped = step
-        hooks.skipped(step, values, host.fetch(layers))
-    if hooks.is_log_due(step):
-        hooks.log(step, values)
-    in_a_row = int(values["skipped_in_a_row"])
-    if in_a_row >= budget:
-        raise BudgetSpent(step - in_a_row + 1, step, values)
+    def _settle(
+        self,
+        step: int,
+        metrics: Metrics,
+        waited: float,
+        completion: Completion,
+        budget: int,
+        now: Callable[[], float],
+    ) -> None:
+        """Fetch and count the metrics of a step, and log them if that is due."""
+        layers = metrics.pop("layers")
+        values = {name: float(value) for name, value in metrics.items()}
+        done_at = now() if completion.at is None else completion.at  # the thread may be late
+        self.progress.tokens += round(values["tokens"])
+        self.count(values, waited, done_at)
+        if values["verdict"]:
+            if values["verdict"] != guard.OVERFLOW:
+                self.progress.last_skipped = step
+            self.note_skipped(step, values, host.fetch(layers))
+        if self.is_log_due(step):
+            self.log(step, values)
+        skipped = int(values["skipped_in_a_row"])
+        if skipped >= budget:
+            raise BudgetSpent(step - skipped + 1, step, values)

@@ -1,22 +1,20 @@
-"""What a step finds and would do, layer by layer, without doing it."""
+"""Statistics of the layers in a step, without applying the step."""
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import optax
 from jax import Array
 
 from jaxlm.core import tree
-from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.monitor.config import Watched
 from jaxlm.nn.intermediates import Intermediates, Kind
-from jaxlm.training import curvature as curvatures
 from jaxlm.training import gradient as gradients
-from jaxlm.training.curvature import Curvature
-from jaxlm.training.gradient import LossOfParams
+from jaxlm.training.curvature import build_estimator
 from jaxlm.training.state import TrainState
+from jaxlm.training.step import StepSpec
 
 KINDS: dict[Watched, tuple[Kind, ...]] = {
     "norms": (),
@@ -27,7 +25,14 @@ KINDS: dict[Watched, tuple[Kind, ...]] = {
 
 
 class Observed(NamedTuple):
-    """Norms by kind and by the path of a leaf, [L] in stacks; what layers noted; the gradient's squared norm and weight."""
+    """Statistics of one step.
+
+    Args:
+      norms: norms by kind and by the path of a leaf, [L] for stacked layers.
+      notes: intermediates of the layers.
+      square: squared norm of the gradient.
+      weight: weight of the batch.
+    """
 
     norms: dict[str, dict[str, Array]]
     notes: Intermediates
@@ -35,61 +40,41 @@ class Observed(NamedTuple):
     weight: Array
 
 
-Observe = Callable[..., Observed]  # of TrainState, Tokens and, where it is not 1, the rate
+Observe = Callable[..., Observed]  # of the state, the batch, and the rate (1)
 
 
-def build(
-    loss: LossOfParams,
-    optimizer: optax.GradientTransformation,
-    *,
-    key: Array,
-    precision: Precision,
-    axes: Any,
-    capture: Collection[Watched],
-    shardings: Any = None,
-    microbatches: int = 1,
-    gradient_point: Callable[[Any, Any], Any] | None = None,
-    curvature: Curvature | None = None,
-    frozen: frozenset[str] = frozenset(),
-) -> Observe:
-    """The function (state, batch, rate) -> what the step from there on that batch finds, to be jitted beside the step.
+def build_observer(spec: StepSpec, watched: Collection[Watched]) -> Observe:
+    """Return the function (state, batch, rate) -> statistics of the step from that state.
 
-    It is a program of its own, and gives no state back: so a run that is watched has the numbers of one that is not, in
-    every bit, and its steps are the same program. What it costs is one more step, whenever it is called.
+    It is a program of its own and returns no state: a run that is observed computes the same bits
+    as one that is not, by the same step program. It costs one more step whenever it is called.
 
-    Arguments are those of `step.build`. Where `microbatches` is not the step's, dropout draws other numbers than there.
+    Args:
+      spec: the step. If its micro-batches differ from the step's, dropout draws other numbers.
+      watched: kinds of statistics.
     """
-    parts: dict[str, Any] = dict(
-        precision=precision,
-        axes=axes,
-        shardings=shardings,
-        microbatches=microbatches,
-        frozen=frozen,
-    )
-    estimate = curvatures.build(curvature, **parts)
-    extended = optax.with_extra_args_support(optimizer)
+    estimate = build_estimator(spec.curvature, spec)
+    optimizer = optax.with_extra_args_support(spec.optimizer)
     gradient = gradients.build_gradient(
-        loss,
-        **parts,
-        capture=[kind for name in capture for kind in KINDS[name]],
-        squares="noise" in capture,
+        spec,
+        capture=[kind for name in watched for kind in KINDS[name]],
+        squares="noise" in watched,
     )
 
     def observe(state: TrainState, batch: Tokens, rate: Array | float = 1.0) -> Observed:
-        at = (
-            state.params
-            if gradient_point is None
-            else gradient_point(state.params, state.opt_state)
-        )
-        key_now = jax.random.fold_in(key, state.step)
-        grads, part, notes = gradient(at, batch, key_now, state.guard.scale.factor)
+        key, scale = jax.random.fold_in(spec.key, state.step), state.guard.scale.factor
+        grads, part, captured = gradient(spec.point(state), batch, key, scale)
         norms: dict[str, dict[str, Array]] = {}
-        if "norms" in capture:
-            scale = state.guard.scale.factor
-            given = estimate(state.params, grads, batch, key_now, scale, state.applied)
-            updates, _ = extended.update(grads, state.opt_state, state.params, rate=rate, **given)
+        if "norms" in watched:
+            applied = state.applied
+            estimated = estimate(state.params, grads, batch, key, scale, applied)
+            updates, _ = optimizer.update(
+                grads, state.opt_state, state.params, rate=rate, applied=applied, **estimated
+            )
             trees = {"grad_norm": grads, "param_norm": state.params, "update_norm": updates}
-            norms = {name: gradients.norms_by_layer(values, axes) for name, values in trees.items()}
-        return Observed(norms, notes, tree.norm(grads) ** 2, part.objective.weight)
+            norms = {
+                name: gradients.norms_by_layer(values, spec.axes) for name, values in trees.items()
+            }
+        return Observed(norms, captured, tree.norm(grads) ** 2, part.objective.weight)
 
     return observe

@@ -14,8 +14,8 @@ from jaxlm.data.corrupt.rows import Key
 from jaxlm.data.hub_tokenizer import Imported
 from jaxlm.models.families.bert import BERT
 from jaxlm.models.families.llama import Llama
-from jaxlm.objectives import corruption
-from jaxlm.objectives.config import Masked
+from jaxlm.objectives.build import build
+from jaxlm.objectives.config import LossConfig, Masked
 from tests.cli.test_exchange import call
 from tests.faults import harness
 from tests.parity import weights
@@ -86,7 +86,8 @@ def test_what_is_hidden_is_text_and_so_is_what_stands_for_it(tmp_path):
     write_model(tmp_path / "source", BERT, ("[CLS]", "[SEP]", "[MASK]"))
     content = (tmp_path / "source" / "tokenizer.json").read_bytes()
     tokenizer = Imported(content, before=[256], after=[257])
-    read = corruption.reading(Masked(rate=0.5, hidden=0.4, random=0.5))(tokenizer, 64)
+    settings = Masked(rate=0.5, hidden=0.4, random=0.5)
+    read = build(settings, LossConfig()).prepare(tokenizer, 64)
     ids = np.tile(np.array([256, *range(256), 257], np.int32), 4)
     seen, predicted = [], []
     for row in range(64):

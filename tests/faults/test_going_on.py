@@ -49,7 +49,7 @@ def test_f3_safe_fields_go_on_and_are_said(config, run):
 
 
 def test_s14_libraries_that_changed_under_a_run_are_said_and_each_start_keeps_its_own(config, run):
-    path = run / resume.FILE
+    path = run / resume.STARTS_FILE
     (first,) = resume.read_starts(run)
     assert first.versions["package jax"] == importlib.metadata.version("jax")
     older = dataclasses.asdict(first)
@@ -64,7 +64,7 @@ def test_s14_libraries_that_changed_under_a_run_are_said_and_each_start_keeps_it
     assert harness.exit_of(run)["cause"] == "stopped after step 7, as it was asked to"
     path.write_text("{}\n")
     assert main([*harness.words(config, run), "--stop_at=8"]) == 0
-    assert resume.FILE in (run / "warnings.jsonl").read_text()
+    assert resume.STARTS_FILE in (run / "warnings.jsonl").read_text()
 
 
 def test_how_a_start_ended_says_nothing_of_the_next_that_was_killed(config, run):

@@ -256,7 +256,7 @@ def test_c10_copies_that_drift_apart_end_the_run_with_the_leaf_and_the_device(
     config, tmp_path, monkeypatch, capsys
 ):
     """One device's copy of one leaf is changed before step 20; copies are compared every 8 steps."""
-    from jaxlm.recipes.train.trainer import CompiledStep
+    from jaxlm.recipes.train.programs import CompiledStep
 
     step = CompiledStep.__call__
 

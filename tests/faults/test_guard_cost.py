@@ -13,7 +13,7 @@ from jaxlm.cli.main import main
 from jaxlm.data import shards
 from jaxlm.monitor.watch import Watch
 from jaxlm.recipes.train.checkpointing import CheckpointSaver
-from jaxlm.recipes.train.trainer import CompiledStep
+from jaxlm.recipes.train.programs import CompiledStep
 from jaxlm.training import guard as guards
 from jaxlm.training import step as steps
 from jaxlm.training.signals import StopRequest

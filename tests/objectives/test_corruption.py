@@ -17,13 +17,16 @@ from jaxlm.data.corrupt import spans
 from jaxlm.data.corrupt.rows import Key, portion
 from jaxlm.data.tokenizer import SPECIALS, Bytes, Tokenizer
 from jaxlm.data.train_tokenizer import train
-from jaxlm.objectives import corruption
+from jaxlm.objectives import config as settings
+from jaxlm.objectives.build import build
 from jaxlm.objectives.config import (
     FIM,
     MTP,
     UL2,
     Blank,
     Causal,
+    Distill,
+    LossConfig,
     Masked,
     Mixture,
     Objective,
@@ -60,6 +63,7 @@ ARMS = {
     "fim by tokens": FIM(level="token"),
     "fim by characters": FIM(rate=1.0),
     "mixture": Mixture(weights=ALL),
+    "distill": Distill(teacher="runs/a"),
 }
 # Whose laws are in test_pairs, but for those of every stream of rows.
 PAIRED = {f"{arm.name} in pairs": arm for arm in (Span(), UL2())}
@@ -94,7 +98,8 @@ def stream(request, shards, tmp_path):
 
 
 def read_by(arm, tokenizer=None, sequence=SEQUENCE, *, is_paired=False):
-    return corruption.reading(arm, is_paired=is_paired)(tokenizer or Bytes(), sequence)
+    architecture = "encoder-decoder" if is_paired else "decoder"
+    return build(arm, LossConfig(), architecture).prepare(tokenizer or Bytes(), sequence)
 
 
 def everything(loader):
@@ -124,7 +129,7 @@ def test_no_id_is_lost_and_none_crosses_the_border_of_a_document(loader, arm):
 def test_what_is_predicted_is_not_seen(loader, arm):
     """Where each slot's target is in the next slot, a trained slot does not see that far; masked ones are another test's."""
     for _, batch in everything(loader):
-        assert (batch.visible_until is not None) == arm.both_ways
+        assert (batch.visible_until is not None) == arm.bidirectional
         padding = batch.segments[0] == 0
         assert not batch.weights[0][padding].any()
         for slots, tokens, targets, weights, reach in segments(batch, 0):
@@ -132,7 +137,7 @@ def test_what_is_predicted_is_not_seen(loader, arm):
             assert (reach <= slots[-1]).all()
             if np.array_equal(tokens[1:], targets[:-1]):
                 assert (reach == slots)[weights > 0].all()
-                if not arm.both_ways:
+                if not arm.bidirectional:
                     assert weights.all()
             else:
                 assert (tokens == targets)[weights == 0].all()
@@ -377,16 +382,16 @@ def test_ul2_in_one_row_draws_each_of_its_seven_denoisers():
     ids = np.arange(length, dtype=np.int32) % 200 + len(SPECIALS)
     named = {
         (portion(length, rate), max(1, round(portion(length, rate) / mean))): (rate, mean)
-        for rate, mean in corruption.DENOISERS
+        for rate, mean in settings.UL2_SPANS
     }
-    named[portion(length, corruption.SEQUENTIAL), 0] = "the end"
+    named[portion(length, settings.UL2_SUFFIX), 0] = "the end"
     found = Counter()
     for row in range(700):
         (piece,) = read.change([ids], read.room, Key(0, 0, row))
         cut = int((piece.weights > 0)[piece.targets >= len(SPECIALS)].sum())
         marks = np.isin(piece.tokens, spans.sentinels(Bytes())).sum()
         found[named[cut, int(marks) // 2]] += 1
-    assert found.keys() == {*corruption.DENOISERS, "the end"}
+    assert found.keys() == {*settings.UL2_SPANS, "the end"}
     assert all(bounded(count, 700, 1 / 7) for count in found.values()), found
 
 

@@ -60,7 +60,9 @@ def built(request):
 
 
 def loss(blueprint, params, rows, **settings):
-    return token_nll(blueprint.merge(params), rows, None, LossConfig(**settings), WEIGHTS)
+    return token_nll(
+        blueprint.merge(params), rows, None, LossConfig(**settings), mtp_weights=WEIGHTS
+    )
 
 
 def block(x, params, config, positions):

@@ -10,9 +10,8 @@ from jaxlm.data.corrupt.pairs import Pairs, cut_end, fitting
 from jaxlm.data.corrupt.rows import Key
 from jaxlm.data.corrupt.spans import OURS
 from jaxlm.data.tokenizer import SPECIALS, Bytes
-from jaxlm.objectives import corruption
-from jaxlm.objectives.config import UL2, Causal, Mixture, Span
-from jaxlm.objectives.corruption import target_length
+from jaxlm.objectives.build import build
+from jaxlm.objectives.config import UL2, Causal, LossConfig, Mixture, Span
 
 SEQUENCE = 96
 ARMS = {"span": Span(), "ul2": UL2()}
@@ -26,8 +25,12 @@ def arm(request):
     return ARMS[request.param]
 
 
+def prepared(arm, tokenizer, sequence):
+    return build(arm, LossConfig(), "encoder-decoder").prepare(tokenizer, sequence)
+
+
 def pairs(arm, tokenizer=None, sequence=SEQUENCE):
-    reading = corruption.reading(arm, is_paired=True)(tokenizer or Bytes(), sequence)
+    reading = prepared(arm, tokenizer or Bytes(), sequence)
     assert reading.evaluations == {"": reading.train}
     assert isinstance(reading.train, Pairs)
     return reading.train
@@ -73,7 +76,7 @@ def test_what_is_read_and_written_is_the_text_and_the_decoder_is_one_behind(arm)
         given, whole = row((40, 9, 25, 14), (True, False, True, False), seed)
         out = change(given, Key(0, 0, seed))
         assert out.source.shape == out.source_segments.shape == (SEQUENCE,)
-        assert out.tokens.shape == (target_length(arm, SEQUENCE),)
+        assert out.tokens.shape == (arm.target_length(SEQUENCE),)
         predicted = 0
         for number, ids in enumerate(whole, 1):
             read = out.source[out.source_segments == number].tolist()
@@ -202,4 +205,4 @@ def test_the_sentinels_and_the_end_are_those_of_the_tokenizer():
 @pytest.mark.parametrize("arm", [Causal(), Mixture()])
 def test_an_objective_that_makes_no_pairs_is_refused(arm):
     with pytest.raises(ValueError, match=f"{arm.name} for an encoder and a decoder"):
-        corruption.reading(arm, is_paired=True)(Bytes(), SEQUENCE)
+        prepared(arm, Bytes(), SEQUENCE)

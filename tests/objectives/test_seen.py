@@ -9,8 +9,17 @@ from jaxlm.core.precision import Precision
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.llama import Llama
-from jaxlm.objectives import corruption
-from jaxlm.objectives.config import Blank, Causal, Masked, Mixture, Prefix, Span, Weights
+from jaxlm.objectives.build import build
+from jaxlm.objectives.config import (
+    Blank,
+    Causal,
+    LossConfig,
+    Masked,
+    Mixture,
+    Prefix,
+    Span,
+    Weights,
+)
 from tests.objectives.reading import loader_of, shards_of
 
 SEQUENCE = 32
@@ -51,7 +60,7 @@ def dependence():
     ids=lambda arm: arm.name,
 )
 def test_a_prediction_depends_on_what_its_objective_lets_it_see(arm, shards, tmp_path, dependence):
-    read = corruption.reading(arm)(Bytes(), SEQUENCE)
+    read = build(arm, LossConfig()).prepare(Bytes(), SEQUENCE)
     loader = loader_of(shards, tmp_path, read.train, sequence=SEQUENCE)
     batch = next(b for b in loader.evaluation(batch=1) if b.segments.max() > 1)
     found = dependence(batch)
@@ -60,7 +69,7 @@ def test_a_prediction_depends_on_what_its_objective_lets_it_see(arm, shards, tmp
     for t in np.flatnonzero(segments):
         if isinstance(arm, Masked):
             seen = same[t]
-        elif not batch.weights[0, t] and arm.both_ways:
+        elif not batch.weights[0, t] and arm.bidirectional:
             # All up to the slot of the first prediction; a blank begins with a slot of its own.
             is_blank = batch.block_positions is not None and batch.block_positions[0][same[t]].any()
             last = np.flatnonzero(same[t] & (batch.weights[0] > 0))[0] - is_blank

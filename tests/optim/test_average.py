@@ -18,6 +18,7 @@ from jaxlm.optim.schedule_config import Constant
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.config import GuardConfig
+from jaxlm.training.step import StepSpec
 
 LENGTH = {"total": 40, "tokens_per_step": 10}
 
@@ -93,13 +94,15 @@ def test_a_step_that_is_not_applied_leaves_the_average_as_it_was():
     optimizer = optax.sgd(0.1)
     step = jax.jit(
         steps.build_step(
-            loss,
-            optimizer,
-            lambda _: jnp.float32(0.1),
-            key=jax.random.key(0),
-            precision=Precision.float32(),
-            guard=guard,
-            average=average.build(config, **LENGTH),
+            StepSpec(
+                loss=loss,
+                optimizer=optimizer,
+                schedule=lambda _: jnp.float32(0.1),
+                key=jax.random.key(0),
+                precision=Precision.float32(),
+                guard=guard,
+                average=average.build(config, **LENGTH),
+            )
         )
     )
     params = {"w": jnp.zeros(3)}

@@ -27,6 +27,7 @@ from jaxlm.recipes.train.records import DroppedTokenWarning
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.config import GuardConfig, TrainConfig
+from jaxlm.training.step import StepSpec
 from tests.faults import harness
 
 ROWS, LENGTH, VOCAB = 8, 16, 64
@@ -81,15 +82,17 @@ def trained(model, sizes, *, microbatches=1, optim=None, differentiated=False):
             return token_nll(blueprint.merge(params), batch, key, loss)
 
         step = steps.build_step(
-            objective,
-            optimizer,
-            lambda _: jnp.float32(1e-2),
-            key=jax.random.key(1),
-            precision=built.precision,
-            guard=GuardConfig(),
-            axes=blueprint.axes,
-            shardings=built.gradients,
-            microbatches=microbatches,
+            StepSpec(
+                loss=objective,
+                optimizer=optimizer,
+                schedule=lambda _: jnp.float32(1e-2),
+                key=jax.random.key(1),
+                precision=built.precision,
+                guard=GuardConfig(),
+                axes=blueprint.axes,
+                shardings=built.gradients,
+                microbatches=microbatches,
+            )
         )
         params = jax.jit(blueprint.init, out_shardings=built.shardings)(jax.random.key(0))
         put = functools.partial(host.put, grid)

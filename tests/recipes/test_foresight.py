@@ -11,7 +11,7 @@ from jaxlm.core.errors import OutOfMemory
 from jaxlm.monitor.chips import machine
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import oom, predict
-from jaxlm.recipes.train.trainer import CompiledStep
+from jaxlm.recipes.train.programs import CompiledStep
 from tests.faults import harness
 
 SETTINGS = {

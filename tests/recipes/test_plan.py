@@ -26,7 +26,7 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import topology
 from jaxlm.recipes.plan import device_memory, predict, search
-from jaxlm.recipes.train import trainer
+from jaxlm.recipes.train import programs
 from jaxlm.recipes.train.programs import TrainPrograms
 
 SMALL = {
@@ -254,7 +254,7 @@ def sized(name, settings):
 def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, settings):
     run = sized(name, settings)
     devices = 4 if any(path.startswith("mesh.") for path in settings) else 1
-    exact = trainer.compiled_memory(
+    exact = programs.compiled_memory(
         topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices]))
     )
     said = planned(run, devices).bytes_per_device
@@ -321,7 +321,7 @@ def test_a_step_overwrites_its_state_and_copies_none_of_it(dtypes, copies):
     small = {"model.width": "256", "model.hidden": "768", "model.vocab": "4096"}
     rows = {"data.sequence": "16", "train.batch": "1", "log.every": "10"}
     run = load(small | rows | dtypes)
-    exact = trainer.compiled_memory(
+    exact = programs.compiled_memory(
         topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
     )
     said = planned(run).bytes_per_device

@@ -21,9 +21,8 @@ from jaxlm.monitor import formatting
 from jaxlm.parallel import peers
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train import pretrain, resume
-from jaxlm.recipes.train.pretrain import Options
-from jaxlm.recipes.train.resume import ResumeOptions
+from jaxlm.recipes.train import resume
+from jaxlm.recipes.train.context import ResumeOptions
 from tests.faults import harness
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -15,6 +15,7 @@ from jaxlm.models.families.mixtral import Mixtral
 from jaxlm.objectives.config import LossConfig
 from jaxlm.objectives.loss import token_nll
 from jaxlm.training import gradient
+from jaxlm.training.gradient import GradientSpec
 
 ROWS, LENGTH, VOCAB = 8, 16, 64
 PLAIN = Mixtral(
@@ -45,7 +46,9 @@ def mean(model, share, microbatches=1):
     def loss(params, batch, key):
         return token_nll(blueprint.merge(params), batch, None, LossConfig())
 
-    of = gradient.build_gradient(loss, precision=Precision.float32(), microbatches=microbatches)
+    of = gradient.build_gradient(
+        GradientSpec(loss=loss, precision=Precision.float32(), microbatches=microbatches)
+    )
     params = jax.jit(blueprint.init)(jax.random.key(0))
     # Weights of the size of one, so that routes are uneven.
     params = jax.tree.map(lambda leaf: 4 * leaf if leaf.ndim > 1 else leaf, params)

@@ -21,6 +21,7 @@ from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.config import GuardConfig
 from jaxlm.training.curvature import Curvature
+from jaxlm.training.step import StepSpec
 
 AXES = {"weight": ("embed", "mlp"), "scale": ("embed",)}
 SHAPES = {"weight": (64, 128), "scale": (64,)}
@@ -61,14 +62,16 @@ def moved(config, noise=0.0, **dtypes):
     optimizer = optimizers.build(config, rate, AXES, state_dtype=precision.moments)
     every = optimizers.estimated_every(config)
     step = steps.build_step(
-        loss,
-        optimizer,
-        rate,
-        key=jax.random.key(0),
-        precision=precision,
-        guard=GUARD,
-        gradient_point=optimizers.ahead(config, AXES),
-        curvature=Curvature(loss, every) if every else None,
+        StepSpec(
+            loss=loss,
+            optimizer=optimizer,
+            schedule=rate,
+            key=jax.random.key(0),
+            precision=precision,
+            guard=GUARD,
+            gradient_point=optimizers.ahead(config, AXES),
+            curvature=Curvature(loss, every) if every else None,
+        )
     )
     params = jax.tree.map(lambda x: jnp.asarray(x, precision.params), drawn(0, 0.02))
     state = states.fresh(params, optimizer, GUARD)

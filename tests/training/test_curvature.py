@@ -19,6 +19,7 @@ from jaxlm.optim.config import Sophia
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.config import GuardConfig
+from jaxlm.training.step import StepSpec
 
 IDS, ROWS, LENGTH, STEPS = 6, 4, 16, 50
 GUARD = GuardConfig(sigmas=None)
@@ -55,16 +56,18 @@ def pieces(microbatches=1, chunk=None, drawn=sampled_label_nll):
     optimizer = optimizers.build(CONFIG, lambda _: jnp.float32(CONFIG.lr), axes)
     config = LossConfig(chunk=chunk)
     step = steps.build_step(
-        lambda params, batch, key: token_nll(Table(params), batch, None, config),
-        optimizer,
-        lambda _: jnp.float32(CONFIG.lr),
-        key=KEY,
-        precision=Precision.float32(),
-        guard=GUARD,
-        microbatches=microbatches,
-        curvature=steps.Curvature(
-            lambda params, batch, key: drawn(Table(params), batch, config), CONFIG.every
-        ),
+        StepSpec(
+            loss=lambda params, batch, key: token_nll(Table(params), batch, None, config),
+            optimizer=optimizer,
+            schedule=lambda _: jnp.float32(CONFIG.lr),
+            key=KEY,
+            precision=Precision.float32(),
+            guard=GUARD,
+            microbatches=microbatches,
+            curvature=steps.Curvature(
+                lambda params, batch, key: drawn(Table(params), batch, config), CONFIG.every
+            ),
+        )
     )
     return jax.jit(step), states.fresh({"table": start()}, optimizer, GUARD)
 

@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxlm.core.errors import Preempted
-from jaxlm.training import loop
-from jaxlm.training.loop import BudgetSpent, Hooks, Progress
+from jaxlm.training.loop import BudgetSpent, LoopLimits, Progress, TrainLoop
 from jaxlm.training.signals import StopRequest
 
 
-class Story:
-    """Hooks that write down what happens, and a step whose state is the number of updates."""
+class Story(TrainLoop):
+    """A loop that records its events, with a step whose state is the number of updates."""
 
     def __init__(self, losses=None, bad_steps=()):
         self.events, self.losses, self.bad_steps = [], losses or {}, bad_steps
@@ -37,46 +36,51 @@ class Story:
             **{name: jnp.float32(value) for name, value in metrics.items()},
         }
 
-    def hooks(self, **due):
-        def note(name):
-            return lambda *values: self.events.append((name, *values))
+    def is_log_due(self, step):
+        return self.due.get("log", lambda step: True)(step)
 
-        def evaluate(state, step):
-            self.events.append(("evaluate", state, step))
-            return self.losses.get(step)
+    def is_eval_due(self, step):
+        return self.due.get("eval", lambda step: False)(step)
 
-        return Hooks(
-            is_log_due=due.get("log", lambda step: True),
-            is_eval_due=due.get("eval", lambda step: False),
-            is_sample_due=due.get("sample", lambda step: False),
-            is_save_due=due.get("save", lambda step: False),
-            before=lambda step: None,
-            count=lambda values, waited, at: None,
-            log=lambda step, values: self.events.append(("log", step)),
-            evaluate=evaluate,
-            sample=note("sample"),
-            save=note("save"),
-            skipped=lambda step, values, layers: self.events.append(("skipped", step)),
-            check_saves=lambda: None,
-        )
+    def is_sample_due(self, step):
+        return self.due.get("sample", lambda step: False)(step)
 
-    def run(
+    def is_save_due(self, step):
+        return self.due.get("save", lambda step: False)(step)
+
+    def count(self, values, data_wait_seconds, done_at):
+        pass
+
+    def log(self, step, values):
+        self.events.append(("log", step))
+
+    def evaluate(self, state, step):
+        self.events.append(("evaluate", state, step))
+        return self.losses.get(step)
+
+    def sample(self, state, step):
+        self.events.append(("sample", state, step))
+
+    def save(self, state, step, loss_nats):
+        self.events.append(("save", state, step, loss_nats))
+
+    def note_skipped(self, step, values, layers):
+        self.events.append(("skipped", step))
+
+    def train(
         self, *, start=0, steps=4, stop_at=None, stop=None, patience=None, keep_best=False, **due
     ):
-        return loop.run(
-            self.step,
-            start,
-            iter(range(start, 100)),
+        self.due = due
+        limits = LoopLimits(
             start=start,
             steps=steps,
             stop_at=stop_at or steps,
-            progress=self.progress,
-            hooks=self.hooks(**due),
-            stop=stop or StopRequest(),
             patience=patience,
             keep_best=keep_best,
             budget=3,
         )
+        batches = iter(range(start, 100))
+        return self.run(self.step, start, batches, limits, stop or StopRequest())
 
     def named(self, name):
         return [event[1:] for event in self.events if event[0] == name]
@@ -84,7 +88,7 @@ class Story:
 
 def test_metrics_are_read_one_step_late():
     story = Story()
-    story.run(steps=3)
+    story.train(steps=3)
     order = [event[:2] for event in story.events]
     assert order.index(("step", 2)) < order.index(("log", 1)) < order.index(("step", 3))
     assert story.named("log") == [(1,), (2,), (3,)]
@@ -93,13 +97,13 @@ def test_metrics_are_read_one_step_late():
 
 def test_the_last_step_is_saved_and_what_is_due_before_it():
     story = Story()
-    assert story.run(steps=5, save=lambda step: step % 2 == 0) == 5
+    assert story.train(steps=5, save=lambda step: step % 2 == 0) == 5
     assert [step for _, step, _ in story.named("save")] == [2, 4, 5]
 
 
 def test_a_step_is_evaluated_before_it_is_saved_and_its_metrics_are_out():
     story = Story(losses={2: 0.5})
-    story.run(steps=2, eval=lambda step: step == 2, save=lambda step: step == 2)
+    story.train(steps=2, eval=lambda step: step == 2, save=lambda step: step == 2)
     assert [event[0] for event in story.events] == [
         "step",
         "step",
@@ -113,7 +117,7 @@ def test_a_step_is_evaluated_before_it_is_saved_and_its_metrics_are_out():
 
 def test_samples_have_a_cadence_of_their_own():
     story = Story(losses={4: 0.5, 8: 0.4})
-    story.run(
+    story.train(
         steps=9,
         eval=lambda step: step % 4 == 0,
         sample=lambda step: step % 3 == 0,
@@ -128,20 +132,20 @@ def test_samples_have_a_cadence_of_their_own():
 
 def test_the_best_evaluation_is_saved_though_no_save_is_due():
     story = Story(losses={1: 3.0, 2: 2.0, 3: 2.5, 4: 2.2})
-    story.run(steps=4, eval=lambda step: True, keep_best=True)
+    story.train(steps=4, eval=lambda step: True, keep_best=True)
     assert [step for _, step, _ in story.named("save")] == [1, 2, 4]
     assert (story.progress.best_step, story.progress.best_loss) == (2, 2.0)
 
 
 def test_patience_stops_early_and_saves():
     story = Story(losses={1: 1.0, 2: 1.5, 3: 1.2, 4: 0.1})
-    assert story.run(steps=9, eval=lambda step: True, patience=2) == 3
+    assert story.train(steps=9, eval=lambda step: True, patience=2) == 3
     assert [step for _, step, _ in story.named("save")] == [3]
 
 
 def test_a_step_that_was_not_applied_is_told_and_the_run_goes_on():
     story = Story(bad_steps=(3, 4))
-    story.run(steps=9)
+    story.train(steps=9)
     assert story.named("skipped") == [(3,), (4,)]
     assert story.progress.tokens == 7 * 5
     assert story.progress.last_skipped == 4
@@ -151,7 +155,7 @@ def test_a_step_that_was_not_applied_is_told_and_the_run_goes_on():
 def test_too_many_of_them_in_a_row_end_the_loop_with_the_first_of_them():
     story = Story(bad_steps=(2, 4, 5, 6, 7, 8, 9))
     with pytest.raises(BudgetSpent) as caught:
-        story.run(steps=9)
+        story.train(steps=9)
     assert (caught.value.first, caught.value.step) == (4, 6)
 
 
@@ -166,7 +170,7 @@ def test_a_signal_saves_the_step_and_says_that_the_run_goes_on(number):
             return False
 
         with pytest.raises(Preempted) as caught:
-            story.run(steps=9, stop=stop, log=save_due)
+            story.train(steps=9, stop=stop, log=save_due)
     assert caught.value.code == 75
     saved = [step for _, step, _ in story.named("save")]
     assert saved == [4], "the signal came while step 4 was under way"
@@ -175,7 +179,7 @@ def test_a_signal_saves_the_step_and_says_that_the_run_goes_on(number):
 
 def test_a_run_goes_on_with_the_next_batch():
     story = Story()
-    story.run(start=2, steps=4)
+    story.train(start=2, steps=4)
     assert [batch for _, batch in story.named("step")] == [2, 3]
 
 
@@ -183,6 +187,6 @@ def test_a_signal_before_the_first_step_is_not_said_to_have_saved_one():
     story, stop = Story(), StopRequest()
     stop.reason = "SIGTERM"
     with pytest.raises(Preempted) as caught:
-        story.run(stop=stop)
+        story.train(stop=stop)
     assert caught.value.what == "stopped by SIGTERM before the first step"
     assert not story.named("save")

@@ -21,6 +21,8 @@ from jaxlm.training import guard
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.config import GuardConfig
+from jaxlm.training.gradient import GradientSpec
+from jaxlm.training.step import StepSpec
 from tests.nn import reference
 
 CONFIG = GuardConfig(window=16, sigmas=6.0, loss_scale=8.0, loss_scale_growth=3)
@@ -105,13 +107,15 @@ def updated(size, precision, *, microbatches=1, scale=2.0**15):
     }
     optimizer = optax.sgd(1.0 / size)
     step = steps.build_step(
-        weighed(size, precision),
-        optimizer,
-        lambda count: 1.0,
-        key=jax.random.key(0),
-        precision=precision,
-        guard=config,
-        microbatches=microbatches,
+        StepSpec(
+            loss=weighed(size, precision),
+            optimizer=optimizer,
+            schedule=lambda count: 1.0,
+            key=jax.random.key(0),
+            precision=precision,
+            guard=config,
+            microbatches=microbatches,
+        )
     )
     state, metrics = jax.jit(step)(states.fresh(params, optimizer, config), tokens())
     change = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, state.params, params)
@@ -174,7 +178,7 @@ def test_the_bias_of_a_nearly_even_expert_still_moves_in_float16(microbatches):
 
     def signs(axes, precision):
         build = gradients.build_gradient(
-            loss, precision=precision, axes=axes, microbatches=microbatches
+            GradientSpec(loss=loss, precision=precision, axes=axes, microbatches=microbatches)
         )
         grads, *_ = build(params, tokens(), jax.random.key(0), jnp.float32(1.0))
         return np.sign(np.asarray(grads["bias"], np.float64))

@@ -22,6 +22,8 @@ from jaxlm.recipes.config import Run
 from jaxlm.training import gradient
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
+from jaxlm.training.gradient import GradientSpec
+from jaxlm.training.step import StepSpec
 from tests.training.test_step import GUARD, batches
 
 KEY = jax.random.key(0, impl="rbg")  # quick to compile
@@ -50,10 +52,7 @@ def coordinates(width, mup):
         return token_nll(blueprint.merge(params), batch, None, LossConfig())
 
     step = jax.jit(
-        steps.build_step(
-            loss, optimizer, lambda _: jnp.float32(config.lr), key=jax.random.key(1),
-            precision=Precision.float32(), guard=GUARD,
-        )
+        steps.build_step(StepSpec(loss=loss, optimizer=optimizer, schedule=lambda _: jnp.float32(config.lr), key=jax.random.key(1), precision=Precision.float32(), guard=GUARD))
     )  # fmt: skip
     (batch,) = batches(1)
 
@@ -154,9 +153,11 @@ def test_frozen_leaves_have_no_gradient_and_the_others_their_own():
     (batch,) = batches(1)
     whole, part = (
         tree.leaves(
-            jax.jit(gradient.build_gradient(loss, precision=Precision.float32(), frozen=paths))(
-                params, batch, jax.random.key(0), jnp.float32(1)
-            )[0]
+            jax.jit(
+                gradient.build_gradient(
+                    GradientSpec(loss=loss, precision=Precision.float32(), frozen=paths)
+                )
+            )(params, batch, jax.random.key(0), jnp.float32(1))[0]
         )
         for paths in (frozenset(), held)
     )

@@ -23,6 +23,7 @@ from jaxlm.parallel.config import MeshConfig
 from jaxlm.training import figures, observe
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
+from jaxlm.training.step import StepSpec
 from tests.nn import reference
 from tests.training.test_step import GUARD, batches
 
@@ -54,14 +55,18 @@ class Pieces:
     rate: object
 
     def observer(self, kinds=EVERYTHING, **options):
-        return observe.build(
-            self.loss,
-            self.optimizer,
-            key=jax.random.key(1),
-            precision=Precision.float32(),
-            axes=self.blueprint.axes,
-            capture=kinds,
-            **options,
+        return observe.build_observer(
+            StepSpec(
+                loss=self.loss,
+                optimizer=self.optimizer,
+                schedule=self.rate,
+                guard=GUARD,
+                key=jax.random.key(1),
+                precision=Precision.float32(),
+                axes=self.blueprint.axes,
+                **options,
+            ),
+            watched=kinds,
         )
 
     def fresh(self):
@@ -201,12 +206,14 @@ def test_norms_are_those_of_the_gradient_and_of_what_a_step_moves(pieces, record
     key = jax.random.fold_in(jax.random.key(1), 0)
     grads = jax.jit(jax.grad(lambda p: pieces.loss(p, batch, key).value))(state.params)
     step = steps.build_step(
-        pieces.loss,
-        pieces.optimizer,
-        pieces.rate,
-        key=jax.random.key(1),
-        precision=Precision.float32(),
-        guard=GUARD,
+        StepSpec(
+            loss=pieces.loss,
+            optimizer=pieces.optimizer,
+            schedule=pieces.rate,
+            key=jax.random.key(1),
+            precision=Precision.float32(),
+            guard=GUARD,
+        )
     )
     after, _ = jax.jit(step)(state, batch)
     moved = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, after.params, state.params)

@@ -24,7 +24,7 @@ from jaxlm.optim import build as optimizers
 from jaxlm.optim import schedules
 from jaxlm.optim.average_config import Ema
 from jaxlm.optim.config import AdamW, AdamW8bit, Optimizer, ScheduleFree, Sgd, Soap
-from jaxlm.optim.schedule_config import Constant
+from jaxlm.optim.schedule_config import Constant, Linear
 from jaxlm.parallel import host, mesh, rules
 from jaxlm.parallel.config import MeshConfig, factorisations
 from jaxlm.training import gradient as gradients
@@ -33,7 +33,9 @@ from jaxlm.training import state as states
 from jaxlm.training import step as steps
 from jaxlm.training.config import GuardConfig
 from jaxlm.training.curvature import Curvature
+from jaxlm.training.gradient import GradientSpec
 from jaxlm.training.state import TrainState
+from jaxlm.training.step import StepSpec
 
 FAMILY = Llama(vocab=64, width=32, depth=2, heads=8, kv_heads=8, hidden=64, tied=True)
 ROWS, LENGTH = 8, 16
@@ -76,19 +78,21 @@ def pieces(
     optimizer = optimizers.build(config, rate, blueprint.axes, state_dtype=precision.moments)
     loss = functools.partial(of_batch or _loss, blueprint)
     step = steps.build_step(
-        loss,
-        optimizer,
-        rate,
-        key=jax.random.key(1),
-        precision=precision,
-        guard=guard,
-        shardings=layout(blueprint),
-        microbatches=microbatches,
-        gradient_point=optimizers.ahead(config, blueprint.axes),
-        average=average,
-        curvature=Curvature(functools.partial(_drawn, blueprint), every)
-        if (every := optimizers.estimated_every(config))
-        else None,
+        StepSpec(
+            loss=loss,
+            optimizer=optimizer,
+            schedule=rate,
+            key=jax.random.key(1),
+            precision=precision,
+            guard=guard,
+            shardings=layout(blueprint),
+            microbatches=microbatches,
+            gradient_point=optimizers.ahead(config, blueprint.axes),
+            average=average,
+            curvature=Curvature(functools.partial(_drawn, blueprint), every)
+            if (every := optimizers.estimated_every(config))
+            else None,
+        )
     )
     return blueprint, optimizer, step
 
@@ -243,7 +247,7 @@ def test_micro_batches_are_added_up_in_the_dtype_of_precision_reduce(reduce, tot
     weights = np.array([[256.0], [1.0], [1.0], [1.0]], np.float32)
     like = np.ones_like(weights, np.int32)
     batch = Tokens(like, like, weights, like, like)
-    of = gradients.build_gradient(loss, precision=policy, microbatches=4)
+    of = gradients.build_gradient(GradientSpec(loss=loss, precision=policy, microbatches=4))
     found, _, _ = jax.jit(of)({"x": jnp.float32(0)}, batch, jax.random.key(0), jnp.float32(1))
     assert found["x"].dtype == reduce
     assert float(found["x"]) == total / 4  # by the weight of all four
@@ -281,13 +285,15 @@ def test_norms_are_taken_in_the_steps_that_are_measured_and_change_nothing_else(
     batch = jax.tree.map(jnp.asarray, next(batches(1)))
     blueprint, optimizer, always = pieces()
     some = steps.build_step(
-        functools.partial(_loss, blueprint),
-        optimizer,
-        schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1),
-        key=jax.random.key(1),
-        precision=Precision.float32(),
-        guard=GUARD,
-        is_measured=lambda completed: completed % 2 == 0,
+        StepSpec(
+            loss=functools.partial(_loss, blueprint),
+            optimizer=optimizer,
+            schedule=schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1),
+            key=jax.random.key(1),
+            precision=Precision.float32(),
+            guard=GUARD,
+            is_measured=lambda completed: completed % 2 == 0,
+        )
     )
     first = second = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     always, some = jax.jit(always), jax.jit(some)
@@ -414,13 +420,15 @@ def test_a_skipped_step_leaves_its_norms_by_layer(monkeypatch):
     monkeypatch.setattr(faults, "_faults", faults.parse("grads:nan@1"))
     blueprint, optimizer, _ = pieces()
     step = steps.build_step(
-        functools.partial(_loss, blueprint),
-        optimizer,
-        schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1),
-        key=jax.random.key(1),
-        precision=Precision.float32(),
-        guard=GUARD,
-        axes=blueprint.axes,
+        StepSpec(
+            loss=functools.partial(_loss, blueprint),
+            optimizer=optimizer,
+            schedule=schedules.build(Constant(), lr=1e-2, total=20, tokens_per_step=1),
+            key=jax.random.key(1),
+            precision=Precision.float32(),
+            guard=GUARD,
+            axes=blueprint.axes,
+        )
     )
     state = states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD)
     _, metrics = jax.jit(step)(state, jax.tree.map(jnp.asarray, next(batches(1))))
@@ -448,13 +456,15 @@ def test_schedule_free_takes_its_gradient_ahead_of_the_average_that_are_the_para
     optimizer = optimizers.build(config, rate, axes)
     step = jax.jit(
         steps.build_step(
-            loss,
-            optimizer,
-            rate,
-            key=jax.random.key(0),
-            precision=Precision.float32(),
-            guard=GUARD,
-            gradient_point=optimizers.ahead(config, axes),
+            StepSpec(
+                loss=loss,
+                optimizer=optimizer,
+                schedule=rate,
+                key=jax.random.key(0),
+                precision=Precision.float32(),
+                guard=GUARD,
+                gradient_point=optimizers.ahead(config, axes),
+            )
         )
     )
     state = states.fresh({"w": jnp.zeros(1)}, optimizer, GUARD)
@@ -528,3 +538,24 @@ def test_a_step_leaves_every_dtype_of_the_state_as_it_is(arm, moments):
     assert dtypes == wanted | own
     after, _ = jax.eval_shape(step, state, next(batches(1)))
     assert tree.leaves(after) == tree.leaves(state)
+
+
+@pytest.mark.parametrize("arm", [Sgd, ScheduleFree])
+def test_the_schedule_follows_the_applied_updates_after_the_optimizer_state_was_reset(arm):
+    """The learning rate that is logged is the one that moves the parameters: there is one clock."""
+    shape = Linear(warmup=Span.parse("2"), end=Span.parse("20"))
+    blueprint, optimizer, step = pieces(arm=arm, weight_decay=0.0, clip_norm=None, shape=shape)
+    batch = jax.tree.map(jnp.asarray, next(batches(1)))
+    state, compiled = (
+        states.fresh(blueprint.init(jax.random.key(0)), optimizer, GUARD),
+        jax.jit(step),
+    )
+    for _ in range(6):
+        state, _ = compiled(state, batch)
+    reset = state._replace(opt_state=optimizer.init(state.params))
+    _, metrics = compiled(reset, batch)
+    _, unmoved = compiled(reset._replace(step=jnp.int32(0)), batch)
+    assert float(metrics["learning_rate"]) != float(unmoved["learning_rate"])
+    ratio = float(metrics["update_ratio"]) / float(unmoved["update_ratio"])
+    rate = float(metrics["learning_rate"]) / float(unmoved["learning_rate"])
+    assert ratio == pytest.approx(rate, rel=0.02)

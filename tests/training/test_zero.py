@@ -26,6 +26,7 @@ from jaxlm.parallel import host, logical, mesh
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.training import state as states
 from jaxlm.training import step as steps
+from jaxlm.training.step import StepSpec
 from tests.training.test_step import GUARD, pieces, trajectory
 
 STEPS = 5
@@ -134,14 +135,16 @@ def test_gradients_and_their_sums_are_split_from_the_second_on(zero):
         optax.GradientTransformation(lambda _: optax.EmptyState(), spied), optax.scale_by_adam()
     )
     step = steps.build_step(
-        loss,
-        optimizer,
-        lambda _: jnp.float32(1),
-        key=jax.random.key(0),
-        precision=Precision.float32(),
-        guard=GUARD,
-        shardings={"w": splits if zero >= 2 else copies},
-        microbatches=2,
+        StepSpec(
+            loss=loss,
+            optimizer=optimizer,
+            schedule=lambda _: jnp.float32(1),
+            key=jax.random.key(0),
+            precision=Precision.float32(),
+            guard=GUARD,
+            shardings={"w": splits if zero >= 2 else copies},
+            microbatches=2,
+        )
     )
     with jax.set_mesh(grid):
         params = {"w": jax.device_put(jnp.ones((rows, width)), splits if zero == 3 else copies)}

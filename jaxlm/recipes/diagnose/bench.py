@@ -18,7 +18,7 @@ from jaxlm.parallel import host
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import divisibility, oom
-from jaxlm.recipes.train import trainer
+from jaxlm.recipes.train import programs
 from jaxlm.recipes.train.programs import without_data
 
 LEAST_STEPS = 3
@@ -131,7 +131,7 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
         begun = time.perf_counter()
         step = engine.step.lower(state, batch).compile()
         compiled = time.perf_counter() - begun
-        held = trainer.compiled_memory(step)
+        held = programs.compiled_memory(step)
         oom.check(run, forecast, held["total"])
         state, metrics = step(state, batch)
         jax.block_until_ready(state)

@@ -263,7 +263,7 @@ def check(run: Run, options: CheckOptions, say: Say = lambda _: None) -> dict[st
 
 def check_real(run: Run) -> None:
     """Raises ConfigError where the sizes of the config do not fit its mesh, whatever `auto` will be."""
-    if run.is_paired:
+    if run.architecture == "encoder-decoder":
         raise divisibility.unscaled(run)
     sizes = {axis: 1 if (size := getattr(run.mesh, axis)) == "auto" else size for axis in AXES}
     divisibility.check(run, math.prod(sizes.values()))
@@ -360,7 +360,7 @@ def _batches(run: Run, ids: int) -> Iterator[Any]:
             segments=np.where(is_padding, 0, 1 + is_second).astype(np.int32),
             positions=np.where(is_second, slots - middle, slots).astype(np.int32),
         )
-        if run.objective.both_ways:
+        if run.objective.bidirectional:
             ends = np.where(is_padding, slots, np.where(is_second, end - 1, middle - 1))
             fields["visible_until"] = np.where(noise.random(shape) < 0.5, slots, ends).astype(
                 np.int32

@@ -22,10 +22,11 @@ from jaxlm.objectives.loss import score
 from jaxlm.parallel import host
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train import initial_state, records, resume
+from jaxlm.recipes.train import records, resume
 from jaxlm.recipes.train.checkpointing import Rewinds
+from jaxlm.recipes.train.context import ResumeOptions
 from jaxlm.recipes.train.programs import TrainPrograms
-from jaxlm.recipes.train.resume import ResumeOptions, StartRecord
+from jaxlm.recipes.train.resume import StartRecord
 from jaxlm.training import control
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
@@ -75,11 +76,13 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     if not way or way[0].step:
         raise DataError(
             f"nothing says under which config step {step} was done",
-            where=str(workdir / resume.FILE),
+            where=str(workdir / resume.STARTS_FILE),
             why="it has no line of a start before that step",
             fix="bring the file back from a copy of the run",
         )
-    run: Run = config.from_json(Run, way[-1].config, str(workdir / resume.FILE), options.overrides)
+    run: Run = config.from_json(
+        Run, way[-1].config, str(workdir / resume.STARTS_FILE), options.overrides
+    )
     jax_setup.start(options.cpu_devices)
     store = Store(directory.checkpoints, run.checkpoint, read_only=True, verifier=Verifier(say=say))
     later = [each for each in begun if each.rewinds > known]
@@ -97,9 +100,9 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     with jax.set_mesh(mesh):
         engine = TrainPrograms(run, data, model)
         state = (
-            resume.state(engine, store, start, wish)
+            resume.restored_state(engine, store, start, wish)
             if start
-            else initial_state.initial_state(engine, store)
+            else resume.first_state(engine, store)
         )
         say(f"from {f'checkpoint {start}' if start else 'the beginning'} through step {step}")
         batches = engine.batches(start, rewinds.skips, say)
@@ -112,7 +115,7 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
             state, _ = engine.step(state, next(batches), rate(completed))
         batch = next(batches)
         uncut = engine.pace.phase(loader.number(step - 1, rewinds.skips)).rows
-        rows = _rows(engine, engine.gradient_point(state), batch, uncut)
+        rows = _rows(engine, engine.spec.point(state), batch, uncut)
         values, layers = _measured(engine, state, batch, rate(step - 1))
         found = records.spike_evidence(engine, step, values, layers, rewinds.skips)
     logged = _logged(workdir, found, is_newest=known == every)
@@ -183,7 +186,7 @@ def _wish(way: list[StartRecord], start: int, step: int) -> ResumeOptions:
                 + "\n".join([*(f"--{name}" for name in changed), *why.splitlines()]),
                 fix=f"--step={after.step}    # the last one that this checkpoint leads to",
             )
-    return at[-1].wish if at and at[-1].step == start else ResumeOptions()
+    return at[-1].options if at and at[-1].step == start else ResumeOptions()
 
 
 def _check_data(known: dict[str, Any], found: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ from jaxlm.core.errors import CommandError
 from jaxlm.data.batch import Tokens
 from jaxlm.monitor import chips
 from jaxlm.monitor.chips import Machine
-from jaxlm.objectives.config import has_ahead, has_inner
 from jaxlm.parallel import hlo_collectives, host, mesh
 from jaxlm.parallel.config import shown
 from jaxlm.recipes import jax_setup
@@ -22,7 +21,7 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import divisibility
 from jaxlm.recipes.plan.predict import decoder_tokens
-from jaxlm.recipes.train import trainer
+from jaxlm.recipes.train import programs
 from jaxlm.recipes.train.programs import without_data
 
 Say = Callable[[str], None]
@@ -48,13 +47,13 @@ def abstract_batch(run: Run, grid: Mesh) -> Tokens:
     fields: Any = dict.fromkeys(Tokens._fields, slots(wrote))
     fields |= dict.fromkeys(("weights", "predicts_ahead"), slots(wrote, jnp.float32))
     batch = Tokens(**fields | dict.fromkeys(("source", "source_segments"), slots(read)))
-    if not run.objective.both_ways:
+    if not run.objective.bidirectional:
         batch = batch._replace(visible_until=None)
-    if not run.is_paired:
+    if run.architecture != "encoder-decoder":
         batch = batch._replace(source=None, source_segments=None)
-    if not has_inner(run.objective):
+    if run.objective.block_positions is None:
         batch = batch._replace(block_positions=None)
-    if not has_ahead(run.objective):
+    if not run.objective.marks_mtp_rows:
         batch = batch._replace(predicts_ahead=None)
     return batch
 
@@ -76,7 +75,7 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
     grid = mesh.build(run.mesh, devices_of(known))
     say(f"{shown(grid.shape)} on {name}, {known.devices} chips; compiling for them takes minutes")
     compiled = compile_step(run, grid)
-    memory = trainer.compiled_memory(compiled)
+    memory = programs.compiled_memory(compiled)
     # A real run's sizes have no mark to tell activations by: nothing is judged here.
     lines = collectives.table(hlo_collectives.read(compiled.as_text() or ""), dict(grid.shape))
     return {
@@ -100,7 +99,7 @@ def compile_here(run: Run, count: int, say: Say = lambda _: None) -> dict[str, A
     divisibility.check(run, count)
     grid = mesh.build(run.mesh, jax.devices()[:count])
     say(f"{shown(grid.shape)} on this CPU; compiling the step")
-    return {"devices": count, "bytes_per_device": trainer.compiled_memory(compile_step(run, grid))}
+    return {"devices": count, "bytes_per_device": programs.compiled_memory(compile_step(run, grid))}
 
 
 def devices_of(known: Machine) -> list[jax.Device]:

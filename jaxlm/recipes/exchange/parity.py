@@ -52,7 +52,9 @@ def compare_logits(
     written = setup.build_sharded_model(described, model.blueprint.config.vocab, model.mesh)
     tokens, places = _text(opened)
     logits, their_logits = (
-        jax.jit(functools.partial(_logits, each, is_paired=opened.run.is_paired))
+        jax.jit(
+            functools.partial(_logits, each, is_paired=opened.run.architecture == "encoder-decoder")
+        )
         for each in (model.blueprint, written.blueprint)
     )
     same = []

@@ -141,7 +141,7 @@ def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> Work:
         dropout=attention.dropout,
         has_bias=attention.relative is not None,
         stages=logical.ways(sizes, "stages"),
-        both_ways=run.objective.both_ways,
+        both_ways=run.objective.bidirectional,
     )
 
 

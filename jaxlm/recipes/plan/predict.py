@@ -12,7 +12,6 @@ from jaxlm.models.cost import comm_cost, model_cost
 from jaxlm.models.cost.activations import Share
 from jaxlm.monitor.chips import Chip, Dtype, Machine
 from jaxlm.nn.config import MoeConfig
-from jaxlm.objectives.corruption import target_length
 from jaxlm.ops.kernels import Target
 from jaxlm.optim.config import Sophia
 from jaxlm.parallel import logical
@@ -186,7 +185,8 @@ def _written(run: Run, held: dict[str, float]) -> float:
 
 def decoder_tokens(run: Run) -> int:
     """Tokens of a row that a decoder writes beside one that is read; 0 where they are one."""
-    return target_length(run.objective, run.data.sequence) if run.is_paired else 0
+    is_paired = run.architecture == "encoder-decoder"
+    return run.objective.target_length(run.data.sequence) if is_paired else 0
 
 
 def _target(chip: Chip) -> Target:

@@ -12,8 +12,8 @@ from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.scaling import resize_model
 from jaxlm.recipes.scaling.loss_fit import FEWEST_RUNS, FEWEST_SIZES
-from jaxlm.recipes.train.pretrain import Options, pretrain
-from jaxlm.recipes.train.resume import ResumeOptions
+from jaxlm.recipes.train.context import ResumeOptions, StartOptions
+from jaxlm.recipes.train.run import run_training
 
 WIDTHS = (0.25, 0.5, 0.75, 1.0)  # of the config's own
 STEPS = (0.25, 0.5, 1.0)
@@ -54,13 +54,13 @@ def sweep(
         place = workdir / rung.name
         say(f"run {number} of {len(ladder)}: {place}")
         flags = [f"--config.{path}={value}" for path, value in settings]
-        told = pretrain(
+        told = run_training(
             config.load(Run, file, settings),
-            Options(
+            StartOptions(
                 workdir=place,
                 arguments=["train", f"--config={file}", *flags, f"--workdir={place}"],
-                wish=ResumeOptions(),
-                place=ProcessSpec(),
+                resume=ResumeOptions(),
+                process=ProcessSpec(),
                 quiet=True,
             ),
         )

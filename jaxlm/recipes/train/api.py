@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxlm.core import config as configs
 from jaxlm.core.config import Loaded
@@ -14,20 +14,25 @@ from jaxlm.monitor.sinks import Callback, Callbacks
 from jaxlm.parallel import cluster
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.train.context import ResumeOptions, StartOptions
 from jaxlm.training import lock
-
-if TYPE_CHECKING:  # it imports JAX, and a wrong setting is told before that
-    from jaxlm.recipes.train.resume import ResumeOptions
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Where a run has come to."""
+    """Result of a run.
+
+    Args:
+      workdir: the run directory.
+      step: completed steps.
+      complete: whether these are all steps of the run.
+      metrics: figures of the newest evaluation, and the other keys of `jaxlm train --json`.
+    """
 
     workdir: Path
-    step: int  # completed
-    complete: bool  # whether these are all
-    metrics: dict[str, Any]  # of the newest evaluation, and what `jaxlm train --json` says beside
+    step: int
+    complete: bool
+    metrics: dict[str, Any]
 
 
 def train(
@@ -40,54 +45,56 @@ def train(
     init_from: str | None = None,
     cpu_devices: int | None = None,
     quiet: bool = False,
-    wish: "ResumeOptions | None" = None,
-    place: ProcessSpec | None = None,
+    resume: ResumeOptions | None = None,
+    process: ProcessSpec | None = None,
     arguments: Sequence[str] | None = None,
 ) -> Result:
-    """Trains, or goes on training, in a run directory: `jaxlm.training`, and what `jaxlm train` calls.
+    """Train in a run directory, or resume there. `jaxlm train` calls this function.
 
-    Each callback is called in the first process as `callback(step, metrics)` with every record of metrics.jsonl, once it is
-    written there: logged steps have the `split` train, evaluations that of their set. A true answer ends the run after the
-    step that is being computed, its state saved: the same call goes on from there. So does an exception, which is raised
-    once the state is saved. After a rewind steps come again.
+    Each callback is called in the first process as `callback(step, metrics)` with every record of
+    metrics.jsonl, after it was written: logged steps have the `split` train, evaluations that of
+    their set. A true answer ends the run after the step that is being computed, with its state
+    saved; the same call resumes from there. An exception does so too, and is raised once the state
+    is saved. After a rewind the same steps occur again.
 
     Args:
-      config: a path as --config takes it, a ConfigDict as `jaxlm.core.config.new` makes them, or a `Run`.
-      workdir: the run directory; the same one goes on where it stopped.
-      settings: values by path, such as `{"optim.lr": 1e-3}`, over those of the config.
-      stop_at: save after this step and return.
-      init_from: RUN[@STEP], whose weights the run begins with.
-      cpu_devices: split the CPU into so many devices.
-      quiet: show no rows on stderr.
-      wish: how a run shall go on beyond its config; None is as it was.
-      place: which process of several this is; None is what the environment says.
-      arguments: the words after `jaxlm` for command.sh; None makes them.
+      config: a path as --config takes it, a ConfigDict of `jaxlm.core.config.new`, or a `Run`.
+      workdir: the run directory; with a run in it, that run is resumed.
+      settings: values by path, such as `{"optim.lr": 1e-3}`, which override those of the config.
+      callbacks: functions that get each record.
+      stop_at: completed steps after which to save and return.
+      init_from: RUN[@STEP] whose weights a new run starts from.
+      cpu_devices: number of devices that the CPU is split into.
+      quiet: print no rows on stderr.
+      resume: options of a resumed run beyond its config.
+      process: this process among several; by default, from the environment.
+      arguments: the words after `jaxlm` for command.sh; by default, made from the arguments.
 
     Raises:
-      JaxlmError: for whatever a user can cause; what a callback has raised.
+      JaxlmError: for every problem that a user can cause; also what a callback raised.
     """
     check_local(workdir, "workdir")
-    place = place or cluster.process_spec(os.environ)
-    if place.count in (None, 1):  # one of several would find the lock of the first
+    process = process or cluster.process_spec(os.environ)
+    if process.count in (None, 1):  # several processes would find the lock of the first
         lock.check_free(Path(workdir) / "lock")
-    loaded = _loaded(config, settings or {})
+    settings = settings or {}
+    loaded = _loaded(config, settings)  # before JAX is imported: a wrong setting is refused at once
 
-    from jaxlm.recipes.train.pretrain import Options, pretrain
-    from jaxlm.recipes.train.resume import ResumeOptions
+    from jaxlm.recipes.train.run import run_training
 
-    options = Options(
+    options = StartOptions(
         workdir=Path(workdir),
-        arguments=_words(config, workdir, settings or {}) if arguments is None else [*arguments],
-        wish=wish or ResumeOptions(),
-        place=place,
+        arguments=_words(config, workdir, settings) if arguments is None else [*arguments],
+        resume=resume or ResumeOptions(),
+        process=process,
         init_from=init_from,
         stop_at=stop_at,
         cpu_devices=cpu_devices,
         quiet=quiet,
     )
-    answer = pretrain(loaded, options, Callbacks(callbacks))
-    known = {name: answer.pop(name) for name in ("workdir", "step", "complete")}
-    return Result(Path(known["workdir"]), known["step"], known["complete"], answer)
+    answer = run_training(loaded, options, Callbacks(callbacks))
+    workdir, step, complete = (answer.pop(name) for name in ("workdir", "step", "complete"))
+    return Result(Path(workdir), step, complete, answer)
 
 
 def _loaded(config: Any, settings: Mapping[str, Any]) -> Loaded:
@@ -101,7 +108,7 @@ def _loaded(config: Any, settings: Mapping[str, Any]) -> Loaded:
 
 
 def _words(config: Any, workdir: Any, settings: Mapping[str, Any]) -> list[str]:
-    """A command that does the same; a config that is no file is the one that the run writes."""
+    """Return a command that does the same; a config that is not a file is that of the run."""
     is_file = isinstance(config, str | os.PathLike)
     file = os.fspath(config) if is_file else os.path.join(workdir, "config.json")
     flags = [f"--config.{path}={show(value)}" for path, value in settings.items()]

@@ -1,8 +1,10 @@
-"""What computes in a run: data, model, optimizer and the compiled step, with nothing that writes."""
+"""The compiled programs of a run: step, observer, gradient, evaluation. No files are written."""
 
+import contextlib
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,47 +14,77 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxlm.core import allocator, backend, faults, random, tree
+from jaxlm.core.divisors import divisors
+from jaxlm.core.errors import ConfigError, Diverged
 from jaxlm.data import loader as loaders
 from jaxlm.data.batch import Tokens
 from jaxlm.data.dataset import Data
 from jaxlm.evals import loss as evals
 from jaxlm.models import config as configs
+from jaxlm.models.build import Blueprint
+from jaxlm.monitor import sinks
 from jaxlm.nn.intermediates import Intermediates, Kind
-from jaxlm.objectives.config import mtp_settings
-from jaxlm.objectives.loss import sampled_label_nll, token_nll
+from jaxlm.objectives.build import build as build_objective
 from jaxlm.optim import average, groups, schedules
 from jaxlm.optim import build as optimizers
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.optim.qk_clip import qk_clip
 from jaxlm.optim.schedules import LearningRate
-from jaxlm.parallel import compiler, host, rules
+from jaxlm.parallel import compiler, host, logical, rules
+from jaxlm.parallel.logical import Sizes
 from jaxlm.parallel.replicas import Replicas
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan import predict
+from jaxlm.recipes.plan import oom
+from jaxlm.recipes.plan.predict import Forecast
 from jaxlm.recipes.setup import ShardedModel
-from jaxlm.recipes.train import layer_stats
+from jaxlm.recipes.train.context import RunContext
+from jaxlm.training import figures
 from jaxlm.training import gradient as gradients
-from jaxlm.training import observe
 from jaxlm.training import state as states
-from jaxlm.training import step as steps
 from jaxlm.training.curvature import Curvature
+from jaxlm.training.figures import Noise
+from jaxlm.training.observe import Observed, build_observer
 from jaxlm.training.state import TrainState
+from jaxlm.training.step import Metrics, StepSpec, build_step
 
 Skips = tuple[tuple[int, int], ...]
+MAX_NOISE_PARTS = 8  # of a batch, to measure gradient noise if the step has no micro-batches
+NOISE_WINDOW = 20  # estimates of the noise that are averaged
+RERUN = (
+    "the same command again resumes from the last committed step; "
+    "a device that does this twice is broken"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A frozen model that the objective reads, with parameters on the run's mesh."""
+
+    blueprint: Blueprint
+    params: Any
 
 
 class TrainPrograms:
-    """The state of a run and the functions that move it. Used under its model's mesh.
+    """The state of a run and the functions that change it. Use it under the mesh of its model.
 
     Args:
-      schedule: what the learning rate follows instead of `run.schedule`, where it is no training run.
+      run: the resolved config.
+      data: tokenizer and loaders.
+      model: the model that is trained, with its shardings.
+      schedule: learning rate instead of `run.schedule`, for measurements that are no training run.
+      teacher: the frozen model that `run.objective.teacher` names.
     """
 
     def __init__(
-        self, run: Run, data: Data, model: ShardedModel, schedule: LearningRate | None = None
+        self,
+        run: Run,
+        data: Data,
+        model: ShardedModel,
+        schedule: LearningRate | None = None,
+        teacher: Teacher | None = None,
     ):
-        self.run, self.data, self.model = run, data, model
+        self.run, self.data, self.model, self.teacher = run, data, model, teacher
         if backend.name() == "cpu":
             allocator.keep_freed()
         blueprint, self.pace = model.blueprint, run.pace
@@ -69,68 +101,65 @@ class TrainPrograms:
             balance_rate=configs.balance_rate(blueprint.config),
             state_dtype=model.precision.moments,
         )
-        self.shapes: TrainState = jax.eval_shape(
-            self.abstract_init
-        )  # once: that is a trace of the model
+        self.shapes: TrainState = jax.eval_shape(self.abstract_init)  # traces the model: once
         self._layout = self._shardings()
         self._frozen = groups.frozen(run.optim, blueprint.axes)
-        self._ahead = optimizers.ahead(run.optim, blueprint.axes)
-        clipped: tuple[Kind, ...] = () if run.regularisation.qk_clip is None else ("logits",)
-        shared: dict[str, Any] = dict(
+        self.objective = build_objective(run.objective, run.loss, run.architecture)
+        captured: tuple[Kind, ...] = () if run.regularisation.qk_clip is None else ("logits",)
+        spec = StepSpec(
+            loss=self._loss(model.trained, None),
+            optimizer=self.optimizer,
+            schedule=schedule,
             key=random.stream(jax.random.key(run.seed), "train"),
             precision=model.precision,
-            axes=blueprint.axes,
-            shardings=model.gradients,
-            gradient_point=self._ahead,
-            frozen=self._frozen,
-            curvature=_curvature(run, model.trained.merge),
-        )
-        further = _further(run)
-        loss = functools.partial(_loss, model.trained.merge, run.loss, further)
-        # A pipeline deals the batch out itself.
-        microbatches = run.train.microbatches if blueprint.schedule is None else 1
-        step = steps.build_step(
-            loss,
-            self.optimizer,
-            schedule,
             guard=run.guard,
-            microbatches=microbatches,
-            is_measured=_is_logged(run),
-            average=average.build(run.average, **length),
-            capture=clipped,
-            post_update=_clipping(run),
-            **shared,
-        )
-        observer = observe.build(
-            functools.partial(_loss, setup.observer_model(run, model).merge, run.loss, further),
-            self.optimizer,
-            capture=run.log.layers,
-            microbatches=layer_stats.microbatches_for_noise(run, dict(model.mesh.shape)),
-            **shared,
-        )
-        taken = gradients.build_gradient(
-            loss,
-            precision=model.precision,
             axes=blueprint.axes,
             shardings=model.gradients,
+            # A pipeline splits the batch into micro-batches itself.
+            microbatches=run.train.microbatches if blueprint.schedule is None else 1,
             frozen=self._frozen,
-            microbatches=microbatches,
+            gradient_point=optimizers.ahead(run.optim, blueprint.axes),
+            curvature=self._curvature(),
+            average=average.build(run.average, **length),
+            capture=captured,
+            post_update=_qk_clip(run),
+            is_measured=_is_logged(run),
+        )
+        self.spec = spec
+        observed_model = setup.observer_model(run, model)
+        observed = dataclasses.replace(
+            spec, microbatches=microbatches_for_noise(run, dict(model.mesh.shape))
         )
 
-        def gradient(state: TrainState, batch: Tokens) -> Any:
-            own_key = jax.random.fold_in(shared["key"], state.step)
-            return taken(self.gradient_point(state), batch, own_key, state.guard.scale.factor)[0]
+        def step(
+            state: TrainState, batch: Tokens, rate: jax.Array | float = 1.0, teacher: Any = None
+        ) -> tuple[TrainState, Metrics]:
+            loss = self._loss(model.trained, teacher)
+            return build_step(dataclasses.replace(spec, loss=loss))(state, batch, rate)
 
+        def observe(
+            state: TrainState, batch: Tokens, rate: jax.Array | float = 1.0, teacher: Any = None
+        ) -> Observed:
+            loss = self._loss(observed_model, teacher)
+            observer = build_observer(dataclasses.replace(observed, loss=loss), run.log.layers)
+            return observer(state, batch, rate)
+
+        def gradient(state: TrainState, batch: Tokens, teacher: Any = None) -> Any:
+            loss = self._loss(model.trained, teacher)
+            mean = gradients.build_gradient(dataclasses.replace(spec, loss=loss))
+            key = jax.random.fold_in(spec.key, state.step)
+            return mean(spec.point(state), batch, key, state.guard.scale.factor)[0]
+
+        programs: list[Callable[..., Any]] = [step, observe, gradient]
         if run.train.offload:
-            fetched = self._shardings(is_fetched=True)
-            step, observer, gradient = (
-                functools.partial(with_state_on_device, each, fetched)
-                for each in (step, observer, gradient)
-            )
-        self.gradient = jax.jit(gradient)  # the mean one that the next step takes, before clipping
-        self.observe = jax.jit(observer, out_shardings=states.replicated(model.mesh))
+            layout = self._shardings(is_fetched=True)
+            programs = [functools.partial(with_state_on_device, each, layout) for each in programs]
+        step_program, observe_program, gradient_program = programs
+        # The mean gradient that the next step takes, before clipping.
+        self.gradient = jax.jit(gradient_program)
+        self.observe = jax.jit(observe_program, out_shardings=states.replicated(model.mesh))
         self.step = jax.jit(
-            step,
+            step_program,
             donate_argnums=0,
             out_shardings=(self._layout, None),
             compiler_options=compiler.options(model.mesh),
@@ -144,43 +173,52 @@ class TrainPrograms:
             )
         )
         self._rows = {
-            stage.rows: host.host_rows(model.mesh, stage.rows) for stage in self.pace.phases
+            phase.rows: host.host_rows(model.mesh, phase.rows) for phase in self.pace.phases
         }
         self._put = functools.partial(host.put, model.mesh)
         self.replicas = Replicas(model.mesh, model.shardings)
         self.is_finite: Callable[[Any], jax.Array] = jax.jit(_is_finite)
 
     @property
+    def extra_inputs(self) -> tuple[Any, ...]:
+        """Inputs of step and observer after state, batch and rate: a teacher's parameters."""
+        return () if self.teacher is None else (self.teacher.params,)
+
+    @property
     def targets(self) -> int:
-        """Slots of a row that a decoder writes beside one that is read; 0 where they are one."""
-        return predict.decoder_tokens(self.run)
+        """Slots of the decoder's row of an encoder-decoder; 0 for other models."""
+        if self.run.architecture != "encoder-decoder":
+            return 0
+        return self.run.objective.target_length(self.run.data.sequence)
 
     def abstract_init(self) -> TrainState:
-        """The state before the first update; to be traced, not called."""
+        """Return the state before the first update. Trace it, do not call it."""
         params = self.model.blueprint.init(random.key(self.run.seed, "init"))
         averaged = None if isinstance(self.run.average, NoAverage) else average.first(params)
         return states.fresh(params, self.optimizer, self.run.guard, averaged)
 
     def init_state(self) -> TrainState:
-        """The state before the first update, on the mesh from birth."""
+        """Return the state before the first update, created with its shardings."""
         return jax.jit(self.abstract_init, out_shardings=self._layout)()
 
-    def gradient_point(self, state: TrainState) -> Any:
-        """The parameters at which the next step takes its gradient."""
-        return self._ahead(state.params, state.opt_state) if self._ahead else state.params
-
     def averaged(self, state: TrainState) -> Any:
-        """The average of the parameters, in their dtypes; the run keeps one."""
+        """Return the average of the parameters, in their dtypes, of a run that keeps one."""
         return jax.tree.map(lambda a, p: a.astype(p.dtype), state.average, state.params)
 
     def abstract(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state, for a restore."""
+        """Return shapes, dtypes and shardings of the state, for a restore."""
         return states.abstract(self.shapes, self._layout)
 
     def batches(
         self, start: int, skips: Skips = (), warn: Callable[[str], None] = lambda _: None
     ) -> Generator[Tokens, None, None]:
-        """The global batches that the steps after `start` read, on the devices; without end. `warn` is told what was lost."""
+        """Yield the global batches of the steps after `start`, on the devices, without end.
+
+        Args:
+          start: completed steps.
+          skips: ranges of batches that are left out.
+          warn: called with a description of data that cannot be read.
+        """
         stream = self.data.train.batches(
             start, batch=self.pace, rows=self._rows, skips=skips, warn=warn
         )
@@ -188,29 +226,34 @@ class TrainPrograms:
             yield self._put(inject_faults(batch, loaders.number(step, skips)))
 
     def lr_scale(self, value: float) -> jax.Array:
-        """What the learning rate is multiplied by, as a step takes it."""
+        """Return the factor of the learning rate as an input of the step."""
         where = states.replicated(self.model.mesh)
         return jax.make_array_from_callback((), where, lambda _: np.asarray(value, np.float32))
 
     def evaluate(self, params: Any, *, limit: int | None) -> dict[str, dict[str, Any]]:
-        """Return the figures of each validation set, and the `share` of its rows they are of.
+        """Return the figures of each validation set, and the `share` of its rows that was read.
 
-        `limit` is a number of batches of rows that are drawn, None for the whole set.
+        Args:
+          params: parameters of the model.
+          limit: number of batches of randomly chosen rows; None reads the whole set.
         """
         run = self.run
         size = run.train.batch if run.eval.batch == "auto" else run.eval.batch
         rows = host.host_rows(self.model.mesh, size)
         eval_step = functools.partial(self._eval_step, params)
-        found = {}
+        results = {}
         for name, loader in self.data.validation.items():
             batches = loader.evaluation(batch=size, rows=rows, limit=limit)
             sample = evals.Sample(loader.evaluated(batch=size, limit=limit), loader.plan.rows)
             result = evals.evaluate(eval_step, batches, self._put, sample)
-            found[name] = result.record() | {"share": sample.rows / sample.of}
-        return found
+            results[name] = result.record() | {"share": sample.rows / sample.of}
+        return results
 
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes on each device by what they are: parameters, gradients (while a step is computed), optimizer's state, average."""
+        """Return the bytes on each device of parameters, gradients, optimizer state and average.
+
+        Gradients exist only while a step is computed.
+        """
         model, state = self.model, self.abstract()
 
         def size(leaves: Any, layout: Any) -> int:
@@ -221,25 +264,49 @@ class TrainPrograms:
             )
             return sum(jax.tree.leaves(parts))
 
+        def trained_grads(params: Any) -> Any:
+            return gradients.reduce_dtype_grads(params, model.precision, model.blueprint.axes)
+
         sharding = jax.tree.map(lambda leaf: leaf.sharding, state)
-        return {
+        sizes = {
             "parameters": size(state.params, sharding.params),
             "gradients": size(
-                jax.eval_shape(
-                    functools.partial(
-                        gradients.reduce_dtype_grads,
-                        precision=model.precision,
-                        axes=model.blueprint.axes,
-                    ),
-                    tree.drop_leaves(state.params, self._frozen),
-                ),
+                jax.eval_shape(trained_grads, tree.drop_leaves(state.params, self._frozen)),
                 tree.drop_leaves(model.gradients, self._frozen),
             ),
             "optimizer": size(state.opt_state, sharding.opt_state),
-        } | ({"average": size(state.average, sharding.average)} if state.average else {})
+        }
+        if state.average:
+            sizes["average"] = size(state.average, sharding.average)
+        if self.teacher is not None:
+            layout = jax.tree.map(lambda leaf: leaf.sharding, self.teacher.params)
+            sizes["teacher"] = size(self.teacher.params, layout)
+        return sizes
+
+    def _loss(self, blueprint: Blueprint, teacher_params: Any) -> gradients.LossOfParams:
+        """Return the function (params, batch, key) -> loss of the objective."""
+
+        def loss(params: Any, batch: Tokens, key: jax.Array) -> Any:
+            teacher = None
+            if self.teacher is not None:
+                teacher = self.teacher.blueprint.merge(teacher_params)
+            return self.objective.loss(blueprint.merge(params), batch, key, teacher)
+
+        return loss
+
+    def _curvature(self) -> Curvature | None:
+        every = optimizers.estimated_every(self.run.optim)
+        if every is None:
+            return None
+
+        def loss(params: Any, batch: Tokens, key: jax.Array) -> Any:
+            del key
+            return self.objective.curvature_loss(self.model.trained.merge(params), batch)
+
+        return Curvature(loss, every)
 
     def _shardings(self, *, is_fetched: bool = False) -> Any:
-        """Where each leaf of the state lies, between steps or while one `is_fetched` to the devices."""
+        """Return the sharding of each leaf of the state between steps, or during one if fetched."""
         blueprint, mesh = self.model.blueprint, self.model.mesh
         shapes: Any = self.shapes
         axes = optimizers.state_axes(
@@ -262,58 +329,32 @@ class TrainPrograms:
         )
 
 
-def without_data(run: Run, grid: Mesh, vocab: int) -> TrainPrograms:
-    """The engine of a run's sizes on a mesh, without data: to compile or to time its step."""
-    model = setup.build_sharded_model(run, vocab, grid)
+def without_data(run: Run, mesh: Mesh, vocab: int) -> TrainPrograms:
+    """Return the programs of a run on a mesh, without data, to compile or to time its step."""
+    model = setup.build_sharded_model(run, vocab, mesh)
     tokenizer = SimpleNamespace(token_bytes=np.zeros(vocab, np.int32), lead="")
     return TrainPrograms(run, SimpleNamespace(tokenizer=tokenizer), model)  # type: ignore[arg-type]
 
 
 def with_state_on_device(
-    step: Callable[..., Any], layout: TrainState, state: TrainState, batch: Tokens, *rate: jax.Array
+    program: Callable[..., Any], layout: TrainState, state: TrainState, *inputs: Any
 ) -> Any:
-    """A step of a state that may lie elsewhere. Where it comes out again is for `jax.jit` to say."""
-    return step(jax.device_put(state, layout), batch, *rate)
+    """Call a program with a state that is offloaded; `jax.jit` places its outputs."""
+    return program(jax.device_put(state, layout), *inputs)
 
 
-def _loss(
-    merge: Callable[[Any], Any],
-    settings: Any,
-    further: tuple[float, ...],
-    params: Any,
-    batch: Any,
-    key: jax.Array,
-) -> Any:
-    return token_nll(merge(params), batch, key, settings, further)
-
-
-def _curvature(run: Run, merge: Callable[[Any], Any]) -> Curvature | None:
-    every = optimizers.estimated_every(run.optim)
-    if every is None:
-        return None
-
-    def loss(params: Any, batch: Tokens, key: jax.Array) -> Any:
-        del key
-        return sampled_label_nll(merge(params), batch, run.loss)
-
-    return Curvature(loss, every)
-
-
-def _further(run: Run) -> tuple[float, ...]:
-    """The weights of the losses of tokens beyond the next."""
-    found = mtp_settings(run.objective)
-    return () if found is None else found.weights
-
-
-def _clipping(run: Run) -> Callable[[Any, Intermediates], tuple[Any, dict[str, jax.Array]]] | None:
+def _qk_clip(run: Run) -> Callable[[Any, Intermediates], tuple[Any, dict[str, jax.Array]]] | None:
     largest = run.regularisation.qk_clip
     if largest is None:
         return None
-    return lambda params, notes: qk_clip(params, notes.peaks, largest)
+    return lambda params, captured: qk_clip(params, captured.peaks, largest)
 
 
 def _is_logged(run: Run) -> Callable[[jax.Array], jax.Array] | None:
-    """Whether the metrics of a step will be logged, by the number of completed steps; None where all are or it takes more to know."""
+    """Return the function (completed steps) -> whether that step is logged.
+
+    None if all steps are, or if it depends on the time or the size of batches.
+    """
     unit = run.log.every.unit
     if unit == "second" or (unit == "token" and run.train.batch_warmup):
         return None
@@ -328,8 +369,218 @@ def _is_finite(values: Any) -> jax.Array:
 
 
 def inject_faults(batch: Tokens, number: int) -> Tokens:
-    """The batch with the faults that a test asked for: its loss will not be finite. Untouched without any."""
+    """Return a batch with the faults that a test injects: its loss will not be finite."""
     for fault in faults.planned("batch"):
         if fault.is_at(number):
             batch = batch._replace(weights=batch.weights * float("nan"))
     return batch
+
+
+# The compiled step.
+
+
+class CompiledStep:
+    """The step of a run. It is compiled at the first batch of each phase, with a visible timer.
+
+    Before a step that is due by `guard.compare_every`, the copies of the parameters on several
+    devices are compared. A step that is due by `guard.repeat_every` is computed twice. A step
+    whose layer statistics are due is observed first.
+
+    Args:
+      context: the run around the programs.
+      programs: the programs of the run.
+      forecast: the plan of the run; None without one.
+      on_compiled: called with the step when it is compiled, before it first runs.
+      pause: context whose time belongs to no step.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        programs: TrainPrograms,
+        forecast: Forecast | None,
+        on_compiled: Callable[[jax.stages.Compiled], object],
+        pause: Callable[[], contextlib.AbstractContextManager[object]],
+    ):
+        self._context, self._programs, self._forecast = context, programs, forecast
+        self._on_compiled, self._pause = on_compiled, pause
+        self.layer_stats: LayerStatsCollector | None = None
+        self._steps: dict[tuple[int, ...], jax.stages.Compiled] = {}
+        self._observers: dict[tuple[int, ...], jax.stages.Compiled] = {}
+        self.completed = 0  # steps before the next one
+        self._scale, self._scale_input = 1.0, programs.lr_scale(1.0)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        """Compute one step. Raise Diverged if devices disagree."""
+        shape = batch.tokens.shape
+        if shape not in self._steps:
+            if self._steps:  # a pause may not begin while a step is computed
+                jax.block_until_ready(state)
+            self._compile(shape, state, batch)
+        step, guard, number = self._steps[shape], self._programs.run.guard, self.completed + 1
+        inputs = (batch, self._scale_input, *self._programs.extra_inputs)
+        if self.layer_stats is not None:
+            observe = functools.partial(self._observers[shape], state, *inputs)
+            self.layer_stats.observe_if_due(observe, number)
+        if guard.compare_every and number % guard.compare_every == 0:
+            self._compare_replicas(state)
+        if guard.repeat_every and number % guard.repeat_every == 0:
+            return self._repeated(step, state, inputs)
+        return step(state, *inputs)
+
+    def set_lr_scale(self, scale: float) -> None:
+        """Multiply the learning rate of the schedule by `scale` from the next step on."""
+        if scale != self._scale:
+            self._scale, self._scale_input = scale, self._programs.lr_scale(scale)
+
+    def _compile(self, shape: tuple[int, ...], state: TrainState, batch: Any) -> None:
+        programs, (rows, length) = self._programs, shape
+        of = f" for {rows} rows x {length} tokens" if len(programs.pace.phases) > 1 else ""
+        inputs = (state, batch, self._scale_input, *programs.extra_inputs)
+
+        def compiled(program: Any, name: str) -> jax.stages.Compiled:
+            with (
+                self._pause(),
+                self._context.processes.watch.phase("compile"),
+                self._context.console.timer(f"compiling the {name}{of}"),
+            ):
+                if name == "step":
+                    faults.point("compile")
+                return program.lower(*inputs).compile()
+
+        self._steps[shape] = compiled(programs.step, "step")
+        if programs.run.log.layers:
+            self._observers[shape] = observer = compiled(programs.observe, "observer of layers")
+            oom.check(programs.run, self._forecast, compiled_memory(observer)["total"])
+            if self.layer_stats is None:
+                records = sinks.read(self._context.directory.path / "metrics.jsonl")
+                sizes = dict(programs.model.mesh.shape)
+                self.layer_stats = LayerStatsCollector(programs.run, sizes, records)
+        self._on_compiled(self._steps[shape])
+
+    def _compare_replicas(self, state: TrainState) -> None:
+        if differences := self._programs.replicas.differences(state.params):
+            raise Diverged(
+                f"copies of the parameters differ between devices in {len(differences)} leaves",
+                where=f"before step {self.completed + 1}",
+                why="\n".join(differences[:4]),
+                fix=RERUN,
+            )
+
+    def _repeated(
+        self, step: jax.stages.Compiled, state: TrainState, inputs: tuple[Any, ...]
+    ) -> tuple[TrainState, Metrics]:
+        """Compute one step twice from the same state: rare miscalculations leave no other trace."""
+        second, _ = step(jax.tree.map(jnp.copy, state), *inputs)
+        first, metrics = step(state, *inputs)
+        if differences := self._programs.replicas.changes(second.params, first.params):
+            raise Diverged(
+                f"step {self.completed + 1} gave another result when it was repeated,"
+                f" in {len(differences)} leaves",
+                where=f"step {self.completed + 1}",
+                why="\n".join(differences[:4]),
+                fix=RERUN,
+            )
+        return first, metrics
+
+
+def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Return the bytes on a device that a program needs, by kind, from the compiler."""
+    memory: Any = compiled.memory_analysis()
+    parts = {
+        "arguments": memory.argument_size_in_bytes,
+        "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "program": memory.generated_code_size_in_bytes,
+    }
+    return parts | {"total": sum(parts.values())}
+
+
+# Statistics of layers.
+
+
+def microbatches_for_noise(run: Run, sizes: Sizes) -> int:
+    """Return the micro-batches of the observer: the step's, or enough to measure gradient noise.
+
+    Raises:
+      ConfigError: if gradient noise is to be measured and a device has one row.
+    """
+    microbatches = run.train.microbatches
+    if "noise" not in run.log.layers or microbatches > 1:
+        return microbatches
+    ways = logical.ways(sizes, "batch")
+    rows = math.gcd(*(phase.rows for phase in run.pace.phases))
+    parts = max(n for n in divisors(max(rows // ways, 1)) if n <= MAX_NOISE_PARTS)
+    if parts == 1:
+        raise ConfigError(
+            "log.layers cannot measure the noise of the gradient",
+            where="log.layers",
+            why=f"noise is the difference between the gradients of equal parts of a batch, and"
+            f" {rows} rows on {ways} devices do not divide into parts of whole rows",
+            fix=f"{_twice_the_rows(run)}\n{_without_noise(run)}    # does not measure the noise",
+        )
+    return parts
+
+
+def _twice_the_rows(run: Run) -> str:
+    """Return the flags that double the rows of every batch."""
+    entries = [entry.partition("@") for entry in run.train.batch_warmup]
+    doubled = ",".join(f"{2 * int(rows)}@{span}" for rows, _, span in entries)
+    warmup = f" --config.train.batch_warmup={doubled}" if doubled else ""
+    return f"--config.train.batch={2 * run.train.batch}{warmup}"
+
+
+def _without_noise(run: Run) -> str:
+    rest = ",".join(name for name in run.log.layers if name != "noise")
+    return f"--config.log.layers={rest}" if rest else "'--config.log.layers=()'"
+
+
+def is_observed(run: Run, step: int) -> bool:
+    """Return whether layers are observed in a step: the first logged one of `log.layers_every`."""
+    if not run.log.layers:
+        return False
+    total, tokens = run.train.steps, run.tokens_per_step
+    every = run.log.every.steps(total, tokens)
+    span = run.log.layers_every.steps(total, tokens)
+    if step == total:
+        return True
+    return min(every, span) > 0 and step % every == 0 and step % span < every
+
+
+class LayerStatsCollector:
+    """Observes the steps that are due, and keeps their statistics until they are logged.
+
+    Args:
+      run: the config of the run.
+      sizes: sizes of the mesh axes.
+      records: earlier records of the run, with estimates of its gradient noise.
+    """
+
+    def __init__(self, run: Run, sizes: Sizes, records: Iterable[Mapping[str, Any]]):
+        self._run, self._parts = run, microbatches_for_noise(run, sizes)
+        self._observed: dict[int, Observed] = {}  # a step is logged after the next one began
+        self._noises = [
+            Noise(record["gradient_square"], record["gradient_noise"])
+            for record in records
+            if record.get("gradient_noise") is not None
+        ]
+
+    def observe_if_due(self, observe: Callable[[], Observed], step: int) -> None:
+        """Observe a step before it is computed, if that is due."""
+        if is_observed(self._run, step):
+            self._observed[step] = observe()
+
+    def take(self, step: int) -> dict[str, float]:
+        """Return the statistics of a step as fields of its record; empty if it was not observed."""
+        if step not in self._observed:
+            return {}
+        observed = host.fetch(self._observed.pop(step))
+        record = figures.by_layer(observed)
+        if "noise" in self._run.log.layers:
+            self._noises.append(figures.noise(observed, self._parts))
+            last = self._noises[-1]
+            square, trace = (sum(part) for part in zip(*self._noises[-NOISE_WINDOW:], strict=True))
+            record |= {"gradient_square": last.square, "gradient_noise": last.trace}
+            if square > 0:
+                record["noise_scale_tokens"] = trace / square
+        return record

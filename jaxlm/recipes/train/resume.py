@@ -1,8 +1,11 @@
-"""Going on with a run: with which changes, and with how much of its state."""
+"""Start and resume: the checkpoint to resume from, allowed changes, first state, history."""
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import shlex
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,144 +13,106 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import Store
+from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import batch_schedule, config, tree
 from jaxlm.core.config import ABSENT, Change, Loaded, Origin
 from jaxlm.core.errors import CommandError, ConfigError, DataError, listed
 from jaxlm.core.provenance import short
-from jaxlm.data import mixture_config
+from jaxlm.data import mixture_config, tokenizer_file
 from jaxlm.monitor import sinks
 from jaxlm.monitor.sinks import Shape
 from jaxlm.optim import average
 from jaxlm.optim.schedule_config import Schedule, spans
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.exchange.import_model import FOLDER
 from jaxlm.recipes.train.checkpointing import Rewind, Rewinds
+from jaxlm.recipes.train.context import ResumeOptions
 from jaxlm.recipes.train.programs import TrainPrograms
+from jaxlm.recipes.use import load
 from jaxlm.training.rundir import RunDir, read_json
 from jaxlm.training.state import TrainState
 
-# Sections and settings that change nothing of what is computed.
+# Sections and settings that do not change the numbers of a run.
 FREE = (
-    "log",
-    "eval",
-    "sample",
-    "checkpoint",
-    "profile",
-    "watch",
-    "mesh",
-    "data.workers",
-    "data.damaged",
-    "data.prefetch",
+    *("log", "eval", "sample", "checkpoint", "profile", "watch", "mesh"),
+    *("data.workers", "data.damaged", "data.prefetch", "loss.chunk"),
+    *("guard.budget", "guard.rewinds", "guard.reach", "guard.skip"),
+    *("guard.compare_every", "guard.divergence"),
+    *("train.stack", "train.attention", "train.remat", "train.pipeline"),
+    *("train.pipeline_repeats", "train.offload", "train.patience", "train.control"),
 )
-NOT_FREE = ("eval.follow",)  # losses of two sets rank nothing together
-FREE_GUARD = (
-    "guard.budget",
-    "guard.rewinds",
-    "guard.reach",
-    "guard.skip",
-    "guard.compare_every",
-    "guard.divergence",
-)
-FREE_TRAIN = (
-    "train.stack",
-    "train.attention",
-    "train.remat",
-    "train.pipeline",
-    "train.pipeline_repeats",
-    "train.offload",
-    "train.patience",
-    "train.control",
-    "loss.chunk",
-)
-LINES = 4  # of an error, for what differs
+NOT_FREE = ("eval.follow",)  # losses of two sets cannot be ranked together
+MODEL_FREE = ("model.dropout", "model.init", "model.init_std")  # weights keep their meaning
+LINES = 4  # of an error, for differences
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResumeOptions:
-    """How a run shall go on, beyond its config.
+# The first state.
+
+
+def restored_state(
+    programs: TrainPrograms, store: Store, step: int, options: ResumeOptions
+) -> TrainState:
+    """Return the state of a step on this run's mesh.
+
+    An average that the step does not have starts at its parameters; one that the run does not keep
+    is left out.
 
     Args:
-      start_at: a committed step to go on from; None is the newest.
-      force: give up the steps after `start_at`.
-      reset_optimizer: keep the parameters and begin the optimizer's state anew.
-      cast: take stored arrays over into the dtypes of this config.
-      allow_change: settings that may differ from those of the run.
-    """
-
-    start_at: int | None = None
-    force: bool = False
-    reset_optimizer: bool = False
-    cast: bool = False
-    allow_change: tuple[str, ...] = ()
-
-    @property
-    def allowed(self) -> tuple[str, ...]:
-        """Settings, or whole sections, that may differ."""
-        reset = ("optim", "schedule") if self.reset_optimizer else ()
-        return (*self.allow_change, *reset, *(("precision",) if self.cast else ()))
-
-    def __str__(self) -> str:
-        """The flags that say it; none where the run just goes on."""
-        said = {
-            f"--start_at={self.start_at}": self.start_at is not None,
-            "--force": self.force,
-            "--reset_optimizer": self.reset_optimizer,
-            "--cast": self.cast,
-            f"--allow_change={','.join(self.allow_change)}": bool(self.allow_change),
-        }
-        return " ".join(flag for flag, is_said in said.items() if is_said)
-
-
-def state(engine: TrainPrograms, store: Store, step: int, wish: ResumeOptions) -> TrainState:
-    """The state of a step on this run's mesh. An average that the step has not begins at its parameters; one that the run keeps no more is left out.
+      programs: the programs of the run.
+      store: its checkpoints.
+      step: a committed step.
+      options: whether the optimizer state is reset, and arrays cast.
 
     Raises:
-      DataError: where it does not fit the model, or has other dtypes and no cast was asked for.
+      DataError: if the step does not fit the model, or has other dtypes and `options.cast` is off.
     """
-    wanted, layout = engine.abstract(), store.layout(step)
-    stored = _in_stored_dtypes(wanted, layout) if wish.cast else wanted
+    target, layout = programs.abstract(), store.layout(step)
+    stored = _in_stored_dtypes(target, layout) if options.cast else target
     has_average = any(path.startswith("average/") for path in layout)
-    if not wish.reset_optimizer and has_average == (wanted.average is not None):
-        restored = store.restore(step, stored)
-        return _cast(restored, wanted) if wish.cast else restored
+    if not options.reset_optimizer and has_average == (target.average is not None):
+        state = store.restore(step, stored)
+        return _cast(state, target) if options.cast else state
 
     def part(name: str) -> Any:
         return store.restore_part(step, name, getattr(stored, name))
 
     params, averaged = part("params"), None
-    if wanted.average is not None:
+    if target.average is not None:
         averaged = part("average") if has_average else average.first(params)
-    restored = TrainState(
+    reset = options.reset_optimizer
+    state = TrainState(
         step=jnp.int32(step),
         params=params,
-        opt_state=engine.optimizer.init(params) if wish.reset_optimizer else part("opt_state"),
+        opt_state=programs.optimizer.init(params) if reset else part("opt_state"),
         guard=part("guard"),
         average=averaged,
     )
-    return _cast(restored, wanted)
+    return _cast(state, target)
 
 
-def check_state(engine: TrainPrograms, store: Store, step: int, wish: ResumeOptions) -> None:
-    """Raise DataError if `state` will, by the layout of the step alone: before anything is written.
+def check_state(programs: TrainPrograms, store: Store, step: int, options: ResumeOptions) -> None:
+    """Raise DataError if `restored_state` would, from the layout of the step alone.
 
-    Runs of before `precision.moments` kept moments in the dtype of the parameters, so theirs may be
-    bfloat16 though no setting differs.
+    Runs from before `precision.moments` kept moments in the dtype of the parameters, so theirs may
+    be bfloat16 though no setting differs.
     """
-    wanted, layout = engine.abstract(), store.layout(step)
+    target, layout = programs.abstract(), store.layout(step)
 
     def parts(state: TrainState) -> dict[str, Any]:
-        found = {"params": state.params, "guard": state.guard}
-        if not wish.reset_optimizer:
-            found["opt_state"] = state.opt_state
+        trees = {"params": state.params, "guard": state.guard}
+        if not options.reset_optimizer:
+            trees["opt_state"] = state.opt_state
         if state.average is not None and any(path.startswith("average/") for path in layout):
-            found["average"] = state.average
-        return found
+            trees["average"] = state.average
+        return trees
 
-    store.check_layout(step, parts(_in_stored_dtypes(wanted, layout)))
-    if wish.cast:
+    store.check_layout(step, parts(_in_stored_dtypes(target, layout)))
+    if options.cast:
         return
     try:
-        store.check_layout(step, parts(wanted))
+        store.check_layout(step, parts(target))
     except DataError as error:
         raise DataError(
             f"checkpoint {step} has other dtypes than this config",
@@ -157,83 +122,214 @@ def check_state(engine: TrainPrograms, store: Store, step: int, wish: ResumeOpti
         ) from error
 
 
-def parameters(engine: TrainPrograms, store: Store, step: int, fresh: TrainState) -> TrainState:
-    """A fresh state with the parameters of a step of another run, cast to the dtypes of this one.
+def first_state(programs: TrainPrograms, store: Store) -> TrainState:
+    """Return the state before step 1 of a run that has started: checkpoint 0 or fresh weights."""
+    if 0 in store.steps():
+        return restored_state(programs, store, 0, ResumeOptions())
+    return programs.init_state()
+
+
+def state_from(programs: TrainPrograms, source: "InitSource") -> TrainState:
+    """Return a fresh state with the parameters of another run, in this run's dtypes and shardings.
 
     Raises:
-      DataError: where they do not fit the model.
+      DataError: if they do not fit the model.
     """
-    wanted = engine.abstract()
-    stored = _in_stored_dtypes(wanted, store.layout(step))
-    params = _cast(store.restore_part(step, "params", stored.params), wanted.params)
+    fresh, target = programs.init_state(), programs.abstract()
+    stored = _in_stored_dtypes(target, source.store.layout(source.step))
+    params = source.store.restore_part(source.step, "params", stored.params)
+    params = _cast(params, target.params)
     if fresh.average is None:
         return fresh._replace(params=params)
-    return fresh._replace(params=params, average=_cast(average.first(params), wanted.average))
+    return fresh._replace(params=params, average=_cast(average.first(params), target.average))
 
 
-def _cast(values: Any, wanted: Any) -> Any:
-    """The values in the dtypes and shardings of what is wanted."""
-    taken = jax.jit(
-        lambda values: jax.tree.map(lambda x, like: x.astype(like.dtype), values, wanted),
-        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, wanted),
+def _cast(values: Any, target: Any) -> Any:
+    """Return values in the dtypes and shardings of a target tree."""
+    cast = jax.jit(
+        lambda values: jax.tree.map(lambda x, like: x.astype(like.dtype), values, target),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target),
     )
-    return taken(values)
+    return cast(values)
 
 
-def _in_stored_dtypes(wanted: TrainState, layout: dict[str, str]) -> TrainState:
-    """The same shapes and shardings, in the dtypes that lie on disk."""
+def _in_stored_dtypes(target: TrainState, layout: dict[str, str]) -> TrainState:
+    """Return the same shapes and shardings in the dtypes that are on the disk."""
 
     def stored(path: str, leaf: Any) -> Any:
         dtype = layout.get(path, leaf.dtype.name).partition("[")[0]
         return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=leaf.sharding)
 
-    return tree.map_with_path(stored, wanted)
+    return tree.map_with_path(stored, target)
+
+
+# Weights of another run.
+
+
+@dataclasses.dataclass(frozen=True)
+class InitSource:
+    """A committed step of another run."""
+
+    run: Run
+    store: Store
+    step: int
+
+    @property
+    def workdir(self) -> Path:
+        """The directory of the run."""
+        return Path(str(self.store.directory.parent))
+
+    @property
+    def digest(self) -> str:
+        """A digest of every file of the step."""
+        files = sorted(self.store.record(self.step).files.items())
+        return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        return f"step {self.step} of {self.workdir}"
+
+
+def find_init_source(
+    ref: str, run: Run, warn: Callable[[str], None], verifier: Verifier
+) -> InitSource:
+    """Return the run and step of --init_from=RUN[@STEP]; without a step, the newest.
+
+    All processes of `verifier` must call it; the first one chooses the step.
+
+    Raises:
+      CommandError: if STEP is not a number.
+      InputMissing: if there is no such run or step.
+      DataError: if the step is damaged.
+      ConfigError: if the model of the run differs from that of `run`.
+    """
+    source = open_run_ref(ref, "--init_from", warn, verifier)
+    if changes := model_differences(source.run, run):
+        more = f"\nand {len(changes) - 3} more" if len(changes) > 3 else ""
+        raise ConfigError(
+            "the model differs from that of the run to start from",
+            where=f"--init_from={ref}",
+            why="\n".join(map(str, changes[:3])) + more,
+            fix=shlex.join(f"--config.{each.path}={each.old}" for each in changes),
+        )
+    return source
+
+
+def open_run_ref(
+    ref: str, flag: str, warn: Callable[[str], None], verifier: Verifier | None = None
+) -> InitSource:
+    """Return the run and step of RUN[@STEP]; without a step, the newest.
+
+    Args:
+      ref: RUN or RUN@STEP.
+      flag: the flag or setting that names it, for errors.
+      warn: called with a line for each damaged step that is passed over.
+      verifier: compares the step with its record; None for this process alone.
+
+    Raises:
+      CommandError: if STEP is not a number.
+      InputMissing: if there is no such run or step.
+      DataError: if the step is damaged.
+    """
+    path, at_sign, text = ref.rpartition("@")
+    workdir = Path(path if at_sign else ref)
+    if at_sign and not text.isdigit():
+        raise CommandError(
+            "the step to start from is not a number",
+            where=f"{flag}={ref}",
+            why=f"{text!r} follows the @, which separates the run and the step",
+            fix=f"{flag}={workdir}",
+        )
+    file = str(workdir / "config.json")
+    run = config.from_json(Run, read_json(workdir, "config.json"), where=file)
+    verifier = verifier or Verifier(say=warn)
+    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True, verifier=verifier)
+    step = int(text) if at_sign else None
+    chosen = verifier.decide(lambda: load.select_step(store, step, False, warn))
+    return InitSource(run, store, chosen)
+
+
+def model_differences(before: Run, after: Run) -> list[Change]:
+    """Return the model settings that differ and change the meaning of weights."""
+    changes = config.diff(before, after)
+    return [
+        each for each in changes if each.path.startswith("model.") and each.path not in MODEL_FREE
+    ]
+
+
+def check_tokenizer(source: InitSource, digest: str) -> None:
+    """Raise ConfigError if the tokenizer of the run to start from has another digest."""
+    file = source.workdir / "tokenizer"
+    if tokenizer_file.read(file).digest != digest:
+        raise ConfigError(
+            "the tokenizer differs from that of the run to start from",
+            where="data.tokenizer",
+            why="the weights would read other text into its ids",
+            fix=f"--config.data.tokenizer={file}",
+        )
+
+
+def copy_hub_files(source: InitSource, workdir: Path) -> None:
+    """Copy the files of an imported model, such as its chat template, for exports of this run."""
+    folder = source.workdir / FOLDER
+    if folder.is_dir():
+        shutil.copytree(folder, workdir / FOLDER, dirs_exist_ok=True)
+
+
+# Changes of a run's config and data.
 
 
 def with_own_validation(loaded: Loaded, workdir: Path) -> tuple[Loaded, list[str]]:
-    """Return the config with the validation data of the run in `workdir`, and what to say of it.
+    """Return the config with the validation data of the run in `workdir`, and lines to print.
 
-    That applies to a config that does not set data.validation: by earlier versions such a run is
-    validated on Python's library, and a run keeps its data.
+    Without `data.validation`, earlier versions validated on Python's library, and a run keeps its
+    data.
     """
     run: Run = loaded.value
-    known = read_json(workdir, "config.json") if (workdir / "config.json").exists() else {}
-    saved = known.get("data") if isinstance(known, dict) else None
-    own, text = ["stdlib:validation"], list(run.data.train)
+    saved_config = read_json(workdir, "config.json") if (workdir / "config.json").exists() else {}
+    saved = saved_config.get("data") if isinstance(saved_config, dict) else None
+    validation, text = ["stdlib:validation"], list(run.data.train)
     if (
         loaded.provenance["data.validation"].kind != "default"
-        or list(run.data.validation) == own
+        or list(run.data.validation) == validation
         or not isinstance(saved, dict)
-        or (saved.get("train"), saved.get("validation")) != (text, own)
+        or (saved.get("train"), saved.get("validation")) != (text, validation)
     ):
         return loaded, []
     origin = Origin("file", short(workdir / "config.json"))
-    kept = Loaded(
-        run.changed({"data.validation": own}), loaded.provenance | {"data.validation": origin}
+    changed = Loaded(
+        run.changed({"data.validation": validation}),
+        loaded.provenance | {"data.validation": origin},
     )
-    told = (
-        f"data.validation is {own[0]}, as when this run began; "
-        f"a new run would have {', '.join(run.data.validation)} of data.train"
+    line = (
+        f"data.validation is {validation[0]}, as when this run began;"
+        f" a new run would have {', '.join(run.data.validation)} of data.train"
     )
-    return kept, [told]
+    return changed, [line]
 
 
-def check(saved: Run, wanted: Run, wish: ResumeOptions, completed: int) -> list[config.Change]:
-    """The changes that a run takes over when it goes on with another config.
+def check(saved: Run, run: Run, options: ResumeOptions, completed: int) -> list[Change]:
+    """Return the changes of a config with which a run is resumed.
 
-    How a run is watched, saved and laid out may change. `train.steps` may where the schedule does not depend on it.
-    The rest needs the user's word, field by field.
+    Logging, checkpoints and layout may change, and `train.steps` if the schedule does not depend
+    on it. Other changes need to be allowed, setting by setting.
+
+    Args:
+      saved: the config of the checkpoint.
+      run: the config to resume with.
+      options: allowed changes.
+      completed: completed steps.
 
     Raises:
-      ConfigError: where a change is not allowed; shows all of them.
+      ConfigError: if a change is not allowed; it lists all of them.
     """
-    changes = config.diff(saved, wanted)
+    changes = config.diff(saved, run)
     refused = [
-        change for change in changes if not _is_free(change, wanted, wish.allowed, completed)
+        change for change in changes if not _is_free(change, run, options.allowed, completed)
     ]
     if refused:
         raise ConfigError(
-            f"{len(refused)} setting{'s differ' if len(refused) > 1 else ' differs'} from the run in this directory",
+            f"{len(refused)} setting{'s differ' if len(refused) > 1 else ' differs'}"
+            " from the run in this directory",
             where=f"after step {completed} of {saved.train.steps}",
             why=listed([*map(str, refused)], LINES),
             fix=f"--workdir=runs/another\n{_flags_that_allow(refused)}",
@@ -242,31 +338,63 @@ def check(saved: Run, wanted: Run, wish: ResumeOptions, completed: int) -> list[
 
 
 def load_resume_record(
-    store: Store, step: int | None, run: Run, wish: ResumeOptions
-) -> tuple[dict[str, Any] | None, list[config.Change]]:
-    """What the record of a step knows of the run, and what changes where it goes on from there; None of a run that begins.
+    store: Store, step: int | None, run: Run, options: ResumeOptions
+) -> tuple[dict[str, Any] | None, list[Change]]:
+    """Return the metadata of a step and the config changes since; (None, []) for a new run.
 
     Raises:
-      ConfigError: where a change is not allowed.
+      ConfigError: if a change is not allowed.
     """
     if step is None:
         return None, []
     meta = store.record(step).meta
-    return meta, check(config.from_json(Run, meta["config"]), run, wish, step)
+    return meta, check(config.from_json(Run, meta["config"]), run, options, step)
 
 
-def is_complete(meta: dict[str, Any] | None, run: Run, changes: list[config.Change]) -> bool:
-    """Whether nothing is left to be trained after a step."""
+def is_complete(meta: dict[str, Any] | None, run: Run, changes: list[Change]) -> bool:
+    """Return whether no step is left to train."""
     if meta is None:
         return False
     return meta["step"] >= run.train.steps or (meta["finished"] and not changes)
 
 
-def _flags_that_allow(refused: list[config.Change]) -> str:
-    """The flags that let these changes through."""
+def check_data(
+    saved: dict[str, Any], current: dict[str, Any], options: ResumeOptions
+) -> list[Change]:
+    """Return the changes of the data's fingerprint with which a run is resumed.
+
+    Raises:
+      ConfigError: if the data differs and that is not allowed; it lists all changes.
+    """
+
+    def shown(value: Any) -> str:
+        return value[:12] if isinstance(value, str) else str(value)
+
+    changes = [
+        Change(f"data ({name})", shown(saved.get(name)), shown(current.get(name)))
+        for name in saved | current
+        if saved.get(name) != current.get(name)
+    ]
+    if changes and "data" not in options.allowed:
+        raise ConfigError(
+            "the data differs from that of this run",
+            where="data",
+            why=listed([*map(str, changes)], LINES),
+            fix="--workdir=runs/another\n"
+            "--allow_change=data    # resumes on the new data, from the same step",
+        )
+    return changes
+
+
+def is_absolute(schedule: Schedule) -> bool:
+    """Return whether the learning rate of a step is independent of the number of steps."""
+    return all(span.unit != "share" for span in spans(schedule).values())
+
+
+def _flags_that_allow(refused: list[Change]) -> str:
     paths = [change.path for change in refused]
     flags = []
-    if {"optim.name", "optim.freeze"} & set(paths):  # their state is another
+    if {"optim.name", "optim.freeze"} & set(paths):  # other optimizer state
         flags.append("--reset_optimizer")
         paths = [path for path in paths if not path.startswith(("optim.", "schedule."))]
     if {"precision.params", "precision.moments"} & set(paths):
@@ -275,170 +403,135 @@ def _flags_that_allow(refused: list[config.Change]) -> str:
     return " ".join([*flags, *([f"--allow_change={','.join(paths)}"] if paths else [])])
 
 
-def check_data(
-    saved: dict[str, Any], found: dict[str, Any], wish: ResumeOptions
-) -> list[config.Change]:
-    """The changes of the data's fingerprint that a run takes over when it goes on.
+def _is_free(change: Change, run: Run, allowed: tuple[str, ...], completed: int) -> bool:
+    def is_in(names: Sequence[str]) -> bool:
+        return any(change.path == name or change.path.startswith(f"{name}.") for name in names)
 
-    Raises:
-      ConfigError: where the data is not what the run read before, and nobody allowed that; shows all of them.
-    """
-    changes = [
-        config.Change(f"data ({name})", _short(saved.get(name)), _short(found.get(name)))
-        for name in saved | found
-        if saved.get(name) != found.get(name)
-    ]
-    if changes and "data" not in wish.allowed:
-        raise ConfigError(
-            "the data is not what this run read before",
-            where="data",
-            why=listed([*map(str, changes)], LINES),
-            fix="--workdir=runs/another\n--allow_change=data    # goes on with it, from the same step",
-        )
-    return changes
-
-
-def _is_free(change: config.Change, wanted: Run, allowed: tuple[str, ...], completed: int) -> bool:
-    path = change.path
-    if path in (*FREE_TRAIN, *FREE_GUARD):
+    if change.path not in NOT_FREE and is_in(FREE):
         return True
-    if path not in NOT_FREE and any(path == free or path.startswith(f"{free}.") for free in FREE):
-        return True
-    if path == "train.steps" and wanted.train.steps >= completed:
-        stages = (*wanted.train.batch_warmup, *wanted.data.sequence_warmup)
+    if change.path == "train.steps" and run.train.steps >= completed:
+        warmups = (*run.train.batch_warmup, *run.data.sequence_warmup)
         moving = [
-            *mixture_config.spans(wanted.data.mixture),
-            *(batch_schedule.parse(s)[1] for s in stages),
+            *mixture_config.spans(run.data.mixture),
+            *(batch_schedule.parse(entry)[1] for entry in warmups),
         ]
-        is_fixed = all(span.unit != "share" for span in moving)
-        if is_fixed and is_absolute(wanted.schedule):
+        if all(span.unit != "share" for span in moving) and is_absolute(run.schedule):
             return True
-    return any(path == name or path.startswith(f"{name}.") for name in allowed)
+    return is_in(allowed)
 
 
-def is_absolute(schedule: Schedule) -> bool:
-    """Whether the learning rate at a step does not depend on the number of steps."""
-    return all(span.unit != "share" for span in spans(schedule).values())
-
-
-def _short(value: Any) -> str:
-    return value[:12] if isinstance(value, str) else str(value)
-
-
-# From which step a run goes on, and what is not part of it any more.
-#
-# Choosing reads only: what refuses the start afterwards finds every checkpoint where it was.
+# The checkpoint to resume from. Selection only reads: a refused start changes nothing.
 
 
 class SetAside(NamedTuple):
-    """A step that the run goes on without: what the log says of it, and what is written beside it."""
+    """A step that the run is resumed without: its problem for the log, and the stored reason."""
 
     step: int
-    told: str
+    problem: str
     reason: str
 
 
 class Selection(NamedTuple):
-    """The step that a run goes on from, None where it begins; and those that are in its way."""
+    """The step to resume from, None for a new run, and the steps to quarantine."""
 
     step: int | None
     aside: list[SetAside]
 
-    def clear(self, store: Store, say: Callable[[str], None]) -> None:
-        """Moves what is in the way to the quarantine. Raises NotWritable."""
+    def clear(self, store: Store, warn: Callable[[str], None]) -> None:
+        """Move the steps to the quarantine. Raise NotWritable."""
         for each in self.aside:
-            place = store.quarantine(each.step, each.reason)
-            say(f"checkpoint {each.step} {each.told}; it is in {place}")
+            folder = store.quarantine(each.step, each.reason)
+            warn(f"checkpoint {each.step} {each.problem}; it is in {folder}")
 
 
-def peek_latest(store: Store, wish: ResumeOptions, rewinds: Rewinds) -> int | None:
-    """The step that will be chosen unless it is damaged: its record is whole, and its arrays nobody has read.
+def peek_latest(store: Store, options: ResumeOptions, rewinds: Rewinds) -> int | None:
+    """Return the step that `select` will choose unless it is damaged; its arrays are not read.
 
     Raises:
-      CommandError: where the step that was asked for is not there.
+      CommandError: if the step of --start_at does not exist.
     """
-    given_up = rewinds.abandoned_steps(store)
-    steps = [step for step in store.steps() if step not in given_up]
-    if wish.start_at is not None:
-        if wish.start_at not in steps:
+    abandoned = rewinds.abandoned_steps(store)
+    steps = [step for step in store.steps() if step not in abandoned]
+    if options.start_at is not None:
+        if options.start_at not in steps:
             raise CommandError(
-                f"there is no checkpoint of step {wish.start_at}",
-                where=f"--start_at={wish.start_at}",
+                f"there is no checkpoint of step {options.start_at}",
+                where=f"--start_at={options.start_at}",
                 why=f"committed steps: {', '.join(map(str, steps)) or 'none'}",
                 fix=f"--start_at={steps[-1]}" if steps else "leave --start_at out",
             )
-        steps = [wish.start_at]
+        steps = [options.start_at]
     for step in reversed(steps):
         with contextlib.suppress(DataError):
             return store.record(step).step
     return None
 
 
-def select(store: Store, wish: ResumeOptions, rewinds: Rewinds) -> Selection:
-    """The step to go on from, every byte of it as it was written.
+def select(store: Store, options: ResumeOptions, rewinds: Rewinds) -> Selection:
+    """Return the step to resume from, after every byte of it was verified.
 
     Raises:
-      CommandError: where the step that was asked for is not the newest and nobody forced it.
-      DataError: where it is damaged, or all are.
+      CommandError: if the step of --start_at is not the newest and --force is not given.
+      DataError: if that step is damaged, or all steps are.
     """
-    given_up = rewinds.abandoned_steps(store)
+    abandoned = rewinds.abandoned_steps(store)
     damaged: dict[int, list[str]] = {}
-    newest = store.latest_valid(damaged.__setitem__, without=given_up)
+    newest = store.latest_valid(damaged.__setitem__, without=abandoned)
     aside = [
-        SetAside(step, "belongs to a future that was given up", reason)
-        for step, reason in given_up.items()
+        SetAside(step, "was abandoned by a rewind", reason) for step, reason in abandoned.items()
     ]
     aside += [
         SetAside(step, f"is damaged ({lines[0]})", "\n".join(lines))
         for step, lines in damaged.items()
     ]
-    if newest is None or wish.start_at is None or wish.start_at == newest:
+    start_at = options.start_at
+    if newest is None or start_at is None or start_at == newest:
         return Selection(newest, aside)
-    wrong = damaged.get(wish.start_at, [])
-    if not wrong and not wish.force:
+    wrong = damaged.get(start_at, [])
+    if not wrong and not options.force:
         raise CommandError(
-            f"step {wish.start_at} is not the newest",
-            where=f"--start_at={wish.start_at}",
-            why=f"going on from it gives up what was trained up to step {newest}",
-            fix=f"--start_at={wish.start_at} --force    # moves the later steps to quarantine/",
+            f"step {start_at} is not the newest",
+            where=f"--start_at={start_at}",
+            why=f"resuming from it abandons the training up to step {newest}",
+            fix=f"--start_at={start_at} --force    # moves the later steps to quarantine/",
         )
-    if wrong := wrong or store.problems(wish.start_at):
+    if wrong := wrong or store.problems(start_at):
+        workdir = shlex.quote(str(store.directory.parent))
         raise DataError(
-            f"checkpoint {wish.start_at} is damaged",
-            where=f"--start_at={wish.start_at}",
+            f"checkpoint {start_at} is damaged",
+            where=f"--start_at={start_at}",
             why="\n".join(wrong[:4]),
-            fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(store.directory.parent))}",
+            fix=f"jaxlm checkpoint list --workdir={workdir}",
         )
-    reason = f"given up: the run was started again at {wish.start_at}"
-    known = {each.step for each in aside}
+    reason = f"abandoned: the run was resumed from step {start_at}"
+    listed_steps = {each.step for each in aside}
     aside += [
-        SetAside(step, "was given up", reason)
+        SetAside(step, "was abandoned", reason)
         for step in store.steps()
-        if step > wish.start_at and step not in known
+        if step > start_at and step not in listed_steps
     ]
-    return Selection(wish.start_at, aside)
+    return Selection(start_at, aside)
 
 
-# Each start of a run, kept for good: from which step it went on, under which config, with how much of its state.
-#
-# A step is done again under the start that did it. The newest is not enough for that, and checkpoints come and go.
+# The history: each start of a run is kept for good. A step is replayed under the start that made
+# it; the newest start is not enough for that, and checkpoints are removed.
 
 
-FILE = "starts.jsonl"
+STARTS_FILE = "starts.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartRecord:
-    """Where training went on.
+    """One start of a run.
 
     Args:
-      step: the completed updates; those after it are this start's.
-      rewinds: how many rewinds had been made by then.
-      reset_optimizer: whether the optimizer's state began anew at this step.
-      cast: whether the arrays were taken over into other dtypes at this step.
+      step: completed updates; later ones belong to this start.
+      rewinds: rewinds that had been made.
+      reset_optimizer: whether the optimizer state was reset at this step.
+      cast: whether arrays were cast at this step.
       config: the resolved config.
       data: the fingerprint of the data.
-      versions: of packages, and digests of the rooms of this one.
+      versions: versions of packages, and digests of the packages of jaxlm.
     """
 
     step: int
@@ -450,41 +543,40 @@ class StartRecord:
     versions: dict[str, str]
 
     @property
-    def wish(self) -> ResumeOptions:
-        """How the state of its step was taken up."""
+    def options(self) -> ResumeOptions:
+        """Options by which the state of its step was restored."""
         return ResumeOptions(reset_optimizer=self.reset_optimizer, cast=self.cast)
 
 
-SHAPE: Shape = dict.fromkeys(("step", "rewinds"), sinks.is_step) | {
-    "reset_optimizer": lambda value: isinstance(value, bool),
-    "cast": lambda value: isinstance(value, bool),
-    "config": lambda value: isinstance(value, dict),
-    "data": lambda value: isinstance(value, dict),
-    "versions": lambda value: isinstance(value, dict),
-}
+SHAPE: Shape = (
+    dict.fromkeys(("step", "rewinds"), sinks.is_step)
+    | dict.fromkeys(("reset_optimizer", "cast"), lambda value: isinstance(value, bool))
+    | dict.fromkeys(("config", "data", "versions"), lambda value: isinstance(value, dict))
+)
 
 
 def append_start(directory: RunDir, start: StartRecord) -> None:
-    """Writes a start down, through to the disk."""
-    sink = directory.journal(FILE)
-    try:
+    """Write a start, through to the disk."""
+    with contextlib.closing(directory.journal(STARTS_FILE)) as sink:
         sink.write(dataclasses.asdict(start))
-    finally:
-        sink.close()
 
 
 def read_starts(workdir: Path) -> list[StartRecord]:
-    """The starts of a run, the newest last. Raises DataError where the file is damaged."""
+    """Return the starts of a run, newest last. Raise DataError if the file is damaged."""
     names = [field.name for field in dataclasses.fields(StartRecord)]
     return [
         StartRecord(**{name: record[name] for name in names})
-        for record in sinks.read(workdir / FILE, SHAPE)
+        for record in sinks.read(workdir / STARTS_FILE, SHAPE)
     ]
 
 
 def version_changes(workdir: Path, versions: dict[str, str]) -> list[Change]:
-    """What computes otherwise than when the newest start of a run was made. Raises DataError as `read` does."""
-    if not (workdir / FILE).exists():
+    """Return the packages whose version changed since the last start.
+
+    Raises:
+      DataError: if the file of starts is damaged.
+    """
+    if not (workdir / STARTS_FILE).exists():
         return []
     before = read_starts(workdir)[-1].versions
     return [
@@ -495,20 +587,20 @@ def version_changes(workdir: Path, versions: dict[str, str]) -> list[Change]:
 
 
 def lineage(starts: Sequence[StartRecord], rewinds: Sequence[Rewind]) -> list[StartRecord]:
-    """What led to the newest step after these rewinds: each start with those of its steps that no later one did again.
+    """Return the starts that led to the newest step, without steps that were made again later.
 
     A rewind is a start of its own, under the config of the process that made it.
     """
-    known = [start for start in starts if start.rewinds <= len(rewinds)]
-    found: list[StartRecord] = []
-    for start, after in zip(known, [*known[1:], None], strict=True):
-        found = [*_before(found, start.step), start]
-        for rewind in rewinds[start.rewinds : after.rewinds if after else None]:
-            again = dataclasses.replace(start, step=rewind.to)
+    counted = [start for start in starts if start.rewinds <= len(rewinds)]
+    path: list[StartRecord] = []
+    for start, following in zip(counted, [*counted[1:], None], strict=True):
+        path = [*_before(path, start.step), start]
+        for rewind in rewinds[start.rewinds : following.rewinds if following else None]:
+            restart = dataclasses.replace(start, step=rewind.to)
             if rewind.to > start.step:  # a checkpoint of this very start
-                again = dataclasses.replace(again, reset_optimizer=False, cast=False)
-            found = [*_before(found, rewind.to), again]
-    return found
+                restart = dataclasses.replace(restart, reset_optimizer=False, cast=False)
+            path = [*_before(path, rewind.to), restart]
+    return path
 
 
 def _before(starts: Sequence[StartRecord], step: int) -> list[StartRecord]:

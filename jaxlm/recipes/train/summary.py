@@ -1,4 +1,4 @@
-"""What a training run says before its first step and after its last."""
+"""The header of a run before its first step, and its summary after the last."""
 
 import math
 import shlex
@@ -18,273 +18,292 @@ from jaxlm.recipes import jax_setup
 from jaxlm.recipes.plan import attention_kernels
 from jaxlm.recipes.train.trainer import Trainer
 
+PREVIEW = 150  # characters of the example row
 
-def print_header(session: Trainer, held_out: str = "") -> None:
-    """What is about to be trained, on what, and from where.
 
-    `held_out` is why a part of the training text is the validation set, if the user has not chosen the set.
+def print_header(trainer: Trainer, held_out: str = "") -> None:
+    """Print the model, the data and the devices of a run.
+
+    Args:
+      trainer: the run.
+      held_out: why a part of the training text is the validation set; empty if the user chose it.
     """
-    run, data, model = session.run, session.engine.data, session.engine.model
+    run, data, model = trainer.run_config, trainer.programs.data, trainer.programs.model
     mesh, decoder = model.mesh, model.blueprint.config
     train = data.train.shards.manifest
     kind = mesh.devices.flat[0].device_kind
+    parameters = formatting.count(model_cost.parameters(decoder))
+    amount = (
+        f"{len(data.train.sources)} sources"
+        if isinstance(data.train, Mixture)
+        else f"{data.train.epochs(run.rows):.2f} epochs"
+    )
     facts = [
-        ("processes", _processes(session)),
+        ("processes", _processes(trainer)),
         ("devices", f"{mesh.devices.size} x {kind}, mesh {shown(mesh.shape)}"),
         (
             "model",
-            f"{run.model.family}, {formatting.count(model_cost.parameters(decoder))} parameters: {decoder.depth} layers, "
-            f"{decoder.width} wide, {decoder.vocab} ids ({data.tokenizer.size} in use)",
+            f"{run.model.family}, {parameters} parameters: {decoder.depth} layers,"
+            f" {decoder.width} wide, {decoder.vocab} ids ({data.tokenizer.size} in use)",
         ),
         (
             "data",
-            f"{formatting.count(train.documents)} documents, {formatting.count(train.tokens)} tokens, {formatting.size(train.bytes)}; "
-            + (
-                f"{len(data.train.sources)} sources"
-                if isinstance(data.train, Mixture)
-                else f"{data.train.epochs(run.rows):.2f} epochs"
-            ),
+            f"{formatting.count(train.documents)} documents, {formatting.count(train.tokens)}"
+            f" tokens, {formatting.size(train.bytes)}; {amount}",
         ),
-        *(("source", told) for told in _sources(session)),
-        ("", _example(session)),
-        ("memory", _memory(session)),
+        *(("source", line) for line in _sources(trainer)),
+        ("", _example(trainer)),
+        ("memory", _memory(trainer)),
         (
             "run",
-            f"{run.train.steps} steps of {run.train.batch} rows x {run.data.sequence} tokens, "
-            f"{run.optim.name} at {run.optim.lr:g}, {run.schedule.name}, "
-            f"{_arithmetic(run.precision)}",
+            f"{run.train.steps} steps of {run.train.batch} rows x {run.data.sequence} tokens,"
+            f" {run.optim.name} at {run.optim.lr:g}, {run.schedule.name},"
+            f" {_arithmetic(run.precision)}",
         ),
-    ]
-    facts += [("stage", told) for told in _stages(session)]
-    facts += [("plan", _plan(session)), ("checks", _checks(session))]
-    facts.append(
+        *(("stage", line) for line in _phases(trainer)),
+        ("plan", _plan(trainer)),
+        ("checks", _checks(trainer)),
         (
             "attention",
             attention_kernels.describe_kernels(run, decoder, mesh.shape, jax_setup.target(mesh)),
-        )
-    )
+        ),
+    ]
     if data.validation:
-        told = _validation(session)
-        facts.append(("validation", f"{told}; {held_out}" if held_out else told))
+        sets = _validation(trainer)
+        facts.append(("validation", f"{sets}; {held_out}" if held_out else sets))
     if run.objective.name != "causal":
-        facts.append(("objective", _objective(session)))
-    if plan := model.blueprint.schedule:
-        facts.append(("pipeline", f"{plan}: each stage idles {plan.bubble:.0%} of the ticks"))
-    if session.start:
-        facts.append(("resumed", f"after step {session.start}"))
-    facts += [("changed", str(change)) for change in session.changes]
-    if flags := str(session.wish):
+        facts.append(("objective", _objective(trainer)))
+    if schedule := model.blueprint.schedule:
+        facts.append(("pipeline", f"{schedule}: each stage idles {schedule.bubble:.0%} of ticks"))
+    if trainer.start:
+        facts.append(("resumed", f"after step {trainer.start}"))
+    facts += [("changed", str(change)) for change in trainer.changes]
+    if flags := str(trainer.context.options.resume):
         facts.append(("by", flags))
-    session.console.block(f"jaxlm train, {session.directory.path}", facts)
+    trainer.context.console.block(f"jaxlm train, {trainer.context.directory.path}", facts)
 
 
-def _objective(session: Trainer) -> str:
-    """What is learnt, the slots that it needs, and what the validation sets are read as."""
-    run, validation = session.run, session.engine.data.validation
-    known = session.engine.data.train.corruption
-    room = known.room if known else 0
-    told: str = run.objective.name
+def _objective(trainer: Trainer) -> str:
+    """Return the objective, the slots that it adds to rows, and how validation sets are read."""
+    run, validation = trainer.run_config, trainer.programs.data.validation
+    corruption = trainer.programs.data.train.corruption
+    room = corruption.room if corruption else 0
+    parts: list[str] = [run.objective.name]
+    if run.objective.teacher is not None:
+        parts.append(f"teacher {run.objective.teacher}")
     if room:
-        told += f"; rows have {run.data.sequence - room} tokens of text, and {room} slots for what it adds"
+        length = run.data.sequence - room
+        parts.append(f"rows have {length} tokens of text, and {room} slots for added tokens")
     if any(loader.corruption is None for loader in validation.values()):
-        told += "; evaluated as causal"
-    if run.sample.prompts and not session.assessment.has_samples:
-        told += "; no samples: it has not learnt to go on from a prompt"
-    return told
+        parts.append("evaluated as causal")
+    if run.sample.prompts and not trainer.evaluator.has_samples:
+        parts.append("no samples: the model does not learn to continue a prompt")
+    return "; ".join(parts)
 
 
-def _sources(session: Trainer) -> Iterator[str]:
-    """What the run will have read of each source of a mixture."""
-    train, run = session.engine.data.train, session.run
+def _sources(trainer: Trainer) -> Iterator[str]:
+    """Yield the amount that the run will have read of each source of a mixture."""
+    train, run = trainer.programs.data.train, trainer.run_config
     if isinstance(train, Mixture):
         yield from train.told(run.pace, run.train.steps)
 
 
-def _stages(session: Trainer) -> Iterator[str]:
-    """The stages of a warm-up of the batch or of its rows."""
-    stages, last = session.engine.pace.phases, session.run.train.steps
-    for stage, end in zip(stages, [*(each.first for each in stages[1:]), last], strict=True):
-        rows = stage.rows * session.run.data.sequence // stage.length
-        begin = stage.first + 1
-        span = f"steps {begin} to {end}" if end > begin else f"step {end}"
-        if len(stages) > 1:
+def _phases(trainer: Trainer) -> Iterator[str]:
+    """Yield the phases of a warm-up of the batch size or the sequence length."""
+    phases, last = trainer.programs.pace.phases, trainer.run_config.train.steps
+    for phase, end in zip(phases, [*(each.first for each in phases[1:]), last], strict=True):
+        rows = phase.rows * trainer.run_config.data.sequence // phase.length
+        first = phase.first + 1
+        span = f"steps {first} to {end}" if end > first else f"step {end}"
+        if len(phases) > 1:
             yield (
-                f"{span}: {rows} rows x {stage.length} tokens, "
-                f"{rows * stage.length:,} a step, compiled once"
+                f"{span}: {rows} rows x {phase.length} tokens, "
+                f"{rows * phase.length:,} a step, compiled once"
             )
 
 
-def _validation(session: Trainer) -> str:
-    """The sets, and which of them ranks checkpoints where there are several."""
+def _validation(trainer: Trainer) -> str:
+    """Return the validation sets, and the one that ranks checkpoints if there are several."""
     sets = [
         f"{name} ({formatting.count(loader.shards.manifest.tokens)} tokens)"
-        for name, loader in session.engine.data.validation.items()
+        for name, loader in trainer.programs.data.validation.items()
     ]
-    told = ", ".join(sets)
-    return f"{told}; {session.assessment.followed} ranks checkpoints" if len(sets) > 1 else told
+    ranking = f"; {trainer.evaluator.ranking_set} ranks checkpoints" if len(sets) > 1 else ""
+    return ", ".join(sets) + ranking
 
 
 def _arithmetic(precision: PrecisionConfig) -> str:
-    """Return the dtype of products, and what is rounded to other dtypes and how."""
-    told = [str(precision.compute)]
+    """Return the dtype of products, and the dtypes and rounding of everything else."""
+    parts = [str(precision.compute)]
     if precision.products != "compute":
-        told.append(f"projections in {precision.products}")
+        parts.append(f"projections in {precision.products}")
     if precision.params != "float32":
-        told.append(
+        parts.append(
             f"parameters in {precision.params} with stochastically rounded updates, "
             f"moments in {precision.moments}"
         )
     elif precision.moments != "float32":
-        told.append(f"moments in {precision.moments}, stochastically rounded")
-    return ", ".join(told)
+        parts.append(f"moments in {precision.moments}, stochastically rounded")
+    return ", ".join(parts)
 
 
-def _processes(session: Trainer) -> str:
-    """How many there are and who told so; where devices lie in several slices, what crosses between them."""
-    place, mesh = session.crew.place, session.engine.model.mesh
-    found = meshes.slices(list(mesh.devices.flat))
-    crossing = shown(meshes.across(dict(mesh.shape), found)) if found > 1 else ""
-    return f"{place.count or 1}: {place.told}" + (
-        f"; {found} groups of devices, between them {crossing}" if crossing else ""
+def _processes(trainer: Trainer) -> str:
+    """Return the number of processes and its origin, and the mesh axes that cross slices."""
+    process, mesh = trainer.context.options.process, trainer.programs.model.mesh
+    slices = meshes.slices(list(mesh.devices.flat))
+    crossing = shown(meshes.across(dict(mesh.shape), slices)) if slices > 1 else ""
+    groups = f"; {slices} groups of devices, between them {crossing}" if crossing else ""
+    return f"{process.count or 1}: {process.told}{groups}"
+
+
+def _memory(trainer: Trainer) -> str:
+    """Return the memory of the state on a device by its layout, without activations."""
+    programs, run = trainer.programs, trainer.run_config
+    whole = formatting.size(tree.size_bytes(programs.shapes))
+    parts = " + ".join(
+        f"{formatting.size(size)} of {name}" for name, size in programs.bytes_per_device().items()
     )
-
-
-def _memory(session: Trainer) -> str:
-    """What a device holds of the state, by its layout; activations come on top."""
-    engine, run = session.engine, session.run
-    whole = tree.size_bytes(engine.shapes)
-    held = " + ".join(
-        f"{formatting.size(size)} of {name}" for name, size in engine.bytes_per_device().items()
-    )
-    is_away = ", the last on the host between steps" if run.train.offload else ""
+    offloaded = ", the optimizer state on the host between steps" if run.train.offload else ""
     return (
-        f"{formatting.size(whole)} of weights and optimizer state; each device has {held} "
-        f"(zero={run.mesh.zero}){is_away}"
+        f"{whole} of weights and optimizer state; each device has {parts}"
+        f" (zero={run.mesh.zero}){offloaded}"
     )
 
 
-def _plan(session: Trainer) -> str:
-    """What `jaxlm plan` says of this run on these devices."""
-    forecast, steps = session.forecast, session.run.train.steps
+def _plan(trainer: Trainer) -> str:
+    """Return the forecast of `jaxlm plan` for this run on these devices."""
+    forecast, steps = trainer.forecast, trainer.run_config.train.steps
     if forecast is None:
-        return "none: no table knows this chip"
+        return "none: this chip is in no table"
     low, high = forecast.seconds
     return (
-        f"{formatting.size(forecast.bytes_per_device['total'])} of {formatting.size(forecast.memory_bytes)} a device; "
-        f"{formatting.duration(low)} to {formatting.duration(high)} a step, "
-        f"{formatting.duration(steps * low)} to {formatting.duration(steps * high)} for {steps:,} steps"
+        f"{formatting.size(forecast.bytes_per_device['total'])} of"
+        f" {formatting.size(forecast.memory_bytes)} a device; {formatting.duration(low)} to"
+        f" {formatting.duration(high)} a step, {formatting.duration(steps * low)} to"
+        f" {formatting.duration(steps * high)} for {steps:,} steps"
     )
 
 
-def _checks(session: Trainer) -> str:
-    """What was looked at before this was said, and found right; memory is, once the step is compiled."""
-    run = session.run
-    found = ["settings", "sizes on the mesh", "data", "ids of the tokenizer"]
-    if session.start:
-        found.append("the checkpoint by its digests")
-    if run.checkpoint.space != "ignore":
-        found.append("space for checkpoints")
-    if session.crew.peers.count > 1:
-        found.append("the same on all processes")
-    return f"{', '.join(found)}: ok"
+def _checks(trainer: Trainer) -> str:
+    """Return the checks that passed; memory is checked when the step is compiled."""
+    checks = ["settings", "sizes on the mesh", "data", "ids of the tokenizer"]
+    if trainer.start:
+        checks.append("the checkpoint by its digests")
+    if trainer.run_config.checkpoint.space != "ignore":
+        checks.append("space for checkpoints")
+    if trainer.context.processes.peers.count > 1:
+        checks.append("the same on all processes")
+    return f"{', '.join(checks)}: ok"
 
 
-def _example(session: Trainer) -> str:
-    """The start of one row, its trained tokens marked."""
-    data = session.engine.data
-    first = data.train.at(session.start, batch=session.engine.pace, rows=slice(0, 1))
-    text = peek.rendered(first, data.tokenizer, 0)[0].replace("\n", "\\n")
-    return text[:150] + (" ..." if len(text) > 150 else "")
+def _example(trainer: Trainer) -> str:
+    """Return the start of one row, with its trained tokens marked."""
+    data, pace = trainer.programs.data, trainer.programs.pace
+    row = data.train.at(trainer.start, batch=pace, rows=slice(0, 1))
+    text = peek.rendered(row, data.tokenizer, 0)[0].replace("\n", "\\n")
+    return text[:PREVIEW] + (" ..." if len(text) > PREVIEW else "")
 
 
 def write_partial_report(path: Path) -> None:
-    """The report of a run that did not come to its end: at once, and with the plots as soon as they are drawn.
+    """Write the report of a run that did not reach its end: at once, and again with its plots.
 
     Raises:
-      JaxlmError: where a file of the run is damaged, or one cannot be written.
+      JaxlmError: if a file of the run is damaged, or one cannot be written.
     """
     report.write(path)
     plots.draw(path)
     report.write(path)
 
 
-def _next(session: Trainer, verdict: dict[str, Any] | None) -> str:
-    """Return the commands that this run can be used with: none that its objective or data refuse.
-
-    The first one is that of the `verdict` of a run that diverged.
-    """
-    place = shlex.quote(str(session.directory.path))
-    lines = [verdict["command"]] if verdict else []
-    lines += [f"jaxlm eval --workdir={place}"] if session.engine.data.validation else []
-    if session.run.objective.prompts != "none":
-        lines.append(f"jaxlm generate --workdir={place} --prompt='...'")
-    return "\n".join(lines)
-
-
-def print_summary(session: Trainer) -> dict[str, Any]:
-    """The yardsticks, the plots, the report, and the closing block."""
-    path, progress = session.directory.path, session.progress
-    followed = session.assessment.followed
-    last, batches = session.directory.step, session.run.eval.batches
-    answer = (session.evaluation or {}) | {
-        "step": last,
-        "complete": last >= session.run.train.steps,
+def print_summary(trainer: Trainer) -> dict[str, Any]:
+    """Print the closing block, write plots and report, and return the result of the run."""
+    directory, evaluation = trainer.context.directory, trainer.evaluation
+    path = directory.path
+    result = (evaluation or {}) | {
+        "step": directory.step,
+        "complete": directory.step >= trainer.run_config.train.steps,
         "workdir": str(path),
     }
-    if not session.directory.is_writer:
-        return answer
-    validation = session.engine.data.validation[followed] if followed else None
-    # An objective that predicts a part of the text, or sees more of it, is not to be compared.
-    if validation and validation.corruption is None and session.evaluation:
-        text = baselines.stored_text(validation.shards)
-        known = baselines.bits_per_byte(text)
-        session.directory.write_json("baselines.json", known)
-        ours = "this run" + formatting.limits(session.evaluation, last)
-        measured = session.evaluation["bits_per_byte"] or math.nan
-        table = sorted([*known.items(), (ours, measured)], key=lambda row: -row[1])
-        title = f"validation set {followed}, bits per byte"
-        if len(text) == baselines.MEASURED_BYTES:
-            title += f"; of the compressors on its first {formatting.size(len(text))}"
-        session.console.block(
-            title,
-            [(name, f"{bits:.4f}" + (" <" if name == ours else "")) for name, bits in table],
-        )
-        answer["baselines"] = known
-    session.alarm.write()
-    verdict = session.alarm.verdict
+    if not directory.is_writer:
+        return result
+    result |= _compare_with_baselines(trainer)
+    trainer.alarm.write()
+    verdict = trainer.alarm.verdict
     if verdict:
-        answer["divergence"] = verdict
+        result["divergence"] = verdict
     plots.draw(path)
-    answer["report"] = str(report.write(path))
-    advice = noise.advice(sinks.read(path / "metrics.jsonl"))
-    is_bad_best = progress.best_loss is not None and session.alarm.is_worse_than_uniform(
-        progress.best_loss
-    )
-    title = f"done at step {last}, {formatting.count(progress.tokens)} tokens"
-    session.console.block(
+    result["report"] = str(report.write(path))
+    facts = [("best", _best(trainer))]
+    if verdict:
+        facts = [
+            ("verdict", f"{verdict['said']}, since step {verdict['step']}"),
+            ("cause", f"likely, {verdict['cause']}"),
+            *facts,
+        ]
+    if advice := noise.advice(sinks.read(path / "metrics.jsonl")):
+        facts.append(("batch", advice))
+    facts.append(("report", str(path / "report.html")))
+    if commands := _next_commands(trainer, verdict):
+        facts.append(("next", commands))
+    title = f"done at step {directory.step}, {formatting.count(trainer.progress.tokens)} tokens"
+    trainer.context.console.block(
         f"{title}: {verdict['outcome']}" if verdict else title,
-        [
-            *(
-                [
-                    ("verdict", f"{verdict['said']}, since step {verdict['step']}"),
-                    ("cause", f"likely, {verdict['cause']}"),
-                ]
-                if verdict
-                else []
-            ),
-            (
-                "best",
-                f"step {progress.best_step}, {progress.best_loss:.4f} nats on {followed}"
-                + ("" if batches == "all" else f", {batches} batches of it")
-                + (", worse than uniform" if is_bad_best else "")
-                if progress.best_loss is not None
-                else "no evaluation",
-            ),
-            *([("batch", advice)] if advice else []),
-            ("report", str(path / "report.html")),
-            *([("next", following)] if (following := _next(session, verdict)) else []),
-        ],
+        facts,
         style="bold red" if verdict else "bold",
         alarm="verdict",
     )
-    return answer
+    return result
+
+
+def _compare_with_baselines(trainer: Trainer) -> dict[str, Any]:
+    """Print bits per byte of the run and of coders without a model, and return the latter.
+
+    Empty if the objective predicts a part of the text, or reads more of it: then the figures cannot
+    be compared.
+    """
+    ranking_set, evaluation = trainer.evaluator.ranking_set, trainer.evaluation
+    loader = trainer.programs.data.validation[ranking_set] if ranking_set else None
+    if loader is None or loader.corruption is not None or not evaluation:
+        return {}
+    directory = trainer.context.directory
+    text = baselines.stored_text(loader.shards)
+    coders = baselines.bits_per_byte(text)
+    directory.write_json("baselines.json", coders)
+    name = "this run" + formatting.limits(evaluation, directory.step)
+    rows = [*coders.items(), (name, evaluation["bits_per_byte"] or math.nan)]
+    title = f"validation set {ranking_set}, bits per byte"
+    if len(text) == baselines.MEASURED_BYTES:
+        title += f"; of the compressors on its first {formatting.size(len(text))}"
+    trainer.context.console.block(
+        title,
+        [
+            (coder, f"{bits:.4f}" + (" <" if coder == name else ""))
+            for coder, bits in sorted(rows, key=lambda row: -row[1])
+        ],
+    )
+    return {"baselines": coders}
+
+
+def _best(trainer: Trainer) -> str:
+    """Return the best evaluation."""
+    progress, batches = trainer.progress, trainer.run_config.eval.batches
+    loss = progress.best_loss
+    if loss is None:
+        return "no evaluation"
+    sample = "" if batches == "all" else f", {batches} batches of it"
+    warning = ", worse than uniform" if trainer.alarm.is_worse_than_uniform(loss) else ""
+    ranking_set = trainer.evaluator.ranking_set
+    return f"step {progress.best_step}, {loss:.4f} nats on {ranking_set}{sample}{warning}"
+
+
+def _next_commands(trainer: Trainer, verdict: dict[str, Any] | None) -> str:
+    """Return commands that use this run: none that its objective or data refuse.
+
+    The first one is that of the `verdict` of a run that diverged.
+    """
+    workdir = shlex.quote(str(trainer.context.directory.path))
+    lines = [verdict["command"]] if verdict else []
+    lines += [f"jaxlm eval --workdir={workdir}"] if trainer.programs.data.validation else []
+    if trainer.run_config.objective.prompts != "none":
+        lines.append(f"jaxlm generate --workdir={workdir} --prompt='...'")
+    return "\n".join(lines)

@@ -15,8 +15,8 @@ from jaxlm.data import tokenizer_file
 from jaxlm.optim.average_config import NoAverage
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.exchange import import_model
-from jaxlm.recipes.train import initial_state
-from jaxlm.recipes.train.initial_state import InitSource
+from jaxlm.recipes.train import resume
+from jaxlm.recipes.train.resume import InitSource
 from jaxlm.recipes.use import load
 from jaxlm.training.rundir import RunDir, read_json
 
@@ -100,7 +100,7 @@ def _origins(options: Options, say: Say) -> list[InitSource]:
             )
         steps = tuple(there[-options.newest :])
     origins = [InitSource(run, store, load.select_step(store, step, False, say)) for step in steps]
-    origins += [initial_state.open_run_ref(other, "--with", say) for other in options.others]
+    origins += [resume.open_run_ref(other, "--with", say) for other in options.others]
     if len(origins) < 2 or len({(each.workdir, each.step) for each in origins}) < len(origins):
         several = set(steps) if len(set(steps)) > 1 else {*steps, *store.steps()[-2:]}
         raise CommandError(
@@ -137,7 +137,7 @@ def _agreed(origins: list[InitSource]) -> dict[str, str]:
             for path in sorted(wanted | found)
             if wanted.get(path) != found.get(path)
         ]
-        why += map(str, initial_state.differences(first.run, each.run))
+        why += map(str, resume.model_differences(first.run, each.run))
         if tokenizer_file.read(each.workdir / "tokenizer").digest != tokens:
             why.append("its tokenizer gives other ids")
         if why:

@@ -20,7 +20,7 @@ from jaxlm.data.loader import Loader
 from jaxlm.data.mixture_config import Temperature
 from jaxlm.evals import loss
 from jaxlm.evals import loss as evals
-from jaxlm.objectives import corruption
+from jaxlm.objectives import build as objectives
 from jaxlm.parallel import host, rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.plan import attention_kernels
@@ -45,7 +45,7 @@ class Options:
 def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
     """Figures by set under `sets`, those of the one that the run follows also at the top; exact totals over every token, once each.
 
-    The objective of the run decides what is predicted, see `objectives.corruption`.
+    The objective of the run decides what is predicted, see `objectives.objective`.
     """
     opened = load.load_run(
         options.workdir,
@@ -101,7 +101,7 @@ def _loaders(opened: LoadedRun, options: Options, sequence: int, say: Any) -> di
     run = opened.run
     if options.text:
         corpus = Corpus.find(options.text, run.data.text_key, "--text")
-        read = corruption.reading(run.objective, is_paired=run.is_paired)
+        read = objectives.build(run.objective, run.loss, run.architecture).prepare
         return dataset.text_loaders(corpus, opened.tokenizer, sequence, read, cache.default(), say)
     # How often sources are read says nothing of the validation sets, and rows of another length are of another number.
     data = dataclasses.replace(run.data, sequence=sequence, mixture=Temperature())
@@ -136,7 +136,7 @@ def scorer(config: Perplexity) -> Scorer:
       ConfigError: where its model reads both ways, and so has no perplexity.
     """
     opened = load.load_run(Path(config.run))
-    if opened.run.objective.name == "masked" or opened.run.is_paired:
+    if opened.run.objective.prompts == "none" or opened.run.architecture == "encoder-decoder":
         raise ConfigError(
             "a model that reads both ways has no perplexity",
             where=f"perplexity.run={config.run}",

@@ -46,7 +46,7 @@ def generate(
             why="it predicts hidden tokens from those before and after them",
             fix=f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # what such a model can do",
         )
-    if is_chat and opened.run.is_paired:
+    if is_chat and opened.run.architecture == "encoder-decoder":
         raise ConfigError(
             "a conversation with an encoder-decoder",
             where="--chat",

@@ -1,0 +1,46 @@
+"""Choice of the objective by the type of its settings."""
+
+from typing import Any
+
+from jaxlm.objectives import config, denoising
+from jaxlm.objectives.config import Architecture, LossConfig
+from jaxlm.objectives.distill import Distillation
+from jaxlm.objectives.objective import Objective
+
+
+def build(
+    settings: config.Objective, loss: LossConfig, architecture: Architecture = "decoder"
+) -> Objective[Any]:
+    """Return the objective of a run, for a model of a kind.
+
+    Example:
+      >>> from jaxlm.objectives.config import Causal, LossConfig
+      >>> build(Causal(), LossConfig()).settings.name
+      'causal'
+    """
+    if isinstance(settings, config.Mixture):
+        members = tuple(build(part, loss, architecture) for part, _ in settings.parts)
+        return denoising.Mixture(settings, loss, architecture, members)
+    return _class_of(settings)(settings, loss, architecture)
+
+
+def _class_of(settings: config.TokenObjective | config.Distill) -> type[Objective[Any]]:
+    match settings:
+        case config.Causal():
+            return Objective
+        case config.MTP():
+            return denoising.MultiToken
+        case config.Prefix():
+            return denoising.PrefixLM
+        case config.Masked():
+            return denoising.MaskedLM
+        case config.Span():
+            return denoising.SpanCorruption
+        case config.UL2():
+            return denoising.UnifiedDenoising
+        case config.Blank():
+            return denoising.BlankInfilling
+        case config.FIM():
+            return denoising.FillInTheMiddle
+        case config.Distill():
+            return Distillation

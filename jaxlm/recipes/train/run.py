@@ -1,0 +1,395 @@
+"""A training run, from a config to a run directory. Read this file first: it is the whole story.
+
+config -> processes -> run directory -> checkpoint to resume from -> mesh -> data -> model ->
+compiled programs -> training -> summary
+"""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from jaxlm.checkpoint.store import Store
+from jaxlm.core import config
+from jaxlm.core.config import Change, Loaded
+from jaxlm.core.errors import CommandError, ConfigError, DataError, Preempted
+from jaxlm.data import parts
+from jaxlm.data.dataset import Data
+from jaxlm.monitor import environment, trackers
+from jaxlm.monitor.console import Console
+from jaxlm.monitor.progress import Lines
+from jaxlm.monitor.sinks import Callbacks
+from jaxlm.parallel import rendezvous
+from jaxlm.recipes import jax_setup, setup
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan import attention_kernels, dropless
+from jaxlm.recipes.setup import ShardedModel
+from jaxlm.recipes.train import checkpointing, resume, summary
+from jaxlm.recipes.train.checkpointing import Rewinds
+from jaxlm.recipes.train.context import ResumeOptions, RunContext, StartOptions
+from jaxlm.recipes.train.programs import Teacher, TrainPrograms
+from jaxlm.recipes.train.resume import InitSource, Selection, StartRecord
+from jaxlm.recipes.train.trainer import ResumePoint, Trainer
+from jaxlm.training.processes import ProcessGroup
+from jaxlm.training.rundir import IMPORTED, RunDir
+from jaxlm.training.signals import Interrupted, StopRequest
+
+OTHER_VALIDATION = (
+    "--config.data.validation=GLOB names other text, '--config.data.validation=()' none"
+)
+
+
+def run_training(
+    loaded: Loaded, options: StartOptions, callbacks: Callbacks | None = None
+) -> dict[str, Any]:
+    """Train in a run directory, or resume there, and return the last evaluation and the result.
+
+    Args:
+      loaded: the config with the origin of each value.
+      options: options of this start.
+      callbacks: functions of the caller, called with each record.
+
+    Raises:
+      JaxlmError: for every problem that a user can cause, before compilation if it can be found.
+    """
+    loaded, notices = resume.with_own_validation(loaded, options.workdir)
+    run: Run = loaded.value
+    with rendezvous.report_failure_to_peers(options.process):
+        _check_cheaply(run, options)
+    with contextlib.ExitStack() as stack:
+        context = _open(stack, loaded, options, callbacks or Callbacks())
+        stop = stack.enter_context(context.processes.stop)
+        resumed = _resume_point(context, stop)
+        if resumed.answer is not None:
+            return resumed.answer
+        point, selection = resumed.point, resumed.selection
+        mesh = resumed.mesh or setup.build_mesh_for(run)
+        notices = [*_cautions(run), *notices]
+        held_out = _held_out(loaded)
+        notices += [f"validation: {held_out}; {OTHER_VALIDATION}"] if held_out else []
+        source = _init_source(context, stop, point, notices.append)
+        if context.processes.peers.is_first and context.directory.is_new:
+            _keep_log(stack, context)
+        data = _open_data(context, stop, notices.append)
+        teacher_source = _teacher_source(context, stop, data, notices.append)
+        if teacher_source is not None:
+            fingerprint = data.fingerprint | {"teacher": teacher_source.digest}
+            data = dataclasses.replace(data, fingerprint=fingerprint)
+        if point.meta:
+            saved = point.meta["data"]
+            point.changes += resume.check_data(saved, data.fingerprint, options.resume)
+        if source:
+            resume.check_tokenizer(source, data.tokenizer.digest)
+        model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
+        platform = jax_setup.target(mesh).platform
+        notices += dropless.cautions(run, model.blueprint.config, mesh.shape, platform)
+        _check_vocabulary(run, data)
+        with jax.set_mesh(mesh):
+            teacher = _teacher(context, teacher_source, model, data)
+            programs = TrainPrograms(run, data, model, teacher=teacher)
+            if point.meta:
+                resume_options = options.resume if point.start else ResumeOptions()
+                resume.check_state(programs, context.store, point.start, resume_options)
+            if selection is not None:  # in the first process
+                point.changes += _version_changes(context, notices.append)
+                committed = len(context.store.steps()) - len(selection.aside)
+                checkpointing.check_disk_space(programs, committed, context.directory)
+            trainer = Trainer(context, programs, point, source)
+            # Nothing refuses the start from here on: now the run directory changes.
+            context.directory.begin()
+            if selection is not None:
+                if not context.console.is_kept:
+                    _keep_log(stack, context)
+                selection.clear(context.store, notices.append)
+                if source:
+                    resume.copy_hub_files(source, context.directory.path)
+                _describe(context, loaded, data, model)
+            for line in notices:
+                context.console.warn(line, step=point.start)
+            context.processes.barrier("begin")
+            summary.print_header(trainer, held_out)
+            try:
+                trainer.train(stop, options.stop_at)
+            except Preempted:
+                context.processes.depart()
+                raise
+        context.processes.depart()
+        answer = summary.print_summary(trainer)
+        context.directory.outcome = _outcome(answer, trainer.alarm.verdict)
+        return answer
+
+
+def _check_cheaply(run: Run, options: StartOptions) -> None:
+    """Check everything that takes no time: a wrong setting must not cost a minute."""
+    if (options.workdir / IMPORTED).exists():
+        raise CommandError(
+            "cannot resume from an imported model",
+            where=f"--workdir={options.workdir}",
+            why="it has weights and no optimizer state, and stays as it was imported",
+            fix=f"--init_from={options.workdir} --workdir={options.workdir}-trained",
+        )
+    trackers.check(run.log.sinks)
+    parts.find(run.data)
+    jax_setup.start(options.cpu_devices)
+
+
+def _open(
+    stack: contextlib.ExitStack, loaded: Loaded, options: StartOptions, callbacks: Callbacks
+) -> RunContext:
+    """Join the processes of the run, and open its directory, console and checkpoints."""
+    run: Run = loaded.value
+    processes = stack.enter_context(
+        ProcessGroup(run.watch, options.process, workdir=options.workdir)
+    )
+    is_first = processes.peers.is_first
+    processes.agree("code, config and options", _identity(loaded, options))
+    directory = stack.enter_context(RunDir(options.workdir, is_writer=is_first))
+    processes.ending.leave, processes.ending.conclude = directory.leave, directory.conclude
+    directory.epilogue = functools.partial(summary.write_partial_report, directory.path)
+    processes.barrier("run directory")
+    is_shown = is_first and not options.quiet and "console" in run.log.sinks
+    console = stack.enter_context(Console(sys.stderr if is_shown else None, total=run.train.steps))
+    store = Store(
+        directory.checkpoints,
+        run.checkpoint,
+        reach=run.guard.reach,
+        owner=directory.lock.fence,
+        is_owner=directory.lock.is_owner,
+        peers=processes.peers,
+        save_seconds=run.watch.limits()["save"],
+        verifier=processes.verifier(console.say),
+    )
+    stack.callback(store.release)
+    stack.push(processes.end_if_failed)  # before anything that waits for the other processes
+    return RunContext(
+        run=run,
+        options=options,
+        processes=processes,
+        directory=directory,
+        console=console,
+        store=store,
+        rewinds=Rewinds(directory),
+        callbacks=callbacks,
+    )
+
+
+class _Resumed(NamedTuple):
+    """The checkpoint that a run resumes from, and the mesh.
+
+    Args:
+      point: the checkpoint and the changes since.
+      selection: the checkpoint and those to quarantine; None in all processes but the first.
+      mesh: the mesh of the run, if it was built.
+      answer: the result of a run that is already complete, else None.
+    """
+
+    point: ResumePoint
+    selection: Selection | None
+    mesh: Mesh | None = None
+    answer: dict[str, Any] | None = None
+
+
+def _resume_point(context: RunContext, stop: StopRequest) -> _Resumed:
+    """Select the checkpoint to resume from."""
+    run, store, directory = context.run, context.store, context.directory
+    options = context.options.resume
+    selection: Selection | None = None
+    # The record is read before the arrays: a refusal must not wait minutes for them.
+    is_first = context.processes.peers.is_first
+    latest = context.processes.share(
+        "newest", resume.peek_latest(store, options, context.rewinds) if is_first else None
+    )
+    meta, changes = resume.load_resume_record(store, latest, run, options)
+    directory.step = latest or 0
+    mesh = None if resume.is_complete(meta, run, changes) else setup.build_mesh_for(run)
+
+    def choose() -> int | None:
+        nonlocal selection
+        selection = resume.select(store, options, context.rewinds)
+        return selection.step
+
+    with _interruptible(stop, context.options, "the checkpoints were verified"):
+        step = store.verifier.decide(choose)
+    meta, changes = resume.load_resume_record(store, step, run, options)
+    point = ResumePoint(meta, changes)
+    directory.step = point.start
+    if meta is None or not resume.is_complete(meta, run, changes):
+        return _Resumed(point, selection, mesh)
+    context.processes.depart()
+    answer = (meta["evaluation"] or {}) | {
+        "step": point.start,
+        "complete": True,
+        "already": True,
+        "workdir": str(context.options.workdir),
+    }
+    if verdict := meta["progress"].get("divergence"):
+        directory.outcome = f"finished, {verdict['outcome']}: {verdict['said']}"
+        answer["divergence"] = verdict
+    return _Resumed(point, selection, answer=answer)
+
+
+def _cautions(run: Run) -> list[str]:
+    return [f"{path}: {why}; if that is not meant, {fix}" for path, why, fix in run.cautions()]
+
+
+def _held_out(loaded: Loaded) -> str:
+    """Return why a part of the training text is held out; empty if the user chose the set."""
+    origin = loaded.provenance["data.validation"]
+    return origin.where if origin.kind == "default" else ""
+
+
+def _init_source(
+    context: RunContext, stop: StopRequest, point: ResumePoint, warn: Callable[[str], None]
+) -> InitSource | None:
+    """Return the run whose weights a new run starts from; None without one, or after step 0."""
+    options = context.options
+    if point.meta is not None or options.init_from is None:
+        return None
+    with _interruptible(stop, options, "the run to start from was verified"):
+        return resume.find_init_source(options.init_from, context.run, warn, context.store.verifier)
+
+
+def _open_data(context: RunContext, stop: StopRequest, warn: Callable[[str], None]) -> Data:
+    run, console, processes = context.run, context.console, context.processes
+    with (
+        _interruptible(stop, context.options, "the data was prepared"),
+        processes.in_turn("prepare"),
+    ):
+        data = setup.open_data(run, say=console.say, warn=warn, progress=Lines(console.say))
+    setup.ranking_set(run, data.validation)
+    setup.check_held_out(run.data, data)
+    processes.agree("data", data.fingerprint)
+    return data
+
+
+def _check_vocabulary(run: Run, data: Data) -> None:
+    if run.model.vocab != "auto" and run.model.vocab < data.tokenizer.size:
+        raise ConfigError(
+            f"the tokenizer has {data.tokenizer.size} ids and the model only {run.model.vocab}",
+            where="model.vocab",
+            why=f"id {data.tokenizer.size - 1} would be past the embedding's last row",
+            fix="--config.model.vocab=auto",
+        )
+
+
+def _teacher_source(
+    context: RunContext, stop: StopRequest, data: Data, warn: Callable[[str], None]
+) -> InitSource | None:
+    """Return the run and step of the frozen model that the objective reads; None without one.
+
+    Raises:
+      InputMissing: if there is no such run or step.
+      DataError: if the step is damaged.
+      ConfigError: if its tokenizer differs.
+    """
+    ref = context.run.objective.teacher
+    if ref is None:
+        return None
+    with _interruptible(stop, context.options, "the teacher was verified"):
+        verifier = context.store.verifier
+        source = resume.open_run_ref(ref, "--config.objective.teacher", warn, verifier)
+    resume.check_tokenizer(source, data.tokenizer.digest)
+    return source
+
+
+def _teacher(
+    context: RunContext, source: InitSource | None, model: ShardedModel, data: Data
+) -> Teacher | None:
+    """Return the frozen model on the run's mesh. Raise ConfigError if its vocabulary differs."""
+    if source is None:
+        return None
+    vocab = model.blueprint.config.vocab
+    size = setup.vocabulary(source.run, data.tokenizer.size)
+    if size != vocab:
+        raise ConfigError(
+            "the vocabulary of the model differs from that of its teacher",
+            where="model.vocab",
+            why=f"the model has {vocab} ids and the teacher {size}",
+            fix=f"--config.model.vocab={size}",
+        )
+    taught = setup.build_sharded_model(setup.taught_run(source.run, context.run), vocab, model.mesh)
+    params = source.store.restore_part(source.step, "params", setup.abstract_params(taught))
+    return Teacher(taught.blueprint, params)
+
+
+def _version_changes(context: RunContext, warn: Callable[[str], None]) -> list[Change]:
+    try:
+        return resume.version_changes(context.directory.path, environment.versions())
+    except DataError as error:
+        warn(f"{error.what}: {error.where}")
+        return []
+
+
+@contextlib.contextmanager
+def _interruptible(stop: StopRequest, options: StartOptions, doing: str) -> Iterator[None]:
+    """Run something long before the first step, during which a signal ends the run at once."""
+    try:
+        with stop.waiting():
+            yield
+    except Interrupted as signal:
+        raise Preempted(
+            f"the run was stopped by {signal} while {doing}",
+            where=str(options.workdir),
+            why="nothing was trained since the last save",
+            fix="run the same command again",
+        ) from None
+
+
+def _keep_log(stack: contextlib.ExitStack, context: RunContext) -> None:
+    """Copy all console lines from now on to the run directory."""
+    log = context.directory.append("log.txt")
+    warnings = context.directory.journal("warnings.jsonl")
+    for file in (log, warnings):
+        stack.enter_context(contextlib.closing(file))
+    context.console.keep(log, warnings)
+
+
+def _identity(loaded: Loaded, options: StartOptions) -> dict[str, str]:
+    """Return the facts in which all processes of a run must agree before they compute together."""
+    facts = {
+        "workdir": options.workdir.absolute(),
+        "init_from": options.init_from,
+        "stop_at": options.stop_at,
+    } | dataclasses.asdict(options.resume)
+    flags = {f"--{name}": str(value) for name, value in facts.items()}
+    settings = {path: str(value) for path, value in config.flatten(loaded.value).items()}
+    return environment.versions() | flags | settings
+
+
+def _outcome(answer: dict[str, Any], verdict: dict[str, Any] | None) -> str:
+    """Return the cause in exit.json of a run that ended well."""
+    if not answer["complete"]:
+        stopped = f"stopped after step {answer['step']}, as --stop_at requires"
+        return f"{stopped}; {verdict['outcome']}" if verdict else stopped
+    return f"finished, {verdict['outcome']}: {verdict['said']}" if verdict else "finished"
+
+
+def _describe(context: RunContext, loaded: Loaded, data: Data, model: ShardedModel) -> None:
+    """Write the files that describe this start; starts.jsonl keeps those that it replaces."""
+    directory, options = context.directory, context.options
+    settings = config.to_json(loaded.value)
+    start = StartRecord(
+        step=directory.step,
+        rewinds=len(context.rewinds.made),
+        reset_optimizer=options.resume.reset_optimizer,
+        cast=options.resume.cast,
+        config=settings,
+        data=data.fingerprint,
+        versions=environment.versions(),
+    )
+    resume.append_start(directory, start)
+    directory.write_json("config.json", settings)
+    provenance = {name: str(origin) for name, origin in loaded.provenance.items()}
+    directory.write_json("provenance.json", provenance)
+    kernels = attention_kernels.describe_kernels(
+        loaded.value, model.blueprint.config, model.mesh.shape, jax_setup.target(model.mesh)
+    )
+    facts = {"cluster": options.process.as_json(), "attention": kernels}
+    directory.write_json("environment.json", environment.facts() | facts)
+    directory.write_command(options.arguments)
+    directory.write_bytes("tokenizer", data.tokenizer.serialise())

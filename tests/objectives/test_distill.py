@@ -1,0 +1,216 @@
+"""Distillation: the loss against a float64 reference, and runs with a frozen teacher."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlm.cli.main import main
+from jaxlm.core.precision import Precision
+from jaxlm.data.batch import Tokens
+from jaxlm.models.build import Blueprint
+from jaxlm.models.families.llama import Llama
+from jaxlm.objectives.build import build
+from jaxlm.objectives.config import Distill, LossConfig
+from jaxlm.objectives.distill import divergence
+from tests.faults import harness
+
+pytestmark = pytest.mark.usefixtures("one_device")
+
+FAMILY = Llama(vocab=64, width=32, depth=2, heads=4, kv_heads=2, hidden=64)
+WEIGHT, TEMPERATURE = 0.7, 2.0
+SETTINGS = {
+    "train.steps": 6,
+    "data.sequence": 64,
+    "checkpoint.every": 2,
+    "sample.prompts": (),
+    "eval.batches": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def blueprint():
+    return Blueprint(FAMILY.build(), Precision.float32())
+
+
+@pytest.fixture(scope="module")
+def models(blueprint):
+    return [blueprint.init(jax.random.key(seed)) for seed in (0, 1)]
+
+
+def rows(shape=(2, 16)):
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, 64, shape).astype(np.int32)
+    weights = draw.random(shape).astype(np.float32)
+    segments = np.ones(shape, np.int32)
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    targets = np.roll(tokens, -1, 1)
+    return Tokens(*map(jnp.asarray, (tokens, targets, weights, segments, positions)))
+
+
+def loss_of(blueprint, student, teacher, **settings):
+    config = Distill(teacher="runs/a", weight=WEIGHT, temperature=TEMPERATURE)
+    objective = build(config, LossConfig(**settings))
+
+    def loss(student, teacher):
+        return objective.loss(blueprint.merge(student), rows(), None, blueprint.merge(teacher))
+
+    return jax.jit(loss)(student, teacher)
+
+
+def logits_of(blueprint, params):
+    batch = rows()
+    model = blueprint.merge(params)
+    logits = model.logits(model(batch.tokens, positions=batch.positions).values)
+    return np.asarray(logits, np.float64)
+
+
+def log_softmax(x):
+    return (
+        x
+        - x.max(-1, keepdims=True)
+        - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    )
+
+
+def test_the_loss_is_that_of_the_paper(blueprint, models):
+    student, teacher = (logits_of(blueprint, params) for params in models)
+    batch = rows()
+    log_p, log_q = log_softmax(teacher / TEMPERATURE), log_softmax(student / TEMPERATURE)
+    kl = (np.exp(log_p) * (log_p - log_q)).sum(-1)
+    nll = -np.take_along_axis(log_softmax(student), np.asarray(batch.targets)[..., None], -1)[
+        ..., 0
+    ]
+    taught = -np.take_along_axis(log_softmax(teacher), np.asarray(batch.targets)[..., None], -1)
+    weights = np.asarray(batch.weights, np.float64)
+    expected = (weights * ((1 - WEIGHT) * nll + WEIGHT * TEMPERATURE**2 * kl)).sum() / weights.sum()
+    loss = loss_of(blueprint, *models)
+    np.testing.assert_allclose(float(loss.value), expected, rtol=1e-5)
+    figures = {name: float(mean.value) for name, mean in loss.metrics.items()}
+    np.testing.assert_allclose(
+        figures["loss_nats"], (weights * nll).sum() / weights.sum(), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        figures["teacher_kl_nats"], (weights * kl).sum() / weights.sum(), rtol=1e-4
+    )
+    np.testing.assert_allclose(
+        figures["teacher_nats"], (weights * taught[..., 0]).sum() / weights.sum(), rtol=1e-5
+    )
+
+
+def test_chunks_of_logits_change_nothing(blueprint, models):
+    whole, chunked = (loss_of(blueprint, *models, chunk=chunk) for chunk in (None, 4))
+    np.testing.assert_allclose(float(whole.value), float(chunked.value), rtol=1e-6)
+
+
+def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient(blueprint, models):
+    student = models[0]
+    objective = build(Distill(teacher="runs/a", weight=1.0), LossConfig())
+
+    def loss(params):
+        model, teacher = blueprint.merge(params), blueprint.merge(student)
+        return objective.loss(model, rows(), None, teacher).value
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(student)
+    assert abs(float(value)) < 1e-6
+    assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads)) < 1e-5
+
+
+def test_the_divergence_has_no_gradient_for_the_teacher_and_is_never_negative():
+    draw = np.random.default_rng(1)
+    teacher, student = (jnp.asarray(draw.normal(0, 5, (64, 32))) for _ in range(2))
+    assert float(divergence(teacher, student, 1.0).min()) >= 0
+    assert np.isfinite(divergence(100 * teacher, -100 * student, 1.0)).all()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return harness.write_config(tmp_path_factory.mktemp("texts"), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def teacher(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "teacher"
+    assert main(harness.words(config, workdir)) == 0
+    return workdir
+
+
+def distill(teacher, *flags):
+    return ["--config.objective.name=distill", f"--config.objective.teacher={teacher}", *flags]
+
+
+def files_of(workdir):
+    return {path: path.read_bytes() for path in sorted(workdir.rglob("*")) if path.is_file()}
+
+
+def test_a_student_learns_from_a_run_which_stays_as_it_is(config, teacher, tmp_path):
+    before = files_of(teacher)
+    assert main(harness.words(config, tmp_path / "run", *distill(teacher))) == 0
+    assert files_of(teacher) == before
+    records = harness.records(tmp_path / "run")
+    first, *_, last = (r for r in records if r["split"] == "train")
+    assert last["teacher_kl_nats"] < first["teacher_kl_nats"]
+    assert last["loss_nats"] < first["loss_nats"]
+    validation = [r for r in records if r["split"] == "val"]
+    assert validation and all("bits_per_byte" in r for r in validation)
+    log = (tmp_path / "run/log.txt").read_text()
+    assert f"distill; teacher {teacher}; evaluated as causal" in log
+    assert "of teacher" in log  # the memory of its parameters
+
+
+def test_a_smaller_student_of_another_family_in_microbatches(config, teacher, tmp_path):
+    flags = ["--config.model.family=gpt2", "--config.model.width=32", "--config.model.depth=1"]
+    flags += ["--config.model.heads=2", "--config.train.microbatches=2", "--config.loss.chunk=32"]
+    assert main(harness.words(config, tmp_path / "run", *distill(teacher), *flags)) == 0
+    assert "teacher_kl_nats" in harness.records(tmp_path / "run")[0]
+
+
+def test_a_distillation_that_stops_resumes_to_the_same_bits(config, teacher, tmp_path):
+    def losses(workdir):
+        return [float(r["loss_nats"]).hex() for r in harness.records(workdir)]
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(harness.words(config, whole, *distill(teacher))) == 0
+    assert main(harness.words(config, parts, *distill(teacher), "--stop_at=2")) == 0
+    assert main(harness.words(config, parts, *distill(teacher))) == 0
+    assert losses(whole) == losses(parts)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "text"),
+    [
+        ([], 2, "--config.objective.teacher=RUN"),
+        (["--config.objective.teacher=missing"], 66, "there is no config.json"),
+        (["--config.objective.teacher=TEACHER@100"], 66, "no checkpoint of step 100"),
+        (
+            ["--config.objective.teacher=TEACHER", "--config.model.vocab=1024"],
+            2,
+            "--config.model.vocab=",
+        ),
+        (
+            ["--config.objective.teacher=TEACHER", "--config.data.tokenizer=bytes"],
+            2,
+            "--config.data.tokenizer=",
+        ),
+    ],
+)
+def test_a_teacher_that_cannot_teach_is_refused(
+    config, teacher, tmp_path, capsys, flags, code, text
+):
+    flags = [flag.replace("TEACHER", str(teacher)) for flag in flags]
+    words = harness.words(config, tmp_path / "run", "--config.objective.name=distill", *flags)
+    assert main(words) == code
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "run/config.json").exists()
+
+
+def test_a_teacher_that_changed_is_refused_when_the_run_resumes(config, teacher, tmp_path, capsys):
+    """Resumed from another teacher, a run would minimize another loss from one step to the next."""
+    run = tmp_path / "run"
+    assert main(harness.words(config, run, *distill(f"{teacher}@4"), "--stop_at=2")) == 0
+    assert main(harness.words(config, run, *distill(f"{teacher}@6"))) == 2
+    assert "objective.teacher" in capsys.readouterr().err
+    exits = json.loads((run / "exit.json").read_text())
+    assert exits["code"] == 0
