@@ -253,7 +253,7 @@ def test_an_import_that_was_killed_is_no_run_and_the_same_command_makes_it_whole
     assert "config.json" not in left
     assert call(capsys, "generate", f"--workdir={run}")[0] == 66
     code, answer, _ = call(capsys, "train", "--config=configs/quickstart.py", f"--workdir={run}")
-    assert (code, answer["error"]["what"]) == (2, "an imported model is no run to go on with")
+    assert (code, answer["error"]["what"]) == (2, "cannot resume from an imported model")
     assert call(capsys, *words)[0] == 0
     assert call(capsys, "checkpoint", "verify", f"--workdir={run}")[0] == 0
     assert call(capsys, "generate", f"--workdir={run}", "--max_tokens=2")[0] == 0

@@ -61,7 +61,7 @@ def test_s14_libraries_that_changed_under_a_run_are_said_and_each_start_keeps_it
     assert "package gone: 3 -> " in log
     assert log.count(" -> ") == 2, "nothing else did"
     assert resume.read_starts(run)[-1].versions == first.versions
-    assert harness.exit_of(run)["cause"] == "stopped after step 7, as it was asked to"
+    assert harness.exit_of(run)["cause"] == "stopped after step 7, as --stop_at requires"
     path.write_text("{}\n")
     assert main([*harness.words(config, run), "--stop_at=8"]) == 0
     assert resume.STARTS_FILE in (run / "warnings.jsonl").read_text()
@@ -234,7 +234,7 @@ def test_e3_another_text_is_refused_with_a_diff_and_recorded_where_it_is_allowed
     assert named in capsys.readouterr().err
     assert main(harness.words(config, run, changed, "--allow_change=data.train")) == 2
     said = capsys.readouterr().err
-    assert "the data is not what this run read before" in said
+    assert "the data differs from that of this run" in said
     assert "--allow_change=data" in said
     assert main(harness.words(config, run, changed, "--allow_change=data", "--stop_at=7")) == 0
     assert named in (run / "log.txt").read_text()

@@ -134,7 +134,7 @@ def test_c6_a_bad_stretch_of_data_is_rewound_and_gone_around(
     bad = [s["batch"] for s in harness.records(tmp_path / "run", "spikes.jsonl")]
     assert bad == [20, 21, 22, 24, 25], "the last two are within the budget"
     log = (tmp_path / "run/log.txt").read_text()
-    gone = "going back to step 14, leaving out batches 16 to 23"
+    gone = "returning to step 14, without batches 16 to 23"
     assert f"rewind 1 of 3: steps 21 to 23 could not be applied; {gone}" in log
     steps = [r["step"] for r in harness.records(tmp_path / "run") if r["split"] == "train"]
     assert steps == list(range(1, 41))
@@ -161,7 +161,7 @@ def test_c7_a_kill_straight_after_a_rewind_does_not_bring_the_given_up_future_ba
     broken(monkeypatch, "batch:nan@20-22")
     assert main(words) == 0
     assert len(json.loads((tmp_path / "killed/rewinds.json").read_text())) == 1
-    assert "a future that was given up" in (tmp_path / "killed/log.txt").read_text()
+    assert "was abandoned by a rewind" in (tmp_path / "killed/log.txt").read_text()
     assert harness.losses(tmp_path / "killed") == harness.losses(tmp_path / "whole")
     assert harness.state_digest(tmp_path / "killed") == harness.state_digest(tmp_path / "whole")
 
@@ -243,7 +243,7 @@ def test_c9_a_flipped_bit_in_one_devices_gradient_is_caught_in_the_step_that_is_
     words = harness.words(config, tmp_path / "run", *STEPS, "--config.guard.repeat_every=5")
     assert main(words) == 79
     said = capsys.readouterr().err
-    assert "step 20 came out otherwise" in said
+    assert "step 20 gave another result" in said
     assert f"final_norm/scale on {jax.devices()[3]}" in said
     assert asked[19, 3] == 2, "the second time it was wrong"
     twice = {step + 1 for (step, _), count in asked.items() if count == 2}

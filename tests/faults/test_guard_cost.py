@@ -85,7 +85,7 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
             without.setattr(guards, "select", lambda _, new, old: new)
             without.setattr(steps, "_layer_norms", lambda *_: {})
             jax.clear_caches()
-            return self._engine.step.lower(state, batch, self._placed).compile()
+            return self._programs.step.lower(state, batch, self._scale_input).compile()
 
     def timed(self, state, batch):
         number = state_of["number"] = state_of["number"] + 1
@@ -103,7 +103,7 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
             state_of["on"], state_of["since"] = block % 4 in (0, 3), time.process_time()
         if is_on():
             return step(self, state, batch)
-        moved, metrics = state_of["bare"](state, batch, self._placed)
+        moved, metrics = state_of["bare"](state, batch, self._scale_input)
         return moved, metrics | {"layers": {}}
 
     def twice(self, state, batch):
@@ -113,7 +113,7 @@ def test_h7_c9_what_guards_a_run_costs_at_most_three_percent_of_a_step(
             for _ in range(10):
                 jax.block_until_ready(state)
                 begun = time.process_time()
-                state, metrics = self._repeated(compiled, state, batch)
+                state, metrics = self._repeated(compiled, state, (batch, self._scale_input))
                 jax.block_until_ready(state)
                 taken["twice"].append(time.process_time() - begun)
             return state, metrics

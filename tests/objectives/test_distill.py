@@ -154,7 +154,8 @@ def test_a_student_learns_from_a_run_which_stays_as_it_is(config, teacher, tmp_p
     assert last["teacher_kl_nats"] < first["teacher_kl_nats"]
     assert last["loss_nats"] < first["loss_nats"]
     validation = [r for r in records if r["split"] == "val"]
-    assert validation and all("bits_per_byte" in r for r in validation)
+    assert validation
+    assert all("bits_per_byte" in r for r in validation)
     log = (tmp_path / "run/log.txt").read_text()
     assert f"distill; teacher {teacher}; evaluated as causal" in log
     assert "of teacher" in log  # the memory of its parameters

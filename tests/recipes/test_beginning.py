@@ -72,10 +72,10 @@ def test_a_step_of_it_is_replayed_from_where_it_began(folder, capsys):
 def test_another_model_or_tokenizer_is_refused_with_the_flags_that_do(folder, capsys):
     flag = f"--init_from={folder / 'a'}"
     code, told = error(capsys, *words(folder, "b", flag, "--config.model.width=48"))
-    assert (code, told["what"]) == (2, "the model is not that of the run to begin from")
+    assert (code, told["what"]) == (2, "the model differs from that of the run to start from")
     assert "--config.model.width=" in told["fix"]
     code, told = error(capsys, *words(folder, "b", flag, "--config.data.tokenizer=characters"))
-    assert (code, told["what"]) == (2, "the tokenizer is not that of the run to begin from")
+    assert (code, told["what"]) == (2, "the tokenizer differs from that of the run to start from")
     assert main(words(folder, "b", flag, *told["fix"].split(), "--stop_at=1")) == 0
 
 
@@ -83,7 +83,7 @@ def test_another_model_or_tokenizer_is_refused_with_the_flags_that_do(folder, ca
     ("place", "code", "what"),
     [
         ("a@3", 66, "there is no checkpoint of step 3"),
-        ("a@last", 2, "the step to begin from is no number"),
+        ("a@last", 2, "the step to start from is not a number"),
         ("nowhere", 66, "there is no config.json in the run directory"),
     ],
 )

@@ -238,8 +238,8 @@ def test_a_share_that_grows_is_told_again_at_twice_the_last():
     told = []
     dropping = DroppedTokenWarning(lambda text, step: told.append(step))
     for step, share in enumerate((0.0, 0.01, 0.015, 0.021, 0.03, 0.05, float("nan"))):
-        dropping.look(step, {"moe_dropped": share, "moe_load_max": 2.0})
-    dropping.look(9, {"loss_nats": 1.0})
+        dropping.check(step, {"moe_dropped": share, "moe_load_max": 2.0})
+    dropping.check(9, {"loss_nats": 1.0})
     assert told == [1, 3, 5]
 
 

@@ -41,18 +41,16 @@ class Failing(Store):
 
 
 def saves(kept, processes=1):
-    engine = SimpleNamespace(
-        run=Run(), data=SimpleNamespace(fingerprint={}), is_finite=lambda _: True
+    programs = SimpleNamespace(data=SimpleNamespace(fingerprint={}), is_finite=lambda _: True)
+    context = SimpleNamespace(
+        run=Run(),
+        processes=SimpleNamespace(peers=SimpleNamespace(count=processes)),
+        directory=SimpleNamespace(is_writer=True, step=0),
+        console=SimpleNamespace(say=lambda text: None, warn=lambda text, step: None),
+        store=kept,
+        rewinds=SimpleNamespace(as_json=list),
     )
-    made = CheckpointSaver(
-        engine,
-        SimpleNamespace(peers=SimpleNamespace(count=processes)),
-        SimpleNamespace(is_writer=True, step=0),
-        SimpleNamespace(say=lambda text: None, warn=lambda text, step: None),
-        kept,
-        SimpleNamespace(as_json=list),
-        SimpleNamespace(as_json=lambda step: []),
-    )
+    made = CheckpointSaver(context, programs, SimpleNamespace(as_json=lambda step: []))
 
     def save(step):
         state = TrainState(jnp.int32(step), {"w": jnp.ones(8)}, {}, {})

@@ -56,7 +56,7 @@ def test_what_was_noted_is_read_back_and_a_torn_line_is_none(tmp_path):
             file.write(b'{"step": 7, "rew')
         resume.append_start(RunDir(tmp_path), each)
     assert resume.read_starts(tmp_path) == begun
-    assert begun[1].wish.reset_optimizer
+    assert begun[1].options.reset_optimizer
     assert resume.read_starts(tmp_path / "elsewhere") == []
 
 

@@ -12,7 +12,7 @@ from jaxlm.core.span import Span
 from jaxlm.monitor.config import LogConfig
 from jaxlm.nn.intermediates import Intermediates
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.train import layer_stats
+from jaxlm.recipes.train import programs
 from jaxlm.training import figures
 from jaxlm.training.config import TrainConfig
 from jaxlm.training.gradient import SQUARE
@@ -77,9 +77,9 @@ def test_figures_of_layers_stand_in_the_first_logged_step_of_each_interval(runs)
 def test_a_step_is_watched_where_it_is_logged(every, span, due):
     log = LogConfig(layers=("norms",), every=Span.parse(every), layers_every=Span.parse(span))
     run = Run(train=TrainConfig(steps=12), log=log)
-    assert [step for step in range(1, 13) if layer_stats.is_due(run, step)] == due
+    assert [step for step in range(1, 13) if programs.is_observed(run, step)] == due
     off = dataclasses.replace(run, log=dataclasses.replace(log, layers=()))
-    assert not any(layer_stats.is_due(off, step) for step in range(1, 13))
+    assert not any(programs.is_observed(off, step) for step in range(1, 13))
 
 
 def test_a_step_is_logged_after_the_next_one_was_observed():
@@ -91,9 +91,9 @@ def test_a_step_is_logged_after_the_next_one_was_observed():
         norm = {"embedding/table": np.float32(size)}
         return Observed({"grad_norm": norm}, Intermediates({}, {}), np.float32(0), np.float32(1))
 
-    seen = layer_stats.LayerStatsCollector(run, {}, ())
+    seen = programs.LayerStatsCollector(run, {}, ())
     for completed in (1, 2):
-        seen.look(functools.partial(observed, 10 * completed), completed)
+        seen.observe_if_due(functools.partial(observed, 10 * completed), completed)
     for completed in (1, 2):
         assert seen.take(completed) == {"layers/embedding/table/grad_norm": 10.0 * completed}
     assert seen.take(1) == seen.take(3) == {}
@@ -114,17 +114,17 @@ def test_the_noise_scale_is_of_the_means_of_twenty_estimates_and_goes_on_after_a
 
     def told(seen, steps):
         for step in steps:
-            seen.look(lambda step=step: taken[step], step + 1)
+            seen.observe_if_due(lambda step=step: taken[step], step + 1)
         return [seen.take(step + 1) for step in steps]
 
-    whole = told(layer_stats.LayerStatsCollector(run, {}, ()), range(30))
+    whole = told(programs.LayerStatsCollector(run, {}, ()), range(30))
     each = [figures.noise(one, 4) for one in taken]
     for step, record in enumerate(whole):
         assert (record["gradient_square"], record["gradient_noise"]) == each[step]
         squares, traces = np.mean(each[max(0, step - 19) : step + 1], axis=0)
         assert squares > 0
         np.testing.assert_allclose(record["noise_scale_tokens"], traces / squares)
-    resumed = layer_stats.LayerStatsCollector(run, {}, [{}, *whole[:17]])
+    resumed = programs.LayerStatsCollector(run, {}, [{}, *whole[:17]])
     assert told(resumed, range(17, 30)) == whole[17:]
 
 
@@ -136,11 +136,11 @@ def test_a_clock_cannot_say_beforehand_which_step_is_logged():
 
 def test_one_row_a_device_has_no_noise_to_tell():
     run = Run(train=TrainConfig(batch=8), log=LogConfig(layers=("noise",)))
-    assert layer_stats.microbatches_for_noise(run, {"data": 2}) == 4
+    assert programs.microbatches_for_noise(run, {"data": 2}) == 4
     with pytest.raises(ConfigError, match="noise"):
-        layer_stats.microbatches_for_noise(run, {"data": 8})
+        programs.microbatches_for_noise(run, {"data": 8})
     many = dataclasses.replace(run, train=TrainConfig(batch=8, microbatches=2))
-    assert layer_stats.microbatches_for_noise(many, {"data": 4}) == 2
+    assert programs.microbatches_for_noise(many, {"data": 4}) == 2
 
 
 def test_the_noise_scale_of_a_known_problem_is_found():

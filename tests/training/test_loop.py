@@ -188,5 +188,5 @@ def test_a_signal_before_the_first_step_is_not_said_to_have_saved_one():
     stop.reason = "SIGTERM"
     with pytest.raises(Preempted) as caught:
         story.train(stop=stop)
-    assert caught.value.what == "stopped by SIGTERM before the first step"
+    assert caught.value.what == "the run was stopped by SIGTERM before step 1"
     assert not story.named("save")
