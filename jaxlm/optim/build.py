@@ -33,7 +33,6 @@ from jaxlm.optim.config import (
     Soap,
     Sophia,
 )
-from jaxlm.optim.moments import moments
 from jaxlm.optim.muon import scale_by_muon
 from jaxlm.optim.schedules import LearningRate
 from jaxlm.optim.soap import scale_by_soap
@@ -146,11 +145,6 @@ def _thawed(
         return tree.merge_leaves(still, updates), state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def estimated_every(config: Optimizer) -> int | None:
-    """The updates from one estimate of the curvature's diagonal to the next; None where the optimizer asks for none."""
-    return config.every if isinstance(config, Sophia) else None
 
 
 def _scaling(config: Directed, axes: Any) -> optax.GradientTransformation:
@@ -306,7 +300,7 @@ def state_axes(
 ) -> Any:
     """The logical axis names of each leaf of the optimizer's state, so that it can be created already sharded.
 
-    A leaf that lies at a parameter's path has the parameter's axes; a part below it those that `moments` says; a
+    A leaf that lies at a parameter's path has the parameter's axes; a part below it those of `config.state`; a
     scalar has none. `shapes` and `axes` are the parameters' trees, `mesh` the size of each mesh axis.
 
     Raises:
@@ -323,9 +317,10 @@ def state_axes(
             if start in names and sizes[start] == leaf.shape:
                 return names[start]
         for start in _suffixes(stem):
-            for kept in moments(config, sizes[start], names[start], mesh) if start in names else ():
-                if kept.part == part and kept.shape == leaf.shape:
-                    return kept.axes
+            arrays = config.state(sizes[start], names[start], mesh) if start in names else ()
+            for array in arrays:
+                if array.part == part and array.shape == leaf.shape:
+                    return array.axes
         raise ValueError(f"{path} of shape {leaf.shape} belongs to no parameter")
 
     return tree.map_with_path(place, jax.eval_shape(optimizer.init, shapes))

@@ -1,10 +1,14 @@
-"""Settings of the optimizer."""
+"""Settings of the optimizers, one class each, with everything about them that needs no JAX."""
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from types import MappingProxyType
+from typing import ClassVar, Literal
 
 from jaxlm.core.config import setting
+from jaxlm.optim import moments
+from jaxlm.optim.moments import StateArray
+from jaxlm.parallel.logical import LogicalAxes, Sizes
 
 Problems = Iterator[tuple[str, str, str]]
 
@@ -18,26 +22,40 @@ DECAY = "share of a weight lost per update, times the learning rate"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """What every optimizer has: clipping, and which parameters decay and learn how fast.
+    """Settings of every optimizer: clipping, and groups of parameters by path.
 
-    Patterns are shell patterns over leaf paths such as `stack/0/attention/query/weight`; `*` crosses slashes.
+    Patterns are shell patterns over leaf paths such as `stack/0/attention/query/weight`; `*`
+    crosses slashes.
+
+    Attributes:
+      moment_count: arrays of the parameter's shape in the state, unless `state` differs.
+      follows_width: the size of a step is that of the learning rate, so muP knows its rates.
+      reads_whole_matrices: updates need a whole matrix, so shards are gathered.
+      averages_parameters: the parameters are an average, and the gradient is taken elsewhere.
     """
+
+    moment_count: ClassVar[int] = 1
+    follows_width: ClassVar[bool] = False
+    reads_whole_matrices: ClassVar[bool] = False
+    averages_parameters: ClassVar[bool] = False
 
     clip_norm: float | None = setting(
         1.0, "largest global norm of the gradient; None does not clip", above=0
     )
     clip_value: float | None = setting(
         None,
-        "largest absolute value of a gradient element, applied before clip_norm; None does not clip",
+        "largest absolute value of a gradient element, applied before clip_norm; None does not"
+        " clip",
         above=0,
     )
     no_decay: tuple[str, ...] = setting(
         (),
-        "patterns of parameters without weight decay, beside biases and vectors, which never decay",
+        "patterns of parameters without weight decay; biases and vectors never decay",
     )
     lr_scale: tuple[str, ...] = setting(
         (),
-        "PATTERN=FACTOR on the learning rate of parameters, such as 'embedding/*=0.5'; 0 keeps them as they are",
+        "PATTERN=FACTOR on the learning rate of parameters, such as 'embedding/*=0.5'; with 0 they"
+        " stay the same",
     )
     decay_scale: tuple[str, ...] = setting(
         (), "PATTERN=FACTOR on the weight decay of parameters that decay"
@@ -51,13 +69,14 @@ class Groups:
     )
     layer_decay: float = setting(
         1.0,
-        "factor on the learning rate from each layer to the one before; final norm and unembedding learn at the full rate",
+        "factor on the learning rate from each layer to the one before; final norm and unembedding"
+        " have the full rate",
         above=0,
         high=1,
     )
 
     def problems(self) -> Problems:
-        """Each entry is a pattern and a factor of at least zero."""
+        """Check that each entry is a pattern and a factor of at least zero."""
         for field in ("lr_scale", "decay_scale", "clip_groups"):
             for entry in getattr(self, field):
                 pattern, _, factor = entry.rpartition("=")
@@ -65,17 +84,44 @@ class Groups:
                     fix = f"jaxlm config explain optim.{field}"
                     yield field, f"{entry!r} is not PATTERN=FACTOR with a factor >= 0", fix
 
+    @property
+    def curvature_every(self) -> int | None:
+        """Return the updates between two estimates of the curvature; None for no estimates."""
+        return None
+
+    def state(
+        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
+    ) -> list[StateArray]:
+        """Return the arrays that the optimizer keeps for a parameter, without scalars.
+
+        Args:
+          shape: shape of the parameter.
+          axes: logical axes of its dimensions.
+          mesh: sizes of mesh axes; others have size 1. Shapes are the same on every mesh.
+        """
+        return moments.full(self.moment_count, shape, axes)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamW(Groups):
-    """Adam with decoupled weight decay."""
+class AdamLike(Groups):
+    """Settings of Adam and its kin."""
 
-    name: Literal["adamw"] = "adamw"
+    name: str = ""
     lr: float = setting(3e-4, LR, above=0)
     b1: float = setting(0.9, FIRST, low=0, below=1)
     b2: float = setting(0.95, SECOND, low=0, below=1)
     eps: float = setting(1e-8, EPS, above=0)
     weight_decay: float = setting(0.1, DECAY, low=0)
+
+    moment_count: ClassVar[int] = 2
+    follows_width: ClassVar[bool] = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW(AdamLike):
+    """Adam with decoupled weight decay."""
+
+    name: Literal["adamw"] = "adamw"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,24 +132,26 @@ class Sgd(Groups):
     lr: float = setting(0.1, LR, above=0)
     weight_decay: float = setting(0.0, DECAY, low=0)
 
+    moment_count: ClassVar[int] = 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Momentum(Groups):
-    """Gradients added up, earlier ones fading: a heavy ball."""
+    """A decaying sum of gradients: heavy-ball momentum."""
 
     name: Literal["momentum"] = "momentum"
     lr: float = setting(0.01, LR, above=0)
-    momentum: float = setting(0.9, "what is kept of the sum of gradients", low=0, below=1)
+    momentum: float = setting(0.9, "decay of the sum of gradients", low=0, below=1)
     weight_decay: float = setting(0.0, DECAY, low=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nesterov(Groups):
-    """Momentum, one step ahead of itself."""
+    """Momentum, evaluated one step ahead."""
 
     name: Literal["nesterov"] = "nesterov"
     lr: float = setting(0.01, LR, above=0)
-    momentum: float = setting(0.9, "what is kept of the sum of gradients", low=0, below=1)
+    momentum: float = setting(0.9, "decay of the sum of gradients", low=0, below=1)
     weight_decay: float = setting(0.0, DECAY, low=0)
 
 
@@ -113,7 +161,7 @@ class Adagrad(Groups):
 
     name: Literal["adagrad"] = "adagrad"
     lr: float = setting(0.01, LR, above=0)
-    initial: float = setting(0.0, "the sum of squares before the first gradient", low=0)
+    initial: float = setting(0.0, "sum of squares before the first gradient", low=0)
     weight_decay: float = setting(0.0, DECAY, low=0)
 
 
@@ -129,69 +177,61 @@ class RmsProp(Groups):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Adam(Groups):
-    """Running means of the gradient and of its square; AdamW at the published defaults, without decay."""
+class Adam(AdamLike):
+    """Running means of the gradient and of its square, with the published defaults and no decay."""
 
     name: Literal["adam"] = "adam"
     lr: float = setting(1e-3, LR, above=0)
-    b1: float = setting(0.9, FIRST, low=0, below=1)
     b2: float = setting(0.999, SECOND, low=0, below=1)
-    eps: float = setting(1e-8, EPS, above=0)
     weight_decay: float = setting(0.0, DECAY, low=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Nadam(Groups):
-    """AdamW whose momentum is Nesterov's."""
+class Nadam(AdamLike):
+    """AdamW with Nesterov momentum."""
 
     name: Literal["nadam"] = "nadam"
-    lr: float = setting(3e-4, LR, above=0)
-    b1: float = setting(0.9, FIRST, low=0, below=1)
-    b2: float = setting(0.95, SECOND, low=0, below=1)
-    eps: float = setting(1e-8, EPS, above=0)
-    weight_decay: float = setting(0.1, DECAY, low=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AmsGrad(Groups):
+class AmsGrad(AdamLike):
     """AdamW that divides by the largest second moment so far, so that steps only shrink."""
 
     name: Literal["amsgrad"] = "amsgrad"
-    lr: float = setting(3e-4, LR, above=0)
-    b1: float = setting(0.9, FIRST, low=0, below=1)
-    b2: float = setting(0.95, SECOND, low=0, below=1)
-    eps: float = setting(1e-8, EPS, above=0)
-    weight_decay: float = setting(0.1, DECAY, low=0)
+
+    moment_count: ClassVar[int] = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamW8bit(Groups):
-    """AdamW that keeps the moments of the blocks' matrices in eight bits."""
+class AdamW8bit(AdamLike):
+    """AdamW with the moments of the blocks' matrices in eight bits."""
 
     name: Literal["adamw8bit"] = "adamw8bit"
-    lr: float = setting(3e-4, LR, above=0)
-    b1: float = setting(0.9, FIRST, low=0, below=1)
-    b2: float = setting(0.95, SECOND, low=0, below=1)
-    eps: float = setting(1e-8, EPS, above=0)
     block: int = setting(256, "most numbers that share a scale", low=2)
-    weight_decay: float = setting(0.1, DECAY, low=0)
+
+    def state(
+        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
+    ) -> list[StateArray]:
+        """Return the arrays that the optimizer keeps for a parameter, without scalars."""
+        return moments.block_moments(shape, axes, self.block, mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScheduleFree(Groups):
-    """AdamW whose parameters are the average of its iterates; goes with a constant schedule."""
+class ScheduleFree(AdamLike):
+    """AdamW whose parameters are the average of its iterates; use it with a constant schedule."""
 
     name: Literal["schedule_free"] = "schedule_free"
     lr: float = setting(1e-3, LR, above=0)
     b1: float = setting(
         0.9,
-        "how near to the average the gradient is taken; 0 is at the last iterate",
+        "where the gradient is taken: 1 at the average, 0 at the last iterate",
         low=0,
         high=1,
     )
     b2: float = setting(0.99, SECOND, low=0, below=1)
-    eps: float = setting(1e-8, EPS, above=0)
-    weight_decay: float = setting(0.1, DECAY, low=0)
+
+    follows_width: ClassVar[bool] = False
+    averages_parameters: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,6 +243,8 @@ class Lion(Groups):
     b1: float = setting(0.9, "weight of the momentum in the update's sign", low=0, below=1)
     b2: float = setting(0.99, "decay of the momentum", low=0, below=1)
     weight_decay: float = setting(1.0, DECAY, low=0)
+
+    follows_width: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,20 +264,26 @@ class Adafactor(Groups):
         1.0, "largest root mean square of a leaf's update; None does not clip", above=0
     )
     factor_from: int = setting(
-        128, "matrices whose two largest dimensions reach this are factored", low=2
+        128, "least size of both dimensions of a matrix that is factored", low=2
     )
     weight_decay: float = setting(0.0, DECAY, low=0)
+
+    def state(
+        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
+    ) -> list[StateArray]:
+        """Return the arrays that the optimizer keeps for a parameter, without scalars."""
+        return moments.factored_moments(shape, axes, self.factor_from)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Muon(Groups):
-    """Orthogonal momentum for the matrices of the blocks, Adam for the rest."""
+    """Orthogonalized momentum for the matrices of the blocks, Adam for the rest."""
 
     name: Literal["muon"] = "muon"
     lr: float = setting(0.02, "peak learning rate of the matrices", above=0)
     momentum: float = setting(0.95, "decay of the matrices' momentum", low=0, below=1)
     newton_schulz_steps: int = setting(
-        5, "steps towards the orthogonal matrix", unit="steps", low=1
+        5, "iterations towards the orthogonal matrix", unit="steps", low=1
     )
     newton_schulz_dtype: Literal["bfloat16", "float32"] = setting(
         "bfloat16", "dtype of the products in them"
@@ -246,10 +294,18 @@ class Muon(Groups):
     eps: float = setting(1e-8, "added to the root of their second moment", above=0)
     weight_decay: float = setting(0.0, DECAY, low=0)
 
+    reads_whole_matrices: ClassVar[bool] = True
+
+    def state(
+        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
+    ) -> list[StateArray]:
+        """Return the arrays that the optimizer keeps for a parameter, without scalars."""
+        return moments.full(1 if moments.inputs(axes) else 2, shape, axes)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Soap(Groups):
-    """Adam in the eigenbasis of Shampoo's matrices, for the matrices of the blocks; Adam for the rest."""
+class Soap(AdamLike):
+    """Adam in the eigenbasis of Shampoo's matrices for the blocks' matrices; Adam for the rest."""
 
     name: Literal["soap"] = "soap"
     lr: float = setting(3e-3, LR, above=0)
@@ -257,10 +313,18 @@ class Soap(Groups):
     b2: float = setting(
         0.95, "decay of the running means of squares, and of Shampoo's matrices", low=0, below=1
     )
-    eps: float = setting(1e-8, EPS, above=0)
-    every: int = setting(10, "updates from one turn of the bases to the next", low=1)
-    longest: int = setting(10_000, "longest side of a matrix that is given a basis", low=1)
+    every: int = setting(10, "updates between two eigendecompositions", low=1)
+    longest: int = setting(10_000, "longest side of a matrix that has a basis", low=1)
     weight_decay: float = setting(0.01, DECAY, low=0)
+
+    follows_width: ClassVar[bool] = False
+    reads_whole_matrices: ClassVar[bool] = True
+
+    def state(
+        self, shape: tuple[int, ...], axes: LogicalAxes, mesh: Sizes = MappingProxyType({})
+    ) -> list[StateArray]:
+        """Return the arrays that the optimizer keeps for a parameter, without scalars."""
+        return moments.basis_moments(shape, axes, self.longest)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,14 +336,21 @@ class Sophia(Groups):
     b1: float = setting(0.965, FIRST, low=0, below=1)
     b2: float = setting(0.99, "decay of the diagonal's running mean", low=0, below=1)
     gamma: float = setting(
-        0.05, "of the diagonal that the momentum is divided by; less clips more", above=0
+        0.05, "factor on the diagonal that divides the momentum; less clips more", above=0
     )
-    eps: float = setting(1e-12, "least that it is divided by", above=0)
-    every: int = setting(10, "updates from one estimate of the diagonal to the next", low=1)
+    eps: float = setting(1e-12, "least divisor", above=0)
+    every: int = setting(10, "updates between two estimates of the diagonal", low=1)
     weight_decay: float = setting(0.2, DECAY, low=0)
 
+    moment_count: ClassVar[int] = 2
 
-# Those that give a direction, which is then scaled by the learning rate.
+    @property
+    def curvature_every(self) -> int | None:
+        """Return the updates between two estimates of the curvature."""
+        return self.every
+
+
+# Optimizers with a direction, which the learning rate scales.
 Directed = (
     AdamW
     | Sgd

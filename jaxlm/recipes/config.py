@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.core import batch_schedule as paces
@@ -28,23 +28,12 @@ from jaxlm.monitor.config import LogConfig, ProfileConfig, WatchConfig
 from jaxlm.objectives.config import Architecture, Causal, LossConfig, Objective, mtp_heads
 from jaxlm.optim import average_config, schedule_functions
 from jaxlm.optim.average_config import Average, NoAverage
-from jaxlm.optim.config import (
-    Adam,
-    AdamW,
-    AdamW8bit,
-    AmsGrad,
-    Lion,
-    Nadam,
-    Optimizer,
-    ScheduleFree,
-    Sophia,
-)
+from jaxlm.optim.config import AdamW, Optimizer
 from jaxlm.optim.schedule_config import Cosine, Schedule
 from jaxlm.optim.schedule_config import problems as misfits
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.training.config import GuardConfig, TrainConfig
 
-WIDTH_RULED = (Adam, AdamW, AdamW8bit, AmsGrad, Lion, Nadam)  # whose step has the size of the rate
 VOCAB_MULTIPLE = 64  # what `model.vocab=auto` is rounded up to, so that it splits over devices
 
 
@@ -195,7 +184,7 @@ class Run:
                 f"there is no validation set {followed!r}; there is {', '.join(sets) or 'none'}",
                 f"--config.eval.follow={nearest(followed, sets) or 'auto'}",
             )
-        if self.regularisation.qk_clip is not None and isinstance(self.optim, ScheduleFree):
+        if self.regularisation.qk_clip is not None and self.optim.averages_parameters:
             yield (
                 "regularisation.qk_clip",
                 "schedule_free's parameters are an average, which scaling back would part from its iterates",
@@ -232,7 +221,7 @@ class Run:
             return
         for name, why, fix in misfits(self.schedule, self.train.steps, pace):
             yield f"schedule.{name}", why, fix
-        if self.objective.mtp_settings and isinstance(self.optim, Sophia):
+        if self.objective.mtp_settings and self.optim.curvature_every:
             yield (
                 "optim.name",
                 "sophia estimates the curvature of next tokens, and heads for further ones would have none",
@@ -254,8 +243,8 @@ class Run:
                 "--config.mup.base_width=None",
             )
             return
-        if not isinstance(self.optim, WIDTH_RULED):
-            known = ", ".join(arm.name for arm in WIDTH_RULED)
+        if not self.optim.follows_width:
+            known = ", ".join(arm.name for arm in get_args(Optimizer) if arm.follows_width)
             yield (
                 "optim.name",
                 f"how {self.optim.name} learns at another width is not known here; of {known} it is",

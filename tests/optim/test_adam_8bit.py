@@ -9,7 +9,7 @@ import pytest
 from jaxlm.optim import build as optim
 from jaxlm.optim.adam_8bit import FIRST, SECOND, decoded, encoded
 from jaxlm.optim.config import AdamW, AdamW8bit
-from jaxlm.optim.moments import blocks, moments
+from jaxlm.optim.moments import blocks
 
 CUT = (1, 64)
 
@@ -73,7 +73,7 @@ def test_no_block_crosses_from_shard_to_shard(hidden):
     assert size >= 96
     for shards in (1, 2, 4, 8, 16):
         assert hidden // shards % size == 0
-        scales = moments(AdamW8bit(), (64, hidden), ("embed", "mlp"), {"tensor": shards})[1]
+        scales = AdamW8bit().state((64, hidden), ("embed", "mlp"), {"tensor": shards})[1]
         assert scales.axes == ("embed", "mlp")
         assert scales.shape[1] % shards == 0
 
@@ -81,7 +81,7 @@ def test_no_block_crosses_from_shard_to_shard(hidden):
 def test_scales_that_a_mesh_cannot_split_are_whole_on_each_device():
     """And the shapes are those of every other mesh, so that a state moves from one to another."""
     here, there = (
-        moments(AdamW8bit(), (64, 1536), ("embed", "mlp"), {"tensor": n})[1] for n in (3, 4)
+        AdamW8bit().state((64, 1536), ("embed", "mlp"), {"tensor": n})[1] for n in (3, 4)
     )
     assert here.axes == ("embed", None)
     assert there.axes == ("embed", "mlp")

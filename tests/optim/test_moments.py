@@ -13,7 +13,6 @@ from jaxlm.models.cost.tensors import tensors
 from jaxlm.models.families.mixtral import Mixtral
 from jaxlm.optim import build
 from jaxlm.optim.config import Adafactor, Optimizer
-from jaxlm.optim.moments import moments
 
 MODEL = Mixtral(
     vocab=256,
@@ -50,7 +49,7 @@ def test_moments_have_these_shapes_and_axes(config):
     said = collections.Counter(
         (kept.shape, kept.axes, kept.item_bytes or 4)
         for each in tensors(decoder)
-        for kept in moments(config, each.shape, each.axes)
+        for kept in config.state(each.shape, each.axes)
     )
     assert said == kept
 

@@ -60,7 +60,7 @@ def moved(config, noise=0.0, **dtypes):
         return Loss(out, {"loss_nats": out})
 
     optimizer = optimizers.build(config, rate, AXES, state_dtype=precision.moments)
-    every = optimizers.estimated_every(config)
+    every = config.curvature_every
     step = steps.build_step(
         StepSpec(
             loss=loss,

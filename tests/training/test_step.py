@@ -90,7 +90,7 @@ def pieces(
             gradient_point=optimizers.ahead(config, blueprint.axes),
             average=average,
             curvature=Curvature(functools.partial(_drawn, blueprint), every)
-            if (every := optimizers.estimated_every(config))
+            if (every := config.curvature_every)
             else None,
         )
     )

@@ -18,7 +18,6 @@ from jaxlm.data.dataset import Data
 from jaxlm.data.tokenizer import Bytes
 from jaxlm.models.build import Blueprint
 from jaxlm.ops.kernels import Target
-from jaxlm.optim.config import Muon, Soap, Sophia
 from jaxlm.parallel import hlo_collectives, host, logical, mesh
 from jaxlm.parallel.config import AXES, MeshConfig, shown
 from jaxlm.recipes import jax_setup, setup
@@ -280,7 +279,7 @@ def step_of(small: ReducedRun) -> collectives.StepShapes:
     passes = run.train.microbatches if schedule is None else schedule.ticks
     layers = -(-decoder.depth // (1 if schedule is None else schedule.stages * schedule.repeats))
     again = 1 if run.train.remat == "none" else 2
-    again *= 2 if isinstance(run.optim, Sophia) else 1  # the gradient of sampled labels
+    again *= 2 if run.optim.curvature_every else 1  # the gradient of sampled labels
     return collectives.StepShapes(
         tokens=small.tokens,
         mark=small.mark,
@@ -294,7 +293,7 @@ def step_of(small: ReducedRun) -> collectives.StepShapes:
         if run.regularisation.qk_clip is None
         else decoder.depth * decoder.layers[0].attention.heads,
         has_groups=schedule is not None and schedule.repeats > 1,
-        has_whole_matrices=isinstance(run.optim, Muon | Soap),
+        has_whole_matrices=run.optim.reads_whole_matrices,
     )
 
 

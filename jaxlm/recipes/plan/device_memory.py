@@ -14,8 +14,6 @@ from jaxlm.models.cost.tensors import Tensor, tensors
 from jaxlm.ops.kernels import BLOCK
 from jaxlm.optim import patterns
 from jaxlm.optim.average_config import NoAverage
-from jaxlm.optim.config import ScheduleFree, Sophia
-from jaxlm.optim.moments import moments
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import LogicalAxes, Sizes
 from jaxlm.recipes.config import Run
@@ -43,7 +41,7 @@ def held_bytes(run: Run, decoder: ModelConfig, sizes: Sizes) -> dict[str, float]
         "optimizer": sum(
             _size(kept.shape, kept.axes, sizes) * (kept.item_bytes or moment)
             for each in trained
-            for kept in moments(run.optim, each.shape, each.axes, sizes)
+            for kept in run.optim.state(each.shape, each.axes, sizes)
         )
         * (0 if "optimizer" in run.train.offload else 1),
     } | average
@@ -163,8 +161,8 @@ def temporary_bytes(
         # Weights that a circular pipeline has read for a tick, whatever remat computes again.
         "groups": groups,
         # Where the gradient is taken, if not at the parameters.
-        "curvature": held["gradients"] if isinstance(run.optim, Sophia) else 0.0,
-        "ahead": held["parameters"] if isinstance(run.optim, ScheduleFree) else 0.0,
+        "curvature": held["gradients"] if run.optim.curvature_every else 0.0,
+        "ahead": held["parameters"] if run.optim.averages_parameters else 0.0,
     }
 
 

@@ -13,7 +13,6 @@ from jaxlm.models.cost.activations import Share
 from jaxlm.monitor.chips import Chip, Dtype, Machine
 from jaxlm.nn.config import MoeConfig
 from jaxlm.ops.kernels import Target
-from jaxlm.optim.config import Sophia
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
@@ -228,7 +227,8 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: Share) -> float:
     passes = 3 + sum(policy != "none" for policy in policies) / len(policies)
     whole += passes * _idle_flops(decoder, share)
     # An estimate of the curvature is another gradient.
-    return whole * (1 + 1 / run.optim.every) if isinstance(run.optim, Sophia) else whole
+    every = run.optim.curvature_every
+    return whole * (1 + 1 / every) if every else whole
 
 
 def _idle_flops(decoder: ModelConfig, share: Share) -> float:

@@ -295,7 +295,7 @@ class TrainPrograms:
         return loss
 
     def _curvature(self) -> Curvature | None:
-        every = optimizers.estimated_every(self.run.optim)
+        every = self.run.optim.curvature_every
         if every is None:
             return None
 
