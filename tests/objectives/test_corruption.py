@@ -194,7 +194,7 @@ def test_each_epoch_draws_anew_unless_all_is_fixed(stream):
         {_text(loader.at(n, batch=1, rows=slice(0, 1))) for n in range(e * rows, (e + 1) * rows)}
         for e in range(2)
     )
-    is_fixed = isinstance(arm, Causal | MTP) or getattr(arm, "masking", "") == "static"
+    is_fixed = arm.keeps_rows or getattr(arm, "masking", "") == "static"
     assert (first == second) == is_fixed
     again = [_text(batch) for _, batch in everything(loader)]
     assert again == [_text(batch) for _, batch in everything(loader)]
@@ -372,7 +372,9 @@ def test_rows_of_a_mixture_predict_further_tokens_where_mtp_was_drawn(many, tmp_
 def test_what_is_evaluated_is_said_for_every_objective():
     told = {name: read_by(arm).evaluations for name, arm in ARMS.items()}
     as_causal = {name for name, each in told.items() if None in each.values()}
-    assert as_causal == {"causal", "mtp", "fim by tokens", "fim by characters", "mixture"}
+    assert as_causal == {
+        *("causal", "mtp", "distill", "fim by tokens", "fim by characters", "mixture")
+    }
     assert list(told["mixture"]) == ["", ".prefix", ".masked", ".span", ".ul2", ".blank"]
 
 
@@ -425,18 +427,18 @@ class Bare(Bytes):
 
 
 def test_without_its_special_tokens_an_objective_is_refused_by_name(arm):
-    if isinstance(arm, Causal | MTP | Prefix):
+    if isinstance(arm, Causal | MTP | Prefix | Distill):
         assert read_by(arm, Bare())
         return
-    with pytest.raises(ConfigError, match=f"the tokens of the objective {arm.name}") as caught:
+    with pytest.raises(ConfigError, match=f"special tokens of the objective {arm.name}") as caught:
         read_by(arm, Bare())
-    assert "it lacks <|" in caught.value.why
+    assert "it has no <|" in caught.value.why
 
 
 @pytest.mark.parametrize("arm", PAIRED.values(), ids=PAIRED)
 def test_in_pairs_it_is_refused_with_a_tokenizer_that_has_them(arm):
     """And with no objective that an encoder-decoder does not learn by."""
-    with pytest.raises(ConfigError, match=f"the tokens of the objective {arm.name}") as caught:
+    with pytest.raises(ConfigError, match=f"special tokens of the objective {arm.name}") as caught:
         read_by(arm, Bare(), is_paired=True)
     assert caught.value.fix.startswith("import the model again with --add_token='<|sentinel_0|>'")
 

@@ -191,7 +191,7 @@ def test_a_distillation_that_stops_resumes_to_the_same_bits(config, teacher, tmp
             "--config.model.vocab=",
         ),
         (
-            ["--config.objective.teacher=TEACHER", "--config.data.tokenizer=bytes"],
+            ["--config.objective.teacher=TEACHER", "--config.data.tokenizer=bpe:300"],
             2,
             "--config.data.tokenizer=",
         ),
