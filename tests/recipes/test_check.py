@@ -456,4 +456,4 @@ def test_a_collective_of_which_no_line_is_known_says_so():
         kind="all-gather", name="g", shapes=(QUERIES,), groups=groups, times=1, op="", source=""
     )
     (line,) = collectives.table([bare], dict.fromkeys(AXES, 1) | {"tensor": 2}, STEP)
-    assert (line.source, bool(line.why_unexpected)) == ("no line known", True)
+    assert (line.source, bool(line.why_unexpected)) == ("unknown line", True)

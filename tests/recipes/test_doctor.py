@@ -41,7 +41,7 @@ def test_a_device_that_computes_wrongly_is_found(capsys, tmp_path, monkeypatch):
     assert main(["doctor", f"--workdir={tmp_path}"]) == 1
     said = capsys.readouterr().out
     assert "PROBLEM: float32 is off by" in said
-    assert "fix: leave the device out" in said
+    assert "fix: remove the device" in said
     assert said.rstrip().endswith("8 problems")
 
 

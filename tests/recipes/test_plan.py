@@ -510,7 +510,7 @@ def test_rounded_products_take_less_time_where_the_chip_has_a_unit_for_them_and_
     assert any("a100 has no unit for fp8" in risk for risk in old.risks)
     turing = predict.forecast(load(settings | {"mesh.data": "16"}), machine("t4x16", flag="--on"))
     assert "t4 has no bfloat16: --config.precision.compute=float16" in turing.risks
-    assert "the wires between hosts are as fast as those within one of 8" in turing.assumed
+    assert "links between hosts are as fast as those within a host of 8" in turing.assumed
 
 
 @pytest.mark.parametrize(

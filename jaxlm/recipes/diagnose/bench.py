@@ -1,4 +1,4 @@
-"""How fast this machine trains, on standard sizes: the compiled step on rows that lie on the device."""
+"""Training speed of this machine on standard sizes: the compiled step on random rows."""
 
 import dataclasses
 import statistics
@@ -21,10 +21,10 @@ from jaxlm.recipes.plan import divisibility, oom
 from jaxlm.recipes.train import trainer
 from jaxlm.recipes.train.programs import without_data
 
-LEAST_STEPS = 3
+MIN_STEPS = 3
 Say = Callable[[str], None]
 
-# By parameters. The first is nanoGPT's CPU setting, the second the quickstart's model, the last two published ones.
+# By parameters: nanoGPT's CPU setting, the quickstart's model, and two published models.
 SIZES: dict[str, dict[str, str]] = {
     "0.8M": {
         "model.family": "gpt2",
@@ -75,24 +75,24 @@ SIZES: dict[str, dict[str, str]] = {
 CPU_SIZES, ACCELERATOR_SIZES = ("0.8M", "4M"), ("124M", "1B")
 
 
-def sizes(wanted: str | None) -> list[str]:
-    """The sizes to measure: those named with commas between, or what suits the devices.
+def sizes(text: str | None) -> list[str]:
+    """Return the sizes to measure: those named, with commas between, or those for this platform.
 
     Raises:
-      CommandError: for a name that there is not.
+      CommandError: if a name is unknown.
     """
-    if wanted is None:
+    if text is None:
         return list(CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES)
-    names = wanted.split(",")
+    names = text.split(",")
     if wrong := [name for name in names if name not in SIZES]:
-        meant = [spelling.nearest(name, SIZES) for name in names]
+        suggestions = [spelling.nearest(name, SIZES) for name in names]
         raise CommandError(
-            f"there is no size {wrong[0]!r}",
-            where=f"--sizes={wanted}",
+            f"size {wrong[0]!r} does not exist",
+            where=f"--sizes={text}",
             why=f"the sizes are {', '.join(SIZES)}",
-            fix=f"--sizes={','.join(filter(None, meant))}"
-            if all(meant)
-            else "name sizes of these, with commas between",
+            fix=f"--sizes={','.join(filter(None, suggestions))}"
+            if all(suggestions)
+            else "name some of these sizes, with commas between",
         )
     return names
 
@@ -100,12 +100,12 @@ def sizes(wanted: str | None) -> list[str]:
 def measure(
     names: Sequence[str], overrides: Sequence[tuple[str, str]], seconds: float, say: Say
 ) -> Iterator[dict[str, Any]]:
-    """A row for each size: at least three steps of it, or as many as fit in `seconds`.
+    """Yield a row per size: at least three steps, or as many as fit in `seconds`.
 
-    `overrides` are settings for all of them. The batch has its rows times the number of devices.
+    `overrides` apply to all sizes. The batch is multiplied by the number of devices.
 
     Raises:
-      ConfigError, OutOfMemory: where a size does not fit with these settings.
+      ConfigError, OutOfMemory: if a size does not fit with these settings.
     """
     jax_setup.start()
     for name in names:
@@ -128,29 +128,29 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
     forecast = oom.forecast_here(run, model.blueprint.config)
     with jax.set_mesh(grid):
         state, batch = engine.init_state(), host.put(grid, _rows(run, vocab))
-        begun = time.perf_counter()
+        started = time.perf_counter()
         step = engine.step.lower(state, batch).compile()
-        compiled = time.perf_counter() - begun
+        compiled = time.perf_counter() - started
         held = trainer.compiled_memory(step)
         oom.check(run, forecast, held["total"])
         state, metrics = step(state, batch)
         jax.block_until_ready(state)
         times: list[float] = []
-        while len(times) < LEAST_STEPS or sum(times) < seconds:
-            begun = time.perf_counter()
+        while len(times) < MIN_STEPS or sum(times) < seconds:
+            started = time.perf_counter()
             state, metrics = step(state, batch)
             jax.block_until_ready(state)
-            times.append(time.perf_counter() - begun)
-    middle = statistics.median(times)
+            times.append(time.perf_counter() - started)
+    median = statistics.median(times)
     peak = chips.peak_flops(jax.devices()[0].device_kind, jax.device_count())
     flops = model_cost.flops_per_token(model.blueprint.config, run.data.sequence, causal=True)
     return {
         "parameters": model_cost.parameters(model.blueprint.config),
         "tokens_per_step": run.tokens_per_step,
         "steps": len(times),
-        "step_seconds": [min(times), middle, max(times)],
-        "tokens_per_second": run.tokens_per_step / middle,
-        "mfu": None if peak is None else flops * run.tokens_per_step / middle / peak,
+        "step_seconds": [min(times), median, max(times)],
+        "tokens_per_second": run.tokens_per_step / median,
+        "mfu": None if peak is None else flops * run.tokens_per_step / median / peak,
         "compile_seconds": compiled,
         "bytes_per_device": held["total"],
         "planned_bytes_per_device": forecast and forecast.bytes_per_device["total"],
@@ -161,7 +161,7 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
 
 
 def _rows(run: Run, vocab: int) -> Tokens:
-    """Random ids, as many as a batch has; each predicts the next."""
+    """Return a batch of random ids; each predicts the next."""
     shape = (run.train.batch, run.data.sequence)
     ids = np.random.default_rng(0).integers(0, vocab, shape, np.int32)
     slots = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)

@@ -1,4 +1,4 @@
-"""The learning rate over a run that has not begun: its numbers, and a picture. Free of JAX."""
+"""Numbers and plot of a run's learning-rate schedule, without training. Free of JAX."""
 
 import errno
 import os
@@ -16,10 +16,12 @@ MAX_POINTS = 1000  # points of a curve
 
 
 def draw(run: Run, target: Path) -> dict[str, Any]:
-    """Draws the rate by the number of the update, as metrics.jsonl counts them; at most 1,000 points, the last among them.
+    """Plot the learning rate by update, as metrics.jsonl counts them: at most 1,000 points.
+
+    The last update is among them.
 
     Raises:
-      NotWritable: where the picture cannot be written.
+      NotWritable: if the plot cannot be written.
     """
     steps = np.unique(np.linspace(1, run.train.steps, MAX_POINTS).round().astype(int))
     length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": run.pace, "xp": np}

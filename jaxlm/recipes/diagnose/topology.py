@@ -1,4 +1,4 @@
-"""A training step compiled for devices that are not there: TPU slices by name, from a host without any."""
+"""Training step compiled for devices that are absent, such as TPU slices by name."""
 
 import os
 from collections.abc import Callable
@@ -29,8 +29,8 @@ Say = Callable[[str], None]
 
 
 def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
-    """The update of a run, compiled for the devices of a mesh from shapes alone."""
-    # Its random key is a number, and no chip of the mesh may be there to hold it.
+    """Compile the update of a run for the devices of a mesh, from shapes alone."""
+    # The random key is a number: the chips of the mesh may be absent.
     engine = without_data(run, grid, vocabulary(run))
     (platform,) = {device.platform for device in grid.devices.flat}
     with backend.of(platform), jax.set_mesh(grid):
@@ -38,11 +38,11 @@ def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
 
 
 def abstract_batch(run: Run, grid: Mesh) -> Tokens:
-    """Return the shapes and layout of the batches that a run trains on, with the fields that its objective has."""
-    place = host.batch_sharding(grid)
+    """Return shapes and sharding of a run's batches, with the fields that its objective has."""
+    sharding = host.batch_sharding(grid)
 
     def slots(length: int, dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct((run.train.batch, length), dtype, sharding=place)
+        return jax.ShapeDtypeStruct((run.train.batch, length), dtype, sharding=sharding)
 
     read, wrote = run.data.sequence, decoder_tokens(run) or run.data.sequence
     fields: Any = dict.fromkeys(Tokens._fields, slots(wrote))
@@ -60,16 +60,16 @@ def abstract_batch(run: Run, grid: Mesh) -> Tokens:
 
 
 def vocabulary(run: Run) -> int:
-    """Rows of the embedding, for a size that a tokenizer has yet to settle those of a small one."""
+    """Return the rows of the embedding; 4096 if the tokenizer is not trained yet."""
     return 4096 if run.model.vocab == "auto" else run.model.vocab
 
 
 def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any]:
-    """Compiles a run's step for a TPU slice such as v5e-16: bytes on a chip, and what the chips send each other.
+    """Compile a run's step for a TPU slice such as v5e-16: bytes per chip, and collectives.
 
     Raises:
-      CommandError: where there is no such slice, or no compiler for it on this machine.
-      ConfigError: where the run does not fit it.
+      CommandError: if the slice or its compiler does not exist here.
+      ConfigError: if the run does not fit.
     """
     known = chips.tpu_slice(name, flag="--topology")
     divisibility.check(run, known.devices)
@@ -77,7 +77,7 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
     say(f"{shown(grid.shape)} on {name}, {known.devices} chips; compiling for them takes minutes")
     compiled = compile_step(run, grid)
     memory = trainer.compiled_memory(compiled)
-    # A real run's sizes have no mark to tell activations by: nothing is judged here.
+    # The sizes of a real run have no mark that identifies activations: no judgment here.
     lines = collectives.table(hlo_collectives.read(compiled.as_text() or ""), dict(grid.shape))
     return {
         "topology": known.topology,
@@ -91,10 +91,10 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
 
 
 def compile_here(run: Run, count: int, say: Say = lambda _: None) -> dict[str, Any]:
-    """Compiles a run's step for this machine's CPU, split into so many devices: bytes on one of them.
+    """Compile a run's step for this machine's CPU, split into `count` devices: bytes per device.
 
     Raises:
-      ConfigError: where the run does not fit them.
+      ConfigError: if the run does not fit.
     """
     jax_setup.start(count)
     divisibility.check(run, count)
@@ -104,25 +104,25 @@ def compile_here(run: Run, count: int, say: Say = lambda _: None) -> dict[str, A
 
 
 def devices_of(known: Machine) -> list[jax.Device]:
-    """The chips of a slice, to compile for and not to compute with.
+    """Return the chips of a slice, as targets of the compiler.
 
     Raises:
-      CommandError: where the TPU compiler is not installed.
+      CommandError: if the TPU compiler is not installed.
     """
-    # The library would ask the cloud's metadata server who it is, and write logs.
+    # Without these, libtpu queries the cloud's metadata server and writes logs.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_LOG_DIR", "disabled")
     jax.config.update("jax_platforms", "cpu")
     assert known.topology
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=known.topology)
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=known.topology)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise CommandError(
-            "there is no compiler for TPUs here",
+            "the compiler for TPUs does not start here",
             where=f"--topology, {known.topology}",
             why=str(error).partition("\n")[0][:200],
             fix="wait for the other process of this machine that compiles for TPUs"
             if "lockfile" in str(error)
             else "pip install 'jaxlm[tpu]'    # in an environment of its own",
         ) from error
-    return list(found.devices)
+    return list(topology.devices)

@@ -1,4 +1,4 @@
-"""A run's model as one file of llama.cpp's, a GGUF."""
+"""Export of a run's model to a GGUF of llama.cpp."""
 
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from jaxlm.recipes.exchange.parity import ExportedParams, ExportJob
 from jaxlm.recipes.use.chat import template_source
 
 
-class GgufForm:
-    """Matrices, vectors in float32, the tokenizer, the chat template; beside the file, how it compares with the run.
+class GGUFExport:
+    """A GGUF: matrices, float32 vectors, tokenizer and chat template; a parity report next to it.
 
     Raises:
-      InputMissing: where the package that writes is not installed.
-      ConfigError: where llama.cpp computes no such model, or has no such tokenizer.
+      InputMissing: if the gguf package is not installed.
+      ConfigError: if llama.cpp does not support the model or the tokenizer.
     """
 
     def __init__(self, job: ExportJob):
@@ -34,24 +34,26 @@ class GgufForm:
         try:
             self._plan = Plan(attributes, job.tensors, job.dtype)
         except ValueError as error:
-            raise _uncomputed(str(error)) from error
+            raise _unsupported(str(error)) from error
         _refuse_lost(attributes, self._plan)
         tokenizer = job.opened.tokenizer
         content = tokenizer_json.as_json(tokenizer)
         if content is None:
             raise ConfigError(
-                "the tokenizer cannot be written in a GGUF",
+                "the tokenizer cannot be written to a GGUF",
                 where=str(job.workdir),
-                why="its ids are moved up behind jaxlm's special tokens, and no tokenizer.json gives the same",
+                why="its ids start after jaxlm's special tokens; no tokenizer.json gives those ids",
                 fix="--to=hf    # a folder, without a tokenizer",
             )
         rows = attributes["vocab_size"]
-        self._tokenizer = gguf_written.metadata(content, rows, str(job.workdir)) | _named(tokenizer)
+        self._tokenizer = gguf_written.metadata(content, rows, str(job.workdir)) | _special_ids(
+            tokenizer
+        )
         if (template := template_source(job.workdir)[0]) is not None:
             self._tokenizer["tokenizer.chat_template"] = template
 
     def write(self, place: Path) -> int:
-        """Makes the file, and says that it is one. Raises OSError."""
+        """Write the file; returns the number of files, 1. Raises OSError."""
         place.parent.mkdir(parents=True, exist_ok=True)
         place.unlink(missing_ok=True)
         title = self._job.workdir.resolve().name
@@ -59,42 +61,42 @@ class GgufForm:
         return 1
 
     def read(self, place: Path) -> Gguf:
-        """What was written."""
+        """Open the written file."""
         return Gguf(place)
 
     @property
     def held(self) -> ExportedParams:
-        """Vectors whole, matrices rounded to the file's dtype."""
+        """Return the rounding of each leaf: vectors whole, matrices in the file's dtype."""
         return self._plan.held()
 
     def finish(self, place: Path, answer: dict[str, Any]) -> None:
-        """Says beside the file how it compares with the run."""
+        """Write the parity report next to the file."""
         write_json(Path(answer["out"]).with_suffix(".parity.json"), answer["parity"])
 
 
 def _refuse_lost(attributes: dict[str, Any], plan: Plan) -> None:
-    """Raises ConfigError where the file cannot say all of the model."""
+    """Raise ConfigError if the file cannot represent all attributes of the model."""
     try:
         back = hub_architecture.family_of(plan.read_back(), "GGUF").to_hub()
     except DataError as error:
-        raise _uncomputed(error.why) from error
-    if plan.frequencies is not None:  # by which the scaling is known, and by nothing else
-        found = gguf_config.frequencies(back)
-        if found is not None and np.allclose(found, plan.frequencies, rtol=1e-5):
+        raise _unsupported(error.why) from error
+    if plan.frequencies is not None:  # the file stores rope_scaling as these frequencies alone
+        frequencies = gguf_config.frequencies(back)
+        if frequencies is not None and np.allclose(frequencies, plan.frequencies, rtol=1e-5):
             back["rope_scaling"] = attributes["rope_scaling"]
     lost = [
-        f"{name} = {attributes[name]!r}, and a reader of the file takes {back.get(name)!r}"
+        f"{name} = {attributes[name]!r} is read back as {back.get(name)!r}"
         for name in sorted(attributes.keys() - IGNORED_ATTRIBUTES)
         if attributes[name] != back.get(name)
     ]
     if lost:
-        raise _uncomputed("; ".join(lost))
+        raise _unsupported("; ".join(lost))
 
 
-def _named(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Ids that begin and end documents, and those that end an answer."""
-    later = [number for number in tokenizer.ends if number != tokenizer.eos]
-    named = {
+def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the ids that begin and end documents and answers."""
+    later = [id_ for id_ in tokenizer.ends if id_ != tokenizer.eos]
+    ids = {
         "bos": tokenizer.before[0] if tokenizer.before else None,
         "eos": tokenizer.eos,
         "eot": later[0] if later else None,
@@ -102,18 +104,16 @@ def _named(tokenizer: Tokenizer) -> dict[str, Any]:
         "unknown": tokenizer.unk,
         "padding": tokenizer.pad,
     }
-    return {
-        f"{OWN}{name}_token_id": number for name, number in named.items() if number is not None
-    } | {
+    return {f"{OWN}{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None} | {
         f"{OWN}add_bos_token": bool(tokenizer.before),
         f"{OWN}add_eos_token": False,
     }
 
 
-def _uncomputed(why: str) -> ConfigError:
+def _unsupported(why: str) -> ConfigError:
     return ConfigError(
-        "no GGUF holds this model",
+        "a GGUF cannot hold this model",
         where="model",
         why=why,
-        fix="--to=hf    # a folder of transformers, which llama.cpp's converter may know",
+        fix="--to=hf    # a transformers folder, which llama.cpp's converter may support",
     )

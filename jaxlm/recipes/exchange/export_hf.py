@@ -1,4 +1,4 @@
-"""A run's model as a folder of Hugging Face, as transformers saves one."""
+"""Export of a run's model to a Hugging Face folder, as transformers saves one."""
 
 import shutil
 from pathlib import Path
@@ -17,11 +17,11 @@ from jaxlm.recipes.use.load import LoadedRun
 GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
-class FolderForm:
-    """config.json, safetensors in one file or several, tokenizer, chat template, model card, and the sha256 of each.
+class HFExport:
+    """config.json, safetensors, tokenizer, chat template, model card, and the sha256 of each file.
 
     Raises:
-      ConfigError: where the tokenizer's padding is not the model's.
+      ConfigError: if the tokenizer and the model use different padding ids.
     """
 
     def __init__(self, job: ExportJob):
@@ -29,22 +29,22 @@ class FolderForm:
         self._attributes = _attributes(job.family, job.dtype.name, job.opened)
 
     def write(self, place: Path) -> int:
-        """Makes the folder; returns how many files hold the tensors. Raises OSError, NotWritable."""
+        """Write the folder; returns the number of tensor files. Raises OSError, NotWritable."""
         job = self._job
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         write_json(place / "config.json", self._attributes)
-        self._write_beside(place)
+        self._write_companions(place)
         files = write_tensors(place, job.tensors, job.array, job.dtype, shard_bytes=job.shard_bytes)
         return len(set(files.values()))
 
     def read(self, place: Path) -> Folder:
-        """What was written."""
+        """Open the written folder."""
         return Folder(place)
 
     @property
     def held(self) -> ExportedParams:
-        """Each leaf rounded to the folder's dtype, but for those that every folder keeps in float32."""
+        """Return the rounding of each leaf; some leaves are float32 in every folder."""
         return {
             part.path: round_to_dtype(each.kept(self._job.dtype))
             for each in self._job.tensors
@@ -52,13 +52,13 @@ class FolderForm:
         }
 
     def finish(self, place: Path, answer: dict[str, Any]) -> None:
-        """Adds how it compares with the run, the model card, and the digests."""
+        """Add the parity report, the model card and the digests."""
         write_json(place / "parity.json", answer["parity"])
         (place / "README.md").write_text(_card(answer, self._job.opened))
         hub_digests.write(place)
 
-    def _write_beside(self, place: Path) -> None:
-        """The tokenizer, what came with an imported model, and the ids that generation begins and ends with."""
+    def _write_companions(self, place: Path) -> None:
+        """Write the tokenizer, files of an imported model, and generation_config.json."""
         tokenizer = self._job.opened.tokenizer
         ids = {
             name: id_
@@ -68,16 +68,17 @@ class FolderForm:
         if len(ends := tokenizer.ends) > 1:
             ids["eos_token_id"] = list(ends)
         write_json(place / "generation_config.json", ids)
-        kept = self._job.workdir / import_model.FOLDER
-        if kept.is_dir():
-            for name in import_model.BESIDE:
-                if name != "config.json" and (kept / name).is_file():
-                    shutil.copyfile(kept / name, place / name)
+        hub_folder = self._job.workdir / import_model.FOLDER
+        if hub_folder.is_dir():
+            for name in import_model.COMPANION_FILES:
+                if name != "config.json" and (hub_folder / name).is_file():
+                    shutil.copyfile(hub_folder / name, place / name)
             return
         content = tokenizer_json.as_json(tokenizer)
         if content is None:
             self._job.say(
-                "the tokenizer is not exported: it has special tokens of jaxlm's names, and its ids are moved up behind jaxlm's"
+                "the tokenizer is not exported: it uses jaxlm's names of special tokens, "
+                "and its ids start after jaxlm's special tokens"
             )
             return
         (place / "tokenizer.json").write_bytes(content)
@@ -85,14 +86,12 @@ class FolderForm:
 
 
 def _attributes(family: Any, dtype: str, opened: LoadedRun) -> dict[str, Any]:
-    tokenizer, own = opened.tokenizer, family.to_hub()
-    pad = own.get("pad_token_id", tokenizer.pad)
+    tokenizer, attributes = opened.tokenizer, family.to_hub()
+    pad = attributes.get("pad_token_id", tokenizer.pad)
     if pad != tokenizer.pad and not isinstance(tokenizer, Imported):
-        # transformers counts positions from it, and gives them to no token that is it.
-        raise uncomputed(
-            family.HUB, f"padding = {pad}, and the tokenizer pads with {tokenizer.pad}"
-        )
-    return own | {
+        # transformers derives positions from the padding id.
+        raise uncomputed(family.HUB, f"padding = {pad}, the tokenizer pads with {tokenizer.pad}")
+    return attributes | {
         "architectures": [family.HUB.architecture],
         "model_type": family.HUB.model_type,
         "torch_dtype": dtype,
@@ -109,9 +108,11 @@ library_name: transformers
 ---
 # {answer["architecture"]} by jaxlm
 
-{answer["parameters"]:,} parameters, {answer["dtype"]}; step {answer["step"]} of a run of {run.train.steps} steps of
-{run.tokens_per_step:,} tokens, rows of {run.data.sequence}, seed {run.seed}, {run.optim.name} at {run.optim.lr:g}.
+{answer["parameters"]:,} parameters, {answer["dtype"]}; step {answer["step"]} of a run
+of {run.train.steps} steps of {run.tokens_per_step:,} tokens, sequence length {run.data.sequence},
+seed {run.seed}, {run.optim.name} at {run.optim.lr:g}.
 
-Read back after it was written: on {parity["tokens"]} tokens of real text the logits differ by
-{parity["largest_difference"]:.3g} at most; rounding to {parity["dtype"]} moved them by {parity["largest_difference_by_rounding"]:.3g}.
+Read back after writing: on {parity["tokens"]} tokens of real text the logits differ by at most
+{parity["largest_difference"]:.3g}; rounding to {parity["dtype"]} changed them
+by {parity["largest_difference_by_rounding"]:.3g}.
 """

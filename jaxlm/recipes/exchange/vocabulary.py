@@ -1,4 +1,4 @@
-"""More tokens than an imported model has: their ids, and rows for them that begin as the mean of the others."""
+"""Tokens added to an imported model: their ids, and embedding rows with the mean of the others."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ from jaxlm.checkpoint.hub_tensors import Reader, Slices
 from jaxlm.core.errors import CommandError
 from jaxlm.data.hub_tokenizer import Imported
 
-# The vocabulary's axis of the leaves that have one.
+# Axis of the vocabulary of each leaf that has one.
 AXES = {"embedding/table": 0, "unembedding/weight": 1, "head/bias": 0}
-CHUNK = 4096  # rows that are read at a time for a mean
+CHUNK = 4096  # rows read at a time for a mean
 
 
 def add_tokens(tokenizer: Imported, tokens: Sequence[str]) -> Imported:
-    """The tokenizer with `tokens` behind its own, which are found in text before anything else is.
+    """Return the tokenizer with `tokens` after its own; added tokens are matched before all others.
 
     Raises:
-      CommandError: where one is empty, or the tokenizer has it.
+      CommandError: if a token is empty or already exists.
     """
     if not tokens:
         return tokenizer
@@ -28,9 +28,11 @@ def add_tokens(tokenizer: Imported, tokens: Sequence[str]) -> Imported:
     for number, token in enumerate(tokens):
         if not token or token in tokens[:number] or built.token_to_id(token) is not None:
             raise CommandError(
-                f"{token!r} is no new token",
+                f"{token!r} is not a new token",
                 where=f"--add_token={token}",
-                why="it is empty" if not token else "the tokenizer has it, or it is named twice",
+                why="it is empty"
+                if not token
+                else "the tokenizer has it, or the command names it twice",
                 fix="leave it out",
             )
     built.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in tokens])
@@ -45,10 +47,11 @@ def add_tokens(tokenizer: Imported, tokens: Sequence[str]) -> Imported:
 
 @dataclasses.dataclass
 class MeanInitRows:
-    """Leaves as `Reader` gives them, in which ids from `known` on have the mean of those before.
+    """Reads leaves like `Reader`; rows of ids from `known` on are the mean of the rows before.
 
-    Rows of a folder's tables that no id of its tokenizer names are such too. The mean is taken in float64, of a part of
-    the rows at a time, and rounded once.
+    These include rows of the embedding that have no id in the tokenizer. The mean is taken in
+    float64,
+    over a part of the rows at a time, and rounded once.
 
     Source: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models".
     """
@@ -62,7 +65,7 @@ class MeanInitRows:
     def leaf(
         self, path: str, shape: tuple[int, ...], within: Slices, dtype: np.dtype
     ) -> np.ndarray:
-        """What lies `within` a leaf."""
+        """Return the part `within` a leaf."""
         if path not in AXES:
             return self.reader.leaf(path, shape, within, dtype)
         axis = AXES[path]

@@ -1,4 +1,4 @@
-"""The loss of a decoder by its size and the tokens it was trained on: a law, and published constants of it. Free of JAX."""
+"""Scaling law of a decoder's loss in its size and training tokens, with published constants."""
 
 import dataclasses
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from jaxtyping import Float
 
 Vector = Float[np.ndarray, "N"]
 
-RESOLUTION = 6000  # sizes among which an optimum is looked for: half a percent apart
+RESOLUTION = 6000  # sizes in the search for an optimum: half a percent apart
 
 
 class Optimum(NamedTuple):
-    """How a budget is best spent: parameters, tokens, and the loss that this leads to."""
+    """The best use of a budget: parameters, tokens, and the resulting loss."""
 
     parameters: float
     tokens: float
@@ -21,25 +21,27 @@ class Optimum(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """FLOPs of training on a token by the number of parameters, between the smallest and the largest size that there is.
+    """Training FLOPs per token by number of parameters, between the smallest and the largest size.
 
     Args:
       parameters: rising.
-      flops: those of a token for each.
+      flops: per token, for each of them.
     """
 
     parameters: Vector
     flops: Vector
 
     def at(self, parameters: Vector | float) -> Vector:
-        """FLOPs a token; what a parameter costs is interpolated in its logarithm."""
-        each = np.log(self.flops / self.parameters)
-        return parameters * np.exp(np.interp(np.log(parameters), np.log(self.parameters), each))
+        """Return FLOPs per token; FLOPs per parameter are interpolated over log parameters."""
+        ratio = np.log(self.flops / self.parameters)
+        return parameters * np.exp(np.interp(np.log(parameters), np.log(self.parameters), ratio))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Law:
-    """L(N, D) = E + A / N^alpha + B / D^beta, nats per token, of N parameters (embeddings included) and D tokens.
+    """L(N, D) = E + A / N^alpha + B / D^beta: nats per token of N parameters and D tokens.
+
+    Embeddings are included in N.
 
     Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.3, equation 2.
     """
@@ -51,37 +53,38 @@ class Law:
     beta: float
 
     def loss(self, parameters: Vector | float, tokens: Vector | float) -> Vector:
-        """Nats per token."""
+        """Return nats per token."""
         size = np.asarray(parameters, np.float64) ** -self.alpha
         data = np.asarray(tokens, np.float64) ** -self.beta
         return np.asarray(self.E + self.A * size + self.B * data)
 
     def optimum(self, budget: float, costs: Costs | None = None) -> Optimum:
-        """The size and tokens of lowest loss for `budget` FLOPs.
+        """Return the size and tokens of lowest loss for `budget` FLOPs.
 
-        Without `costs` a token costs 6 N, and in closed form, with G = (alpha A / beta B)^(1 / (alpha + beta)):
+        Without `costs` a token costs 6 N FLOPs; in closed form, with
+        G = (alpha A / beta B)^(1 / (alpha + beta)):
 
             N = G (budget / 6)^(beta / (alpha + beta)),  D = budget / (6 N)
 
-        With `costs` the sizes that there are are tried.
+        With `costs` the sizes of that table are searched.
 
         Source: Hoffmann et al. 2022, equation 4.
         """
         if costs is None:
-            both = self.alpha + self.beta
-            scale = (self.alpha * self.A / (self.beta * self.B)) ** (1 / both)
-            parameters = scale * (budget / 6) ** (self.beta / both)
+            total = self.alpha + self.beta
+            scale = (self.alpha * self.A / (self.beta * self.B)) ** (1 / total)
+            parameters = scale * (budget / 6) ** (self.beta / total)
             tokens = budget / (6 * parameters)
             return Optimum(parameters, tokens, float(self.loss(parameters, tokens)))
         sizes = np.geomspace(costs.parameters[0], costs.parameters[-1], RESOLUTION)
-        seen = budget / costs.at(sizes)
-        losses = self.loss(sizes, seen)
+        tokens = budget / costs.at(sizes)
+        losses = self.loss(sizes, tokens)
         best = int(np.argmin(losses))
-        return Optimum(float(sizes[best]), float(seen[best]), float(losses[best]))
+        return Optimum(float(sizes[best]), float(tokens[best]), float(losses[best]))
 
 
-# The first with the digits that its authors gave in the source of their paper, which the second quotes: rounded to two
-# decimals they give 32 instead of 40 billion parameters for the budget of Chinchilla.
+# The second is the original, with the digits in the source of its paper, which the first quotes:
+# rounded to two decimals it gives 32 instead of 40 billion parameters for Chinchilla's budget.
 PUBLISHED = {
     "arXiv:2404.10102": Law(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658),
     "arXiv:2203.15556": Law(E=1.6934, A=406.4, B=410.7, alpha=0.3392, beta=0.2849),

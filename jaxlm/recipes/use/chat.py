@@ -1,4 +1,4 @@
-"""The chat template of an imported run, and its tokenizer over conversations."""
+"""Chat template of an imported run, and its tokenizer applied to conversations."""
 
 import json
 import re
@@ -12,17 +12,17 @@ from jaxlm.data.hub_tokenizer import Imported
 from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.recipes.exchange.import_model import FOLDER
 
-# Around a special token that a person spelt out, while a template works: characters that no text should use.
+# Private-use characters that enclose a special token spelled out by a user, during rendering.
 OPENS, CLOSES = "\U000f0000", "\U000f0001"
 MARKED = re.compile(f"{OPENS}([^{CLOSES}]*){CLOSES}")
 
 
 def template_of(workdir: Path) -> ChatTemplate:
-    """The chat template that came with an imported model.
+    """Return the chat template that came with an imported model.
 
     Raises:
-      ConfigError: where none did.
-      DataError: where it is damaged.
+      ConfigError: if the run has none.
+      DataError: if the template is damaged.
     """
     settings = _settings(workdir / FOLDER / "tokenizer_config.json")
     source, where = template_source(workdir)
@@ -30,8 +30,9 @@ def template_of(workdir: Path) -> ChatTemplate:
         raise ConfigError(
             "this run has no chat template",
             where=str(workdir),
-            why="it comes with an imported model: chat_template.jinja, tokenizer_config.json, or a GGUF's own",
-            fix="without --chat a prompt is gone on from as it is",
+            why="a template comes with an imported model: in chat_template.jinja, "
+            "tokenizer_config.json or a GGUF",
+            fix="without --chat a prompt is continued as it is",
         )
     tokens = {
         name: text
@@ -43,48 +44,48 @@ def template_of(workdir: Path) -> ChatTemplate:
 
 
 def template_source(workdir: Path) -> tuple[str | None, Path]:
-    """The text of the template, None where none came with the model, and the file it is in. Raises DataError."""
-    kept = workdir / FOLDER
-    where = kept / "tokenizer_config.json"
+    """Return the text of the template, or None, and its file. Raises DataError."""
+    folder = workdir / FOLDER
+    where = folder / "tokenizer_config.json"
     source = _settings(where).get("chat_template")
-    if isinstance(source, list):  # several by name
+    if isinstance(source, list):  # several, by name
         named = [entry for entry in source if isinstance(entry, dict)]
         source = next((e.get("template") for e in named if e.get("name") == "default"), None)
-    if (kept / "chat_template.jinja").is_file():
-        where = kept / "chat_template.jinja"
+    if (folder / "chat_template.jinja").is_file():
+        where = folder / "chat_template.jinja"
         source = where.read_text(errors="replace")
     return source if isinstance(source, str) else None, where
 
 
 class Chat(Tokenizer):
-    """A tokenizer to which each text is what a user says: its ids are those of the conversation, up to the answer.
+    """A tokenizer that encodes each text as a user's turn, up to the start of the answer.
 
-    Special tokens of the template are such, those that the text spells are text.
+    Special tokens of the template become special ids; those spelled out in the text stay text.
     """
 
-    before: tuple[int, ...] = ()  # the template says how a conversation begins
+    before: tuple[int, ...] = ()  # the template begins the conversation
 
-    def __init__(self, own: Imported, template: ChatTemplate):
-        super().__init__(own.table)
-        self._own, self._template = own, template
-        self.pad, self.eos, self.unk = own.pad, own.eos, own.unk
-        self.after, self.ends = own.after, own.ends
-        self.specials = own.specials
-        names = sorted(own.specials, key=len, reverse=True)
+    def __init__(self, tokenizer: Imported, template: ChatTemplate):
+        super().__init__(tokenizer.table)
+        self._tokenizer, self._template = tokenizer, template
+        self.pad, self.eos, self.unk = tokenizer.pad, tokenizer.eos, tokenizer.unk
+        self.after, self.ends = tokenizer.after, tokenizer.ends
+        self.specials = tokenizer.specials
+        names = sorted(tokenizer.specials, key=len, reverse=True)
         self._spelt = re.compile("|".join(map(re.escape, names)) or "(?!)")
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of a conversation that begins with each text."""
+        """Return the ids of a conversation that begins with each text."""
         return self.encode_chats([[{"role": "user", "content": text}] for text in texts])
 
     def encode_chats(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
-        """The ids of each conversation. Raises DataError where the template refuses one."""
+        """Return the ids of each conversation. Raises DataError if the template refuses one."""
         marked = [[self._marked(message) for message in each] for each in conversations]
         return [self._ids(text) for text in self._template.render(marked)]
 
     def serialise(self) -> bytes:
-        """That of the tokenizer itself."""
-        return self._own.serialise()
+        """Return the bytes of the underlying tokenizer."""
+        return self._tokenizer.serialise()
 
     def _marked(self, message: Message) -> Message:
         content = message.get("content")
@@ -94,25 +95,27 @@ class Chat(Tokenizer):
         return {**message, "content": self._spelt.sub(f"{OPENS}\\g<0>{CLOSES}", plain)}
 
     def _ids(self, text: str) -> list[int]:
-        """Of a rendered text, in which only what is not marked may become special tokens."""
+        """Return the ids of a rendered text; only unmarked parts may become special tokens."""
         ids: list[int] = []
         for number, part in enumerate(MARKED.split(text)):
-            ids += self._own.encode(part) if number % 2 else self._own.encode_spelt(part)
+            ids += (
+                self._tokenizer.encode(part) if number % 2 else self._tokenizer.encode_spelt(part)
+            )
         return ids
 
 
-def tokenizer_of(own: Tokenizer, workdir: Path) -> Chat:
-    """The tokenizer of a run over conversations. Raises what `template_of` does."""
+def tokenizer_of(tokenizer: Tokenizer, workdir: Path) -> Chat:
+    """Return the chat tokenizer of a run. Raises the errors of `template_of`."""
     template = template_of(workdir)
-    assert isinstance(own, Imported)  # as in every run that has a template
-    return Chat(own, template)
+    assert isinstance(tokenizer, Imported)  # every run that has a template is imported
+    return Chat(tokenizer, template)
 
 
 def _settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text())
+        settings = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise DataError(
             "tokenizer_config.json is not JSON",
@@ -120,4 +123,4 @@ def _settings(path: Path) -> dict[str, Any]:
             why=str(error),
             fix="import the model again into another --workdir",
         ) from error
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}

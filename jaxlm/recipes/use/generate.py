@@ -1,4 +1,4 @@
-"""Text from a trained run."""
+"""Generate text from a trained run."""
 
 import shlex
 from collections.abc import Callable
@@ -24,33 +24,45 @@ def generate(
     cpu_devices: int | None = None,
     is_chat: bool = False,
     say: Callable[[str], None] = lambda _: None,
-    tell: OnText | None = None,
+    on_text: OnText | None = None,
 ) -> dict[str, Any]:
-    """`samples`: for each prompt of `settings` its `prompt`, new `ids`, their `log_probabilities`, `text`, and `finish_reason`.
+    """Return `samples`: prompt, new ids, log-probabilities, text and finish reason of each prompt.
 
-    `tell` is told of each text as it is made, see `Sampler.write`. `is_chat` makes each prompt what a user says, by the chat template of the imported model. Log-probabilities are those
-    that the model itself gives, before temperature, penalties and cuts. The reason is one of `length`, `eos_token`,
-    `stop_sequence`.
+    Log-probabilities are the model's own, before temperature, penalties and cuts. `finish_reason`
+    is
+    `length`, `eos_token` or `stop_sequence`.
+
+    Args:
+      workdir: the run.
+      settings: prompts and sampling settings.
+      step: the step to load; None for the newest.
+      best: load the best step instead.
+      weights: `raw` parameters or their average.
+      cpu_devices: number of devices to split the CPU into.
+      is_chat: wrap each prompt as a user turn with the model's chat template.
+      `say`: receives log lines.
+      on_text: receives text as it is generated, see `Sampler.write`.
 
     Raises:
-      ConfigError: where a prompt and what follows it do not fit the model's position table, or the model has not learnt to
-        go on from any.
+      ConfigError: if a prompt and its continuation do not fit the position table, or the model
+        cannot
+        continue text.
     """
     opened = load.load_run(
         workdir, step=step, best=best, weights=weights, cpu_devices=cpu_devices, say=say
     )
     if opened.run.objective.prompts == "none":
         raise ConfigError(
-            "this model has not learnt to go on from a text",
+            "this model cannot continue a text",
             where=f"objective.name={opened.run.objective.name}",
-            why="it predicts hidden tokens from those before and after them",
+            why="it predicts masked tokens from those before and after them",
             fix=f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # what such a model can do",
         )
     if is_chat and opened.run.is_paired:
         raise ConfigError(
-            "a conversation with an encoder-decoder",
+            "--chat needs a decoder-only model",
             where="--chat",
-            why=f"{opened.run.model.family} writes a text of its own about what it has read, and goes on from none",
+            why=f"{opened.run.model.family} is an encoder-decoder and does not continue its input",
             fix="without --chat a prompt is read as it is",
         )
     tokenizer = chat.tokenizer_of(opened.tokenizer, workdir) if is_chat else opened.tokenizer
@@ -63,5 +75,5 @@ def generate(
             is_scored=True,
             flag="--",
         )
-        written = sampler.write(opened.params, tell)
+        written = sampler.write(opened.params, on_text)
     return {"step": opened.step, "samples": [each.as_json() for each in written]}
