@@ -35,7 +35,9 @@ def test_what_does_not_fit_is_told_before_the_first_step_and_the_first_fix_makes
     words = ["train", f"--config={file}", "--config.train.memory_gib=0.012", "--quiet"]
     assert main([*words, f"--workdir={tmp_path / 'short'}"]) == 71
     said = capsys.readouterr().err
-    needed, there = re.search(r"needs ([\d.]+) MiB per device, ([\d.]+) MiB is available", said).groups()
+    needed, there = re.search(
+        r"needs ([\d.]+) MiB per device, ([\d.]+) MiB is available", said
+    ).groups()
     assert float(needed) > float(there) == pytest.approx(12.3, rel=0.01)
     assert "biggest: " in said
     assert "checked before the first step" in said

@@ -110,22 +110,22 @@ def _loaders(opened: LoadedRun, options: Options, sequence: int, say: Any) -> di
         return dataset.text_loaders(corpus, opened.tokenizer, sequence, read, cache.default(), say)
     # Mixture weights do not matter for validation sets, and other lengths change the row counts.
     data = dataclasses.replace(run.data, sequence=sequence, mixture=Temperature())
-    data = setup.open_data(dataclasses.replace(run, data=data), say=say, warn=say)
-    if data.tokenizer.digest != opened.tokenizer.digest:
+    opened_data = setup.open_data(dataclasses.replace(run, data=data), say=say, warn=say)
+    if opened_data.tokenizer.digest != opened.tokenizer.digest:
         raise ConfigError(
             "the run's data now gives another tokenizer than the one it was trained with",
             where="data.tokenizer",
             why="files behind data.train have changed since then",
             fix="name the text to evaluate on with --text",
         )
-    if not data.validation:
+    if not opened_data.validation:
         raise ConfigError(
             "the run has no validation set",
             where="data.validation",
             why="it was trained with data.validation = ()",
             fix="name the text to evaluate on with --text",
         )
-    return data.validation
+    return opened_data.validation
 
 
 # Perplexity of texts under a trained run, as a filter of a data recipe.

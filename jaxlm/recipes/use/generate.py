@@ -24,7 +24,7 @@ def generate(
     cpu_devices: int | None = None,
     is_chat: bool = False,
     say: Callable[[str], None] = lambda _: None,
-    on_text: OnText | None = None,
+    tell: OnText | None = None,
 ) -> dict[str, Any]:
     """Return `samples`: prompt, new ids, log-probabilities, text and finish reason of each prompt.
 
@@ -75,5 +75,5 @@ def generate(
             is_scored=True,
             flag="--",
         )
-        written = sampler.write(opened.params, on_text)
+        written = sampler.write(opened.params, tell)
     return {"step": opened.step, "samples": [each.as_json() for each in written]}
