@@ -86,10 +86,7 @@ class Sampler:
         }
         if config.beams > 1:
             searched = beam.build(
-                blueprint.merge,
-                beams=config.beams,
-                length_penalty=config.length_penalty,
-                **shared,
+                blueprint.merge, beams=config.beams, length_penalty=config.length_penalty, **shared
             )
             self._search = jax.jit(searched)
             return

@@ -23,7 +23,7 @@ from jaxlm.parallel import hlo_collectives, host, logical, mesh
 from jaxlm.parallel.config import AXES, MeshConfig, shown
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.diagnose import collectives, topology
+from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import attention_kernels, divisibility
 from jaxlm.recipes.train.programs import TrainPrograms
 
@@ -273,7 +273,7 @@ def check_real(run: Run) -> None:
 
 def step_of(small: ReducedRun) -> collectives.StepShapes:
     """Return sizes and designed communication of the training step of a small run."""
-    run, vocab = small.run, topology.vocabulary(small.run)
+    run, vocab = small.run, collectives.vocabulary(small.run)
     ways = {axis: logical.ways(small.mesh, axis) for axis in ("batch", "kv_heads")}
     decoder = run.decoder(vocab)
     kv_heads = decoder.layers[0].attention.kv_heads
@@ -317,7 +317,7 @@ def _devices(sizes: dict[str, int]) -> list[jax.Device]:
 def _try(small: ReducedRun, grid: Mesh) -> TrialResult:
     """Run a few steps from fresh parameters on random rows."""
     run, tokenizer = small.run, Bytes()
-    model = setup.build_sharded_model(run, topology.vocabulary(run), grid)
+    model = setup.build_sharded_model(run, collectives.vocabulary(run), grid)
     losses, grad_norms = [], []
     with jax.set_mesh(grid):
         engine = TrainPrograms(run, Data(tokenizer, None, {}, {}), model)  # type: ignore[arg-type]
@@ -394,17 +394,12 @@ def _axes(spec: PartitionSpec) -> set[str]:
 
 def _replicated(run: Run, whole: dict[str, list[str]]) -> list[dict[str, Any]]:
     """Return the matrices that are whole over some axes, with their size in the original model."""
-    decoder = run.decoder(topology.vocabulary(run))
+    decoder = run.decoder(collectives.vocabulary(run))
     shapes = Blueprint(decoder, Precision.of(run.precision)).shapes
     sizes = {path: math.prod(leaf.shape) for path, leaf in tree.leaves(shapes).items()}
     total = sum(sizes.values())
     return [
-        {
-            "path": path,
-            "axes": axes,
-            "parameters": sizes[path],
-            "share": sizes[path] / total,
-        }
+        {"path": path, "axes": axes, "parameters": sizes[path], "share": sizes[path] / total}
         for path, axes in whole.items()
         if axes
     ]

@@ -1,10 +1,8 @@
 """Learning-rate range test: a short training whose rate grows at every step."""
 
 import dataclasses
-import errno
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,13 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.errors import CommandError, Diverged, NotWritable, cannot_write
+from jaxlm.core.errors import CommandError, Diverged, NotWritable
 from jaxlm.data import parts
 from jaxlm.monitor import plots, sinks
 from jaxlm.optim.config import Muon
 from jaxlm.optim.schedules import LearningRate
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.diagnose.schedule_plot import make_folder
 from jaxlm.recipes.train.programs import TrainPrograms
 
 MIN_STEPS = 10
@@ -74,7 +73,14 @@ def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, 
     """
     _check(options)
     parts.find(run.data)
-    _open(options.out)
+    make_folder(options.out, "the folder of the test", fix="--out=lr-find-2")
+    if (options.out / RECORD).exists():
+        raise NotWritable(
+            "the folder contains an earlier test",
+            where=str(options.out / RECORD),
+            why="a test never overwrites",
+            fix=f"--out={options.out}-2",
+        )
     jax_setup.start(options.cpu_devices)
     mesh = setup.build_mesh_for(run)
     data = setup.open_data(run, say=say, warn=say)
@@ -192,23 +198,4 @@ def _check(options: Options) -> None:
             where=f"--steps={steps}",
             why=f"a test needs at least {MIN_STEPS}",
             fix="jaxlm lr-find --help",
-        )
-
-
-def _open(out: Path) -> None:
-    """Create the output folder before any time is spent."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise cannot_write(
-            "the folder of the test", f"--out={out}", error, fix="--out=lr-find-2"
-        ) from error
-    if (out / RECORD).exists():
-        raise NotWritable(
-            "the folder contains an earlier test",
-            where=str(out / RECORD),
-            why="a test never overwrites",
-            fix=f"--out={out}-2",
         )

@@ -144,14 +144,6 @@ def _start(store: Store, rewinds: Rewinds, known: int, shared: int, step: int, s
     """Return the newest undamaged checkpoint before a step in its lineage; 0 is the start.
 
     No step after `shared` is left of an abandoned future: later starts began there.
-
-    Args:
-      store: the checkpoints.
-      rewinds: of the run.
-      known: number of rewinds before the step.
-      shared: last step that later starts have in common with the lineage.
-      step: to repeat.
-      `say`: receives log lines.
     """
     made, later = rewinds.made[:known], rewinds.made[known:]
     shared = min([shared, *(rewind.to for rewind in later)])

@@ -28,7 +28,7 @@ def draw(run: Run, target: Path) -> dict[str, Any]:
     factor = averaged(run.average, course(run.schedule, **length), **length)
     rates = run.optim.lr * factor(steps - 1.0)
     points = list(zip(steps.tolist(), rates.tolist(), strict=True))
-    _make_folder(target.parent)
+    make_folder(target.parent, "the plot", fix="--out=learning_rate.png")
     sinks.replace(target, plots.planned(points))
     return {
         "plot": str(target),
@@ -37,12 +37,11 @@ def draw(run: Run, target: Path) -> dict[str, Any]:
     }
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path, what: str, *, fix: str) -> None:
+    """Create the folder of `--out` before any time is spent. Raises NotWritable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise cannot_write(
-            "the plot", f"--out={folder}", error, fix="--out=learning_rate.png"
-        ) from error
+        raise cannot_write(what, f"--out={folder}", error, fix=fix) from error

@@ -16,7 +16,7 @@ from jaxlm.data.vocabularies import gguf_written
 from jaxlm.data.vocabularies.gguf_tokens import OWN
 from jaxlm.models.families.hub import IGNORED_ATTRIBUTES
 from jaxlm.recipes.exchange.parity import ExportedParams, ExportJob
-from jaxlm.recipes.use.chat import template_source
+from jaxlm.recipes.use.generate import template_source
 
 
 class GGUFExport:

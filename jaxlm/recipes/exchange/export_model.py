@@ -5,9 +5,9 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from jaxlm.checkpoint.hub_folder import SHARD_BYTES, Source
+from jaxlm.checkpoint.hub_folder import SHARD_BYTES
 from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core.errors import CommandError, cannot_write
 from jaxlm.models.cost import model_cost
@@ -17,31 +17,14 @@ from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import parity
 from jaxlm.recipes.exchange.export_gguf import GGUFExport
 from jaxlm.recipes.exchange.export_hf import HFExport
-from jaxlm.recipes.exchange.parity import DTYPES, Dtype, ExportedParams, ExportJob
+from jaxlm.recipes.exchange.parity import DTYPES, Dtype, ExportJob
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import LoadedRun, Weights
 from jaxlm.training.rundir import IMPORTED
 
-
-class ExportFormat(Protocol):
-    """A format of an export; its constructor refuses models that it cannot hold."""
-
-    def write(self, place: Path) -> int:
-        """Write the model; returns the number of tensor files. Raises OSError, NotWritable."""
-
-    def read(self, place: Path) -> Source:
-        """Open the written export."""
-
-    @property
-    def held(self) -> ExportedParams:
-        """Return the rounding of each leaf."""
-
-    def finish(self, place: Path, answer: dict[str, Any]) -> None:
-        """Add the parity report."""
-
-
+ExportFormat = HFExport | GGUFExport
 To = Literal["hf", "gguf"]
-FORMATS: dict[To, Callable[[ExportJob], ExportFormat]] = {"hf": HFExport, "gguf": GGUFExport}
+FORMATS: dict[To, type[ExportFormat]] = {"hf": HFExport, "gguf": GGUFExport}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -128,8 +128,7 @@ def _plan(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) ->
     if keys == "gather":
         return KernelPlan("reference", f"keys gathered from {parts} devices: {reason}")
     return KernelPlan(
-        "ring",
-        f"keys in a ring of {parts} devices, zigzag over {2 * parts} chunks: {reason}",
+        "ring", f"keys in a ring of {parts} devices, zigzag over {2 * parts} chunks: {reason}"
     )
 
 

@@ -69,7 +69,7 @@ def check(run: Run, count: int, slices: int = 1) -> None:
     why += beyond(fixes)
     fixes = fixes[:OFFERED]
     if sizes and is_cut and (changes := _changes(run, sizes, misfits)):
-        fixes.append(_pasted(changes))
+        fixes.append(config_flags(changes))
     fixes = fixes or _meshes_with_settings(run, near, layouts, requested)
     room = LINES - len(fixes)
     if len(why) > room:
@@ -226,13 +226,14 @@ def _meshes_with_settings(
 
     def line(fit: Sizes) -> str:
         changes = _changes(run, fit, list(find_indivisible(run, fit)))
-        return f"{flags(fit, requested)} {_pasted(changes)}".strip() if changes else ""
+        return f"{flags(fit, requested)} {config_flags(changes)}".strip() if changes else ""
 
     return offered(near, [*layouts[:MESHES_TRIED], *replicas], line)[:OFFERED]
 
 
-def _pasted(changes: Mapping[str, Any]) -> str:
-    return " ".join(f"--config.{path}={value}" for path, value in changes.items())
+def config_flags(settings: Mapping[str, Any]) -> str:
+    """Return the flags that change settings."""
+    return " ".join(f"--config.{path}={value}" for path, value in settings.items())
 
 
 def _changes(run: Run, sizes: Sizes, misfits: list[Indivisible]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.monitor import chips, cpu, formatting
 from jaxlm.monitor.chips import Machine
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan import predict, search
+from jaxlm.recipes.plan import divisibility, predict, search
 from jaxlm.recipes.plan.predict import Forecast
 
 GIB = 2**30
@@ -126,7 +126,7 @@ def _remedies(
         if size < 0.97 * factor * forecast.bytes_per_device["total"]:
             is_enough = available is None or size <= available
             order = (len(changes), seconds) if is_enough else (0, size)
-            flags = " ".join(f"--config.{path}={value}" for path, value in changes)
+            flags = divisibility.config_flags(dict(changes))
             tried.append((not is_enough, *order, flags, size, seconds))
     for *_, flags, size, seconds in sorted(tried)[:MAX_REMEDIES]:
         slower = seconds / now - 1

@@ -10,6 +10,7 @@ from jaxlm.models import routed
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.cost import comm_cost, model_cost
 from jaxlm.models.cost.activations import Share
+from jaxlm.monitor import formatting
 from jaxlm.monitor.chips import Chip, Dtype, Machine
 from jaxlm.nn.config import MoeConfig
 from jaxlm.objectives.corruption import target_length
@@ -18,7 +19,7 @@ from jaxlm.optim.config import Sophia
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
-from jaxlm.recipes.plan import attention_kernels, device_memory, divisibility, dropless
+from jaxlm.recipes.plan import attention_kernels, device_memory, divisibility
 
 # Share of the three products of a projection whose operands are rounded (`ops.matmul`).
 EIGHT_BITS = {"int8": 2 / 3, "fp8": 1.0}
@@ -167,10 +168,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         hardware_flops=hardware,
         peak_flops=peak,
         sent_bytes=sent,
-        seconds=(
-            max(compute / high_share + update, moved),
-            compute / low_share + update + moved,
-        ),
+        seconds=(max(compute / high_share + update, moved), compute / low_share + update + moved),
         checkpoint_bytes=_saved(run, decoder),
         assumed=assumed,
         risks=list(_risks(run, machine, decoder, sizes)),
@@ -316,7 +314,7 @@ def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> It
             "float16 has a small range: steps whose scaled gradients overflow are not applied; "
             "bfloat16 has no such steps"
         )
-    yield from dropless.cautions(run, decoder, sizes, _target(machine.chip).platform)
+    yield from dropless_warnings(run, decoder, sizes, _target(machine.chip).platform)
     tokens = run.pace.tokens(run.train.steps)
     ratio = tokens / model_cost.active_parameters(decoder)
     if ratio < 5:
@@ -326,3 +324,35 @@ def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> It
         )
     if run.train.steps < 100:
         yield f"{run.train.steps} steps are too few for most schedules"
+
+
+CAPACITY = 1.25  # of the shipped GPU layouts; Fedus et al. 2021, arXiv:2101.03961, section 2.2
+
+
+def dropless_warnings(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Iterator[str]:
+    """Yield a warning for each kind of experts that multiplies rows with other experts' weights.
+
+    Only GPUs are considered: a CPU does the same, but its runs are small.
+    """
+    if platform != "gpu":
+        return
+    length = run.data.sequence // logical.ways(sizes, "length")
+    rows = run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch"))
+    cost_of: dict[MoeConfig, tuple[float, float]] = {}
+    for block in (*decoder.layers, *decoder.heads):
+        mlp = block.mlp
+        if isinstance(mlp, MoeConfig) and mlp.capacity is None:
+            multiple = routed.multiple(mlp, length, sizes, is_dense=True)
+            widest = max(decoder.width, mlp.hidden // logical.ways(sizes, "mlp"))
+            copies = routed.held(mlp, sizes) * routed.rows(mlp, length, sizes)
+            size = max(rows, 1) * length * copies * widest * ITEM_BYTES[run.precision.compute]
+            cost_of[mlp] = multiple, size
+    for mlp, (multiple, size) in cost_of.items():
+        if multiple > 1:
+            yield (
+                "model.capacity=None makes XLA for GPUs multiply each row with the weights of all "
+                f"{routed.held(mlp, sizes)} experts of a device: {multiple:.3g} times the "
+                "FLOPs that "
+                f"the tokens' experts need, and {formatting.size(size)} for one padded operand; "
+                f"--config.model.capacity={CAPACITY} avoids both, and drops tokens instead"
+            )

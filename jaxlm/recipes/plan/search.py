@@ -2,8 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from jaxlm.core import config, divisors
 from jaxlm.core.errors import ConfigError
@@ -39,7 +39,7 @@ class SearchResult:
     @property
     def flags(self) -> str:
         """Return the flags to paste."""
-        return _pasted(self.settings)
+        return divisibility.config_flags(self.settings)
 
 
 def search(run: Run, machine: Machine, assumed: list[str]) -> SearchResult:
@@ -103,7 +103,9 @@ def smaller(run: Run, machine: Machine) -> Nearest | None:
             except ConfigError:
                 continue
             if fitting:
-                return fitting._replace(flags=f"{_pasted(sizes)} {fitting.flags}".strip())
+                return fitting._replace(
+                    flags=f"{divisibility.config_flags(sizes)} {fitting.flags}".strip()
+                )
     return None
 
 
@@ -165,10 +167,6 @@ def _candidates(
                     train=dataclasses.replace(train, remat=remat),
                     loss=dataclasses.replace(run.loss, chunk=chunk),
                 )
-
-
-def _pasted(settings: Mapping[str, Any]) -> str:
-    return " ".join(f"--config.{path}={value}" for path, value in settings.items())
 
 
 def _settings(old: Run, new: Run) -> dict[str, str]:

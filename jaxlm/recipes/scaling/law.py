@@ -14,9 +14,19 @@ from jaxlm.data import tokenizer_file
 from jaxlm.models.cost import model_cost
 from jaxlm.monitor import sinks
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan import divisibility
 from jaxlm.recipes.scaling import resize_model
-from jaxlm.recipes.scaling.loss_fit import MIN_RUNS, MIN_SIZES, Points, fit, noise, resample
-from jaxlm.recipes.scaling.loss_law import PUBLISHED, PUBLISHED_FLOPS, Law
+from jaxlm.recipes.scaling.loss_law import (
+    MIN_RUNS,
+    MIN_SIZES,
+    PUBLISHED,
+    PUBLISHED_FLOPS,
+    Law,
+    Points,
+    fit,
+    noise,
+    resample,
+)
 
 DRAWS = 200
 SHARE = 0.8  # of the draws are within an interval
@@ -191,7 +201,7 @@ def _missing(runs: Sequence[FinishedRun]) -> list[str]:
     lines = []
     for width, count in planned[: max(missing_sizes, MIN_RUNS - len(runs))]:
         changed = resize_model.settings_at_width(largest.run, width) | {"train.steps": count}
-        flags = " ".join(f"--config.{path}={value}" for path, value in changed.items())
+        flags = divisibility.config_flags(changed)
         workdir = largest.path.parent / f"w{width}-s{count}"
         lines.append(f"jaxlm train --config={largest.path}/config.json --workdir={workdir} {flags}")
     return lines

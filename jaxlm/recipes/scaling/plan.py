@@ -31,27 +31,10 @@ from jaxlm.recipes.scaling.loss_law import PUBLISHED, Costs, Law, Optimum
 STATE_BYTES = 16  # per parameter: float32 weights, gradients, and two moments
 
 
-def spend(
-    on: Machine,
-    flops: float,
-    parameters: float,
-    dtype: Dtype,
-    assumed: list[str],
-    risks: list[str],
+def _spend(
+    on: Machine, flops: float, parameters: float, dtype: Dtype, assumed: list[str], risks: list[str]
 ) -> dict[str, Any]:
-    """Return days of training on a machine, and if its memory holds the state.
-
-    Days are None for a chip of unknown speed. If the state does not fit, `nearest` is the smallest
-    machine that holds it.
-
-    Args:
-      on: the machine.
-      flops: the budget.
-      parameters: of the model.
-      dtype: of the products.
-      assumed: list to append assumptions to.
-      risks: list to append risks to.
-    """
+    """Return days of training (None at unknown speed), and the nearest machine with enough memory."""
     peak = on.devices * predict.peak_flops(dtype, on.chip, assumed)
     low, high = predict.REACHED["cpu" if on.chip.name == "cpu" else "accelerator"]
     if on.chip.is_known:
@@ -158,7 +141,7 @@ def answer(
     machine = None
     if on is not None:
         dtype = "bfloat16" if run is None else run.precision.compute
-        machine = spend(on, flops, best.parameters, dtype, lines, risks)
+        machine = _spend(on, flops, best.parameters, dtype, lines, risks)
     return {
         "budget_flops": flops,
         **best._asdict(),

@@ -11,7 +11,7 @@ from jaxlm.optim.schedule_config import spans
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.scaling import resize_model
-from jaxlm.recipes.scaling.loss_fit import MIN_RUNS, MIN_SIZES
+from jaxlm.recipes.scaling.loss_law import MIN_RUNS, MIN_SIZES
 from jaxlm.recipes.train.pretrain import Options, pretrain
 from jaxlm.recipes.train.resume import ResumeOptions
 

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.use import load
 
 
 def listing(workdir: Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def listing(workdir: Path) -> dict[str, Any]:
 def inspect(workdir: Path, step: int | None = None) -> dict[str, Any]:
     """Return the metadata and the state layout of a step, the newest by default."""
     store = _open(workdir)
-    step = _named(store, workdir, step)
+    step = _named(store, step)
     record = _sound(store, step)
     leaves = [_leaf(path, layout) for path, layout in store.layout(step).items()]
     groups: dict[str, int] = {}
@@ -60,7 +60,7 @@ def inspect(workdir: Path, step: int | None = None) -> dict[str, Any]:
 def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str, Any]:
     """Compare the state and the config of two steps, perhaps of two runs."""
     store, other_store = _open(workdir), _open(other_workdir)
-    step, other_step = _named(store, workdir, step), _named(other_store, other_workdir, other)
+    step, other_step = _named(store, step), _named(other_store, other)
     configs = [
         config.from_json(
             Run, _sound(store, number).meta["config"], where=f"config of step {number}"
@@ -99,7 +99,7 @@ def verify(
 ) -> dict[str, Any]:
     """Compare size and sha256 of every file of a step, or of all steps, with the record."""
     store = _open(workdir, say)
-    _named(store, workdir, step)
+    _named(store, step)
     sound, damaged = [], {}
     for each in store.steps() if step is None else [step]:
         lines = []
@@ -128,34 +128,19 @@ def _open(workdir: Path, say: Callable[[str], None] = lambda text: None) -> Stor
     return Store(folder, CheckpointConfig(), read_only=True, verifier=Verifier(say=say))
 
 
-def _named(store: Store, workdir: Path, step: int | None) -> int:
+def _named(store: Store, step: int | None) -> int:
     """Return the step if it exists; for None the newest whose record can be read."""
-    steps = store.steps()
     if step is None:
+        steps = store.steps()
         readable = [each for each in steps if not _row(store, each)["problem"]]
         step = next(reversed(readable or steps), None)
-    if step is None or step not in steps:
-        raise InputMissing(
-            "there is no checkpoint yet" if step is None else f"there is no checkpoint {step}",
-            where=str(store.directory),
-            why=f"committed steps: {', '.join(map(str, steps)) or 'none'}",
-            fix=f"--step={steps[-1]}"
-            if steps
-            else f"jaxlm train --workdir={shlex.quote(str(workdir))}",
-        )
-    return step
+    return load.committed_step(store, step)
 
 
 def _sound(store: Store, step: int) -> Record:
     """Return the record of an undamaged step; Orbax may read a damaged one without an error."""
     record = store.record(step)
-    if lines := store.problems(step):
-        raise DataError(
-            f"checkpoint {step} is damaged",
-            where=str(store.directory / str(step)),
-            why="\n".join(lines[:4]),
-            fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(store.directory.parent))}",
-        )
+    load.check_undamaged(store, step)
     return record
 
 

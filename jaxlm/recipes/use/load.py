@@ -109,27 +109,38 @@ def select_step(store: Store, step: int | None, best: bool, say: Callable[[str],
         say(f"checkpoint {step} is damaged ({lines[0]})")
 
     named = step if step is not None else store.best() if best else None
-    chosen = store.latest_valid(damaged) if named is None else named
+    chosen = committed_step(store, store.latest_valid(damaged) if named is None else named)
+    if named is not None:
+        check_undamaged(store, named)
+    return chosen
+
+
+def committed_step(store: Store, step: int | None) -> int:
+    """Return the step. Raises InputMissing if it is None or not committed."""
     committed = store.steps()
-    if chosen is None or chosen not in committed:
-        raise InputMissing(
-            "the run has no checkpoint yet"
-            if chosen is None
-            else f"the run has no checkpoint of step {chosen}",
-            where=str(store.directory),
-            why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
-            fix=f"--step={committed[-1]}"
-            if committed
-            else f"jaxlm train --workdir={shlex.quote(str(store.directory.parent))}",
-        )
-    if named is not None and (wrong := store.problems(named)):
+    if step is not None and step in committed:
+        return step
+    raise InputMissing(
+        "the run has no checkpoint yet"
+        if step is None
+        else f"the run has no checkpoint of step {step}",
+        where=str(store.directory),
+        why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
+        fix=f"--step={committed[-1]}"
+        if committed
+        else f"jaxlm train --workdir={shlex.quote(str(store.directory.parent))}",
+    )
+
+
+def check_undamaged(store: Store, step: int) -> None:
+    """Raise DataError if a file of the step is damaged."""
+    if problems := store.problems(step):
         raise DataError(
-            f"checkpoint {named} is damaged",
-            where=str(store.directory / str(named)),
-            why="\n".join(wrong[:4]),
+            f"checkpoint {step} is damaged",
+            where=str(store.directory / str(step)),
+            why="\n".join(problems[:4]),
             fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(store.directory.parent))}",
         )
-    return chosen
 
 
 def _adapted_to_mesh(
