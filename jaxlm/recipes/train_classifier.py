@@ -52,8 +52,7 @@ def train(options: Options, say: Callable[[str], None] = lambda _: None) -> dict
     """Train, measure and write a classifier; returns counts and metrics.
 
     Labels weigh the same, regardless of their number of examples: probabilities assume equal
-    priors.
-    Memory: all texts, and at most 8 bytes x `features.run` x `features.words` per text for
+    priors. Memory: all texts, and at most 8 bytes x `features.run` x `features.words` per text for
     features.
 
     Raises:

@@ -81,12 +81,10 @@ def reduced_run(run: Run, steps: int, limit: int) -> ReducedRun:
     """Return the run on about `limit` devices, `steps` long, in float32.
 
     More devices are used if 2 per axis need more. The number of tokens has a prime factor that no
-    size
-    of the model has, so an array holds tokens if and only if its number of elements has this
-    factor,
-    in any shape that the compiler gives it. Kernels that `auto` would choose for the original are
-    requested by name; blockwise replaces kernels of other platforms. Dropout and noise are off, as
-    other meshes draw other numbers.
+    size of the model has, so an array holds tokens if and only if its number of elements has this
+    factor, in any shape that the compiler gives it. Kernels that `auto` would choose for the
+    original are requested by name; blockwise replaces kernels of other platforms. Dropout and noise
+    are off, as other meshes draw other numbers.
     """
     mesh = mesh_sizes(run.mesh, limit)
     model = _model(run.model, mesh, run.train.pipeline_repeats)
@@ -213,10 +211,8 @@ def check(run: Run, options: CheckOptions, say: Say = lambda _: None) -> dict[st
     """Run a config, made small, on fake devices and on one, and inspect its compiled step.
 
     `ok` is True if the losses, gradient norms and first gradients agree; no matrix is whole along
-    an
-    axis that should split it; no device holds logits of the whole vocabulary if the mesh splits it;
-    and
-    nothing is sent unexpectedly.
+    an axis that should split it; no device holds logits of the whole vocabulary if the mesh splits
+    it; and nothing is sent unexpectedly.
 
     Raises:
       ConfigError: if the config's own sizes do not fit its own mesh.

@@ -141,14 +141,10 @@ def unexpected(
     """Return why a collective should not exist; empty if it is expected.
 
     Arrays with more than one number per token stay with their tokens: `tensor` sums them, `pipe`
-    passes
-    them on, and no device needs all of them. Exceptions: keys and values over `context`, gathered
-    or in
-    a ring; tokens sent to experts; one maximum and id per token and vocabulary shard if ids are
-    sampled
-    (`ops.gumbel`). The number of elements separates queries from keys; if each head has its own
-    keys,
-    `table` counts them.
+    passes them on, and no device needs all of them. Exceptions: keys and values over `context`,
+    gathered or in a ring; tokens sent to experts; one maximum and id per token and vocabulary shard
+    if ids are sampled (`ops.gumbel`). The number of elements separates queries from keys; if each
+    head has its own keys, `table` counts them.
 
     Args:
       kind: of the collective, as XLA names it.

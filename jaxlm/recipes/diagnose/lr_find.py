@@ -55,13 +55,13 @@ class Point(NamedTuple):
 def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     """Train from fresh parameters at rising rates; suggest a third of the rate of lowest loss.
 
-    `suggested_lr` is None if the loss does not fall. The rate of step i of n is
-    low (high / low)^(i / (n - 1)), without warm-up or decay; batches, clipping and all else are the
-    config's. The guard ignores spikes. The test ends at the first loss or gradient that is not
-    finite,
-    or if the loss, smoothed over the last steps, is 1.5 times its lowest. Writes only lr-find.json
-    and
-    lr-find.png into `out`.
+    `suggested_lr` is None if the loss does not fall. Step i of n has the rate
+
+        low (high / low)^(i / (n - 1))
+
+    without warm-up or decay; batches, clipping and all else are the config's. The guard ignores
+    spikes. The test ends at the first loss or gradient that is not finite, or if the loss, smoothed
+    over the last steps, is 1.5 times its lowest. Writes only lr-find.json and lr-find.png.
 
     Raises:
       CommandError: if the rates are not a range, or the steps are too few.

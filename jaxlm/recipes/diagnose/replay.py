@@ -229,8 +229,7 @@ def _measured(
     """Return the metrics of a step, and the gradient's norm by layer.
 
     A step computes those norms only if the guard rejects it. So it runs twice: first with a guard
-    that
-    has seen nothing but zeros, which rejects any update and leaves the state bit for bit.
+    that has seen nothing but zeros, which rejects any update and leaves the state bit for bit.
     """
     run, guard = engine.run, state.guard
     refusing = engine

@@ -125,8 +125,8 @@ def import_model(
 
     Before the first number is read, everything that can be wrong is checked: unknown attributes of
     config.json; tensors that are missing, left over, or of another shape or dtype; wrong sha256.
-    Every
-    parameter is loaded. Files of the hub are downloaded first; `show` receives their progress.
+    Every parameter is loaded. Files of the hub are downloaded first; `show` receives their
+    progress.
 
     Raises:
       JaxlmError: with the whole list of problems.
@@ -303,8 +303,7 @@ class MeanInitRows:
     """Reads leaves like `Reader`; rows of ids from `known` on are the mean of the rows before.
 
     These include rows of the embedding that have no id in the tokenizer. The mean is taken in
-    float64,
-    over a part of the rows at a time, and rounded once.
+    float64, over a part of the rows at a time, and rounded once.
 
     Source: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models".
     """

@@ -43,10 +43,8 @@ def compare_logits(
     """Return the largest difference between the logits of the export and of the run, on real text.
 
     The export's model is built from its own config.json. The run's parameters are first rounded as
-    the
-    format rounds them; the effect of the rounding is reported separately. They are freed leaf by
-    leaf
-    as the export is read, so that memory holds one model and one leaf; the run is unusable
+    the format rounds them; the effect of the rounding is reported separately. They are freed leaf
+    by leaf as the export is read, so that memory holds one model and one leaf; the run is unusable
     afterwards.
 
     Args:

@@ -35,8 +35,7 @@ def check(run: Run, count: int, slices: int = 1) -> None:
     """Raise ConfigError with everything that keeps a run from a mesh of `count` devices.
 
     Each line of the fix works when it is pasted alone: the nearest meshes first, then other
-    settings
-    for this mesh; if neither is enough, meshes with the settings that they need.
+    settings for this mesh; if neither is enough, meshes with the settings that they need.
 
     Args:
       run: the run.

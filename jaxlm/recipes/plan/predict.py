@@ -106,8 +106,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
 
     Raises:
       ConfigError: if the run does not divide over the devices, or the requested kernel cannot
-        compute
-        its attention there.
+        compute its attention there.
     """
     assumed = [] if assumed is None else list(assumed)
     divisibility.check(run, machine.devices)

@@ -62,8 +62,8 @@ class Law:
     def optimum(self, budget: float, costs: Costs | None = None) -> Optimum:
         """Return the size and tokens of lowest loss for `budget` FLOPs.
 
-        Without `costs` a token costs 6 N FLOPs; in closed form, with
-        G = (alpha A / beta B)^(1 / (alpha + beta)):
+        Without `costs` a token costs 6 N FLOPs; in closed form, with G = (alpha A / beta B)^(1 /
+        (alpha + beta)):
 
             N = G (budget / 6)^(beta / (alpha + beta)),  D = budget / (6 N)
 
@@ -230,8 +230,7 @@ def _descend(
 
     `scipy.optimize.least_squares` finds the same minima but is slower, 7 s instead of 1.2 s for all
     fits to 12 runs: it descends from one state at a time, and needs a loss function of its own, as
-    the
-    prior is not Huberized.
+    the prior is not Huberized.
     """
     points, scale = objective.points, objective.scale
     sizes, tokens = _centered(points)

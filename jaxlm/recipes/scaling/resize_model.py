@@ -22,10 +22,8 @@ def settings_at_width(run: Run, width: int) -> dict[str, int]:
     """Return the model settings that change with the width, by path.
 
     Depth and heads scale with the width, and head size stays; if heads of that size do not divide
-    the
-    width, the nearest size that does is used. MLPs keep their ratio to the width, query groups
-    their
-    size. The width of the run itself changes nothing.
+    the width, the nearest size that does is used. MLPs keep their ratio to the width, query groups
+    their size. The width of the run itself changes nothing.
     """
     model = run.model
     share = width / model.width

@@ -41,8 +41,7 @@ def sweep(
     """Train each rung, the cheapest first, in `workdir`/NAME; complete rungs are skipped.
 
     Interrupted rungs resume. Each run has its own schedule, which ends with it: losses in the
-    middle of
-    a longer run would be higher, as its learning rate has not decayed yet.
+    middle of a longer run would be higher, as its learning rate has not decayed yet.
 
     Args:
       file: the config.
@@ -80,8 +79,7 @@ def rungs(run: Run, widths: str | None = None, steps: str | None = None) -> list
     """Return the runs of a ladder by rising cost: each width with each number of steps.
 
     The default is a quarter, half, three quarters and all of the config's width, and a quarter,
-    half
-    and all of its steps: together less than three times the cost of the config's own run.
+    half and all of its steps: together less than three times the cost of the config's own run.
     """
     if not run.data.validation:
         raise ConfigError(

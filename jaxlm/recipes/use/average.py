@@ -42,8 +42,7 @@ def average(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     """Make a run whose step 0 has the mean of the parameters of several checkpoints.
 
     One leaf at a time is in memory besides the result. Other shapes, dtypes, models or tokenizers
-    are
-    refused before any leaf is read.
+    are refused before any leaf is read.
 
     Raises:
       JaxlmError: if an input is missing, damaged, or of another model.

@@ -46,8 +46,7 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
     """Return metrics by set under `sets`; those of the ranking set also at the top level.
 
     Totals are exact: every token counts once. The objective of the run decides what is predicted,
-    see
-    `objectives.corruption`.
+    see `objectives.corruption`.
     """
     opened = load.load_run(
         options.workdir,

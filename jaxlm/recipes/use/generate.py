@@ -35,8 +35,7 @@ def generate(
     """Return `samples`: prompt, new ids, log-probabilities, text and finish reason of each prompt.
 
     Log-probabilities are the model's own, before temperature, penalties and cuts. `finish_reason`
-    is
-    `length`, `eos_token` or `stop_sequence`.
+    is `length`, `eos_token` or `stop_sequence`.
 
     Args:
       workdir: the run.
@@ -51,8 +50,7 @@ def generate(
 
     Raises:
       ConfigError: if a prompt and its continuation do not fit the position table, or the model
-        cannot
-        continue text.
+        cannot continue text.
     """
     opened = load.load_run(
         workdir, step=step, best=best, weights=weights, cpu_devices=cpu_devices, say=say
