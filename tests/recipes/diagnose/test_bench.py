@@ -17,7 +17,7 @@ def test_a_bench_measures_and_compares(tmp_path, capsys):
     assert main([*words, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     (row,) = answer["rows"]
-    assert row["steps"] >= bench.LEAST_STEPS
+    assert row["steps"] >= bench.MIN_STEPS
     low, middle, high = row["step_seconds"]
     assert 0 < low <= middle <= high
     assert row["tokens_per_second"] == pytest.approx(row["tokens_per_step"] / middle)

@@ -24,7 +24,7 @@ from jaxlm.optim.config import Optimizer
 from jaxlm.parallel import mesh
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.diagnose import topology
+from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import device_memory, predict, search
 from jaxlm.recipes.train import trainer
 from jaxlm.recipes.train.programs import TrainPrograms
@@ -255,7 +255,7 @@ def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, sett
     run = sized(name, settings)
     devices = 4 if any(path.startswith("mesh.") for path in settings) else 1
     exact = trainer.compiled_memory(
-        topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices]))
+        collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices]))
     )
     said = planned(run, devices).bytes_per_device
     assert said["total"] == pytest.approx(exact["total"], rel=0.2)
@@ -270,7 +270,7 @@ EXPERTS = {"model.family": "mixtral", "model.experts": "8", "train.stack": "unro
 def test_the_flops_of_experts_are_those_of_the_compiler(settings, most):
     """On a CPU, as on a GPU, a dropless expert multiplies the rows of all the others."""
     run = load(EXPERTS | {"model.depth": "1", "model.hidden": "256"} | settings)
-    compiled = topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
+    compiled = collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
     forecast = planned(run)
     exact, said = compiled.cost_analysis()["flops"], forecast.hardware_flops
     assert said == pytest.approx(exact, rel=0.2)
@@ -322,7 +322,7 @@ def test_a_step_overwrites_its_state_and_copies_none_of_it(dtypes, copies):
     rows = {"data.sequence": "16", "train.batch": "1", "log.every": "10"}
     run = load(small | rows | dtypes)
     exact = trainer.compiled_memory(
-        topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
+        collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
     )
     said = planned(run).bytes_per_device
     assert exact["temporary"] == pytest.approx(copies * said["parameters"], rel=0.03)

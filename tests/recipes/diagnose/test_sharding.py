@@ -18,7 +18,7 @@ from jaxlm.generate import beam, decode, sampling
 from jaxlm.optim.config import Optimizer
 from jaxlm.parallel import hlo_collectives, logical, mesh
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.diagnose import check, collectives, topology
+from jaxlm.recipes.diagnose import check, collectives
 from jaxlm.recipes.diagnose.check import reduced_run
 from jaxlm.recipes.plan import predict
 from jaxlm.recipes.train.programs import without_data
@@ -110,7 +110,7 @@ def sources():
 def compiled(settings, program):
     """The text of the training step, of the one that is watched, or of an evaluation's; and what is known of it."""
     small, grid, engine = engine_of(settings)
-    batch, state = topology.abstract_batch(small.run, grid), engine.abstract()
+    batch, state = collectives.abstract_batch(small.run, grid), engine.abstract()
     with jax.set_mesh(grid):
         lowered = {
             "step": lambda: engine.step.lower(state, batch),
@@ -170,7 +170,7 @@ def test_nor_does_that_of_an_encoder_and_a_decoder(more):
     )
     run = config.load(Run, None, [tuple(each.split("=", 1)) for each in settings]).value
     grid = mesh.build(run.mesh, jax.devices()[:4])
-    text = topology.compile_step(run, grid).as_text()
+    text = collectives.compile_step(run, grid).as_text()
     step = collectives.StepShapes(tokens=2 * run.data.sequence, mark=5, vocab=VOCAB)
     lines = collectives.table(hlo_collectives.read(text), dict(grid.shape), step)
     unexpected = {(line.kind, line.largest) for line in lines if line.why_unexpected}

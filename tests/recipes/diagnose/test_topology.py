@@ -12,7 +12,7 @@ from jaxlm.core import config
 from jaxlm.monitor.chips import SLICES
 from jaxlm.parallel import mesh
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.diagnose import topology
+from jaxlm.recipes.diagnose import collectives
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 WHY = "libtpu (586 MB) is not installed: pip install 'jaxlm[tpu]' in an environment of its own"
@@ -108,8 +108,8 @@ def test_a_step_for_tpus_has_splash_attention_forward_and_back(name, kernel):
     """One kernel forward and two back, each of a device's own rows and heads; other attention has none."""
     settings = SMALL | {"train.attention": kernel}
     run = config.load(Run, None, list(settings.items())).value
-    grid = mesh.build(run.mesh, topology.devices_of(SLICES[name]))
-    text = topology.compile_step(run, grid).as_text()
+    grid = mesh.build(run.mesh, collectives.devices_of(SLICES[name]))
+    text = collectives.compile_step(run, grid).as_text()
     calls = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
     assert len(calls) == (0 if kernel == "blockwise" else 3)
     for line in calls:
