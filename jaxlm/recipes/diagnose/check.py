@@ -40,6 +40,17 @@ RATES = (
     "layer_drop",
     "embedding_noise",
 )
+TOLERANCE = 1e-5  # relative, of losses and gradient norms in float32
+# Largest difference in a leaf's gradient over its largest element, or over FLOOR times the largest
+# of all leaves if that is more. A bias of keys has a gradient of rounding errors only, as it shifts
+# all scores of a query equally.
+GRADIENT_TOLERANCE = 1e-4
+FLOOR = 1e-2
+# Axes besides fsdp and tensor that must split a matrix, by logical axis; and logical axes that
+# tensor does not split. Independent of logical.RULES, which this checks.
+ALSO_SPLIT = {"layers": "pipe", "vocab": "pipe", "experts": "expert"}
+NOT_OVER_TENSOR = {"routes", "positions", "joined", "features", "rank"}
+ALONE = MeshConfig(pipe=1, data=1, fsdp=1, expert=1, context=1, tensor=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +73,9 @@ def mesh_sizes(requested: MeshConfig, limit: int) -> dict[str, int]:
 
     An `auto` axis may have any size.
     """
-    sizes = {axis: 1 if getattr(requested, axis) == 1 else 2 for axis in AXES}
-    most = {
-        axis: math.inf if getattr(requested, axis) == "auto" else getattr(requested, axis)
-        for axis in AXES
-    }
+    limits = {axis: getattr(requested, axis) for axis in AXES}
+    sizes = {axis: 1 if size == 1 else 2 for axis, size in limits.items()}
+    most = {axis: math.inf if size == "auto" else size for axis, size in limits.items()}
     while math.prod(sizes.values()) * 2 <= limit:
         free = [axis for axis in AXES if sizes[axis] > 1 and sizes[axis] * 2 <= most[axis]]
         if not free:
@@ -173,21 +182,6 @@ def _model(model: Any, mesh: dict[str, int], repeats: int) -> dict[str, Any]:
     return {name: size for name, size in sizes.items() if hasattr(model, name)}
 
 
-TOLERANCE = 1e-5  # relative, of losses and gradient norms in float32
-# Largest difference in a leaf's gradient over its largest element, or over FLOOR times the largest
-# of all leaves if that is more. A bias of keys has a gradient of rounding errors only, as it shifts
-# all scores of a query equally.
-GRADIENT_TOLERANCE = 1e-4
-FLOOR = 1e-2
-# Axes besides fsdp and tensor that must split a matrix, by logical axis; and logical axes that
-# tensor does not split. Independent of logical.RULES, which this checks.
-ALSO_SPLIT = {"layers": "pipe", "vocab": "pipe", "experts": "expert"}
-NOT_OVER_TENSOR = {"routes", "positions", "joined", "features", "rank"}
-ALONE = MeshConfig(pipe=1, data=1, fsdp=1, expert=1, context=1, tensor=1)
-
-Say = Callable[[str], None]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckOptions:
     """Options of `jaxlm check` besides the config."""
@@ -207,7 +201,9 @@ class TrialResult:
     program: str
 
 
-def check(run: Run, options: CheckOptions, say: Say = lambda _: None) -> dict[str, Any]:
+def check(
+    run: Run, options: CheckOptions, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
     """Run a config, made small, on fake devices and on one, and inspect its compiled step.
 
     `ok` is True if the losses, gradient norms and first gradients agree; no matrix is whole along
@@ -222,7 +218,7 @@ def check(run: Run, options: CheckOptions, say: Say = lambda _: None) -> dict[st
     small = reduced_run(run, options.steps, options.devices)
     _start(math.prod(small.mesh.values()))
     say(f"{shown(small.mesh)}, on fake devices; compiling a step for them, and one for one device")
-    trial = _try(small, mesh.build(small.run.mesh, _devices(small.mesh)))
+    trial = _try(small, mesh.build(small.run.mesh, jax.devices()[: math.prod(small.mesh.values())]))
     alone = _try(
         dataclasses.replace(small, run=dataclasses.replace(small.run, mesh=ALONE)),
         mesh.build(ALONE, jax.devices()[:1]),
@@ -304,10 +300,6 @@ def _start(count: int) -> None:
     except CommandError:  # JAX has started; it may have enough devices
         if len(jax.devices()) < count:
             raise
-
-
-def _devices(sizes: dict[str, int]) -> list[jax.Device]:
-    return jax.devices()[: math.prod(sizes.values())]
 
 
 def _try(small: ReducedRun, grid: Mesh) -> TrialResult:

@@ -27,6 +27,7 @@ from jaxlm.recipes.plan.predict import decoder_tokens
 from jaxlm.recipes.train import trainer
 from jaxlm.recipes.train.programs import without_data
 
+Say = Callable[[str], None]
 Content = Literal["logits", "activations", "tokens", "parameters", "scalars"]
 VOCAB_AXES = frozenset(mesh_axes("vocab"))
 ROW_AXES = {"data", "fsdp", "expert"}  # over which rows are split
@@ -235,9 +236,6 @@ def unsharded_arrays(
 def _are_keys(shapes: Sequence[Shape], step: StepShapes) -> bool:
     """Identify keys by shape, not by line: the compiler moves a gather past operations on keys."""
     return all(s.sizes[-1:] == (step.head_dim,) and s.elements == step.keys for s in shapes)
-
-
-Say = Callable[[str], None]
 
 
 def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:

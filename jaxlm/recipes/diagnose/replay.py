@@ -69,7 +69,14 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
             why=f"it has {every} rewinds so far",
             fix=f"--rewinds={every}",
         )
-    _check_step(step, config.from_json(Run, newest).train.steps)
+    last = config.from_json(Run, newest).train.steps
+    if not 1 <= step <= last:
+        raise CommandError(
+            f"the run has no step {step}",
+            where=f"--step={step}",
+            why=f"its steps are 1 to {last}",
+            fix=f"--step={min(max(step, 1), last)}",
+        )
     starts = resume.read_starts(workdir)
     lineage = [each for each in resume.lineage(starts, rewinds.made[:known]) if each.step < step]
     if not lineage or lineage[0].step:
@@ -127,17 +134,6 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
         "is_as_logged": None if logged is None else _is_same(loss, logged),
         "rows": rows,
     }
-
-
-def _check_step(step: int, steps: int) -> None:
-    if not 1 <= step <= steps:
-        nearest = min(max(step, 1), steps)
-        raise CommandError(
-            f"the run has no step {step}",
-            where=f"--step={step}",
-            why=f"its steps are 1 to {steps}",
-            fix=f"--step={nearest}",
-        )
 
 
 def _start(store: Store, rewinds: Rewinds, known: int, shared: int, step: int, say: Say) -> int:

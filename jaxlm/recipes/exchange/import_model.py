@@ -30,6 +30,23 @@ from jaxlm.recipes.config import Run
 from jaxlm.training.loop import Progress
 from jaxlm.training.rundir import IMPORTED, RunDir
 
+FOLDER = "hub"  # of an imported run: unchanged files that came with the weights
+# Files of a tokenizer that tokenizer.json contains too.
+VOCABULARIES = (*SENTENCEPIECE, "vocab.txt", "vocab.json", "merges.txt")
+COMPANION_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    *VOCABULARIES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+MAX_SEQUENCE = 2048  # sequence length of an imported run whose model could read longer rows
+# Axis of the vocabulary of each leaf that has one.
+VOCAB_AXES = {"embedding/table": 0, "unembedding/weight": 1, "head/bias": 0}
+CHUNK = 4096  # rows read at a time for a mean
+
 
 def check_free(workdir: Path, flag: str, what: str) -> None:
     """Raise CommandError if the directory contains a run; leftovers of a killed import are none."""
@@ -88,21 +105,6 @@ def write(
     store.save(0, {"params": params}, meta)
     store.close()
     directory.write_json("config.json", config.to_json(run))
-
-
-FOLDER = "hub"  # of an imported run: unchanged files that came with the weights
-# Files of a tokenizer that tokenizer.json contains too.
-VOCABULARIES = (*SENTENCEPIECE, "vocab.txt", "vocab.json", "merges.txt")
-COMPANION_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    *VOCABULARIES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-MAX_SEQUENCE = 2048  # sequence length of an imported run whose model could read longer rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,10 +178,8 @@ def import_model(
         write(directory, run, params, tokenizer.serialise(), facts, is_frugal=True)
     hub_architecture.tell_ignored(ignored, folder, hub, say)
     if options.add_tokens:
-        say(
-            f"{tokenizer.size - known} tokens added; their rows are the mean of the "
-            f"{known:,} others"
-        )
+        added = tokenizer.size - known
+        say(f"{added} tokens added; their rows are the mean of the {known:,} others")
     say(f"{len(tensors)} tensors, {formatting.count(answer['parameters'])} parameters, {dtype}")
     return answer
 
@@ -262,11 +262,6 @@ def _copy_files(folder: Source, tokenizer: Imported, target: Path, *, is_extende
     (target / "tokenizer.json").write_bytes(tokenizer.content)
 
 
-# Axis of the vocabulary of each leaf that has one.
-AXES = {"embedding/table": 0, "unembedding/weight": 1, "head/bias": 0}
-CHUNK = 4096  # rows read at a time for a mean
-
-
 def add_tokens(tokenizer: Imported, tokens: Sequence[str]) -> Imported:
     """Return the tokenizer with `tokens` after its own; added tokens are matched before all others.
 
@@ -318,9 +313,9 @@ class MeanInitRows:
         self, path: str, shape: tuple[int, ...], within: Slices, dtype: np.dtype
     ) -> np.ndarray:
         """Return the part `within` a leaf."""
-        if path not in AXES:
+        if path not in VOCAB_AXES:
             return self.reader.leaf(path, shape, within, dtype)
-        axis = AXES[path]
+        axis = VOCAB_AXES[path]
         cuts = [slice(*cut.indices(size)[:2]) for cut, size in zip(within, shape, strict=True)]
         first, stop = cuts[axis].start, cuts[axis].stop
         read = max(first, min(stop, self.known))
@@ -335,7 +330,7 @@ class MeanInitRows:
 
     def _mean(self, path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         if path not in self._means:
-            axis = AXES[path]
+            axis = VOCAB_AXES[path]
             total = np.zeros((*shape[:axis], *shape[axis + 1 :]))
             cuts = [slice(0, size) for size in shape]
             for first in range(0, self.known, CHUNK):

@@ -134,7 +134,7 @@ def _plan(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) ->
 
 def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> Work:
     return Work(
-        rows=_rows(run, sizes),
+        rows=rows_per_device(run, sizes),
         length=run.data.sequence,
         head_dim=max(attention.head_dim, attention.value_dim),
         compute=run.precision.compute,
@@ -146,7 +146,7 @@ def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> Work:
     )
 
 
-def _rows(run: Run, sizes: Sizes) -> int:
+def rows_per_device(run: Run, sizes: Sizes) -> int:
     """Return the rows of a micro-batch on one device."""
     return max(run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch")), 1)
 
@@ -156,7 +156,7 @@ def _keys(run: Run, attention: AttentionConfig, sizes: Sizes) -> context_keys.Ke
     return context_keys.choose(
         run.mesh.context_keys,
         ways=logical.ways(sizes, "length"),
-        rows=_rows(run, sizes),
+        rows=rows_per_device(run, sizes),
         length=run.data.sequence,
         heads=max(attention.heads // tensor, 1),
         kv_heads=max(attention.kv_heads // tensor, 1),

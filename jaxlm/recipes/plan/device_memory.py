@@ -19,7 +19,7 @@ from jaxlm.optim.moments import moments
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import LogicalAxes, Sizes
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan import divisibility
+from jaxlm.recipes.plan import attention_kernels, divisibility
 
 FRAGMENTATION = 1.1  # buffers are placed in a heap with holes
 
@@ -51,19 +51,16 @@ def held_bytes(run: Run, decoder: ModelConfig, sizes: Sizes) -> dict[str, float]
 
 def sharding(decoder: ModelConfig, sizes: Sizes, zero: int) -> list[dict[str, Any]]:
     """Return shape, logical axes, mesh axes and elements per device of each parameter."""
-    rows = []
-    for each in tensors(decoder):
-        over = [_mesh_axes(axis, sizes, is_split=zero == 3) for axis in each.axes]
-        rows.append(
-            {
-                "path": each.path,
-                "shape": list(each.shape),
-                "axes": list(each.axes),
-                "over": over,
-                "numbers_per_device": _part(each, sizes, is_split=zero == 3),
-            }
-        )
-    return rows
+    return [
+        {
+            "path": each.path,
+            "shape": list(each.shape),
+            "axes": list(each.axes),
+            "over": [_mesh_axes(axis, sizes, is_split=zero == 3) for axis in each.axes],
+            "numbers_per_device": _part(each, sizes, is_split=zero == 3),
+        }
+        for each in tensors(decoder)
+    ]
 
 
 def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Share:
@@ -71,12 +68,11 @@ def share_of(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Sha
 
     Activations on a CPU are float32 in every compute dtype.
     """
-    rows = run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch"))
     length = run.data.sequence
     kernels = {block.attention.kernel for block in decoder.layers}
     compute = ITEM_BYTES[run.precision.compute]
     return Share(
-        rows=max(rows, 1),
+        rows=attention_kernels.rows_per_device(run, sizes),
         length=length // logical.ways(sizes, "length"),
         keys=length if "reference" in kernels else min(BLOCK, length),
         sizes=sizes,
@@ -150,25 +146,16 @@ def temporary_bytes(
     # With their exponentials or gradients; unchunked logits of each further head are saved.
     heads = 0 if run.loss.chunk else len(decoder.heads)
     logits = (2 + heads) * 4 * tokens * share.own(decoder.vocab, "vocab")
-    gathered = 0.0
+    repeated = [each for each in tensors(decoder) if each.axes[0] == "layers"]
+    gathered = groups = 0.0
     if sizes["fsdp"] > 1 and run.mesh.zero == 3:
-        whole = dict(sizes) | {"fsdp": 1}
-        repeated = sum(
-            _part(each, whole, is_split=True)
-            for each in tensors(decoder)
-            if each.axes[0] == "layers"
-        )
+        whole = sum(_part(each, sizes, is_split=False) for each in repeated)
         prefix = 0 if isinstance(decoder, EncoderDecoder) else len(decoder.prefix)
-        per_layer = repeated / (decoder.depth - prefix) * stages
+        per_layer = whole / (decoder.depth - prefix) * stages
         gathered = 2 * per_layer * ITEM_BYTES[run.precision.params]
-    groups = 0.0
     if schedule and schedule.repeats > 1:
-        own_layers = sum(
-            _part(each, sizes, is_split=run.mesh.zero == 3)
-            for each in tensors(decoder)
-            if each.axes[0] == "layers"
-        )
-        groups = own_layers * passes * ITEM_BYTES[run.precision.params]
+        local = sum(_part(each, sizes, is_split=run.mesh.zero == 3) for each in repeated)
+        groups = local * passes * ITEM_BYTES[run.precision.params]
     sums = held["gradients"] if run.train.microbatches > 1 and stages == 1 else 0.0
     return {
         "activations": FRAGMENTATION * (saved + max(layer - logits, 0.0)),

@@ -1,7 +1,6 @@
 """Check that a run divides over its devices and its mesh, and suggest fixes. Free of JAX."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -36,11 +35,7 @@ def check(run: Run, count: int, slices: int = 1) -> None:
 
     Each line of the fix works when it is pasted alone: the nearest meshes first, then other
     settings for this mesh; if neither is enough, meshes with the settings that they need.
-
-    Args:
-      run: the run.
-      count: number of devices.
-      slices: groups of devices, such as TPU slices.
+    `slices` is the number of groups of devices, such as TPU slices.
     """
     requested = {axis: getattr(run.mesh, axis) for axis in AXES}
     why = []
@@ -246,8 +241,8 @@ def _changes(run: Run, sizes: Sizes, misfits: list[Indivisible]) -> dict[str, An
         for path in {"model.heads", "model.kv_heads"} & known.keys():
             now = heads if known[path] == "auto" else known[path]
             near = range(max(1, now // unit - 8), now // unit + 9)
-            multiples = sorted((k * unit for k in near), key=functools.partial(_distance, now))
-            paths[path] = tuple(multiples[:8])
+            by_distance = sorted((abs(now - k * unit), k * unit) for k in near)
+            paths[path] = tuple(size for _, size in by_distance[:8])
     combinations = itertools.islice(itertools.product(*paths.values()), MAX_TRIED)
     for values in combinations:
         changes = dict(zip(paths, values, strict=True))
@@ -280,10 +275,6 @@ def _suits(run: Run, sizes: Sizes, changes: Mapping[str, Any]) -> bool:
     parts = [changed, *(getattr(changed, section) for section in sections)]
     is_sound = not any(any(part.problems()) for part in parts if hasattr(part, "problems"))
     return is_sound and not any(find_indivisible(changed, sizes))
-
-
-def _distance(a: int, b: int) -> int:
-    return abs(a - b)
 
 
 def _show_requested(requested: Mapping[str, Any]) -> str:

@@ -19,15 +19,11 @@ MAX_STATE_SHARE = 0.7  # of the memory; gathered layers, activations and logits 
 
 
 def layout(layouts: Mapping[str, Layout], hardware: str, c: Any, file: str) -> Layout:
-    """Return the mesh and the micro-batches of a config for `hardware`.
-
-    Args:
-      layouts: by name of the hardware.
-      c: the ConfigDict of the file.
-      file: path of the config.
+    """Return the mesh and the micro-batches for `hardware` from the table of a config file.
 
     Raises:
-      ConfigError: if there are none; reports if the state would fit, and the nearest layouts.
+      ConfigError: if the table has none; reports if the state of `c`, the file's ConfigDict, would
+        fit, and the nearest layouts.
     """
     if hardware in layouts:
         return layouts[hardware]

@@ -78,8 +78,7 @@ def oom_error(
         return OutOfMemory(
             "the run does not fit the device",
             where=when,
-            why=f"it needs {formatting.size(needed)}, and {formatting.size(available)} is "
-            "available",
+            why=f"it needs {formatting.size(needed)} of {formatting.size(available)}",
             fix="--config.train.microbatches=2\n--config.train.remat=dots",
         )
     planned = forecast.bytes_per_device["total"]
@@ -94,19 +93,16 @@ def oom_error(
         f"{flags}    # {formatting.size(size)} per device, {slower}"
         for flags, size, slower in _remedies(forecast, needed / planned, available)
     ]
+    if not lines:
+        smaller = search.smaller(forecast.run, forecast.machine)
+        lines = [smaller.flags if smaller else "a smaller model\nmore devices"]
     return OutOfMemory(
         f"this run needs {at_least}{formatting.size(needed)} per device, "
         f"{formatting.size(available)} is available",
         where=when,
         why=f"biggest: {biggest}",
-        fix="\n".join(lines) or _smaller(forecast),
+        fix="\n".join(lines),
     )
-
-
-def _smaller(forecast: Forecast) -> str:
-    """Return flags of the nearest model that fits, for a run that no other setting makes fit."""
-    fitting = search.smaller(forecast.run, forecast.machine)
-    return fitting.flags if fitting else "a smaller model\nmore devices"
 
 
 def _remedies(

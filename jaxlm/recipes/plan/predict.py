@@ -30,6 +30,7 @@ REACHED = {"accelerator": (0.25, 0.60), "cpu": (0.30, 1.00)}
 # of one short row over its parameters, 34M model: AdamW 3.00, Muon 3.00, Lion 2.00 to 3.00.
 CPU_COPIES = 3.0
 HOST = 8  # GPUs that share a fast interconnect
+CAPACITY = 1.25  # of the shipped GPU layouts; Fedus et al. 2021, arXiv:2101.03961, section 2.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -325,9 +326,6 @@ def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> It
         yield f"{run.train.steps} steps are too few for most schedules"
 
 
-CAPACITY = 1.25  # of the shipped GPU layouts; Fedus et al. 2021, arXiv:2101.03961, section 2.2
-
-
 def dropless_warnings(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Iterator[str]:
     """Yield a warning for each kind of experts that multiplies rows with other experts' weights.
 
@@ -336,7 +334,7 @@ def dropless_warnings(run: Run, decoder: ModelConfig, sizes: Sizes, platform: st
     if platform != "gpu":
         return
     length = run.data.sequence // logical.ways(sizes, "length")
-    rows = run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch"))
+    rows = attention_kernels.rows_per_device(run, sizes)
     cost_of: dict[MoeConfig, tuple[float, float]] = {}
     for block in (*decoder.layers, *decoder.heads):
         mlp = block.mlp
@@ -344,14 +342,13 @@ def dropless_warnings(run: Run, decoder: ModelConfig, sizes: Sizes, platform: st
             multiple = routed.multiple(mlp, length, sizes, is_dense=True)
             widest = max(decoder.width, mlp.hidden // logical.ways(sizes, "mlp"))
             copies = routed.held(mlp, sizes) * routed.rows(mlp, length, sizes)
-            size = max(rows, 1) * length * copies * widest * ITEM_BYTES[run.precision.compute]
+            size = rows * length * copies * widest * ITEM_BYTES[run.precision.compute]
             cost_of[mlp] = multiple, size
     for mlp, (multiple, size) in cost_of.items():
         if multiple > 1:
             yield (
                 "model.capacity=None makes XLA for GPUs multiply each row with the weights of all "
-                f"{routed.held(mlp, sizes)} experts of a device: {multiple:.3g} times the "
-                "FLOPs that "
-                f"the tokens' experts need, and {formatting.size(size)} for one padded operand; "
-                f"--config.model.capacity={CAPACITY} avoids both, and drops tokens instead"
+                f"{routed.held(mlp, sizes)} experts of a device: {multiple:.3g} times the FLOPs "
+                f"that the tokens' experts need, and {formatting.size(size)} for one padded "
+                f"operand; --config.model.capacity={CAPACITY} avoids both, and drops tokens instead"
             )

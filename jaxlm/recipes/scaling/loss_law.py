@@ -10,6 +10,18 @@ from jaxtyping import Float
 Vector = Float[np.ndarray, "N"]
 
 RESOLUTION = 6000  # sizes in the search for an optimum: half a percent apart
+HUBER = 1e-3  # least noise of log loss; beyond the noise a run counts by its distance, not squared
+# The prior: published exponents are between 0.28 and 0.37, and every text has entropy. It has no
+# weight with many runs; with few runs, or runs of one size, it fixes what they do not determine.
+EXPONENT, SPREAD = 0.35, 0.15
+# E over the lowest loss, and the standard deviation of its logarithm.
+FLOOR, FLOOR_SPREAD = 1 / 3, 1.0
+# Indices of log E, alpha and beta in a state, and their prior standard deviations.
+KNOWN = [0, 3, 4]
+SPREADS = np.array([FLOOR_SPREAD, SPREAD, SPREAD])
+MIN_EXPONENT = 0.05  # center of a resampled prior
+MAX_STEPS = 400
+MIN_RUNS, MIN_SIZES = 5, 3  # a law has five constants, and an exponent needs three sizes
 
 
 class Optimum(NamedTuple):
@@ -93,20 +105,6 @@ PUBLISHED = {
 PUBLISHED_FLOPS = (6e18, 3e21)  # of the runs behind both, arXiv:2203.15556, section 3.2
 
 
-HUBER = 1e-3  # least noise of log loss; beyond the noise a run counts by its distance, not squared
-# The prior: published exponents are between 0.28 and 0.37, and every text has entropy. It has no
-# weight with many runs; with few runs, or runs of one size, it fixes what they do not determine.
-EXPONENT, SPREAD = 0.35, 0.15
-# E over the lowest loss, and the standard deviation of its logarithm.
-FLOOR, FLOOR_SPREAD = 1 / 3, 1.0
-# Indices of log E, alpha and beta in a state, and their prior standard deviations.
-KNOWN = [0, 3, 4]
-SPREADS = np.array([FLOOR_SPREAD, SPREAD, SPREAD])
-MIN_EXPONENT = 0.05  # center of a resampled prior
-MAX_STEPS = 400
-MIN_RUNS, MIN_SIZES = 5, 3  # a law has five constants, and an exponent needs three sizes
-
-
 class Points(NamedTuple):
     """Runs to fit a law to, in float64: parameters, tokens, nats per token."""
 
@@ -141,7 +139,7 @@ def fit(points: Points) -> Law:
 
 
 def noise(law: Law, points: Points) -> float:
-    """Return the standard deviation of log loss by the median distance to the law; at least 0.001."""
+    """Return the standard deviation of log loss by the median distance to a law, at least 0.001."""
     distances = np.abs(np.log(law.loss(points.parameters, points.tokens) / points.losses))
     count = len(distances)
     return max(

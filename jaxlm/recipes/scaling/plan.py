@@ -34,7 +34,7 @@ STATE_BYTES = 16  # per parameter: float32 weights, gradients, and two moments
 def _spend(
     on: Machine, flops: float, parameters: float, dtype: Dtype, assumed: list[str], risks: list[str]
 ) -> dict[str, Any]:
-    """Return days of training (None at unknown speed), and the nearest machine with enough memory."""
+    """Return days of training (None if unknown), and the nearest machine with enough memory."""
     peak = on.devices * predict.peak_flops(dtype, on.chip, assumed)
     low, high = predict.REACHED["cpu" if on.chip.name == "cpu" else "accelerator"]
     if on.chip.is_known:

@@ -19,6 +19,10 @@ from jaxlm.recipes.sampler import OnText, Sampler
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import Weights
 
+# Private-use characters that enclose a special token spelled out by a user, during rendering.
+OPENS, CLOSES = "\U000f0000", "\U000f0001"
+MARKED = re.compile(f"{OPENS}([^{CLOSES}]*){CLOSES}")
+
 
 def generate(
     workdir: Path,
@@ -81,11 +85,6 @@ def generate(
         )
         written = sampler.write(opened.params, tell)
     return {"step": opened.step, "samples": [each.as_json() for each in written]}
-
-
-# Private-use characters that enclose a special token spelled out by a user, during rendering.
-OPENS, CLOSES = "\U000f0000", "\U000f0001"
-MARKED = re.compile(f"{OPENS}([^{CLOSES}]*){CLOSES}")
 
 
 def template_of(workdir: Path) -> ChatTemplate:

@@ -12,7 +12,7 @@ class Reader:
     """Leaves that are numbered through, as far as ids are known."""
 
     def leaf(self, path, shape, within, dtype):
-        axis = import_model.AXES[path]
+        axis = import_model.VOCAB_AXES[path]
         assert within[axis].stop <= KNOWN
         return np.arange(np.prod(shape)).reshape(shape)[within].astype(dtype)
 
@@ -22,7 +22,7 @@ class Reader:
     [("embedding/table", (SIZE, 4)), ("unembedding/weight", (4, SIZE)), ("head/bias", (SIZE,))],
 )
 def test_added_ids_have_the_mean_of_the_others(path, shape):
-    axis = import_model.AXES[path]
+    axis = import_model.VOCAB_AXES[path]
     extended = import_model.MeanInitRows(Reader(), KNOWN)
     whole = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
     known = np.take(whole, range(KNOWN), axis)
