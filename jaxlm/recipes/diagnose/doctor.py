@@ -16,6 +16,18 @@ from jaxlm.core.errors import JaxlmError
 from jaxlm.data import cache
 from jaxlm.monitor import environment, formatting
 
+Say = Callable[[str], None]
+
+# docs.nvidia.com/deploy/cuda-compatibility: the oldest driver of each major version on Linux.
+MIN_DRIVER = {12: 525, 13: 580}
+RUNTIMES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")  # next to the plugins, of the same release
+MIN_MEMORY = 2 * 2**30
+MIN_DISK = 5 * 10**9
+MIN_DISK_RATE = 50e6  # bytes a second: a checkpoint of GPT-2 124M would take half a minute
+WRITTEN = 64 * 2**20
+SIZE = 1024  # of the square matrices of a product
+REDUCED = 4 * 2**20  # numbers per device in an all-reduce
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
@@ -31,19 +43,6 @@ class CheckResult:
         mark = "" if self.verdict == "ok" else f"{self.verdict.upper()}: "
         fix = "".join(f"\n{'':14}fix: {line}" for line in self.fix.splitlines())
         return f"{self.name:<14}{mark}{self.said}{fix}"
-
-
-Say = Callable[[str], None]
-
-# docs.nvidia.com/deploy/cuda-compatibility: the oldest driver of each major version on Linux.
-MIN_DRIVER = {12: 525, 13: 580}
-RUNTIMES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")  # next to the plugins, of the same release
-MIN_MEMORY = 2 * 2**30
-MIN_DISK = 5 * 10**9
-MIN_DISK_RATE = 50e6  # bytes a second: a checkpoint of GPT-2 124M would take half a minute
-WRITTEN = 64 * 2**20
-SIZE = 1024  # of the square matrices of a product
-REDUCED = 4 * 2**20  # numbers per device in an all-reduce
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,7 +95,7 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     start = _start(
         store, rewinds, known, min((each.step for each in later), default=step), step, say
     )
-    options_of_resume = _resume_options(lineage, start, step)
+    resume_options = _resume_options(lineage, start, step)
     rewinds.made = rewinds.made[:known]
 
     mesh = jax_setup.build_mesh(run.mesh)
@@ -106,7 +106,7 @@ def replay(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
     with jax.set_mesh(mesh):
         engine = TrainPrograms(run, data, model)
         state = (
-            resume.state(engine, store, start, options_of_resume)
+            resume.state(engine, store, start, resume_options)
             if start
             else initial_state.initial_state(engine, store)
         )
@@ -177,10 +177,7 @@ def _resume_options(lineage: list[StartRecord], start: int, step: int) -> Resume
             raise DataError(
                 f"step {step} cannot be reached from checkpoint {start}",
                 where=f"step {after.step}, where the run resumed",
-                why=(
-                    "its checkpoint is missing or damaged, and the run resumed with other "
-                    "settings\n"
-                )
+                why="its checkpoint is missing or damaged, the run resumed with other settings\n"
                 + "\n".join([*(f"--{name}" for name in changed), *why.splitlines()]),
                 fix=f"--step={after.step}    # the last one that this checkpoint leads to",
             )

@@ -55,12 +55,11 @@ def export_model(
       ParityError: if the export gives other logits.
     """
     if options.out.exists():
-        alternative = options.out.with_stem(f"{options.out.stem}-2")
         raise CommandError(
             f"the {'folder' if options.out.is_dir() else 'file'} already exists",
             where=f"--out={options.out}",
             why="an export never overwrites",
-            fix=f"--out={alternative}",
+            fix=f"--out={options.out.with_stem(f'{options.out.stem}-2')}",
         )
     opened = load.load_run(
         options.workdir,
@@ -114,9 +113,7 @@ def _without_heads(opened: LoadedRun, say: Callable[[str], None]) -> LoadedRun:
     heads = opened.model.blueprint.config.heads
     if not heads:
         return opened
-    say(
-        f"left out: {len(heads)} heads for tokens beyond the next; the format has no names for them"
-    )
+    say(f"left out: {len(heads)} heads for later tokens; the format has no names for them")
     run = dataclasses.replace(opened.run, objective=Causal())
     vocab = opened.model.blueprint.config.vocab
     return dataclasses.replace(

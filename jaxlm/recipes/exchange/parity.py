@@ -28,6 +28,12 @@ TOLERANCE = 1e-5  # of the largest logit: the same arithmetic computes both
 MAX_LENGTH = 256  # of the rows of text to compare on
 # Rounding that a format applies to each leaf, by path: a function of the leaf.
 ExportedParams = Mapping[str, Callable[[jax.Array], jax.Array]]
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: dict[Dtype, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
 
 
 class ParityError(JaxlmError):
@@ -45,13 +51,7 @@ def compare_logits(
     The export's model is built from its own config.json. The run's parameters are first rounded as
     the format rounds them; the effect of the rounding is reported separately. They are freed leaf
     by leaf as the export is read, so that memory holds one model and one leaf; the run is unusable
-    afterwards.
-
-    Args:
-      source: the export.
-      opened: the run.
-      dtype: dtype of the export.
-      held: rounding of each leaf.
+    afterwards. `held` is the rounding of each leaf.
     """
     model = opened.model
     family, _ = hub_architecture.described(source, lambda _: None)
@@ -143,14 +143,6 @@ def _logits(
     model = blueprint.merge(params)
     inputs = {"source": tokens} if is_paired else {}
     return model.logits(model(tokens, positions=positions, **inputs).values)
-
-
-Dtype = Literal["float32", "bfloat16", "float16"]
-DTYPES: dict[Dtype, np.dtype] = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ from jaxlm.recipes.scaling.loss_law import (
 
 DRAWS = 200
 SHARE = 0.8  # of the draws are within an interval
+# Settings that all runs of a law share, besides their data.
+COMMON = ("model.family", "optim.name", "schedule.name", "objective.name")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,10 +126,6 @@ def quantiles(values: Sequence[float], share: float) -> list[float]:
     return [float(each) for each in np.quantile(values, [(1 - share) / 2, (1 + share) / 2])]
 
 
-# Settings that all runs of a law share, besides their data.
-COMMON = ("model.family", "optim.name", "schedule.name", "objective.name")
-
-
 def read(pattern: str, flag: str) -> tuple[list[FinishedRun], list[str]]:
     """Return the finished runs that match a glob, by rising FLOPs, and why others are left out.
 
@@ -175,12 +173,9 @@ def check_enough(
         "the finished runs are too few for a law",
         where=where,
         why="\n".join(why),
-        fix="\n".join(_missing(runs)) or _sweep(f"{example}/config.json"),
+        fix="\n".join(_missing(runs))
+        or f"jaxlm scale --budget=1e18 --sweep --config={example}/config.json --workdir=runs/scale",
     )
-
-
-def _sweep(file: str) -> str:
-    return f"jaxlm scale --budget=1e18 --sweep --config={file} --workdir=runs/scale"
 
 
 def _missing(runs: Sequence[FinishedRun]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,12 @@ from jaxlm.recipes.scaling.law import (
 from jaxlm.recipes.scaling.loss_law import PUBLISHED, Costs, Law, Optimum
 
 STATE_BYTES = 16  # per parameter: float32 weights, gradients, and two moments
+MIN_BUDGET, MAX_BUDGET = 1e6, 1e28  # FLOPs: a few hundred parameters, more than ever computed
+MAX_EXTRAPOLATION = 100.0  # times the FLOPs of a law's runs, beyond which the law is doubtful
+MIN_PARAMETERS = 1e4  # no law was fitted to smaller models
+MANY_EPOCHS = 4.0  # arXiv:2305.16264: up to here repeated tokens are nearly as good as new ones
+FILE = "scale.png"
+POINTS = 60  # of a curve
 
 
 def _spend(
@@ -76,12 +82,6 @@ def _larger_machine(on: Machine, needed: float) -> str:
     chip = on.chip if is_joined else chips.CHIPS["h200"]
     one = predict.memory_bytes(Machine(name=chip.name, chip=chip, devices=1), [])
     return f"{chip.name}x{math.ceil(needed / one)}"
-
-
-MIN_BUDGET, MAX_BUDGET = 1e6, 1e28  # FLOPs: a few hundred parameters, more than ever computed
-MAX_EXTRAPOLATION = 100.0  # times the FLOPs of a law's runs, beyond which the law is doubtful
-MIN_PARAMETERS = 1e4  # no law was fitted to smaller models
-MANY_EPOCHS = 4.0  # arXiv:2305.16264: up to here repeated tokens are nearly as good as new ones
 
 
 def budget(text: str) -> float:
@@ -204,33 +204,34 @@ def _shape(run: Run, vocab: int, best: Optimum, flops: float) -> dict[str, Any]:
     }
 
 
-def _assumed(run: Run | None, runs: Sequence[FinishedRun], source: LawSource) -> list[str]:
-    lines = [
+def _assumed(run: Run | None, runs: Sequence[FinishedRun], source: LawSource) -> Iterator[str]:
+    yield (
         "a token costs 6 FLOPs per parameter"
         if run is None
         else "FLOPs per token: 6 x (parameters of matrix products)"
-        " + 12 x heads x head_dim x (sequence + 1) / 2 per layer",
+        " + 12 x heads x head_dim x (sequence + 1) / 2 per layer"
+    )
+    yield (
         "parameters are the active ones, embeddings included, as in arXiv:2203.15556: "
-        "without embeddings small models look too good (arXiv:2406.12907)",
-    ]
+        "without embeddings small models look too good (arXiv:2406.12907)"
+    )
     if not runs:
-        return [
-            *lines,
+        yield (
             f"the law of {source.name}; its losses are of another text and tokenizer than yours: "
-            "take N and D, not the loss",
-        ]
+            "take N and D, not the loss"
+        )
+        return
     first = runs[0].run
-    lines.append(
+    yield (
         "unless the runs determine them: both exponents 0.35 +- 0.15, "
         "and E about a third of the lowest loss"
     )
-    lines.append(
+    yield (
         f"every size is trained with {first.optim.name} as in its config; "
         "a learning rate that suits one size may not suit another"
     )
     if first.schedule.name == "constant":
-        lines.append("the plan's run has a constant learning rate too: decay would end lower")
-    return lines
+        yield "the plan's run has a constant learning rate too: decay would end lower"
 
 
 def _risks(
@@ -240,47 +241,33 @@ def _risks(
     table: Costs | None,
     runs: Sequence[FinishedRun],
     check: dict[str, Any] | None,
-) -> list[str]:
-    lines = []
+) -> Iterator[str]:
     low, high = source.flops
     if flops > MAX_EXTRAPOLATION * high:
-        lines.append(f"{flops / high:.3g} times the FLOPs of the largest run of the law")
+        yield f"{flops / high:.3g} times the FLOPs of the largest run of the law"
     if flops < low / MAX_EXTRAPOLATION:
-        lines.append(f"{low / flops:.3g} times fewer FLOPs than the smallest run of the law")
+        yield f"{low / flops:.3g} times fewer FLOPs than the smallest run of the law"
     if best.parameters < MIN_PARAMETERS:
-        lines.append(
-            f"{best.parameters:.0f} parameters: no law was fitted below {MIN_PARAMETERS:g}"
-        )
+        yield f"{best.parameters:.0f} parameters: no law was fitted below {MIN_PARAMETERS:g}"
     if table is not None and best.parameters <= 1.01 * table.parameters[0]:
-        lines.append(
+        yield (
             "the narrowest model with this vocabulary is larger than the optimum: "
             "use a smaller --config.model.vocab"
         )
     if not runs:
-        return lines
+        return
     if check is None:
-        lines.append(
-            "not checked: the law needs all of the runs; with a larger one more it is predicted"
-        )
+        yield "not checked: the law needs all of the runs; one more, larger, would be predicted"
     elif not check["interval_nats"][0] <= check["loss_nats"] <= check["interval_nats"][1]:
-        lines.append(
-            f"the largest run is outside the prediction of the others, by {abs(check['error']):.1%}"
-        )
+        yield f"the largest run is outside the prediction of the others by {abs(check['error']):.1%}"
     known = runs[0].data.get("train.tokens")
     if known and max(each.tokens for each in runs) > MANY_EPOCHS * known:
-        lines.append(
-            f"runs read their {formatting.count(known)} tokens more than {MANY_EPOCHS:g} times"
-        )
+        yield f"runs read their {formatting.count(known)} tokens more than {MANY_EPOCHS:g} times"
     if known and best.tokens > MANY_EPOCHS * known:
-        lines.append(
+        yield (
             f"{formatting.count(best.tokens)} tokens are {best.tokens / known:.3g} times those of "
             "data.train; the law counts repeated tokens as new (arXiv:2305.16264)"
         )
-    return lines
-
-
-FILE = "scale.png"
-POINTS = 60  # of a curve
 
 
 def draw(answer: dict[str, Any], runs: Sequence[FinishedRun], folder: Path) -> Path:

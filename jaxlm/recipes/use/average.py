@@ -77,16 +77,18 @@ def average(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
         "tensors": len(leaves),
         "accumulated_in": options.accumulate,
     }
-    _write(options.out, run, origins[0], params, answer)
+    tokenizer = (origins[0].workdir / "tokenizer").read_bytes()
+    with RunDir(options.out) as directory:
+        facts = answer | {"dtype": run.precision.params}
+        import_model.write(directory, run, params, tokenizer, facts)
     return answer
 
 
 def _origins(options: Options, say: Say) -> list[InitSource]:
     """Return the checkpoints in the order of the proportions."""
     workdir = options.workdir
-    run = config.from_json(
-        Run, read_json(workdir, "config.json"), where=str(workdir / "config.json")
-    )
+    where = str(workdir / "config.json")
+    run = config.from_json(Run, read_json(workdir, "config.json"), where=where)
     store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
     steps = options.steps
     if not steps:
@@ -127,11 +129,7 @@ def _proportions(options: Options, count: int) -> tuple[float, ...]:
 
 
 def _agreed(origins: list[InitSource]) -> dict[str, str]:
-    """Return the layout of each parameter.
-
-    Raises:
-      DataError: if a checkpoint is of another model or tokenizer.
-    """
+    """Return the layout of each parameter. Raises DataError for another model or tokenizer."""
     first, *rest = origins
     expected, digest = _layout(first), tokenizer_file.read(first.workdir / "tokenizer").digest
     for each in rest:
@@ -157,11 +155,3 @@ def _agreed(origins: list[InitSource]) -> dict[str, str]:
 def _layout(origin: InitSource) -> dict[str, str]:
     layouts = origin.store.layout(origin.step).items()
     return {path: layout for path, layout in layouts if path.startswith(PART)}
-
-
-def _write(workdir: Path, run: Run, first: InitSource, params: Any, answer: dict[str, Any]) -> None:
-    with RunDir(workdir) as directory:
-        tokenizer = (first.workdir / "tokenizer").read_bytes()
-        import_model.write(
-            directory, run, params, tokenizer, answer | {"dtype": run.precision.params}
-        )
