@@ -121,7 +121,7 @@ def answer(
       on: machine to train on.
       assumed: assumptions made so far.
     """
-    lines, risks = list(assumed), []
+    lines, risks = list(assumed), list[str]()
     source = fitted(runs) if runs else published()
     table, vocab = None, 0
     if run is not None:
@@ -259,7 +259,7 @@ def _risks(
     if check is None:
         yield "not checked: the law needs all of the runs; one more, larger, would be predicted"
     elif not check["interval_nats"][0] <= check["loss_nats"] <= check["interval_nats"][1]:
-        yield f"the largest run is outside the prediction of the others by {abs(check['error']):.1%}"
+        yield f"the largest run is outside what the others predict by {abs(check['error']):.1%}"
     known = runs[0].data.get("train.tokens")
     if known and max(each.tokens for each in runs) > MANY_EPOCHS * known:
         yield f"runs read their {formatting.count(known)} tokens more than {MANY_EPOCHS:g} times"
