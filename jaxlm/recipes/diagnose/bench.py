@@ -43,11 +43,7 @@ CPU_SIZES, ACCELERATOR_SIZES = ("0.8M", "4M"), ("124M", "1B")
 
 
 def sizes(text: str | None) -> list[str]:
-    """Return the sizes to measure: those named, with commas between, or those for this platform.
-
-    Raises:
-      CommandError: if a name is unknown.
-    """
+    """Return the sizes named in `text`, or those for this platform. Raises CommandError."""
     if text is None:
         return list(CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES)
     names = text.split(",")

@@ -301,11 +301,7 @@ def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any
 
 
 def compile_here(run: Run, count: int, say: Say = lambda _: None) -> dict[str, Any]:
-    """Compile a run's step for this machine's CPU, split into `count` devices: bytes per device.
-
-    Raises:
-      ConfigError: if the run does not fit.
-    """
+    """Compile a step for `count` CPU devices: bytes per device. Raises ConfigError for a misfit."""
     jax_setup.start(count)
     divisibility.check(run, count)
     grid = mesh.build(run.mesh, jax.devices()[:count])
@@ -314,11 +310,7 @@ def compile_here(run: Run, count: int, say: Say = lambda _: None) -> dict[str, A
 
 
 def devices_of(known: Machine) -> list[jax.Device]:
-    """Return the chips of a slice, as targets of the compiler.
-
-    Raises:
-      CommandError: if the TPU compiler is not installed.
-    """
+    """Return the chips of a slice, to compile for. Raises CommandError without the TPU compiler."""
     # Without these, libtpu queries the cloud's metadata server and writes logs.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_LOG_DIR", "disabled")

@@ -154,11 +154,7 @@ def _start(store: Store, rewinds: Rewinds, known: int, shared: int, step: int, s
 
 
 def _resume_options(lineage: list[StartRecord], start: int, step: int) -> ResumeOptions:
-    """Return the options with which the run resumed a checkpoint on its way to a step.
-
-    Raises:
-      DataError: if another resume in between changed the state or a setting that matters.
-    """
+    """Return the options of the resume at a checkpoint. Raises DataError if a later one differs."""
     earlier = [each for each in lineage if each.step <= start]
     for before, after in itertools.pairwise([*earlier[-1:], *lineage[len(earlier) :]]):
         try:

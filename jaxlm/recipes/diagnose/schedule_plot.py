@@ -16,13 +16,7 @@ MAX_POINTS = 1000  # points of a curve
 
 
 def draw(run: Run, target: Path) -> dict[str, Any]:
-    """Plot the learning rate by update, as metrics.jsonl counts them: at most 1,000 points.
-
-    The last update is among them.
-
-    Raises:
-      NotWritable: if the plot cannot be written.
-    """
+    """Plot the learning rate by update, at most 1,000 points with the last. Raises NotWritable."""
     steps = np.unique(np.linspace(1, run.train.steps, MAX_POINTS).round().astype(int))
     length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": run.pace, "xp": np}
     factor = averaged(run.average, course(run.schedule, **length), **length)

@@ -263,11 +263,7 @@ def _copy_files(folder: Source, tokenizer: Imported, target: Path, *, is_extende
 
 
 def add_tokens(tokenizer: Imported, tokens: Sequence[str]) -> Imported:
-    """Return the tokenizer with `tokens` after its own; added tokens are matched before all others.
-
-    Raises:
-      CommandError: if a token is empty or already exists.
-    """
+    """Return the tokenizer with `tokens` added, which are matched first. Raises CommandError."""
     if not tokens:
         return tokenizer
     import tokenizers

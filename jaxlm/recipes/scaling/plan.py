@@ -85,11 +85,7 @@ def _larger_machine(on: Machine, needed: float) -> str:
 
 
 def budget(text: str) -> float:
-    """Return FLOPs from the command line.
-
-    Raises:
-      CommandError: if the text is not a number in range.
-    """
+    """Return FLOPs from the command line. Raises CommandError if out of range."""
     try:
         value = float(text)
     except ValueError:
@@ -259,7 +255,7 @@ def _risks(
     if check is None:
         yield "not checked: the law needs all of the runs; one more, larger, would be predicted"
     elif not check["interval_nats"][0] <= check["loss_nats"] <= check["interval_nats"][1]:
-        yield f"the largest run is outside what the others predict by {abs(check['error']):.1%}"
+        yield f"the largest run is outside the interval of the others, {abs(check['error']):.1%} off"
     known = runs[0].data.get("train.tokens")
     if known and max(each.tokens for each in runs) > MANY_EPOCHS * known:
         yield f"runs read their {formatting.count(known)} tokens more than {MANY_EPOCHS:g} times"
@@ -271,11 +267,7 @@ def _risks(
 
 
 def draw(answer: dict[str, Any], runs: Sequence[FinishedRun], folder: Path) -> Path:
-    """Write scale.png: loss over training FLOPs, from the smallest run to the budget.
-
-    Raises:
-      NotWritable: if the file cannot be written.
-    """
+    """Write scale.png: loss over FLOPs, from the smallest run to the budget. Raises NotWritable."""
     law = Law(**{name: answer["law"][name] for name in ("E", "A", "B", "alpha", "beta")})
     last = runs[-1].run
     assert last.model.vocab != "auto"

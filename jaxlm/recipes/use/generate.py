@@ -88,12 +88,7 @@ def generate(
 
 
 def template_of(workdir: Path) -> ChatTemplate:
-    """Return the chat template that came with an imported model.
-
-    Raises:
-      ConfigError: if the run has none.
-      DataError: if the template is damaged.
-    """
+    """Return an imported model's chat template. Raises ConfigError without one, DataError."""
     settings = _settings(workdir / FOLDER / "tokenizer_config.json")
     source, where = template_source(workdir)
     if source is None:
