@@ -255,7 +255,7 @@ def _risks(
     if check is None:
         yield "not checked: the law needs all of the runs; one more, larger, would be predicted"
     elif not check["interval_nats"][0] <= check["loss_nats"] <= check["interval_nats"][1]:
-        yield f"the largest run is outside the interval of the others, {abs(check['error']):.1%} off"
+        yield f"the largest run is {abs(check['error']):.1%} off the prediction of the others"
     known = runs[0].data.get("train.tokens")
     if known and max(each.tokens for each in runs) > MANY_EPOCHS * known:
         yield f"runs read their {formatting.count(known)} tokens more than {MANY_EPOCHS:g} times"
