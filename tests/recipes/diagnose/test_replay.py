@@ -52,7 +52,7 @@ def rewound(config, tmp_path_factory):
 
 
 def replay(capsys, workdir, step, *flags, code=0):
-    """What the verb says under --json."""
+    """Return the JSON answer of the verb."""
     capsys.readouterr()
     assert main(["replay", f"--workdir={workdir}", f"--step={step}", "--json", *flags]) == code
     return json.loads(capsys.readouterr().out)

@@ -29,7 +29,7 @@ def nothing_is_kept():
     compilation_cache.reset_cache()
 
 
-def test_slices_have_the_chips_that_their_shape_says():
+def test_slices_have_the_chips_of_their_shape():
     assert SLICES["v5e-16"].topology == "v5e:4x4"
     assert (SLICES["v5p-128"].topology, SLICES["v5p-128"].devices) == ("v5p:4x4x4", 64)
     assert SLICES["v6e-256"].devices == 256
@@ -49,7 +49,7 @@ def test_a_config_that_does_not_fit_the_slice_is_refused(capsys):
 
 
 @pytest.mark.skipif(HAS_COMPILER, reason="the compiler is installed")
-def test_a_missing_compiler_is_said(capsys):
+def test_a_missing_compiler_is_reported(capsys):
     words = ["check", "--config=configs/llama_8b.py:v5e-16", "--topology=v5e-16", "--json"]
     assert main(words) == 2
     assert "compiler for TPUs" in json.loads(capsys.readouterr().out)["error"]["what"]

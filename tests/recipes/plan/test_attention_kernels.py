@@ -1,4 +1,4 @@
-"""A run whose rows are split: what it chooses, says and refuses, and that it is the run of whole rows."""
+"""Context parallelism: the chosen kernels, refusals, and equality with a run of whole rows."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def run_of(model, sequence=64, **settings):
     )
 
 
-def test_the_way_to_keys_is_chosen_set_and_said():
+def test_the_exchange_of_keys_is_chosen_set_and_reported():
     model = Llama(**SIZES, kv_heads=4)
     small = run_of(model)
     assert not attention_kernels.with_kernels(small, model.build(), GRID, CPU).has_ring
@@ -191,7 +191,7 @@ def test_a_plan_knows_the_kernel_of_its_machine(on, kernel):
             predict.forecast(named, machine(on, flag="--on"))
 
 
-def test_a_run_of_another_platform_is_used_here_by_a_kernel_that_can_and_that_is_said():
+def test_a_run_of_another_platform_is_used_here_with_another_kernel_that_is_logged():
     said = []
     grid = mesh.build(MeshConfig(), jax.devices())
     for name, sequence, kernel in (

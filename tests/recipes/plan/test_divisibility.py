@@ -1,4 +1,4 @@
-"""Runs that do not fit their mesh: one error with all that is wrong, and each line of its fix works when pasted."""
+"""Runs that do not fit their mesh: one error with every problem, and fix lines that work."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""A run that does not fit is told so before its first step, and what it is told to do makes it fit."""
+"""A run that does not fit is refused before its first step, and the suggested flags make it fit."""
 
 import json
 import re
@@ -81,7 +81,7 @@ def test_what_the_device_has_not_is_told_in_the_middle_of_a_run(tmp_path, monkey
     assert (left["code"], left["step"]) == (71, 2)
     assert left["cause"].startswith("OutOfMemory: ")
     monkeypatch.setattr(CompiledStep, "__call__", step)
-    assert main(harness.words(harness.write_config(tmp_path), run)) == 0, "and it goes on"
+    assert main(harness.words(harness.write_config(tmp_path), run)) == 0, "and it resumes"
 
 
 def test_an_error_of_the_device_becomes_the_same_words():

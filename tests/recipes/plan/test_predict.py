@@ -1,4 +1,4 @@
-"""What the plan says is what the run then has: its bytes, its seconds, its layout."""
+"""The plan agrees with the run: bytes, seconds and layout."""
 
 import itertools
 import json
@@ -316,7 +316,7 @@ def test_dropless_experts_on_gpus_are_a_risk_with_its_numbers_and_none_on_tpus(c
     ids=["float32", "bfloat16", "bfloat16, moments too"],
 )
 def test_a_step_overwrites_its_state_and_copies_none_of_it(dtypes, copies):
-    """Of a model that dwarfs its one row: gradient, direction and update are written out, and
+    """For a model that dwarfs its one row, gradient, direction and update are written out, and
     nothing beside them but, in float32, moments that are kept in bfloat16."""
     small = {"model.width": "256", "model.hidden": "768", "model.vocab": "4096"}
     rows = {"data.sequence": "16", "train.batch": "1", "log.every": "10"}
@@ -416,7 +416,7 @@ def test_a_budget_has_no_days_on_a_gpu_of_unknown_speed(capsys):
 
 
 def test_what_fsdp_sends_is_by_what_it_splits(capsys):
-    """Of four micro-batches: weights once under ZeRO 1 and 2, whose gradients are sent twice and once each time."""
+    """Four micro-batches send weights once under ZeRO 1 and 2, and gradients twice and once each."""
     words = ("--config=configs/quickstart.py", "--on=h100x8", "--config.train.microbatches=4")
     words += ("--config.train.batch=64", "--config.mesh.data=1", "--config.mesh.fsdp=8")
     sent = {}
@@ -470,7 +470,7 @@ def test_what_does_not_fit_is_answered_with_the_nearest_that_does(config, words,
     assert pasted["step_seconds"] == nearest["step_seconds"]
 
 
-def test_that_nothing_fits_is_said(capsys):
+def test_a_search_without_a_fit_is_reported(capsys):
     words = ["--config=configs/llama_8b.py", "--on=t4", f"--config.model.vocab={2**40}"]
     assert main(["plan", *words]) == 0
     assert "nearest    none: no share of depth" in capsys.readouterr().out

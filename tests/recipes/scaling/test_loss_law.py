@@ -101,7 +101,7 @@ def test_one_run_that_went_wrong_does_not_move_the_law():
 
 
 def test_runs_drawn_again_spread_as_new_runs_would():
-    """The interval of 80% holds the truth about as often as it says: counted over 30 sets of runs."""
+    """The interval of 80% contains the truth in about 80% of 30 sets of runs."""
     wanted = np.log(KNOWN.optimum(1e20).parameters)
     inside = 0
     for seed in range(30):
@@ -113,7 +113,7 @@ def test_runs_drawn_again_spread_as_new_runs_would():
 
 
 def test_what_few_runs_do_not_say_stays_near_to_what_is_known():
-    """Six runs of one number of tokens say nothing of the exponent of tokens."""
+    """Six runs of one number of tokens do not determine the exponent of tokens."""
     points = runs(5e-4, tokens=(1e9, 1e9, 1))
     law = fit(points)
     assert law.beta == pytest.approx(0.35, abs=0.02)

@@ -1,4 +1,4 @@
-"""A chat template of an imported run turns what a user says into ids, and no user into a system."""
+"""The chat template of an imported run encodes user turns, and users cannot forge special tokens."""
 
 import json
 
@@ -59,7 +59,7 @@ def test_a_template_of_its_own_file_comes_first_and_one_of_several_is_the_defaul
     assert generate.template_of(run).source == "c"
 
 
-def test_a_run_without_a_template_is_told(tmp_path, capsys):
+def test_a_run_without_a_template_is_refused(tmp_path, capsys):
     with pytest.raises(ConfigError, match="no chat template"):
         generate.template_of(tmp_path)
     (tmp_path / "hub").mkdir()
@@ -69,7 +69,7 @@ def test_a_run_without_a_template_is_told(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_generate_answers_what_a_user_says(tmp_path, capsys):
+def test_generate_answers_a_user_turn(tmp_path, capsys):
     source, run = write(tmp_path / "source"), tmp_path / "run"
     settings = json.loads((source / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"  # fmt: skip
@@ -84,7 +84,7 @@ def test_generate_answers_what_a_user_says(tmp_path, capsys):
 
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 def test_an_answer_ends_with_any_of_the_tokens_that_the_model_names(tmp_path, capsys, where):
-    """As of Gemma and Phi-3: the end of a turn is another token than the end of a document, and neither has text."""
+    """Gemma and Phi-3 end a turn and a document with different tokens, neither of which has text."""
     source, run, out = write(tmp_path / "source"), tmp_path / "run", tmp_path / "out"
     path = source / where
     attributes = json.loads(path.read_text()) if path.exists() else {}
