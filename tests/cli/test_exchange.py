@@ -643,7 +643,7 @@ def test_s3_a_folder_that_says_nothing_of_its_files_is_imported_and_that_is_said
     source, run = write(tmp_path / "source"), tmp_path / "run"
     code, _, told = call(capsys, "import", f"--from={source}", f"--workdir={run}")
     assert code == 0
-    said = [line for line in told.splitlines() if line.startswith("nothing to compare with")]
+    said = [line for line in told.splitlines() if line.startswith("no sha256 to compare with")]
     assert len(said) == 1
     digest = hashlib.sha256((source / "config.json").read_bytes()).hexdigest()
     (source / "SHA256SUMS").write_text(f"of no form\n{digest} *config.json\n")
@@ -803,7 +803,7 @@ def last_row(array):
     ("name", "change", "said"),
     [
         ("mlp", lambda array: array * 1.01, "other logits"),
-        ("mlp", lambda array: array * np.nan, "no numbers"),
+        ("mlp", lambda array: array * np.nan, "not finite"),
         ("embed_tokens", last_row, "other weights"),
     ],
 )

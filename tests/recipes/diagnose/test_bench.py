@@ -45,7 +45,7 @@ def test_sizes_are_named_by_their_parameters(name, least, most):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--sizes=2M"], 2, "no size '2M'"),
+        (["--sizes=2M"], 2, "size '2M' does not exist"),
         (["--config=configs/quickstart.py"], 2, "bench takes no --config"),
         (["--compare=nowhere.json"], 66, "no such bench"),
     ],

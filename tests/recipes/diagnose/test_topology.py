@@ -45,7 +45,7 @@ def test_a_config_that_does_not_fit_the_slice_is_refused(capsys):
     words = ["check", "--config=configs/llama_8b.py:v5e-16", "--topology=v5p-128", "--json"]
     assert main(words) == 2
     error = json.loads(capsys.readouterr().out)["error"]
-    assert "there are 64" in error["why"]
+    assert "64 are available" in error["why"]
 
 
 @pytest.mark.skipif(HAS_COMPILER, reason="the compiler is installed")

@@ -74,7 +74,7 @@ def test_what_the_device_has_not_is_told_in_the_middle_of_a_run(tmp_path, monkey
     assert said.startswith("out of memory: this run needs more than ")
     assert "reported by the device" in said
     assert re.search(r"biggest: \w+ [\d.]+ [KM]iB · ", said)
-    assert re.search(r"fix +--config\.[\w.=]+.*    # [\d.]+ [KMG]iB a device, ", said)
+    assert re.search(r"fix +--config\.[\w.=]+.*    # [\d.]+ [KMG]iB per device, ", said)
     assert "Traceback" not in said
     assert len(said.splitlines()) <= 8
     left = harness.exit_of(run)
