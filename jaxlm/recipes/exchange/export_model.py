@@ -15,9 +15,7 @@ from jaxlm.models.families.hub import uncomputed
 from jaxlm.objectives.config import Causal
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import parity
-from jaxlm.recipes.exchange.export_gguf import GGUFExport
-from jaxlm.recipes.exchange.export_hf import HFExport
-from jaxlm.recipes.exchange.parity import DTYPES, Dtype, ExportJob
+from jaxlm.recipes.exchange.export_formats import DTYPES, Dtype, ExportJob, GGUFExport, HFExport
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import LoadedRun, Weights
 from jaxlm.training.rundir import IMPORTED

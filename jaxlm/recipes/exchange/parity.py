@@ -4,36 +4,27 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from jaxlm.checkpoint import hub_architecture
 from jaxlm.checkpoint.hub_folder import Source
-from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, layout
+from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core import tree
 from jaxlm.core.errors import JaxlmError
 from jaxlm.models.build import Blueprint
 from jaxlm.parallel import rules
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import import_model
+from jaxlm.recipes.exchange.export_formats import ExportedParams
 from jaxlm.recipes.use.load import LoadedRun
 
 TOLERANCE = 1e-5  # of the largest logit: the same arithmetic computes both
 MAX_LENGTH = 256  # of the rows of text to compare on
-# Rounding that a format applies to each leaf, by path: a function of the leaf.
-ExportedParams = Mapping[str, Callable[[jax.Array], jax.Array]]
-Dtype = Literal["float32", "bfloat16", "float16"]
-DTYPES: dict[Dtype, np.dtype] = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
 
 
 class ParityError(JaxlmError):
@@ -143,29 +134,3 @@ def _logits(
     model = blueprint.merge(params)
     inputs = {"source": tokens} if is_paired else {}
     return model.logits(model(tokens, positions=positions, **inputs).values)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportJob:
-    """A loaded run to export: its model, its tensors under the names of transformers, its dtype."""
-
-    opened: LoadedRun
-    family: Any  # the model settings, with the rows of the embedding filled in
-    tensors: list[HFTensor]
-    dtype: np.dtype
-    workdir: Path
-    shard_bytes: int
-    say: Callable[[str], None]
-
-    @functools.cached_property
-    def _leaves(self) -> dict[str, jax.Array]:
-        return tree.leaves(self.opened.params)
-
-    def array(self, tensor: HFTensor) -> np.ndarray:
-        """Return a tensor of transformers in the run's dtype."""
-
-        def leaf(part: MappedSlice) -> np.ndarray:
-            leaf_array = self._leaves[part.path]
-            return np.asarray(leaf_array[part.lead] if part.lead else leaf_array)
-
-        return tensor.joined(leaf)
