@@ -111,7 +111,7 @@ def _origins(options: Options, say: Say) -> list[InitSource]:
             why=f"the command names {', '.join(map(str, origins))}",
             fix=f"--steps={','.join(map(str, sorted(several)))}"
             if len(several) > 1 and not options.others
-            else "name different checkpoints by --steps=A,B, or of other runs by --with",
+            else "name different checkpoints by --steps=A,B and of other runs by --with",
         )
     return origins
 
