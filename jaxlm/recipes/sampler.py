@@ -1,4 +1,4 @@
-"""Text from a model: the same prompts, drawn with the same keys, at any step."""
+"""Text from a model: the same prompts with the same keys, at any step."""
 
 import functools
 from collections.abc import Callable
@@ -20,34 +20,36 @@ from jaxlm.models.config import EncoderDecoder
 from jaxlm.parallel import host, rules
 
 MIN_PADDED = (
-    32  # slots of a prompt; longer ones have a power of two, so that few lengths are compiled
+    32  # slots of a prompt; longer ones are padded to powers of two, to compile few lengths
 )
-SHOWN_TOKENS = 4  # of each row between two looks at what there is, where it is told
-# Told of a row, by its place among the prompts: what follows of its text, and whether that was all.
+STREAMED_TOKENS = 4  # per row between two calls of `on_text`
+# Receives the index of a prompt, the next part of its text, and True at the end of the text.
 OnText = Callable[[int, str, bool], None]
 REASONS = {decode.LENGTH: "length", decode.END: "eos_token", decode.STOP: "stop_sequence"}
 
 
 class Continuation(NamedTuple):
-    """What follows a prompt."""
+    """The continuation of a prompt."""
 
     prompt: str
-    ids: list[int]  # without the end token; the last may reach beyond the stop that cut the text
+    ids: list[int]  # without the end token; the last may reach beyond the stop sequence
     text: str
     log_probabilities: list[float] | None  # of each id
     finish_reason: str
 
     def as_json(self) -> dict[str, Any]:
-        """Under these names; without log-probabilities where they were not asked for."""
+        """Return the fields; without log-probabilities if they were not requested."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 class Sampler:
-    """Goes on from prompts, which are read `both_ways` or not. One program is compiled for each number of prompts and padded length.
+    """Continues prompts; one program is compiled for each number of prompts and padded length.
+
+    `both_ways` makes attention within a prompt bidirectional.
 
     Raises:
-      ConfigError: where a prompt of the config and what follows it do not fit the model's position table; `flag` is what
-        its fix puts before `max_tokens`.
+      ConfigError: if a prompt of the config and its continuation do not fit the model's position
+        table; `flag` is the prefix of `max_tokens` in the fix.
     """
 
     def __init__(
@@ -65,9 +67,10 @@ class Sampler:
         self._check_room(blueprint.config.positions, flag)
         if config.prompt_lookup and not decode.can_look_up(blueprint.config):
             raise ConfigError(
-                "this model cannot check guesses",
+                "this model does not support prompt lookup",
                 where=f"{flag}prompt_lookup={config.prompt_lookup}",
-                why="it reads a text otherwise once that goes beyond the original context (rope_scaling.name=long), as guesses may",
+                why="guesses may go beyond the original context, which changes its rotary "
+                "frequencies (rope_scaling.name=long)",
                 fix=f"{flag}prompt_lookup=0",
             )
         ids = np.arange(blueprint.config.vocab)
@@ -83,10 +86,7 @@ class Sampler:
         }
         if config.beams > 1:
             searched = beam.build(
-                blueprint.merge,
-                beams=config.beams,
-                length_penalty=config.length_penalty,
-                **shared,
+                blueprint.merge, beams=config.beams, length_penalty=config.length_penalty, **shared
             )
             self._search = jax.jit(searched)
             return
@@ -113,16 +113,17 @@ class Sampler:
             return
         room = positions - longest
         raise ConfigError(
-            f"{longest} prompt tokens and {self.config.max_tokens} new ones are more than the model has positions",
+            f"{longest} prompt tokens and {self.config.max_tokens} new ones exceed the positions",
             where=f"{flag}prompts, {flag}max_tokens",
             why=f"the model has {positions} positions",
             fix=f"{flag}max_tokens={room}" if room > 0 else "a shorter prompt",
         )
 
     def _rows(self, prompts: tuple[str, ...]) -> list[list[int]]:
-        """The ids of each prompt as a document begins; where nothing does, after the end of another.
+        """Return the ids of each prompt as the start of a document, or after an end token.
 
-        An encoder reads each as a whole document.
+        An end token stands in for a missing start token. An encoder reads each prompt as a whole
+        document.
         """
         first = self.tokenizer.before
         encoded = self.tokenizer.encode_many(prompts)
@@ -130,64 +131,66 @@ class Sampler:
             return [[*first, *ids, *self.tokenizer.after] for ids in encoded]
         return [[*(first if first or ids else self.tokenizer.after), *ids] for ids in encoded]
 
-    def write(self, params: Any, tell: OnText | None = None) -> list[Continuation]:
-        """What follows each prompt of the config. Depends on that prompt and its seed, not on what is beside it.
+    def write(self, params: Any, on_text: OnText | None = None) -> list[Continuation]:
+        """Return the continuation of each prompt; it depends on that prompt and its seed only.
 
-        `tell` is told of it as it is made, but of a search, whose text is not known before its end.
+        `on_text` receives text while it is generated; beam search does not call it.
         """
         config, tokenizer = self.config, self.tokenizer
         rows = self._rows(config.prompts)
         seeds = config.seed if len(config.seed) > 1 else config.seed * len(rows)
-        # Rows that only fill up to the devices hold one token, and are dropped again.
+        # Rows that fill the devices hold one token and are dropped.
         spare = -len(rows) % rules.split(jax.sharding.get_abstract_mesh(), "batch")
         rows += [[tokenizer.eos]] * spare
-        longest = max(MIN_PADDED, 1 << (max(map(len, rows)) - 1).bit_length())
-        padded = np.full((len(rows), longest), tokenizer.pad, np.int32)
+        padded_length = max(MIN_PADDED, 1 << (max(map(len, rows)) - 1).bit_length())
+        padded = np.full((len(rows), padded_length), tokenizer.pad, np.int32)
         for row, ids in zip(padded, rows, strict=True):
             row[: len(ids)] = ids
         lengths = np.array([len(ids) for ids in rows], np.int32)
         keys = jnp.stack([random.key(seed, "sample") for seed in (*seeds, *(0,) * spare)])
-        given = (padded, lengths, keys)
+        inputs = (padded, lengths, keys)
         if config.beams > 1:
-            out = host.fetch(self._search(params, *given))
+            out = host.fetch(self._search(params, *inputs))
         else:
-            out = self._drawn(params, given, tell)
+            out = self._drawn(params, inputs, on_text)
         return [self._written(prompt, row, out) for row, prompt in enumerate(config.prompts)]
 
-    def _drawn(self, params: Any, given: tuple[Any, ...], tell: OnText | None) -> decode.Generated:
-        """By the same programs, in one go or, where somebody is told, some tokens at a time."""
-        decoding, most = self._decoding, self.config.max_tokens
-        ready, keys = decoding.ready(params), given[-1]
-        state = decoding.begin(ready, *given)
-        if tell is None:
-            state = decoding.go_on(ready, state, keys, jnp.int32(most))
+    def _drawn(
+        self, params: Any, inputs: tuple[Any, ...], on_text: OnText | None
+    ) -> decode.Generated:
+        """Generate with the same programs: all at once, or a few tokens at a time for `on_text`."""
+        decoding, max_tokens = self._decoding, self.config.max_tokens
+        prepared, keys = decoding.ready(params), inputs[-1]
+        state = decoding.begin(prepared, *inputs)
+        if on_text is None:
+            state = decoding.go_on(prepared, state, keys, jnp.int32(max_tokens))
             return host.fetch(decode.drawn(state))
         streams = [Stream(self._stops) for _ in self.config.prompts]
         shown, until = [0] * len(streams), 1
         while True:
             ids, lengths, reasons = host.fetch((state.ids, state.length, state.reason))
-            is_last = not ((reasons < 0) & (lengths < most)).any()
+            is_last = not ((reasons < 0) & (lengths < max_tokens)).any()
             for row, stream in enumerate(streams):
                 end = lengths[row] - (reasons[row] == decode.END)
                 more = b"".join(self.tokenizer.table[i] for i in ids[row, shown[row] : end])
                 shown[row] = end
                 is_ended = is_last or bool(reasons[row] >= 0)
-                tell(row, stream.push(more, is_ended=is_ended), is_ended)
+                on_text(row, stream.push(more, is_ended=is_ended), is_ended)
             if is_last:
                 return host.fetch(decode.drawn(state))
-            until = min(until + SHOWN_TOKENS, most)
-            state = decoding.go_on(ready, state, keys, jnp.int32(until))
+            until = min(until + STREAMED_TOKENS, max_tokens)
+            state = decoding.go_on(prepared, state, keys, jnp.int32(until))
 
     def _written(self, prompt: str, row: int, out: Any) -> Continuation:
         reason, count = int(out.reason[row]), int(out.length[row])
         count -= reason == decode.END
         ids = out.ids[row, :count].tolist()
         text = b"".join(self.tokenizer.table[i] for i in ids)
-        found = out.log_probabilities
+        scores = out.log_probabilities
         return Continuation(
             prompt=prompt,
             ids=ids,
             text=text_stream.cut(text, self._stops).decode("utf-8", "replace"),
-            log_probabilities=None if found is None else found[row, :count].tolist(),
+            log_probabilities=None if scores is None else scores[row, :count].tolist(),
             finish_reason=REASONS[reason],
         )

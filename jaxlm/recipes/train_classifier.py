@@ -1,4 +1,4 @@
-"""A classifier of text from sets of examples: read, trained on most of them, measured on the rest, written."""
+"""Train a text classifier on labeled files, measure it on held-out texts, and write it."""
 
 import dataclasses
 import functools
@@ -23,20 +23,20 @@ from jaxlm.data import cache
 from jaxlm.data.documents import Corpus
 
 THRESHOLDS = 0.1, 0.3, 0.5, 0.7, 0.9
-FEWEST = 10  # examples of a label, below which nothing is learnt or measured
+MIN_EXAMPLES = 10  # of each label, to train and to measure
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What it learns from, and how."""
+    """Examples and training settings of a classifier."""
 
     examples: dict[str, tuple[str, ...]]  # globs of files by label
     out: Path
     text_key: str = "text"
-    held_out: float = 0.1  # share of the examples of each label that it is measured on
+    held_out: float = 0.1  # share of the examples of each label to measure on
     epochs: int = 5
     batch: int = 64
-    lr: float = 0.05  # falls to nothing in a line
+    lr: float = 0.05  # decays linearly to zero
     seed: int = 0
     features: Features = dataclasses.field(default_factory=Features)
 
@@ -49,21 +49,22 @@ class _Examples:
 
 
 def train(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """What was read, and how well the labels of texts that were held out are found.
+    """Train, measure and write a classifier; returns counts and metrics.
 
-    Every label weighs the same, however many examples it has: the probabilities are those of a world where each is as likely.
-    Memory: all texts, and of each the numbers of its features, at most 8 bytes x `features.run` x `features.words`.
+    Labels weigh the same, regardless of their number of examples: probabilities assume equal
+    priors. Memory: all texts, and at most 8 bytes x `features.run` x `features.words` per text for
+    features.
 
     Raises:
-      InputMissing: where a pattern matches no file.
-      DataError: where a label has too few examples.
-      NotWritable: where the folder exists or cannot be written.
+      InputMissing: if a pattern matches no file.
+      DataError: if a label has too few examples.
+      NotWritable: if the folder exists or cannot be written.
     """
     if options.out.exists():
         raise NotWritable(
             "the folder exists",
             where=str(options.out),
-            why="a classifier is never overwritten: what was filtered with it could not be done again",
+            why="a classifier is never overwritten: its filtered data could not be reproduced",
             fix=f"--out={options.out}-2",
         )
     counts = Counter[str]()
@@ -90,39 +91,44 @@ def train(options: Options, say: Callable[[str], None] = lambda _: None) -> dict
 def measured(
     model: Linear, texts: list[str], labels: np.ndarray, chosen: np.ndarray
 ) -> dict[str, Any]:
-    """Accuracy, and of each label the precision and recall where it is the likeliest, and at thresholds of its probability."""
-    wanted = np.flatnonzero(chosen)
-    truth = labels[wanted]
-    found = np.array([model.probabilities(texts[at]) for at in wanted])
-    best = found.argmax(axis=1)
+    """Return the accuracy, and precision and recall of each label.
+
+    A label is predicted if it is the most likely, or at thresholds of its probability.
+    """
+    rows = np.flatnonzero(chosen)
+    truth = labels[rows]
+    probabilities = np.array([model.probabilities(texts[row]) for row in rows])
+    best = probabilities.argmax(axis=1)
     figures = {}
     for number, label in enumerate(model.labels):
         is_it = truth == number
         figures[label] = {
             **_figures(best == number, is_it),
-            "thresholds": {f"{t:g}": _figures(found[:, number] >= t, is_it) for t in THRESHOLDS},
+            "thresholds": {
+                f"{t:g}": _figures(probabilities[:, number] >= t, is_it) for t in THRESHOLDS
+            },
         }
     return {"accuracy": float((best == truth).mean()), "labels": figures}
 
 
-def _figures(said: np.ndarray, is_it: np.ndarray) -> dict[str, float | None]:
-    """Precision and recall; None where nothing was said, as then there is no precision."""
-    both = int((said & is_it).sum())
+def _figures(predicted: np.ndarray, actual: np.ndarray) -> dict[str, float | None]:
+    """Return precision and recall; precision is None without positives."""
+    hits = int((predicted & actual).sum())
     return {
-        "precision": both / int(said.sum()) if said.any() else None,
-        "recall": both / int(is_it.sum()),
+        "precision": hits / int(predicted.sum()) if predicted.any() else None,
+        "recall": hits / int(actual.sum()),
     }
 
 
 def _read(options: Options, counts: Counter[str]) -> _Examples:
-    """Every example once. What is held out follows from the text, so that no text is on both sides."""
+    """Return every example once; the hash of a text decides if it is held out."""
     labels: dict[str, int] = {}
-    torn = set[str]()
+    ambiguous = set[str]()
     for number, (label, patterns) in enumerate(options.examples.items()):
         for text in _texts(label, patterns, options.text_key, counts):
             if labels.setdefault(text, number) != number:
-                torn.add(text)
-    for text in torn:
+                ambiguous.add(text)
+    for text in ambiguous:
         counts["under two labels"] += 1
         del labels[text]
     texts = list(labels)
@@ -132,20 +138,20 @@ def _read(options: Options, counts: Counter[str]) -> _Examples:
     held_out = np.array(
         [int.from_bytes(d, "little") < options.held_out * 2**64 for d in drawn], bool
     )
-    found = _Examples(texts, np.array(list(labels.values()), np.int32), held_out)
+    examples = _Examples(texts, np.array(list(labels.values()), np.int32), held_out)
     for number, label in enumerate(options.examples):
         for side, name in ((held_out, "held out"), (~held_out, "to learn from")):
-            count = int((side & (found.labels == number)).sum())
-            if count < FEWEST:
+            count = int((side & (examples.labels == number)).sum())
+            if count < MIN_EXAMPLES:
                 raise DataError(
                     f"{label} has {count} examples {name}",
                     where=", ".join(options.examples[label]),
-                    why=f"with fewer than {FEWEST} nothing is learnt or measured",
+                    why=f"training and measuring need {MIN_EXAMPLES} each",
                     fix=f"--held_out={min(0.5, max(0.1, 2 * options.held_out)):.0%}"
                     if side is held_out and options.held_out < 0.5
                     else "name more files of examples",
                 )
-    return found
+    return examples
 
 
 def _texts(
@@ -167,9 +173,9 @@ def _by_label(options: Options, labels: np.ndarray) -> dict[str, int]:
 
 
 def _fitted(options: Options, examples: _Examples) -> Linear:
-    """Adam on the mean over labels of the mean of -log of the right one's probability."""
+    """Minimize with Adam the mean over labels of the mean -log probability of the right label."""
     chosen = np.flatnonzero(~examples.held_out)
-    features = [options.features.of(examples.texts[at]) for at in chosen]
+    features = [options.features.of(examples.texts[index]) for index in chosen]
     labels = examples.labels[chosen]
     count = len(options.examples)
     weight = len(labels) / (count * np.bincount(labels, minlength=count))
@@ -188,12 +194,10 @@ def _fitted(options: Options, examples: _Examples) -> Linear:
         for begin in range(0, len(order), options.batch):
             rows = order[begin : begin + options.batch]
             ids = np.full((options.batch, width), options.features.buckets, np.int32)
-            for at, row in enumerate(rows):
-                ids[at, : len(features[row])] = features[row]
-            targets, weights = (
-                np.zeros(options.batch, np.int32),
-                np.zeros(options.batch, np.float32),
-            )
+            for slot, row in enumerate(rows):
+                ids[slot, : len(features[row])] = features[row]
+            targets = np.zeros(options.batch, np.int32)
+            weights = np.zeros(options.batch, np.float32)
             targets[: len(rows)] = labels[rows]
             weights[: len(rows)] = weight[labels[rows]]
             params, state = step(params, state, ids, targets, weights)
@@ -205,15 +209,15 @@ def _step(
     optimizer: optax.GradientTransformation,
     params: Any,
     state: Any,
-    ids: jax.Array,  # i32[batch, features], past the table where there is none
+    ids: jax.Array,  # i32[batch, features], padded with an index beyond the table
     targets: jax.Array,  # i32[batch]
-    weights: jax.Array,  # f32[batch], 0 for rows that fill the batch
+    weights: jax.Array,  # f32[batch], 0 for padding rows
 ) -> tuple[Any, Any]:
     def loss(params: Any) -> jax.Array:
         buckets = params["weights"].shape[0]
-        found = jnp.take(params["weights"], ids, axis=0, mode="fill", fill_value=0.0)
+        vectors = jnp.take(params["weights"], ids, axis=0, mode="fill", fill_value=0.0)
         size = jnp.maximum((ids < buckets).sum(axis=1, keepdims=True), 1)
-        logits = found.sum(axis=1) / jnp.sqrt(size) + params["bias"][None]
+        logits = vectors.sum(axis=1) / jnp.sqrt(size) + params["bias"][None]
         nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         return (nll * weights).sum() / jnp.maximum(weights.sum(), 1e-9)
 

@@ -238,7 +238,7 @@ def test_an_imported_run_is_evaluated_and_goes_on_from_its_own_tokens(capsys, tm
     assert code == 0
     code, answer, _ = call(capsys, "import", f"--from={source}", f"--workdir={run}")
     assert code == 2
-    assert "there is a run in this directory" in answer["error"]["what"]
+    assert "the directory already contains a run" in answer["error"]["what"]
 
 
 @pytest.mark.parametrize("point", ["save.files", "save.commit"])
@@ -273,7 +273,7 @@ def test_weights_without_the_config_that_makes_them_a_run_are_kept_and_imported_
     (run / "config.json").unlink()
     (run / "imported.json").unlink()  # then it may be anybody's
     code, answer, _ = call(capsys, *words)
-    assert (code, answer["error"]["what"]) == (2, "there is a run in this directory")
+    assert (code, answer["error"]["what"]) == (2, "the directory already contains a run")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])  # of its own head, and of the embedding
@@ -331,7 +331,7 @@ def test_a_token_that_is_there_is_not_added(capsys, tmp_path, token):
         capsys, "import", f"--from={source}", f"--workdir={run}", f"--add_token={token}"
     )
     assert code == 2
-    assert "is no new token" in answer["error"]["what"]
+    assert "is not a new token" in answer["error"]["what"]
     assert not run.exists()
 
 
@@ -643,13 +643,13 @@ def test_s3_a_folder_that_says_nothing_of_its_files_is_imported_and_that_is_said
     source, run = write(tmp_path / "source"), tmp_path / "run"
     code, _, told = call(capsys, "import", f"--from={source}", f"--workdir={run}")
     assert code == 0
-    said = [line for line in told.splitlines() if line.startswith("nothing to compare with")]
+    said = [line for line in told.splitlines() if line.startswith("no sha256 to compare with")]
     assert len(said) == 1
     digest = hashlib.sha256((source / "config.json").read_bytes()).hexdigest()
     (source / "SHA256SUMS").write_text(f"of no form\n{digest} *config.json\n")
     code, _, told = call(capsys, "import", f"--from={source}", f"--workdir={tmp_path / 'other'}")
     assert code == 0
-    assert "compared by sha256: 1 of 4 files; nothing says what must be in tokenizer.json" in told
+    assert "compared by sha256: 1 of 4 files; no sha256 is known of tokenizer.json" in told
 
 
 def test_s3_a_cache_of_the_hub_names_its_large_files_by_what_they_must_hold(capsys, tmp_path):
@@ -673,7 +673,7 @@ def test_s3_a_cache_of_the_hub_names_its_large_files_by_what_they_must_hold(caps
     flip(blob, payload(blob)[1] - 100)
     code, _, told = call(capsys, *words)
     assert code == 0
-    assert "compared by sha256: 1 of 4 files; nothing says what must be in config.json" in told
+    assert "compared by sha256: 1 of 4 files; no sha256 is known of config.json" in told
 
 
 @pytest.mark.parametrize("way", ["climbs", "absolute", "a link"])
@@ -803,7 +803,7 @@ def last_row(array):
     ("name", "change", "said"),
     [
         ("mlp", lambda array: array * 1.01, "other logits"),
-        ("mlp", lambda array: array * np.nan, "no numbers"),
+        ("mlp", lambda array: array * np.nan, "not finite"),
         ("embed_tokens", last_row, "other weights"),
     ],
 )

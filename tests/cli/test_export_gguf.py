@@ -141,7 +141,7 @@ def test_what_is_imported_again_says_and_computes_the_same(capsys, tmp_path):
     ("family", "why"),
     [
         (GPT2(vocab=VOCAB, width=32, depth=2, heads=4, context=64), "it is a gpt2"),
-        (Mistral(**SIZES, window=8), "sliding_window = 8, and a reader of the file takes None"),
+        (Mistral(**SIZES, window=8), "sliding_window = 8 is read back as None"),
         (Llama(**SIZES, activation="gelu"), "hidden_act"),
         (Llama(**SIZES, head_dim=16, rope_theta=50.0, rope_scaling=ODD), "not Llama 3.1's scaling"),
         (Gemma2(**SIZES, window=8, query_scale=20), "query_pre_attn_scalar = 20"),

@@ -163,8 +163,8 @@ def test_the_step_and_its_layout_can_be_traced(name, hardware):
     ("name", "hardware", "why", "nearest"),
     [
         *((*pair, *told) for pair, told in TOO_SMALL.items()),
-        ("llama_8b", "16gpu", "has 1,280 GB: it fits, with a mesh of your own", "8gpu"),
-        ("llama_8b", "v6e_256", "neither a number of GPUs", "v6e-256"),
+        ("llama_8b", "16gpu", "has 1,280 GB: it fits, with --config.mesh settings", "8gpu"),
+        ("llama_8b", "v6e_256", "is a number of GPUs", "v6e-256"),
     ],
 )
 def test_hardware_that_a_config_is_not_for_is_refused_with_why_and_the_nearest(
@@ -173,6 +173,6 @@ def test_hardware_that_a_config_is_not_for_is_refused_with_why_and_the_nearest(
     with pytest.raises(ConfigError) as caught:
         load(name, hardware)
     assert why in caught.value.why
-    assert f"there are layouts for {', '.join(NAMED[name])}" in caught.value.why
+    assert f"the file has layouts for {', '.join(NAMED[name])}" in caught.value.why
     assert caught.value.fix.splitlines()[0].endswith(f"configs/{name}.py:{nearest}")
     assert nearest in NAMED[name]

@@ -33,7 +33,7 @@ from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
 from jaxlm.recipes import jax_setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.diagnose import topology
+from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.train.programs import without_data
 from tests.nn import reference
 from tests.recipes.accumulation import Sum, narrow_sums
@@ -125,8 +125,8 @@ def engine_of(settings, mesh):
     sizes = {"data": 1} | (mesh or {})
     grid = meshes.build(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(grid):
-        engine = without_data(run, grid, topology.vocabulary(run))
-        return grid, engine, (engine.abstract(), topology.abstract_batch(run, grid))
+        engine = without_data(run, grid, collectives.vocabulary(run))
+        return grid, engine, (engine.abstract(), collectives.abstract_batch(run, grid))
 
 
 @functools.cache

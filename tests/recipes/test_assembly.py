@@ -56,7 +56,7 @@ def changed(config, flags):
     [
         ({"depth": 6}, "depth = 6 does not divide by 4"),
         ({"depth": 12, "pipeline": "circular"}, "depth = 12 does not divide by 8"),
-        ({"pipeline": "circular", "microbatches": 2}, "microbatches = 2 cannot go around 4"),
+        ({"pipeline": "circular", "microbatches": 2}, "microbatches = 2 cannot fill 4"),
         ({"batch": 6}, "batch = 6 does not divide by 4"),
         ({"batch": 6, "depth": 6}, "depth = 6"),
     ],

@@ -153,7 +153,7 @@ def test_what_an_encoder_decoder_cannot_do_is_refused_with_what_can(config, caps
     for verb in ("check", "scale"):
         code, answer = call(capsys, verb, *flags, *SPANS, *SCALED.get(verb, ()))
         assert code == 2
-        assert "is only trained, planned, evaluated and used" in answer["error"]["what"]
+        assert "cannot be resized" in answer["error"]["what"]
     split = ["--config.mesh.pipe=1", "--config.mesh.context=2", "--config.mesh.data=1"]
     run = config.replace("config.py", "run")
     code, answer = call(capsys, *harness.words(config, run, *SMALL, *SPANS, *split))

@@ -50,7 +50,7 @@ def test_an_encoder_learns_what_is_hidden_and_does_not_go_on(trained, capsys):
     assert [r["split"] for r in found].count("val") == 1
     code, answer = call(capsys, "generate", f"--workdir={trained}", "--prompt=one")
     assert code == 2
-    assert "has not learnt to go on" in answer["error"]["what"]
+    assert "cannot continue a text" in answer["error"]["what"]
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_a_model_that_fills_gaps_is_not_asked_to_go_on(config, tmp_path, capsys)
     capsys.readouterr()
     assert main(["generate", f"--workdir={run}", "--prompt=one", "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
-    assert "has not learnt to go on" in error["what"]
+    assert "cannot continue a text" in error["what"]
 
 
 @pytest.mark.parametrize("name", EVERY)

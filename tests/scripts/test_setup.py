@@ -289,7 +289,7 @@ SLOW = [
     (".venv-parity", "-q -m parity", ""),
     (".venv-ray", "-q -m cluster tests/corpus", ""),
     (".venv-trackers", "-q -m trackers tests/monitor/test_trackers.py", ""),
-    (".venv-tpu", "-q -m slow -k topology tests/house/test_readme.py tests/recipes/test_topology.py", ""),
+    (".venv-tpu", "-q -m slow -k topology tests/house/test_readme.py tests/recipes/diagnose/test_topology.py", ""),
 ]  # fmt: skip
 GPU = (".venv-gpu", "-q -m gpu tests/faults/test_gpu.py", "")
 

@@ -1,4 +1,4 @@
-"""How fast this machine trains, on standard sizes: the compiled step on rows that lie on the device."""
+"""Training speed of this machine on standard sizes: the compiled step on random rows."""
 
 import dataclasses
 import statistics
@@ -21,78 +21,41 @@ from jaxlm.recipes.plan import divisibility, oom
 from jaxlm.recipes.train import programs
 from jaxlm.recipes.train.programs import without_data
 
-LEAST_STEPS = 3
+MIN_STEPS = 3
 Say = Callable[[str], None]
 
-# By parameters. The first is nanoGPT's CPU setting, the second the quickstart's model, the last two published ones.
+# By parameters: nanoGPT's CPU setting, the quickstart's model, and two published models.
 SIZES: dict[str, dict[str, str]] = {
-    "0.8M": {
-        "model.family": "gpt2",
-        "model.vocab": "128",
-        "model.depth": "4",
-        "model.width": "128",
-        "model.heads": "4",
-        "model.context": "64",
-        "data.sequence": "64",
-        "train.batch": "16",
-    },
-    "4M": {
-        "model.family": "llama",
-        "model.vocab": "2048",
-        "model.depth": "4",
-        "model.width": "256",
-        "model.heads": "4",
-        "model.kv_heads": "2",
-        "data.sequence": "256",
-        "train.batch": "8",
-    },
-    "124M": {
-        "model.family": "gpt2",
-        "model.vocab": "50304",
-        "model.depth": "12",
-        "model.width": "768",
-        "model.heads": "12",
-        "model.context": "1024",
-        "data.sequence": "1024",
-        "train.batch": "8",
-        "loss.chunk": "2048",
-    },
-    "1B": {
-        "model.family": "llama",
-        "model.vocab": "128256",
-        "model.depth": "16",
-        "model.width": "2048",
-        "model.heads": "32",
-        "model.kv_heads": "8",
-        "model.hidden": "8192",
-        "model.tied": "True",
-        "data.sequence": "2048",
-        "train.batch": "8",
-        "train.remat": "full",
-        "loss.chunk": "2048",
-    },
+    name: dict(setting.split("=") for setting in settings.split())
+    for name, settings in {
+        "0.8M": "model.family=gpt2 model.vocab=128 model.depth=4 model.width=128 model.heads=4 "
+        "model.context=64 data.sequence=64 train.batch=16",
+        "4M": "model.family=llama model.vocab=2048 model.depth=4 model.width=256 model.heads=4 "
+        "model.kv_heads=2 data.sequence=256 train.batch=8",
+        "124M": "model.family=gpt2 model.vocab=50304 model.depth=12 model.width=768 "
+        "model.heads=12 model.context=1024 data.sequence=1024 train.batch=8 loss.chunk=2048",
+        "1B": "model.family=llama model.vocab=128256 model.depth=16 model.width=2048 "
+        "model.heads=32 model.kv_heads=8 model.hidden=8192 model.tied=True data.sequence=2048 "
+        "train.batch=8 train.remat=full loss.chunk=2048",
+    }.items()
 }
 CPU_SIZES, ACCELERATOR_SIZES = ("0.8M", "4M"), ("124M", "1B")
 
 
-def sizes(wanted: str | None) -> list[str]:
-    """The sizes to measure: those named with commas between, or what suits the devices.
-
-    Raises:
-      CommandError: for a name that there is not.
-    """
-    if wanted is None:
+def sizes(text: str | None) -> list[str]:
+    """Return the sizes named in `text`, or those for this platform. Raises CommandError."""
+    if text is None:
         return list(CPU_SIZES if jax.default_backend() == "cpu" else ACCELERATOR_SIZES)
-    names = wanted.split(",")
+    names = text.split(",")
     if wrong := [name for name in names if name not in SIZES]:
-        meant = [spelling.nearest(name, SIZES) for name in names]
+        suggestions = [spelling.nearest(name, SIZES) for name in names]
         raise CommandError(
-            f"there is no size {wrong[0]!r}",
-            where=f"--sizes={wanted}",
+            f"size {wrong[0]!r} does not exist",
+            where=f"--sizes={text}",
             why=f"the sizes are {', '.join(SIZES)}",
-            fix=f"--sizes={','.join(filter(None, meant))}"
-            if all(meant)
-            else "name sizes of these, with commas between",
+            fix=f"--sizes={','.join(filter(None, suggestions))}"
+            if all(suggestions)
+            else "name some of these sizes, with commas between",
         )
     return names
 
@@ -100,12 +63,12 @@ def sizes(wanted: str | None) -> list[str]:
 def measure(
     names: Sequence[str], overrides: Sequence[tuple[str, str]], seconds: float, say: Say
 ) -> Iterator[dict[str, Any]]:
-    """A row for each size: at least three steps of it, or as many as fit in `seconds`.
+    """Yield a row per size: at least three steps, or as many as fit in `seconds`.
 
-    `overrides` are settings for all of them. The batch has its rows times the number of devices.
+    `overrides` apply to all sizes. The batch is multiplied by the number of devices.
 
     Raises:
-      ConfigError, OutOfMemory: where a size does not fit with these settings.
+      ConfigError, OutOfMemory: if a size does not fit with these settings.
     """
     jax_setup.start()
     for name in names:
@@ -128,29 +91,29 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
     forecast = oom.forecast_here(run, model.blueprint.config)
     with jax.set_mesh(grid):
         state, batch = engine.init_state(), host.put(grid, _rows(run, vocab))
-        begun = time.perf_counter()
+        started = time.perf_counter()
         step = engine.step.lower(state, batch).compile()
-        compiled = time.perf_counter() - begun
+        compiled = time.perf_counter() - started
         held = programs.compiled_memory(step)
         oom.check(run, forecast, held["total"])
         state, metrics = step(state, batch)
         jax.block_until_ready(state)
         times: list[float] = []
-        while len(times) < LEAST_STEPS or sum(times) < seconds:
-            begun = time.perf_counter()
+        while len(times) < MIN_STEPS or sum(times) < seconds:
+            started = time.perf_counter()
             state, metrics = step(state, batch)
             jax.block_until_ready(state)
-            times.append(time.perf_counter() - begun)
-    middle = statistics.median(times)
+            times.append(time.perf_counter() - started)
+    median = statistics.median(times)
     peak = chips.peak_flops(jax.devices()[0].device_kind, jax.device_count())
     flops = model_cost.flops_per_token(model.blueprint.config, run.data.sequence, causal=True)
     return {
         "parameters": model_cost.parameters(model.blueprint.config),
         "tokens_per_step": run.tokens_per_step,
         "steps": len(times),
-        "step_seconds": [min(times), middle, max(times)],
-        "tokens_per_second": run.tokens_per_step / middle,
-        "mfu": None if peak is None else flops * run.tokens_per_step / middle / peak,
+        "step_seconds": [min(times), median, max(times)],
+        "tokens_per_second": run.tokens_per_step / median,
+        "mfu": None if peak is None else flops * run.tokens_per_step / median / peak,
         "compile_seconds": compiled,
         "bytes_per_device": held["total"],
         "planned_bytes_per_device": forecast and forecast.bytes_per_device["total"],
@@ -161,7 +124,7 @@ def _measured(run: Run, seconds: float) -> dict[str, Any]:
 
 
 def _rows(run: Run, vocab: int) -> Tokens:
-    """Random ids, as many as a batch has; each predicts the next."""
+    """Return a batch of random ids; each predicts the next."""
     shape = (run.train.batch, run.data.sequence)
     ids = np.random.default_rng(0).integers(0, vocab, shape, np.int32)
     slots = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)

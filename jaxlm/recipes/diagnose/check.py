@@ -1,4 +1,4 @@
-"""A run tried on fake devices: does it compute what one device would, and does it send only what it must."""
+"""Trial of a run on fake devices: equal results to one device, and no unexpected communication."""
 
 import dataclasses
 import math
@@ -22,18 +22,16 @@ from jaxlm.parallel import hlo_collectives, host, logical, mesh
 from jaxlm.parallel.config import AXES, MeshConfig, shown
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.diagnose import collectives, topology
+from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import attention_kernels, divisibility
 from jaxlm.recipes.train.programs import TrainPrograms
 
-# A run made small enough to try on fake devices: the same parts, the same pattern, the same axes, and sizes that still divide.
-
-
 HEAD_DIM = 8
 VOCAB = 512  # more than the bytes' ids, and more than any width here
-# Nothing has these as sizes, and parts of them are marks too, however an array is reshaped.
+# Primes that divide no size of the model: they survive every reshape of an array.
 MARKS = (5, 7, 11, 13, 17)
-# Drawn by micro-batch where there are stages, and by place where a ring deals slots out: no loss of one device to compare with.
+# Random numbers depend on micro-batches in a pipeline and on slots in a ring: one device would
+# draw others.
 RATES = (
     "embedding_dropout",
     "attention_dropout",
@@ -41,61 +39,71 @@ RATES = (
     "layer_drop",
     "embedding_noise",
 )
+TOLERANCE = 1e-5  # relative, of losses and gradient norms in float32
+# Largest difference in a leaf's gradient over its largest element, or over FLOOR times the largest
+# of all leaves if that is more. A bias of keys has a gradient of rounding errors only, as it shifts
+# all scores of a query equally.
+GRADIENT_TOLERANCE = 1e-4
+FLOOR = 1e-2
+# Axes besides fsdp and tensor that must split a matrix, by logical axis; and logical axes that
+# tensor does not split. Independent of logical.RULES, which this checks.
+ALSO_SPLIT = {"layers": "pipe", "vocab": "pipe", "experts": "expert"}
+NOT_OVER_TENSOR = {"routes", "positions", "joined", "features", "rank"}
+ALONE = MeshConfig(pipe=1, data=1, fsdp=1, expert=1, context=1, tensor=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReducedRun:
-    """A small run, the mesh it fits, and what became what on the way."""
+    """A small run, its mesh, and the changes from the original."""
 
     run: Run
     mesh: dict[str, int]
-    mark: int  # divides the number of elements of an array just where the array has tokens
+    mark: int  # divides the number of elements of exactly the arrays with tokens
     changes: tuple[Change, ...]
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch, over all devices."""
+        """Return the tokens of a micro-batch, over all devices."""
         return self.run.tokens_per_step // self.run.train.microbatches
 
 
-def mesh_sizes(wanted: MeshConfig, limit: int) -> dict[str, int]:
-    """The axes of a mesh at 2 where they split anything, then doubled while `limit` devices suffice, the longest first.
+def mesh_sizes(requested: MeshConfig, limit: int) -> dict[str, int]:
+    """Return a mesh: 2 for axes that split anything, doubled up to `limit` devices, longest first.
 
-    `auto` may take any size.
+    An `auto` axis may have any size.
     """
-    sizes = {axis: 1 if getattr(wanted, axis) == 1 else 2 for axis in AXES}
-    most = {
-        axis: math.inf if getattr(wanted, axis) == "auto" else getattr(wanted, axis)
-        for axis in AXES
-    }
+    limits = {axis: getattr(requested, axis) for axis in AXES}
+    sizes = {axis: 1 if size == 1 else 2 for axis, size in limits.items()}
+    most = {axis: math.inf if size == "auto" else size for axis, size in limits.items()}
     while math.prod(sizes.values()) * 2 <= limit:
         free = [axis for axis in AXES if sizes[axis] > 1 and sizes[axis] * 2 <= most[axis]]
         if not free:
             break
-        # An axis of which the config says nothing grows last.
+        # Axes that the config leaves open grow last.
         longest = max(free, key=lambda axis: (most[axis] < math.inf, most[axis] / sizes[axis]))
         sizes[longest] *= 2
     return sizes
 
 
 def reduced_run(run: Run, steps: int, limit: int) -> ReducedRun:
-    """The run on at most `limit` devices (more where 2 an axis needs more), `steps` long, in float32.
+    """Return the run on about `limit` devices, `steps` long, in float32.
 
-    The number of tokens has a prime factor that no size of the model has. So an array on a device holds tokens just
-    where its number of elements has this factor, whatever the compiler made of its shape. What `auto` would choose for
-    attention by the sizes of the run itself is asked for by name; blockwise stands in for kernels of other platforms.
-    Nothing is dropped and no noise added: other meshes draw other numbers.
+    More devices are used if 2 per axis need more. The number of tokens has a prime factor that no
+    size of the model has, so an array holds tokens if and only if its number of elements has this
+    factor, in any shape that the compiler gives it. Kernels that `auto` would choose for the
+    original are requested by name; blockwise replaces kernels of other platforms. Dropout and noise
+    are off, as other meshes draw other numbers.
     """
     mesh = mesh_sizes(run.mesh, limit)
     model = _model(run.model, mesh, run.train.pipeline_repeats)
     mark = next(mark for mark in MARKS if all(size % mark for size in model.values() if size))
-    sequence = 2 * mark * mesh["context"]  # ring attention deals out two parts a device
+    sequence = 2 * mark * mesh["context"]  # ring attention needs two chunks per device
     microbatches = max(min(run.train.microbatches, 2), mesh["pipe"])
     rows = math.prod(mesh[axis] for axis in ("data", "fsdp", "expert")) * microbatches
     if hasattr(run.model, "context"):
         model["context"] = 2 ** math.ceil(math.log2(sequence))  # a table of positions has no tokens
     if getattr(run.model, "capacity", None):
-        # As many places as the mark in each row, so that what is sent to experts has it too.
+        # The capacity per row is the mark, so that arrays sent to experts have it too.
         model["capacity"] = mark * model["experts"] / (sequence * model["top_k"])
     raw = config.to_json(run)
     raw["model"] |= model
@@ -112,7 +120,7 @@ def reduced_run(run: Run, steps: int, limit: int) -> ReducedRun:
     raw["train"] |= {"steps": steps, "batch": rows, "microbatches": microbatches, "patience": None}
     raw["train"]["batch_warmup"] = []
     if run.loss.chunk is not None:
-        # Half of what is scored at once; behind a pipeline that is all micro-batches.
+        # Half of the tokens scored at once; after a pipeline these are all micro-batches.
         raw["loss"]["chunk"] = rows * sequence // (microbatches if mesh["pipe"] == 1 else 1) // 2
     raw["schedule"] = {"name": "constant", "warmup": "0"}
     raw["precision"] = {"params": "float32", "compute": "float32"}
@@ -124,35 +132,35 @@ def reduced_run(run: Run, steps: int, limit: int) -> ReducedRun:
 
 
 def _kernels(run: Run, small: dict[str, int]) -> set[str]:
-    """Those with which the run itself computes attention, on its own mesh; an axis that is `auto` has the small one's size."""
-    asked = {axis: getattr(run.mesh, axis) for axis in AXES}
-    sizes = {axis: small[axis] if size == "auto" else size for axis, size in asked.items()}
+    """Return the attention kernels of the original on its mesh; `auto` axes have the small size."""
+    requested = {axis: getattr(run.mesh, axis) for axis in AXES}
+    sizes = {axis: small[axis] if size == "auto" else size for axis, size in requested.items()}
     decoder = dataclasses.replace(run.model, vocab=VOCAB).build()
     decoder = attention_kernels.with_kernels(run, decoder, sizes, Target("cpu"))
     return {layer.attention.kernel for layer in decoder.layers}
 
 
 def _model(model: Any, mesh: dict[str, int], repeats: int) -> dict[str, Any]:
-    """The model's sizes: as few heads as `tensor` and the grouping allow, as few layers as stages and the pattern do."""
+    """Return small sizes of the model: the fewest heads and layers that mesh and pattern allow."""
     tensor = mesh["tensor"]
     first = min(getattr(model, "dense_depth", 0), 1)
     less = {"dense_depth": first} if hasattr(model, "dense_depth") else {}
     decoder = dataclasses.replace(model, vocab=VOCAB, **less).build()
     heads_of = decoder.pattern[0].attention
     kv_heads = math.lcm(tensor, min(heads_of.kv_heads, 2))
-    # Where heads can share keys they do, so that queries are told from keys by their number.
+    # Heads share keys if they can: then the number of elements separates queries from keys.
     grouped = 2 if hasattr(model, "kv_heads") else 1
     heads = kv_heads * grouped
     width = math.lcm(heads * HEAD_DIM, mesh["fsdp"])
-    turns = -(-(decoder.depth - len(decoder.prefix)) // len(decoder.pattern))
-    turns = min(turns, 2) if mesh["pipe"] == 1 else repeats * mesh["pipe"]
+    groups_of_layers = -(-(decoder.depth - len(decoder.prefix)) // len(decoder.pattern))
+    groups_of_layers = min(groups_of_layers, 2) if mesh["pipe"] == 1 else repeats * mesh["pipe"]
     experts = math.lcm(mesh["expert"], min(getattr(model, "experts", 1), 4))
     groups = min(getattr(model, "groups", 1), experts // 2)
     is_limited = getattr(model, "top_groups", 1) < getattr(model, "groups", 1)
     sizes = {
         "vocab": math.lcm(VOCAB, tensor),
         "width": width,
-        "depth": len(decoder.prefix) + turns * len(decoder.pattern),
+        "depth": len(decoder.prefix) + groups_of_layers * len(decoder.pattern),
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": HEAD_DIM,
@@ -173,23 +181,9 @@ def _model(model: Any, mesh: dict[str, int], repeats: int) -> dict[str, Any]:
     return {name: size for name, size in sizes.items() if hasattr(model, name)}
 
 
-TOLERANCE = 1e-5  # relative, of losses and gradient norms in float32
-# Of a leaf's gradient: its largest difference over its largest element, or over a share of the largest of all leaves where
-# that is more. A bias of keys has no gradient but rounding errors, as it adds the same to all scores of a query.
-GRADIENT_TOLERANCE = 1e-4
-FLOOR = 1e-2
-# By what a matrix has, the axes that are to split it beside fsdp and tensor; and what tensor has no part of. Said apart from
-# logical.RULES, which are judged by it.
-ALSO_SPLIT = {"layers": "pipe", "vocab": "pipe", "experts": "expert"}
-NOT_OVER_TENSOR = {"routes", "positions", "joined", "features", "rank"}
-ALONE = MeshConfig(pipe=1, data=1, fsdp=1, expert=1, context=1, tensor=1)
-
-Say = Callable[[str], None]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """What the command line says beside the config."""
+    """Options of `jaxlm check` besides the config."""
 
     steps: int = 3
     devices: int = 8
@@ -197,48 +191,48 @@ class CheckOptions:
 
 @dataclasses.dataclass(frozen=True)
 class TrialResult:
-    """What a small run did on a mesh."""
+    """Results of a small run on a mesh."""
 
     losses: list[float]
     grad_norms: list[float]
     gradient: dict[str, np.ndarray]  # of the first step, by leaf
-    whole: dict[str, list[str]]  # the axes over which each matrix is not split, and should be
+    whole: dict[str, list[str]]  # axes that should split each matrix and do not
     program: str
 
 
-def check(run: Run, options: CheckOptions, say: Say = lambda _: None) -> dict[str, Any]:
-    """Runs a config, made small, on fake devices and on one, and reads what its compiled step sends.
+def check(
+    run: Run, options: CheckOptions, say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Run a config, made small, on fake devices and on one, and inspect its compiled step.
 
-    `ok` is whether the losses, the gradient norms and the first gradient leaf by leaf agree, no matrix ended up whole along an
-    axis that should split it, no device holds the logits of the whole vocabulary where the mesh splits it, and nothing is sent
-    that should stay where it is.
+    `ok` is True if the losses, gradient norms and first gradients agree; no matrix is whole along
+    an axis that should split it; no device holds logits of the whole vocabulary if the mesh splits
+    it; and nothing is sent unexpectedly.
 
     Raises:
-      ConfigError: where the config's own sizes do not fit its own mesh.
-      CommandError: where JAX has started with too few devices.
+      ConfigError: if the config's own sizes do not fit its own mesh.
+      CommandError: if JAX has started with too few devices.
     """
     check_real(run)
     small = reduced_run(run, options.steps, options.devices)
     _start(math.prod(small.mesh.values()))
-    say(
-        f"{shown(small.mesh)}, on fake devices; a step is compiled for them, and one for a single device"
-    )
-    trial = _try(small, mesh.build(small.run.mesh, _devices(small.mesh)))
+    say(f"{shown(small.mesh)}, on fake devices; compiling a step for them, and one for one device")
+    trial = _try(small, mesh.build(small.run.mesh, jax.devices()[: math.prod(small.mesh.values())]))
     alone = _try(
         dataclasses.replace(small, run=dataclasses.replace(small.run, mesh=ALONE)),
         mesh.build(ALONE, jax.devices()[:1]),
     )
     step = step_of(small)
-    lines = collectives.table(hlo_collectives.read(trial.program), small.mesh, step)
+    rows = collectives.table(hlo_collectives.read(trial.program), small.mesh, step)
     whole = collectives.unsharded_arrays(hlo_collectives.results(trial.program), small.mesh, step)
     deviation = max(
         _deviation(trial.losses, alone.losses), _deviation(trial.grad_norms, alone.grad_norms)
     )
-    replicated = _accidents(run, trial.whole)
+    replicated = _replicated(run, trial.whole)
     leaves = _deviations(trial.gradient, alone.gradient)
     worst = max(leaves, key=lambda path: leaves[path])
     is_equal = deviation <= TOLERANCE and leaves[worst] <= GRADIENT_TOLERANCE
-    unwanted = [line for line in lines if line.why_unexpected]
+    unwanted = [row for row in rows if row.why_unexpected]
     return {
         "ok": is_equal and not (replicated or unwanted or whole),
         "is_equal": is_equal,
@@ -255,13 +249,13 @@ def check(run: Run, options: CheckOptions, say: Say = lambda _: None) -> dict[st
         "changes": {change.path: [change.old, change.new] for change in small.changes},
         "replicated": replicated,
         "whole_logits": whole,
-        "unexpected": [line.record() for line in unwanted],
-        "collectives": [line.record() for line in lines],
+        "unexpected": [row.record() for row in unwanted],
+        "collectives": [row.record() for row in rows],
     }
 
 
 def check_real(run: Run) -> None:
-    """Raises ConfigError where the sizes of the config do not fit its mesh, whatever `auto` will be."""
+    """Raise ConfigError if the config does not fit its mesh, for any size of `auto` axes."""
     if run.architecture == "encoder-decoder":
         raise divisibility.unscaled(run)
     sizes = {axis: 1 if (size := getattr(run.mesh, axis)) == "auto" else size for axis in AXES}
@@ -269,8 +263,8 @@ def check_real(run: Run) -> None:
 
 
 def step_of(small: ReducedRun) -> collectives.StepShapes:
-    """Return what is known of the training step of a small run."""
-    run, vocab = small.run, topology.vocabulary(small.run)
+    """Return sizes and designed communication of the training step of a small run."""
+    run, vocab = small.run, collectives.vocabulary(small.run)
     ways = {axis: logical.ways(small.mesh, axis) for axis in ("batch", "kv_heads")}
     decoder = run.decoder(vocab)
     kv_heads = decoder.layers[0].attention.kv_heads
@@ -278,15 +272,15 @@ def step_of(small: ReducedRun) -> collectives.StepShapes:
     schedule = divisibility.schedule(run, small.mesh)
     passes = run.train.microbatches if schedule is None else schedule.ticks
     layers = -(-decoder.depth // (1 if schedule is None else schedule.stages * schedule.repeats))
-    again = 1 if run.train.remat == "none" else 2
-    again *= 2 if run.optim.curvature_every else 1  # the gradient of sampled labels
+    gradients = 1 if run.train.remat == "none" else 2
+    gradients *= 2 if run.optim.curvature_every else 1  # the gradient of sampled labels
     return collectives.StepShapes(
         tokens=small.tokens,
         mark=small.mark,
         vocab=vocab,
         head_dim=HEAD_DIM,
         keys=vectors * HEAD_DIM,
-        gathers=2 * layers * passes * again,
+        gathers=2 * layers * passes * gradients,
         has_ring=run.mesh.context_keys == "ring",
         has_places=getattr(run.model, "capacity", None) is not None,
         figures=0
@@ -298,29 +292,25 @@ def step_of(small: ReducedRun) -> collectives.StepShapes:
 
 
 def _start(count: int) -> None:
-    """Fake devices, and source lines in what is compiled that are those of this code."""
+    """Start fake devices; compiled programs carry the source lines of this code."""
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     try:
         jax_setup.start(count)
-    except CommandError:  # JAX has started; it may have enough
+    except CommandError:  # JAX has started; it may have enough devices
         if len(jax.devices()) < count:
             raise
 
 
-def _devices(sizes: dict[str, int]) -> list[jax.Device]:
-    return jax.devices()[: math.prod(sizes.values())]
-
-
 def _try(small: ReducedRun, grid: Mesh) -> TrialResult:
-    """A few steps from fresh parameters on rows of noise."""
+    """Run a few steps from fresh parameters on random rows."""
     run, tokenizer = small.run, Bytes()
-    model = setup.build_sharded_model(run, topology.vocabulary(run), grid)
+    model = setup.build_sharded_model(run, collectives.vocabulary(run), grid)
     losses, grad_norms = [], []
     with jax.set_mesh(grid):
         engine = TrainPrograms(run, Data(tokenizer, None, {}, {}), model)  # type: ignore[arg-type]
         state = engine.init_state()
         batches = [host.put(grid, batch) for batch in _batches(run, tokenizer.size)]
-        # It is computed once: LLVM's optimisations would take longer than they save.
+        # The program runs once: LLVM's optimizations would cost more time than they save.
         hurried = {"xla_backend_optimization_level": 0}
         taken = engine.gradient.lower(state, batches[0]).compile(compiler_options=hurried)
         leaves = tree.leaves(taken(state, batches[0])).items()
@@ -344,7 +334,7 @@ def _try(small: ReducedRun, grid: Mesh) -> TrialResult:
 
 
 def _batches(run: Run, ids: int) -> Iterator[Any]:
-    """Rows of two documents each and some padding, of uneven weights; read both ways here and there, if the objective does."""
+    """Yield rows of two documents and padding, of uneven weights; partly bidirectional."""
     noise = np.random.default_rng(run.seed)
     shape = run.train.batch, run.data.sequence
     slots = np.arange(shape[1], dtype=np.int32)
@@ -368,19 +358,20 @@ def _batches(run: Run, ids: int) -> Iterator[Any]:
 
 
 def _is_matrix(path: str, axes: tuple[str | None, ...]) -> bool:
-    """Vectors, such as norms and biases, are no part of the answer: with a few of them a layer, each of a matrix's width, they
-    are a ten-thousandth of a model whose width is some thousands, and cost next to nothing whole.
+    """Return False for vectors, such as norms and biases: they are cheap to replicate.
+
+    A few per layer are a ten-thousandth of a model whose width is some thousands.
     """
     is_bias = path.rpartition("/")[2] == "bias"
     return not is_bias and sum(axis not in logical.LAYERS for axis in axes) >= 2
 
 
 def _splitting(config: MeshConfig, names: tuple[str | None, ...]) -> list[str]:
-    """The mesh axes over which a matrix with these logical axes is to be split."""
-    wanted = {ALSO_SPLIT[name] for name in names if name in ALSO_SPLIT}
-    wanted |= {"fsdp"} if config.zero == 3 else set()
-    wanted |= set() if NOT_OVER_TENSOR & set(names) else {"tensor"}
-    return [axis for axis in AXES if axis in wanted]
+    """Return the mesh axes that must split a matrix with these logical axes."""
+    required = {ALSO_SPLIT[name] for name in names if name in ALSO_SPLIT}
+    required |= {"fsdp"} if config.zero == 3 else set()
+    required |= set() if NOT_OVER_TENSOR & set(names) else {"tensor"}
+    return [axis for axis in AXES if axis in required]
 
 
 def _axes(spec: PartitionSpec) -> set[str]:
@@ -388,37 +379,32 @@ def _axes(spec: PartitionSpec) -> set[str]:
     return {axis for entry in entries for axis in entry}
 
 
-def _accidents(run: Run, whole: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """Those matrices that are whole over some axes, and what they are in the config's own model."""
-    decoder = run.decoder(topology.vocabulary(run))
+def _replicated(run: Run, whole: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """Return the matrices that are whole over some axes, with their size in the original model."""
+    decoder = run.decoder(collectives.vocabulary(run))
     shapes = Blueprint(decoder, Precision.of(run.precision)).shapes
     sizes = {path: math.prod(leaf.shape) for path, leaf in tree.leaves(shapes).items()}
     total = sum(sizes.values())
     return [
-        {
-            "path": path,
-            "axes": axes,
-            "parameters": sizes[path],
-            "share": sizes[path] / total,
-        }
+        {"path": path, "axes": axes, "parameters": sizes[path], "share": sizes[path] / total}
         for path, axes in whole.items()
         if axes
     ]
 
 
-def _deviations(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
-    """How far each leaf of a gradient is from what it should be; infinite where it is not finite."""
+def _deviations(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    """Return the deviation of each leaf of a gradient; infinite if it is not finite."""
     sizes = {path: float(np.abs(leaf).max()) for path, leaf in expected.items()}
-    least = FLOOR * max(sizes.values()) or 1.0
-    apart = {
-        path: float(np.abs(found[path] - leaf).max()) / max(sizes[path], least)
+    floor = FLOOR * max(sizes.values()) or 1.0
+    deviations = {
+        path: float(np.abs(actual[path] - leaf).max()) / max(sizes[path], floor)
         for path, leaf in expected.items()
     }
-    return {path: each if math.isfinite(each) else math.inf for path, each in apart.items()}
+    return {path: each if math.isfinite(each) else math.inf for path, each in deviations.items()}
 
 
 def _deviation(values: list[float], expected: list[float]) -> float:
-    """The largest relative difference; infinite where one is not a number."""
+    """Return the largest relative difference; infinite if one is not finite."""
     pairs = zip(values, expected, strict=True)
-    found = max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
-    return found if math.isfinite(found) else math.inf
+    largest = max(abs(a - b) / max(abs(b), 1e-30) for a, b in pairs)
+    return largest if math.isfinite(largest) else math.inf

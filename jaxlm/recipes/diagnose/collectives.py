@@ -1,95 +1,118 @@
-"""What a compiled step sends between devices, in words, and what of it nobody wanted."""
+"""Description of the collectives of a compiled step, and of the unexpected ones among them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from jaxlm.core import backend
+from jaxlm.core.errors import CommandError
+from jaxlm.data.batch import Tokens
+from jaxlm.monitor import chips
+from jaxlm.monitor.chips import Machine
+from jaxlm.parallel import hlo_collectives, host, mesh
+from jaxlm.parallel.config import shown
 from jaxlm.parallel.hlo_collectives import Collective, Result, Shape
 from jaxlm.parallel.logical import mesh_axes, ways
+from jaxlm.recipes import jax_setup
+from jaxlm.recipes.config import Run
+from jaxlm.recipes.plan import divisibility
+from jaxlm.recipes.plan.predict import decoder_tokens
+from jaxlm.recipes.train import programs
+from jaxlm.recipes.train.programs import without_data
 
+Say = Callable[[str], None]
 Content = Literal["logits", "activations", "tokens", "parameters", "scalars"]
 VOCAB_AXES = frozenset(mesh_axes("vocab"))
 ROW_AXES = {"data", "fsdp", "expert"}  # over which rows are split
 
-COUNTS = ("s32", "u32")  # tokens of each expert, say: no parameter and no moment has such a dtype
+COUNTS = ("s32", "u32")  # such as tokens per expert; parameters and moments have other dtypes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveRow:
-    """Collectives of one kind, of one thing, across the same axes, from the same source line."""
+    """Collectives of one kind and content, across the same axes, from the same source line."""
 
     kind: str
     axes: tuple[str, ...]
     content: Content
-    count: int | None  # in one step; None where a loop does not say how often it turns
+    count: int | None  # in one step; None if the trip count of a loop is unknown
     sent_bytes: float  # by each device in one step
     largest: str  # the largest array, as XLA writes it
     source: str
     why_unexpected: str = ""
 
     def record(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return the JSON of the row."""
         return dataclasses.asdict(self) | {"is_expected": not self.why_unexpected}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepShapes:
-    """By what the arrays of a step are told apart, and what it sends by design. Of sizes without a mark nothing is judged."""
+    """Sizes that identify the arrays of a step, and its designed communication.
+
+    Without a mark nothing is judged.
+    """
 
     tokens: int = 0  # of a micro-batch over all devices
     mark: int = 0  # a prime factor of the tokens that no size of the model has
     vocab: int = 0  # a size that nothing but the vocabulary has
     head_dim: int = 0  # a size that nothing but heads has
-    keys: int = (
-        0  # numbers in the keys, or in the values, of a micro-batch on one device, of whole rows
-    )
+    keys: int = 0  # elements of the keys (or values) of a micro-batch on one device, whole rows
     gathers: int = 0  # of such an array over context, in a step
-    has_ring: bool = False  # keys go round context; else they are gathered
-    has_places: bool = (
-        False  # tokens are sent to the places that experts have; else they are gathered
-    )
+    has_ring: bool = False  # context passes keys in a ring; else it gathers them
+    has_places: bool = False  # experts have a capacity that tokens are sent to; else a gather
     has_groups: bool = False  # stages of a pipeline hold several groups of layers each
-    figures: int = 0  # at most, that layers note of one kind, and each device needs
+    figures: int = 0  # most intermediates of one kind that layers record and every device needs
     has_whole_matrices: bool = False  # the optimizer multiplies or decomposes whole matrices
 
 
 def table(
     collectives: Sequence[Collective], mesh: Mapping[str, int], step: StepShapes = StepShapes()
 ) -> list[CollectiveRow]:
-    """The lines of a step's collectives, what nobody wanted first, then by bytes.
+    """Return the rows of a step's collectives: unexpected ones first, then by bytes.
 
-    Where more is gathered in the shape of keys than keys and values there are, nothing of that shape passes for keys.
+    If more arrays of the shape of keys are gathered than keys and values exist, none count as keys.
     """
     gathered = sum(
-        len(each.shapes) * (each.times or 1)
-        for each in collectives
-        if each.kind == "all-gather"
-        and each.axes(mesh) == ("context",)
-        and _are_keys(each.shapes, step)
+        len(collective.shapes) * (collective.times or 1)
+        for collective in collectives
+        if collective.kind == "all-gather"
+        and collective.axes(mesh) == ("context",)
+        and _are_keys(collective.shapes, step)
     )
     if gathered > step.gathers:
         step = dataclasses.replace(step, keys=0)
-    found: dict[tuple[Any, ...], list[Collective]] = {}
-    for each in collectives:
-        axes = each.axes(mesh)
+    groups: dict[tuple[Any, ...], list[Collective]] = {}
+    for collective in collectives:
+        axes = collective.axes(mesh)
         if not axes:
             continue  # every group is one device
-        contents = {content_of(shape, step.tokens, step.vocab, step.mark) for shape in each.shapes}
+        contents = {
+            content_of(shape, step.tokens, step.vocab, step.mark) for shape in collective.shapes
+        }
         content = next(known for known in get_args(Content) if known in contents)
-        source = each.source or each.op or "no line known"
-        why = unexpected(each.kind, axes, content, source, each.shapes, step)
-        found.setdefault((each.kind, axes, content, source, why), []).append(each)
+        source = collective.source or collective.op or "unknown line"
+        why = unexpected(collective.kind, axes, content, source, collective.shapes, step)
+        groups.setdefault((collective.kind, axes, content, source, why), []).append(collective)
     lines = []
-    for (kind, axes, content, source, why), group in found.items():
-        times = [each.times for each in group]
-        largest = max((shape for each in group for shape in each.shapes), key=lambda s: s.bytes)
+    for (kind, axes, content, source, why), group in groups.items():
+        times = [collective.times for collective in group]
+        largest = max(
+            (shape for collective in group for shape in collective.shapes), key=lambda s: s.bytes
+        )
         lines.append(
             CollectiveRow(
                 kind=kind,
                 axes=axes,
                 content=content,
                 count=None if None in times else sum(n for n in times if n is not None),
-                sent_bytes=sum(each.sent * (each.times or 1) for each in group),
+                sent_bytes=sum(collective.sent * (collective.times or 1) for collective in group),
                 largest=str(largest),
                 source=source,
                 why_unexpected=why,
@@ -99,7 +122,7 @@ def table(
 
 
 def content_of(shape: Shape, tokens: int, vocab: int, mark: int) -> Content:
-    """What an array is, by its number of elements; without a mark, what has a shape is called parameters."""
+    """Classify an array by its number of elements; without a mark, arrays count as parameters."""
     if mark and shape.elements % mark == 0:
         if vocab in shape.sizes:
             return "logits"
@@ -115,15 +138,24 @@ def unexpected(
     shapes: Sequence[Shape],
     step: StepShapes,
 ) -> str:
-    """Why a collective should not be there; empty where it should.
+    """Return why a collective should not exist; empty if it is expected.
 
-    What has more than one number for each token stays with its tokens: it is summed over `tensor`, passed on over `pipe`,
-    and no device needs all of it. The exceptions are keys and values over `context`, gathered or in a ring, tokens that go
-    to experts, and one maximum and id for each token and shard of the vocabulary if ids are sampled (`ops.gumbel`). Queries
-    are told from keys by their number, and where each head has keys of its own `table` counts them.
+    Arrays with more than one number per token stay with their tokens: `tensor` sums them, `pipe`
+    passes them on, and no device needs all of them. Exceptions: keys and values over `context`,
+    gathered or in a ring; tokens sent to experts; one maximum and id per token and vocabulary shard
+    if ids are sampled (`ops.gumbel`). The number of elements separates queries from keys; if each
+    head has its own keys, `table` counts them.
+
+    Args:
+      kind: of the collective, as XLA names it.
+      axes: mesh axes that it crosses.
+      content: what it sends.
+      source: file and line of its operation.
+      shapes: of the arrays that it sends.
+      step: sizes and designed communication of the step.
     """
     if content == "logits":
-        return "logits are sent whole, and each device needs only its part of the vocabulary"
+        return "logits are sent whole; each device needs only its part of the vocabulary"
     file = source.rpartition(":")[0].rpartition("/")[2]
     if file == "gumbel.py" and kind == "all-gather" and set(axes) <= VOCAB_AXES:
         return ""
@@ -140,15 +172,13 @@ def unexpected(
     if kind == "all-gather":
         if set(axes) == {"context"} and _are_keys(shapes, step) and not step.has_ring:
             return ""
-        return "activations are gathered, and nothing needs them whole"
+        return "activations are gathered; no device needs them whole"
     if kind in ("all-to-all", "ragged-all-to-all"):
-        return "activations are exchanged, and only those for the places of experts need be"
+        return "activations are exchanged; only those sent to experts need it"
     if kind == "collective-permute":
-        handed_on = {"pipe", "context"} if step.has_ring else {"pipe"}
-        is_handed_on = len(axes) == 1 and axes[0] in handed_on
-        return (
-            "" if is_handed_on else "activations are handed on, and only stages and rings do that"
-        )
+        passing = {"pipe", "context"} if step.has_ring else {"pipe"}
+        is_passing = len(axes) == 1 and axes[0] in passing
+        return "" if is_passing else "activations are passed on; only stages and rings do that"
     if kind in ("all-reduce", "reduce-scatter") and ROW_AXES & set(axes):
         return "activations are summed over devices that hold other rows"
     return ""
@@ -157,22 +187,20 @@ def unexpected(
 def _unexpected_parameters(
     kind: str, axes: Sequence[str], shapes: Sequence[Shape], step: StepShapes
 ) -> str:
-    """Why parameters, their gradients or the optimizer's state should not be sent so; empty if they should.
+    """Return why parameters, gradients or optimizer state should not be sent so; empty if expected.
 
-    Sums go over any axis, but for whole tables over the axes that split the vocabulary. Besides, `fsdp` gathers what it splits
-    (weights at zero=3, updates at zero=1 and 2), and a circular pipeline passes its groups of layers to the stages. All
-    other axes compute with the part that they hold. The exceptions are figures that layers note, of which each device needs
-    all, as the largest logit of each head where they are clipped; muon, whose products need whole matrices, and soap,
-    which decomposes them; neither does so with tables of the vocabulary.
+    Sums may cross any axis; whole vocabulary tables may not be summed over axes that split them.
+    `fsdp` gathers what it splits (weights at zero=3, updates at zero=1 and 2). A circular pipeline
+    passes its groups of layers to the stages. All other axes compute with the part that they hold.
+    Exceptions: intermediates that every device needs, such as the largest logit of each head for
+    clipping; muon multiplies and soap decomposes whole matrices, except vocabulary tables.
     """
     if all(shape.dtype in COUNTS for shape in shapes):
         return ""
     has_vocab = any(step.vocab in shape.sizes for shape in shapes)
     if kind in ("all-reduce", "reduce-scatter"):
         is_table = has_vocab and VOCAB_AXES & set(axes)
-        return (
-            "a table is summed whole over devices that each hold a part of it" if is_table else ""
-        )
+        return "a table is summed whole over devices that hold parts of it" if is_table else ""
     if kind == "all-gather" and set(axes) == {"fsdp"}:
         return ""
     if kind == "all-gather" and all(shape.elements <= step.figures for shape in shapes):
@@ -182,22 +210,22 @@ def _unexpected_parameters(
     if step.has_whole_matrices and set(axes) <= {"fsdp", "tensor"} and not has_vocab:
         return ""
     if kind == "all-gather":
-        return "parameters are gathered, and each device needs only its part of them"
-    return "parameters are moved to other devices, and each device needs only its part of them"
+        return "parameters are gathered; each device needs only its part"
+    return "parameters are moved to other devices; each device needs only its part"
 
 
 def unsharded_arrays(
     results: Sequence[Result], mesh: Mapping[str, int], step: StepShapes
 ) -> list[str]:
-    """Return what holds the whole vocabulary for each of some tokens, a line each; empty if no device does.
+    """Return a line per operation whose result has the whole vocabulary for several tokens.
 
-    Every operation counts, also those that XLA fuses. Without a split of the vocabulary, or a mark to tell tokens by, nothing
-    is judged.
+    Operations inside fusions count. Without a mesh axis that splits the vocabulary, or a mark that
+    identifies tokens, nothing is judged.
     """
     if not step.mark or ways(mesh, "vocab") == 1:
         return []
     lines = {
-        f"{each.source or each.op_name or 'no line known'}: {each.op} of {each.shape}": None
+        f"{each.source or each.op_name or 'unknown line'}: {each.op} of {each.shape}": None
         for each in results
         if content_of(each.shape, step.tokens, step.vocab, step.mark) == "logits"
     }
@@ -205,5 +233,97 @@ def unsharded_arrays(
 
 
 def _are_keys(shapes: Sequence[Shape], step: StepShapes) -> bool:
-    """By their shape, from whichever line: the compiler moves a gather past what was done to the keys."""
+    """Identify keys by shape, not by line: the compiler moves a gather past operations on keys."""
     return all(s.sizes[-1:] == (step.head_dim,) and s.elements == step.keys for s in shapes)
+
+
+def compile_step(run: Run, grid: Mesh) -> jax.stages.Compiled:
+    """Compile the update of a run for the devices of a mesh, from shapes alone."""
+    # The random key is a number: the chips of the mesh may be absent.
+    engine = without_data(run, grid, vocabulary(run))
+    (platform,) = {device.platform for device in grid.devices.flat}
+    with backend.of(platform), jax.set_mesh(grid):
+        return engine.step.lower(engine.abstract(), abstract_batch(run, grid)).compile()
+
+
+def abstract_batch(run: Run, grid: Mesh) -> Tokens:
+    """Return shapes and sharding of a run's batches, with the fields that its objective has."""
+    sharding = host.batch_sharding(grid)
+
+    def slots(length: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct((run.train.batch, length), dtype, sharding=sharding)
+
+    read, wrote = run.data.sequence, decoder_tokens(run) or run.data.sequence
+    fields: Any = dict.fromkeys(Tokens._fields, slots(wrote))
+    fields |= dict.fromkeys(("weights", "predicts_ahead"), slots(wrote, jnp.float32))
+    batch = Tokens(**fields | dict.fromkeys(("source", "source_segments"), slots(read)))
+    if not run.objective.bidirectional:
+        batch = batch._replace(visible_until=None)
+    if run.architecture != "encoder-decoder":
+        batch = batch._replace(source=None, source_segments=None)
+    if run.objective.block_positions is None:
+        batch = batch._replace(block_positions=None)
+    if not run.objective.marks_mtp_rows:
+        batch = batch._replace(predicts_ahead=None)
+    return batch
+
+
+def vocabulary(run: Run) -> int:
+    """Return the rows of the embedding; 4096 if the tokenizer is not trained yet."""
+    return 4096 if run.model.vocab == "auto" else run.model.vocab
+
+
+def compile_for(run: Run, name: str, say: Say = lambda _: None) -> dict[str, Any]:
+    """Compile a run's step for a TPU slice such as v5e-16: bytes per chip, and collectives.
+
+    Raises:
+      CommandError: if the slice or its compiler does not exist here.
+      ConfigError: if the run does not fit.
+    """
+    known = chips.tpu_slice(name, flag="--topology")
+    divisibility.check(run, known.devices)
+    grid = mesh.build(run.mesh, devices_of(known))
+    say(f"{shown(grid.shape)} on {name}, {known.devices} chips; compiling for them takes minutes")
+    compiled = compile_step(run, grid)
+    memory = programs.compiled_memory(compiled)
+    # The sizes of a real run have no mark that identifies activations: no judgment here.
+    rows = table(hlo_collectives.read(compiled.as_text() or ""), dict(grid.shape))
+    return {
+        "topology": known.topology,
+        "devices": known.devices,
+        "mesh": dict(grid.shape),
+        "bytes_per_device": memory,
+        "hbm_bytes": known.chip.memory_bytes,
+        "fits": memory["total"] <= known.chip.memory_bytes,
+        "collectives": [line.record() for line in rows],
+    }
+
+
+def compile_here(run: Run, count: int, say: Say = lambda _: None) -> dict[str, Any]:
+    """Compile a step for `count` CPU devices: bytes per device. Raises ConfigError for a misfit."""
+    jax_setup.start(count)
+    divisibility.check(run, count)
+    grid = mesh.build(run.mesh, jax.devices()[:count])
+    say(f"{shown(grid.shape)} on this CPU; compiling the step")
+    return {"devices": count, "bytes_per_device": programs.compiled_memory(compile_step(run, grid))}
+
+
+def devices_of(known: Machine) -> list[jax.Device]:
+    """Return the chips of a slice, to compile for. Raises CommandError without the TPU compiler."""
+    # Without these, libtpu queries the cloud's metadata server and writes logs.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_LOG_DIR", "disabled")
+    jax.config.update("jax_platforms", "cpu")
+    assert known.topology
+    try:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=known.topology)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise CommandError(
+            "the compiler for TPUs does not start here",
+            where=f"--topology, {known.topology}",
+            why=str(error).partition("\n")[0][:200],
+            fix="wait for the other process of this machine that compiles for TPUs"
+            if "lockfile" in str(error)
+            else "pip install 'jaxlm[tpu]'    # in an environment of its own",
+        ) from error
+    return list(topology.devices)

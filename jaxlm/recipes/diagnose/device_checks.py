@@ -1,4 +1,4 @@
-"""Whether devices compute what they should, and how fast: products on each, and a sum over all."""
+"""Correctness and speed of the devices: a matrix product on each, and an all-reduce."""
 
 import functools
 import time
@@ -15,77 +15,76 @@ from jaxlm.recipes.diagnose.doctor import CheckResult
 
 SECONDS = 0.3  # of each timing
 CHECKED = 8  # rows of a product that are compared with float64
-TOLERANCE = {
-    "float32": 1e-2,
-    "bfloat16": 3e-2,
-}  # of the largest; tensor cores multiply float32 in fewer digits
+# Relative to the largest; tensor cores multiply float32 in fewer digits.
+TOLERANCE = {"float32": 1e-2, "bfloat16": 3e-2}
 
 
 def limit(device: jax.Device) -> int | None:
-    """The bytes that a device has for programs; None where it does not say, as a CPU."""
+    """Return a device's memory limit in bytes; None if unknown, as for a CPU."""
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def products(size: int) -> Iterator[CheckResult]:
-    """A [size, size] product on every device of this process, in both dtypes, against float64."""
+    """Check a [size, size] product on every local device, in both dtypes, against float64."""
     draw = np.random.default_rng(0)
     left, right = draw.standard_normal((2, size, size))
     expected = left[:CHECKED] @ right
     for device in jax.local_devices():
         rates, wrong = {}, []
         for dtype, tolerance in TOLERANCE.items():
-            given = [jax.device_put(jnp.asarray(x, dtype), device) for x in (left, right)]
+            operands = [jax.device_put(jnp.asarray(x, dtype), device) for x in (left, right)]
             product = jax.jit(jnp.matmul)
-            out = np.asarray(product(*given)[:CHECKED], np.float64)
+            out = np.asarray(product(*operands)[:CHECKED], np.float64)
             error = float(np.abs(out - expected).max() / np.abs(expected).max())
             if not error <= tolerance:
                 wrong.append(f"{dtype} is off by {error:.1e} of the largest")
-            rates[dtype] = 2 * size**3 / _seconds(functools.partial(product, *given))
-        said = ", ".join(
+            rates[dtype] = 2 * size**3 / _seconds(functools.partial(product, *operands))
+        measured = ", ".join(
             f"{formatting.count(rate)}FLOP/s in {dtype}" for dtype, rate in rates.items()
         )
         yield CheckResult(
             f"device {device.id}",
             "problem" if wrong else "ok",
-            f"{'; '.join(wrong)}: this device computes wrongly" if wrong else f"{said}, right",
-            "leave the device out, and have it repaired" if wrong else "",
+            f"{'; '.join(wrong)}: this device computes wrongly" if wrong else f"{measured}, right",
+            "remove the device and have it repaired" if wrong else "",
             {f"flops_per_second_{dtype}": rate for dtype, rate in rates.items()},
         )
 
 
 def sum_over_devices(count: int) -> CheckResult:
-    """`count` numbers of each device, summed over all of them."""
-    found = jax.devices()
-    grid = Mesh(np.array(found), ("every",))
-    place = NamedSharding(grid, PartitionSpec("every"))
+    """Check an all-reduce of `count` numbers of each device."""
+    devices = jax.devices()
+    grid = Mesh(np.array(devices), ("every",))
+    sharding = NamedSharding(grid, PartitionSpec("every"))
 
-    def own(at: Any) -> np.ndarray:
-        return np.full((1, count), (at[0].start or 0) + 1, np.float32)
+    def local(index: Any) -> np.ndarray:
+        return np.full((1, count), (index[0].start or 0) + 1, np.float32)
 
-    given = jax.make_array_from_callback((len(found), count), place, own)
+    numbers = jax.make_array_from_callback((len(devices), count), sharding, local)
     run = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(grid, PartitionSpec()))
-    out = np.asarray(run(given))
-    expected = len(found) * (len(found) + 1) / 2
+    out = np.asarray(run(numbers))
+    expected = len(devices) * (len(devices) + 1) / 2
     if not (out == expected).all():
         return CheckResult(
             "all-reduce",
             "problem",
-            f"a sum over {len(found)} devices gives {out.min()} to {out.max()} instead of {expected}",
+            f"a sum over {len(devices)} devices gives {out.min()} to {out.max()} instead of "
+            f"{expected}",
             "NCCL_DEBUG=INFO jaxlm doctor",
         )
     # A ring sends each number of a device on twice, but for its own part.
-    sent = 2 * (len(found) - 1) / len(found) * out.nbytes
-    rate = sent / _seconds(lambda: run(given))
+    sent = 2 * (len(devices) - 1) / len(devices) * out.nbytes
+    rate = sent / _seconds(lambda: run(numbers))
     return CheckResult(
         "all-reduce",
         "ok",
-        f"right over {len(found)} devices, {formatting.size(rate)}/s from each",
+        f"right over {len(devices)} devices, {formatting.size(rate)}/s from each",
         numbers={"bytes_per_second": rate},
     )
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """Of one call, the fastest of as many as fit into a moment."""
+    """Return the seconds of the fastest call within 0.3 s."""
     jax.block_until_ready(run())
     best, until = float("inf"), time.perf_counter() + SECONDS
     while time.perf_counter() < until:

@@ -1,4 +1,4 @@
-"""What is wrong with a machine, and what would mend it: versions, devices, memory, disks, and whether they compute."""
+"""Problems of a machine and their fixes: versions, devices, memory, disks and arithmetic."""
 
 import contextlib
 import dataclasses
@@ -16,12 +16,22 @@ from jaxlm.core.errors import JaxlmError
 from jaxlm.data import cache
 from jaxlm.monitor import environment, formatting
 
-# What an examination found.
+Say = Callable[[str], None]
+
+# docs.nvidia.com/deploy/cuda-compatibility: the oldest driver of each major version on Linux.
+MIN_DRIVER = {12: 525, 13: 580}
+RUNTIMES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")  # next to the plugins, of the same release
+MIN_MEMORY = 2 * 2**30
+MIN_DISK = 5 * 10**9
+MIN_DISK_RATE = 50e6  # bytes a second: a checkpoint of GPT-2 124M would take half a minute
+WRITTEN = 64 * 2**20
+SIZE = 1024  # of the square matrices of a product
+REDUCED = 4 * 2**20  # numbers per device in an all-reduce
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckResult:
-    """One thing that was looked at. A problem has a fix; a warning may cost time or end a larger run."""
+    """The result of one check. A problem has a fix; a warning may cost time or end a larger run."""
 
     name: str
     verdict: Literal["ok", "warning", "problem"]
@@ -35,22 +45,9 @@ class CheckResult:
         return f"{self.name:<14}{mark}{self.said}{fix}"
 
 
-Say = Callable[[str], None]
-
-# docs.nvidia.com/deploy/cuda-compatibility: the oldest driver of each major version on Linux.
-MIN_DRIVER = {12: 525, 13: 580}
-RUNTIMES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")  # beside the plugins, of the same release
-MIN_MEMORY = 2 * 2**30
-MIN_DISK = 5 * 10**9
-MIN_DISK_RATE = 50e6  # bytes a second: a checkpoint of GPT-2 124M would take half a minute
-WRITTEN = 64 * 2**20
-SIZE = 1024  # of the square matrices that are multiplied
-REDUCED = 4 * 2**20  # numbers that each device adds to an all-reduce
-
-
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The accelerators that the operating system knows of, whether JAX uses them or not."""
+    """Accelerators known to the operating system, in use by JAX or not."""
 
     gpus: tuple[str, ...] = ()
     driver: str = ""
@@ -58,17 +55,17 @@ class Hardware:
 
     @classmethod
     def found(cls) -> "Hardware":
-        """Those of this machine."""
+        """Return those of this machine."""
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         try:
-            said = subprocess.run(query, capture_output=True, text=True, timeout=20)
-            lines = said.stdout.splitlines() if said.returncode == 0 else []
+            output = subprocess.run(query, capture_output=True, text=True, timeout=20)
+            lines = output.stdout.splitlines() if output.returncode == 0 else []
         except (OSError, subprocess.TimeoutExpired):
             lines = []
         rows = [[part.strip() for part in line.split(",")] for line in lines if "," in line]
         gpus = tuple(row[0] for row in rows)
         if not gpus and Path("/dev/nvidia0").exists():
-            gpus = ("a GPU of NVIDIA",)
+            gpus = ("an NVIDIA GPU",)
         has_tpu = Path("/dev/accel0").exists() or (
             Path("/dev/vfio").exists() and "TPU_ACCELERATOR_TYPE" in os.environ
         )
@@ -76,7 +73,7 @@ class Hardware:
 
 
 def examine(folder: Path, say: Say = lambda _: None) -> Iterator[CheckResult]:
-    """Looks at this machine, with `folder` as the place where runs will be written. Starts JAX."""
+    """Check this machine; `folder` is the place of future runs. Starts JAX."""
     packages = environment.installed((*environment.PACKAGES, *RUNTIMES))
     hardware = Hardware.found()
     yield from versions(packages, sys.version_info[:2])
@@ -88,7 +85,7 @@ def examine(folder: Path, say: Say = lambda _: None) -> Iterator[CheckResult]:
 
 
 def versions(packages: Mapping[str, str], python: tuple[int, int]) -> Iterator[CheckResult]:
-    """Python and the parts of JAX, which must be of one release."""
+    """Check Python and the parts of JAX, which must be of one release."""
     jax, jaxlib = packages.get("jax", ""), packages.get("jaxlib", "")
     yield CheckResult("python", "ok", f"{python[0]}.{python[1]}, jax {jax}, jaxlib {jaxlib}")
     plugins = {name: packages[name] for name in packages if re.match(r"jax-cuda\d+-", name)}
@@ -97,14 +94,14 @@ def versions(packages: Mapping[str, str], python: tuple[int, int]) -> Iterator[C
             yield CheckResult(
                 name,
                 "problem",
-                f"{version} beside jaxlib {jaxlib}: a plugin of another release is not loaded",
+                f"{version} with jaxlib {jaxlib}: JAX loads no plugin of another release",
                 f"{sys.executable} -m pip install '{name}=={jaxlib}'",
             )
     if len(majors := {re.sub(r"\D", "", name) for name in plugins}) > 1:
         yield CheckResult(
             "plugins",
             "problem",
-            f"plugins for CUDA {' and '.join(sorted(majors))} are installed, and JAX takes whichever comes first",
+            f"plugins for CUDA {' and '.join(sorted(majors))} are installed; JAX takes the first",
             f"{sys.executable} -m pip uninstall {' '.join(n for n in plugins if min(majors) in n)}",
         )
 
@@ -112,7 +109,7 @@ def versions(packages: Mapping[str, str], python: tuple[int, int]) -> Iterator[C
 def accelerators(
     hardware: Hardware, backend: str, packages: Mapping[str, str], platforms: str
 ) -> Iterator[CheckResult]:
-    """Whether JAX uses what the machine has. `platforms` is JAX_PLATFORMS."""
+    """Check that JAX uses the accelerators of the machine. `platforms` is JAX_PLATFORMS."""
     if hardware.driver and (major := _cuda(packages)):
         yield _driver(hardware.driver, major)
     unused = (", ".join(hardware.gpus) if hardware.gpus and backend != "gpu" else "") or (
@@ -120,61 +117,62 @@ def accelerators(
     )
     if not unused:
         return
-    wanted = "gpu" if hardware.gpus and backend != "gpu" else "tpu"
-    if platforms and wanted not in platforms and not (wanted == "gpu" and "cuda" in platforms):
-        said = f"{unused} is not used: JAX_PLATFORMS={platforms} keeps JAX from it"
-        yield CheckResult("accelerator", "warning", said, "unset JAX_PLATFORMS")
+    platform = "gpu" if hardware.gpus and backend != "gpu" else "tpu"
+    if platforms and platform not in platforms and not (platform == "gpu" and "cuda" in platforms):
+        text = f"{unused} is not used: JAX_PLATFORMS={platforms} keeps JAX from it"
+        yield CheckResult("accelerator", "warning", text, "unset JAX_PLATFORMS")
         return
-    if wanted == "gpu" and not _cuda(packages):
-        newest = max((m for m, least in MIN_DRIVER.items() if _major(hardware.driver) >= least), default=13)  # fmt: skip
-        extra = "cuda12" if newest == 12 and hardware.driver else "cuda"
-        why, fix = "no plugin for CUDA is installed", f"{sys.executable} -m pip install 'jaxlm[{extra}]'"  # fmt: skip
-    elif wanted == "tpu" and "libtpu" not in packages:
+    if platform == "gpu" and not _cuda(packages):
+        extra = "cuda12" if hardware.driver and _supported_cuda(hardware.driver) == 12 else "cuda"
+        why = "no plugin for CUDA is installed"
+        fix = f"{sys.executable} -m pip install 'jaxlm[{extra}]'"
+    elif platform == "tpu" and "libtpu" not in packages:
         why, fix = "libtpu is not installed", f"{sys.executable} -m pip install 'jaxlm[tpu]'"
     else:
-        why = "the plugin is installed and did not start; its own words say why"
-        fix = f"JAX_PLATFORMS={'cuda' if wanted == 'gpu' else 'tpu'} {sys.executable} -c 'import jax; jax.devices()'"
+        why = "the plugin is installed but did not start; its own message has the reason"
+        choice = "cuda" if platform == "gpu" else "tpu"
+        fix = f"JAX_PLATFORMS={choice} {sys.executable} -c 'import jax; jax.devices()'"
     yield CheckResult("accelerator", "problem", f"{unused} is not used: {why}", fix)
 
 
 def host_memory(meminfo: Mapping[str, int]) -> CheckResult:
-    """The memory of the host, from the fields of /proc/meminfo in bytes; empty where a system has none."""
+    """Check the host's memory, given the fields of /proc/meminfo in bytes; empty if unavailable."""
     total, free = meminfo.get("MemTotal"), meminfo.get("MemAvailable")
     if total is None or free is None:
-        return CheckResult("memory", "ok", "the system does not say")
+        return CheckResult("memory", "ok", "the system does not report it")
     numbers = {"total_bytes": total, "available_bytes": free}
-    said = f"{formatting.size(free)} of {formatting.size(total)} are available"
+    text = f"{formatting.size(free)} of {formatting.size(total)} are available"
     if free >= MIN_MEMORY:
-        return CheckResult("memory", "ok", said, numbers=numbers)
-    return CheckResult("memory", "warning", said, "end what else runs here", numbers)
+        return CheckResult("memory", "ok", text, numbers=numbers)
+    return CheckResult("memory", "warning", text, "end other programs on this machine", numbers)
 
 
 def disk(name: str, folder: Path, fix: str) -> CheckResult:
-    """What is free where `folder` is or will be, and how fast a file gets to the disk there."""
-    here = folder.absolute()
-    while not here.exists():
-        here = here.parent
-    target = here / f".jaxlm-doctor.{os.getpid()}"
-    begun = time.perf_counter()
+    """Check free space and write speed of the disk of `folder`, which may not exist yet."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    target = existing / f".jaxlm-doctor.{os.getpid()}"
+    started = time.perf_counter()
     try:
         with open(target, "xb") as file:
             file.write(os.urandom(2**20) * (WRITTEN // 2**20))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return CheckResult(name, "problem", f"{here} cannot be written: {error.strerror}", fix)
+        return CheckResult(name, "problem", f"{existing} cannot be written: {error.strerror}", fix)
     finally:
         with contextlib.suppress(OSError):
             target.unlink()
-    rate, free = WRITTEN / (time.perf_counter() - begun), shutil.disk_usage(here).free
+    rate, free = WRITTEN / (time.perf_counter() - started), shutil.disk_usage(existing).free
     numbers = {"free_bytes": free, "write_bytes_per_second": rate}
-    said = f"{formatting.size(free)} free in {here}, written at {formatting.size(rate)}/s"
+    text = f"{formatting.size(free)} free in {existing}, written at {formatting.size(rate)}/s"
     is_ok = free >= MIN_DISK and rate >= MIN_DISK_RATE
-    return CheckResult(name, "ok" if is_ok else "warning", said, "" if is_ok else fix, numbers)
+    return CheckResult(name, "ok" if is_ok else "warning", text, "" if is_ok else fix, numbers)
 
 
 def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[CheckResult]:
-    """What can be said once JAX runs: its devices, and whether they compute."""
+    """Check JAX: its devices, and their arithmetic."""
     import jax
 
     from jaxlm.recipes import jax_setup
@@ -182,20 +180,19 @@ def _started(hardware: Hardware, packages: Mapping[str, str]) -> Iterator[CheckR
 
     jax_setup.start()
     try:
-        found = jax.devices()
+        devices = jax.devices()
     except RuntimeError as error:
-        told = str(error).partition("\n")[0]
-        yield CheckResult(
-            "devices", "problem", f"JAX does not start: {told}", "unset JAX_PLATFORMS"
-        )
+        message = str(error).partition("\n")[0]
+        text = f"JAX does not start: {message}"
+        yield CheckResult("devices", "problem", text, "unset JAX_PLATFORMS")
         return
-    backend, kinds = found[0].platform, sorted({device.device_kind for device in found})
-    limits = [device_checks.limit(device) for device in found]
+    backend, kinds = devices[0].platform, sorted({device.device_kind for device in devices})
+    limits = [device_checks.limit(device) for device in devices]
     held = f", {formatting.size(limits[0])} each" if limits[0] else ""
-    yield CheckResult("devices", "ok", f"{len(found)} x {', '.join(kinds)} ({backend}){held}")
+    yield CheckResult("devices", "ok", f"{len(devices)} x {', '.join(kinds)} ({backend}){held}")
     yield from accelerators(hardware, backend, packages, os.environ.get("JAX_PLATFORMS", ""))
     yield from device_checks.products(SIZE)
-    if len(found) > 1:
+    if len(devices) > 1:
         yield device_checks.sum_over_devices(REDUCED)
     yield _compiled(jax_setup.compile_cache)
 
@@ -208,17 +205,23 @@ def _compiled(folder: Callable[[], Path]) -> CheckResult:
 
 
 def _driver(driver: str, major: int) -> CheckResult:
-    least = MIN_DRIVER[major]
-    said = f"{driver}, CUDA {major} needs {least} or newer"
-    if _major(driver) >= least:
-        return CheckResult("driver", "ok", said)
-    older = max((m for m, l in MIN_DRIVER.items() if _major(driver) >= l), default=None)  # noqa: E741
+    oldest = MIN_DRIVER[major]
+    text = f"{driver}, CUDA {major} needs {oldest} or newer"
+    if _major(driver) >= oldest:
+        return CheckResult("driver", "ok", text)
+    older = _supported_cuda(driver)
     fix = f"{sys.executable} -m pip install 'jaxlm[cuda{older}]'" if older else "a newer driver"
-    return CheckResult("driver", "problem", said, fix)
+    return CheckResult("driver", "problem", text, fix)
+
+
+def _supported_cuda(driver: str) -> int | None:
+    """Return the newest CUDA that a driver supports."""
+    versions = [cuda for cuda, oldest in MIN_DRIVER.items() if _major(driver) >= oldest]
+    return max(versions, default=None)
 
 
 def _cuda(packages: Mapping[str, str]) -> int | None:
-    """The major version of CUDA that a plugin is installed for."""
+    """Return the major version of CUDA of the installed plugin."""
     return next((major for major in MIN_DRIVER if f"jax-cuda{major}-plugin" in packages), None)
 
 
@@ -227,8 +230,8 @@ def _release(version: str) -> list[str]:
 
 
 def _major(version: str) -> int:
-    found = re.match(r"\d+", version)
-    return int(found[0]) if found else 0
+    digits = re.match(r"\d+", version)
+    return int(digits[0]) if digits else 0
 
 
 def _meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:

@@ -1,10 +1,8 @@
-"""A learning-rate range test: a short training whose rate grows at every step, on the config's own data and model."""
+"""Learning-rate range test: a short training whose rate grows at every step."""
 
 import dataclasses
-import errno
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,21 +10,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxlm.core.errors import CommandError, Diverged, NotWritable, cannot_write
+from jaxlm.core.errors import CommandError, Diverged, NotWritable
 from jaxlm.data import parts
 from jaxlm.monitor import plots, sinks
 from jaxlm.optim.config import Muon
 from jaxlm.optim.schedules import LearningRate
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.diagnose.schedule_plot import make_folder
 from jaxlm.recipes.train.programs import TrainPrograms
 
-FEWEST = 10  # steps
-LIMIT = 1.5  # the test ends where the smoothed loss is this many times its lowest
-WINDOW = 0.05  # of the steps: over so many, on each side, a loss is smoothed
-LEAST_FALL = 0.02  # of the first smoothed loss: less may be the difference between batches
-# On the quickstart at a reduced size, 60 steps a rate, the best of a grid was 0.06, the lowest loss at 0.11, and the steepest
-# descent, as a tenth of the lowest, at 0.011: five times too low.
+MIN_STEPS = 10
+LIMIT = 1.5  # the test ends if the smoothed loss is this many times its lowest
+WINDOW = 0.05  # share of the steps, on each side, over which a loss is smoothed
+MIN_FALL = 0.02  # of the first smoothed loss; less may be the difference between batches
+# On the quickstart at a reduced size, 60 steps per rate: the best rate of a grid was 0.06, the
+# lowest loss at 0.11; the steepest descent and a tenth of the lowest were at 0.011, 5x too low.
 SHARE = 1 / 3
 RULE = "a third of the rate at the lowest smoothed loss"
 RECORD, PLOT = "lr-find.json", "lr-find.png"
@@ -36,7 +35,7 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says beside the config."""
+    """Range of rates, number of steps, and output folder."""
 
     low: float
     high: float
@@ -46,7 +45,7 @@ class Options:
 
 
 class Point(NamedTuple):
-    """A step of the test: the rate of its update, the loss before it, and that loss smoothed."""
+    """A step of the test: rate of its update, loss before it, and smoothed loss."""
 
     rate: float
     loss_nats: float
@@ -54,41 +53,53 @@ class Point(NamedTuple):
 
 
 def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, Any]:
-    """Trains from fresh parameters at rates from `low` to `high`, and names a third of the one where the loss is lowest.
+    """Train from fresh parameters at rising rates; suggest a third of the rate of lowest loss.
 
-    `suggested_lr` is None where it falls nowhere. The rate of step i of n is low (high / low)^(i / (n - 1)), with neither
-    warm-up nor decay; batches, clipping and all else are as the config has them. The guard does not look for spikes, and the test ends at the first loss or gradient that
-    is not finite, or where the loss, smoothed over the steps so far, is 1.5 times its lowest. Writes lr-find.json and
-    lr-find.png into `out`, and nothing else.
+    `suggested_lr` is None if the loss does not fall. Step i of n has the rate
+
+        low (high / low)^(i / (n - 1))
+
+    without warm-up or decay; batches, clipping and all else are the config's. The guard ignores
+    spikes. The test ends at the first loss or gradient that is not finite, or if the loss, smoothed
+    over the last steps, is 1.5 times its lowest. Writes only lr-find.json and lr-find.png.
 
     Raises:
-      CommandError: where the rates are no range, or the steps too few.
-      NotWritable: where `out` cannot be written, or holds an earlier test.
-      Diverged: where the loss is not finite from the start.
+      CommandError: if the rates are not a range, or the steps are too few.
+      NotWritable: if `out` cannot be written, or contains an earlier test.
+      Diverged: if the loss is not finite from the start.
 
-    Source: Smith 2017, arXiv:1506.01186, section 3.3. There the rate grows linearly and accuracy is read by eye.
+    Source: Smith 2017, arXiv:1506.01186, section 3.3, where the rate grows linearly and the reader
+    picks a rate from the accuracy.
     """
     _check(options)
     parts.find(run.data)
-    _open(options.out)
+    make_folder(options.out, "the folder of the test", fix="--out=lr-find-2")
+    if (options.out / RECORD).exists():
+        raise NotWritable(
+            "the folder contains an earlier test",
+            where=str(options.out / RECORD),
+            why="a test never overwrites",
+            fix=f"--out={options.out}-2",
+        )
     jax_setup.start(options.cpu_devices)
     mesh = setup.build_mesh_for(run)
     data = setup.open_data(run, say=say, warn=say)
     model = setup.build_sharded_model(run, setup.vocabulary(run, data.tokenizer.size), mesh)
-    whole = run.at(run.pace.phases[-1])  # the rate is for the batches behind a warm-up
+    whole = run.at(run.pace.phases[-1])  # the rate is for batches after the warm-up
     bare = dataclasses.replace(whole, guard=dataclasses.replace(run.guard, sigmas=None))
     with jax.set_mesh(mesh):
         engine = TrainPrograms(bare, data, model, schedule=growing(options))
         say(
-            f"compiling, then {options.steps} steps at rates from {options.low:g} to {options.high:g}"
+            f"compiling, then {options.steps} steps at rates from {options.low:g} to "
+            f"{options.high:g}"
         )
         measured, ended = _measure(engine, options.steps)
     if not measured:
         raise Diverged(
             "the loss or its gradient is not finite before the first update",
             where="step 1",
-            why="no learning rate mends that",
-            fix="look at the data and at model.init: float32 overflows too"
+            why="no learning rate fixes that",
+            fix="inspect the data and model.init: float32 overflows too"
             if run.precision.compute == "float32"
             else "--config.precision.compute=float32",
         )
@@ -114,20 +125,20 @@ def lr_find(run: Run, options: Options, say: Say = lambda _: None) -> dict[str, 
 
 
 def growing(options: Options) -> LearningRate:
-    """The rate by the number of completed steps."""
+    """Return the rate as a function of completed steps."""
     ratio = math.log(options.high / options.low) / (options.steps - 1)
     return lambda step: options.low * jnp.exp(jnp.asarray(step, jnp.float32) * ratio)
 
 
 def _measure(engine: TrainPrograms, steps: int) -> tuple[list[tuple[float, float]], str]:
-    """(rate, loss) of each step, and why the test ended."""
+    """Return (rate, loss) of each step, and why the test ended."""
     state, batches = engine.init_state(), engine.batches(0)
     measured: list[tuple[float, float]] = []
     lowest = running = math.inf
     for _ in range(steps):
         state, metrics = engine.step(state, next(batches))
         rate, loss = float(metrics["learning_rate"]), float(metrics["loss_nats"])
-        if metrics["verdict"]:  # the update was not applied
+        if metrics["verdict"]:  # the guard did not apply the update
             return measured, f"the loss or its gradient was not finite at {rate:.3g}"
         measured.append((rate, loss))
         width = _width(steps)
@@ -139,9 +150,9 @@ def _measure(engine: TrainPrograms, steps: int) -> tuple[list[tuple[float, float
 
 
 def smooth(measured: Sequence[tuple[float, float]], steps: int) -> list[Point]:
-    """Each loss beside the mean of those around it, which lags behind none of them."""
+    """Return each loss with the mean of those around it, which does not lag."""
     width, losses = _width(steps), [loss for _, loss in measured]
-    around = [losses[max(0, at - width) : at + width + 1] for at in range(len(losses))]
+    around = [losses[max(0, index - width) : index + width + 1] for index in range(len(losses))]
     return [
         Point(rate, loss, sum(near) / len(near))
         for (rate, loss), near in zip(measured, around, strict=True)
@@ -149,19 +160,19 @@ def smooth(measured: Sequence[tuple[float, float]], steps: int) -> list[Point]:
 
 
 def suggest(curve: Sequence[Point]) -> float | None:
-    """A third of the rate at the lowest smoothed loss; None where that is not clearly below the first."""
-    if not curve or lowest(curve).smoothed > (1 - LEAST_FALL) * curve[0].smoothed:
+    """Return a third of the rate of lowest smoothed loss; None unless that is clearly a fall."""
+    if not curve or lowest(curve).smoothed > (1 - MIN_FALL) * curve[0].smoothed:
         return None
     return lowest(curve).rate * SHARE
 
 
 def lowest(curve: Sequence[Point]) -> Point:
-    """The point at which the smoothed loss is lowest."""
+    """Return the point of lowest smoothed loss."""
     return min(curve, key=lambda point: point.smoothed)
 
 
 def scaled(run: Run, rate: float) -> list[str]:
-    """The flags that set a rate. Muon's rate of embeddings, norms and biases moves with that of its matrices."""
+    """Return the flags that set a rate; Muon's `adam_lr` scales with it."""
     flags = [f"--config.optim.lr={rate:.2g}"]
     if isinstance(run.optim, Muon):
         flags.append(f"--config.optim.adam_lr={rate * run.optim.adam_lr / run.optim.lr:.2g}")
@@ -176,34 +187,15 @@ def _check(options: Options) -> None:
     low, high, steps = options.low, options.high, options.steps
     if not 0 < low < high < math.inf:
         raise CommandError(
-            "these rates are no range",
+            "the rates are not a range",
             where=f"--low={low:g} --high={high:g}",
-            why="the first is above zero, and below the second",
+            why="--low is above zero and below --high",
             fix="jaxlm lr-find --help",
         )
-    if steps < FEWEST:
+    if steps < MIN_STEPS:
         raise CommandError(
-            "these are too few steps for a curve",
+            "the steps are too few for a curve",
             where=f"--steps={steps}",
-            why=f"a test takes at least {FEWEST}",
+            why=f"a test needs at least {MIN_STEPS}",
             fix="jaxlm lr-find --help",
-        )
-
-
-def _open(out: Path) -> None:
-    """Makes the output folder, before a minute is spent."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise cannot_write(
-            "the folder of the test", f"--out={out}", error, fix="--out=lr-find-2"
-        ) from error
-    if (out / RECORD).exists():
-        raise NotWritable(
-            "the folder holds an earlier test",
-            where=str(out / RECORD),
-            why="nothing is overwritten",
-            fix=f"--out={out}-2",
         )

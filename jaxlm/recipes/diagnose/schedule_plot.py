@@ -1,4 +1,4 @@
-"""The learning rate over a run that has not begun: its numbers, and a picture. Free of JAX."""
+"""Numbers and plot of a run's learning-rate schedule, without training. Free of JAX."""
 
 import errno
 import os
@@ -16,17 +16,13 @@ MAX_POINTS = 1000  # points of a curve
 
 
 def draw(run: Run, target: Path) -> dict[str, Any]:
-    """Draws the rate by the number of the update, as metrics.jsonl counts them; at most 1,000 points, the last among them.
-
-    Raises:
-      NotWritable: where the picture cannot be written.
-    """
+    """Plot the learning rate by update, at most 1,000 points with the last. Raises NotWritable."""
     steps = np.unique(np.linspace(1, run.train.steps, MAX_POINTS).round().astype(int))
     length: dict[str, Any] = {"total": run.train.steps, "tokens_per_step": run.pace, "xp": np}
     factor = averaged(run.average, course(run.schedule, **length), **length)
     rates = run.optim.lr * factor(steps - 1.0)
     points = list(zip(steps.tolist(), rates.tolist(), strict=True))
-    _make_folder(target.parent)
+    make_folder(target.parent, "the plot", fix="--out=learning_rate.png")
     sinks.replace(target, plots.planned(points))
     return {
         "plot": str(target),
@@ -35,12 +31,11 @@ def draw(run: Run, target: Path) -> dict[str, Any]:
     }
 
 
-def _make_folder(folder: Path) -> None:
+def make_folder(folder: Path, what: str, *, fix: str) -> None:
+    """Create the folder of `--out` before any time is spent. Raises NotWritable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise cannot_write(
-            "the plot", f"--out={folder}", error, fix="--out=learning_rate.png"
-        ) from error
+        raise cannot_write(what, f"--out={folder}", error, fix=fix) from error

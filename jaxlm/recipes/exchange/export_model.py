@@ -1,13 +1,13 @@
-"""A run's model written for other programs, read back and compared before it is called finished."""
+"""Export a run's model for other programs; it is read back and compared before it gets its name."""
 
 import dataclasses
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from jaxlm.checkpoint.hub_folder import SHARD_BYTES, Source
+from jaxlm.checkpoint.hub_folder import SHARD_BYTES
 from jaxlm.checkpoint.hub_tensors import layout
 from jaxlm.core.errors import CommandError, cannot_write
 from jaxlm.models.cost import model_cost
@@ -15,38 +15,19 @@ from jaxlm.models.families.hub import uncomputed
 from jaxlm.objectives.config import Causal
 from jaxlm.recipes import setup
 from jaxlm.recipes.exchange import parity
-from jaxlm.recipes.exchange.export_gguf import GgufForm
-from jaxlm.recipes.exchange.export_hf import FolderForm
-from jaxlm.recipes.exchange.parity import DTYPES, Dtype, ExportedParams, ExportJob
+from jaxlm.recipes.exchange.export_formats import DTYPES, Dtype, ExportJob, GGUFExport, HFExport
 from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import LoadedRun, Weights
 from jaxlm.training.rundir import IMPORTED
 
-
-class ExportFormat(Protocol):
-    """What a run's model is written as; made of a Job, it has refused what it cannot hold."""
-
-    def write(self, place: Path) -> int:
-        """Writes the model; returns how many files hold its tensors. Raises OSError, NotWritable."""
-
-    def read(self, place: Path) -> Source:
-        """What was written."""
-
-    @property
-    def held(self) -> ExportedParams:
-        """What it holds of each leaf."""
-
-    def finish(self, place: Path, answer: dict[str, Any]) -> None:
-        """Adds what says how it compares with the run."""
-
-
+ExportFormat = HFExport | GGUFExport
 To = Literal["hf", "gguf"]
-FORMS: dict[To, Callable[[ExportJob], ExportFormat]] = {"hf": FolderForm, "gguf": GgufForm}
+FORMATS: dict[To, type[ExportFormat]] = {"hf": HFExport, "gguf": GGUFExport}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What is exported, as what, and where to."""
+    """The run and step to export, the format, and the output path."""
 
     workdir: Path
     out: Path
@@ -54,7 +35,7 @@ class ExportOptions:
     step: int | None = None
     best: bool = False
     weights: Weights = "raw"
-    dtype: Dtype | None = None  # None is that of the model it was imported from, else float32
+    dtype: Dtype | None = None  # None: of the imported model, else float32
     shard_bytes: int = SHARD_BYTES
     cpu_devices: int | None = None
 
@@ -62,22 +43,21 @@ class ExportOptions:
 def export_model(
     options: ExportOptions, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Writes a run's model as a folder of transformers or as a GGUF, reads it back, and compares logits on real text.
+    """Write a run's model as a transformers folder or a GGUF, read it back, and compare the logits.
 
-    It has its name once both agree; until then it is beside it, as NAME.partial.
+    The export is written as NAME.partial and renamed once both agree.
 
     Raises:
-      CommandError: where something has that name.
-      ConfigError: where the form has no such model, or no such tokenizer.
-      Different: where what was written gives other logits.
+      CommandError: if the output exists.
+      ConfigError: if the format does not support the model or the tokenizer.
+      ParityError: if the export gives other logits.
     """
     if options.out.exists():
-        named = options.out.with_stem(f"{options.out.stem}-2")
         raise CommandError(
-            f"the {'folder' if options.out.is_dir() else 'file'} is already there",
+            f"the {'folder' if options.out.is_dir() else 'file'} already exists",
             where=f"--out={options.out}",
-            why="nothing is overwritten",
-            fix=f"--out={named}",
+            why="an export never overwrites",
+            fix=f"--out={options.out.with_stem(f'{options.out.stem}-2')}",
         )
     opened = load.load_run(
         options.workdir,
@@ -91,7 +71,8 @@ def export_model(
     decoder = opened.model.blueprint.config
     family = dataclasses.replace(opened.run.model, vocab=decoder.vocab)
     if decoder.width_ratio != 1:
-        why = f"its logits are divided by {decoder.width_ratio:g}, as mup.base_width = {opened.run.mup.base_width} asks"
+        base = opened.run.mup.base_width
+        why = f"mup.base_width = {base} divides its logits by {decoder.width_ratio:g}"
         raise uncomputed(family.HUB, why)
     job = ExportJob(
         opened=opened,
@@ -102,13 +83,13 @@ def export_model(
         shard_bytes=options.shard_bytes,
         say=say,
     )
-    form = FORMS[options.to](job)
+    format_ = FORMATS[options.to](job)
     partial = options.out.with_name(f"{options.out.name}.partial")
     try:
-        files = form.write(partial)
+        files = format_.write(partial)
     except OSError as error:
         raise cannot_write("the export", partial, error, fix="--out=another/place") from error
-    report = parity.compare_logits(form.read(partial), opened, job.dtype, form.held)
+    report = parity.compare_logits(format_.read(partial), opened, job.dtype, format_.held)
     answer = {
         "out": str(options.out),
         "architecture": family.HUB.architecture,
@@ -119,18 +100,18 @@ def export_model(
         "files": files,
         "parity": report,
     }
-    form.finish(partial, answer)
+    format_.finish(partial, answer)
     parity.check(report, partial)
     os.replace(partial, options.out)
     return answer
 
 
 def _without_heads(opened: LoadedRun, say: Callable[[str], None]) -> LoadedRun:
-    """The model that predicts the next token alone."""
+    """Return the model without its multi-token-prediction heads."""
     heads = opened.model.blueprint.config.heads
     if not heads:
         return opened
-    say(f"left out: {len(heads)} heads for tokens beyond the next, which the form has no names for")
+    say(f"left out: {len(heads)} heads for later tokens; the format has no names for them")
     run = dataclasses.replace(opened.run, objective=Causal())
     vocab = opened.model.blueprint.config.vocab
     return dataclasses.replace(
@@ -142,10 +123,10 @@ def _without_heads(opened: LoadedRun, say: Callable[[str], None]) -> LoadedRun:
 
 
 def _without_capacity(opened: LoadedRun, say: Callable[[str], None]) -> LoadedRun:
-    """Return the model whose experts take every token, as those of other programs do."""
+    """Return the model whose experts accept every token, as in other programs."""
     if getattr(opened.run.model, "capacity", None) is None:
         return opened
-    say("left out: model.capacity, by which training dropped tokens; what is exported drops none")
+    say("left out: model.capacity; training dropped tokens, the export drops none")
     run = opened.run.changed({"model.capacity": None})
     vocab = opened.model.blueprint.config.vocab
     model = setup.build_sharded_model(run, vocab, opened.model.mesh)
@@ -153,6 +134,6 @@ def _without_capacity(opened: LoadedRun, say: Callable[[str], None]) -> LoadedRu
 
 
 def _imported(workdir: Path) -> dict[str, Any]:
-    """What is known of a run that was imported; nothing of another."""
-    place = workdir / IMPORTED
-    return json.loads(place.read_text()) if place.is_file() else {}
+    """Return the facts of an imported run; empty for other runs."""
+    path = workdir / IMPORTED
+    return json.loads(path.read_text()) if path.is_file() else {}

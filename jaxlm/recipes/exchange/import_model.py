@@ -1,4 +1,4 @@
-"""A model of somebody else made a run of ours: config, tokenizer and weights of a folder of Hugging Face, or of a GGUF."""
+"""Make a run of a Hugging Face folder or a GGUF: its config, tokenizer and weights."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.gguf_source import Gguf
 from jaxlm.checkpoint.hub_download import PREFIX, Show, fetched
 from jaxlm.checkpoint.hub_folder import Folder, Source
-from jaxlm.checkpoint.hub_tensors import Fetch, HFTensor, Reader, layout
+from jaxlm.checkpoint.hub_tensors import Fetch, HFTensor, Reader, Slices, layout
 from jaxlm.checkpoint.hub_tokenizer_files import SENTENCEPIECE, read_tokenizer
 from jaxlm.checkpoint.store import Store
 from jaxlm.core import config, tree
@@ -27,21 +27,35 @@ from jaxlm.objectives.config import Causal, Masked, Objective, Span
 from jaxlm.parallel import host
 from jaxlm.recipes import jax_setup, setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.exchange import vocabulary
 from jaxlm.training.loop import Progress
 from jaxlm.training.rundir import IMPORTED, RunDir
 
-# A run directory whose weights came from elsewhere: as a whole, or to be made again.
+FOLDER = "hub"  # of an imported run: unchanged files that came with the weights
+# Files of a tokenizer that tokenizer.json contains too.
+VOCABULARIES = (*SENTENCEPIECE, "vocab.txt", "vocab.json", "merges.txt")
+COMPANION_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    *VOCABULARIES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+MAX_SEQUENCE = 2048  # sequence length of an imported run whose model could read longer rows
+# Axis of the vocabulary of each leaf that has one.
+VOCAB_AXES = {"embedding/table": 0, "unembedding/weight": 1, "head/bias": 0}
+CHUNK = 4096  # rows read at a time for a mean
 
 
 def check_free(workdir: Path, flag: str, what: str) -> None:
-    """Raises CommandError where a run is in the directory; what one that was killed while it was made has left is none."""
+    """Raise CommandError if the directory contains a run; leftovers of a killed import are none."""
     has_steps = any((workdir / "checkpoints").glob("[0-9]*"))
     if (workdir / "config.json").exists() or (has_steps and not (workdir / IMPORTED).exists()):
         raise CommandError(
-            "there is a run in this directory",
+            "the directory already contains a run",
             where=f"{flag}={workdir}",
-            why=f"{what} begins a run, and nothing is overwritten",
+            why=f"{what} needs an empty directory",
             fix=f"{flag}={workdir}-2",
         )
 
@@ -55,10 +69,18 @@ def write(
     *,
     is_frugal: bool = False,
 ) -> None:
-    """Commits the weights as step 0 of a run, of which nothing else is known. config.json, which makes it one, comes last.
+    """Commit the weights as step 0 of a run; config.json, which makes it a run, is written last.
+
+    Args:
+      directory: the run directory.
+      run: the config.
+      params: the weights.
+      tokenizer: bytes of the tokenizer file.
+      facts: contents of the file that marks an imported run.
+      is_frugal: if the checkpoint is written with little memory.
 
     Raises:
-      SaveFailed: where they cannot be written.
+      SaveFailed: if the checkpoint cannot be written.
     """
     directory.write_json(IMPORTED, facts)
     directory.write_bytes("tokenizer", tokenizer)
@@ -85,29 +107,14 @@ def write(
     directory.write_json("config.json", config.to_json(run))
 
 
-FOLDER = "hub"  # in a run that was imported: what came with the weights, as it was
-# A tokenizer that tokenizer.json holds too.
-VOCABULARIES = (*SENTENCEPIECE, "vocab.txt", "vocab.json", "merges.txt")
-BESIDE = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    *VOCABULARIES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-LONGEST_ROW = 2048  # tokens of a row that an imported run reads, where its model can read more
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is imported, and where to."""
+    """The model to import and the new run directory."""
 
     source: Path | str  # a folder, a GGUF, or hf:ORG/NAME[@REVISION] of the Hugging Face Hub
     workdir: Path
     overrides: Sequence[tuple[str, str]] = ()
-    add_tokens: Sequence[str] = ()  # behind those of its tokenizer
+    add_tokens: Sequence[str] = ()  # after those of its tokenizer
     cpu_devices: int | None = None
 
 
@@ -116,18 +123,18 @@ def import_model(
     say: Callable[[str], None] = lambda _: None,
     show: Show = lambda what, done, total: None,
 ) -> dict[str, Any]:
-    """Makes a run directory whose checkpoint of step 0 has a model's weights, each tensor read straight to its shards.
+    """Make a run whose step 0 has a model's weights; each tensor is read straight to its shards.
 
-    Everything that can be refused is, before the first number is read: an attribute of config.json that is not
-    understood; a tensor that is missing, left over, of another shape or dtype; a file that has another sha256 than it must.
-    Nothing is left at its initial value.
-    What comes from the hub is fetched first, and `show` told how far each file is.
+    Before the first number is read, everything that can be wrong is checked: unknown attributes of
+    config.json; tensors that are missing, left over, or of another shape or dtype; wrong sha256.
+    Every parameter is loaded. Files of the hub are downloaded first; `show` receives their
+    progress.
 
     Raises:
-      JaxlmError: with the whole list told before.
+      JaxlmError: with the whole list of problems.
     """
     check_free(options.workdir, "--workdir", "an import")
-    folder, origin = _opened(options.source, say, show)
+    folder, origin = _open_source(options.source, say, show)
     family, dtype = hub_architecture.described(folder, say)
     tokenizer = read_tokenizer(folder, say)
     known, rows = tokenizer.size, family.vocab
@@ -136,9 +143,9 @@ def import_model(
             f"the tokenizer has {known:,} ids and the embedding {rows:,} rows",
             where=str(options.source),
             why="an id without a row cannot be read",
-            fix="fetch the folder again where it came from: its tokenizer and its weights are not of one model",
+            fix="download the folder again: its tokenizer and its weights are of different models",
         )
-    tokenizer = vocabulary.add_tokens(tokenizer, options.add_tokens)
+    tokenizer = add_tokens(tokenizer, options.add_tokens)
     run = _run(dataclasses.replace(family, vocab=max(rows, tokenizer.size)), options)
     decoder = run.model.build()
     hub = run.model.HUB
@@ -166,53 +173,52 @@ def import_model(
             "added_tokens": list(options.add_tokens),
         }
         place = directory.path / FOLDER
-        _keep(folder, tokenizer, place, is_extended=bool(options.add_tokens))
+        _copy_files(folder, tokenizer, place, is_extended=bool(options.add_tokens))
         facts = answer | {"source": origin}
         write(directory, run, params, tokenizer.serialise(), facts, is_frugal=True)
     hub_architecture.tell_ignored(ignored, folder, hub, say)
     if options.add_tokens:
-        say(
-            f"{tokenizer.size - known} tokens added; their rows are the mean of the {known:,} others"
-        )
+        added = tokenizer.size - known
+        say(f"{added} tokens added; their rows are the mean of the {known:,} others")
     say(f"{len(tensors)} tensors, {formatting.count(answer['parameters'])} parameters, {dtype}")
     return answer
 
 
-def _opened(source: Path | str, say: Callable[[str], None], show: Show) -> tuple[Source, str]:
-    """What is imported, and the name that is remembered of it."""
+def _open_source(source: Path | str, say: Callable[[str], None], show: Show) -> tuple[Source, str]:
+    """Open the source; returns it and the name to record."""
     if str(source).startswith(PREFIX):
-        found = fetched(str(source), BESIDE, check=hub_architecture.family_of, say=say, show=show)
-        return Folder(found.path), found.origin
+        download = fetched(
+            str(source), COMPANION_FILES, check=hub_architecture.family_of, say=say, show=show
+        )
+        return Folder(download.path), download.origin
     path = Path(source)
     return Gguf(path) if path.suffix == ".gguf" else Folder(path), path.name
 
 
 def _verify(folder: Source, say: Callable[[str], None]) -> None:
-    """Compares what is read with the sha256 that is known of it, and says of which files none is. Raises DataError."""
-    files = folder.files(BESIDE)
+    """Compare the files with their published sha256 and log those without one. Raises DataError."""
+    files = folder.files(COMPANION_FILES)
     unknown = hub_digests.compare(files)
     if len(unknown) == len(files):
-        say(
-            f"nothing to compare with: no {hub_digests.NAME} says what the files must hold, so a bit that flipped on the way is not seen"
-        )
+        say(f"no sha256 to compare with: without {hub_digests.NAME} a flipped bit goes unnoticed")
         return
-    without = f"; nothing says what must be in {', '.join(unknown)}" if unknown else ""
+    without = f"; no sha256 is known of {', '.join(unknown)}" if unknown else ""
     say(f"compared by sha256: {len(files) - len(unknown)} of {len(files)} files{without}")
 
 
 def load(
-    tensors: list[HFTensor], fetch: Fetch, placed: Any, *, mean_from: int | None = None
+    tensors: list[HFTensor], fetch: Fetch, abstract: Any, *, mean_from: int | None = None
 ) -> Any:
-    """The parameters on the devices; ids from `mean_from` on have the mean of those before."""
-    return tree.map_with_path(leaf_reader(tensors, fetch, mean_from=mean_from), placed)
+    """Return the parameters on the devices; ids from `mean_from` on have the mean of the others."""
+    return tree.map_with_path(leaf_reader(tensors, fetch, mean_from=mean_from), abstract)
 
 
 def leaf_reader(
     tensors: list[HFTensor], fetch: Fetch, *, mean_from: int | None = None
 ) -> Callable[[str, jax.ShapeDtypeStruct], jax.Array]:
-    """What reads a leaf to the devices, part by part, by its path and what it is like."""
+    """Return a function that reads a leaf to the devices, shard by shard, by path and shape."""
     plain = Reader(tensors, fetch)
-    reader = plain if mean_from is None else vocabulary.MeanInitRows(plain, mean_from)
+    reader = plain if mean_from is None else MeanInitRows(plain, mean_from)
 
     def leaf(path: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         dtype = np.dtype(like.dtype)
@@ -224,33 +230,108 @@ def leaf_reader(
 
 
 def _run(family: Any, options: Options) -> Run:
-    """The run: the family, the model's own tokenizer and rows that it can read; the rest as the command line says."""
-    learnt: Objective = Causal()
+    """Return the run: the family, the model's tokenizer and sequence length, and the overrides."""
+    objective: Objective = Causal()
     if isinstance(family, EncoderFamily):
-        learnt = Masked()
+        objective = Masked()
     elif isinstance(family, EncoderDecoderFamily):
-        learnt = Span()
+        objective = Span()
     raw = {
         "model": config.to_json(family),
-        "objective": config.to_json(learnt),
+        "objective": config.to_json(objective),
         "data": {
             "tokenizer": str(options.workdir / "tokenizer"),
-            "sequence": min(family.context, LONGEST_ROW),
+            "sequence": min(family.context, MAX_SEQUENCE),
         },
     }
     return config.from_json(Run, raw, where=str(options.source), overrides=options.overrides)
 
 
-def _keep(folder: Source, tokenizer: Imported, place: Path, *, is_extended: bool) -> None:
-    """Copies what came with the weights, for an export, and the tokenizer.json where it was made of another form.
+def _copy_files(folder: Source, tokenizer: Imported, target: Path, *, is_extended: bool) -> None:
+    """Copy the files that came with the weights, for an export, and write tokenizer.json.
 
-    A vocabulary to which tokens were added is in tokenizer.json alone.
+    If tokens were added, the vocabulary is in tokenizer.json alone.
     """
-    place.mkdir(exist_ok=True)
+    target.mkdir(exist_ok=True)
     without = VOCABULARIES if is_extended else ()
-    for name in BESIDE:
+    for name in COMPANION_FILES:
         if folder.has(name) and name not in without:
-            (place / name).write_bytes(folder.read(name, LARGEST_FILE))
-        else:  # of an import that was killed here
-            (place / name).unlink(missing_ok=True)
-    (place / "tokenizer.json").write_bytes(tokenizer.content)
+            (target / name).write_bytes(folder.read(name, LARGEST_FILE))
+        else:  # left by an import that was killed here
+            (target / name).unlink(missing_ok=True)
+    (target / "tokenizer.json").write_bytes(tokenizer.content)
+
+
+def add_tokens(tokenizer: Imported, tokens: Sequence[str]) -> Imported:
+    """Return the tokenizer with `tokens` added, which are matched first. Raises CommandError."""
+    if not tokens:
+        return tokenizer
+    import tokenizers
+
+    built = tokenizers.Tokenizer.from_buffer(tokenizer.content)
+    for number, token in enumerate(tokens):
+        if not token or token in tokens[:number] or built.token_to_id(token) is not None:
+            raise CommandError(
+                f"{token!r} is not a new token",
+                where=f"--add_token={token}",
+                why="it is empty"
+                if not token
+                else "the tokenizer has it, or the command names it twice",
+                fix="leave it out",
+            )
+    built.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in tokens])
+    return Imported(
+        built.to_str().encode(),
+        before=tokenizer.before,
+        after=tokenizer.after,
+        ends=tokenizer.ends,
+        where="--add_token",
+    )
+
+
+@dataclasses.dataclass
+class MeanInitRows:
+    """Reads leaves like `Reader`; rows of ids from `known` on are the mean of the rows before.
+
+    These include rows of the embedding that have no id in the tokenizer. The mean is taken in
+    float64, over a part of the rows at a time, and rounded once.
+
+    Source: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models".
+    """
+
+    reader: Reader
+    known: int
+
+    def __post_init__(self) -> None:
+        self._means: dict[str, np.ndarray] = {}
+
+    def leaf(
+        self, path: str, shape: tuple[int, ...], within: Slices, dtype: np.dtype
+    ) -> np.ndarray:
+        """Return the part `within` a leaf."""
+        if path not in VOCAB_AXES:
+            return self.reader.leaf(path, shape, within, dtype)
+        axis = VOCAB_AXES[path]
+        cuts = [slice(*cut.indices(size)[:2]) for cut, size in zip(within, shape, strict=True)]
+        first, stop = cuts[axis].start, cuts[axis].stop
+        read = max(first, min(stop, self.known))
+        mean = self._mean(path, shape, dtype)[(*cuts[:axis], *cuts[axis + 1 :])]
+        size = [cut.stop - cut.start for cut in cuts]
+        size[axis] = stop - read
+        new = np.broadcast_to(np.expand_dims(mean, axis), size)
+        if read == first:
+            return np.ascontiguousarray(new)
+        cuts[axis] = slice(first, read)
+        return np.concatenate((self.reader.leaf(path, shape, tuple(cuts), dtype), new), axis)
+
+    def _mean(self, path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if path not in self._means:
+            axis = VOCAB_AXES[path]
+            total = np.zeros((*shape[:axis], *shape[axis + 1 :]))
+            cuts = [slice(0, size) for size in shape]
+            for first in range(0, self.known, CHUNK):
+                cuts[axis] = slice(first, min(first + CHUNK, self.known))
+                part = self.reader.leaf(path, shape, tuple(cuts), np.dtype(np.float32))
+                total = total + part.sum(axis, dtype=np.float64)
+            self._means[path] = (total / self.known).astype(dtype)
+        return self._means[path]

@@ -1,4 +1,4 @@
-"""How each layer computes attention on this mesh: which kernel, how queries reach the keys of other devices, and why."""
+"""Choice of the attention kernel of each layer on a mesh, with the reason. Free of JAX."""
 
 import dataclasses
 from typing import NamedTuple
@@ -16,17 +16,17 @@ from jaxlm.recipes.config import Run
 
 
 class KernelPlan(NamedTuple):
-    """How a layer computes attention, in words too."""
+    """The attention kernel of a layer and the reason for it."""
 
     kernel: Kernel
-    told: str
+    description: str
 
 
 def with_kernels(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> ModelConfig:
-    """The model with the kernel of each of its layers."""
+    """Return the model with the kernel of each of its layers filled in."""
 
     def of(block: BlockConfig) -> BlockConfig:
-        kernel = _way(run, block.attention, sizes, target).kernel
+        kernel = _plan(run, block.attention, sizes, target).kernel
         return dataclasses.replace(
             block, attention=dataclasses.replace(block.attention, kernel=kernel)
         )
@@ -35,41 +35,41 @@ def with_kernels(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -
 
 
 def has_ring(run: Run, decoder: ModelConfig, sizes: Sizes) -> bool:
-    """Whether keys go round the devices among which rows are split, in any layer."""
+    """Return True if any layer passes its keys in a ring over the devices that split rows."""
     return logical.ways(sizes, "length") > 1 and any(
         _keys(run, block.attention, sizes).keys == "ring" for block in decoder.layers
     )
 
 
 def describe_kernels(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> str:
-    """What was chosen and why, a line for each kind of layer that differs in it; and for samples, where that is another."""
-    ways = [_way(run, layer.attention, sizes, target) for layer in decoder.layers]
-    lines = dict.fromkeys(way.told for way in ways)
-    if any(way.kernel != "reference" for way in ways):
-        lines["samples: reference, as the others have no cache"] = None
+    """Return a line for each distinct choice of kernel, and one for sampling if that differs."""
+    plans = [_plan(run, layer.attention, sizes, target) for layer in decoder.layers]
+    lines = dict.fromkeys(plan.description for plan in plans)
+    if any(plan.kernel != "reference" for plan in plans):
+        lines["samples: reference, as the other kernels have no KV cache"] = None
     return "\n".join(lines)
 
 
 def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
-    """Raises ConfigError where a kernel was asked for that cannot compute this model there."""
+    """Raise ConfigError if the requested kernel cannot compute this model on this target."""
     kinds = dict.fromkeys(layer.attention for layer in decoder.layers)
-    ways = [(attention, _way(run, attention, sizes, target)) for attention in kinds]
-    if any(attention.dropout and way.kernel == "ring" for attention, way in ways):
+    plans = [(attention, _plan(run, attention, sizes, target)) for attention in kinds]
+    if any(attention.dropout and plan.kernel == "ring" for attention, plan in plans):
         raise ConfigError(
-            "keys in a ring leave no room for attention dropout",
+            "ring attention does not support attention dropout",
             where="mesh.context_keys",
-            why="the model drops attention weights, by model.dropout or regularisation.attention_dropout",
+            why="model.dropout or regularisation.attention_dropout drops attention weights",
             fix="--config.mesh.context_keys=gather\n--config.regularisation.attention_dropout=0",
         )
     for stage in run.pace.phases[:-1]:
         short = run.at(stage)
-        for attention, way in ways:
-            if way.kernel == "ring":
+        for attention, plan in plans:
+            if plan.kernel == "ring":
                 continue
             work = _work(short, attention, sizes)
-            for misfit in kernels.misfits(way.kernel, target, work):
+            for misfit in kernels.misfits(plan.kernel, target, work):
                 raise ConfigError(
-                    f"{way.kernel} attention cannot compute the {stage.length} tokens of a warm-up's rows",
+                    f"{plan.kernel} attention cannot compute warm-up rows of {stage.length} tokens",
                     where="data.sequence_warmup",
                     why=misfit.why,
                     fix="--config.train.attention=reference\n'--config.data.sequence_warmup=()'",
@@ -77,7 +77,7 @@ def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
     named = run.train.attention
     if named not in ("auto", "reference") and logical.ways(sizes, "length") > 1:
         raise ConfigError(
-            f"{named} attention is for whole rows",
+            f"{named} attention needs whole rows",
             where="train.attention",
             why=f"mesh {shown(sizes)} splits them",
             fix="--config.train.attention=auto\n--config.mesh.context=1",
@@ -89,35 +89,37 @@ def check(run: Run, decoder: ModelConfig, sizes: Sizes, target: Target) -> None:
         misfit for work in works for misfit in kernels.misfits(named, target, work)
     )
     if wrong:
-        # One setting mends all that is wrong only where that is one thing.
-        mending = [misfit.fix for misfit in wrong if misfit.fix and len(wrong) == 1]
+        # The setting is a complete fix only if nothing else is wrong.
+        extra_fixes = [misfit.fix for misfit in wrong if misfit.fix and len(wrong) == 1]
         raise ConfigError(
             f"{named} attention cannot compute this run",
             where=f"train.attention={named}",
             why="\n".join(misfit.why for misfit in wrong),
-            fix="\n".join(f"--config.{setting}" for setting in ("train.attention=auto", *mending)),
+            fix="\n".join(
+                f"--config.{setting}" for setting in ("train.attention=auto", *extra_fixes)
+            ),
         )
 
 
 def check_length(sizes: Sizes, decoder: ModelConfig, length: int, *, flag: str) -> None:
-    """Raises ConfigError where rows of another length than the run's do not divide over their devices; `flag` sets it."""
+    """Raise ConfigError if rows of `length` tokens do not divide over devices; `flag` sets it."""
     parts = logical.ways(sizes, "length")
     unit = 2 * parts if decoder.has_ring else parts
     if parts == 1 or length % unit == 0:
         return
-    most = decoder.positions or length + unit
-    around = (length // unit * unit, -(-length // unit) * unit)
+    longest = decoder.positions or length + unit
+    candidates = (length // unit * unit, -(-length // unit) * unit)
     raise ConfigError(
         f"rows of {length} tokens do not divide over {parts} devices",
         where=flag,
         why=f"mesh {shown(sizes)} needs a multiple of {unit}"
         + (", two chunks for each device of the ring" if decoder.has_ring else ""),
-        fix="\n".join(f"{flag}={size}" for size in around if 0 < size <= most)
+        fix="\n".join(f"{flag}={size}" for size in candidates if 0 < size <= longest)
         or "--config.mesh.context=1",
     )
 
 
-def _way(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) -> KernelPlan:
+def _plan(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) -> KernelPlan:
     parts = logical.ways(sizes, "length")
     if parts == 1:
         kernel, reason = kernels.choose(run.train.attention, target, _work(run, attention, sizes))
@@ -126,14 +128,13 @@ def _way(run: Run, attention: AttentionConfig, sizes: Sizes, target: Target) -> 
     if keys == "gather":
         return KernelPlan("reference", f"keys gathered from {parts} devices: {reason}")
     return KernelPlan(
-        "ring",
-        f"keys in a ring of {parts} devices, tokens dealt out in {2 * parts} chunks: {reason}",
+        "ring", f"keys in a ring of {parts} devices, zigzag over {2 * parts} chunks: {reason}"
     )
 
 
 def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> Work:
     return Work(
-        rows=_rows(run, sizes),
+        rows=rows_per_device(run, sizes),
         length=run.data.sequence,
         head_dim=max(attention.head_dim, attention.value_dim),
         compute=run.precision.compute,
@@ -145,8 +146,8 @@ def _work(run: Run, attention: AttentionConfig, sizes: Sizes) -> Work:
     )
 
 
-def _rows(run: Run, sizes: Sizes) -> int:
-    """Of a micro-batch, on one device."""
+def rows_per_device(run: Run, sizes: Sizes) -> int:
+    """Return the rows of a micro-batch on one device."""
     return max(run.train.batch // (run.train.microbatches * logical.ways(sizes, "batch")), 1)
 
 
@@ -155,7 +156,7 @@ def _keys(run: Run, attention: AttentionConfig, sizes: Sizes) -> context_keys.Ke
     return context_keys.choose(
         run.mesh.context_keys,
         ways=logical.ways(sizes, "length"),
-        rows=_rows(run, sizes),
+        rows=rows_per_device(run, sizes),
         length=run.data.sequence,
         heads=max(attention.heads // tensor, 1),
         kv_heads=max(attention.kv_heads // tensor, 1),

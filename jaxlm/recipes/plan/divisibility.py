@@ -1,7 +1,6 @@
-"""Whether a run fits its devices and its mesh: all that does not come out even, at once, with what would."""
+"""Check that a run divides over its devices and its mesh, and suggest fixes. Free of JAX."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -19,12 +18,12 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.plan import attention_kernels
 
 MAX_TRIED = 200  # combinations of settings; the nearest come first
-MESHES_TRIED = 8  # with other settings, where no mesh fits by itself
-LINES = 6  # of an error, beside what and where
+MESHES_TRIED = 8  # with other settings, if no mesh fits by itself
+LINES = 6  # of the why and the fix of an error
 
 
 class Indivisible(NamedTuple):
-    """A number that does not divide: why, and the setting with the nearest values that would, if there is one."""
+    """A number that does not divide: the reason, its setting, and the nearest valid values."""
 
     why: str
     path: str
@@ -32,77 +31,76 @@ class Indivisible(NamedTuple):
 
 
 def check(run: Run, count: int, slices: int = 1) -> None:
-    """Raises ConfigError, with everything that is wrong, where a run does not fit a mesh of `count` devices in `slices` groups.
+    """Raise ConfigError with everything that keeps a run from a mesh of `count` devices.
 
-    Each line of the fix, pasted alone, makes it fit: first the nearest meshes, then other settings for this one; where
-    neither is enough, meshes with the settings that they need.
+    Each line of the fix works when it is pasted alone: the nearest meshes first, then other
+    settings for this mesh; if neither is enough, meshes with the settings that they need.
+    `slices` is the number of groups of devices, such as TPU slices.
     """
-    wanted = {axis: getattr(run.mesh, axis) for axis in AXES}
+    requested = {axis: getattr(run.mesh, axis) for axis in AXES}
     why = []
     try:
         sizes = run.mesh.sizes(count)
         misfits = list(find_indivisible(run, sizes))
     except ConfigError as error:
-        needed, *_ = error.why.splitlines()  # what fits is found below, as the model must, too
-        why.append(f"{needed} devices, and there are {count}")
-        fixed = {axis: 1 if size == "auto" else size for axis, size in wanted.items()}
+        needed, *_ = error.why.splitlines()  # the search below also takes the model into account
+        why.append(f"{needed} devices, {count} are available")
+        fixed = {axis: 1 if size == "auto" else size for axis, size in requested.items()}
         sizes, misfits = None, list(find_indivisible(run, fixed))
     is_cut = sizes is None or crossings(sizes, slices) is not None
     if not is_cut:
-        why.append(
-            f"{slices} slices: the outermost axes cross from one to another, and must divide by that"
-        )
+        why.append(f"{slices} slices: the outermost axes cross them and must divide by that number")
     why += [misfit.why for misfit in misfits]
     if not why:
         return
-    near = sizes or wanted
+    near = sizes or requested
     layouts = [fit for fit in nearest(near, count) if crossings(fit, slices) is not None]
 
     def line(fit: Sizes) -> str:
-        return "" if any(find_indivisible(run, fit)) else flags(fit, wanted)
+        return "" if any(find_indivisible(run, fit)) else flags(fit, requested)
 
     fixes = offered(near, layouts, line)
     why += beyond(fixes)
     fixes = fixes[:OFFERED]
     if sizes and is_cut and (changes := _changes(run, sizes, misfits)):
-        fixes.append(_pasted(changes))
-    fixes = fixes or _both(run, near, layouts, wanted)
+        fixes.append(config_flags(changes))
+    fixes = fixes or _meshes_with_settings(run, near, layouts, requested)
     room = LINES - len(fixes)
     if len(why) > room:
         why[room - 1 :] = ["; ".join(why[room - 1 :])]
     raise ConfigError(
         f"the run does not fit {count} device{'s' if count > 1 else ''}",
-        where="mesh " + (shown(sizes) if sizes else _asked(wanted)),
+        where="mesh " + (shown(sizes) if sizes else _show_requested(requested)),
         why="\n".join(why),
         fix="\n".join(fixes),
     )
 
 
 def schedule(run: Run, sizes: Sizes) -> Schedule | None:
-    """How micro-batches go through the stages of a mesh; None where it has one."""
+    """Return the pipeline schedule of a mesh; None if it has one stage."""
     stages = logical.ways(sizes, "stages")
     return None if stages == 1 else Schedule(stages, run.train.microbatches, run.train.turns)
 
 
 def unscaled(run: Run) -> ConfigError:
-    """That a run's model is trained, planned and used, but not made smaller or larger for another question."""
+    """Return the error for a command that cannot resize the run's model."""
     return ConfigError(
-        f"model.family={run.model.family} is only trained, planned, evaluated and used",
+        f"model.family={run.model.family} cannot be resized",
         where="model.family",
-        why="no other widths and depths are known of an encoder and a decoder",
+        why="an encoder-decoder has no rule for other widths and depths",
         fix="train it: a first step shows whether it fits",
     )
 
 
 def find_indivisible(run: Run, sizes: Sizes) -> Iterator[Indivisible]:
-    """What does not come out even on a mesh of these sizes."""
+    """Yield every number of the run that does not divide on a mesh of these sizes."""
     decoder = dataclasses.replace(
         run.model,
         vocab=logical.ways(sizes, "vocab") if run.model.vocab == "auto" else run.model.vocab,
     ).build()
     yield from _model(run, decoder, sizes)
     yield from _rows(run, decoder, sizes)
-    yield from _stages(run, decoder, sizes)
+    yield from _warmups(run, decoder, sizes)
 
 
 def _model(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible]:
@@ -123,18 +121,18 @@ def _model(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible
     for name, field, size in dict.fromkeys(dims):
         ways = logical.ways(sizes, name)
         if size % ways:
-            # The dense layers of a model of experts have a setting of their own.
+            # The dense layers of a mixture of experts have their own setting.
             field = next(
                 (each for each in (field, "dense_hidden") if getattr(run.model, each, 0) == size),
                 field,
             )
-            step = math.lcm(ways, _of_width(run, block)) if field == "width" else ways
+            step = math.lcm(ways, _width_unit(run, block)) if field == "width" else ways
             axes = logical.RULES[name]
             yield _misfit(f"{field} = {size}", f"model.{field}", size, ways, axes, step=step)
     if isinstance(decoder, EncoderDecoder):
         for axis in ("pipe", "context"):
             if sizes[axis] > 1:
-                why = f"{axis} = {sizes[axis]} splits no encoder-decoder, 1 would do"
+                why = f"{axis} = {sizes[axis]} does not split an encoder-decoder, 1 would do"
                 yield Indivisible(why, f"mesh.{axis}", (1,))
         return
     stages = logical.ways(sizes, "stages")
@@ -142,11 +140,11 @@ def _model(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible
     layers, first = decoder.depth - len(decoder.prefix), len(decoder.prefix)
     if stages > 1 and layers % unit:
         named = f"depth = {decoder.depth}" + (f" without its first {first}" if first else "")
-        yield _misfit(named, "model.depth", layers, unit, "pipe", beside=first)
+        yield _misfit(named, "model.depth", layers, unit, "pipe", offset=first)
 
 
-def _of_width(run: Run, block: BlockConfig) -> int:
-    """What a width must divide by, whatever the mesh: its heads, which are rotated in pairs; 1 where they have a size of their own."""
+def _width_unit(run: Run, block: BlockConfig) -> int:
+    """Return the divisor of a width on any mesh: its rotated heads, or 1 if head_dim is set."""
     attention = block.attention
     if attention.latent is not None or getattr(run.model, "head_dim", "auto") != "auto":
         return 1
@@ -162,25 +160,25 @@ def _rows(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible]
             yield _misfit(f"sequence = {length}", "data.sequence", length, unit, "context")
     rows, stages = logical.ways(sizes, "batch"), logical.ways(sizes, "stages")
     if run.train.pipeline == "circular" and parts < stages:
-        own, left = divmod(batch, rows)
-        # As few as go around, or as this batch can be cut into.
-        cut = [] if left else [n for n in divisors.divisors(own) if n >= stages]
-        why = f"microbatches = {parts} cannot go around {stages} stages (pipe)"
-        parts = min(cut, default=stages)
+        per_device, left = divmod(batch, rows)
+        # The fewest that fill the stages and divide this batch.
+        counts = [] if left else [n for n in divisors.divisors(per_device) if n >= stages]
+        why = f"microbatches = {parts} cannot fill {stages} stages (pipe)"
+        parts = min(counts, default=stages)
         yield Indivisible(f"{why}, {parts} would", "train.microbatches", (parts,))
     if batch % (rows * parts):
         misfit = _misfit(
             f"batch = {batch}", "train.batch", batch, rows * parts, logical.RULES["batch"]
         )
-        said = f"{rows} devices x {parts} micro-batches" if parts > 1 else f"{rows} devices"
-        yield misfit._replace(why=f"{misfit.why}: {said}")
+        devices = f"{rows} devices x {parts} micro-batches" if parts > 1 else f"{rows} devices"
+        yield misfit._replace(why=f"{misfit.why}: {devices}")
     if run.eval.batch != "auto" and run.eval.batch % rows:
         size, axes = run.eval.batch, logical.RULES["batch"]
         yield _misfit(f"eval.batch = {size}", "eval.batch", size, rows, axes)
 
 
-def _stages(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible]:
-    """The smaller batches and shorter rows of a warm-up are dealt out as those after it are."""
+def _warmups(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisible]:
+    """Yield warm-up batches and rows that do not divide as the later ones do."""
     unit = logical.ways(sizes, "batch") * run.train.microbatches
     parts = logical.ways(sizes, "length")
     parts *= 2 if attention_kernels.has_ring(run, decoder, sizes) else 1
@@ -195,47 +193,56 @@ def _stages(run: Run, decoder: ModelConfig, sizes: Sizes) -> Iterator[Indivisibl
 
 
 def _misfit(
-    named: str, path: str, size: int, unit: int, axes: Any, *, step: int = 0, beside: int = 0
+    named: str, path: str, size: int, unit: int, axes: Any, *, step: int = 0, offset: int = 0
 ) -> Indivisible:
-    """`beside` is what the setting counts beside the size that is divided, `step` what else would do is a multiple of, if not the unit."""
+    """Describe a size that does not divide by `unit`.
+
+    Suggested values are `offset` plus a multiple of `step`, or of the unit without one.
+    """
     step = step or unit
     values = tuple(value for value in (size // step * step, -(-size // step) * step) if value)
-    values = tuple(beside + value for value in sorted(values, key=lambda value: abs(value - size)))
+    values = tuple(offset + value for value in sorted(values, key=lambda value: abs(value - size)))
     over = " x ".join((axes,) if isinstance(axes, str) else axes)
-    wanted = " or ".join(map(str, values))
-    return Indivisible(f"{named} does not divide by {unit} ({over}), {wanted} would", path, values)
+    suggested = " or ".join(map(str, values))
+    return Indivisible(
+        f"{named} does not divide by {unit} ({over}), {suggested} would", path, values
+    )
 
 
-def _both(
-    run: Run, near: Mapping[str, Any], layouts: list[dict[str, int]], wanted: Mapping[str, Any]
+def _meshes_with_settings(
+    run: Run, near: Mapping[str, Any], layouts: list[dict[str, int]], requested: Mapping[str, Any]
 ) -> list[str]:
-    """The nearest of some meshes, each with the settings that make the run fit it; replicas alone suit every model."""
+    """Return the nearest meshes, each with the settings that it needs.
+
+    Meshes of replicas alone are tried last, as they suit every model.
+    """
     replicas = [fit for fit in layouts[MESHES_TRIED:] if fit["data"] == math.prod(fit.values())]
 
     def line(fit: Sizes) -> str:
         changes = _changes(run, fit, list(find_indivisible(run, fit)))
-        return f"{flags(fit, wanted)} {_pasted(changes)}".strip() if changes else ""
+        return f"{flags(fit, requested)} {config_flags(changes)}".strip() if changes else ""
 
     return offered(near, [*layouts[:MESHES_TRIED], *replicas], line)[:OFFERED]
 
 
-def _pasted(changes: Mapping[str, Any]) -> str:
-    return " ".join(f"--config.{path}={value}" for path, value in changes.items())
+def config_flags(settings: Mapping[str, Any]) -> str:
+    """Return the flags that change settings."""
+    return " ".join(f"--config.{path}={value}" for path, value in settings.items())
 
 
 def _changes(run: Run, sizes: Sizes, misfits: list[Indivisible]) -> dict[str, Any]:
-    """Settings that make the run fit this mesh, those nearest to what they are; empty where none is found."""
+    """Return the nearest settings that fit this mesh; empty if none are found."""
     known = config.flatten(run)
     paths = {misfit.path: misfit.values for misfit in misfits if known.get(misfit.path)}
-    # Heads go together: one cannot grow without the other, nor beyond the width.
+    # Both numbers of heads change together, and are limited by the width.
     if {"model.heads", "model.kv_heads"} & set(paths):
-        most = known["model.heads"]
+        heads = known["model.heads"]
         unit = logical.ways(sizes, "heads")
         for path in {"model.heads", "model.kv_heads"} & known.keys():
-            now = most if known[path] == "auto" else known[path]
+            now = heads if known[path] == "auto" else known[path]
             near = range(max(1, now // unit - 8), now // unit + 9)
-            multiples = sorted((k * unit for k in near), key=functools.partial(_distance, now))
-            paths[path] = tuple(multiples[:8])
+            by_distance = sorted((abs(now - k * unit), k * unit) for k in near)
+            paths[path] = tuple(size for _, size in by_distance[:8])
     combinations = itertools.islice(itertools.product(*paths.values()), MAX_TRIED)
     for values in combinations:
         changes = dict(zip(paths, values, strict=True))
@@ -250,7 +257,10 @@ def _changes(run: Run, sizes: Sizes, misfits: list[Indivisible]) -> dict[str, An
 
 
 def _suits(run: Run, sizes: Sizes, changes: Mapping[str, Any]) -> bool:
-    """Whether a run with other settings fits the mesh, and its sections agree; its ranges are not looked at, which takes long."""
+    """Return True if other settings fit the mesh and their sections agree.
+
+    Ranges are not checked, as that takes long.
+    """
     sections: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
         section, _, name = path.partition(".")
@@ -267,9 +277,5 @@ def _suits(run: Run, sizes: Sizes, changes: Mapping[str, Any]) -> bool:
     return is_sound and not any(find_indivisible(changed, sizes))
 
 
-def _distance(a: int, b: int) -> int:
-    return abs(a - b)
-
-
-def _asked(wanted: Mapping[str, Any]) -> str:
-    return " x ".join(f"{axis}={size}" for axis, size in wanted.items() if size != 1) or "of one"
+def _show_requested(requested: Mapping[str, Any]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in requested.items() if size != 1) or "of one"

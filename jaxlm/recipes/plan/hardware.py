@@ -1,4 +1,4 @@
-"""What a shipped config is laid out for: a mesh and micro-batches by the name of the hardware, `8gpu` or `v5e-16`."""
+"""Mesh and micro-batches of a shipped config by the name of the hardware: `8gpu`, `v5e-16`."""
 
 import math
 import re
@@ -15,52 +15,56 @@ from jaxlm.recipes.config import Run
 from jaxlm.recipes.scaling.plan import STATE_BYTES
 
 Layout = tuple[dict[str, int], int]
-FULLEST = 0.7  # of the memory, with the state alone: gathered layers, activations and logits need the rest
+MAX_STATE_SHARE = 0.7  # of the memory; gathered layers, activations and logits need the rest
 
 
 def layout(layouts: Mapping[str, Layout], hardware: str, c: Any, file: str) -> Layout:
-    """The mesh and the micro-batches that a config, the ConfigDict `c` of a file, has for hardware.
+    """Return the mesh and the micro-batches for `hardware` from the table of a config file.
 
     Raises:
-      ConfigError: where it has none: whether the state would fit, and the nearest hardware that it has one for.
+      ConfigError: if the table has none; reports if the state of `c`, the file's ConfigDict, would
+        fit, and the nearest layouts.
     """
     if hardware in layouts:
         return layouts[hardware]
-    there = memory_bytes(hardware)
-    if there is None:
-        why = "it is neither a number of GPUs, such as 8gpu, nor a slice of TPUs, such as v5p-128"
+    available = memory_bytes(hardware)
+    if available is None:
+        why = "hardware is a number of GPUs, such as 8gpu, or a slice of TPUs, such as v5p-128"
         near = nearest(hardware, layouts)
         offered = [near] if near else list(layouts)
     else:
         needed = STATE_BYTES * model_cost.parameters(
             config.from_json(Run, c.to_dict(), file).model.build()
         )
-        why = f"weights, gradients and moments take {needed / 1e9:,.0f} GB; {hardware} has {there / 1e9:,.0f} GB"
+        why = (
+            f"weights, gradients and moments take {needed / 1e9:,.0f} GB; "
+            f"{hardware} has {available / 1e9:,.0f} GB"
+        )
         why += (
             ", and activations need some too"
-            if FULLEST * there < needed
-            else ": it fits, with a mesh of your own"
+            if MAX_STATE_SHARE * available < needed
+            else ": it fits, with --config.mesh settings"
         )
         offered = sorted(layouts, key=lambda name: _distance(name, hardware))
     raise ConfigError(
         f"{short(file)} has no layout for {hardware}",
         where=f"--config={short(file)}:{hardware}",
-        why=f"{why}\nthere are layouts for {', '.join(layouts)}",
+        why=f"{why}\nthe file has layouts for {', '.join(layouts)}",
         fix="\n".join(f"--config={short(file)}:{each}" for each in offered[:4]),
     )
 
 
 def memory_bytes(hardware: str) -> float | None:
-    """What so many GPUs of 80 GB, as in `8gpu`, or a slice of TPUs have together; None where the name is of neither."""
-    if found := re.fullmatch(r"([1-9][0-9]{0,4})gpu", hardware):
-        return int(found[1]) * chips.CHIPS["h100"].memory_bytes
-    known = chips.SLICES.get(hardware)
-    return known.devices * known.chip.memory_bytes if known else None
+    """Return the memory of GPUs of 80 GB (`8gpu`) or of a TPU slice; None for another name."""
+    if gpus := re.fullmatch(r"([1-9][0-9]{0,4})gpu", hardware):
+        return int(gpus[1]) * chips.CHIPS["h100"].memory_bytes
+    slice_ = chips.SLICES.get(hardware)
+    return slice_.devices * slice_.chip.memory_bytes if slice_ else None
 
 
 def _distance(one: str, other: str) -> tuple[bool, float]:
-    """GPUs are nearer to GPUs than to TPUs; then by the ratio of their memories."""
-    here, there = memory_bytes(one), memory_bytes(other)
-    assert here is not None
-    assert there is not None
-    return one.endswith("gpu") != other.endswith("gpu"), abs(math.log(here / there))
+    """Order GPUs nearer to GPUs than to TPUs; then by the ratio of the memories."""
+    one_bytes, other_bytes = memory_bytes(one), memory_bytes(other)
+    assert one_bytes is not None
+    assert other_bytes is not None
+    return one.endswith("gpu") != other.endswith("gpu"), abs(math.log(one_bytes / other_bytes))

@@ -1,4 +1,4 @@
-"""The plan of a run that is about to start, on the devices at hand: what it says, what then was, and what to do where memory is short."""
+"""Forecast for the devices of this process, the memory check, and remedies if memory is short."""
 
 import contextlib
 import dataclasses
@@ -12,11 +12,11 @@ from jaxlm.models.config import ModelConfig
 from jaxlm.monitor import chips, cpu, formatting
 from jaxlm.monitor.chips import Machine
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.plan import predict, search
+from jaxlm.recipes.plan import divisibility, predict, search
 from jaxlm.recipes.plan.predict import Forecast
 
 GIB = 2**30
-# What makes a step smaller with the same result, or nearly; each is tried alone, then in pairs.
+# Settings that shrink a step with nearly the same result; tried alone, then in pairs.
 REMEDIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss.chunk", ("8192", "1024", "256")),
     ("train.remat", ("dots", "save:attention_out", "full")),
@@ -28,7 +28,7 @@ MAX_REMEDIES = 3
 
 
 def forecast_here(run: Run, decoder: ModelConfig) -> Forecast | None:
-    """The plan on the devices of this process's mesh; None for a chip that no table knows."""
+    """Return the forecast on this process's devices; None for a chip that is in no table."""
     assumed: list[str] = []
     on = _machine(assumed)
     settled = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab=decoder.vocab))
@@ -44,7 +44,7 @@ def _machine(assumed: list[str]) -> Machine | None:
 
 
 def memory_limit(run: Run) -> float | None:
-    """Bytes that a step may take of a device: what the run allows, or what the device or this machine says it has."""
+    """Return the bytes per device that a step may use: by the config, the device or the host."""
     if run.train.memory_gib is not None:
         return run.train.memory_gib * GIB
     if jax.default_backend() == "cpu":
@@ -53,78 +53,76 @@ def memory_limit(run: Run) -> float | None:
 
 
 def check(run: Run, forecast: Forecast | None, needed: float) -> None:
-    """Raises OutOfMemory where the compiled step needs more of a device than there is: with the biggest parts and what would help."""
-    there = memory_limit(run)
-    if there is not None and needed > there:
-        raise oom_error(forecast, needed, there, when="checked before the first step")
+    """Raise OutOfMemory, with remedies, if the compiled step needs more than a device has."""
+    available = memory_limit(run)
+    if available is not None and needed > available:
+        raise oom_error(forecast, needed, available, when="checked before the first step")
 
 
 @contextlib.contextmanager
 def explain_oom(run: Run, forecast: Forecast | None) -> Iterator[None]:
-    """In there, that a device has not the memory becomes an OutOfMemory with what would help."""
+    """Turn a device's out-of-memory error into an OutOfMemory with remedies."""
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise oom_error(forecast, None, memory_limit(run), when="as the device says") from error
+        raise oom_error(forecast, None, memory_limit(run), when="reported by the device") from error
 
 
 def oom_error(
-    forecast: Forecast | None, needed: float | None, there: float | None, *, when: str
+    forecast: Forecast | None, needed: float | None, available: float | None, *, when: str
 ) -> OutOfMemory:
-    """That the run does not fit, in four parts; each line of the fix can be pasted."""
+    """Return the error for a run that does not fit; each line of its fix can be pasted."""
     if forecast is None:
         return OutOfMemory(
             "the run does not fit the device",
             where=when,
-            why=f"it needs {formatting.size(needed)}, and there are {formatting.size(there)}",
+            why=f"it needs {formatting.size(needed)} of {formatting.size(available)}",
             fix="--config.train.microbatches=2\n--config.train.remat=dots",
         )
     planned = forecast.bytes_per_device["total"]
-    least = "" if needed is not None else "more than "
-    needed = max(planned, there or 0.0) if needed is None else needed
+    at_least = "" if needed is not None else "more than "
+    needed = max(planned, available or 0.0) if needed is None else needed
     parts = sorted(
         ((size, name) for name, size in forecast.bytes_per_device.items() if name != "total"),
         reverse=True,
     )
     biggest = " · ".join(f"{name} {formatting.size(size)}" for size, name in parts[:4])
     lines = [
-        f"{flags}    # {formatting.size(size)} a device, {slower}"
-        for flags, size, slower in _remedies(forecast, needed / planned, there)
+        f"{flags}    # {formatting.size(size)} per device, {slower}"
+        for flags, size, slower in _remedies(forecast, needed / planned, available)
     ]
+    if not lines:
+        smaller = search.smaller(forecast.run, forecast.machine)
+        lines = [smaller.flags if smaller else "a smaller model\nmore devices"]
     return OutOfMemory(
-        f"this run needs {least}{formatting.size(needed)} a device, there are {formatting.size(there)}",
+        f"this run needs {at_least}{formatting.size(needed)} per device, "
+        f"{formatting.size(available)} is available",
         where=when,
         why=f"biggest: {biggest}",
-        fix="\n".join(lines) or _smaller(forecast),
+        fix="\n".join(lines),
     )
 
 
-def _smaller(forecast: Forecast) -> str:
-    """The nearest model that fits, where no setting that leaves it as it is saves anything."""
-    found = search.smaller(forecast.run, forecast.machine)
-    return found.flags if found else "a smaller model\nmore devices"
-
-
 def _remedies(
-    forecast: Forecast, factor: float, there: float | None
+    forecast: Forecast, factor: float, available: float | None
 ) -> Iterator[tuple[str, float, str]]:
-    """Settings with the bytes they lead to and what they cost, those that suffice first and of these the fastest.
+    """Yield flags, bytes and slowdown of settings: those that suffice first, the fastest first.
 
-    `factor` is how much more the step needs than was planned; it is taken to be the same for all.
+    `factor` is measured over planned bytes; it is assumed to be the same for all settings.
     """
     tried = []
     now = sum(forecast.seconds)
     for changes in _combinations():
-        found = _changed(forecast, changes)
-        if found is None:
+        changed = _changed(forecast, changes)
+        if changed is None:
             continue
-        size, seconds = factor * found.bytes_per_device["total"], sum(found.seconds)
+        size, seconds = factor * changed.bytes_per_device["total"], sum(changed.seconds)
         if size < 0.97 * factor * forecast.bytes_per_device["total"]:
-            is_enough = there is None or size <= there
+            is_enough = available is None or size <= available
             order = (len(changes), seconds) if is_enough else (0, size)
-            flags = " ".join(f"--config.{path}={value}" for path, value in changes)
+            flags = divisibility.config_flags(dict(changes))
             tried.append((not is_enough, *order, flags, size, seconds))
     for *_, flags, size, seconds in sorted(tried)[:MAX_REMEDIES]:
         slower = seconds / now - 1
@@ -139,7 +137,7 @@ def _combinations() -> Iterator[tuple[tuple[str, str], ...]]:
 
 
 def _changed(forecast: Forecast, changes: tuple[tuple[str, str], ...]) -> Forecast | None:
-    """The plan with other settings; None where they are what the run has, or do not suit it."""
+    """Return the forecast with other settings; None if they change nothing or are invalid."""
     values = {path: int(text) if text.isdigit() else text for path, text in changes}
     now = config.flatten(forecast.run)
     if any(now[path] == value for path, value in values.items()):

@@ -1,4 +1,4 @@
-"""What a run will need and take, before it starts: arithmetic alone, without data or the machine. Free of JAX."""
+"""Predicted memory, time and communication of a run, by arithmetic alone. Free of JAX."""
 
 import dataclasses
 import os
@@ -10,30 +10,32 @@ from jaxlm.models import routed
 from jaxlm.models.config import ModelConfig
 from jaxlm.models.cost import comm_cost, model_cost
 from jaxlm.models.cost.activations import Share
+from jaxlm.monitor import formatting
 from jaxlm.monitor.chips import Chip, Dtype, Machine
 from jaxlm.nn.config import MoeConfig
 from jaxlm.ops.kernels import Target
 from jaxlm.parallel import logical
 from jaxlm.parallel.logical import Sizes
 from jaxlm.recipes.config import VOCAB_MULTIPLE, Run
-from jaxlm.recipes.plan import attention_kernels, device_memory, divisibility, dropless
+from jaxlm.recipes.plan import attention_kernels, device_memory, divisibility
 
-# Of the three products of a projection, the share whose operands are rounded (`ops.matmul`).
+# Share of the three products of a projection whose operands are rounded (`ops.matmul`).
 EIGHT_BITS = {"int8": 2 / 3, "fp8": 1.0}
-# Of a chip's peak, the products of a step reach between these shares: what the field's trainers report, from small models
-# and long rows to large ones. A CPU is compared with its own BLAS.
+# Range of the share of a chip's peak that the products of a step reach, as published trainers
+# report: from small models and long rows to large models. A CPU is compared with its own BLAS.
 REACHED = {"accelerator": (0.25, 0.60), "cpu": (0.30, 1.00)}
-# XLA for CPU writes out the gradient, the direction and, to measure it, the update: what a step of one short row took, over
-# its parameters, with AdamW (3.00), Muon (3.00), Lion (2.00 to 3.00) and a model of 34M.
+# XLA for CPU writes out the gradient, the direction and, to measure it, the update. Bytes of a step
+# of one short row over its parameters, 34M model: AdamW 3.00, Muon 3.00, Lion 2.00 to 3.00.
 CPU_COPIES = 3.0
-HOST = 8  # GPUs that are joined by the fast wire
+HOST = 8  # GPUs that share a fast interconnect
+CAPACITY = 1.25  # of the shipped GPU layouts; Fedus et al. 2021, arXiv:2101.03961, section 2.2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The plan of a run on a machine. Bytes are those of the fullest device; seconds are of one step.
+    """The plan of a run on a machine: bytes of the fullest device, seconds of one step.
 
-    For a chip whose speed is unknown (`Chip.is_known`) the seconds are an A100's, which only rank plans: no record has them.
+    For a chip of unknown speed (`Chip.is_known`) the seconds are an A100's and only rank plans.
     """
 
     run: Run
@@ -41,11 +43,11 @@ class Forecast:
     sizes: Sizes
     decoder: ModelConfig
     bytes_per_device: dict[str, float]
-    memory_bytes: float  # that a program has of a device's
+    memory_bytes: float  # of a device, available to a program
     flops_per_token: float
-    hardware_flops: float  # of a step, over all devices, what is done twice counted twice
+    hardware_flops: float  # of a step, over all devices, recomputation included
     peak_flops: float  # of one device, in the dtype of the products
-    sent_bytes: dict[str, float]  # by a device, over each axis
+    sent_bytes: dict[str, float]  # per device, over each axis
     seconds: tuple[float, float]
     checkpoint_bytes: float
     assumed: list[str]
@@ -53,11 +55,11 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest device has the memory."""
+        """Return True if the fullest device has the memory."""
         return self.bytes_per_device["total"] <= self.memory_bytes
 
     def record(self, price: float | None = None) -> dict[str, Any]:
-        """As `jaxlm plan --json` says it; `price` is that of a device for an hour."""
+        """Return the JSON of `jaxlm plan --json`; `price` is that of a device for an hour."""
         low, high = self.seconds
         tokens = self.run.tokens_per_step
         steps = self.run.train.steps
@@ -94,16 +96,16 @@ class Forecast:
         }
 
     def sharding(self) -> list[dict[str, Any]]:
-        """Which mesh axes split each parameter."""
+        """Return the mesh axes that split each parameter."""
         return device_memory.sharding(self.decoder, self.sizes, self.run.mesh.zero)
 
 
 def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Forecast:
-    """The plan of `run` on `machine`.
+    """Return the plan of `run` on `machine`.
 
     Raises:
-      ConfigError: where the run cannot be laid out on so many devices, or the kernel that is asked for cannot compute
-        attention there; says what could.
+      ConfigError: if the run does not divide over the devices, or the requested kernel cannot
+        compute its attention there.
     """
     assumed = [] if assumed is None else list(assumed)
     divisibility.check(run, machine.devices)
@@ -119,7 +121,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     targets = decoder_tokens(run)
     used = held | device_memory.temporary_bytes(run, decoder, share, sizes, held, targets)
     if is_cpu:
-        # Activations are gone by then: the larger of the two counts.
+        # Activations are freed before the update: the larger of the two counts.
         coming = held["gradients"] + sum(used.values()) - sum(held.values())
         used["update"] = max(_written(run, held) - coming, 0.0)
     used["total"] = sum(used.values())
@@ -137,21 +139,22 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
     compute = (hardware - spared) / (machine.devices * peak)
     if schedule := divisibility.schedule(run, sizes):
         compute /= 1 - schedule.bubble
-    # Every step reads and writes the state, which no product hides.
+    # Every step reads and writes the state; no product hides that.
     update = 2 * sum(held.values()) / machine.chip.memory_speed
     moved = sum(sent.values()) / machine.chip.link_speed
     if machine.chip.is_known:
         assumed.append(
-            f"products reach between {low_share:.0%} and {high_share:.0%} of {peak / 1e12:.3g} TFLOP/s"
+            f"products reach between {low_share:.0%} and {high_share:.0%}"
+            f" of {peak / 1e12:.3g} TFLOP/s"
         )
     else:
         assumed.append(
             f"the speed of {machine.chip.name} is unknown: no times; --fit ranks by an A100's"
         )
     if not machine.chip.is_tpu and machine.devices > HOST:
-        assumed.append(f"the wires between hosts are as fast as those within one of {HOST}")
+        assumed.append(f"links between hosts are as fast as those within a host of {HOST}")
     if sent:
-        assumed.append("communication hides behind products in the best case, and not in the worst")
+        assumed.append("communication overlaps with products in the best case, not in the worst")
     return Forecast(
         run=run,
         machine=machine,
@@ -163,10 +166,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
         hardware_flops=hardware,
         peak_flops=peak,
         sent_bytes=sent,
-        seconds=(
-            max(compute / high_share + update, moved),
-            compute / low_share + update + moved,
-        ),
+        seconds=(max(compute / high_share + update, moved), compute / low_share + update + moved),
         checkpoint_bytes=_saved(run, decoder),
         assumed=assumed,
         risks=list(_risks(run, machine, decoder, sizes)),
@@ -174,7 +174,7 @@ def forecast(run: Run, machine: Machine, assumed: list[str] | None = None) -> Fo
 
 
 def _written(run: Run, held: dict[str, float]) -> float:
-    """Return the bytes that an update writes out on a CPU, in float32 whatever the state is in."""
+    """Return the bytes that an update writes out on a CPU: float32 in every dtype of the state."""
     wide, precision = ITEM_BYTES["float32"], run.precision
     copies = CPU_COPIES * held["parameters"] * wide / ITEM_BYTES[precision.params]
     if precision.moments == "float32":
@@ -183,7 +183,7 @@ def _written(run: Run, held: dict[str, float]) -> float:
 
 
 def decoder_tokens(run: Run) -> int:
-    """Tokens of a row that a decoder writes beside one that is read; 0 where they are one."""
+    """Return the sequence length of a decoder that has an encoder; 0 for other models."""
     is_paired = run.architecture == "encoder-decoder"
     return run.objective.target_length(run.data.sequence) if is_paired else 0
 
@@ -194,7 +194,7 @@ def _target(chip: Chip) -> Target:
 
 
 def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
-    """`model.vocab`, or what the tokenizer that is yet to be made will have at most."""
+    """Return `model.vocab`, or the maximum for a tokenizer that is not trained yet."""
     if run.model.vocab != "auto":
         return run.model.vocab
     kind, _, size = run.data.tokenizer.partition(":")
@@ -202,13 +202,13 @@ def vocabulary(run: Run, sizes: Sizes, assumed: list[str]) -> int:
     unit = VOCAB_MULTIPLE * logical.ways(sizes, "vocab")
     vocab = -(-known // unit) * unit
     assumed.append(
-        f"a vocabulary of {vocab:,}: model.vocab is auto, and the tokenizer {run.data.tokenizer}"
+        f"a vocabulary of {vocab:,}: model.vocab is auto, the tokenizer {run.data.tokenizer}"
     )
     return vocab
 
 
 def _hardware_flops(run: Run, decoder: ModelConfig, share: Share) -> float:
-    """Return the FLOPs a token of all products, those that a better program would spare included.
+    """Return the FLOPs per token of all products, recomputation included.
 
     Computed twice are the forward pass of layers, by remat, and the unembedding of chunks. Experts
     multiply rows that are empty, or those of other experts (`models.routed`).
@@ -221,28 +221,30 @@ def _hardware_flops(run: Run, decoder: ModelConfig, share: Share) -> float:
     layers = once / 3 - head
     policies = run.train.remat.split("/")
     products = 2 * (model_cost.met_parameters(decoder, sequence, targets) - unembedding)
-    again = {"none": 0.0, "dots": layers - products}
-    extra = sum(again.get(policy, layers) for policy in policies) / len(policies)
+    recomputed = {"none": 0.0, "dots": layers - products}
+    extra = sum(recomputed.get(policy, layers) for policy in policies) / len(policies)
     whole = once + extra + (head if run.loss.chunk else 0.0)
     passes = 3 + sum(policy != "none" for policy in policies) / len(policies)
     whole += passes * _idle_flops(decoder, share)
-    # An estimate of the curvature is another gradient.
+    # Estimating the curvature costs another gradient.
     every = run.optim.curvature_every
     return whole * (1 + 1 / every) if every else whole
 
 
 def _idle_flops(decoder: ModelConfig, share: Share) -> float:
-    """Return the FLOPs a token of experts' forward pass beyond those of the token's own experts."""
+    """Return the FLOPs per token of experts' forward pass beyond the token's own experts."""
     idle = 0.0
     for block in (*decoder.layers, *decoder.heads):
         if isinstance(block.mlp, MoeConfig):
-            times = routed.multiple(block.mlp, share.length, share.sizes, is_dense=share.is_dense)
-            idle += 2 * (times - 1) * model_cost.routed_parameters(block, decoder.width)
+            multiple = routed.multiple(
+                block.mlp, share.length, share.sizes, is_dense=share.is_dense
+            )
+            idle += 2 * (multiple - 1) * model_cost.routed_parameters(block, decoder.width)
     return idle
 
 
 def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: Share) -> dict[str, float]:
-    """Bytes that a device sends in a step over each axis that splits anything and whose bytes are known."""
+    """Return the bytes that a device sends in a step over each mesh axis of known cost."""
     work = comm_cost.Work(
         model=decoder,
         sequence=share.length,
@@ -262,16 +264,16 @@ def _sent(run: Run, decoder: ModelConfig, sizes: Sizes, share: Share) -> dict[st
     }
 
 
-def peak_flops(wanted: Dtype, chip: Chip, assumed: list[str]) -> float:
-    """Products a second of one device in the dtype that is wanted, or in float32 where it has no unit for that."""
-    if wanted in chip.flops:
-        return chip.flops[wanted]
-    assumed.append(f"{chip.name} has no unit for {wanted}: its products run as float32")
+def peak_flops(dtype: Dtype, chip: Chip, assumed: list[str]) -> float:
+    """Return the FLOP/s of one device in a dtype, or in float32 if the chip lacks the dtype."""
+    if dtype in chip.flops:
+        return chip.flops[dtype]
+    assumed.append(f"{chip.name} has no unit for {dtype}: its products run as float32")
     return chip.flops["float32"]
 
 
 def _spared(run: Run, decoder: ModelConfig, chip: Chip, peak: float) -> float:
-    """FLOPs a token that products of eight bits take off those at `peak`."""
+    """Return the FLOPs per token, at `peak`, that 8-bit products save."""
     products = run.precision.products
     if products == "compute" or products not in chip.flops:
         return 0.0
@@ -280,40 +282,73 @@ def _spared(run: Run, decoder: ModelConfig, chip: Chip, peak: float) -> float:
 
 
 def memory_bytes(machine: Machine, assumed: list[str]) -> float:
-    """What of a device's memory a program gets."""
+    """Return the bytes of a device's memory that a program gets."""
     if machine.chip.is_tpu or machine.chip.name == "cpu":
         return machine.chip.memory_bytes
     share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75"))
     assumed.append(
-        f"JAX takes {share:.0%} of a GPU's memory, as XLA_PYTHON_CLIENT_MEM_FRACTION says or by default"
+        f"JAX takes {share:.0%} of a GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION, or its default)"
     )
     return share * machine.chip.memory_bytes
 
 
 def _saved(run: Run, decoder: ModelConfig) -> float:
-    """Bytes of one checkpoint, over all hosts, before compression."""
+    """Return the bytes of one checkpoint, over all hosts, before compression."""
     whole = dict.fromkeys(logical.RULES, 1)
-    one = dataclasses.replace(
-        run, train=dataclasses.replace(run.train, offload=())
-    )  # offloaded state is saved too
+    # Offloaded state is saved too.
+    one = dataclasses.replace(run, train=dataclasses.replace(run.train, offload=()))
     held = device_memory.held_bytes(one, decoder, whole)
     return sum(held.values()) - held["gradients"]
 
 
 def _risks(run: Run, machine: Machine, decoder: ModelConfig, sizes: Sizes) -> Iterator[str]:
-    """What may go other than planned, by what is known of chips and of training."""
+    """Yield warnings that follow from the chip and from experience of training."""
     if run.precision.compute == "bfloat16" and "bfloat16" not in machine.chip.flops:
-        instead = "float16" if "float16" in machine.chip.flops else "float32"
-        yield f"{machine.chip.name} has no bfloat16: --config.precision.compute={instead}"
+        other = "float16" if "float16" in machine.chip.flops else "float32"
+        yield f"{machine.chip.name} has no bfloat16: --config.precision.compute={other}"
     products, chip = run.precision.products, machine.chip
     if products != "compute" and products not in chip.flops and chip.is_known:
-        yield f"{machine.chip.name} has no unit for {products}: rounded so, products cost more time than without"
+        yield f"{machine.chip.name} has no unit for {products}: rounding makes products slower"
     if run.precision.compute == "float16":
-        yield "float16 has a small range: steps whose scaled gradients overflow it are not applied; bfloat16 has none of them"
-    yield from dropless.cautions(run, decoder, sizes, _target(machine.chip).platform)
+        yield (
+            "float16 has a small range: steps whose scaled gradients overflow are not applied; "
+            "bfloat16 has no such steps"
+        )
+    yield from dropless_warnings(run, decoder, sizes, _target(machine.chip).platform)
     tokens = run.pace.tokens(run.train.steps)
     ratio = tokens / model_cost.active_parameters(decoder)
     if ratio < 5:
-        yield f"{tokens:,} tokens are {ratio:.2g} for each parameter: about 20 are best for the compute (arXiv:2203.15556)"
+        yield (
+            f"{tokens:,} tokens are {ratio:.2g} per parameter: about 20 are best for the compute "
+            "(arXiv:2203.15556)"
+        )
     if run.train.steps < 100:
         yield f"{run.train.steps} steps are too few for most schedules"
+
+
+def dropless_warnings(run: Run, decoder: ModelConfig, sizes: Sizes, platform: str) -> Iterator[str]:
+    """Yield a warning for each kind of experts that multiplies rows with other experts' weights.
+
+    Only GPUs are considered: a CPU does the same, but its runs are small.
+    """
+    if platform != "gpu":
+        return
+    length = run.data.sequence // logical.ways(sizes, "length")
+    rows = attention_kernels.rows_per_device(run, sizes)
+    cost_of: dict[MoeConfig, tuple[float, float]] = {}
+    for block in (*decoder.layers, *decoder.heads):
+        mlp = block.mlp
+        if isinstance(mlp, MoeConfig) and mlp.capacity is None:
+            multiple = routed.multiple(mlp, length, sizes, is_dense=True)
+            widest = max(decoder.width, mlp.hidden // logical.ways(sizes, "mlp"))
+            copies = routed.held(mlp, sizes) * routed.rows(mlp, length, sizes)
+            size = rows * length * copies * widest * ITEM_BYTES[run.precision.compute]
+            cost_of[mlp] = multiple, size
+    for mlp, (multiple, size) in cost_of.items():
+        if multiple > 1:
+            yield (
+                "model.capacity=None makes XLA for GPUs multiply each row with the weights of all "
+                f"{routed.held(mlp, sizes)} experts of a device: {multiple:.3g} times the FLOPs "
+                f"that the tokens' experts need, and {formatting.size(size)} for one padded "
+                f"operand; --config.model.capacity={CAPACITY} avoids both, and drops tokens instead"
+            )

@@ -1,9 +1,9 @@
-"""The fastest way that fits: meshes, micro-batches, remat and chunks of the loss, tried by arithmetic; and where none does, what would."""
+"""Search for the fastest plan that fits, or for the smallest change that makes a run fit."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from jaxlm.core import config, divisors
 from jaxlm.core.errors import ConfigError
@@ -17,50 +17,52 @@ from jaxlm.recipes.plan.predict import Forecast, forecast
 
 REMATS = ("none", "dots", "save:attention_out", "full")
 CHUNKS = (None, 8192, 1024)
-SMALLEST = ("full", 1024)  # of these, the ones that leave least in memory
-FULLEST = 0.85  # of the memory, as a plan may be so much wrong
-WIDEST_TENSOR = 8  # devices that sum activations in every layer need the fastest wires
+LEAST_MEMORY = ("full", 1024)  # the remat and chunk of those that need least memory
+MAX_SHARE = 0.85  # of the memory; the rest covers the error of a plan
+MAX_TENSOR = 8  # devices that sum activations in every layer need the fastest interconnect
 MAX_DEVICES = 4096
-# What a run is made smaller by, and the shares of it that are tried.
+# Settings that make a run smaller, and the shares of them that are tried.
 SMALLER = (("model.depth",), ("data.sequence",), ("model.width",), ("model.depth", "model.width"))
 SHARES = (*(n / 8 for n in range(7, 0, -1)), *(0.5**n for n in range(4, 13)))
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchResult:
-    """The best plan, what was changed for it, and how many were weighed."""
+    """The fastest plan, the settings that lead to it, and the number of plans tried."""
 
     best: Forecast | None
     settings: dict[str, str]
     tried: int
     fitting: int
-    smallest: Forecast  # of memory, where nothing fits
+    smallest: Forecast  # in memory, for runs that do not fit
 
     @property
     def flags(self) -> str:
-        """What to paste."""
-        return _pasted(self.settings)
+        """Return the flags to paste."""
+        return divisibility.config_flags(self.settings)
 
 
 def search(run: Run, machine: Machine, assumed: list[str]) -> SearchResult:
-    """Tries every combination; the batch, the model and the axes of stages, experts and tokens stay as they are.
+    """Try every combination of mesh, micro-batches, remat and loss chunk.
+
+    The batch, the model, and the axes of stages, experts and tokens stay as they are.
 
     Raises:
-      ConfigError: where the run cannot be laid out on so many devices in any of them.
+      ConfigError: if the run divides over the devices in none of them.
     """
     best: tuple[float, Forecast] | None = None
     smallest: Forecast | None = None
     tried = fitting = 0
     for changed in _candidates(run, machine.devices, REMATS, CHUNKS):
-        found = forecast(changed, machine, assumed)
+        plan = forecast(changed, machine, assumed)
         tried += 1
-        if smallest is None or found.bytes_per_device["total"] < smallest.bytes_per_device["total"]:
-            smallest = found
-        if found.bytes_per_device["total"] <= FULLEST * found.memory_bytes:
+        if smallest is None or plan.bytes_per_device["total"] < smallest.bytes_per_device["total"]:
+            smallest = plan
+        if plan.bytes_per_device["total"] <= MAX_SHARE * plan.memory_bytes:
             fitting += 1
-            seconds = sum(found.seconds)
+            seconds = sum(plan.seconds)
             if best is None or seconds < best[0]:
-                best = seconds, found
+                best = seconds, plan
     if smallest is None:
         divisibility.check(run, machine.devices)
         raise AssertionError("a run that fits its mesh has a candidate")
@@ -71,24 +73,24 @@ def search(run: Run, machine: Machine, assumed: list[str]) -> SearchResult:
 
 
 class Nearest(NamedTuple):
-    """A plan that fits, and what to paste for it."""
+    """A plan that fits, and the flags that lead to it."""
 
     forecast: Forecast
     flags: str
 
 
 def nearest(run: Run, machine: Machine) -> Nearest | None:
-    """The first of these that fits: other settings on this machine, a larger one, a smaller model on this one; None where none does."""
-    if found := _fitting(run, machine):
-        return found
+    """Return the first that fits: other settings, a larger machine, a smaller model; else None."""
+    if fitting := _fitting(run, machine):
+        return fitting
     for larger in _larger(machine):
-        if found := _fitting(run, larger):
-            return found._replace(flags=f"--on={larger.name} {found.flags}".strip())
+        if fitting := _fitting(run, larger):
+            return fitting._replace(flags=f"--on={larger.name} {fitting.flags}".strip())
     return smaller(run, machine)
 
 
 def smaller(run: Run, machine: Machine) -> Nearest | None:
-    """The run with less of one size, or of two, by as little as fits the machine, and the settings that it then needs."""
+    """Shrink one or two sizes of the run by as little as fits the machine; None if nothing fits."""
     known = config.flatten(run)
     for paths in SMALLER:
         whole = {path: known.get(path) for path in paths}
@@ -97,30 +99,32 @@ def smaller(run: Run, machine: Machine) -> Nearest | None:
             if len(sizes) < len(paths) or not all(sizes.values()):
                 continue
             try:
-                found = _fitting(run.changed(sizes), machine)
+                fitting = _fitting(run.changed(sizes), machine)
             except ConfigError:
                 continue
-            if found:
-                return found._replace(flags=f"{_pasted(sizes)} {found.flags}".strip())
+            if fitting:
+                return fitting._replace(
+                    flags=f"{divisibility.config_flags(sizes)} {fitting.flags}".strip()
+                )
     return None
 
 
 def _fitting(run: Run, machine: Machine) -> Nearest | None:
-    """The fastest that fits; no search where that which takes least memory does not."""
-    remat, chunk = SMALLEST
+    """Return the fastest plan that fits; no search if the plan of least memory does not fit."""
+    remat, chunk = LEAST_MEMORY
     for changed in _candidates(run, machine.devices, (remat,), (chunk,)):
-        found = forecast(changed, machine)
-        weights = model_cost.parameters(found.decoder) * ITEM_BYTES[run.precision.params]
-        if weights > machine.devices * found.memory_bytes:
-            return None  # in no other layout either
-        if found.bytes_per_device["total"] <= FULLEST * found.memory_bytes:
+        plan = forecast(changed, machine)
+        weights = model_cost.parameters(plan.decoder) * ITEM_BYTES[run.precision.params]
+        if weights > machine.devices * plan.memory_bytes:
+            return None  # no other layout fits either
+        if plan.bytes_per_device["total"] <= MAX_SHARE * plan.memory_bytes:
             best = search(run, machine, [])
             return Nearest(best.best, best.flags) if best.best else None
     return None
 
 
 def _larger(machine: Machine) -> Iterator[Machine]:
-    """More chips of a kind; of a CPU, GPUs."""
+    """Yield machines with more chips of the same kind; for a CPU, GPUs."""
     chip = CHIPS["h100"] if machine.chip.name == "cpu" else machine.chip
     if chip.is_tpu:
         of_kind = [each for each in SLICES.values() if each.chip is chip]
@@ -136,10 +140,10 @@ def _larger(machine: Machine) -> Iterator[Machine]:
 def _candidates(
     run: Run, devices: int, remats: Sequence[str], chunks: Sequence[int | None]
 ) -> Iterator[Run]:
-    asked = {axis: getattr(run.mesh, axis) for axis in ("pipe", "expert", "context")}
-    fixed = {axis: 1 if size == "auto" else size for axis, size in asked.items()}
+    requested = {axis: getattr(run.mesh, axis) for axis in ("pipe", "expert", "context")}
+    fixed = {axis: 1 if size == "auto" else size for axis, size in requested.items()}
     for sizes in factorisations(devices):
-        if sizes["tensor"] > WIDEST_TENSOR or any(sizes[axis] != fixed[axis] for axis in fixed):
+        if sizes["tensor"] > MAX_TENSOR or any(sizes[axis] != fixed[axis] for axis in fixed):
             continue
         mesh = dataclasses.replace(run.mesh, **sizes)  # type: ignore[arg-type]
         rows = sizes["data"] * sizes["fsdp"] * sizes["expert"]
@@ -165,12 +169,8 @@ def _candidates(
                 )
 
 
-def _pasted(settings: Mapping[str, Any]) -> str:
-    return " ".join(f"--config.{path}={value}" for path, value in settings.items())
-
-
 def _settings(old: Run, new: Run) -> dict[str, str]:
-    """What differs, by the path of each setting."""
+    """Return the changed settings by path."""
     pairs = [(f"mesh.{axis}", getattr(old.mesh, axis), getattr(new.mesh, axis)) for axis in AXES]
     pairs += [
         ("train.microbatches", old.train.microbatches, new.train.microbatches),

@@ -1,8 +1,8 @@
-"""How a budget of FLOPs is best spent: the size and the tokens of lowest loss, by published constants or by runs of one's own."""
+"""Best use of a budget of FLOPs: size and tokens of lowest loss by a scaling law. Free of JAX."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from jaxlm.recipes.scaling import resize_model
 from jaxlm.recipes.scaling.law import (
     DRAWS,
     SHARE,
-    Finished,
-    Source,
+    FinishedRun,
+    LawSource,
     fitted,
     published,
     quantiles,
@@ -28,38 +28,33 @@ from jaxlm.recipes.scaling.law import (
 )
 from jaxlm.recipes.scaling.loss_law import PUBLISHED, Costs, Law, Optimum
 
-# What a budget takes on a machine: days, and room for the state.
+STATE_BYTES = 16  # per parameter: float32 weights, gradients, and two moments
+MIN_BUDGET, MAX_BUDGET = 1e6, 1e28  # FLOPs: a few hundred parameters, more than ever computed
+MAX_EXTRAPOLATION = 100.0  # times the FLOPs of a law's runs, beyond which the law is doubtful
+MIN_PARAMETERS = 1e4  # no law was fitted to smaller models
+MANY_EPOCHS = 4.0  # arXiv:2305.16264: up to here repeated tokens are nearly as good as new ones
+FILE = "scale.png"
+POINTS = 60  # of a curve
 
 
-STATE_BYTES = 16  # a parameter: float32 weights, gradients, and two moments
-
-
-def spend(
-    on: Machine,
-    flops: float,
-    parameters: float,
-    dtype: Dtype,
-    assumed: list[str],
-    risks: list[str],
+def _spend(
+    on: Machine, flops: float, parameters: float, dtype: Dtype, assumed: list[str], risks: list[str]
 ) -> dict[str, Any]:
-    """Days of training (None for a chip of unknown speed), and whether the machine holds the state; if not, the nearest that does.
-
-    Args:
-      dtype: of the products.
-      assumed, risks: to which lines are added.
-    """
+    """Return days of training (None if unknown), and the nearest machine with enough memory."""
     peak = on.devices * predict.peak_flops(dtype, on.chip, assumed)
     low, high = predict.REACHED["cpu" if on.chip.name == "cpu" else "accelerator"]
     if on.chip.is_known:
         assumed.append(
-            f"training reaches an MFU between {low:.0%} and {high:.0%} of {peak / 1e12:.3g} TFLOP/s in {dtype}"
+            f"training reaches an MFU between {low:.0%} and {high:.0%}"
+            f" of {peak / 1e12:.3g} TFLOP/s in {dtype}"
         )
-    there = on.devices * predict.memory_bytes(on, assumed)
+    available = on.devices * predict.memory_bytes(on, assumed)
     needed = STATE_BYTES * parameters
     assumed.append(
-        f"{STATE_BYTES} bytes a parameter, split over all devices: float32 weights, gradients and two moments; activations come on top"
+        f"{STATE_BYTES} bytes per parameter, split over all devices: float32 weights, gradients "
+        "and two moments; activations come on top"
     )
-    nearest = None if needed <= there else _roomier(on, needed)
+    nearest = None if needed <= available else _larger_machine(on, needed)
     if nearest:
         risks.append(
             f"{formatting.size(needed)} of state do not fit {on.name}: --on={nearest} has room"
@@ -71,14 +66,14 @@ def spend(
         if on.chip.is_known
         else None,
         "state_bytes": needed,
-        "memory_bytes": there,
-        "fits": needed <= there,
+        "memory_bytes": available,
+        "fits": needed <= available,
         "nearest": nearest,
     }
 
 
-def _roomier(on: Machine, needed: float) -> str:
-    """The smallest machine with room for so many bytes: of the same chip, or of H200s where slices end before."""
+def _larger_machine(on: Machine, needed: float) -> str:
+    """Return the smallest machine with the memory: of the same chip, or of H200s."""
     slices = [each for each in chips.SLICES.values() if each.chip == on.chip]
     roomy = [each for each in slices if each.devices * predict.memory_bytes(each, []) >= needed]
     if roomy:
@@ -89,28 +84,18 @@ def _roomier(on: Machine, needed: float) -> str:
     return f"{chip.name}x{math.ceil(needed / one)}"
 
 
-LEAST, MOST = 1e6, 1e28  # FLOPs: a few hundred parameters, and more than was ever computed
-FAR = 100.0  # times the FLOPs of the runs behind a law, beyond which it is doubted
-SMALLEST = 1e4  # parameters below which no law was looked at
-MANY_EPOCHS = 4.0  # arXiv:2305.16264: up to here repeated tokens are nearly as good as new ones
-
-
 def budget(text: str) -> float:
-    """FLOPs from the command line.
-
-    Raises:
-      CommandError: where they are no number to spend; with the nearest that is.
-    """
+    """Return FLOPs from the command line. Raises CommandError if out of range."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if LEAST <= value <= MOST:
+    if MIN_BUDGET <= value <= MAX_BUDGET:
         return value
     raise CommandError(
-        f"a budget of {text}",
+        f"the budget {text} is not a number in range",
         where=f"--budget={text}",
-        why=f"it is a number of FLOPs from {LEAST:g} to {MOST:g}",
+        why=f"a budget is a number of FLOPs from {MIN_BUDGET:g} to {MAX_BUDGET:g}",
         fix="jaxlm scale --help",
     )
 
@@ -118,39 +103,41 @@ def budget(text: str) -> float:
 def answer(
     flops: float,
     run: Run | None = None,
-    runs: Sequence[Finished] = (),
+    runs: Sequence[FinishedRun] = (),
     on: Machine | None = None,
     assumed: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The plan of a budget, as `jaxlm scale --json` says it.
+    """Return the JSON of `jaxlm scale --json` for a budget.
 
     Args:
       flops: the budget.
-      run: whose family, vocabulary and rows the model has; None has none, and a token costs 6 FLOPs a parameter.
-      runs: that a law is fitted to; none takes the published constants.
-      on: where it would be trained.
-      assumed: what was assumed before.
+      run: its family, vocabulary and sequence length are planned with; without a run a token costs
+        6 FLOPs per parameter.
+      runs: finished runs to fit a law to; without any the published constants are used.
+      on: machine to train on.
+      assumed: assumptions made so far.
     """
-    said, risks = list(assumed), []
+    lines, risks = list(assumed), list[str]()
     source = fitted(runs) if runs else published()
     table, vocab = None, 0
     if run is not None:
-        vocab = predict.vocabulary(run, dict.fromkeys(AXES, 1), said)
+        vocab = predict.vocabulary(run, dict.fromkeys(AXES, 1), lines)
         table = resize_model.costs(run, vocab)
     best = source.law.optimum(flops, table)
     band = [law.optimum(flops, table) for law in source.others]
     check = self_check(runs) if runs else None
-    said += _assumed(run, runs, source)
+    lines += _assumed(run, runs, source)
     risks += _risks(flops, best, source, table, runs, check)
     ends = _band(band, SHARE if runs else 1.0)
     if not ends["parameters"][0] <= best.parameters <= ends["parameters"][1]:
         risks.append(
-            "the size lies outside of its own range: without one or two of the runs the law is another; more runs, of more sizes and steps"
+            "the size is outside its own range: one or two runs determine the law; "
+            "train more runs, of more sizes and steps"
         )
     machine = None
     if on is not None:
         dtype = "bfloat16" if run is None else run.precision.compute
-        machine = spend(on, flops, best.parameters, dtype, said, risks)
+        machine = _spend(on, flops, best.parameters, dtype, lines, risks)
     return {
         "budget_flops": flops,
         **best._asdict(),
@@ -173,7 +160,7 @@ def answer(
         "machine": machine,
         "runs": [_row(each, source.law) for each in runs],
         "self_check": check,
-        "assumed": said,
+        "assumed": lines,
         "risks": risks,
     }
 
@@ -184,7 +171,7 @@ def _band(optima: Sequence[Optimum], share: float) -> dict[str, list[float]]:
     }
 
 
-def _row(one: Finished, law: Law) -> dict[str, Any]:
+def _row(one: FinishedRun, law: Law) -> dict[str, Any]:
     return {
         "run": str(one.path),
         "parameters": one.parameters,
@@ -196,108 +183,103 @@ def _row(one: Finished, law: Law) -> dict[str, Any]:
 
 
 def _shape(run: Run, vocab: int, best: Optimum, flops: float) -> dict[str, Any]:
-    """The model of the family nearest to the optimum, and the flags that train it for the budget."""
+    """Return the model of the family nearest to the optimum, and the flags that train it."""
     width = resize_model.nearest(run, vocab, best.parameters)
     decoder = resize_model.decoder(run, vocab, width)
-    each = model_cost.flops_per_token(decoder, run.data.sequence, causal=True)
-    steps = max(1, round(flops / each / run.tokens_per_step))
+    flops_per_token = model_cost.flops_per_token(decoder, run.data.sequence, causal=True)
+    steps = max(1, round(flops / flops_per_token / run.tokens_per_step))
     changed = resize_model.settings_at_width(run, width) | {"train.steps": steps}
     return {
         "width": width,
         "depth": decoder.depth,
         "parameters": model_cost.active_parameters(decoder),
-        "flops_per_token": each,
+        "flops_per_token": flops_per_token,
         "steps": steps,
         "tokens": steps * run.tokens_per_step,
         "flags": [f"--config.{path}={value}" for path, value in changed.items()],
     }
 
 
-def _assumed(run: Run | None, runs: Sequence[Finished], source: Source) -> list[str]:
-    lines = [
-        "a token costs 6 FLOPs a parameter"
+def _assumed(run: Run | None, runs: Sequence[FinishedRun], source: LawSource) -> Iterator[str]:
+    yield (
+        "a token costs 6 FLOPs per parameter"
         if run is None
-        else "FLOPs a token: 6 x (parameters that multiply) + 12 x heads x their size x (sequence + 1) / 2 a layer",
-        "parameters are all that a token meets, embeddings included, as in arXiv:2203.15556: without them small models look too good (arXiv:2406.12907)",
-    ]
-    if not runs:
-        return [
-            *lines,
-            f"the law of {source.name}; its losses are of other text and another tokenizer than yours: take N and D, not the loss",
-        ]
-    first = runs[0].run
-    lines.append(
-        "where runs do not say otherwise: both exponents about 0.35, give or take 0.15, and E about a third of the lowest loss"
+        else "FLOPs per token: 6 x (parameters of matrix products)"
+        " + 12 x heads x head_dim x (sequence + 1) / 2 per layer"
     )
-    lines.append(
-        f"every size is trained with {first.optim.name} as its config says; a rate that suits one may not suit another"
+    yield (
+        "parameters are the active ones, embeddings included, as in arXiv:2203.15556: "
+        "without embeddings small models look too good (arXiv:2406.12907)"
+    )
+    if not runs:
+        yield (
+            f"the law of {source.name}; its losses are of another text and tokenizer than yours: "
+            "take N and D, not the loss"
+        )
+        return
+    first = runs[0].run
+    yield (
+        "unless the runs determine them: both exponents 0.35 +- 0.15, "
+        "and E about a third of the lowest loss"
+    )
+    yield (
+        f"every size is trained with {first.optim.name} as in its config; "
+        "a learning rate that suits one size may not suit another"
     )
     if first.schedule.name == "constant":
-        lines.append("the plan's run has a constant learning rate too: one that falls ends lower")
-    return lines
+        yield "the plan's run has a constant learning rate too: decay would end lower"
 
 
 def _risks(
     flops: float,
     best: Optimum,
-    source: Source,
+    source: LawSource,
     table: Costs | None,
-    runs: Sequence[Finished],
+    runs: Sequence[FinishedRun],
     check: dict[str, Any] | None,
-) -> list[str]:
-    lines = []
+) -> Iterator[str]:
     low, high = source.flops
-    if flops > FAR * high:
-        lines.append(f"{flops / high:.3g} times the FLOPs of the largest run behind the law")
-    if flops < low / FAR:
-        lines.append(f"{low / flops:.3g} times fewer FLOPs than the smallest run behind the law")
-    if best.parameters < SMALLEST:
-        lines.append(f"{best.parameters:.0f} parameters: no law was fitted below {SMALLEST:g}")
+    if flops > MAX_EXTRAPOLATION * high:
+        yield f"{flops / high:.3g} times the FLOPs of the largest run of the law"
+    if flops < low / MAX_EXTRAPOLATION:
+        yield f"{low / flops:.3g} times fewer FLOPs than the smallest run of the law"
+    if best.parameters < MIN_PARAMETERS:
+        yield f"{best.parameters:.0f} parameters: no law was fitted below {MIN_PARAMETERS:g}"
     if table is not None and best.parameters <= 1.01 * table.parameters[0]:
-        lines.append(
-            "the narrowest model of this config's vocabulary is larger than the law would have it: a smaller --config.model.vocab"
+        yield (
+            "the narrowest model with this vocabulary is larger than the optimum: "
+            "use a smaller --config.model.vocab"
         )
     if not runs:
-        return lines
+        return
     if check is None:
-        lines.append(
-            "not checked: the law takes every run that there is; one more, larger, is predicted"
-        )
+        yield "not checked: the law needs all of the runs; one more, larger, would be predicted"
     elif not check["interval_nats"][0] <= check["loss_nats"] <= check["interval_nats"][1]:
-        lines.append(
-            f"the largest run lies outside of what the others predict, by {abs(check['error']):.1%}"
-        )
+        yield f"the largest run is {abs(check['error']):.1%} off the prediction of the others"
     known = runs[0].data.get("train.tokens")
     if known and max(each.tokens for each in runs) > MANY_EPOCHS * known:
-        lines.append(
-            f"runs read their {formatting.count(known)} tokens more than {MANY_EPOCHS:g} times"
-        )
+        yield f"runs read their {formatting.count(known)} tokens more than {MANY_EPOCHS:g} times"
     if known and best.tokens > MANY_EPOCHS * known:
-        lines.append(
-            f"{formatting.count(best.tokens)} tokens are {best.tokens / known:.3g} times those of data.train; the law takes them as new ones (arXiv:2305.16264)"
+        yield (
+            f"{formatting.count(best.tokens)} tokens are {best.tokens / known:.3g} times those of "
+            "data.train; the law counts repeated tokens as new (arXiv:2305.16264)"
         )
-    return lines
 
 
-# The picture of a law of one's own: its runs, its curve for each size, and how low a budget goes.
-
-
-FILE = "scale.png"
-POINTS = 60  # of a curve
-
-
-def draw(answer: dict[str, Any], runs: Sequence[Finished], folder: Path) -> Path:
-    """Writes scale.png into a folder: loss by training FLOPs, from the smallest run to the budget. Raises NotWritable."""
+def draw(answer: dict[str, Any], runs: Sequence[FinishedRun], folder: Path) -> Path:
+    """Write scale.png: loss over FLOPs, from the smallest run to the budget. Raises NotWritable."""
     law = Law(**{name: answer["law"][name] for name in ("E", "A", "B", "alpha", "beta")})
     last = runs[-1].run
     assert last.model.vocab != "auto"
     costs = resize_model.costs(last, last.model.vocab)
     sizes = []
     for size in sorted({each.parameters for each in runs}):
-        own = [(each.flops, each.loss_nats) for each in runs if each.parameters == size]
-        flops = np.geomspace(min(own)[0] / 2, max(own)[0] * 2, POINTS)
+        pairs = [(each.flops, each.loss_nats) for each in runs if each.parameters == size]
+        flops = np.geomspace(min(pairs)[0] / 2, max(pairs)[0] * 2, POINTS)
         curve = law.loss(size, flops / costs.at(float(size)))
-        sizes.append(plots.Size(formatting.count(size), own, list(zip(flops, curve, strict=True))))
+        sizes.append(
+            plots.Size(formatting.count(size), pairs, list(zip(flops, curve, strict=True)))
+        )
     ends = (runs[0].flops, max(runs[-1].flops, answer["budget_flops"]))
     budgets = np.geomspace(*ends, POINTS)
     best = [(each, law.optimum(each, costs).loss_nats) for each in map(float, budgets)]

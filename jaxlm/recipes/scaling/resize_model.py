@@ -1,4 +1,4 @@
-"""The settings and the decoder of a run's model at another width of its family. Imports no JAX."""
+"""Settings and decoder of a run's model at another width of its family. Free of JAX."""
 
 import dataclasses
 import functools
@@ -14,15 +14,16 @@ from jaxlm.recipes.plan import divisibility
 from jaxlm.recipes.scaling.loss_law import Costs
 
 UNIT = 8  # widths are multiples of it
-WIDEST = 2**15
+MAX_WIDTH = 2**15
 INNER = ("hidden", "shared", "dense_hidden", "query_rank", "kv_rank")
 
 
 def settings_at_width(run: Run, width: int) -> dict[str, int]:
-    """The settings of the model that change with its width, by path: depth in proportion, heads of the same size, and what they are made of.
+    """Return the model settings that change with the width, by path.
 
-    A width that heads of that size do not divide has those of the nearest size that do. MLPs keep their share of the width,
-    and queries share keys as before. The width of the run itself changes nothing.
+    Depth and heads scale with the width, and head size stays; if heads of that size do not divide
+    the width, the nearest size that does is used. MLPs keep their ratio to the width, query groups
+    their size. The width of the run itself changes nothing.
     """
     model = run.model
     share = width / model.width
@@ -46,7 +47,7 @@ def settings_at_width(run: Run, width: int) -> dict[str, int]:
 
 
 def decoder(run: Run, vocab: int, width: int) -> OneStack:
-    """The model at a width."""
+    """Return the model at a width."""
     changed = settings_at_width(run, width)
     sizes: dict[str, Any] = {path.partition(".")[2]: size for path, size in changed.items()}
     built = dataclasses.replace(run.model, vocab=vocab, **sizes).build()
@@ -57,8 +58,8 @@ def decoder(run: Run, vocab: int, width: int) -> OneStack:
 
 @functools.lru_cache(maxsize=4)
 def costs(run: Run, vocab: int) -> Costs:
-    """Parameters that a token meets, and the FLOPs of training on it, from the narrowest model to far beyond the largest trained."""
-    powers = [UNIT * 2**power for power in range((WIDEST // UNIT).bit_length())]
+    """Return active parameters and training FLOPs per token over all widths of the family."""
+    powers = [UNIT * 2**power for power in range((MAX_WIDTH // UNIT).bit_length())]
     widths = sorted({*powers, *(3 * width // 2 for width in powers[1:])})
     shapes = [decoder(run, vocab, width) for width in widths]
     return Costs(
@@ -70,16 +71,19 @@ def costs(run: Run, vocab: int) -> Costs:
 
 
 def nearest(run: Run, vocab: int, parameters: float) -> int:
-    """The width whose model has about so many parameters: a multiple of the size of a head, or of 8 where it is narrow."""
+    """Return the width whose model has about `parameters`.
+
+    A multiple of the head size, or of 8 if the model is narrow.
+    """
     head = run.model.width // run.model.heads
 
     def size(width: int) -> int:
         return model_cost.active_parameters(decoder(run, vocab, width))
 
     unit = head if head % UNIT == 0 and size(8 * head) <= parameters else UNIT
-    low, high = 1, WIDEST // unit
+    low, high = 1, MAX_WIDTH // unit
     while low < high:  # the first that is at least as large
         middle = (low + high) // 2
         low, high = (middle + 1, high) if size(middle * unit) < parameters else (low, middle)
-    found = [unit * each for each in (low - 1, low) if each > 0]
-    return min(found, key=lambda width: abs(np.log(size(width) / parameters)))
+    candidates = [unit * each for each in (low - 1, low) if each > 0]
+    return min(candidates, key=lambda width: abs(np.log(size(width) / parameters)))

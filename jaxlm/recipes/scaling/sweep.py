@@ -1,4 +1,4 @@
-"""A ladder of small runs of one config, for a law: several widths, each trained for several numbers of steps."""
+"""Train a ladder of small runs of one config for a scaling law: several widths and step counts."""
 
 import dataclasses
 import math
@@ -11,11 +11,11 @@ from jaxlm.optim.schedule_config import spans
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.recipes.config import Run
 from jaxlm.recipes.scaling import resize_model
-from jaxlm.recipes.scaling.loss_fit import FEWEST_RUNS, FEWEST_SIZES
+from jaxlm.recipes.scaling.loss_law import MIN_RUNS, MIN_SIZES
 from jaxlm.recipes.train.context import ResumeOptions, StartOptions
 from jaxlm.recipes.train.run import run_training
 
-WIDTHS = (0.25, 0.5, 0.75, 1.0)  # of the config's own
+WIDTHS = (0.25, 0.5, 0.75, 1.0)  # of the config's width
 STEPS = (0.25, 0.5, 1.0)
 Settings = list[tuple[str, str]]
 Say = Callable[[str], None]
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """One run of a ladder: the name of its directory, and what it sets beside the config."""
+    """One run of a ladder: its directory name and its settings."""
 
     name: str
     settings: Settings
@@ -38,70 +38,79 @@ def sweep(
     steps: str | None = None,
     say: Say = lambda _: None,
 ) -> None:
-    """Trains each rung, the cheapest first, as `jaxlm train` would, in `workdir`/NAME. Those that are complete stay; one that was interrupted goes on.
+    """Train each rung, the cheapest first, in `workdir`/NAME; complete rungs are skipped.
 
-    Each has a schedule of its own, which ends with it. The losses on the way of one long run would not do: its learning rate
-    is still high there, and they are higher than those of a run that ends.
+    Interrupted rungs resume. Each run has its own schedule, which ends with it: losses in the
+    middle of a longer run would be higher, as its learning rate has not decayed yet.
+
+    Args:
+      file: the config.
+      overrides: settings for all rungs.
+      workdir: parent directory of the runs.
+      widths: widths with commas between; None for shares of the config's width.
+      steps: step counts with commas between; None for shares of the config's steps.
+      `say`: receives log lines.
 
     Raises:
-      JaxlmError: as a training run does, and where the ladder is too short for a law.
+      JaxlmError: as a training run does, and if the ladder is too short for a law.
 
     Source: Hoffmann et al. 2022, arXiv:2203.15556, section 3.1 and appendix B.
     """
     ladder = rungs(config.load(Run, file, overrides).value, widths, steps)
     for number, rung in enumerate(ladder, 1):
         settings = [*overrides, *rung.settings]
-        place = workdir / rung.name
-        say(f"run {number} of {len(ladder)}: {place}")
+        rung_dir = workdir / rung.name
+        say(f"run {number} of {len(ladder)}: {rung_dir}")
         flags = [f"--config.{path}={value}" for path, value in settings]
-        told = run_training(
+        summary = run_training(
             config.load(Run, file, settings),
             StartOptions(
-                workdir=place,
-                arguments=["train", f"--config={file}", *flags, f"--workdir={place}"],
+                workdir=rung_dir,
+                arguments=["train", f"--config={file}", *flags, f"--workdir={rung_dir}"],
                 resume=ResumeOptions(),
                 process=ProcessSpec(),
                 quiet=True,
             ),
         )
-        say(f"  {told['loss_nats']:.4f} nats after {told['step']} steps")
+        say(f"  {summary['loss_nats']:.4f} nats after {summary['step']} steps")
 
 
 def rungs(run: Run, widths: str | None = None, steps: str | None = None) -> list[Rung]:
-    """The runs of a ladder by what they cost: each width for each number of steps.
+    """Return the runs of a ladder by rising cost: each width with each number of steps.
 
-    By default a quarter, half, three quarters and all of the config's width, and a quarter, half and all of its steps:
-    together they take less than three times what the config's own run takes.
+    The default is a quarter, half, three quarters and all of the config's width, and a quarter,
+    half and all of its steps: together less than three times the cost of the config's own run.
     """
     if not run.data.validation:
         raise ConfigError(
             "a law needs a validation set",
             where="data.validation",
-            why="it is fitted to the loss on text that was not trained on",
+            why="a law is fitted to the validation loss",
             fix="--config.data.validation=5%",
         )
-    unit, own = resize_model.UNIT, run.model.width
-    sizes = _numbers(widths, "--widths", [max(unit, round(s * own / unit) * unit) for s in WIDTHS])
+    unit, full = resize_model.UNIT, run.model.width
+    sizes = _numbers(widths, "--widths", [max(unit, round(s * full / unit) * unit) for s in WIDTHS])
     counts = _numbers(steps, "--steps", [max(1, round(s * run.train.steps)) for s in STEPS])
     if wrong := [size for size in sizes if size % unit]:
         raise CommandError(
-            f"a width of {wrong[0]}",
+            f"the width {wrong[0]} is not a multiple of {unit}",
             where=f"--widths={widths}",
             why=f"widths are multiples of {unit}",
             fix="--widths=" + ",".join(str(math.ceil(size / unit) * unit) for size in sizes),
         )
-    fewest = FEWEST_RUNS + 1  # one is left out to be predicted
-    if len(sizes) < FEWEST_SIZES or len(sizes) * len(counts) < fewest:
-        most = max(sizes)
-        wide = sorted({max(unit, most * part // 4 // unit * unit) for part in (1, 2, 3, 4)})
-        wide = wide if len(wide) >= FEWEST_SIZES else [unit, 2 * unit, 3 * unit]
+    fewest = MIN_RUNS + 1  # one is predicted from the others
+    if len(sizes) < MIN_SIZES or len(sizes) * len(counts) < fewest:
+        widest = max(sizes)
+        wide = sorted({max(unit, widest * part // 4 // unit * unit) for part in (1, 2, 3, 4)})
+        wide = wide if len(wide) >= MIN_SIZES else [unit, 2 * unit, 3 * unit]
         raise CommandError(
-            f"{len(sizes)} widths for {len(counts)} numbers of steps are too few for a law",
+            f"{len(sizes)} widths times {len(counts)} step counts are too few runs for a law",
             where=f"--widths={','.join(map(str, sizes))} --steps={','.join(map(str, counts))}",
-            why=f"it takes {fewest} runs of {FEWEST_SIZES} widths: five constants, and a run to predict",
+            why=f"a law needs {fewest} runs of {MIN_SIZES} widths: five constants, a run to "
+            "predict",
             fix=f"--widths={','.join(map(str, wide))} --steps={max(counts) * 2},{max(counts)}",
         )
-    whole = _whole(run)
+    whole = _complete_schedule(run)
     pairs = sorted(((s, n) for s in sizes for n in counts), key=lambda pair: pair[0] ** 2 * pair[1])
     return [
         Rung(
@@ -116,8 +125,8 @@ def rungs(run: Run, widths: str | None = None, steps: str | None = None) -> list
     ]
 
 
-def _whole(run: Run) -> Settings:
-    """What makes each run come to its own end: a schedule in shares of it, no early stop, and no samples that nobody reads."""
+def _complete_schedule(run: Run) -> Settings:
+    """Return settings with which each run completes its schedule, without early stop or samples."""
     schedule, settings = run.schedule, [("sample.prompts", "()")]
     for name, span in spans(schedule).items():
         if name == "end" and (span.unit, span.amount) != ("share", 1):
@@ -131,15 +140,15 @@ def _whole(run: Run) -> Settings:
 
 
 def _numbers(text: str | None, flag: str, default: Sequence[int]) -> list[int]:
-    """Whole numbers with commas between, smallest first, each once."""
+    """Return the numbers of a comma-separated text, sorted and unique."""
     if text is None:
         return sorted(set(default))
     parts = text.split(",")
     if not all(part.isdecimal() and 0 < int(part) < 2**31 for part in parts):
         raise CommandError(
-            f"{flag} takes whole numbers with commas between",
+            f"{flag} needs integers with commas between",
             where=f"{flag}={text}",
-            why="each is above 0",
+            why="each is a positive integer below 2^31",
             fix=f"{flag}={','.join(map(str, sorted(set(default))))}",
         )
     return sorted(set(map(int, parts)))

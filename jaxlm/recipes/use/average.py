@@ -1,4 +1,4 @@
-"""One model made of several checkpoints: the mean of their parameters, leaf by leaf."""
+"""Average the parameters of several checkpoints into a new run, leaf by leaf."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,29 +27,27 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is averaged, and where to."""
+    """Checkpoints to average, and the new run directory."""
 
     workdir: Path
     out: Path
     steps: tuple[int, ...] = ()
-    newest: int = 0  # steps, where none is named
+    newest: int = 0  # number of steps, if `steps` is empty
     others: tuple[str, ...] = ()  # RUN[@STEP]
-    proportions: tuple[
-        float, ...
-    ] = ()  # of the steps and then of the others; none means equal ones
+    proportions: tuple[float, ...] = ()  # of the steps, then of the others; () means equal
     accumulate: Literal["float32", "float64"] = "float64"
 
 
 def average(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
-    """Makes a run directory whose checkpoint of step 0 has the mean of the parameters of several checkpoints.
+    """Make a run whose step 0 has the mean of the parameters of several checkpoints.
 
-    They are read leaf by leaf, so beside the result one leaf is in memory at a time. What is refused is, before any is read:
-    other shapes or dtypes, another model, another tokenizer.
+    One leaf at a time is in memory besides the result. Other shapes, dtypes, models or tokenizers
+    are refused before any leaf is read.
 
     Raises:
-      JaxlmError: where something is not there, damaged, or of another model.
+      JaxlmError: if an input is missing, damaged, or of another model.
 
-    Source: Wortsman et al. 2022, arXiv:2203.05482, section 2 (uniform, of runs that began alike).
+    Source: Wortsman et al. 2022, arXiv:2203.05482, section 2 (uniform, of runs that began equal).
     """
     import_model.check_free(options.out, "--out", "an average")
     origins = _origins(options, say)
@@ -79,66 +77,70 @@ def average(options: Options, say: Say = lambda _: None) -> dict[str, Any]:
         "tensors": len(leaves),
         "accumulated_in": options.accumulate,
     }
-    _write(options.out, run, origins[0], params, answer)
+    tokenizer = (origins[0].workdir / "tokenizer").read_bytes()
+    with RunDir(options.out) as directory:
+        facts = answer | {"dtype": run.precision.params}
+        import_model.write(directory, run, params, tokenizer, facts)
     return answer
 
 
 def _origins(options: Options, say: Say) -> list[InitSource]:
-    """What is averaged, in the order of the proportions."""
-    place = options.workdir
-    run = config.from_json(Run, read_json(place, "config.json"), where=str(place / "config.json"))
-    store = Store(place / "checkpoints", CheckpointConfig(), read_only=True)
+    """Return the checkpoints in the order of the proportions."""
+    workdir = options.workdir
+    where = str(workdir / "config.json")
+    run = config.from_json(Run, read_json(workdir, "config.json"), where=where)
+    store = Store(workdir / "checkpoints", CheckpointConfig(), read_only=True)
     steps = options.steps
     if not steps:
-        there = store.steps()
-        if not 0 < options.newest <= len(there):
+        committed = store.steps()
+        if not 0 < options.newest <= len(committed):
             raise CommandError(
-                "there are not so many checkpoints" if options.newest else "no step is named",
-                where=f"--newest={options.newest}" if options.newest else f"--workdir={place}",
-                why=f"committed steps: {', '.join(map(str, there)) or 'none'}",
-                fix=f"--steps={','.join(map(str, there[-2:]))}",
+                "the run has too few checkpoints" if options.newest else "no step is named",
+                where=f"--newest={options.newest}" if options.newest else f"--workdir={workdir}",
+                why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
+                fix=f"--steps={','.join(map(str, committed[-2:]))}",
             )
-        steps = tuple(there[-options.newest :])
+        steps = tuple(committed[-options.newest :])
     origins = [InitSource(run, store, load.select_step(store, step, False, say)) for step in steps]
     origins += [resume.open_run_ref(other, "--with", say) for other in options.others]
     if len(origins) < 2 or len({(each.workdir, each.step) for each in origins}) < len(origins):
         several = set(steps) if len(set(steps)) > 1 else {*steps, *store.steps()[-2:]}
         raise CommandError(
-            "an average is of several checkpoints",
-            where=f"--workdir={place}",
-            why=f"named are {', '.join(map(str, origins))}",
+            "an average needs several different checkpoints",
+            where=f"--workdir={workdir}",
+            why=f"the command names {', '.join(map(str, origins))}",
             fix=f"--steps={','.join(map(str, sorted(several)))}"
             if len(several) > 1 and not options.others
-            else "name checkpoints that differ by --steps=A,B, and of other runs by --with",
+            else "name different checkpoints by --steps=A,B and of other runs by --with",
         )
     return origins
 
 
 def _proportions(options: Options, count: int) -> tuple[float, ...]:
-    found = options.proportions or (1.0,) * count
-    if len(found) != count or min(found) < 0 or not 0 < sum(found) < float("inf"):
+    proportions = options.proportions or (1.0,) * count
+    if len(proportions) != count or min(proportions) < 0 or not 0 < sum(proportions) < float("inf"):
         raise CommandError(
-            f"{count} checkpoints need as many proportions, none below zero and not all zero",
-            where=f"--proportions={','.join(f'{each:g}' for each in found)}",
-            why=f"there are {len(found)}",
+            f"{count} checkpoints need {count} proportions, at least zero and not all zero",
+            where=f"--proportions={','.join(f'{each:g}' for each in proportions)}",
+            why=f"the command gives {len(proportions)}",
             fix="jaxlm average --help",
         )
-    return found
+    return proportions
 
 
 def _agreed(origins: list[InitSource]) -> dict[str, str]:
-    """The layout of each parameter, the same in all. Raises DataError where one is of another model or tokenizer."""
+    """Return the layout of each parameter. Raises DataError for another model or tokenizer."""
     first, *rest = origins
-    wanted, tokens = _layout(first), tokenizer_file.read(first.workdir / "tokenizer").digest
+    expected, digest = _layout(first), tokenizer_file.read(first.workdir / "tokenizer").digest
     for each in rest:
-        found = _layout(each)
+        layout = _layout(each)
         why = [
-            f"{path}: {wanted.get(path, 'nothing')} and {found.get(path, 'nothing')}"
-            for path in sorted(wanted | found)
-            if wanted.get(path) != found.get(path)
+            f"{path}: {expected.get(path, 'nothing')} and {layout.get(path, 'nothing')}"
+            for path in sorted(expected | layout)
+            if expected.get(path) != layout.get(path)
         ]
         why += map(str, resume.model_differences(first.run, each.run))
-        if tokenizer_file.read(each.workdir / "tokenizer").digest != tokens:
+        if tokenizer_file.read(each.workdir / "tokenizer").digest != digest:
             why.append("its tokenizer gives other ids")
         if why:
             raise DataError(
@@ -147,17 +149,9 @@ def _agreed(origins: list[InitSource]) -> dict[str, str]:
                 why="\n".join(why[:4]),
                 fix="average checkpoints of one run\naverage runs that began with the same weights",
             )
-    return {path.removeprefix(PART): layout for path, layout in wanted.items()}
+    return {path.removeprefix(PART): layout for path, layout in expected.items()}
 
 
 def _layout(origin: InitSource) -> dict[str, str]:
-    found = origin.store.layout(origin.step).items()
-    return {path: layout for path, layout in found if path.startswith(PART)}
-
-
-def _write(place: Path, run: Run, first: InitSource, params: Any, answer: dict[str, Any]) -> None:
-    with RunDir(place) as directory:
-        tokenizer = (first.workdir / "tokenizer").read_bytes()
-        import_model.write(
-            directory, run, params, tokenizer, answer | {"dtype": run.precision.params}
-        )
+    layouts = origin.store.layout(origin.step).items()
+    return {path: layout for path, layout in layouts if path.startswith(PART)}

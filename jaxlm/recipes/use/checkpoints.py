@@ -1,9 +1,8 @@
-"""What the checkpoints of a run hold, how two of them differ, and whether they are whole. Nothing here writes."""
+"""List, inspect, compare and verify the checkpoints of a run. Nothing here writes."""
 
 import contextlib
 import hashlib
 import json
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,11 @@ from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import config
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.recipes.config import Run
+from jaxlm.recipes.use import load
 
 
 def listing(workdir: Path) -> dict[str, Any]:
-    """Every step with what its record says, and what lies in the quarantine. No array is read."""
+    """Return a row per step from its record, and the quarantine. No array is read."""
     store = _open(workdir)
     rows = [_row(store, step) for step in store.steps()]
     return {
@@ -34,9 +34,9 @@ def listing(workdir: Path) -> dict[str, Any]:
 
 
 def inspect(workdir: Path, step: int | None = None) -> dict[str, Any]:
-    """What was saved with a step, the newest unless named, and the layout of its state."""
+    """Return the metadata and the state layout of a step, the newest by default."""
     store = _open(workdir)
-    step = _named(store, workdir, step)
+    step = _named(store, step)
     record = _sound(store, step)
     leaves = [_leaf(path, layout) for path, layout in store.layout(step).items()]
     groups: dict[str, int] = {}
@@ -58,29 +58,31 @@ def inspect(workdir: Path, step: int | None = None) -> dict[str, Any]:
 
 
 def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str, Any]:
-    """How the state and the config of one step differ from those of another, perhaps of another run."""
-    ours, theirs = _open(workdir), _open(other_workdir)
-    a, b = _named(ours, workdir, step), _named(theirs, other_workdir, other)
+    """Compare the state and the config of two steps, perhaps of two runs."""
+    store, other_store = _open(workdir), _open(other_workdir)
+    step, other_step = _named(store, step), _named(other_store, other)
     configs = [
-        config.from_json(Run, _sound(store, at).meta["config"], where=f"config of step {at}")
-        for store, at in ((ours, a), (theirs, b))
+        config.from_json(
+            Run, _sound(store, number).meta["config"], where=f"config of step {number}"
+        )
+        for store, number in ((store, step), (other_store, other_step))
     ]
-    left, right = ours.layout(a), theirs.layout(b)
-    shared = [path for path in left if left[path] == right.get(path)]
-    arrays = ours.arrays(a), theirs.arrays(b)
+    layout, other_layout = store.layout(step), other_store.layout(other_step)
+    shared = [path for path in layout if layout[path] == other_layout.get(path)]
+    arrays = store.arrays(step), other_store.arrays(other_step)
     different = [
         {"path": path, **_difference(arrays[0][path], arrays[1][path])}
         for path in shared
         if arrays[0][path].tobytes() != arrays[1][path].tobytes()
     ]
     layouts = [
-        {"path": path, "old": left.get(path), "new": right.get(path)}
-        for path in left | right
-        if left.get(path) != right.get(path)
+        {"path": path, "old": layout.get(path), "new": other_layout.get(path)}
+        for path in layout | other_layout
+        if layout.get(path) != other_layout.get(path)
     ]
     return {
-        "old": {"workdir": str(workdir), "step": a},
-        "new": {"workdir": str(other_workdir), "step": b},
+        "old": {"workdir": str(workdir), "step": step},
+        "new": {"workdir": str(other_workdir), "step": other_step},
         "is_identical": not different and not layouts,
         "identical": len(shared) - len(different),
         "different": different,
@@ -95,15 +97,15 @@ def diff(workdir: Path, step: int, other_workdir: Path, other: int) -> dict[str,
 def verify(
     workdir: Path, step: int | None = None, say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Compares size and sha256 of every file of a step, or of all steps, with what was written."""
+    """Compare size and sha256 of every file of a step, or of all steps, with the record."""
     store = _open(workdir, say)
-    _named(store, workdir, step)
+    _named(store, step)
     sound, damaged = [], {}
     for each in store.steps() if step is None else [step]:
         lines = []
         with contextlib.suppress(FileNotFoundError):
             lines = store.problems(each)
-        if each not in store.steps():  # the run goes on, and keeps only so many
+        if each not in store.steps():  # a running job removes old checkpoints
             say(f"step {each}: removed by the run meanwhile")
         elif lines:
             say(f"step {each}: damaged")
@@ -118,47 +120,32 @@ def _open(workdir: Path, say: Callable[[str], None] = lambda text: None) -> Stor
     folder = workdir / "checkpoints"
     if not folder.is_dir():
         raise InputMissing(
-            "there are no checkpoints",
+            "the run has no checkpoints",
             where=str(folder),
-            why="a run has them in its checkpoints/",
+            why="a run stores them in checkpoints/",
             fix="find . -name checkpoints",
         )
     return Store(folder, CheckpointConfig(), read_only=True, verifier=Verifier(say=say))
 
 
-def _named(store: Store, workdir: Path, step: int | None) -> int:
-    """The step, where there is one; None is the newest whose record can be read."""
-    steps = store.steps()
+def _named(store: Store, step: int | None) -> int:
+    """Return the step if it exists; for None the newest whose record can be read."""
     if step is None:
+        steps = store.steps()
         readable = [each for each in steps if not _row(store, each)["problem"]]
         step = next(reversed(readable or steps), None)
-    if step is None or step not in steps:
-        raise InputMissing(
-            "there is no checkpoint yet" if step is None else f"there is no checkpoint {step}",
-            where=str(store.directory),
-            why=f"committed steps: {', '.join(map(str, steps)) or 'none'}",
-            fix=f"--step={steps[-1]}"
-            if steps
-            else f"jaxlm train --workdir={shlex.quote(str(workdir))}",
-        )
-    return step
+    return load.committed_step(store, step)
 
 
 def _sound(store: Store, step: int) -> Record:
-    """The record of a step whose files may be opened: Orbax reads a damaged one as if it were whole, or fails anyhow."""
+    """Return the record of an undamaged step; Orbax may read a damaged one without an error."""
     record = store.record(step)
-    if lines := store.problems(step):
-        raise DataError(
-            f"checkpoint {step} is damaged",
-            where=str(store.directory / str(step)),
-            why="\n".join(lines[:4]),
-            fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(store.directory.parent))}",
-        )
+    load.check_undamaged(store, step)
     return record
 
 
 def _row(store: Store, step: int) -> dict[str, Any]:
-    """One step of the list; `problem` says why its record cannot be trusted."""
+    """Return one row of the list; `problem` is the reason if the record cannot be trusted."""
     folder = store.directory / str(step)
     row: dict[str, Any] = {"step": step, "problem": None}
     try:
@@ -175,32 +162,32 @@ def _row(store: Store, step: int) -> dict[str, Any]:
 
 
 def _quarantine(workdir: Path) -> list[dict[str, Any]]:
-    """What was moved out of the way, each with the reason that lies beside it."""
+    """Return the quarantined checkpoints, each with the reason in the file next to it."""
     folder = workdir / "quarantine"
-    found = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    reasons = [path.with_name(f"{path.name}.reason.txt") for path in found]
+    folders = sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    reasons = [path.with_name(f"{path.name}.reason.txt") for path in folders]
     return [
         {
             "path": str(path),
             "reason": reason.read_text(errors="replace").strip() if reason.exists() else None,
         }
-        for path, reason in zip(found, reasons, strict=True)
+        for path, reason in zip(folders, reasons, strict=True)
     ]
 
 
 def _leaf(path: str, layout: str) -> dict[str, Any]:
     name, _, sizes = layout.partition("[")
     shape = json.loads(f"[{sizes}")
-    size = int(np.prod(shape)) * jnp.dtype(name).itemsize  # JAX knows bfloat16, NumPy does not
+    size = int(np.prod(shape)) * jnp.dtype(name).itemsize  # NumPy has no bfloat16
     return {"path": path, "dtype": name, "shape": shape, "bytes": size}
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> dict[str, Any]:
-    """Of two arrays of one layout that are not the same in every bit."""
+    """Compare two arrays of one layout that differ in some bits."""
     size = a.dtype.itemsize
     words = [np.frombuffer(x.tobytes(), f"V{size}") for x in (a, b)]
     differs = words[0] != words[1]
-    with np.errstate(invalid="ignore", over="ignore"):  # infinities in a run that went wrong
+    with np.errstate(invalid="ignore", over="ignore"):  # a diverged run has infinities
         gaps = np.abs(a.reshape(-1)[differs].astype(np.float64) - b.reshape(-1)[differs])
     return {"max_abs_difference": float(gaps.max()), "elements": len(gaps), "of": a.size}
 

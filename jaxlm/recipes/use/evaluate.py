@@ -1,4 +1,4 @@
-"""Evaluating a trained run on its validation sets, or on any text."""
+"""Evaluate a trained run on its validation sets or on any text."""
 
 import dataclasses
 import functools
@@ -30,22 +30,23 @@ from jaxlm.recipes.use.load import LoadedRun, Weights
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is evaluated."""
+    """The run, its step, and the text to evaluate on."""
 
     workdir: Path
     step: int | None = None
     best: bool = False
     weights: Weights = "raw"
-    text: tuple[str, ...] = ()  # globs; none means the run's own validation sets
+    text: tuple[str, ...] = ()  # globs; () means the run's own validation sets
     sequence: int | None = None
     batch: int | None = None
     cpu_devices: int | None = None
 
 
 def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
-    """Figures by set under `sets`, those of the one that the run follows also at the top; exact totals over every token, once each.
+    """Return metrics by set under `sets`; those of the ranking set also at the top level.
 
-    The objective of the run decides what is predicted, see `objectives.objective`.
+    Totals are exact: every token counts once. The objective of the run decides what is predicted,
+    see `objectives.objective`.
     """
     opened = load.load_run(
         options.workdir,
@@ -79,7 +80,10 @@ def evaluate(options: Options, say: Any = lambda _: None) -> dict[str, Any]:
 def measure(
     opened: LoadedRun, loaders: Mapping[str, Loader], batch: int
 ) -> dict[str, dict[str, Any]]:
-    """Figures by set, over every token of each once, at least `batch` rows at a time: as many as the devices share evenly."""
+    """Return metrics by set over every token of each, once.
+
+    The batch has at least `batch` rows: as many as the devices share evenly.
+    """
     mesh = opened.model.mesh
     ways = rules.split(mesh, "batch")
     batch = -(-batch // ways) * ways
@@ -103,42 +107,43 @@ def _loaders(opened: LoadedRun, options: Options, sequence: int, say: Any) -> di
         corpus = Corpus.find(options.text, run.data.text_key, "--text")
         read = objectives.build(run.objective, run.loss, run.architecture).prepare
         return dataset.text_loaders(corpus, opened.tokenizer, sequence, read, cache.default(), say)
-    # How often sources are read says nothing of the validation sets, and rows of another length are of another number.
+    # Mixture weights do not matter for validation sets, and other lengths change the row counts.
     data = dataclasses.replace(run.data, sequence=sequence, mixture=Temperature())
-    found = setup.open_data(dataclasses.replace(run, data=data), say=say, warn=say)
-    if found.tokenizer.digest != opened.tokenizer.digest:
+    opened_data = setup.open_data(dataclasses.replace(run, data=data), say=say, warn=say)
+    if opened_data.tokenizer.digest != opened.tokenizer.digest:
         raise ConfigError(
             "the run's data now gives another tokenizer than the one it was trained with",
             where="data.tokenizer",
-            why="files behind data.train have changed since",
+            why="files behind data.train have changed since then",
             fix="name the text to evaluate on with --text",
         )
-    if not found.validation:
+    if not opened_data.validation:
         raise ConfigError(
             "the run has no validation set",
             where="data.validation",
             why="it was trained with data.validation = ()",
             fix="name the text to evaluate on with --text",
         )
-    return found.validation
+    return opened_data.validation
 
 
-# The perplexity of texts under a trained run, for the cleaning of others.
+# Perplexity of texts under a trained run, as a filter of a data recipe.
 
 
 def scorer(config: Perplexity) -> Scorer:
-    """exp of the mean of -log p over the tokens of a text's beginning, each given those before it in its row.
+    """Return a function: exp of the mean of -log p over the first tokens of a text, in rows.
 
-    A row holds as many tokens as the run's own. The same texts get the same numbers in every process on one kind of device.
+    A row holds as many tokens as the run's own; each token is predicted from those before it in its
+    row. The scores are the same in every process on one kind of device.
 
     Raises:
-      InputMissing: where the run has no checkpoint.
-      ConfigError: where its model reads both ways, and so has no perplexity.
+      InputMissing: if the run has no checkpoint.
+      ConfigError: if its model is bidirectional, and so has no perplexity.
     """
     opened = load.load_run(Path(config.run))
     if opened.run.objective.prompts == "none" or opened.run.architecture == "encoder-decoder":
         raise ConfigError(
-            "a model that reads both ways has no perplexity",
+            "a bidirectional model has no perplexity",
             where=f"perplexity.run={config.run}",
             why=f"its objective.name is {opened.run.objective.name}",
             fix="name a run whose objective.name is causal",
@@ -156,27 +161,28 @@ def scorer(config: Perplexity) -> Scorer:
             for rows in rows_of(np.array(ids, np.int32), pad=opened.tokenizer.pad):
                 sums = step(opened.params, host.put(mesh, rows))
                 nll, weight = nll + float(sums.nll), weight + float(sums.weight)
-        # Past e^700 there is no float64.
+        # e^709 is the limit of float64.
         return math.exp(min(nll / weight, 700.0)) if weight else None
 
     return score
 
 
 def _rows(ids: np.ndarray, *, batch: int, length: int, pad: int) -> list[Tokens]:
-    """Batches in which each token but the first is a target once."""
+    """Return batches in which each token but the first is a target once."""
     count = max(0, len(ids) - 1)
     size = batch * length
-    found = []
+    batches = []
     for begin in range(0, count, size):
-        here = min(size, count - begin)
+        filled = min(size, count - begin)
         tokens, targets = np.full(size, pad, np.int32), np.full(size, pad, np.int32)
-        tokens[:here] = ids[begin : begin + here]
-        targets[:here] = ids[begin + 1 : begin + here + 1]
-        is_there = np.arange(size) < here
+        tokens[:filled] = ids[begin : begin + filled]
+        targets[:filled] = ids[begin + 1 : begin + filled + 1]
+        is_filled = np.arange(size) < filled
         fields = (
-            *(tokens, targets, is_there.astype(np.float32), is_there.astype(np.int32)),
+            *(tokens, targets, is_filled.astype(np.float32), is_filled.astype(np.int32)),
             np.tile(np.arange(length, dtype=np.int32), batch),
         )
         # NumPy until it is placed on devices.
-        found.append(Tokens(*(field.reshape(batch, length) for field in fields)))  # type: ignore[arg-type]
-    return found
+        shaped: Any = (field.reshape(batch, length) for field in fields)
+        batches.append(Tokens(*shaped))
+    return batches

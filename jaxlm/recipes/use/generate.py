@@ -1,17 +1,27 @@
-"""Text from a trained run."""
+"""Generate text from a trained run."""
 
+import json
+import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxlm.core.errors import ConfigError
+from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.data.chat import ChatTemplate, Message
+from jaxlm.data.hub_tokenizer import Imported
+from jaxlm.data.tokenizer import Tokenizer
 from jaxlm.generate.config import GenerateConfig
+from jaxlm.recipes.exchange.import_model import FOLDER
 from jaxlm.recipes.sampler import OnText, Sampler
-from jaxlm.recipes.use import chat, load
+from jaxlm.recipes.use import load
 from jaxlm.recipes.use.load import Weights
+
+# Private-use characters that enclose a special token spelled out by a user, during rendering.
+OPENS, CLOSES = "\U000f0000", "\U000f0001"
+MARKED = re.compile(f"{OPENS}([^{CLOSES}]*){CLOSES}")
 
 
 def generate(
@@ -26,34 +36,44 @@ def generate(
     say: Callable[[str], None] = lambda _: None,
     tell: OnText | None = None,
 ) -> dict[str, Any]:
-    """`samples`: for each prompt of `settings` its `prompt`, new `ids`, their `log_probabilities`, `text`, and `finish_reason`.
+    """Return `samples`: prompt, new ids, log-probabilities, text and finish reason of each prompt.
 
-    `tell` is told of each text as it is made, see `Sampler.write`. `is_chat` makes each prompt what a user says, by the chat template of the imported model. Log-probabilities are those
-    that the model itself gives, before temperature, penalties and cuts. The reason is one of `length`, `eos_token`,
-    `stop_sequence`.
+    Log-probabilities are the model's own, before temperature, penalties and cuts. `finish_reason`
+    is `length`, `eos_token` or `stop_sequence`.
+
+    Args:
+      workdir: the run.
+      settings: prompts and sampling settings.
+      step: the step to load; None for the newest.
+      best: load the best step instead.
+      weights: `raw` parameters or their average.
+      cpu_devices: number of devices to split the CPU into.
+      is_chat: wrap each prompt as a user turn with the model's chat template.
+      `say`: receives log lines.
+      on_text: receives text as it is generated, see `Sampler.write`.
 
     Raises:
-      ConfigError: where a prompt and what follows it do not fit the model's position table, or the model has not learnt to
-        go on from any.
+      ConfigError: if a prompt and its continuation do not fit the position table, or the model
+        cannot continue text.
     """
     opened = load.load_run(
         workdir, step=step, best=best, weights=weights, cpu_devices=cpu_devices, say=say
     )
     if opened.run.objective.prompts == "none":
         raise ConfigError(
-            "this model has not learnt to go on from a text",
+            "this model cannot continue a text",
             where=f"objective.name={opened.run.objective.name}",
-            why="it predicts hidden tokens from those before and after them",
+            why="it predicts masked tokens from those before and after them",
             fix=f"jaxlm eval --workdir={shlex.quote(str(workdir))}    # what such a model can do",
         )
     if is_chat and opened.run.architecture == "encoder-decoder":
         raise ConfigError(
-            "a conversation with an encoder-decoder",
+            "--chat needs a decoder-only model",
             where="--chat",
-            why=f"{opened.run.model.family} writes a text of its own about what it has read, and goes on from none",
+            why=f"{opened.run.model.family} is an encoder-decoder and does not continue its input",
             fix="without --chat a prompt is read as it is",
         )
-    tokenizer = chat.tokenizer_of(opened.tokenizer, workdir) if is_chat else opened.tokenizer
+    tokenizer = chat_tokenizer(opened.tokenizer, workdir) if is_chat else opened.tokenizer
     with jax.set_mesh(opened.model.mesh):
         sampler = Sampler(
             settings,
@@ -65,3 +85,107 @@ def generate(
         )
         written = sampler.write(opened.params, tell)
     return {"step": opened.step, "samples": [each.as_json() for each in written]}
+
+
+def template_of(workdir: Path) -> ChatTemplate:
+    """Return an imported model's chat template. Raises ConfigError without one, DataError."""
+    settings = _settings(workdir / FOLDER / "tokenizer_config.json")
+    source, where = template_source(workdir)
+    if source is None:
+        raise ConfigError(
+            "this run has no chat template",
+            where=str(workdir),
+            why="a template comes with an imported model: in chat_template.jinja, "
+            "tokenizer_config.json or a GGUF",
+            fix="without --chat a prompt is continued as it is",
+        )
+    tokens = {
+        name: text
+        for name, token in settings.items()
+        if name.endswith("_token")
+        and isinstance(text := token.get("content") if isinstance(token, dict) else token, str)
+    }
+    return ChatTemplate(source, tokens, str(where))
+
+
+def template_source(workdir: Path) -> tuple[str | None, Path]:
+    """Return the text of the template, or None, and its file. Raises DataError."""
+    folder = workdir / FOLDER
+    where = folder / "tokenizer_config.json"
+    source = _settings(where).get("chat_template")
+    if isinstance(source, list):  # several, by name
+        named = [entry for entry in source if isinstance(entry, dict)]
+        source = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if (folder / "chat_template.jinja").is_file():
+        where = folder / "chat_template.jinja"
+        source = where.read_text(errors="replace")
+    return source if isinstance(source, str) else None, where
+
+
+class Chat(Tokenizer):
+    """A tokenizer that encodes each text as a user's turn, up to the start of the answer.
+
+    Special tokens of the template become special ids; those spelled out in the text stay text.
+    """
+
+    before: tuple[int, ...] = ()  # the template begins the conversation
+
+    def __init__(self, tokenizer: Imported, template: ChatTemplate):
+        super().__init__(tokenizer.table)
+        self._tokenizer, self._template = tokenizer, template
+        self.pad, self.eos, self.unk = tokenizer.pad, tokenizer.eos, tokenizer.unk
+        self.after, self.ends = tokenizer.after, tokenizer.ends
+        self.specials = tokenizer.specials
+        names = sorted(tokenizer.specials, key=len, reverse=True)
+        self._spelt = re.compile("|".join(map(re.escape, names)) or "(?!)")
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of a conversation that begins with each text."""
+        return self.encode_chats([[{"role": "user", "content": text}] for text in texts])
+
+    def encode_chats(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
+        """Return the ids of each conversation. Raises DataError if the template refuses one."""
+        marked = [[self._marked(message) for message in each] for each in conversations]
+        return [self._ids(text) for text in self._template.render(marked)]
+
+    def serialise(self) -> bytes:
+        """Return the bytes of the underlying tokenizer."""
+        return self._tokenizer.serialise()
+
+    def _marked(self, message: Message) -> Message:
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        plain = content.replace(OPENS, "").replace(CLOSES, "")
+        return {**message, "content": self._spelt.sub(f"{OPENS}\\g<0>{CLOSES}", plain)}
+
+    def _ids(self, text: str) -> list[int]:
+        """Return the ids of a rendered text; only unmarked parts may become special tokens."""
+        ids: list[int] = []
+        for number, part in enumerate(MARKED.split(text)):
+            ids += (
+                self._tokenizer.encode(part) if number % 2 else self._tokenizer.encode_spelt(part)
+            )
+        return ids
+
+
+def chat_tokenizer(tokenizer: Tokenizer, workdir: Path) -> Chat:
+    """Return the chat tokenizer of a run. Raises the errors of `template_of`."""
+    template = template_of(workdir)
+    assert isinstance(tokenizer, Imported)  # every run that has a template is imported
+    return Chat(tokenizer, template)
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            "tokenizer_config.json is not JSON",
+            where=str(path),
+            why=str(error),
+            fix="import the model again into another --workdir",
+        ) from error
+    return settings if isinstance(settings, dict) else {}

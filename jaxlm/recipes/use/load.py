@@ -1,4 +1,4 @@
-"""A trained run, opened to be used."""
+"""Load the model of a trained run."""
 
 import dataclasses
 import shlex
@@ -30,7 +30,7 @@ Weights = Literal["raw", "ema", "swa"]
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
-    """A run's model with the parameters of one step, replicated over this machine's devices or split as its mesh says."""
+    """A run's model with the parameters of one step, replicated or split by the run's mesh."""
 
     run: Run
     step: int
@@ -49,16 +49,24 @@ def load_run(
     cpu_devices: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> LoadedRun:
-    """Opens the newest step of a run, the best one, or the one named; to be used on rows of `sequence` tokens, or its own.
+    """Load the newest step of a run, the best one, or the named one.
 
-    `weights` are its parameters, or the average of them that it keeps, in their dtypes.
+    If the kernel of the training cannot compute attention on these devices and rows, another is
+    chosen and logged.
 
-    Attention is computed as suits these devices and rows, where the kernel that it was trained with cannot; that is said.
+    Args:
+      workdir: the run.
+      step: the step to load; None for the newest.
+      best: load the best step instead.
+      weights: the parameters or the stored average of them, in the dtypes of the parameters.
+      sequence: length of the rows; None for the run's own.
+      cpu_devices: number of devices to split the CPU into.
+      `say`: receives log lines.
 
     Raises:
-      InputMissing: where there is no run or no such step.
-      DataError: where the step is damaged.
-      CommandError: where the run keeps no such average.
+      InputMissing: if the run or the step does not exist.
+      DataError: if the step is damaged.
+      CommandError: if the run stores no such average.
     """
     run = config.from_json(
         Run, read_json(workdir, "config.json"), where=str(workdir / "config.json")
@@ -66,7 +74,7 @@ def load_run(
     encoder = tokenizer_file.read(workdir / "tokenizer")
     if weights not in ("raw", run.average.name):
         raise CommandError(
-            f"the run keeps no {weights} of its parameters",
+            f"the run stores no {weights} average of its parameters",
             where=f"--weights={weights}",
             why=f"its average.name is {run.average.name}",
             fix=f"--weights={'raw' if isinstance(run.average, NoAverage) else run.average.name}",
@@ -84,50 +92,61 @@ def load_run(
     return LoadedRun(run, chosen, model, params, encoder)
 
 
-def _restored(store: Store, step: int, placed: Any, weights: Weights) -> Any:
+def _restored(store: Store, step: int, abstract: Any, weights: Weights) -> Any:
     if weights == "raw":
-        return store.restore_part(step, "params", placed)
-    wanted = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), placed
+        return store.restore_part(step, "params", abstract)
+    layout = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), abstract
     )
-    average = store.restore_part(step, "average", wanted)
-    return jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), average, placed)
+    average = store.restore_part(step, "average", layout)
+    return jax.tree.map(lambda a, leaf: a.astype(leaf.dtype), average, abstract)
 
 
 def select_step(store: Store, step: int | None, best: bool, say: Callable[[str], None]) -> int:
-    """The step that was asked for, whole; without a number or `best`, the newest that is."""
+    """Return the requested step if it is undamaged; by default the newest undamaged one."""
 
     def damaged(step: int, lines: list[str]) -> None:
         say(f"checkpoint {step} is damaged ({lines[0]})")
 
     named = step if step is not None else store.best() if best else None
-    chosen = store.latest_valid(damaged) if named is None else named
+    chosen = committed_step(store, store.latest_valid(damaged) if named is None else named)
+    if named is not None:
+        check_undamaged(store, named)
+    return chosen
+
+
+def committed_step(store: Store, step: int | None) -> int:
+    """Return the step. Raises InputMissing if it is None or not committed."""
     committed = store.steps()
-    if chosen is None or chosen not in committed:
-        raise InputMissing(
-            "there is no checkpoint yet"
-            if chosen is None
-            else f"there is no checkpoint of step {chosen}",
-            where=str(store.directory),
-            why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
-            fix=f"--step={committed[-1]}"
-            if committed
-            else f"jaxlm train --workdir={shlex.quote(str(store.directory.parent))}",
-        )
-    if named is not None and (wrong := store.problems(named)):
+    if step is not None and step in committed:
+        return step
+    raise InputMissing(
+        "the run has no checkpoint yet"
+        if step is None
+        else f"the run has no checkpoint of step {step}",
+        where=str(store.directory),
+        why=f"committed steps: {', '.join(map(str, committed)) or 'none'}",
+        fix=f"--step={committed[-1]}"
+        if committed
+        else f"jaxlm train --workdir={shlex.quote(str(store.directory.parent))}",
+    )
+
+
+def check_undamaged(store: Store, step: int) -> None:
+    """Raise DataError if a file of the step is damaged."""
+    if problems := store.problems(step):
         raise DataError(
-            f"checkpoint {named} is damaged",
-            where=str(store.directory / str(named)),
-            why="\n".join(wrong[:4]),
+            f"checkpoint {step} is damaged",
+            where=str(store.directory / str(step)),
+            why="\n".join(problems[:4]),
             fix=f"jaxlm checkpoint list --workdir={shlex.quote(str(store.directory.parent))}",
         )
-    return chosen
 
 
 def _adapted_to_mesh(
     run: Run, vocab: int, mesh: Mesh, sequence: int | None, say: Callable[[str], None]
 ) -> Run:
-    """The run on rows of another length, by kernels that can compute its attention here."""
+    """Return the run on rows of another length, with kernels that compute its attention here."""
     run = run.at(run.pace.phases[-1])  # warm-ups are over
     data = dataclasses.replace(run.data, sequence=sequence or run.data.sequence)
     run = dataclasses.replace(run, data=data)
@@ -138,14 +157,15 @@ def _adapted_to_mesh(
         attention_kernels.check(run, decoder, mesh.shape, target)
     except ConfigError as error:
         say(
-            f"{error.what} here: {attention_kernels.describe_kernels(free, decoder, mesh.shape, target)}"
+            f"{error.what} here: "
+            f"{attention_kernels.describe_kernels(free, decoder, mesh.shape, target)}"
         )
         return free
     return run
 
 
 def _fits(mesh: MeshConfig) -> bool:
-    """Whether the run's mesh can be laid out here; a run trained on a pod is looked at on a laptop too."""
+    """Return True if the run's mesh fits here; runs of a pod are inspected on laptops too."""
     try:
         mesh.sizes(jax.device_count())
     except ConfigError:

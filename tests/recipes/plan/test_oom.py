@@ -1,4 +1,4 @@
-"""A run that does not fit is told so before its first step, and what it is told to do makes it fit."""
+"""A run that does not fit is refused before its first step, and the suggested flags make it fit."""
 
 import json
 import re
@@ -35,7 +35,9 @@ def test_what_does_not_fit_is_told_before_the_first_step_and_the_first_fix_makes
     words = ["train", f"--config={file}", "--config.train.memory_gib=0.012", "--quiet"]
     assert main([*words, f"--workdir={tmp_path / 'short'}"]) == 71
     said = capsys.readouterr().err
-    needed, there = re.search(r"needs ([\d.]+) MiB a device, there are ([\d.]+) MiB", said).groups()
+    needed, there = re.search(
+        r"needs ([\d.]+) MiB per device, ([\d.]+) MiB is available", said
+    ).groups()
     assert float(needed) > float(there) == pytest.approx(12.3, rel=0.01)
     assert "biggest: " in said
     assert "checked before the first step" in said
@@ -70,22 +72,22 @@ def test_what_the_device_has_not_is_told_in_the_middle_of_a_run(tmp_path, monkey
     assert main(harness.words(harness.write_config(tmp_path), run)) == 71
     said = capsys.readouterr().err
     assert said.startswith("out of memory: this run needs more than ")
-    assert "as the device says" in said
+    assert "reported by the device" in said
     assert re.search(r"biggest: \w+ [\d.]+ [KM]iB · ", said)
-    assert re.search(r"fix +--config\.[\w.=]+.*    # [\d.]+ [KMG]iB a device, ", said)
+    assert re.search(r"fix +--config\.[\w.=]+.*    # [\d.]+ [KMG]iB per device, ", said)
     assert "Traceback" not in said
     assert len(said.splitlines()) <= 8
     left = harness.exit_of(run)
     assert (left["code"], left["step"]) == (71, 2)
     assert left["cause"].startswith("OutOfMemory: ")
     monkeypatch.setattr(CompiledStep, "__call__", step)
-    assert main(harness.words(harness.write_config(tmp_path), run)) == 0, "and it goes on"
+    assert main(harness.words(harness.write_config(tmp_path), run)) == 0, "and it resumes"
 
 
 def test_an_error_of_the_device_becomes_the_same_words():
     run = config.load(Run, "configs/llama_1b.py", []).value
     forecast = predict.forecast(run, machine("h200", flag="--on"))
-    told = oom.oom_error(forecast, None, 20 * 2**30, when="as the device says")
+    told = oom.oom_error(forecast, None, 20 * 2**30, when="reported by the device")
     assert isinstance(told, OutOfMemory)
     assert told.code == 71
     lines = told.fix.splitlines()
@@ -102,6 +104,6 @@ def test_an_error_of_the_device_becomes_the_same_words():
 
 
 def test_a_chip_that_no_table_knows_has_no_plan_but_an_error():
-    told = oom.oom_error(None, 3 * 2**30, 2**30, when="as the device says")
+    told = oom.oom_error(None, 3 * 2**30, 2**30, when="reported by the device")
     assert "3 GiB" in told.why
     assert told.fix

@@ -12,7 +12,7 @@ from jaxlm.core import config
 from jaxlm.monitor.chips import SLICES
 from jaxlm.parallel import mesh
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.diagnose import topology
+from jaxlm.recipes.diagnose import collectives
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 WHY = "libtpu (586 MB) is not installed: pip install 'jaxlm[tpu]' in an environment of its own"
@@ -29,7 +29,7 @@ def nothing_is_kept():
     compilation_cache.reset_cache()
 
 
-def test_slices_have_the_chips_that_their_shape_says():
+def test_slices_have_the_chips_of_their_shape():
     assert SLICES["v5e-16"].topology == "v5e:4x4"
     assert (SLICES["v5p-128"].topology, SLICES["v5p-128"].devices) == ("v5p:4x4x4", 64)
     assert SLICES["v6e-256"].devices == 256
@@ -45,14 +45,14 @@ def test_a_config_that_does_not_fit_the_slice_is_refused(capsys):
     words = ["check", "--config=configs/llama_8b.py:v5e-16", "--topology=v5p-128", "--json"]
     assert main(words) == 2
     error = json.loads(capsys.readouterr().out)["error"]
-    assert "there are 64" in error["why"]
+    assert "64 are available" in error["why"]
 
 
 @pytest.mark.skipif(HAS_COMPILER, reason="the compiler is installed")
-def test_a_missing_compiler_is_said(capsys):
+def test_a_missing_compiler_is_reported(capsys):
     words = ["check", "--config=configs/llama_8b.py:v5e-16", "--topology=v5e-16", "--json"]
     assert main(words) == 2
-    assert "no compiler for TPUs" in json.loads(capsys.readouterr().out)["error"]["what"]
+    assert "compiler for TPUs" in json.loads(capsys.readouterr().out)["error"]["what"]
 
 
 @pytest.mark.slow
@@ -108,8 +108,8 @@ def test_a_step_for_tpus_has_splash_attention_forward_and_back(name, kernel):
     """One kernel forward and two back, each of a device's own rows and heads; other attention has none."""
     settings = SMALL | {"train.attention": kernel}
     run = config.load(Run, None, list(settings.items())).value
-    grid = mesh.build(run.mesh, topology.devices_of(SLICES[name]))
-    text = topology.compile_step(run, grid).as_text()
+    grid = mesh.build(run.mesh, collectives.devices_of(SLICES[name]))
+    text = collectives.compile_step(run, grid).as_text()
     calls = [line for line in text.splitlines() if 'custom_call_target="tpu_custom_call"' in line]
     assert len(calls) == (0 if kernel == "blockwise" else 3)
     for line in calls:

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize, minimize_scalar
 
-from jaxlm.recipes.scaling import loss_fit
-from jaxlm.recipes.scaling.loss_fit import Points, fit, noise, resample
-from jaxlm.recipes.scaling.loss_law import PUBLISHED, Costs, Law
+from jaxlm.recipes.scaling import loss_law
+from jaxlm.recipes.scaling.loss_law import PUBLISHED, Costs, Law, Points, fit, noise, resample
 
 KNOWN = Law(E=1.2, A=300.0, B=900.0, alpha=0.31, beta=0.37)
 
@@ -74,7 +73,7 @@ def test_a_fit_finds_the_constants_that_runs_were_made_with():
 def test_no_other_search_finds_a_lower_minimum(scatter):
     """SciPy's L-BFGS, from four starts, on the objective written down again."""
     points = runs(scatter, sizes=(1e5, 4e6, 4), tokens=(1e6, 1e8, 3))
-    scale = noise(loss_fit._fit(points, 1e-3), points)
+    scale = noise(loss_law._fit(points, 1e-3), points)
     sizes, tokens = np.log(points.parameters), np.log(points.tokens)
 
     def value(x):
@@ -102,7 +101,7 @@ def test_one_run_that_went_wrong_does_not_move_the_law():
 
 
 def test_runs_drawn_again_spread_as_new_runs_would():
-    """The interval of 80% holds the truth about as often as it says: counted over 30 sets of runs."""
+    """The interval of 80% contains the truth in about 80% of 30 sets of runs."""
     wanted = np.log(KNOWN.optimum(1e20).parameters)
     inside = 0
     for seed in range(30):
@@ -114,7 +113,7 @@ def test_runs_drawn_again_spread_as_new_runs_would():
 
 
 def test_what_few_runs_do_not_say_stays_near_to_what_is_known():
-    """Six runs of one number of tokens say nothing of the exponent of tokens."""
+    """Six runs of one number of tokens do not determine the exponent of tokens."""
     points = runs(5e-4, tokens=(1e9, 1e9, 1))
     law = fit(points)
     assert law.beta == pytest.approx(0.35, abs=0.02)

@@ -52,7 +52,7 @@ def rewound(config, tmp_path_factory):
 
 
 def replay(capsys, workdir, step, *flags, code=0):
-    """What the verb says under --json."""
+    """Return the JSON answer of the verb."""
     capsys.readouterr()
     assert main(["replay", f"--workdir={workdir}", f"--step={step}", "--json", *flags]) == code
     return json.loads(capsys.readouterr().out)
@@ -167,7 +167,7 @@ def test_a_step_behind_a_new_optimizer_state_is_done_with_that(config, tmp_path,
     assert (found["is_as_logged"], found["from_step"]) == (True, 4)
     (workdir / "checkpoints/4/digests.json").unlink()
     error = replay(capsys, workdir, 5, code=65)["error"]
-    assert error["where"] == "step 4, where the run went on"
+    assert error["where"] == "step 4, where the run resumed"
     assert "--reset_optimizer" in error["why"]
 
 

@@ -1,4 +1,4 @@
-"""What an import needs of host memory beside the arrays that it makes, on a model of 2.2 GB made on the spot."""
+"""Host memory of an import besides its arrays, on a generated model of 2.2 GB."""
 
 import collections
 import json
@@ -22,7 +22,7 @@ from jaxlm.models.cost.tensors import tensors as stacked
 from jaxlm.models.families.llama import Llama
 from tests.cli.test_exchange import SIZES, write, write_tokenizer
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FAMILY = Llama(vocab=8192, width=2048, depth=20, heads=16, kv_heads=16, hidden=5632, context=512)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -47,7 +47,7 @@ def peak(words, folder):
 
 
 def test_a_part_of_a_leaf_is_on_its_devices_before_the_next_is_read(tmp_path, monkeypatch):
-    """Of eight devices each has an eighth of a matrix, and no more is ever on the host; what two have of a norm is read once."""
+    """Each of eight devices has an eighth of a matrix, and the host never more; shared parts of a norm are read once."""
     read, seen = Reader.leaf, collections.defaultdict(list)
     others = (
         jax.live_arrays()

@@ -90,7 +90,7 @@ def test_published_constants_answer_without_a_config(capsys):
     assert answer["tokens_per_parameter"] == pytest.approx(18.4, rel=0.01)
     low, high = answer["band"]["parameters"]
     assert (low, high) == (pytest.approx(40.3e9, rel=0.01), answer["parameters"])
-    assert any("6 FLOPs a parameter" in line for line in answer["assumed"])
+    assert any("6 FLOPs per parameter" in line for line in answer["assumed"])
     assert any("192 times the FLOPs of the largest run" in line for line in answer["risks"])
     assert (answer["machine"], answer["shape"], answer["self_check"]) == (None, None, None)
 
@@ -235,7 +235,7 @@ def test_a_seed_alone_makes_no_difference(runs, capsys):
         ({"done": 60}, "stopped at step 60 of 100"),
         (
             {"settings": [("schedule.end", "1000")]},
-            "falls until step 1000, and the run ends at 100",
+            "decays until step 1000, but the run ends at 100",
         ),
     ],
 )

@@ -17,7 +17,7 @@ def test_a_bench_measures_and_compares(tmp_path, capsys):
     assert main([*words, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     (row,) = answer["rows"]
-    assert row["steps"] >= bench.LEAST_STEPS
+    assert row["steps"] >= bench.MIN_STEPS
     low, middle, high = row["step_seconds"]
     assert 0 < low <= middle <= high
     assert row["tokens_per_second"] == pytest.approx(row["tokens_per_step"] / middle)
@@ -45,7 +45,7 @@ def test_sizes_are_named_by_their_parameters(name, least, most):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--sizes=2M"], 2, "no size '2M'"),
+        (["--sizes=2M"], 2, "size '2M' does not exist"),
         (["--config=configs/quickstart.py"], 2, "bench takes no --config"),
         (["--compare=nowhere.json"], 66, "no such bench"),
     ],

@@ -1,4 +1,4 @@
-"""A machine with something wrong is told what, and how to mend it; one with nothing wrong is not bothered."""
+"""`jaxlm doctor` reports problems of a machine with their fixes, and none for a sound machine."""
 
 import json
 import sys
@@ -41,7 +41,7 @@ def test_a_device_that_computes_wrongly_is_found(capsys, tmp_path, monkeypatch):
     assert main(["doctor", f"--workdir={tmp_path}"]) == 1
     said = capsys.readouterr().out
     assert "PROBLEM: float32 is off by" in said
-    assert "fix: leave the device out" in said
+    assert "fix: remove the device" in said
     assert said.rstrip().endswith("8 problems")
 
 
@@ -58,7 +58,7 @@ def test_a_sum_that_is_wrong_is_found(monkeypatch):
 
 
 def test_a_gpu_that_jax_does_not_use_is_told_with_the_reason(monkeypatch, tmp_path, capsys):
-    """Through the front door, beside a driver's own tool that says there is one."""
+    """Through the command line, with a fake nvidia-smi that reports a GPU."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.65.06'\n")
     tool.chmod(0o755)
@@ -101,16 +101,16 @@ def test_what_is_there_and_not_used_has_a_fix(hardware, backend, packages, platf
         ("470.1", 12, "a newer driver"),
     ],
 )
-def test_a_driver_that_is_too_old_for_its_plugin_is_told(driver, plugin, fix):
+def test_a_driver_that_is_too_old_for_its_plugin_is_reported(driver, plugin, fix):
     packages = JAX | {f"jax-cuda{plugin}-plugin": "0.12.0"}
     found = problems(doctor.accelerators(Hardware(("GPU",), driver), "gpu", packages, ""))
     assert [fix in each for _, each in found] == ([True] if fix else [])
 
 
-def test_plugins_of_another_release_or_of_two_are_told():
+def test_plugins_of_another_release_or_of_two_are_reported():
     assert not problems(doctor.versions(CUDA13, (3, 13)))
     ((said, fix),) = problems(doctor.versions(CUDA13 | {"jax-cuda13-plugin": "0.11.2"}, (3, 13)))
-    assert "0.11.2 beside jaxlib 0.12.0.1" in said
+    assert "0.11.2 with jaxlib 0.12.0.1" in said
     assert fix == f"{sys.executable} -m pip install 'jax-cuda13-plugin==0.12.0.1'"
     both = CUDA13 | {"jax-cuda12-plugin": "0.12.0"}
     ((said, fix),) = problems(doctor.versions(both, (3, 13)))
@@ -118,7 +118,7 @@ def test_plugins_of_another_release_or_of_two_are_told():
     assert fix.endswith("pip uninstall jax-cuda12-plugin")
 
 
-def test_little_memory_and_a_folder_that_cannot_be_written_are_told(tmp_path):
+def test_little_memory_and_a_folder_that_cannot_be_written_are_reported(tmp_path):
     assert doctor.host_memory({}).verdict == "ok"
     assert doctor.host_memory({"MemTotal": 8 * 2**30, "MemAvailable": 2**30}).verdict == "warning"
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""Runs that do not fit their mesh: one error with all that is wrong, and each line of its fix works when pasted."""
+"""Runs that do not fit their mesh: one error with every problem, and fix lines that work."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ SMALL = {
 LATENT = {"model.family": "deepseek_v3", "model.kv_heads": None}
 # devices, settings, what is said
 CASES = {
-    "devices": (8, {"mesh.tensor": "3"}, ["a multiple of 3 devices, and there are 8"]),
+    "devices": (8, {"mesh.tensor": "3"}, ["a multiple of 3 devices, 8 are available"]),
     "devices and heads": (8, {"mesh.data": "1", "mesh.tensor": "16"}, ["needs 16", "kv_heads = 4"]),
     "heads": (8, {"mesh.tensor": "8"}, ["kv_heads = 4 does not divide by 8 (tensor), 8 would"]),
     "odd heads": (
@@ -49,12 +49,12 @@ CASES = {
     "circular micro-batches": (
         4,
         {"mesh.pipe": "4", "train.pipeline": "circular", "train.microbatches": "2"},
-        ["microbatches = 2 cannot go around 4 stages"],
+        ["microbatches = 2 cannot fill 4 stages"],
     ),
     "circular micro-batches of a batch that is too small for them": (
         16,
         {"mesh.pipe": "4", "train.pipeline": "circular", "train.microbatches": "2", "train.batch": "6"},
-        ["microbatches = 2 cannot go around 4 stages (pipe), 4 would", "batch = 6 does not divide by 16 (data x fsdp x expert), 16 would: 4 devices x 4"],
+        ["microbatches = 2 cannot fill 4 stages (pipe), 4 would", "batch = 6 does not divide by 16 (data x fsdp x expert), 16 would: 4 devices x 4"],
     ),
     "circular micro-batches that no cut of the batch gives": (
         16,
@@ -110,12 +110,12 @@ CASES = {
     "a prime number of devices": (
         7,
         {"mesh.tensor": "3"},
-        ["a multiple of 3 devices, and there are 7", "vocab = 64", "heads = 8", "kv_heads = 4", "hidden = 128"],
+        ["a multiple of 3 devices, 7 are available", "vocab = 64", "heads = 8", "kv_heads = 4", "hidden = 128"],
     ),
     "no mesh for these rows": (
         8,
         {"mesh.tensor": "3", "mesh.data": "1", "train.batch": "15"},
-        ["tensor=3 needs 3 devices, and there are 8"],
+        ["tensor=3 needs 3 devices, 8 are available"],
     ),
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxlm.recipes.exchange import vocabulary
+from jaxlm.recipes.exchange import import_model
 
 KNOWN, SIZE = 3, 5
 
@@ -12,7 +12,7 @@ class Reader:
     """Leaves that are numbered through, as far as ids are known."""
 
     def leaf(self, path, shape, within, dtype):
-        axis = vocabulary.AXES[path]
+        axis = import_model.VOCAB_AXES[path]
         assert within[axis].stop <= KNOWN
         return np.arange(np.prod(shape)).reshape(shape)[within].astype(dtype)
 
@@ -22,8 +22,8 @@ class Reader:
     [("embedding/table", (SIZE, 4)), ("unembedding/weight", (4, SIZE)), ("head/bias", (SIZE,))],
 )
 def test_added_ids_have_the_mean_of_the_others(path, shape):
-    axis = vocabulary.AXES[path]
-    extended = vocabulary.MeanInitRows(Reader(), KNOWN)
+    axis = import_model.VOCAB_AXES[path]
+    extended = import_model.MeanInitRows(Reader(), KNOWN)
     whole = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
     known = np.take(whole, range(KNOWN), axis)
     mean = known.mean(axis, keepdims=True)

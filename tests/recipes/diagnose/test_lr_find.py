@@ -34,7 +34,7 @@ def find(capsys, config, out, *flags):
 
 @pytest.fixture(scope="module")
 def found(config, tmp_path_factory):
-    """Rates up to one that no model survives; what it says to a person."""
+    """Rates up to one that no model survives, and the printed answer."""
     folder = tmp_path_factory.mktemp("work")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -18,7 +18,7 @@ from jaxlm.generate import beam, decode, sampling
 from jaxlm.optim.config import Optimizer
 from jaxlm.parallel import hlo_collectives, logical, mesh
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.diagnose import check, collectives, topology
+from jaxlm.recipes.diagnose import check, collectives
 from jaxlm.recipes.diagnose.check import reduced_run
 from jaxlm.recipes.plan import predict
 from jaxlm.recipes.train.programs import without_data
@@ -75,7 +75,7 @@ SLOW = ARMS | {
 WATCHED = ("log.layers=norms,activations,attention,noise", "train.microbatches=2")
 # What no rule of sharding names, and why it may be sent.
 ALLOWED = {
-    "f32[3,15]": "sums of the calibration's 15 bins, a multiple of the number by which tokens are told",
+    "f32[3,15]": "sums of the calibration's 15 bins, a multiple of the mark of tokens",
     "over pipe of f32[4,32,32]": "layers are watched without the pipeline: each device reads those of all stages",
 }
 
@@ -110,7 +110,7 @@ def sources():
 def compiled(settings, program):
     """The text of the training step, of the one that is watched, or of an evaluation's; and what is known of it."""
     small, grid, engine = engine_of(settings)
-    batch, state = topology.abstract_batch(small.run, grid), engine.abstract()
+    batch, state = collectives.abstract_batch(small.run, grid), engine.abstract()
     with jax.set_mesh(grid):
         lowered = {
             "step": lambda: engine.step.lower(state, batch),
@@ -121,7 +121,7 @@ def compiled(settings, program):
 
 
 def wrong(small, text, **known):
-    """What is held or sent that should not be, a line each."""
+    """Return unexpected arrays and collectives, a line each."""
     step, run = dataclasses.replace(check.step_of(small), **known), small.run
     lines = collectives.table(hlo_collectives.read(text), small.mesh, step)
     found = [
@@ -134,7 +134,7 @@ def wrong(small, text, **known):
     found += collectives.unsharded_arrays(results, small.mesh, step)
     if logical.ways(small.mesh, "vocab") == 1:
         return found
-    # And whatever shape it has been given: as many numbers as one chunk of a device's tokens has logits.
+    # In any shape: as many numbers as one chunk of a device's tokens has logits.
     tokens = run.tokens_per_step if small.mesh["pipe"] > 1 else small.tokens
     tokens //= logical.ways(small.mesh, "batch") * logical.ways(small.mesh, "length")
     least = tokens * VOCAB // (1 if run.loss.chunk is None else 2)
@@ -162,7 +162,7 @@ def test_nor_does_that_of_any_other_arm(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("optim.name=sophia", "loss.chunk=32")], ids=["", "sophia"])
 def test_nor_does_that_of_an_encoder_and_a_decoder(more):
-    """Which `jaxlm check` makes no smaller. Biases of scores have no rows: their gradients are summed over all of them."""
+    """`jaxlm check` does not shrink it. Gradients of score biases are summed over all rows."""
     sizes = ("width=32", "depth=2", "heads=4", "hidden=64", "head_dim=8", f"vocab={VOCAB}")
     settings = (
         *("model.family=t5", *(f"model.{size}" for size in sizes), "objective.name=span"),
@@ -170,7 +170,7 @@ def test_nor_does_that_of_an_encoder_and_a_decoder(more):
     )
     run = config.load(Run, None, [tuple(each.split("=", 1)) for each in settings]).value
     grid = mesh.build(run.mesh, jax.devices()[:4])
-    text = topology.compile_step(run, grid).as_text()
+    text = collectives.compile_step(run, grid).as_text()
     step = collectives.StepShapes(tokens=2 * run.data.sequence, mark=5, vocab=VOCAB)
     lines = collectives.table(hlo_collectives.read(text), dict(grid.shape), step)
     unexpected = {(line.kind, line.largest) for line in lines if line.why_unexpected}
@@ -200,7 +200,7 @@ def test_nor_does_a_step_that_is_watched(settings):
 @pytest.mark.slow
 @EVERYWHERE
 def test_nor_does_an_evaluation(settings):
-    """Which reads whole batches, keys twice as long where there are two micro-batches."""
+    """It reads whole batches: keys are twice as long with two micro-batches."""
     small, text = compiled(settings, "evaluation")
     step = check.step_of(small)
     times = small.run.train.microbatches

@@ -1,4 +1,4 @@
-"""A run whose rows are split: what it chooses, says and refuses, and that it is the run of whole rows."""
+"""Context parallelism: the chosen kernels, refusals, and equality with a run of whole rows."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def run_of(model, sequence=64, **settings):
     )
 
 
-def test_the_way_to_keys_is_chosen_set_and_said():
+def test_the_exchange_of_keys_is_chosen_set_and_reported():
     model = Llama(**SIZES, kv_heads=4)
     small = run_of(model)
     assert not attention_kernels.with_kernels(small, model.build(), GRID, CPU).has_ring
@@ -52,7 +52,7 @@ def test_the_way_to_keys_is_chosen_set_and_said():
     large = run_of(model, sequence=8192)
     assert attention_kernels.with_kernels(large, model.build(), GRID, CPU).has_ring
     said = attention_kernels.describe_kernels(large, model.build(), GRID, CPU)
-    assert said.startswith("keys in a ring of 4 devices, tokens dealt out in 8 chunks: ")
+    assert said.startswith("keys in a ring of 4 devices, zigzag over 8 chunks: ")
     assert "MiB a device, above 256\nsamples: reference" in said
     forced = run_of(model, context_keys="ring")
     assert attention_kernels.with_kernels(forced, model.build(), GRID, CPU).has_ring
@@ -68,7 +68,7 @@ def test_a_ring_with_attention_dropout_is_refused_and_auto_gathers():
         run_of(model, sequence=8192), model.build(), GRID, CPU
     ).has_ring
     run = run_of(model, context_keys="ring")
-    with pytest.raises(ConfigError, match="no room for attention dropout") as caught:
+    with pytest.raises(ConfigError, match="does not support attention dropout") as caught:
         attention_kernels.check(run, model.build(), GRID, CPU)
     for line in caught.value.fix.splitlines():
         path, _, value = line.removeprefix("--config.").partition("=")
@@ -91,7 +91,7 @@ def test_blocks_are_chosen_for_long_rows_and_refused_where_they_cannot_be():
     )
     named = dataclasses.replace(run, train=TrainConfig(batch=8, attention="blockwise"))
     attention_kernels.check(named, model.build(), WHOLE, CPU)
-    with pytest.raises(ConfigError, match="for whole rows"):
+    with pytest.raises(ConfigError, match="needs whole rows"):
         attention_kernels.check(named, model.build(), GRID, CPU)
     dropping = GPT2(**SIZES, context=1024, dropout=0.1)
     assert attention_kernels.describe_kernels(run, dropping.build(), WHOLE, CPU).startswith(
@@ -157,7 +157,7 @@ def test_a_kernel_that_cannot_is_refused_with_what_would(name, target, changed, 
         kind = type(settings.get(path, value))
         mended = run.changed({path: kind(float(value)) if kind is not str else value})
         attention_kernels.check(mended, mended.decoder(64), WHOLE, target)
-    with pytest.raises(ConfigError, match=f"{name} attention is for whole rows"):
+    with pytest.raises(ConfigError, match=f"{name} attention needs whole rows"):
         attention_kernels.check(run, run.decoder(64), GRID, target)
 
 
@@ -191,7 +191,7 @@ def test_a_plan_knows_the_kernel_of_its_machine(on, kernel):
             predict.forecast(named, machine(on, flag="--on"))
 
 
-def test_a_run_of_another_platform_is_used_here_by_a_kernel_that_can_and_that_is_said():
+def test_a_run_of_another_platform_is_used_here_with_another_kernel_that_is_logged():
     said = []
     grid = mesh.build(MeshConfig(), jax.devices())
     for name, sequence, kernel in (
@@ -207,7 +207,7 @@ def test_a_run_of_another_platform_is_used_here_by_a_kernel_that_can_and_that_is
         assert used.data.sequence == (sequence or 1024)
     assert said == [
         "splash attention cannot compute this run here: blockwise: rows of 1024 tokens, 256 queries and keys at a time\n"
-        "samples: reference, as the others have no cache"
+        "samples: reference, as the other kernels have no KV cache"
     ]
 
 

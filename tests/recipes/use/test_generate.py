@@ -128,7 +128,7 @@ def test_text_printed_as_it_is_made_is_the_text_printed_at_the_end(capsys, run, 
     ],
 )
 def test_guesses_change_no_text(capsys, run, words):
-    """Prompts of other lengths, one of which says the same again and again."""
+    """Prompts of several lengths, one of them a repetition."""
     asked = ("--prompt=" + "import os\n" * 4, "--prompt=def ", *words)
     assert printed(capsys, run, *asked, "--prompt_lookup=4") == printed(capsys, run, *asked)
 

@@ -1,4 +1,4 @@
-"""What the plan says is what the run then has: its bytes, its seconds, its layout."""
+"""The plan agrees with the run: bytes, seconds and layout."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ from jaxlm.optim.config import Optimizer
 from jaxlm.parallel import mesh
 from jaxlm.recipes import setup
 from jaxlm.recipes.config import Run
-from jaxlm.recipes.diagnose import topology
+from jaxlm.recipes.diagnose import collectives
 from jaxlm.recipes.plan import device_memory, predict, search
 from jaxlm.recipes.train import programs
 from jaxlm.recipes.train.programs import TrainPrograms
@@ -255,7 +255,7 @@ def test_the_bytes_of_a_step_are_those_of_the_compiler_within_a_fifth(name, sett
     run = sized(name, settings)
     devices = 4 if any(path.startswith("mesh.") for path in settings) else 1
     exact = programs.compiled_memory(
-        topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices]))
+        collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:devices]))
     )
     said = planned(run, devices).bytes_per_device
     assert said["total"] == pytest.approx(exact["total"], rel=0.2)
@@ -270,7 +270,7 @@ EXPERTS = {"model.family": "mixtral", "model.experts": "8", "train.stack": "unro
 def test_the_flops_of_experts_are_those_of_the_compiler(settings, most):
     """On a CPU, as on a GPU, a dropless expert multiplies the rows of all the others."""
     run = load(EXPERTS | {"model.depth": "1", "model.hidden": "256"} | settings)
-    compiled = topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
+    compiled = collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
     forecast = planned(run)
     exact, said = compiled.cost_analysis()["flops"], forecast.hardware_flops
     assert said == pytest.approx(exact, rel=0.2)
@@ -316,13 +316,13 @@ def test_dropless_experts_on_gpus_are_a_risk_with_its_numbers_and_none_on_tpus(c
     ids=["float32", "bfloat16", "bfloat16, moments too"],
 )
 def test_a_step_overwrites_its_state_and_copies_none_of_it(dtypes, copies):
-    """Of a model that dwarfs its one row: gradient, direction and update are written out, and
+    """For a model that dwarfs its one row, gradient, direction and update are written out, and
     nothing beside them but, in float32, moments that are kept in bfloat16."""
     small = {"model.width": "256", "model.hidden": "768", "model.vocab": "4096"}
     rows = {"data.sequence": "16", "train.batch": "1", "log.every": "10"}
     run = load(small | rows | dtypes)
     exact = programs.compiled_memory(
-        topology.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
+        collectives.compile_step(run, mesh.build(run.mesh, jax.devices()[:1]))
     )
     said = planned(run).bytes_per_device
     assert exact["temporary"] == pytest.approx(copies * said["parameters"], rel=0.03)
@@ -416,7 +416,7 @@ def test_a_budget_has_no_days_on_a_gpu_of_unknown_speed(capsys):
 
 
 def test_what_fsdp_sends_is_by_what_it_splits(capsys):
-    """Of four micro-batches: weights once under ZeRO 1 and 2, whose gradients are sent twice and once each time."""
+    """Four micro-batches send weights once under ZeRO 1 and 2, and gradients twice and once each."""
     words = ("--config=configs/quickstart.py", "--on=h100x8", "--config.train.microbatches=4")
     words += ("--config.train.batch=64", "--config.mesh.data=1", "--config.mesh.fsdp=8")
     sent = {}
@@ -470,7 +470,7 @@ def test_what_does_not_fit_is_answered_with_the_nearest_that_does(config, words,
     assert pasted["step_seconds"] == nearest["step_seconds"]
 
 
-def test_that_nothing_fits_is_said(capsys):
+def test_a_search_without_a_fit_is_reported(capsys):
     words = ["--config=configs/llama_8b.py", "--on=t4", f"--config.model.vocab={2**40}"]
     assert main(["plan", *words]) == 0
     assert "nearest    none: no share of depth" in capsys.readouterr().out
@@ -510,7 +510,7 @@ def test_rounded_products_take_less_time_where_the_chip_has_a_unit_for_them_and_
     assert any("a100 has no unit for fp8" in risk for risk in old.risks)
     turing = predict.forecast(load(settings | {"mesh.data": "16"}), machine("t4x16", flag="--on"))
     assert "t4 has no bfloat16: --config.precision.compute=float16" in turing.risks
-    assert "the wires between hosts are as fast as those within one of 8" in turing.assumed
+    assert "links between hosts are as fast as those within a host of 8" in turing.assumed
 
 
 @pytest.mark.parametrize(

@@ -436,7 +436,7 @@ def test_tokens_go_to_experts_by_one_way():
 
 
 def test_queries_of_heads_with_keys_of_their_own_are_found_by_counting():
-    """Keys and values of two layers are four arrays; a fifth of their shape is something else, and which one nobody knows."""
+    """Keys and values of two layers are four arrays; a fifth of their shape is something else, and any of the five may be it."""
     groups = read_groups("replica_groups={{0,1}}", 2)
     gather = Collective(
         kind="all-gather", name="g", shapes=(KEYS,), groups=groups, times=4, op="", source=LINEAR
@@ -456,4 +456,4 @@ def test_a_collective_of_which_no_line_is_known_says_so():
         kind="all-gather", name="g", shapes=(QUERIES,), groups=groups, times=1, op="", source=""
     )
     (line,) = collectives.table([bare], dict.fromkeys(AXES, 1) | {"tensor": 2}, STEP)
-    assert (line.source, bool(line.why_unexpected)) == ("no line known", True)
+    assert (line.source, bool(line.why_unexpected)) == ("unknown line", True)

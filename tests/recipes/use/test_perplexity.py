@@ -125,4 +125,4 @@ def test_what_cannot_score_is_refused_before_anything_is_written(
     config["objective"] = {"name": "masked"}
     (both_ways / "config.json").write_text(json.dumps(config))
     error = run(capsys, *words, f"--config.perplexity.run={both_ways}", code=2)["error"]
-    assert "reads both ways" in error["what"]
+    assert "bidirectional" in error["what"]

@@ -1,0 +1,266 @@
+"""Formats of an export: a Hugging Face folder, as of transformers, and a GGUF of llama.cpp."""
+
+import dataclasses
+import functools
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxlm.checkpoint import gguf_config, hub_architecture, hub_digests
+from jaxlm.checkpoint.gguf_source import Gguf
+from jaxlm.checkpoint.gguf_writer import Plan, library
+from jaxlm.checkpoint.hub_folder import Folder, write_json, write_tensors
+from jaxlm.checkpoint.hub_tensors import HFTensor, MappedSlice, round_to_dtype
+from jaxlm.core import tree
+from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.data import tokenizer_json
+from jaxlm.data.hub_tokenizer import Imported
+from jaxlm.data.tokenizer import Tokenizer
+from jaxlm.data.vocabularies import gguf_written
+from jaxlm.data.vocabularies.gguf_tokens import OWN
+from jaxlm.models.families.hub import IGNORED_ATTRIBUTES, uncomputed
+from jaxlm.recipes.exchange import import_model
+from jaxlm.recipes.use.generate import template_source
+from jaxlm.recipes.use.load import LoadedRun
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+DTYPES: dict[Dtype, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+# Rounding that a format applies to each leaf, by path: a function of the leaf.
+ExportedParams = Mapping[str, Callable[[jax.Array], jax.Array]]
+GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportJob:
+    """A loaded run to export: its model, its tensors under the names of transformers, its dtype."""
+
+    opened: LoadedRun
+    family: Any  # the model settings, with the rows of the embedding filled in
+    tensors: list[HFTensor]
+    dtype: np.dtype
+    workdir: Path
+    shard_bytes: int
+    say: Callable[[str], None]
+
+    @functools.cached_property
+    def _leaves(self) -> dict[str, jax.Array]:
+        return tree.leaves(self.opened.params)
+
+    def array(self, tensor: HFTensor) -> np.ndarray:
+        """Return a tensor of transformers in the run's dtype."""
+
+        def leaf(part: MappedSlice) -> np.ndarray:
+            leaf_array = self._leaves[part.path]
+            return np.asarray(leaf_array[part.lead] if part.lead else leaf_array)
+
+        return tensor.joined(leaf)
+
+
+class HFExport:
+    """config.json, safetensors, tokenizer, chat template, model card, and the sha256 of each file.
+
+    Raises:
+      ConfigError: if the tokenizer and the model use different padding ids.
+    """
+
+    def __init__(self, job: ExportJob):
+        self._job = job
+        self._attributes = _attributes(job.family, job.dtype.name, job.opened)
+
+    def write(self, place: Path) -> int:
+        """Write the folder; returns the number of tensor files. Raises OSError, NotWritable."""
+        job = self._job
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        write_json(place / "config.json", self._attributes)
+        self._write_companions(place)
+        files = write_tensors(place, job.tensors, job.array, job.dtype, shard_bytes=job.shard_bytes)
+        return len(set(files.values()))
+
+    def read(self, place: Path) -> Folder:
+        """Open the written folder."""
+        return Folder(place)
+
+    @property
+    def held(self) -> ExportedParams:
+        """Return the rounding of each leaf; some leaves are float32 in every folder."""
+        return {
+            part.path: round_to_dtype(each.kept(self._job.dtype))
+            for each in self._job.tensors
+            for part in each.parts
+        }
+
+    def finish(self, place: Path, answer: dict[str, Any]) -> None:
+        """Add the parity report, the model card and the digests."""
+        write_json(place / "parity.json", answer["parity"])
+        (place / "README.md").write_text(_card(answer, self._job.opened))
+        hub_digests.write(place)
+
+    def _write_companions(self, place: Path) -> None:
+        """Write the tokenizer, files of an imported model, and generation_config.json."""
+        tokenizer = self._job.opened.tokenizer
+        ids = {
+            name: id_
+            for name, id_ in self._attributes.items()
+            if name in GENERATION and id_ is not None
+        }
+        if len(ends := tokenizer.ends) > 1:
+            ids["eos_token_id"] = list(ends)
+        write_json(place / "generation_config.json", ids)
+        hub_folder = self._job.workdir / import_model.FOLDER
+        if hub_folder.is_dir():
+            for name in import_model.COMPANION_FILES:
+                if name != "config.json" and (hub_folder / name).is_file():
+                    shutil.copyfile(hub_folder / name, place / name)
+            return
+        content = tokenizer_json.as_json(tokenizer)
+        if content is None:
+            self._job.say(
+                "the tokenizer is not exported: it uses jaxlm's names of special tokens, "
+                "and its ids start after jaxlm's special tokens"
+            )
+            return
+        (place / "tokenizer.json").write_bytes(content)
+        write_json(place / "tokenizer_config.json", tokenizer_json.settings(tokenizer))
+
+
+def _attributes(family: Any, dtype: str, opened: LoadedRun) -> dict[str, Any]:
+    tokenizer, attributes = opened.tokenizer, family.to_hub()
+    pad = attributes.get("pad_token_id", tokenizer.pad)
+    if pad != tokenizer.pad and not isinstance(tokenizer, Imported):
+        # transformers derives positions from the padding id.
+        raise uncomputed(family.HUB, f"padding = {pad}, the tokenizer pads with {tokenizer.pad}")
+    return attributes | {
+        "architectures": [family.HUB.architecture],
+        "model_type": family.HUB.model_type,
+        "torch_dtype": dtype,
+        "bos_token_id": tokenizer.before[0] if tokenizer.before else None,
+        "eos_token_id": tokenizer.eos,
+        "pad_token_id": pad,
+    }
+
+
+def _card(answer: dict[str, Any], opened: LoadedRun) -> str:
+    run, parity = opened.run, answer["parity"]
+    return f"""---
+library_name: transformers
+---
+# {answer["architecture"]} by jaxlm
+
+{answer["parameters"]:,} parameters, {answer["dtype"]}; step {answer["step"]} of a run
+of {run.train.steps} steps of {run.tokens_per_step:,} tokens, sequence length {run.data.sequence},
+seed {run.seed}, {run.optim.name} at {run.optim.lr:g}.
+
+Read back after writing: on {parity["tokens"]} tokens of real text the logits differ by at most
+{parity["largest_difference"]:.3g}; rounding to {parity["dtype"]} changed them
+by {parity["largest_difference_by_rounding"]:.3g}.
+"""
+
+
+class GGUFExport:
+    """A GGUF: matrices, float32 vectors, tokenizer and chat template; a parity report next to it.
+
+    Raises:
+      InputMissing: if the gguf package is not installed.
+      ConfigError: if llama.cpp does not support the model or the tokenizer.
+    """
+
+    def __init__(self, job: ExportJob):
+        library(job.workdir)
+        self._job = job
+        attributes = job.family.to_hub() | {"model_type": job.family.HUB.model_type}
+        try:
+            self._plan = Plan(attributes, job.tensors, job.dtype)
+        except ValueError as error:
+            raise _unsupported(str(error)) from error
+        _refuse_lost(attributes, self._plan)
+        tokenizer = job.opened.tokenizer
+        content = tokenizer_json.as_json(tokenizer)
+        if content is None:
+            raise ConfigError(
+                "the tokenizer cannot be written to a GGUF",
+                where=str(job.workdir),
+                why="its ids start after jaxlm's special tokens; no tokenizer.json gives those ids",
+                fix="--to=hf    # a folder, without a tokenizer",
+            )
+        rows = attributes["vocab_size"]
+        self._tokenizer = gguf_written.metadata(content, rows, str(job.workdir)) | _special_ids(
+            tokenizer
+        )
+        if (template := template_source(job.workdir)[0]) is not None:
+            self._tokenizer["tokenizer.chat_template"] = template
+
+    def write(self, place: Path) -> int:
+        """Write the file; returns the number of files, 1. Raises OSError."""
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.unlink(missing_ok=True)
+        title = self._job.workdir.resolve().name
+        self._plan.write(place, self._job.array, self._tokenizer, title)
+        return 1
+
+    def read(self, place: Path) -> Gguf:
+        """Open the written file."""
+        return Gguf(place)
+
+    @property
+    def held(self) -> ExportedParams:
+        """Return the rounding of each leaf: vectors whole, matrices in the file's dtype."""
+        return self._plan.held()
+
+    def finish(self, place: Path, answer: dict[str, Any]) -> None:
+        """Write the parity report next to the file."""
+        write_json(Path(answer["out"]).with_suffix(".parity.json"), answer["parity"])
+
+
+def _refuse_lost(attributes: dict[str, Any], plan: Plan) -> None:
+    """Raise ConfigError if the file cannot represent all attributes of the model."""
+    try:
+        back = hub_architecture.family_of(plan.read_back(), "GGUF").to_hub()
+    except DataError as error:
+        raise _unsupported(error.why) from error
+    if plan.frequencies is not None:  # the file stores rope_scaling as these frequencies alone
+        frequencies = gguf_config.frequencies(back)
+        if frequencies is not None and np.allclose(frequencies, plan.frequencies, rtol=1e-5):
+            back["rope_scaling"] = attributes["rope_scaling"]
+    lost = [
+        f"{name} = {attributes[name]!r} is read back as {back.get(name)!r}"
+        for name in sorted(attributes.keys() - IGNORED_ATTRIBUTES)
+        if attributes[name] != back.get(name)
+    ]
+    if lost:
+        raise _unsupported("; ".join(lost))
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the ids that begin and end documents and answers."""
+    later = [id_ for id_ in tokenizer.ends if id_ != tokenizer.eos]
+    ids = {
+        "bos": tokenizer.before[0] if tokenizer.before else None,
+        "eos": tokenizer.eos,
+        "eot": later[0] if later else None,
+        "eom": later[1] if later[1:] else None,
+        "unknown": tokenizer.unk,
+        "padding": tokenizer.pad,
+    }
+    return {f"{OWN}{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None} | {
+        f"{OWN}add_bos_token": bool(tokenizer.before),
+        f"{OWN}add_eos_token": False,
+    }
+
+
+def _unsupported(why: str) -> ConfigError:
+    return ConfigError(
+        "a GGUF cannot hold this model",
+        where="model",
+        why=why,
+        fix="--to=hf    # a transformers folder, which llama.cpp's converter may support",
+    )
