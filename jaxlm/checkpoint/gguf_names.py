@@ -1,7 +1,8 @@
-"""What llama.cpp and Hugging Face call the same tensor, and how its numbers differ. Free of JAX.
+"""The names of tensors in llama.cpp and in Hugging Face, and how their numbers differ.
 
-llama.cpp rotates neighbours of a head where transformers rotates its halves, so that for some architectures rows of
-queries and keys lie in another order; and it counts a norm's scale from zero where Gemma counts from one.
+llama.cpp's rotary embedding pairs neighboring dimensions (interleaved), transformers' pairs the
+halves of a head, so some architectures store the rows of queries and keys in another order. And
+Gemma's norm scales are stored here with the 1 added that transformers adds. Free of JAX.
 """
 
 import dataclasses
@@ -48,15 +49,15 @@ QWEN_EXPERTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What llama.cpp calls an architecture: the model_type of transformers, and its tensors in a layer."""
+    """An architecture of llama.cpp: transformers' model_type, and the tensors of a layer."""
 
     model_type: str
     layer: dict[str, str]
     is_rotated_by_neighbours: bool = False
-    counts_from_zero: bool = False  # the scales of norms, which Gemma counts from one
+    counts_from_zero: bool = False  # norm scales include the 1 that Gemma adds in transformers
 
     def theirs(self, name: str) -> str:
-        """Hugging Face's name, which may have {e} for the expert; a name that is not known stays as it is."""
+        """Return the Hugging Face name, with {e} for the expert; unknown names stay unchanged."""
         match = LAYER.fullmatch(name)
         if match is None:
             return OUTSIDE.get(name, name)
@@ -64,30 +65,32 @@ class Architecture:
         return f"model.layers.{layer}.{self.layer[stem]}.{kind}" if stem in self.layer else name
 
     def own(self, theirs: str) -> tuple[str, int] | None:
-        """llama.cpp's name of a tensor of Hugging Face's and the expert, 0 where there are none; None where it has no such tensor."""
+        """Return llama.cpp's name of a Hugging Face tensor and its expert (0), or None."""
         match = THEIR_LAYER.fullmatch(theirs)
         if match is None:
-            found = next((own for own, each in OUTSIDE.items() if each == theirs), None)
-            return None if found is None else (found, 0)
+            name = next((name for name, each in OUTSIDE.items() if each == theirs), None)
+            return None if name is None else (name, 0)
         layer, stem, kind = match.groups()
         expert = EXPERT.search(stem)
         stem = EXPERT.sub(".experts.{e}.", stem)
-        own = next((own for own, each in self.layer.items() if each == stem), None)
+        name = next((name for name, each in self.layer.items() if each == stem), None)
         return (
-            None if own is None else (f"blk.{layer}.{own}.{kind}", int(expert[1]) if expert else 0)
+            None
+            if name is None
+            else (f"blk.{layer}.{name}.{kind}", int(expert[1]) if expert else 0)
         )
 
     def rotated(self, name: str) -> str | None:
-        """Whether a tensor's rows are those of queries ("q") or of keys ("k") in another order."""
+        """Return "q" or "k" if the tensor's rows are queries or keys in another order."""
         match = LAYER.fullmatch(name) if self.is_rotated_by_neighbours else None
         return match[2][-1] if match is not None and match[2] in ("attn_q", "attn_k") else None
 
     def is_scale(self, name: str) -> bool:
-        """Whether a tensor is a norm's scale that is counted from zero."""
+        """Return True if the tensor is a norm scale that includes Gemma's 1."""
         return self.counts_from_zero and name.endswith("norm.weight")
 
     def is_exact(self, name: str, dimensions: int) -> bool:
-        """Whether llama.cpp wants a tensor in float32, whatever the others are in: vectors, and what routes to experts."""
+        """Return True if llama.cpp requires float32: vectors, and the router of experts."""
         return dimensions == 1 or name.endswith(ROUTER)
 
 
@@ -108,9 +111,9 @@ ARCHITECTURES = {
 
 
 def named_after(model_type: str) -> str | None:
-    """The architecture, by its name here, that computes a model_type of transformers; None where none does.
+    """Return the name here of the architecture for a model_type of transformers; else None.
 
-    A Mistral is a Llama there, but for its window, which a file cannot say.
+    A Mistral is a Llama in llama.cpp, except for its window, which a file cannot state.
     """
-    sought = "llama" if model_type == "mistral" else model_type
-    return next((name for name, each in ARCHITECTURES.items() if each.model_type == sought), None)
+    target = "llama" if model_type == "mistral" else model_type
+    return next((name for name, each in ARCHITECTURES.items() if each.model_type == target), None)

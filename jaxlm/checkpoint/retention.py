@@ -1,4 +1,4 @@
-"""Which steps are kept."""
+"""Retention policy of checkpoints."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,14 @@ from jaxlm.checkpoint.record import Record
 
 
 def kept(records: Sequence[Record], config: CheckpointConfig, *, reach: int = 0) -> set[int]:
-    """The steps to keep: the newest, the best, each of the permanent ladder, where the run began, and a way back.
+    """Return the steps to keep.
 
-    Step 0 is there where a run began with the weights of another, which nothing could make again.
+    These are the newest steps, the best, multiples of `keep_every`, step 0 (it exists if a run
+    began with the weights of another, which cannot be recreated), and the targets of a rewind.
 
-    The way back is where a rewind goes when training has gone wrong for longer than one interval between saves: the newest
-    healthy step, the newest healthy one at least `reach` steps before that, and the oldest one between them, which will be
-    that far back when it is needed.
+    A rewind needs a step from before training went wrong, maybe for longer than one interval
+    between saves. Kept for it are the newest healthy step, the newest healthy step at least `reach`
+    steps before that, and the oldest between them, which will be that old when it is needed.
     """
     steps = sorted(record.step for record in records)
     keep = set(steps[-config.keep_last :]) | ({0} & set(steps))
