@@ -1,4 +1,4 @@
-"""Whether the model is right as often as it is sure."""
+"""Calibration: agreement of the model's confidence and its accuracy."""
 
 import dataclasses
 
@@ -10,7 +10,10 @@ BINS = 15
 
 
 def bin_sums(confidence: Array, correct: Array, weights: Array) -> Array:
-    """[3, BINS]: weight, weighted confidence, weighted correctness of each bin (i / BINS, (i + 1) / BINS]."""
+    """Return weight, weighted confidence and weighted accuracy of each bin, [3, BINS].
+
+    Bin i covers confidences in (i / BINS, (i + 1) / BINS].
+    """
     index = jnp.clip(jnp.ceil(confidence.ravel() * BINS) - 1, 0, BINS - 1)
     inside = (index[:, None] == jnp.arange(BINS, dtype=index.dtype)[None]).astype(jnp.float32)
     weight = weights.ravel()
@@ -20,7 +23,7 @@ def bin_sums(confidence: Array, correct: Array, weights: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Reliability:
-    """The bins of a reliability diagram: how many tokens, how sure, how often right."""
+    """The bins of a reliability diagram: token weight, mean confidence and accuracy of each."""
 
     count: list[float]
     confidence: list[float]
@@ -28,14 +31,14 @@ class Reliability:
 
     @classmethod
     def of(cls, sums: np.ndarray) -> "Reliability":
-        """From the bin sums of a whole set; an empty bin has confidence and accuracy 0."""
+        """Compute the diagram from bin sums; an empty bin has confidence and accuracy 0."""
         count, confidence, correct = np.asarray(sums, np.float64)
         filled = np.maximum(count, 1e-300)
         return cls(count.tolist(), (confidence / filled).tolist(), (correct / filled).tolist())
 
     @property
     def expected_error(self) -> float:
-        """sum_b (n_b / n) |accuracy_b - confidence_b|.
+        """Return the expected calibration error, sum_b (n_b / n) |accuracy_b - confidence_b|.
 
         Source: Guo et al. 2017, arXiv:1706.04599, equation 5, with its 15 bins.
         """

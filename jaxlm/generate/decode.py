@@ -1,4 +1,4 @@
-"""Prefill and decode with a key-value cache, in one compiled program or a few tokens at a time."""
+"""Prefill and decode with a KV cache, in one compiled program or a few tokens at a time."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -22,27 +22,27 @@ from jaxlm.nn.cache import KVCache
 Writer = Decoder | EncoderDecoder
 Draw = Callable[[Array, Array], Array]
 NO_PENALTIES = Penalties()
-LENGTH, END, STOP = 0, 1, 2  # why a row ended: at its most tokens, at an end token, at a stop
+LENGTH, END, STOP = 0, 1, 2  # reason why a row ended: max_tokens, an end token, a stop
 
 
 class Generated(NamedTuple):
     """New ids of each row; those from `length` on are padding."""
 
     ids: Int[Array, "B M"]
-    length: Int[Array, "B"]  # the end token included, where it came
+    length: Int[Array, "B"]  # includes the end token, if any
     reason: Int[Array, "B"]
     log_probabilities: Float[Array, "B M"] | None
 
 
 class State(NamedTuple):
-    """What goes from token to token."""
+    """State carried from token to token."""
 
     length: Array  # [B], tokens drawn so far
     ids: Array
     log_probabilities: Array | None
     token: Array  # [B], the last of each row
     reason: Array  # [B], -1 while a row is open
-    at: Array | None  # [B], states of `stops`
+    stop_state: Array | None  # [B], states of the stop automaton
     history: History | None
     said: Said | None
     cache: KVCache
@@ -50,14 +50,14 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """Three functions that go on from prompts, to be compiled; the same tokens come however many are asked for at a time.
+    """Three functions that continue prompts; the same tokens come for any split into calls.
 
-    `ready(params)` are the weights as a loop over tokens reads them, which the others take.
-    `begin(ready, prompts [B, P], lengths [B], keys [B])` reads the prompts and draws the first token of each.
-    `go_on(ready, state, keys, until)` draws on until each row has `until` tokens, if not more, or has ended; the state may be
-    donated.
+    `ready(params)` returns the weights in the layout of a token loop, for the other functions.
+    `begin(ready, prompts [B, P], lengths [B], keys [B])` prefills and draws the first token.
+    `go_on(ready, state, keys, until)` draws until each row has `until` tokens or more, or ended;
+    the state may be donated.
 
-    Called as (params, prompts, lengths, keys), all of it is one program, to the most tokens.
+    Called as (params, prompts, lengths, keys), it is one program up to `max_tokens`.
     """
 
     ready: Callable[[Any], Any]
@@ -71,7 +71,7 @@ class Decoding:
         return drawn(self.go_on(ready, state, keys, jnp.int32(self.max_tokens)))
 
     def compiled(self) -> "Decoding":
-        """Each function as a program of its own; where the weights are read as they are, no copy of them is made."""
+        """Return the functions compiled; weights that need no other layout are not copied."""
         return dataclasses.replace(
             self,
             ready=jax.jit(self.ready) if is_prepared() else self.ready,
@@ -81,19 +81,19 @@ class Decoding:
 
 
 def can_look_up(config: ModelConfig) -> bool:
-    """Whether what comes of a token is the same with guesses behind it: not where a position far on changes its rotation."""
+    """Return True if guesses after a token cannot change its result: no length-dependent rotary."""
     return not any(
         layer.attention.rotary and layer.attention.rotary.beyond for layer in config.layers
     )
 
 
 def is_any(token: Array, ids: Sequence[int]) -> Array:
-    """Where a token is one of some ids."""
+    """Return a mask of the tokens that are among `ids`."""
     return jnp.isin(token, jnp.asarray(ids, jnp.int32))
 
 
 def drawn(state: State) -> Generated:
-    """What there is so far; the reason of a row that has not ended is its length."""
+    """Return the result so far; a row that has not ended has the reason LENGTH."""
     reason = jnp.where(state.reason < 0, LENGTH, state.reason)
     return Generated(state.ids, state.length, reason, state.log_probabilities)
 
@@ -113,21 +113,27 @@ def build(
     is_int8: bool = False,
     lookup: int = 0,
 ) -> Decoding:
-    """What goes on from prompts, to be jitted.
+    """Return the functions that continue prompts, to be jitted.
 
-    Prompts are padded on the right to one length. All rows run until each has drawn one of `ends`, has come to a stop, or has
-    `max_tokens` ids; a row that has ended draws `pad`. `draw(logits [B, V], keys [B])` picks the next ids; where `allowed`
-    is False an id is never drawn. `both_ways` is how prompts are read; what is drawn is read from left to right.
+    Prompts are padded on the right to one length. The loop runs until each row has drawn one of
+    `ends`, reached a stop, or has `max_tokens` ids; a row that has ended draws `pad`.
 
     Args:
-      penalties: what becomes of logits before ids are drawn from them.
-      stops: what `stops.automaton` makes.
-      is_scored: whether log-probabilities come back: those of the model itself, over all ids, before penalties and cuts.
-      is_int8: whether the cache, which holds P + max_tokens slots a row, is rounded; beside an encoder, which reads the
-        prompts, max_tokens.
-      lookup: tokens that are guessed from the row at a time and read with the last drawn one. Each token is drawn as
-        without, from the model's own logits and with its own key; as far as guesses turn out right, several come of one pass.
-        0 where a token's numbers depend on those after it, see `can_look_up`.
+      merge: makes the model of its parameters.
+      draw: picks the next ids from (logits [B, V], keys [B]).
+      max_tokens: maximum new ids of a row.
+      ends: ids that end a row.
+      pad: id after the end of a row.
+      allowed: mask of ids that may be drawn; None allows all.
+      both_ways: attend to prompts bidirectionally; new tokens are always causal.
+      penalties: change of the logits before drawing.
+      stops: table of `text_stream.automaton`.
+      is_scored: return log-probabilities of the model over all ids, before penalties and cuts.
+      is_int8: store the KV cache in int8. It has P + max_tokens slots a row; after an encoder,
+        which reads the prompts, max_tokens.
+      lookup: tokens guessed at a time and verified in one forward pass with the last drawn token.
+        Each token is still drawn from the model's own logits with its own key. Must be 0 if later
+        tokens can change a token's logits, see `can_look_up`.
     """
     is_other = is_prepared()
 
@@ -157,7 +163,7 @@ def build(
             log_probabilities=jnp.zeros(empty.shape) if is_scored else None,
             token=empty[:, 0],
             reason=jnp.full((rows,), -1),
-            at=None if stops is None else jnp.zeros((rows,), stops.dtype),
+            stop_state=None if stops is None else jnp.zeros((rows,), stops.dtype),
             history=_history(model, prompts, lengths) if penalties.is_any else None,
             said=Said.of(prompts, lengths, max_tokens) if lookup else None,
             cache=hidden.cache,
@@ -181,18 +187,18 @@ def build(
                 if guesses is not None and place:
                     live = live & is_live(state) & (state.token == guesses[:, place - 1])
                 state = pick(logits[:, place], state, keys, live)
-            # What was read of wrong guesses is written over.
+            # The cache entries of wrong guesses are overwritten.
             read = state.cache.length + state.length - before
             return state._replace(cache=cache._replace(length=read))
 
         return jax.lax.while_loop(is_open, advance, state)
 
     def is_live(state: State) -> Array:
-        """Rows that go on."""
+        """Return a mask of the rows that are not finished."""
         return (state.reason < 0) & (state.length < max_tokens)
 
     def pick(logits: Array, state: State, keys: Array, live: Array) -> State:
-        """The state with one id more in each row that is live."""
+        """Return the state with one more id in each live row."""
         raw = logits
         if state.history is not None:
             logits = penalties(logits, state.history)
@@ -200,21 +206,24 @@ def build(
             logits = jnp.where(allowed[None], logits, -jnp.inf)
         token = draw(logits, jax.vmap(jax.random.fold_in)(keys, state.length))
         row, place = jnp.arange(len(token)), jnp.where(live, state.length, max_tokens)
-        found = state.log_probabilities
-        if found is not None:
+        scores = state.log_probabilities
+        if scores is not None:
             score = jnp.take_along_axis(jax.nn.log_softmax(raw), token[:, None], axis=1)[:, 0]
-            found = found.at[row, place].set(score, mode="drop")
-        at, reason = state.at, jnp.where(live & is_any(token, ends), END, state.reason)
-        if stops is not None and at is not None:
-            at = jnp.where(live, stops[at, token], at)
-            reason = jnp.where((reason < 0) & (at == stops.shape[0] - 1), STOP, reason)
+            scores = scores.at[row, place].set(score, mode="drop")
+        stop_state, reason = (
+            state.stop_state,
+            jnp.where(live & is_any(token, ends), END, state.reason),
+        )
+        if stops is not None and stop_state is not None:
+            stop_state = jnp.where(live, stops[stop_state, token], stop_state)
+            reason = jnp.where((reason < 0) & (stop_state == stops.shape[0] - 1), STOP, reason)
         return state._replace(
             length=state.length + live,
             ids=state.ids.at[row, place].set(token, mode="drop"),
-            log_probabilities=found,
+            log_probabilities=scores,
             token=jnp.where(live, token, state.token),
             reason=reason,
-            at=at,
+            stop_state=stop_state,
             history=state.history and state.history.extended(token, live),
             said=state.said and state.said.extended(token, live),
         )
@@ -223,23 +232,24 @@ def build(
 
 
 def _history(model: Writer, prompts: Array, lengths: Array) -> History:
-    """What a row has said before anything is drawn: its prompt, but nothing where an encoder read that."""
-    known = jnp.zeros_like(lengths) if isinstance(model, EncoderDecoder) else lengths
-    return History.of(prompts, known, model.config.vocab)
+    """Return the history of the prompts; empty if an encoder read them."""
+    counted = jnp.zeros_like(lengths) if isinstance(model, EncoderDecoder) else lengths
+    return History.of(prompts, counted, model.config.vocab)
 
 
 def prepared(model: Writer) -> Writer:
-    """The model as a loop over tokens reads it.
+    """Return the model in the layout of a token loop.
 
-    On CPU each layer's weights lie by themselves, in the dtype in which they are multiplied: of stacked ones a copy would be
-    cut out for every token. 12 layers' MLPs took 47 ms a token instead of 75 in float32, 17 instead of 74 (a scan) in
-    bfloat16 (2 cores, jax 0.10.2). How they lie is for `layouts.for_few_rows`. Elsewhere a second copy of the weights may not fit.
+    On CPU each layer's weights become separate arrays in the dtype of their matmul; slicing stacked
+    weights would copy them for every token. 12 layers' MLPs took 47 ms a token instead of 75 in
+    float32, 17 instead of 74 (a scan) in bfloat16 (2 cores, jax 0.10.2). `layouts.for_few_rows`
+    sets the order in memory. On other devices a second copy of the weights may not fit.
     """
     return model.unstacked() if is_prepared() else model
 
 
 def is_prepared() -> bool:
-    """Whether a loop over tokens reads other arrays than the parameters."""
+    """Return True if the token loop reads other arrays than the parameters."""
     return backend.name() == "cpu"
 
 
@@ -253,21 +263,30 @@ def prefill(
     is_int8: bool,
     spare: int = 0,
 ) -> Hidden:
-    """The stream at the last token of each prompt, [B, 1, D], and a cache with the prompts in it and room for `more`.
+    """Return the hidden state at each prompt's last token, [B, 1, D], and the filled KV cache.
 
-    Up to 1 + `spare` tokens may then be read at a time, of which the last are read again. Of an encoder-decoder the encoder reads the prompts, and the stream is that at what the decoder begins with.
+    An encoder-decoder's encoder reads the prompts; the hidden state is that at the decoder's start.
+
+    Args:
+      model: the model.
+      prompts: prompts, padded on the right.
+      lengths: lengths of the prompts.
+      more: slots of the cache after the prompts.
+      both_ways: attend to prompts bidirectionally.
+      is_int8: store the cache in int8.
+      spare: tokens read with one call beyond the first, whose slots are read again.
     """
     rows, longest = prompts.shape
     if isinstance(model, EncoderDecoder):
         is_real = jnp.arange(longest)[None] < lengths[:, None]
-        begun = model.begun(prompts, is_real.astype(jnp.int32), more, is_int8=is_int8, spare=spare)
-        values, cache = following(model, jnp.full((rows, 1), START, jnp.int32), begun)
+        cache = model.begun(prompts, is_real.astype(jnp.int32), more, is_int8=is_int8, spare=spare)
+        values, cache = following(model, jnp.full((rows, 1), START, jnp.int32), cache)
         return Hidden(values, cache, {}, values)
     index = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32)[None], prompts.shape)
     last = lengths[:, None] - 1
     hidden = model(
         prompts,
-        positions=jnp.minimum(index, last),  # a table of positions may end where the padding begins
+        positions=jnp.minimum(index, last),  # a position table may end where the padding begins
         reach=jnp.maximum(index, last) if both_ways else None,
         cache=model.empty_cache(rows, longest + more, is_int8=is_int8, spare=spare),
         count=lengths,
@@ -278,10 +297,10 @@ def prefill(
 
 
 def following(model: Writer, tokens: Int[Array, "B T"], cache: KVCache) -> tuple[Array, KVCache]:
-    """The stream at some tokens more of each row, [B, T, D], and the cache with them."""
+    """Run the model on more tokens of each row; return the hidden states [B, T, D] and cache."""
     count = tokens.shape[1]
     positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-    if model.config.positions is not None:  # of guesses alone
+    if model.config.positions is not None:  # only guesses can exceed it
         positions = jnp.minimum(positions, model.config.positions - 1)
     hidden = model(tokens, positions=positions, cache=cache)
     assert hidden.cache is not None
