@@ -1,4 +1,4 @@
-"""The processor at hand: what it multiplies and copies, measured, and its memory. Free of JAX."""
+"""The CPU of this machine: measured matmul and copy rates, and memory. Free of JAX."""
 
 import functools
 import os
@@ -8,21 +8,22 @@ from typing import Any
 from jaxlm.core import processor
 from jaxlm.monitor.chips import Chip, Machine
 
-# Times what products reach in float32, by the unit that multiplies bfloat16 (scripts/LOG.md). With AMX a step of many tokens
-# reaches that, single products 3 to 6 times; with vectors single products do.
+# Speed of bfloat16 matmuls relative to float32, by instruction set (scripts/LOG.md). With AMX a
+# step of many tokens reaches it and single matmuls reach 3 to 6; with vectors single ones do.
 GAINS = {processor.AMX: 3, processor.VECTORS: 2}
 
 
 def this_machine(devices: int, assumed: list[str]) -> Machine:
-    """The CPU at hand, as `_measured` once in a process."""
+    """Return this CPU as a machine, measured once in a process; describe it in `assumed`."""
     flops, copied = _measured()
     memory = physical_bytes()
     assumed.append(
-        f"this CPU's products run at {flops / 1e9:.0f} GFLOP/s and its copies at {copied / 1e9:.1f} GB/s, as measured now"
+        f"this CPU measured {flops / 1e9:.0f} GFLOP/s in float32 matmuls "
+        f"and {copied / 1e9:.1f} GB/s in copies"
     )
     gain, unit = max(((GAINS[unit], unit) for unit in processor.units()), default=(1, ""))
     if unit:
-        assumed.append(f"products of bfloat16 are up to {gain} times as fast: this CPU has {unit}")
+        assumed.append(f"bfloat16 matmuls are up to {gain} times as fast: this CPU has {unit}")
     chip = Chip(
         name="cpu",
         kinds=("cpu",),
@@ -41,19 +42,19 @@ def this_machine(devices: int, assumed: list[str]) -> Machine:
 
 @functools.cache
 def _measured() -> tuple[float, float]:
-    """FLOPs a second of this machine's BLAS in float32, and bytes a second that it copies; measured for a twentieth of a second."""
-    import numpy as np  # not needed for other machines
+    """Measure for 0.05 s: FLOP/s of this machine's BLAS in float32, and bytes copied per second."""
+    import numpy as np  # not imported for other machines
 
     side = 512
     a = np.ones((side, side), np.float32)
-    a @ a  # threads start
+    a @ a  # starts the threads
     flops = 2 * side**3 / min(_timed(lambda: a @ a) for _ in range(5))
     block = np.zeros(8 * 2**20, np.float32)
     return flops, 2 * block.nbytes / min(_timed(block.copy) for _ in range(3))
 
 
 def physical_bytes() -> int:
-    """Memory of this machine."""
+    """Return this machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Human-readable numbers, sizes and durations."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def count(value: float | None) -> str:
-    """1234567 -> "1.23M"; None -> "-"."""
+    """Format a count: 1234567 -> "1.23M"; None -> "-"."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -18,7 +18,7 @@ def count(value: float | None) -> str:
 
 
 def size(amount: float | None) -> str:
-    """Bytes in binary units: 1610612736 -> "1.50 GiB"; None -> "-"."""
+    """Format bytes in binary units: 1610612736 -> "1.50 GiB"; None -> "-"."""
     if amount is None:
         return "-"
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
@@ -28,7 +28,7 @@ def size(amount: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as "4.2s", "3:05" or "1:02:03"; None -> "-"."""
+    """Format seconds as "4.2s", "3:05" or "1:02:03"; None -> "-"."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 10:
@@ -39,7 +39,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A loss or a rate in `digits` significant digits; None -> "-"."""
+    """Format a loss or a rate with `digits` significant digits; None -> "-"."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
@@ -50,9 +50,12 @@ def _three(value: float) -> str:
 
 
 def limits(evaluation: Mapping[str, Any], newest: int) -> str:
-    """What an evaluation was not of: the `newest` step, or the whole set. Begins with a comma; empty where it was of both."""
+    """Return a suffix such as ", after step 100, on 16% of the set", or "".
+
+    It is set if the evaluation is older than the step `newest`, or was of a part of the set.
+    """
     step, share = evaluation.get("step", newest), evaluation.get("share")
-    told = [f"after step {step}"] if step != newest else []
+    parts = [f"after step {step}"] if step != newest else []
     if share is not None and share < 1:
-        told.append(f"on {share:.1%} of the set")
-    return "".join(f", {part}" for part in told)
+        parts.append(f"on {share:.1%} of the set")
+    return "".join(f", {part}" for part in parts)

@@ -1,4 +1,4 @@
-"""How much memory it takes."""
+"""Peak memory of devices or of the process."""
 
 import re
 import resource
@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple
 
 
 class Peak(NamedTuple):
-    """The most bytes in use so far, on the fullest device or, where devices do not say, in this process."""
+    """Largest number of bytes in use so far, on the fullest device or in this process."""
 
     bytes: int
     of: Literal["device", "process"]
 
 
 def peak(devices: Sequence[Any]) -> Peak:
-    """The peak of this process's JAX devices. A CPU reports none: there it is the process's resident set, Python included."""
+    """Return the peak of JAX devices. For a CPU, which reports none, that of the process (RSS)."""
     stats = [device.memory_stats() for device in devices]
     known = [
         entry["peak_bytes_in_use"] for entry in stats if entry and "peak_bytes_in_use" in entry
@@ -27,12 +27,12 @@ def peak(devices: Sequence[Any]) -> Peak:
 
 
 def _resident() -> int:
-    """The most bytes of this program that were in memory at a time."""
+    """Return the peak resident set size of this program in bytes."""
     try:
-        # Linux hands ru_maxrss on from whoever started the process, however large that was.
+        # On Linux ru_maxrss includes the parent process's peak before exec.
         status = Path("/proc/self/status").read_text()
-        if found := re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE):
-            return int(found[1]) * 1024
+        if match := re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE):
+            return int(match[1]) * 1024
     except OSError:
         pass
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

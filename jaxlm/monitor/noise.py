@@ -1,4 +1,4 @@
-"""What the noise of a gradient says of the batch."""
+"""Batch-size advice from the gradient noise scale."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,10 +7,10 @@ from jaxlm.monitor import formatting, sinks
 
 
 def advice(records: Sequence[Mapping[str, Any]]) -> str | None:
-    """What a larger and a smaller batch than the last would cost, by a run's records; None without an estimate above 0.
+    """Return the cost of doubling and of halving the batch; None without a noise scale above 0.
 
-    A batch of B tokens beside a noise scale of N takes 1 + N / B times as many steps to a loss as an endless one, and
-    1 + B / N times as many tokens as the smallest, each at the best rate for it.
+    At a noise scale of N, a batch of B tokens needs 1 + N / B times the steps of an infinite batch
+    to reach a loss, and 1 + B / N times the tokens of the smallest batch, each at its best rate.
 
     Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.11 and section 2.3.
     """
@@ -24,14 +24,15 @@ def advice(records: Sequence[Mapping[str, Any]]) -> str | None:
     last, before, scale = train[-1], earlier[-1], scales[-1]
     batch = (last["tokens"] - before["tokens"]) / (last["step"] - before["step"])
 
-    def beside(other: float) -> str:
+    def cost(other: float) -> str:
         steps = (1 + scale / other) / (1 + scale / batch) - 1
         tokens = (1 + other / scale) / (1 + batch / scale) - 1
         return f"{abs(steps):.0%} {_more(steps)} steps and {abs(tokens):.0%} {_more(tokens)} tokens"
 
     return (
-        f"{formatting.count(round(batch))} tokens, and the noise scale of the gradient is {formatting.count(round(scale))}: to the same "
-        f"loss, each at its best rate, twice the batch would take {beside(2 * batch)}, half of it {beside(batch / 2)}"
+        f"{formatting.count(round(batch))} tokens, and the noise scale of the gradient is "
+        f"{formatting.count(round(scale))}: to the same loss, each at its best rate, twice the "
+        f"batch would take {cost(2 * batch)}, half of it {cost(batch / 2)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A trace of a few steps."""
+"""Profiler trace of a few steps."""
 
 import os
 from collections.abc import Callable
@@ -12,10 +12,12 @@ from jaxlm.monitor.traced import MARK
 class Trace:
     """Traces the steps of the config's window in this process with jax.profiler.
 
-    `before(step)` is called before each step with the number of completed ones. Read the result with
-    `tensorboard --logdir` and its profile plugin, or xprof.
+    `before(step)` must be called before each step with the number of completed steps. Read the
+    result with `tensorboard --logdir` and its profile plugin, or xprof.
 
     Args:
+      config: the window.
+      folder: output folder.
       written: called once the trace is on the disk.
     """
 
@@ -32,11 +34,11 @@ class Trace:
         self._mark: Any = None
 
     def is_due(self, step: int) -> bool:
-        """Whether it begins or ends before this step."""
+        """Return True if the trace begins or ends before this step."""
         return self._running != (step in self._window)
 
     def before(self, step: int) -> None:
-        """Begins or ends the trace where it is time; with the devices idle, so that it holds whole steps."""
+        """Begin or end the trace if due, with idle devices, so that it contains whole steps."""
         if not self.is_due(step):
             return
         import jax
@@ -45,14 +47,14 @@ class Trace:
         if self._running:
             self.close()
             return
-        # Python's own calls, thousands a step, make steps slower and crowd operations out of the file.
+        # Tracing Python's calls, thousands a step, slows steps and crowds out operations.
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         jax.profiler.start_trace(str(self.folder), profiler_options=options)
         self._running = True
 
     def enter(self, phase: str) -> None:
-        """Marks in the trace what the loop does from here on: "data" or "step"."""
+        """Annotate the following phase of the loop in the trace: "data" or "step"."""
         self._unmark()
         if self._running:
             import jax
@@ -61,7 +63,7 @@ class Trace:
             self._mark.__enter__()
 
     def close(self) -> None:
-        """Ends a trace that is running."""
+        """End a running trace."""
         self._unmark()
         if self._running:
             import jax

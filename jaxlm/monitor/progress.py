@@ -1,4 +1,4 @@
-"""Progress of long reads and writes, as lines of a log."""
+"""Progress of long reads and writes, as log lines."""
 
 import threading
 import time
@@ -8,13 +8,13 @@ from jaxlm.monitor import formatting
 
 SECONDS = 10.0  # between two lines
 
-Progress = Callable[[str, int, int], None]  # what, bytes done, and of how many
+Progress = Callable[[str, int, int], None]  # name, bytes done, bytes in total
 
 
 class Lines:
-    """Print bytes done, rate and time left, at most once in `seconds`, or SECONDS; nothing for what is done sooner.
+    """Prints bytes done, rate and time left, at most once in `seconds`; short work prints nothing.
 
-    Calls may come from any thread.
+    May be called from any thread.
     """
 
     def __init__(self, say: Callable[[str], None], doing: str = "", seconds: float | None = None):

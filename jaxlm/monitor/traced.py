@@ -1,4 +1,4 @@
-"""Where the time of a traced window went, read from the trace-event JSON that JAX writes beside its own format."""
+"""Time breakdown of a profiler trace, from the trace-event JSON that JAX writes."""
 
 import gzip
 import json
@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 from jaxlm.monitor import formatting
 
-MARK = "jaxlm "  # before the name of what the loop does, in the trace
+MARK = "jaxlm "  # prefix of the loop's annotations in a trace
 KINDS = ("matmul", "attention", "communication", "other")
-TOP = 10  # operations that are named
-MOST_EVENTS = 1_000_000  # that JAX writes into the JSON
+TOP = 10  # operations listed
+MOST_EVENTS = 1_000_000  # limit of the JSON that JAX writes
 
-# The kind of an operation by its name, its source line, and whether more than the name told them.
+# Returns the kind of an operation by its name, its source line, and whether it is in the program.
 Tell = Callable[[str], tuple[str, str, bool]]
 
 
 class Span(NamedTuple):
-    """An event with a name, in microseconds."""
+    """A named event; times are in microseconds."""
 
     name: str
     begin: float
@@ -27,21 +27,22 @@ class Span(NamedTuple):
 
 
 def newest(folder: Path) -> Path:
-    """The trace that was written last under `folder`. Raises ValueError where there is none."""
-    found = sorted(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    """Return the newest trace under `folder`. Raises ValueError if there is none."""
+    traces = sorted(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
+    if not traces:
         raise ValueError(f"no *.trace.json.gz under {folder}")
-    return found[-1]
+    return traces[-1]
 
 
-def summary(path: Path, tell: Tell) -> dict[str, Any]:
-    """The top operations by time and the shares of what the window's time went to, which add up to 1.
+def summary(path: Path, classify: Tell) -> dict[str, Any]:
+    """Return the top operations by time, and the shares of the window's time, which add up to 1.
 
-    Each moment is shared equally between the operations that run in it, on whatever device or thread. A moment in which none
-    runs is `data_wait` while the loop waits for its batch, else `python`: Python, launching, and whatever else.
+    A moment is divided equally among all operations that run in it, on any device or thread. A
+    moment without operations counts as `data_wait` while the loop waits for its batch, else as
+    `python`: Python, kernel launches, and everything else.
 
     Raises:
-      ValueError: where the trace is damaged or holds no operation.
+      ValueError: if the trace is damaged or holds no operation.
     """
     try:
         with gzip.open(path) as file:
@@ -49,46 +50,48 @@ def summary(path: Path, tell: Tell) -> dict[str, Any]:
         operations, marks, where = _spans(events)
     except (EOFError, OSError, KeyError, TypeError) as error:
         raise ValueError(f"{path.name}: {type(error).__name__}: {error}") from error
-    told = {name: tell(name) for name in {span.name for span in operations}}
-    operations = [span for span in operations if told[span.name][0] != "control"]
+    kinds = {name: classify(name) for name in {span.name for span in operations}}
+    operations = [span for span in operations if kinds[span.name][0] != "control"]
     if not operations:
         raise ValueError(f"{path.name} holds no operation of a device")
     waits = [span for span in marks if span.name == "data"]
     begin = min(span.begin for span in marks or operations)
     end = max(span.end for span in (*marks, *operations))
     shares = dict.fromkeys((*KINDS, "data_wait", "python"), 0.0)
-    for what, time in _shared(operations, waits, begin, end, lambda name: told[name][0]):
+    for what, time in _shared(operations, waits, begin, end, lambda name: kinds[name][0]):
         shares[what] += time / (end - begin)
     return {
         "seconds": (end - begin) / 1e6,
         "steps": sum(span.name == "step" for span in marks),
         "shares": shares,
-        "operations": _top(operations, told),
-        "not_told": list(_not_told(len(events), where, operations, told, bool(marks))),
+        "operations": _top(operations, kinds),
+        "not_told": list(_not_told(len(events), where, operations, kinds, bool(marks))),
         "trace": path.name,
     }
 
 
-def facts(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """A summary as labelled lines."""
-    shares = found["shares"]
+def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Format a summary as labeled lines."""
+    shares = result["shares"]
     names = {"other": "other operations", "data_wait": "data wait", "python": "Python and other"}
-    lines = [("share of time", "\n".join(f"{share:6.1%} {names.get(kind, kind)}" for kind, share in shares.items()))]  # fmt: skip
+    kinds = [f"{share:6.1%} {names.get(kind, kind)}" for kind, share in shares.items()]
+    lines = [("share of time", "\n".join(kinds))]
     rows = [
-        f"{each['share']:6.1%} {formatting.number(1e3 * each['seconds'], 3)} ms in {each['count']}: {each['name']}, {each['kind']}"
+        f"{each['share']:6.1%} {formatting.number(1e3 * each['seconds'], 3)} ms "
+        f"in {each['count']}: {each['name']}, {each['kind']}"
         + (f", {each['source']}" if each["source"] else "")
-        for each in found["operations"]
+        for each in result["operations"]
     ]
     lines.append(("operations", "\n".join(rows)))
-    lines.append(("not told", "\n".join(found["not_told"])))
+    lines.append(("limits", "\n".join(result["not_told"])))
     return lines
 
 
 def _spans(events: list[dict[str, Any]]) -> tuple[list[Span], list[Span], str]:
-    """The operations, the marks of the loop, and where the operations ran: a host's threads or devices.
+    """Return the operations, the loop's annotations, and "devices" or "threads of the host".
 
-    A TPU has a lane of operations; a GPU has streams, beside lanes that say the same again; a CPU's operations lie on the
-    host's threads, among much else.
+    A TPU has a lane of operations; a GPU has streams, and other lanes that repeat them; a CPU's
+    operations are among other events of the host's threads.
     """
     processes: dict[Any, str] = {}
     lanes: dict[Any, str] = {}
@@ -121,7 +124,7 @@ def _shared(
     end: float,
     kind: Callable[[str], str],
 ) -> Iterator[tuple[str, float]]:
-    """What each stretch between two events goes to, and how much of it."""
+    """Yield the kind that each interval between two events counts for, and its length."""
     edges = [(span.begin, kind(span.name), 1) for span in operations]
     edges += [(span.end, kind(span.name), -1) for span in operations]
     edges += [(span.begin, "data_wait", 1) for span in waits]
@@ -142,9 +145,9 @@ def _shared(
 
 
 def _top(
-    operations: Iterable[Span], told: dict[str, tuple[str, str, bool]]
+    operations: Iterable[Span], kinds: dict[str, tuple[str, str, bool]]
 ) -> list[dict[str, Any]]:
-    """The operations that took longest, all their times together; shares are of all operations."""
+    """Return the operations with the largest total time; shares are of all operations."""
     times: defaultdict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     for span in operations:
@@ -154,8 +157,8 @@ def _top(
     return [
         {
             "name": name,
-            "kind": told[name][0],
-            "source": told[name][1],
+            "kind": kinds[name][0],
+            "source": kinds[name][1],
             "count": counts[name],
             "seconds": times[name],
             "share": times[name] / total,
@@ -168,15 +171,18 @@ def _not_told(
     events: int,
     where: str,
     operations: list[Span],
-    told: dict[str, tuple[str, str, bool]],
+    kinds: dict[str, tuple[str, str, bool]],
     has_marks: bool,
 ) -> Iterator[str]:
-    """What a reader could take the figures for, and should not."""
-    unknown = sum(not told[span.name][2] for span in operations)
-    yield f"{unknown} of {len(operations)} operations are not in the step's program: their names alone say their kind"
-    yield f"operations ran on {where}; where several ran at once, each has an equal part of the moment"
-    yield "what is fused with a matmul counts as matmul; evaluation, saving and Python are not told apart"
+    """Yield the limits of what the figures can show."""
+    unknown = sum(not kinds[span.name][2] for span in operations)
+    yield (
+        f"{unknown} of {len(operations)} operations are not in the step's program: "
+        "their kind is derived from the name alone"
+    )
+    yield f"operations ran on {where}; simultaneous operations share a moment equally"
+    yield "operations fused with a matmul count as matmul; evaluation, saving and Python are one"
     if not has_marks:
-        yield "the wait for data: the trace does not hold the loop"
+        yield "the wait for data is unknown: the trace does not contain the loop"
     if events >= MOST_EVENTS:
-        yield f"what came after the first {MOST_EVENTS:,} events: the file ends there"
+        yield f"events after the first {MOST_EVENTS:,} are missing: the file ends there"

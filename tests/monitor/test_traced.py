@@ -92,7 +92,7 @@ def test_a_tpu_has_one_lane_of_operations(tmp_path):
     ]
     found, parts = shares(tmp_path, events)
     assert parts == {"matmul": 0.6, "attention": 0.3, "communication": 0.1}
-    assert any("does not hold the loop" in line for line in found["not_told"])
+    assert any("does not contain the loop" in line for line in found["not_told"])
 
 
 def test_what_cannot_be_read_is_said_as_one_error(tmp_path, monkeypatch):

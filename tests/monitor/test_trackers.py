@@ -132,7 +132,7 @@ def test_a_sink_that_fails_is_said_once_and_left_alone():
     sink.close()
     assert inner.taken == [{"step": 0}]
     (text,) = said
-    assert text.startswith("wandb takes nothing more: OSError: [Errno 28] No space left on device;")
+    assert text.startswith("wandb failed and gets no more records: OSError: [Errno 28] No space left on device;")
 
 
 def test_a_sink_that_cannot_be_opened_ends_nothing():
