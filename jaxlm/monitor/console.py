@@ -158,7 +158,7 @@ class Console:
             self.say(" ".join(f"{column.head:>{column.width}}" for column in COLUMNS), style="bold")
         self._rows += 1
         cells = [f"{column.show(record):>{column.width}}" for column in COLUMNS]
-        is_worse = bool(record.get("worse_than"))  # than a compressor without a model
+        is_worse = bool(record.get("worse_than"))  # than a coder without a model
         if record["split"] == "train":
             self.say(" ".join(cells), style="red" if is_worse else None)
         else:
