@@ -59,7 +59,7 @@ STORAGES = {
 }
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of the file."""
 
     shape: tuple[int, ...]  # the last dimension is contiguous
@@ -72,7 +72,7 @@ class Entry(NamedTuple):
         return self.shape[-1] // self.storage.numbers * self.storage.bytes
 
 
-class File:
+class GGUFFile:
     """Metadata and tensor locations of a file; tensor data is read only on request.
 
     `unread` maps tensors in an unknown storage format to the format's number and the shape.
@@ -99,7 +99,7 @@ class File:
             self._header = mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ)
         self._at = 0
         self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, Entry] = {}
+        self.tensors: dict[str, TensorEntry] = {}
         self.unread: dict[str, tuple[int, tuple[int, ...]]] = {}
         try:
             self._read()
@@ -109,7 +109,7 @@ class File:
         del self._header
 
     def rows(
-        self, entry: Entry, rows: np.ndarray | slice, columns: slice = slice(None)
+        self, entry: TensorEntry, rows: np.ndarray | slice, columns: slice = slice(None)
     ) -> np.ndarray:
         """Return rows of a tensor (all first dimensions as one), and adjacent columns of them.
 
@@ -180,7 +180,7 @@ class File:
             storage = STORAGES[kind]
             if 0 in shape or shape[-1] % storage.numbers:
                 raise self._damaged(f"{name!r:.80} has the shape {list(shape)} in {storage.name}")
-            entry = Entry(shape, storage, data + offset)
+            entry = TensorEntry(shape, storage, data + offset)
             end = entry.start + math.prod(shape[:-1]) * entry.row_bytes
             if offset % step or end > self._size:
                 raise self._damaged(

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.checkpoint import gguf_config
-from jaxlm.checkpoint.gguf_file import PLAIN, Entry, File
-from jaxlm.checkpoint.gguf_names import Architecture
+from jaxlm.checkpoint.gguf_config import Architecture
+from jaxlm.checkpoint.gguf_file import PLAIN, TensorEntry, GGUFFile
 from jaxlm.checkpoint.hub_tensors import Slices
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.vocabularies import gguf_tokens
@@ -24,7 +24,7 @@ class TensorLocation(NamedTuple):
     """Location of a Hugging Face tensor: a tensor of the file, or one expert's part of it."""
 
     name: str
-    entry: Entry
+    entry: TensorEntry
     expert: int | None
 
 
@@ -38,7 +38,7 @@ class Gguf:
 
     def __init__(self, path: Path):
         self.path = path
-        self._file = File(path)
+        self._file = GGUFFile(path)
         metadata, tensors = self._file.metadata, self._file.tensors
         self._architecture: Architecture = gguf_config.architecture(metadata, str(path))
         table = tensors.get("token_embd.weight")

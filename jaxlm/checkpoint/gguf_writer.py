@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.checkpoint import gguf_config
-from jaxlm.checkpoint.gguf_names import ARCHITECTURES, named_after
+from jaxlm.checkpoint.gguf_config import ARCHITECTURES, named_after
 from jaxlm.checkpoint.gguf_source import FREQUENCIES
 from jaxlm.checkpoint.hub_tensors import HFTensor, round_to_dtype
 from jaxlm.core.errors import not_installed
@@ -17,7 +17,7 @@ FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-class Written(NamedTuple):
+class GGUFTensor(NamedTuple):
     """One tensor of the file."""
 
     name: str
@@ -26,7 +26,7 @@ class Written(NamedTuple):
     dtype: np.dtype
 
 
-class Plan:
+class GGUFPlan:
     """Contents of a GGUF of a model.
 
     Args:
@@ -62,7 +62,7 @@ class Plan:
             frequencies=self.frequencies,
         )
 
-    def held(self) -> dict[str, Callable[[Any], Any]]:
+    def roundings(self) -> dict[str, Callable[[Any], Any]]:
         """Return for each leaf, by path, a function that rounds an array as the file does."""
 
         def rounded_scale(leaf: Any) -> Any:
@@ -120,7 +120,7 @@ class Plan:
         finally:
             writer.close()
 
-    def _numbers(self, tensor: Written, theirs: HFTensor, array: np.ndarray) -> np.ndarray:
+    def _numbers(self, tensor: GGUFTensor, theirs: HFTensor, array: np.ndarray) -> np.ndarray:
         """Return a Hugging Face tensor in llama.cpp's order and scale convention, flat."""
         kind = self.architecture.rotated(tensor.name)
         if kind is not None:
@@ -130,7 +130,7 @@ class Plan:
             array = array.astype(np.float32) + 1
         return np.ascontiguousarray(array.astype(tensor.dtype)).reshape(-1)
 
-    def _placed(self, tensors: Sequence[HFTensor]) -> Iterator[Written]:
+    def _placed(self, tensors: Sequence[HFTensor]) -> Iterator[GGUFTensor]:
         parts: dict[str, dict[int, HFTensor]] = defaultdict(dict)
         for theirs in tensors:
             placement = self.architecture.own(theirs.name)
@@ -144,7 +144,7 @@ class Plan:
             shape = (len(experts), *first.shape) if is_stacked else first.shape
             is_exact = self.architecture.is_exact(name, len(shape))
             dtype = np.dtype(np.float32) if is_exact else self.dtype
-            yield Written(name, shape, tuple(experts[i] for i in range(len(experts))), dtype)
+            yield GGUFTensor(name, shape, tuple(experts[i] for i in range(len(experts))), dtype)
 
 
 def library(where: Path) -> Any:

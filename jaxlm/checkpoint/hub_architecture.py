@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jaxlm.checkpoint.hub_folder import DTYPES, Source
+from jaxlm.checkpoint.hub_folder import DTYPES, ModelSource
 from jaxlm.checkpoint.hub_tensors import Fetch, HFTensor
 from jaxlm.core import config
 from jaxlm.core.errors import DataError
@@ -17,7 +17,7 @@ ARMS = {arm.HUB.model_type: arm for arm in get_args(Family)}
 PARTS = {arm.HUB.whole.model_type: arm for arm in get_args(Family) if arm.HUB.whole}
 
 
-def described(folder: Source, say: Callable[[str], None]) -> tuple[Any, str]:
+def read_family(folder: ModelSource, say: Callable[[str], None]) -> tuple[Any, str]:
     """Return the family with its sizes, and the dtype of the matrices (float32 if they differ).
 
     Raises:
@@ -70,13 +70,13 @@ def _part(raw: dict[str, Any], whole: WrapperConfig, where: str) -> Attributes:
     return Attributes({**whole.absent, **part}, where)
 
 
-def named(tensors: list[HFTensor], folder: Source, hub: Hub) -> list[HFTensor]:
+def in_folder_names(tensors: list[HFTensor], folder: ModelSource, hub: Hub) -> list[HFTensor]:
     """Return the tensors under the names that the folder uses."""
     name = namer(folder, hub)
     return [dataclasses.replace(each, name=name(each.name)) for each in tensors]
 
 
-def namer(folder: Source, hub: Hub) -> Callable[[str], str]:
+def namer(folder: ModelSource, hub: Hub) -> Callable[[str], str]:
     """Return a function from a standard name to the folder's name.
 
     The folder may use an older name, omit the optional prefix, or hold a larger model.
@@ -102,7 +102,7 @@ def namer(folder: Source, hub: Hub) -> Callable[[str], str]:
 
 def compare(
     tensors: list[HFTensor],
-    folder: Source,
+    folder: ModelSource,
     hub: Hub,
     *,
     is_tied: bool,
@@ -139,7 +139,9 @@ def compare(
     return ignored
 
 
-def tell_ignored(ignored: list[str], folder: Source, hub: Hub, say: Callable[[str], None]) -> None:
+def log_ignored(
+    ignored: list[str], folder: ModelSource, hub: Hub, say: Callable[[str], None]
+) -> None:
     """Log every tensor that was not read, and why; count those of unsupported layers and parts."""
     whole = hub.whole_of(folder.config)
     parts = dict.fromkeys(
@@ -160,7 +162,7 @@ def tell_ignored(ignored: list[str], folder: Source, hub: Hub, say: Callable[[st
             say(f"not read, as {why}: {name}")
 
 
-def refuse_other_head(name: str, tensors: list[HFTensor], folder: Source, fetch: Fetch) -> None:
+def check_tied_head(name: str, tensors: list[HFTensor], folder: ModelSource, fetch: Fetch) -> None:
     """Raise DataError if the stored head of a tied model differs from the embedding.
 
     4096 rows are compared at a time.

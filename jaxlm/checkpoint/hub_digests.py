@@ -87,4 +87,4 @@ def _blob(path: Path) -> str | None:
 
 
 def _sha256(paths: Iterable[Path]) -> list[str]:
-    return [digest for _, digest in record.of_files(paths)]
+    return [digest for _, digest in record.hash_files(paths)]

@@ -23,21 +23,21 @@ _NAME = re.compile(r"hf:(?P<model>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+
 Show = Callable[[str, int, int], None]
 
 
-class Fetched(NamedTuple):
+class FetchedModel(NamedTuple):
     """A model's folder, and the name with its commit."""
 
     path: Path
     origin: str
 
 
-def fetched(
+def fetch_model(
     name: str,
     others: Collection[str],
     *,
     check: Callable[[dict[str, Any], str], object],
     say: Callable[[str], None] = lambda _: None,
     show: Show = lambda what, done, total: None,
-) -> Fetched:
+) -> FetchedModel:
     """Fetch the safetensors files of `hf:org/name[@revision]`, their index, and other files.
 
     Only files at the top level of the model are considered; pickles and code are never fetched.
@@ -74,7 +74,7 @@ def fetched(
     for number, file in enumerate(files, 1):
         say(f"fetching {file}, {formatting.size(sizes[file])} ({number} of {len(files)})")
         path = model.download(file, info.sha)
-    return Fetched(path.parent, origin)
+    return FetchedModel(path.parent, origin)
 
 
 class _Model:

@@ -26,7 +26,7 @@ DTYPES = {
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-class Source(Protocol):
+class ModelSource(Protocol):
     """A model with its files, by the names that a Hugging Face folder has."""
 
     path: Path
@@ -159,7 +159,7 @@ class Folder:
                 where=str(self.path),
                 why=f"{', '.join(pickles[:3])} may hold code that would be run, and is not opened"
                 if pickles
-                else f"{len(found)} safetensors files, and no {INDEX} that lists them",
+                else f"{len(names)} safetensors files, and no {INDEX} that lists them",
                 fix="save it as safetensors with transformers: model.save_pretrained(folder)",
             )
         name = WHOLE if WHOLE in names else names[0]
@@ -274,14 +274,15 @@ def write_tensors(
     from safetensors.numpy import save_file
 
     def size(tensor: HFTensor) -> int:
-        return int(np.prod(tensor.shape)) * tensor.kept(dtype).itemsize
+        return int(np.prod(tensor.shape)) * tensor.file_dtype(dtype).itemsize
 
     groups = list(_groups(tensors, size, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else WHOLE
         arrays = {
-            each.name: np.ascontiguousarray(_cast(array(each), each.kept(dtype))) for each in group
+            each.name: np.ascontiguousarray(_cast(array(each), each.file_dtype(dtype)))
+            for each in group
         }
         try:
             save_file(arrays, str(folder / name), metadata={"format": "pt"})

@@ -49,7 +49,7 @@ class HFTensor:
             return (outs,)
         return (ins, outs) if self.layout == "same" else (outs, ins)
 
-    def kept(self, dtype: np.dtype) -> np.dtype:
+    def file_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype in a folder whose tensors have `dtype`."""
         return np.dtype(np.float32) if self.is_exact else dtype
 

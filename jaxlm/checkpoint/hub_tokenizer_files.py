@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from jaxlm.checkpoint.hub_folder import Source
+from jaxlm.checkpoint.hub_folder import ModelSource
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.hub_tokenizer import Imported
 from jaxlm.data.tokenizer_file import LARGEST_FILE
@@ -30,7 +30,7 @@ NAMED = ("bos", "eos", "unk", "pad", "cls", "sep", "mask")
 GPT2_END = "<|endoftext|>"
 
 
-class Form(NamedTuple):
+class TokenizerSource(NamedTuple):
     """A tokenizer.json, its source file, and the default tokens around a document."""
 
     content: bytes
@@ -39,7 +39,7 @@ class Form(NamedTuple):
     ends: str | None = None
 
 
-def read_tokenizer(folder: Source, say: Say = lambda _: None) -> Imported:
+def read_tokenizer(folder: ModelSource, say: Say = lambda _: None) -> Imported:
     """Read a model's tokenizer, with the tokens around its documents and those that end an answer.
 
     SentencePiece models, WordPiece vocabularies, BPE merges and tiktoken ranks are converted to a
@@ -107,7 +107,7 @@ def read_tokenizer(folder: Source, say: Say = lambda _: None) -> Imported:
     return tokenizer
 
 
-def _ends(folder: Source) -> list[int]:
+def _ends(folder: ModelSource) -> list[int]:
     """Return the ids that end an answer, as transformers does; a chat model may add its own."""
     name = "generation_config.json"
     generation = folder.read_json(name) if folder.has(name) else {}
@@ -115,15 +115,15 @@ def _ends(folder: Source) -> list[int]:
     return [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int]
 
 
-def _form(folder: Source, settings: dict[str, Any], say: Say) -> Form:
+def _form(folder: ModelSource, settings: dict[str, Any], say: Say) -> TokenizerSource:
     if folder.has("tokenizer.json"):
-        return Form(folder.read("tokenizer.json", LARGEST_FILE), "tokenizer.json")
+        return TokenizerSource(folder.read("tokenizer.json", LARGEST_FILE), "tokenizer.json")
     for form in (_sentencepiece, _word_pieces, _byte_pairs, _ranks):
         form_read = form(folder, settings, say)
         if form_read is not None:
             where = str(folder.path / form_read.name)
             content = with_added(form_read.content, _added(folder, settings, form_read), where)
-            say(f"{found.name} was converted to a tokenizer.json, which an export has too")
+            say(f"{form_read.name} was converted to a tokenizer.json, which an export has too")
             return form_read._replace(content=content)
     raise InputMissing(
         "there is no tokenizer in the folder",
@@ -134,7 +134,9 @@ def _form(folder: Source, settings: dict[str, Any], say: Say) -> Form:
     )
 
 
-def _sentencepiece(folder: Source, settings: dict[str, Any], say: Say) -> Form | None:
+def _sentencepiece(
+    folder: ModelSource, settings: dict[str, Any], say: Say
+) -> TokenizerSource | None:
     name = next((name for name in SENTENCEPIECE if folder.has(name)), None)
     if name is None:
         return None
@@ -148,10 +150,10 @@ def _sentencepiece(folder: Source, settings: dict[str, Any], say: Say) -> Form |
             f"{name} as a tokenizer.json encodes {len(others)} of {len(pieces.PROBES)} probe texts "
             f"otherwise than SentencePiece; the first is {others[0]!a}"
         )
-    return Form(content, name, vocabulary.begins, vocabulary.ends)
+    return TokenizerSource(content, name, vocabulary.begins, vocabulary.ends)
 
 
-def _word_pieces(folder: Source, settings: dict[str, Any], say: Say) -> Form | None:
+def _word_pieces(folder: ModelSource, settings: dict[str, Any], say: Say) -> TokenizerSource | None:
     if not folder.has("vocab.txt"):
         return None
     where = str(folder.path / "vocab.txt")
@@ -163,10 +165,10 @@ def _word_pieces(folder: Source, settings: dict[str, Any], say: Say) -> Form | N
         accents=_flag(settings, "strip_accents", None),
         apart=_flag(settings, "tokenize_chinese_chars", True),
     )
-    return Form(content, "vocab.txt", word_pieces.BEGINS, word_pieces.ENDS)
+    return TokenizerSource(content, "vocab.txt", word_pieces.BEGINS, word_pieces.ENDS)
 
 
-def _byte_pairs(folder: Source, settings: dict[str, Any], say: Say) -> Form | None:
+def _byte_pairs(folder: ModelSource, settings: dict[str, Any], say: Say) -> TokenizerSource | None:
     if not (folder.has("vocab.json") and folder.has("merges.txt")):
         return None
     kind = folder.config.get("model_type")
@@ -197,10 +199,10 @@ def _byte_pairs(folder: Source, settings: dict[str, Any], say: Say) -> Form | No
         where=where,
         composed=kind in COMPOSED,
     )
-    return Form(content, "merges.txt", GPT2_END, GPT2_END)
+    return TokenizerSource(content, "merges.txt", GPT2_END, GPT2_END)
 
 
-def _ranks(folder: Source, settings: dict[str, Any], say: Say) -> Form | None:
+def _ranks(folder: ModelSource, settings: dict[str, Any], say: Say) -> TokenizerSource | None:
     names = sorted(path.name for path in folder.path.glob("*.tiktoken"))
     name = next((name for name in ("tokenizer.model", *names) if folder.has(name)), None)
     if name is None:
@@ -223,10 +225,10 @@ def _ranks(folder: Source, settings: dict[str, Any], say: Say) -> Form | None:
         composed=kind in COMPOSED,
         whole_words=True,
     )
-    return Form(content, name, None, GPT2_END)
+    return TokenizerSource(content, name, None, GPT2_END)
 
 
-def _added(folder: Source, settings: dict[str, Any], form: Form) -> Iterator[Added]:
+def _added(folder: ModelSource, settings: dict[str, Any], form: TokenizerSource) -> Iterator[Added]:
     """Yield tokens that the settings add to a vocabulary, and named special tokens in it."""
     vocabulary = _vocabulary(json.loads(form.content))
     named = [_text(settings.get(f"{name}_token")) for name in NAMED]

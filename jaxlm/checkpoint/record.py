@@ -31,7 +31,7 @@ THREADS = 4  # hashing releases the GIL
 # Names that Orbax gives to one process's arrays (a folder) and to their layout (a file elsewhere).
 _OF_PROCESS = re.compile(r"(?:ocdbt\.)?process_(\d+)")
 
-Moved = Callable[[int], object]  # called from any thread with the size of each chunk read
+OnBytes = Callable[[int], object]  # called from any thread with the size of each chunk read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,14 +57,14 @@ class Record:
 
     def text(self) -> str:
         """Return the file's JSON; its last field is the hash of everything before."""
-        return signed(json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False))
+        return add_digest(json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False))
 
 
-class OtherFormat(DataError):
+class UnsupportedFormat(DataError):
     """Error for an undamaged record whose format this jaxlm does not read."""
 
 
-def signed(text: str) -> str:
+def add_digest(text: str) -> str:
     """Append the field `self` to an indented JSON object: the hash of everything before it.
 
     Every format version of the record has this field.
@@ -91,12 +91,12 @@ def read(directory: epath.Path) -> Record:
     """
     try:
         text = (directory / NAME).read_bytes().decode()
-        if signed(text.rpartition(f",{SELF}")[0]) != text:
+        if add_digest(text.rpartition(f",{SELF}")[0]) != text:
             raise _damaged(directory, f"{NAME} does not match its own digest")
         values = json.loads(text)
         version = values["format_version"]
         if version != FORMAT_VERSION:
-            raise OtherFormat(
+            raise UnsupportedFormat(
                 f"checkpoint {directory.name} has format {version}",
                 where=str(directory),
                 why=f"this jaxlm reads format {FORMAT_VERSION}",
@@ -116,15 +116,15 @@ def read(directory: epath.Path) -> Record:
 def digests(
     directory: epath.Path,
     is_wanted: Callable[[str], bool] = lambda path: True,
-    moved: Moved = lambda size: None,
+    moved: OnBytes = lambda size: None,
 ) -> dict[str, tuple[int, str]]:
     """Return size and sha256 of each wanted file below a step's directory, except the record."""
     paths = [path for path in _paths(directory) if is_wanted(path)]
-    hashes = of_files([directory / path for path in paths], moved)
+    hashes = hash_files([directory / path for path in paths], moved)
     return dict(zip(paths, hashes, strict=True))
 
 
-def merged(
+def merge_digests(
     directory: epath.Path, parts: Sequence[Mapping[str, Sequence[Any]]]
 ) -> dict[str, tuple[int, str]]:
     """Merge the digests of the processes of a run; each hashed the files that it wrote.
@@ -151,18 +151,18 @@ def merged(
         if now != size:
             raise RuntimeError(f"{path} had {size} bytes when it was hashed and has {now} now")
     rest = set(_paths(directory)) - files.keys()
-    if unhashed := [path for path in sorted(rest) if writer(path) is not None]:
+    if unhashed := [path for path in sorted(rest) if writer_process(path) is not None]:
         raise RuntimeError(f"no process hashed {unhashed[0]}")
     return files | digests(directory, rest.__contains__)
 
 
-def writer(path: str) -> int | None:
+def writer_process(path: str) -> int | None:
     """Return the index of the process that wrote a file, by its path; None for a shared file."""
     matches = (_OF_PROCESS.fullmatch(part) for part in PurePosixPath(path).parts)
     return next((int(match[1]) for match in matches if match), None)
 
 
-def divided(files: Mapping[str, tuple[int, str]], count: int) -> list[list[str]]:
+def divide_files(files: Mapping[str, tuple[int, str]], count: int) -> list[list[str]]:
     """Divide the files of a step between `count` processes, with about equal bytes for each.
 
     A process gets the files that it wrote if the division stays even: it restores from them on the
@@ -171,7 +171,7 @@ def divided(files: Mapping[str, tuple[int, str]], count: int) -> list[list[str]]
     loads, parts = [0] * count, [[] for _ in range(count)]  # type: list[int], list[list[str]]
     fair = 1.1 * sum(size for size, _ in files.values()) / count
     for path, (size, _) in sorted(files.items(), key=lambda item: (-item[1][0], item[0])):
-        process = writer(path)
+        process = writer_process(path)
         if process is None or process >= count or loads[process] + size > fair:
             process = loads.index(min(loads))
         loads[process] += size
@@ -179,7 +179,7 @@ def divided(files: Mapping[str, tuple[int, str]], count: int) -> list[list[str]]
     return parts
 
 
-def of_files(paths: Iterable[Any], moved: Moved = lambda size: None) -> list[tuple[int, str]]:
+def hash_files(paths: Iterable[Any], moved: OnBytes = lambda size: None) -> list[tuple[int, str]]:
     """Return size and sha256 of each file; paths are those of `pathlib` or `etils.epath`."""
     over = threading.Event()  # a signal must not wait until large files are hashed
 
@@ -198,7 +198,7 @@ def of_files(paths: Iterable[Any], moved: Moved = lambda size: None) -> list[tup
 def problems(
     directory: epath.Path,
     expected: Mapping[str, tuple[int, str]],
-    moved: Moved = lambda size: None,
+    moved: OnBytes = lambda size: None,
 ) -> dict[str, str]:
     """Return the problem of each file that differs from its digest, by path.
 
@@ -215,7 +215,7 @@ def problems(
             wrong[path] = f"{path} has {now} bytes instead of {size}"
         else:
             same_size.append(path)
-    hashes = of_files([directory / path for path in same_size], moved)
+    hashes = hash_files([directory / path for path in same_size], moved)
     for path, (_, digest) in zip(same_size, hashes, strict=True):
         if digest != expected[path][1]:
             wrong[path] = f"{path} has other contents than were written"
@@ -250,7 +250,7 @@ def _files(directory: epath.Path) -> Iterator[epath.Path]:
             yield path
 
 
-def _digest(path: epath.Path, moved: Moved) -> tuple[int, str]:
+def _digest(path: epath.Path, moved: OnBytes) -> tuple[int, str]:
     size, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

@@ -19,7 +19,6 @@ from etils import epath
 from jaxlm.checkpoint import record as records
 from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.record import Record
-from jaxlm.checkpoint.retention import kept
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core import disk, faults
 from jaxlm.core.errors import DataError, InUse, SaveFailed, cannot_keep, listed
@@ -46,11 +45,11 @@ class Store:
     Args:
       directory: parent directory of the steps.
       config: which steps are kept.
-      reach: distance of a rewind in steps; a healthy step at least that old is kept.
+      rewind_steps: distance of a rewind in steps; a healthy step at least that old is kept.
       owner: fencing id of the process that writes.
       is_owner: returns whether the process still owns the run; called before each commit.
       read_only: change nothing on the disk.
-      is_frugal: copy the state to host memory in parts during a save. The state must then not
+      low_memory: copy the state to host memory in parts during a save. The state must then not
         change until `wait` or `close` returns.
       peers: the processes of the run, which all save; None for this process alone.
       save_seconds: timeout from the end of `save` to the commit (`watch.save`); None disables it.
@@ -66,17 +65,17 @@ class Store:
         directory: epath.PathLike,
         config: CheckpointConfig,
         *,
-        reach: int = 0,
+        rewind_steps: int = 0,
         owner: str = "",
         is_owner: Callable[[], bool] = lambda: True,
         read_only: bool = False,
-        is_frugal: bool = False,
+        low_memory: bool = False,
         peers: Peers | None = None,
         save_seconds: float | None = None,
         verifier: Verifier | None = None,
     ):
         self.directory = epath.Path(directory).absolute()
-        self._config, self._reach, self._read_only = config, reach, read_only
+        self._config, self._rewind_steps, self._read_only = config, rewind_steps, read_only
         self._owner, self._is_owner = owner, is_owner
         self.verifier = verifier or Verifier()
         self._peers = peers or Peers()
@@ -92,10 +91,10 @@ class Store:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         if not read_only and is_first:
             self._open()
-        self._save_args: Any = ocp.args.PyTreeSave if is_frugal else ocp.args.StandardSave
+        self._save_args: Any = ocp.args.PyTreeSave if low_memory else ocp.args.StandardSave
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(save_device_host_concurrent_gb=AT_ONCE_GB)
-            if is_frugal
+            if low_memory
             else ocp.StandardCheckpointHandler(),
             async_options=ocp.AsyncOptions(
                 timeout_secs=self._save_seconds,
@@ -374,7 +373,7 @@ class Store:
         faults.point("restore.verify", step)
         try:
             return self.verifier.problems(self._path(step))
-        except records.OtherFormat:
+        except records.UnsupportedFormat:
             raise
         except DataError as error:
             return [error.why]
@@ -390,7 +389,7 @@ class Store:
             assert self._pending is not None
             index = jax.process_index()
             self._own = records.digests(
-                self._torn(self._pending.step), lambda path: records.writer(path) == index
+                self._torn(self._pending.step), lambda path: records.writer_process(path) == index
             )
             if not self._is_first:
                 self._peers.gather("digests", self._own, self._save_seconds)
@@ -416,7 +415,7 @@ class Store:
             files = records.digests(torn)
         else:
             parts = self._peers.gather("digests", self._own, self._save_seconds)
-            files = records.merged(torn, parts)
+            files = records.merge_digests(torn, parts)
         records.write(torn, dataclasses.replace(self._pending, files=files))
         self._refuse_if_lost(step)
         self._retire()
@@ -438,7 +437,7 @@ class Store:
         committed = self._records()
         if not committed:
             return
-        keep = kept(committed, self._config, reach=self._reach)
+        keep = retained_steps(committed, self._config, rewind_steps=self._rewind_steps)
         every = []
         for step in {record.step for record in committed} - keep:
             retired = self._path(step).with_name(f"{step}{PARTIAL_SUFFIXES[1]}")
@@ -525,3 +524,28 @@ def _layout(tree: Any) -> dict[str, str]:
         path: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
         for path, leaf in leaves(tree).items()
     }
+
+
+def retained_steps(
+    records: Sequence[Record], config: CheckpointConfig, *, rewind_steps: int = 0
+) -> set[int]:
+    """Return the steps to keep.
+
+    These are the newest steps, the best, multiples of `keep_every`, step 0 (it exists if a run
+    began with the weights of another, which cannot be recreated), and the targets of a rewind.
+
+    A rewind needs a step from before training went wrong, maybe for longer than one interval
+    between saves. Kept for it are the newest healthy step, the newest one at least `rewind_steps`
+    steps before that, and the oldest between them, which will be that old when it is needed.
+    """
+    steps = sorted(record.step for record in records)
+    keep = set(steps[-config.keep_last :]) | ({0} & set(steps))
+    ranked = sorted(
+        (record.loss_nats, record.step) for record in records if record.loss_nats is not None
+    )
+    keep |= {step for _, step in ranked[: config.keep_best]}
+    if config.keep_every is not None:
+        keep |= {step for step in steps if step % config.keep_every == 0}
+    healthy = sorted(record.step for record in records if record.healthy)
+    far = [step for step in healthy if step <= healthy[-1] - rewind_steps]
+    return keep | set(healthy[-1:]) | set(far[-1:]) | set(healthy[len(far) :][:1])

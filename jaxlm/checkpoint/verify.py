@@ -15,7 +15,7 @@ from etils import epath
 
 from jaxlm.checkpoint import record as records
 from jaxlm.core.errors import DataError
-from jaxlm.monitor.progress import Lines
+from jaxlm.monitor.formatting import ProgressLines
 from jaxlm.parallel.peers import Peers
 
 # Timeout of a wait for another process. `watch.verify` ends a stalled wait much earlier, but not
@@ -83,7 +83,7 @@ class Verifier:
             files = records.read(directory).files
         except DataError as error:  # the first process could read it
             return {records.NAME: f"process {peers.rank} cannot read it: {error.why}"}
-        part = records.divided(files, peers.count)[peers.rank]
+        part = records.divide_files(files, peers.count)[peers.rank]
         expected = {path: files[path] for path in part}
         return records.problems(directory, expected, self._progress(directory, expected))
 
@@ -95,7 +95,7 @@ class Verifier:
         what = f"verifying checkpoint {directory.name}"
         if count > 1:
             what += f", part {self._peers.rank + 1} of {count}"
-        lines, lock, read = Lines(self._say), threading.Lock(), 0
+        lines, lock, read = ProgressLines(self._say), threading.Lock(), 0
 
         def moved(size: int) -> None:
             nonlocal read

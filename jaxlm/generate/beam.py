@@ -11,11 +11,11 @@ from jaxlm.generate.decode import (
     END,
     LENGTH,
     Generated,
-    Writer,
-    following,
-    is_any,
+    TextModel,
+    decode_tokens,
+    is_in,
     prefill,
-    prepared,
+    relayout_for_decode,
 )
 from jaxlm.nn.cache import KVCache
 
@@ -47,7 +47,7 @@ class _State(NamedTuple):
 
 
 def build(
-    merge: Callable[[Any], Writer],
+    merge: Callable[[Any], TextModel],
     *,
     beams: int,
     length_penalty: float,
@@ -81,7 +81,7 @@ def build(
     """
 
     def generate(params: Any, prompts: Array, lengths: Array, keys: Array) -> Generated:
-        model = prepared(merge(params))
+        model = relayout_for_decode(merge(params))
         rows = prompts.shape[0]
         hidden = prefill(
             model, prompts, lengths, more=max_tokens, both_ways=both_ways, is_int8=is_int8
@@ -105,17 +105,17 @@ def build(
 
         def advance(state: _State) -> _State:
             token = state.open.ids[:, :, state.number - 1].reshape(-1, 1)
-            values, cache = following(model, token, state.cache)
+            values, cache = decode_tokens(model, token, state.cache)
             return extend(model, values, state._replace(cache=cache))
 
         first = extend(model, jnp.repeat(hidden.values, beams, axis=0), start)
         best = jax.lax.while_loop(is_open, advance, first).ended.at(jnp.zeros((rows, 1), jnp.int32))
         ids, length = best.ids[:, 0], best.length[:, 0]
         last = jnp.take_along_axis(ids, length[:, None] - 1, axis=1)[:, 0]
-        reason = jnp.where(is_any(last, ends), END, LENGTH)
+        reason = jnp.where(is_in(last, ends), END, LENGTH)
         return Generated(ids, length, reason, best.log_probabilities[:, 0])
 
-    def extend(model: Writer, hidden: Array, state: _State) -> _State:
+    def extend(model: TextModel, hidden: Array, state: _State) -> _State:
         """Extend each open text by every id; keep the best open and the best ended texts."""
         number = state.number
         logits = model.logits(hidden)[:, 0]
@@ -135,7 +135,7 @@ def build(
             log_probabilities=texts.log_probabilities.at[:, :, number].set(token_scores),
             length=texts.length + 1,
         )
-        is_ended = is_any(token, ends) | (number + 1 == max_tokens)
+        is_ended = is_in(token, ends) | (number + 1 == max_tokens)
         size = (number + 1).astype(jnp.float32) ** length_penalty
         is_among = is_ended & (jnp.arange(2 * beams) < beams)[None]
         new = texts._replace(score=jnp.where(is_among, score / size, -jnp.inf))

@@ -108,6 +108,6 @@ class GenerateConfig:
                 yield (
                     name,
                     "beam search ranks whole texts by the model's own probabilities: "
-                    f"{name} must be {none!r}",
+                    f"{name} must be {neutral!r}",
                     "--beams=1" if name == "stop" else f"--{name}={neutral}",
                 )

@@ -20,7 +20,7 @@ def draw(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Int[Array, "B"]:
-    """Return one id a row, drawn from softmax(logits / temperature) after `filtered`.
+    """Return one id a row, drawn from softmax(logits / temperature) after `filter_logits`.
 
     Row b draws with keys[b], so its result does not depend on the other rows of the batch.
 
@@ -37,11 +37,11 @@ def draw(
     # Shifted to a maximum of 0: a temperature near 0 then gives minus infinity, but never NaN.
     below = logits.astype(jnp.float32) - jnp.max(logits, axis=-1, keepdims=True)
     tempered = below / max(temperature, float(jnp.finfo(jnp.float32).tiny))
-    cut = filtered(tempered, top_k=top_k, top_p=top_p, min_p=min_p)
+    cut = filter_logits(tempered, top_k=top_k, top_p=top_p, min_p=min_p)
     return jax.vmap(jax.random.categorical)(keys, cut).astype(jnp.int32)
 
 
-def filtered(
+def filter_logits(
     logits: Float[Array, "B V"],
     *,
     top_k: int | None = None,
@@ -74,7 +74,7 @@ def filtered(
 class History(NamedTuple):
     """Ids that occurred in each row so far."""
 
-    is_there: Bool[Array, "B V"]  # in the prompt or after it
+    seen: Bool[Array, "B V"]  # in the prompt or after it
     drawn: Int[Array, "B V"]  # number of times drawn after the prompt
 
     @classmethod
@@ -84,14 +84,14 @@ class History(NamedTuple):
         is_real = jnp.arange(longest)[None] < lengths[:, None]
         ids = jnp.where(is_real, prompts, vocab)
         row = jnp.arange(rows)[:, None]
-        is_there = jnp.zeros((rows, vocab), bool).at[row, ids].set(True, mode="drop")
-        return cls(is_there, jnp.zeros((rows, vocab), jnp.int32))
+        seen = jnp.zeros((rows, vocab), bool).at[row, ids].set(True, mode="drop")
+        return cls(seen, jnp.zeros((rows, vocab), jnp.int32))
 
     def extended(self, ids: Int[Array, "B"], where: Bool[Array, "B"]) -> Self:
         """Return the history with one more id in the rows selected by `where`."""
         row = jnp.arange(ids.shape[0])
-        is_there = self.is_there.at[row, ids].max(where)
-        return type(self)(is_there, self.drawn.at[row, ids].add(where))
+        seen = self.seen.at[row, ids].max(where)
+        return type(self)(seen, self.drawn.at[row, ids].add(where))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,13 +109,13 @@ class Penalties:
     frequency: float = 0.0
 
     @property
-    def is_any(self) -> bool:
+    def is_active(self) -> bool:
         """Return True if a penalty is active, so that the history is needed."""
         return self != Penalties()
 
     def __call__(self, logits: Float[Array, "B V"], history: History) -> Float[Array, "B V"]:
         """Return the logits from which the next id is drawn."""
         repeated = jnp.where(logits > 0, logits / self.repetition, logits * self.repetition)
-        logits = jnp.where(history.is_there, repeated, logits)
+        logits = jnp.where(history.seen, repeated, logits)
         drawn = history.drawn.astype(logits.dtype)
         return logits - self.presence * (drawn > 0) - self.frequency * drawn

@@ -9,7 +9,7 @@ from jaxtyping import Int
 # Stop strings are matched across the borders of tokens.
 
 
-def automaton(stops: Sequence[bytes], table: Sequence[bytes]) -> Int[np.ndarray, "S V"]:
+def stop_automaton(stops: Sequence[bytes], table: Sequence[bytes]) -> Int[np.ndarray, "S V"]:
     """Return next[state, id], the state of stop matching after the bytes table[id].
 
     A text begins in state 0; the last state, a completed stop, is never left. There is one state
@@ -28,7 +28,7 @@ def automaton(stops: Sequence[bytes], table: Sequence[bytes]) -> Int[np.ndarray,
         for value in range(256):
             seen = text + bytes([value])
             if not seen.endswith(tuple(stops)):
-                tails = (seen[cut:] for cut in range(len(seen) + 1))
+                tails = (seen[cut_at_stop:] for cut_at_stop in range(len(seen) + 1))
                 by_byte[number, value] = next(states[tail] for tail in tails if tail in states)
     sizes = np.array([len(entry) for entry in table])
     out = np.repeat(np.arange(accepting + 1, dtype=np.int16)[:, None], len(table), axis=1)
@@ -39,7 +39,7 @@ def automaton(stops: Sequence[bytes], table: Sequence[bytes]) -> Int[np.ndarray,
     return out
 
 
-def cut(text: bytes, stops: Sequence[bytes]) -> bytes:
+def cut_at_stop(text: bytes, stops: Sequence[bytes]) -> bytes:
     """Return the text before the stop that completes first (the longest of ties), or all of it."""
     ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     if not ends:
@@ -48,13 +48,13 @@ def cut(text: bytes, stops: Sequence[bytes]) -> bytes:
     return text[: end + size]
 
 
-def begun(text: bytes, stops: Sequence[bytes]) -> int:
+def partial_stop(text: bytes, stops: Sequence[bytes]) -> int:
     """Return the number of bytes at the end of a text without a stop that may begin a stop."""
     sizes = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
     return max(sizes, default=0)
 
 
-class Stream:
+class TextStream:
     """Splits the text of a row into pieces to show; joined, they are the text before its stop.
 
     Bytes that may begin a stop are held back, and bytes of an incomplete character.
@@ -69,9 +69,9 @@ class Stream:
         """Return the text that can be shown after `more`; all the rest if the row has ended."""
         self._seen += more
         if is_ended:
-            until = len(cut(self._seen, self._stops))
+            until = len(cut_at_stop(self._seen, self._stops))
         else:
-            until = len(self._seen) - begun(self._seen, self._stops)
+            until = len(self._seen) - partial_stop(self._seen, self._stops)
         piece = self._seen[self._given : until]
         self._given += len(piece)
         return self._characters.decode(piece, final=is_ended)

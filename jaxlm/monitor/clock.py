@@ -54,7 +54,7 @@ class Clock:
         Args:
           tokens: tokens that the step trained on.
           data_wait_seconds: time that the step waited for its batch.
-          at: time of completion by the clock `now`; defaults to this moment.
+          completed_at: time of completion by the clock `now`; defaults to this moment.
           work: model FLOPs of the step over those of the global batch, by both conventions; below 1
             if its batch is smaller.
         """

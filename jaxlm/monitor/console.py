@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from jaxlm.core.quoting import printable
 from jaxlm.monitor import formatting
-from jaxlm.monitor.sinks import Nowhere, Record, Sink
+from jaxlm.monitor.sinks import NullSink, Record, Sink
 
 HEAD_EVERY = 30  # rows between column heads, so that they are always on the screen
 
@@ -85,7 +85,7 @@ class Console:
             self._screen and self._screen.is_terminal and not self._screen.is_dumb_terminal
         )
         self._log, self._total, self._rows = log, total, 0
-        self._warnings: Sink = Nowhere()
+        self._warnings: Sink = NullSink()
         self._bar: Progress | None = None
 
     def __enter__(self) -> Self:

@@ -1,7 +1,9 @@
-"""Human-readable numbers, sizes and durations."""
+"""Human-readable numbers, sizes and durations, and progress lines."""
 
 import math
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -49,7 +51,7 @@ def _three(value: float) -> str:
     return f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"
 
 
-def limits(evaluation: Mapping[str, Any], newest: int) -> str:
+def evaluation_suffix(evaluation: Mapping[str, Any], newest: int) -> str:
     """Return a suffix such as ", after step 100, on 16% of the set", or "".
 
     It is set if the evaluation is older than the step `newest`, or was of a part of the set.
@@ -59,3 +61,36 @@ def limits(evaluation: Mapping[str, Any], newest: int) -> str:
     if share is not None and share < 1:
         parts.append(f"on {share:.1%} of the set")
     return "".join(f", {part}" for part in parts)
+
+
+PROGRESS_SECONDS = 10.0  # between two lines
+
+Progress = Callable[[str, int, int], None]  # name, bytes done, bytes in total
+
+
+class ProgressLines:
+    """Prints bytes done, rate and time left, at most once in `seconds`; short work prints nothing.
+
+    May be called from any thread.
+    """
+
+    def __init__(self, say: Callable[[str], None], doing: str = "", seconds: float | None = None):
+        self._say, self._doing = say, doing
+        self._seconds = PROGRESS_SECONDS if seconds is None else seconds
+        self._last = time.monotonic()
+        self._begun: dict[str, tuple[float, int]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            since, before = self._begun.setdefault(what, (now, done))
+            if now - self._last < self._seconds or done >= total:
+                return
+            self._last = now
+            line = f"{self._doing}{what}: {size(done)} of {size(total)}"
+            if done > before:
+                rate = (done - before) / (now - since)
+                left = duration((total - done) / rate)
+                line += f", {size(rate)} a second, {left} left"
+            self._say(line)

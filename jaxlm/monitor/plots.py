@@ -160,13 +160,13 @@ def _series(records: Sequence[dict[str, Any]], plot: Plot) -> dict[str, list[tup
     return out
 
 
-def planned(points: Sequence[tuple[int, float]]) -> bytes:
+def learning_rate_png(points: Sequence[tuple[int, float]]) -> bytes:
     """Return a PNG of the planned learning rate by step, in the style of the run's own plot."""
     (plot,) = (plot for plot in PLOTS if plot.name == "learning_rate")
     return _png(plot, {"train": list(points)})
 
 
-def rates(curve: Sequence[tuple[float, float, float]], suggested: float | None) -> bytes:
+def lr_find_png(curve: Sequence[tuple[float, float, float]], suggested: float | None) -> bytes:
     """Return a PNG of a learning-rate range test.
 
     Args:

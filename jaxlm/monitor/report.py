@@ -7,7 +7,7 @@ import os
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -144,7 +144,8 @@ def _summary(run: Path, records: Sequence[Record]) -> str:
 
 def _result(run: Path, records: Sequence[Record], train: Sequence[Record]) -> dict[str, Any]:
     """Return the verdict, the last losses, losses before and after, and baselines."""
-    verdict = _verdict(run)
+    verdict = _json(run / "divergence.json")
+    is_worse = bool(verdict.get("worse_than"))
     last: dict[str, Record] = {}
     for record in records:
         if record.get("loss_nats") is not None:
@@ -162,30 +163,18 @@ def _result(run: Path, records: Sequence[Record], train: Sequence[Record]) -> di
         newest = max((record["step"] for record in records), default=0)
         for split, record in last.items():
             if record.get("bits_per_byte") is not None:
-                name = f"this run, {split}{formatting.limits(record, newest)}"
-                mark = "worse" if verdict or record.get("worse_than") else "ours"
+                name = f"this run, {split}{formatting.evaluation_suffix(record, newest)}"
+                mark = "worse" if is_worse or record.get("worse_than") else "ours"
                 baselines.append((name, record["bits_per_byte"], mark))
     baselines.sort(key=lambda row: -row[1])
     return {
-        "verdict": verdict,
+        "verdict": verdict if is_worse else None,
         "figures": list(FIGURES),
         "result": result,
         "is_sampled": any(record.get("loss_stderr") is not None for record in last.values()),
         "changed": list(_changed(records)),
         "baselines": [[name, _figure(bits)] for name, bits, _ in baselines],
         "baseline_classes": [mark for *_, mark in baselines],
-    }
-
-
-def _verdict(run: Path) -> dict[str, str] | None:
-    """Return the cause and a command if the run is worse than a coder without a model."""
-    verdict = _json(run / "divergence.json")
-    if not verdict.get("worse_than"):
-        return None
-    return {
-        "text": f"Since step {verdict.get('step', '-')}, {verdict.get('said', 'it has diverged')}. "
-        f"Likely, {verdict.get('cause', 'the learning rate is too high')}.",
-        "command": str(verdict.get("command", "jaxlm lr-find")),
     }
 
 

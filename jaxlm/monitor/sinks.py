@@ -27,7 +27,7 @@ class Sink(Protocol):
         """Flush and close; a second call does nothing."""
 
 
-class Lines:
+class AppendFile:
     """A text file for appending; written text is passed to the operating system at once.
 
     Args:
@@ -78,7 +78,7 @@ class Lines:
 
 
 class Jsonl:
-    """A file of one JSON object a line, appended as by `Lines`.
+    """A file of one JSON object a line, appended as by `AppendFile`.
 
     Opening the file removes a torn last line and the lines of steps after `keep_through`, which a
     run resumed at that step will write again. `dropped` is the number of removed lines.
@@ -105,7 +105,7 @@ class Jsonl:
                 os.truncate(path, kept_bytes)
         except OSError as error:
             raise cannot_keep(path.name, path, error) from error
-        self._lines = Lines(path, make_room=make_room)
+        self._lines = AppendFile(path, make_room=make_room)
 
     def write(self, record: Record) -> None:
         """Append one line and pass it to the operating system."""
@@ -120,7 +120,7 @@ class Jsonl:
         self._lines.close()
 
 
-class Nowhere:
+class NullSink:
     """Discards records: only one process of a run writes them."""
 
     def write(self, record: Record) -> None:

@@ -31,7 +31,7 @@ def check(names: Iterable[str]) -> None:
             )
 
 
-class Guarded:
+class GuardedSink:
     """A sink that warns at its first failure and is ignored afterwards; the run continues."""
 
     def __init__(self, name: str, make: Callable[[], Sink], warn: Callable[[str], None]):

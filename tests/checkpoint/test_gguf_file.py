@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxlm.checkpoint import gguf_file
-from jaxlm.checkpoint.gguf_file import STORAGES, File
+from jaxlm.checkpoint.gguf_file import STORAGES, GGUFFile
 from jaxlm.core.errors import DataError, InputMissing
 from tests.checkpoint import ggufs
 from tests.parity.weights import FAMILIES
@@ -26,7 +26,7 @@ def blocks(name: str, rows: int = ROWS) -> np.ndarray:
     return ggufs.quantised(DRAW.normal(size=(rows, COLUMNS)).astype(np.float32), name)
 
 
-def write(path: Path, **tensors: tuple[str, np.ndarray]) -> File:
+def write(path: Path, **tensors: tuple[str, np.ndarray]) -> GGUFFile:
     writer = gguf.GGUFWriter(path, "llama")
     for name, (kind, array) in tensors.items():
         writer.add_tensor(name, array, raw_dtype=gguf.GGMLQuantizationType[kind])
@@ -34,7 +34,7 @@ def write(path: Path, **tensors: tuple[str, np.ndarray]) -> File:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return File(path)
+    return GGUFFile(path)
 
 
 @pytest.mark.parametrize("storage", STORAGES.values(), ids=lambda each: each.name)
@@ -116,7 +116,7 @@ def test_the_header_of_a_large_file_takes_no_more_memory_than_what_it_says(tmp_p
     with file.path.open("r+b") as longer:
         longer.truncate(2**28)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert File(file.path).tensors.keys() == {"x"}
+    assert GGUFFile(file.path).tensors.keys() == {"x"}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40_000  # KB
 
 
@@ -201,7 +201,7 @@ def test_a_damaged_file_is_refused_at_once(damage, tmp_path):
     (tmp_path / "x.gguf").write_bytes(content)
     begun = time.process_time()
     with pytest.raises(DataError) as caught:
-        File(tmp_path / "x.gguf")
+        GGUFFile(tmp_path / "x.gguf")
     assert said in caught.value.why
     assert time.process_time() - begun < 1
 
@@ -212,17 +212,17 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(whole, tmp_path):
     for cut in cuts:
         path.write_bytes(whole[:cut])
         with pytest.raises(DataError):
-            File(path)
+            GGUFFile(path)
     path.write_bytes(whole)
-    assert len(File(path).tensors) == 30
+    assert len(GGUFFile(path).tensors) == 30
 
 
 def test_a_tensor_whose_numbers_are_kept_in_a_way_that_is_not_known_is_named(tmp_path):
     content = header(info(b"x", (4,), kind=77), b"\0" * 64, tensors=1)
     (tmp_path / "x.gguf").write_bytes(content)
-    assert File(tmp_path / "x.gguf").unread == {"x": (77, (4,))}
+    assert GGUFFile(tmp_path / "x.gguf").unread == {"x": (77, (4,))}
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InputMissing, match=r"nowhere\.gguf"):
-        File(tmp_path / "nowhere.gguf")
+        GGUFFile(tmp_path / "nowhere.gguf")

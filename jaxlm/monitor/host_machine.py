@@ -1,9 +1,14 @@
-"""The CPU of this machine: measured matmul and copy rates, and memory. Free of JAX."""
+"""The host machine: measured speed of its CPU, and memory in use. Free of JAX."""
 
 import functools
 import os
+import re
+import resource
+import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from jaxlm.core import processor
 from jaxlm.monitor.chips import Chip, Machine
@@ -62,3 +67,34 @@ def _timed(function: Any) -> float:
     begun = time.perf_counter()
     function()
     return time.perf_counter() - begun
+
+
+class PeakMemory(NamedTuple):
+    """Largest number of bytes in use so far, on the fullest device or in this process."""
+
+    bytes: int
+    of: Literal["device", "process"]
+
+
+def peak_memory(devices: Sequence[Any]) -> PeakMemory:
+    """Return the peak of JAX devices. For a CPU, which reports none, that of the process (RSS)."""
+    stats = [device.memory_stats() for device in devices]
+    known = [
+        entry["peak_bytes_in_use"] for entry in stats if entry and "peak_bytes_in_use" in entry
+    ]
+    if known:
+        return PeakMemory(max(known), "device")
+    return PeakMemory(_resident(), "process")
+
+
+def _resident() -> int:
+    """Return the peak resident set size of this program in bytes."""
+    try:
+        # On Linux ru_maxrss includes the parent process's peak before exec.
+        status = Path("/proc/self/status").read_text()
+        if match := re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE):
+            return int(match[1]) * 1024
+    except OSError:
+        pass
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident if sys.platform == "darwin" else resident * 1024

@@ -16,10 +16,10 @@ from typing import Self
 from jaxlm.monitor.config import WatchConfig
 
 MEASURED = 3  # steps measured before their median sets the limit of a step
-VERIFY = "verify"  # phase whose limit restarts at each byte read, see `Watch.moved`
+VERIFY = "verify"  # phase whose limit restarts at each byte read, see `Watchdog.bytes_read`
 
 
-class Watch:
+class Watchdog:
     """A watchdog thread that tracks the current phase of the run, its start and its limit.
 
     Time is counted by a monotonic clock and only while the process runs: a process suspended with
@@ -27,11 +27,11 @@ class Watch:
 
     Args:
       config: time limit of each phase.
-      overdue: called once, in the watchdog's thread, with the message.
-      is_excused: returns whether a peer is busy with a phase that may take longer than a step; the
+      on_overdue: called once, in the watchdog's thread, with the message.
+      is_peer_busy: returns whether a peer is busy with a phase that may take longer than a step; the
         time of a step or verification, which waits for that peer, then stands still.
-      beat: heartbeat file; its content changes while this process runs Python, for the parent that
-        watches it. If the parent has died, this process gets SIGTERM.
+      heartbeat: a file; its content changes while this process runs Python, for the parent
+        that watches it. If the parent has died, this process gets SIGTERM.
       now: a monotonic clock.
     """
 
@@ -39,14 +39,19 @@ class Watch:
         self,
         config: WatchConfig,
         *,
-        overdue: Callable[[str], None],
-        is_excused: Callable[[], bool] = lambda: False,
-        beat: Path | None = None,
+        on_overdue: Callable[[str], None],
+        is_peer_busy: Callable[[], bool] = lambda: False,
+        heartbeat: Path | None = None,
         now: Callable[[], float] = time.monotonic,
     ):
-        self._config, self._overdue, self._beat, self._now = config, overdue, beat, now
-        self._is_excused = is_excused
-        self.about: dict[str, str] = {}  # detail of a phase for the message, if known
+        self._config, self._on_overdue, self._heartbeat, self._now = (
+            config,
+            on_overdue,
+            heartbeat,
+            now,
+        )
+        self._is_peer_busy = is_peer_busy
+        self.details: dict[str, str] = {}  # detail of a phase for the message, if known
         self._lock = threading.Lock()
         # Name of each nested phase, and its start without the time of inner phases.
         self._phases: list[tuple[str, float]] = []
@@ -91,7 +96,7 @@ class Watch:
                     outer, since = self._phases[-1]
                     self._phases[-1] = (outer, since + inner)
 
-    def moved(self) -> None:
+    def bytes_read(self) -> None:
         """Restart the limit of a verification: bytes were read. Any thread may call this."""
         with self._lock:
             self._moved = self._now()
@@ -105,7 +110,7 @@ class Watch:
             return max(limits["compile"], limits["step"])
         return max(self._config.factor * statistics.median(self._steps), limits["step"])
 
-    def slow(self) -> tuple[str, float] | tuple[str, float, int] | None:
+    def long_phase(self) -> tuple[str, float] | tuple[str, float, int] | None:
         """Return the current phase and its limit in seconds, if peers may have to wait for it.
 
         For a verification a counter is added, which grows about ten times within the limit while
@@ -120,7 +125,7 @@ class Watch:
                 return name, limit, int(self._moved * 10 / limit)
             return (name, limit) if self._now() - begun > self._tick else None
 
-    def look(self) -> str:
+    def overdue_message(self) -> str:
         """Return a message if the current phase exceeds its limit, else an empty string."""
         with self._lock:
             now = self._now()
@@ -133,30 +138,30 @@ class Watch:
             if not self._phases:
                 return ""
             name, begun = self._phases[-1]
-            if name in ("step", VERIFY) and self._is_excused():
+            if name in ("step", VERIFY) and self._is_peer_busy():
                 begun += since
                 self._phases[-1] = (name, begun)
             limit = self.limit(name)
             if now - begun <= limit:
                 return ""
-            about = f", {self.about[name]}," if name in self.about else ""
+            details = f", {self.details[name]}," if name in self.details else ""
             return (
-                f"nothing has moved in {name!r}{about} for {now - begun:.0f} s; "
+                f"nothing has moved in {name!r}{details} for {now - begun:.0f} s; "
                 f"its limit is {limit:.0f} s"
             )
 
     def _run(self) -> None:
         beats, parent = 0, os.getppid()
         while not self._ending.wait(self._tick):
-            if self._beat:
+            if self._heartbeat:
                 beats += 1
                 with contextlib.suppress(OSError):
-                    self._beat.write_text(str(beats))
+                    self._heartbeat.write_text(str(beats))
                 if os.getppid() != parent:  # the parent has died: the heartbeat is not read
                     parent = os.getppid()
                     os.kill(os.getpid(), signal.SIGTERM)
-            if message := self.look():
-                self._overdue(message)
+            if message := self.overdue_message():
+                self._on_overdue(message)
                 return
 
 

@@ -1,13 +1,15 @@
-"""Time breakdown of a profiler trace, from the trace-event JSON that JAX writes."""
+"""Profiler trace of a few steps, and the time breakdown from the JSON that JAX writes with it."""
 
 import gzip
 import json
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.monitor import formatting
+from jaxlm.monitor.config import ProfileConfig
 
 MARK = "jaxlm "  # prefix of the loop's annotations in a trace
 KINDS = ("matmul", "attention", "communication", "other")
@@ -18,7 +20,7 @@ MOST_EVENTS = 1_000_000  # limit of the JSON that JAX writes
 Tell = Callable[[str], tuple[str, str, bool]]
 
 
-class Span(NamedTuple):
+class TraceEvent(NamedTuple):
     """A named event; times are in microseconds."""
 
     name: str
@@ -26,7 +28,7 @@ class Span(NamedTuple):
     end: float
 
 
-def newest(folder: Path) -> Path:
+def newest_trace(folder: Path) -> Path:
     """Return the newest trace under `folder`. Raises ValueError if there is none."""
     traces = sorted(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     if not traces:
@@ -87,7 +89,7 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     return lines
 
 
-def _spans(events: list[dict[str, Any]]) -> tuple[list[Span], list[Span], str]:
+def _spans(events: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[TraceEvent], str]:
     """Return the operations, the loop's annotations, and "devices" or "threads of the host".
 
     A TPU has a lane of operations; a GPU has streams, and other lanes that repeat them; a CPU's
@@ -108,18 +110,18 @@ def _spans(events: list[dict[str, Any]]) -> tuple[list[Span], list[Span], str]:
         end = begin + float(event.get("dur", 0))
         process, lane = processes.get(event["pid"], ""), lanes.get((event["pid"], event["tid"]), "")
         if event["name"].startswith(MARK):
-            marks.append(Span(event["name"].removeprefix(MARK), begin, end))
+            marks.append(TraceEvent(event["name"].removeprefix(MARK), begin, end))
         elif not process.startswith("/device:"):
             if "hlo_op" in args:
-                on_host.append(Span(args["hlo_op"], begin, end))
+                on_host.append(TraceEvent(args["hlo_op"], begin, end))
         elif lane.startswith("XLA Ops" if "TPU" in process else "Stream"):
-            on_device.append(Span(args.get("hlo_op", event["name"]), begin, end))
+            on_device.append(TraceEvent(args.get("hlo_op", event["name"]), begin, end))
     return on_device or on_host, marks, "devices" if on_device else "threads of the host"
 
 
 def _shared(
-    operations: list[Span],
-    waits: list[Span],
+    operations: list[TraceEvent],
+    waits: list[TraceEvent],
     begin: float,
     end: float,
     kind: Callable[[str], str],
@@ -145,7 +147,7 @@ def _shared(
 
 
 def _top(
-    operations: Iterable[Span], kinds: dict[str, tuple[str, str, bool]]
+    operations: Iterable[TraceEvent], kinds: dict[str, tuple[str, str, bool]]
 ) -> list[dict[str, Any]]:
     """Return the operations with the largest total time; shares are of all operations."""
     times: defaultdict[str, float] = defaultdict(float)
@@ -170,7 +172,7 @@ def _top(
 def _not_told(
     events: int,
     where: str,
-    operations: list[Span],
+    operations: list[TraceEvent],
     kinds: dict[str, tuple[str, str, bool]],
     has_marks: bool,
 ) -> Iterator[str]:
@@ -186,3 +188,72 @@ def _not_told(
         yield "the wait for data is unknown: the trace does not contain the loop"
     if events >= MOST_EVENTS:
         yield f"events after the first {MOST_EVENTS:,} are missing: the file ends there"
+
+
+class Trace:
+    """Traces the steps of the config's window in this process with jax.profiler.
+
+    `before(step)` must be called before each step with the number of completed steps. Read the
+    result with `tensorboard --logdir` and its profile plugin, or xprof.
+
+    Args:
+      config: the window.
+      folder: output folder.
+      written: called once the trace is on the disk.
+    """
+
+    def __init__(
+        self,
+        config: ProfileConfig,
+        folder: str | os.PathLike[str],
+        written: Callable[[], object] = lambda: None,
+    ):
+        self.folder = Path(folder)
+        self._window = config.window
+        self._written = written
+        self._running = False
+        self._mark: Any = None
+
+    def is_due(self, step: int) -> bool:
+        """Return True if the trace begins or ends before this step."""
+        return self._running != (step in self._window)
+
+    def before(self, step: int) -> None:
+        """Begin or end the trace if due, with idle devices, so that it contains whole steps."""
+        if not self.is_due(step):
+            return
+        import jax
+
+        jax.block_until_ready(jax.live_arrays())
+        if self._running:
+            self.close()
+            return
+        # Tracing Python's calls, thousands a step, slows steps and crowds out operations.
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(str(self.folder), profiler_options=options)
+        self._running = True
+
+    def enter(self, phase: str) -> None:
+        """Annotate the following phase of the loop in the trace: "data" or "step"."""
+        self._unmark()
+        if self._running:
+            import jax
+
+            self._mark = jax.profiler.TraceAnnotation(f"{MARK}{phase}")
+            self._mark.__enter__()
+
+    def close(self) -> None:
+        """End a running trace."""
+        self._unmark()
+        if self._running:
+            import jax
+
+            jax.profiler.stop_trace()
+            self._running = False
+            self._written()
+
+    def _unmark(self) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
