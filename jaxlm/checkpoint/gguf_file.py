@@ -37,11 +37,7 @@ class Storage(NamedTuple):
     bytes: int
 
 
-PLAIN = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
 STORAGES = {
     0: Storage("F32", 1, 4),
     1: Storage("F16", 1, 2),

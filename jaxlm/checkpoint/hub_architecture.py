@@ -100,13 +100,7 @@ def namer(folder: ModelSource, hub: Hub) -> Callable[[str], str]:
     return name
 
 
-def compare(
-    tensors: list[HFTensor],
-    folder: ModelSource,
-    hub: Hub,
-    *,
-    is_tied: bool,
-) -> list[str]:
+def compare(tensors: list[HFTensor], folder: ModelSource, hub: Hub, *, is_tied: bool) -> list[str]:
     """Compare the tensors with the folder's; return names of the folder that need not be read.
 
     Raises:
@@ -149,8 +143,7 @@ def log_ignored(
         f"a multi-token prediction layer, which {hub.architecture} does not compute; "
         "objective.name=mtp trains such heads from scratch",
     ) | dict.fromkeys(
-        whole.beside if whole else (),
-        f"which is outside {hub.architecture}, the text model",
+        whole.beside if whole else (), f"which is outside {hub.architecture}, the text model"
     )
     for part, why in parts.items():
         if count := sum(name.startswith(part) for name in ignored):

@@ -150,10 +150,7 @@ def _matched(
         yield name, tuple(_part(place) for place in tensors)
         return
     for number in range(tensors[0].tensor.shape[0]):
-        yield (
-            name.replace("{e}", str(number)),
-            tuple(_part(place, number) for place in tensors),
-        )
+        yield (name.replace("{e}", str(number)), tuple(_part(place, number) for place in tensors))
 
 
 def _is_of_experts(tensor: Tensor) -> bool:

@@ -60,14 +60,7 @@ def read_tokenizer(folder: ModelSource, say: Say = lambda _: None) -> Imported:
             entry["content"]: entry["id"] for entry in parsed.get("added_tokens") or ()
         } | _vocabulary(parsed)
         begun = _begun(parsed)
-    except (
-        ValueError,
-        RecursionError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-    ) as error:
+    except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise DataError(
             "tokenizer.json is not a tokenizer's JSON",
             where=where,

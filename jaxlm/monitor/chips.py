@@ -170,10 +170,7 @@ SLICES = {
     for machine in (
         *(
             Machine(
-                name=f"{chip}-{x * y}",
-                chip=CHIPS[chip],
-                devices=x * y,
-                topology=f"{chip}:{x}x{y}",
+                name=f"{chip}-{x * y}", chip=CHIPS[chip], devices=x * y, topology=f"{chip}:{x}x{y}"
             )
             for chip in ("v5e", "v6e")
             for x, y in _GRIDS

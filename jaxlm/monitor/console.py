@@ -60,13 +60,7 @@ class Console:
       total: steps of the whole run, for the bar.
     """
 
-    def __init__(
-        self,
-        screen: TextIO | None,
-        *,
-        log: Log | None = None,
-        total: int,
-    ):
+    def __init__(self, screen: TextIO | None, *, log: Log | None = None, total: int):
         # A notebook requests color in its environment but is no terminal: a bar would leave a line
         # for each frame.
         self._screen = (

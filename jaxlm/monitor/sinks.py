@@ -177,10 +177,7 @@ class TensorBoard:
         for name, value in record.items():
             if name not in ("step", "time_unix") and isinstance(plain(value), int | float):
                 self._writer.add_scalar(
-                    f"{record['split']}/{name}",
-                    value,
-                    record["step"],
-                    walltime=record["time_unix"],
+                    f"{record['split']}/{name}", value, record["step"], walltime=record["time_unix"]
                 )
 
     def flush(self) -> None:
