@@ -38,21 +38,15 @@ class Storage(NamedTuple):
 
 
 PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+# fmt: off
 STORAGES = {
-    0: Storage("F32", 1, 4),
-    1: Storage("F16", 1, 2),
-    2: Storage("Q4_0", 32, 18),
-    3: Storage("Q4_1", 32, 20),
-    6: Storage("Q5_0", 32, 22),
-    7: Storage("Q5_1", 32, 24),
-    8: Storage("Q8_0", 32, 34),
-    10: Storage("Q2_K", 256, 84),
-    11: Storage("Q3_K", 256, 110),
-    12: Storage("Q4_K", 256, 144),
-    13: Storage("Q5_K", 256, 176),
+    0: Storage("F32", 1, 4), 1: Storage("F16", 1, 2), 30: Storage("BF16", 1, 2),
+    2: Storage("Q4_0", 32, 18), 3: Storage("Q4_1", 32, 20), 6: Storage("Q5_0", 32, 22),
+    7: Storage("Q5_1", 32, 24), 8: Storage("Q8_0", 32, 34), 10: Storage("Q2_K", 256, 84),
+    11: Storage("Q3_K", 256, 110), 12: Storage("Q4_K", 256, 144), 13: Storage("Q5_K", 256, 176),
     14: Storage("Q6_K", 256, 210),
-    30: Storage("BF16", 1, 2),
 }
+# fmt: on
 
 
 class TensorEntry(NamedTuple):
@@ -138,11 +132,9 @@ class GGUFFile:
         version, tensors, pairs = self._take("IQQ")
         if version not in VERSIONS:
             swapped = struct.unpack(">I", struct.pack("<I", version))[0]
-            raise self._damaged(
-                "its numbers are big-endian"
-                if swapped in VERSIONS
-                else f"its version is {version}, and {' and '.join(map(str, VERSIONS))} are read"
-            )
+            versions = " and ".join(map(str, VERSIONS))
+            why = f"its version is {version}, and {versions} are read"
+            raise self._damaged("its numbers are big-endian" if swapped in VERSIONS else why)
         self._room(tensors, 24, "tensors")
         self._room(pairs, 13, "settings")
         for _ in range(pairs):

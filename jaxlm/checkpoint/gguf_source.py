@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxlm.checkpoint import gguf_config
 from jaxlm.checkpoint.gguf_config import Architecture
-from jaxlm.checkpoint.gguf_file import PLAIN, TensorEntry, GGUFFile
+from jaxlm.checkpoint.gguf_file import PLAIN, GGUFFile, TensorEntry
+from jaxlm.checkpoint.hub_folder import damaged
 from jaxlm.checkpoint.hub_tensors import Slices
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.vocabularies import gguf_tokens
@@ -81,12 +82,8 @@ class Gguf:
                 fix="import the folder that the GGUF was converted from",
             )
         if (size := len(self._beside[name])) > largest:
-            raise DataError(
-                f"{name} is too large",
-                where=str(self.path),
-                why=f"it has {size:,} bytes, and {largest:,} are allowed",
-                fix="fetch the file again from its origin",
-            )
+            why = f"it has {size:,} bytes, and {largest:,} are allowed"
+            raise damaged(f"{name} is too large", self.path, why, "file")
         return self._beside[name]
 
     def read_json(self, name: str) -> dict[str, Any]:

@@ -19,9 +19,8 @@ LARGEST_JSON = 64 * 2**20  # bytes; the largest published index has a tenth of i
 LARGEST_HEADER = 100 * 2**20  # bytes, the limit of the library
 SHARD_BYTES = 4 * 2**30  # largest file written, unless one tensor is larger
 DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+    name: np.dtype(kind)
+    for name, kind in (("F32", "f4"), ("F16", "f2"), ("BF16", ml_dtypes.bfloat16))
 }
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -77,15 +76,12 @@ class Folder:
         self._files = self._tensors()
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Read a JSON object. Raises InputMissing, or DataError if the file holds none."""
         return parsed_object(self.read(name, LARGEST_JSON), str(self.path / name))
 
     def has(self, name: str) -> bool:
-        """Return True if the file exists."""
         return (self.path / name).is_file()
 
     def read(self, name: str, largest: int) -> bytes:
-        """Read a file. Raises InputMissing, or DataError if too large or outside the folder."""
         path = self._inside(name)
         if not path.is_file():
             raise InputMissing(
@@ -95,28 +91,21 @@ class Folder:
                 fix="find . -name '*.safetensors'",
             )
         if (size := path.stat().st_size) > largest:
-            raise DataError(
-                f"{name} is too large",
-                where=str(path),
-                why=f"it has {size:,} bytes, and {largest:,} are allowed",
-                fix="fetch the folder again from its origin",
-            )
+            why = f"it has {size:,} bytes, and {largest:,} are allowed"
+            raise damaged(f"{name} is too large", path, why)
         return path.read_bytes()
 
     def files(self, others: Sequence[str]) -> list[Path]:
-        """Return the paths of all files that an import reads: those named, and the weights."""
         ranks = sorted(path.name for path in self.path.glob("*.tiktoken"))
         weights = sorted({file for file, *_ in self._files.values()})
         existing = [name for name in (*others, INDEX) if self.has(name)]
         return [self._inside(name) for name in (*existing, *ranks, *weights)]
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of every tensor, by name."""
         return {name: (dtype, shape) for name, (_, dtype, shape) in self._files.items()}
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Callable[[str, Slices], np.ndarray]]:
-        """Open the weights; yield a function that reads a slice. Each file is opened once."""
         from safetensors import safe_open
 
         with contextlib.ExitStack() as stack:
@@ -168,12 +157,8 @@ class Folder:
     def _indexed(self) -> dict[str, tuple[str, str, tuple[int, ...]]]:
         named = self.read_json(INDEX).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-            raise DataError(
-                f"{INDEX} has no weight_map of names to files",
-                where=str(self.path / INDEX),
-                why=f"weight_map is {str(named)[:80]!r}",
-                fix="fetch the folder again from its origin",
-            )
+            why = f"weight_map is {str(named)[:80]!r}"
+            raise damaged(f"{INDEX} has no weight_map of names to files", self.path / INDEX, why)
         headers = {file: self._header(file) for file in sorted(set(named.values()))}
         problems = []
         locations: dict[str, tuple[str, str, tuple[int, ...]]] = {}
@@ -217,11 +202,9 @@ class Folder:
                 fix="download the folder again",
             ) from error
         except (SafetensorError, ValueError, OSError) as error:
-            raise DataError(
-                f"{name} is not a complete safetensors file",
-                where=str(path),
-                why=f"{type(error).__name__}: {error}"[:300],
-                fix="download the file again",
+            why = f"{type(error).__name__}: {error}"[:300]
+            raise damaged(
+                f"{name} is not a complete safetensors file", path, why, "file"
             ) from error
 
     def _refuse_large_header(self, path: Path) -> None:
@@ -239,13 +222,14 @@ def parsed_object(content: bytes, where: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}")
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{Path(where).name} is not a JSON object",
-            where=where,
-            why=f"{type(error).__name__}: {error}",
-            fix="fetch the folder again from its origin",
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise damaged(f"{Path(where).name} is not a JSON object", where, why) from error
     return value
+
+
+def damaged(what: str, where: Path | str, why: str, part: str = "folder") -> DataError:
+    """Return the error for a file of a model that must be fetched again."""
+    return DataError(what, where=str(where), why=why, fix=f"fetch the {part} again from its origin")
 
 
 def write_tensors(
@@ -295,9 +279,8 @@ def write_tensors(
             ) from error
         weight_map |= dict.fromkeys(arrays, name)
     if len(groups) > 1:
-        total = sum(map(size, tensors))
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / INDEX, index)
+        metadata = {"total_size": sum(map(size, tensors))}
+        write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
     return weight_map
 
 
@@ -309,8 +292,7 @@ def write_json(path: Path, value: Any) -> None:
 def _groups(
     tensors: Iterable[HFTensor], bytes_of: Callable[[HFTensor], int], shard_bytes: int
 ) -> Iterator[list[HFTensor]]:
-    group: list[HFTensor] = []
-    total = 0
+    group, total = [], 0  # type: list[HFTensor], int
     for each in tensors:
         size = bytes_of(each)
         if group and total + size > shard_bytes:

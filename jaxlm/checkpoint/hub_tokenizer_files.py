@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from jaxlm.checkpoint.hub_folder import ModelSource
+from jaxlm.checkpoint.hub_folder import ModelSource, damaged
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.hub_tokenizer import Imported
 from jaxlm.data.tokenizer_file import LARGEST_FILE
@@ -61,12 +61,8 @@ def read_tokenizer(folder: ModelSource, say: Say = lambda _: None) -> Imported:
         } | _vocabulary(parsed)
         begun = _begun(parsed)
     except (ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise DataError(
-            "tokenizer.json is not a tokenizer's JSON",
-            where=where,
-            why=f"{type(error).__name__}: {error}"[:300],
-            fix="fetch the file again from its origin",
-        ) from error
+        why = f"{type(error).__name__}: {error}"[:300]
+        raise damaged("tokenizer.json is not a tokenizer's JSON", where, why, "file") from error
 
     def ids(*names: str) -> list[int]:
         for name in names:
@@ -167,21 +163,12 @@ def _byte_pairs(folder: ModelSource, settings: dict[str, Any], say: Say) -> Toke
     kind = folder.config.get("model_type")
     vocabulary, where = folder.read_json("vocab.json"), str(folder.path / "merges.txt")
     if not all(type(number) is int for number in vocabulary.values()):
-        raise DataError(
-            "vocab.json does not hold token ids",
-            where=str(folder.path / "vocab.json"),
-            why="every token needs a whole number",
-            fix="fetch the file again from its origin",
-        )
+        path, why = folder.path / "vocab.json", "every token needs a whole number"
+        raise damaged("vocab.json does not hold token ids", path, why, "file")
     try:
         lines = folder.read("merges.txt", LARGEST_FILE).decode().splitlines()
     except UnicodeDecodeError as error:
-        raise DataError(
-            "merges.txt is not UTF-8",
-            where=where,
-            why=str(error),
-            fix="fetch the file again from its origin",
-        ) from error
+        raise damaged("merges.txt is not UTF-8", where, str(error), "file") from error
     merges = byte_pairs.merges_of(
         [line for line in lines if line and not line.startswith("#version")], where
     )
@@ -210,14 +197,8 @@ def _ranks(folder: ModelSource, settings: dict[str, Any], say: Say) -> Tokenizer
         )
     ranks = byte_pairs.ranks(folder.read(name, LARGEST_FILE), where)
     vocabulary, merges = byte_pairs.of_ranks(ranks)
-    content = byte_pairs.as_json(
-        vocabulary,
-        merges,
-        pattern=CUTS[kind],
-        where=where,
-        composed=kind in COMPOSED,
-        whole_words=True,
-    )
+    form = {"pattern": CUTS[kind], "composed": kind in COMPOSED, "whole_words": True}
+    content = byte_pairs.as_json(vocabulary, merges, where=where, **form)
     return TokenizerSource(content, name, None, GPT2_END)
 
 
@@ -231,12 +212,9 @@ def _added(folder: ModelSource, settings: dict[str, Any], form: TokenizerSource)
     for key, entry in listed.items() if isinstance(listed, dict) else ():
         text = _text(entry)
         if not (isinstance(key, str) and key.isdigit() and text):
-            raise DataError(
-                "tokenizer_config.json adds a token without an id or a text",
-                where=str(folder.path / "tokenizer_config.json"),
-                why=f"{key!r:.60}: {entry!r:.200}",
-                fix="fetch the file again from its origin",
-            )
+            what = "tokenizer_config.json adds a token without an id or a text"
+            path = folder.path / "tokenizer_config.json"
+            raise damaged(what, path, f"{key!r:.60}: {entry!r:.200}", "file")
         tokens[int(key)] = Added(text, int(key), bool(entry.get("special")))
     yield from tokens.values()
     if listed is None and settings.get("tokenizer_class") == "T5Tokenizer":

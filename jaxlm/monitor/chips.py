@@ -166,31 +166,16 @@ class Machine:
 _GRIDS = ((2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8))
 SLICES = {
-    machine.name: machine
-    for machine in (
+    name: Machine(name=name, chip=CHIPS[chip], devices=devices, topology=f"{chip}:{topology}")
+    for name, chip, devices, topology in (
         *(
-            Machine(
-                name=f"{chip}-{x * y}", chip=CHIPS[chip], devices=x * y, topology=f"{chip}:{x}x{y}"
-            )
+            (f"{chip}-{x * y}", chip, x * y, f"{x}x{y}")
             for chip in ("v5e", "v6e")
             for x, y in _GRIDS
         ),
         *(
-            Machine(
-                name=f"v5p-{2 * x * y * z}",
-                chip=CHIPS["v5p"],
-                devices=x * y * z,
-                topology=f"v5p:{x}x{y}x{z}",
-            )
-            for x, y, z in _CUBES
-        ),
-        *(
-            Machine(
-                name=f"tpu7x-{2 * x * y * z}",
-                chip=CHIPS["tpu7x"],
-                devices=2 * x * y * z,
-                topology=f"tpu7x:{x}x{y}x{z}",
-            )
+            (f"{chip}-{2 * x * y * z}", chip, per_cube * x * y * z, f"{x}x{y}x{z}")
+            for chip, per_cube in (("v5p", 1), ("tpu7x", 2))
             for x, y, z in _CUBES
         ),
     )

@@ -62,14 +62,12 @@ class AppendFile:
                 has_room = True
 
     def flush(self) -> None:
-        """Return when all text is on the disk."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise cannot_keep(self.path.name, self.path, error) from error
 
     def close(self) -> None:
-        """Flush and close; a second call does nothing."""
         if not self._file.closed:
             try:
                 self.flush()
@@ -108,15 +106,12 @@ class Jsonl:
         self._lines = AppendFile(path, make_room=make_room)
 
     def write(self, record: Record) -> None:
-        """Append one line and pass it to the operating system."""
         self._lines.write(line(record))
 
     def flush(self) -> None:
-        """Return when every line is on the disk."""
         self._lines.flush()
 
     def close(self) -> None:
-        """Flush and close; a second call does nothing."""
         self._lines.close()
 
 
@@ -124,13 +119,13 @@ class NullSink:
     """Discards records: only one process of a run writes them."""
 
     def write(self, record: Record) -> None:
-        """Discard the record."""
+        pass
 
     def flush(self) -> None:
-        """Do nothing."""
+        pass
 
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
 
 def read_json(path: Path) -> Any:
@@ -173,7 +168,6 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=purge)
 
     def write(self, record: Record) -> None:
-        """Write every number of the record except its step and time."""
         for name, value in record.items():
             if name not in ("step", "time_unix") and isinstance(plain(value), int | float):
                 self._writer.add_scalar(
@@ -181,11 +175,9 @@ class TensorBoard:
                 )
 
     def flush(self) -> None:
-        """Pass queued events to the operating system."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
 
@@ -313,7 +305,7 @@ def _kept(path: Path, keep_through: int | None) -> tuple[int, int]:
 Callback = Callable[[int, dict[str, Any]], Any]
 
 
-class Callbacks:
+class Callbacks(NullSink):
     """Calls the user's functions with the step and each record, as in metrics.jsonl.
 
     If a function returns True, the run ends. If one raises, no other is called, and `fail` raises
@@ -326,7 +318,6 @@ class Callbacks:
         self.error: Exception | None = None
 
     def write(self, record: Record) -> None:
-        """Call all functions."""
         if self.error is not None:
             return
         try:
@@ -340,9 +331,3 @@ class Callbacks:
         """Raise the error of a function, if there was one."""
         if self.error is not None:
             raise self.error
-
-    def flush(self) -> None:
-        """Do nothing: records are not buffered."""
-
-    def close(self) -> None:
-        """Do nothing."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import CommandError, installs
-from jaxlm.monitor.sinks import Record, Sink, plain, replace
+from jaxlm.monitor.sinks import NullSink, Record, Sink, plain, replace
 
 MODULES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}  # by name of the sink
 
@@ -72,11 +72,15 @@ def open_tracker(name: str, workdir: Path, settings: Mapping[str, Any]) -> Sink:
     """Open a tracker that writes below the run directory; a resumed run continues its record."""
     folder = workdir / name
     folder.mkdir(parents=True, exist_ok=True)
-    makers: dict[str, Callable[..., Sink]] = {"wandb": Wandb, "trackio": Trackio, "mlflow": Mlflow}
+    makers: dict[str, Callable[..., Sink]] = {
+        "wandb": _Wandb,
+        "trackio": _Trackio,
+        "mlflow": _Mlflow,
+    }
     return makers[name](folder, workdir.resolve().name, settings)
 
 
-class Wandb:
+class _Wandb(NullSink):
     """Weights & Biases, offline unless WANDB_MODE is set; `wandb sync` uploads the run later.
 
     It gets the settings and the records, but no command line, code, git state or output.
@@ -106,18 +110,13 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, record: Record) -> None:
-        """Queue the numbers of a record, each as split/name."""
         self._run.log({"step": record["step"], **numbers(record)})
 
-    def flush(self) -> None:
-        """Do nothing: wandb's own process writes the queue."""
-
     def close(self) -> None:
-        """Wait until all is written."""
         self._run.finish()
 
 
-class Trackio:
+class _Trackio(NullSink):
     """trackio, in files of the run directory: `TRACKIO_DIR=RUN/trackio trackio show`."""
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]):
@@ -135,19 +134,14 @@ class Trackio:
             )
 
     def write(self, record: Record) -> None:
-        """Queue the numbers of a record, each as split/name."""
         self._run.log(numbers(record), step=record["step"])
 
-    def flush(self) -> None:
-        """Do nothing: trackio's own thread writes the queue."""
-
     def close(self) -> None:
-        """Wait until all is written."""
         with contextlib.redirect_stdout(io.StringIO()):
             self._trackio.finish()
 
 
-class Mlflow:
+class _Mlflow(NullSink):
     """MLflow, in files of the run directory: `mlflow ui --backend-store-uri RUN/mlflow`."""
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]):
@@ -168,7 +162,6 @@ class Mlflow:
         replace(id_file, self._id.encode())
 
     def write(self, record: Record) -> None:
-        """Write the numbers of a record, each as split/name."""
         stamp = int(1000 * record["time_unix"])
         metrics = [
             self._entities.Metric(name, value, stamp, record["step"])
@@ -176,11 +169,7 @@ class Mlflow:
         ]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def flush(self) -> None:
-        """Do nothing: each record is written at once."""
-
     def close(self) -> None:
-        """Mark the run as finished."""
         self._client.set_terminated(self._id)
 
 
