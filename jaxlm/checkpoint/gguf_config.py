@@ -62,7 +62,7 @@ class Architecture:
 
     model_type: str
     layer: dict[str, str]
-    is_rotated_by_neighbours: bool = False
+    is_interleaved: bool = False
     counts_from_zero: bool = False  # norm scales include the 1 that Gemma adds in transformers
 
     def theirs(self, name: str) -> str:
@@ -91,7 +91,7 @@ class Architecture:
 
     def rotated(self, name: str) -> str | None:
         """Return "q" or "k" if the tensor's rows are queries or keys in another order."""
-        match = LAYER.fullmatch(name) if self.is_rotated_by_neighbours else None
+        match = LAYER.fullmatch(name) if self.is_interleaved else None
         return match[2][-1] if match is not None and match[2] in ("attn_q", "attn_k") else None
 
     def is_scale(self, name: str) -> bool:
@@ -106,9 +106,9 @@ class Architecture:
 LLAMA = ATTENTION | NORMS | MLP
 GEMMA2 = ATTENTION | SANDWICH | MLP
 ARCHITECTURES = {
-    "llama": Architecture(model_type="llama", layer=LLAMA, is_rotated_by_neighbours=True),
+    "llama": Architecture(model_type="llama", layer=LLAMA, is_interleaved=True),
     "llama with experts": Architecture(
-        model_type="mixtral", layer=ATTENTION | NORMS | MIXTRAL, is_rotated_by_neighbours=True
+        model_type="mixtral", layer=ATTENTION | NORMS | MIXTRAL, is_interleaved=True
     ),
     "qwen2": Architecture(model_type="qwen2", layer=LLAMA),
     "qwen3": Architecture(model_type="qwen3", layer=LLAMA),

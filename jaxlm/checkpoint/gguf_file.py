@@ -22,8 +22,8 @@ from jaxlm.core.errors import DataError, InputMissing, not_installed
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-LARGEST_HEADER = 512 * 2**20  # bytes; the largest vocabularies take a fiftieth
-MOST_DIMENSIONS = 4
+MAX_HEADER_BYTES = 512 * 2**20  # bytes; the largest vocabularies take a fiftieth
+MAX_DIMENSIONS = 4
 CHUNK = 2**22  # numbers dequantized at a time
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # struct format by type
 STRING, ARRAY = 8, 9
@@ -85,7 +85,7 @@ class GGUFFile:
         if not self._size:
             raise self._damaged("it is empty")
         with path.open("rb") as file:
-            most = min(self._size, LARGEST_HEADER)
+            most = min(self._size, MAX_HEADER_BYTES)
             self._header = mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ)
         self._at = 0
         self.metadata: dict[str, Any] = {}
@@ -147,7 +147,7 @@ class GGUFFile:
     def _infos(self, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         for _ in range(count):
             name, (dimensions,) = self._string(), self._take("I")
-            if not 1 <= dimensions <= MOST_DIMENSIONS:
+            if not 1 <= dimensions <= MAX_DIMENSIONS:
                 raise self._damaged(f"{name!r:.80} has {dimensions:,} dimensions")
             shape = self._take("Q" * dimensions)[::-1]
             kind, offset = self._take("IQ")

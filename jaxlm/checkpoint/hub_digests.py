@@ -14,7 +14,7 @@ from jaxlm.core.errors import DataError
 from jaxlm.monitor import sinks
 
 NAME = "SHA256SUMS"  # in the format of coreutils: `sha256sum -c SHA256SUMS` compares them too
-LARGEST = 2**20  # bytes read of it; a model of a thousand files has a tenth
+MAX_BYTES = 2**20  # bytes read of it; a model of a thousand files has a tenth
 SHOWN = 5
 _LINE = re.compile(r"^([0-9a-f]{64}) [ *](.+)$", re.MULTILINE)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -73,7 +73,7 @@ def _written(folder: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     with path.open("rb") as file:
-        text = file.read(LARGEST).decode(errors="replace")
+        text = file.read(MAX_BYTES).decode(errors="replace")
     return {name: digest for digest, name in _LINE.findall(text)}
 
 

@@ -58,7 +58,7 @@ def fetch_model(
     model = _Model(name, show)
     info = model.listed()
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
-    extras = sorted(file for file in sizes if file in others or _is_ranks(file))
+    extras = sorted(file for file in sizes if file in others or _is_top(file, ".tiktoken"))
     weights = _weights(name, sizes)
     if "config.json" in sizes:
         config = model.download("config.json", info.sha)
@@ -67,7 +67,9 @@ def fetch_model(
         index = parsed_object(model.download(INDEX, info.sha).read_bytes(), INDEX)
         shards = index.get("weight_map")
         shards = set(shards.values()) if isinstance(shards, dict) else set()
-        weights += sorted(file for file in sizes if file in shards and _is_tensors(file))
+        weights += sorted(
+            file for file in sizes if file in shards and _is_top(file, ".safetensors")
+        )
     files = [*extras, *weights]
     origin = f"{PREFIX}{model.name}@{info.sha}"
     say(f"{origin}: {len(files)} files, {formatting.size(sum(sizes[file] for file in files))}")
@@ -104,12 +106,9 @@ class _Model:
     def download(self, file: str, commit: str) -> Path:
         """Return the file's path in the cache, after fetching it if it was missing."""
         with self._asked():
+            bar, limit = _silent_bar(file, self._show), ANSWER_SECONDS
             path = self._hub.hf_hub_download(
-                self.name,
-                file,
-                revision=commit,
-                etag_timeout=ANSWER_SECONDS,
-                tqdm_class=_silent_bar(file, self._show),
+                self.name, file, revision=commit, etag_timeout=limit, tqdm_class=bar
             )
         return Path(path)
 
@@ -137,17 +136,14 @@ def _silent_bar(file: str, show: Show) -> type:
     return SilentBar
 
 
-def _is_tensors(file: str) -> bool:
-    return file.endswith(".safetensors") and "/" not in file
-
-
-def _is_ranks(file: str) -> bool:
-    return file.endswith(".tiktoken") and "/" not in file
+def _is_top(file: str, suffix: str) -> bool:
+    """Return True if a file is at the top of the model and ends in `suffix`."""
+    return file.endswith(suffix) and "/" not in file
 
 
 def _weights(name: str, sizes: dict[str, int]) -> list[str]:
     """Return the index, or the one safetensors file, as `hub_folder.Folder` expects them."""
-    tensors = [file for file in sizes if _is_tensors(file)]
+    tensors = [file for file in sizes if _is_top(file, ".safetensors")]
     for file in (INDEX, WHOLE, *(tensors if len(tensors) == 1 else ())):
         if file in sizes:
             return [file]
@@ -187,7 +183,7 @@ def _refused(name: str, model: str, revision: str | None, error: Exception) -> J
 
     if isinstance(error, errors.HFValidationError):
         return _misnamed(name)
-    folder = model.rpartition("/")[2]
+    folder, hub = model.rpartition("/")[2], constants.ENDPOINT
     elsewhere = (
         f"on a machine that reaches the hub: {_by_hand(model, revision)} --local-dir={folder}\n"
         f"here: --from={folder}"
@@ -195,21 +191,16 @@ def _refused(name: str, model: str, revision: str | None, error: Exception) -> J
     why = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
     if isinstance(error, errors.GatedRepoError):
         what = f"{model} is only given to users who have accepted its terms"
-        why, fix = (
-            "you are not logged in, or have not accepted the terms",
-            f"accept them on {constants.ENDPOINT}/{model}, then: hf auth login\n{elsewhere}",
-        )
+        why = "you are not logged in, or have not accepted the terms"
+        fix = f"accept them on {hub}/{model}, then: hf auth login\n{elsewhere}"
     elif isinstance(error, errors.RepositoryNotFoundError):
         what = f"the hub has no model {model}, or the model is private"
-        why, fix = (
-            f"{constants.ENDPOINT} does not list it",
-            f"look for its name on {constants.ENDPOINT}/models; if private: hf auth login\n"
-            + elsewhere,
-        )
+        why = f"{hub} does not list it"
+        fix = f"look for its name on {hub}/models; if private: hf auth login\n{elsewhere}"
     elif isinstance(error, errors.RevisionNotFoundError):
         what = f"{model} has no revision {revision}"
-        fix = f"look for its branches and tags on {constants.ENDPOINT}/{model}/tree/main"
+        fix = f"look for its branches and tags on {hub}/{model}/tree/main"
         why = "a revision is a branch, a tag or a commit"
     else:
-        what, fix = f"{model} cannot be fetched from {constants.ENDPOINT}", elsewhere
+        what, fix = f"{model} cannot be fetched from {hub}", elsewhere
     return InputMissing(what, where=f"--from={name}", why=why[:300], fix=fix)

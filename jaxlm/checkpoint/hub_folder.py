@@ -15,8 +15,8 @@ from jaxlm.core.errors import DataError, InputMissing, NotWritable
 from jaxlm.monitor import sinks
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-LARGEST_JSON = 64 * 2**20  # bytes; the largest published index has a tenth of it
-LARGEST_HEADER = 100 * 2**20  # bytes, the limit of the library
+MAX_JSON_BYTES = 64 * 2**20  # bytes; the largest published index has a tenth of it
+MAX_HEADER_BYTES = 100 * 2**20  # bytes, the limit of the library
 SHARD_BYTES = 4 * 2**30  # largest file written, unless one tensor is larger
 DTYPES = {
     name: np.dtype(kind)
@@ -76,7 +76,7 @@ class Folder:
         self._files = self._tensors()
 
     def read_json(self, name: str) -> dict[str, Any]:
-        return parsed_object(self.read(name, LARGEST_JSON), str(self.path / name))
+        return parsed_object(self.read(name, MAX_JSON_BYTES), str(self.path / name))
 
     def has(self, name: str) -> bool:
         return (self.path / name).is_file()
@@ -211,7 +211,7 @@ class Folder:
         with path.open("rb") as file:
             first = file.read(8)
         size = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-        if size > min(LARGEST_HEADER, path.stat().st_size):
+        if size > min(MAX_HEADER_BYTES, path.stat().st_size):
             raise ValueError(f"its header claims {size:,} bytes")
 
 

@@ -197,7 +197,7 @@ def _ranks(folder: ModelSource, settings: dict[str, Any], say: Say) -> Tokenizer
         )
     ranks = byte_pairs.ranks(folder.read(name, LARGEST_FILE), where)
     vocabulary, merges = byte_pairs.of_ranks(ranks)
-    form = {"pattern": CUTS[kind], "composed": kind in COMPOSED, "whole_words": True}
+    form: Any = {"pattern": CUTS[kind], "composed": kind in COMPOSED, "whole_words": True}
     content = byte_pairs.as_json(vocabulary, merges, where=where, **form)
     return TokenizerSource(content, name, None, GPT2_END)
 

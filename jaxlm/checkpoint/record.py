@@ -200,13 +200,7 @@ def problems(
     expected: Mapping[str, tuple[int, str]],
     moved: OnBytes = lambda size: None,
 ) -> dict[str, str]:
-    """Return the problem of each file that differs from its digest, by path.
-
-    Args:
-      directory: the step's directory.
-      wanted: expected (bytes, sha256), by path.
-      moved: called with the size of each chunk read.
-    """
+    """Return the problem of each file of a step that differs from the expected, by path."""
     wrong, same_size = {}, []
     for path, (size, _) in expected.items():
         if not _is_inside(directory, path):
@@ -233,21 +227,15 @@ def _is_inside(directory: epath.Path, path: str) -> bool:
     return (directory / path).is_file()
 
 
-def _paths(directory: epath.Path) -> list[str]:
-    """Return the path of each file below a step's directory, except the record."""
-    files = (path for path in _files(directory) if path.name != NAME)
-    return [path.relative_to(directory).as_posix() for path in files]
-
-
-def _files(directory: epath.Path) -> Iterator[epath.Path]:
-    """Yield the files below a directory, without links: the target of a link may change."""
+def _paths(directory: epath.Path, above: str = "") -> Iterator[str]:
+    """Yield the path of each file of a step, except the record and links: targets may change."""
     for path in sorted(directory.iterdir()):
         if os.path.islink(path):
             continue
         if path.is_dir():
-            yield from _files(path)
-        else:
-            yield path
+            yield from _paths(path, f"{above}{path.name}/")
+        elif path.name != NAME:
+            yield above + path.name
 
 
 def _digest(path: epath.Path, moved: OnBytes) -> tuple[int, str]:

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import re
 import shlex
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -27,7 +28,7 @@ from jaxlm.parallel.peers import Peers
 
 # Suffixes of directories that a killed save or a killed removal leaves.
 PARTIAL_SUFFIXES = (".orbax-checkpoint-tmp", ".retired")
-AT_ONCE_GB = 1  # chunk that a low-memory save copies to the host; a larger leaf is copied alone
+SAVE_CHUNK_GB = 1  # chunk that a low-memory save copies to the host; a larger leaf is copied alone
 NO_LIMIT_SECONDS = 30 * 24 * 3600  # Orbax requires a timeout
 
 
@@ -93,7 +94,7 @@ class Store:
             self._open()
         self._save_args: Any = ocp.args.PyTreeSave if low_memory else ocp.args.StandardSave
         self._orbax = ocp.AsyncCheckpointer(
-            ocp.PyTreeCheckpointHandler(save_device_host_concurrent_gb=AT_ONCE_GB)
+            ocp.PyTreeCheckpointHandler(save_device_host_concurrent_gb=SAVE_CHUNK_GB)
             if low_memory
             else ocp.StandardCheckpointHandler(),
             async_options=ocp.AsyncOptions(
@@ -136,19 +137,14 @@ class Store:
     ) -> int | None:
         """Return the newest step whose every byte is as written; None if none was ever committed.
 
-        Nothing is moved.
-
-        Args:
-          note: called with each newer step that is damaged, and its problems.
-          without: steps to skip.
+        Steps in `without` are skipped. `note` is called with each newer step that is damaged, and
+        its problems. Nothing is moved.
 
         Raises:
           DataError: if there are steps and all are damaged, or one has another format.
         """
         damaged_steps: list[tuple[int, list[str]]] = []
-        for step in reversed(self.steps()):
-            if step in without:
-                continue
+        for step in (step for step in reversed(self.steps()) if step not in without):
             wrong = self._checked(step)
             if not wrong:
                 for damaged, lines in damaged_steps:
@@ -264,13 +260,8 @@ class Store:
         """Restore one part of the state, such as `params`. Raises DataError as `restore` does."""
         expected = {name: abstract}
         self.check_layout(step, expected)
-        args = ocp.args.PyTreeRestore(
-            item=expected,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
-            partial_restore=True,
-        )
-        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        return reader.restore(self._path(step), args=args)[name]
+        restore_args = ocp.checkpoint_utils.construct_restore_args(expected)
+        return self._read(step, expected, restore_args)[name]
 
     def check_layout(self, step: int, parts: Mapping[str, Any]) -> None:
         """Raise DataError if parts of a step have other leaves, shapes or dtypes; read no array."""
@@ -285,20 +276,24 @@ class Store:
 
     def arrays(self, step: int) -> dict[str, np.ndarray]:
         """Return each leaf of a step's state by its path, whole, in host memory."""
-        path = self._path(step)
-        tree = ocp.StandardCheckpointHandler().metadata(path).tree
+        tree = ocp.StandardCheckpointHandler().metadata(self._path(step)).tree
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        return leaves(reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy)))
+        return leaves(self._read(step, None, as_numpy))
 
     def leaf(self, step: int, path: str) -> np.ndarray:
         """Return one array of the parameters by its path, whole, in host memory; read no other."""
         item: Any = ocp.RestoreArgs(restore_type=np.ndarray)
         for part in reversed(["params", *path.split("/")]):
             item = {part: item}
-        args = ocp.args.PyTreeRestore(item=item, restore_args=item, partial_restore=True)
+        return next(iter(leaves(self._read(step, item, item)).values()))
+
+    def _read(self, step: int, item: Any, restore_args: Any) -> Any:
+        """Read the leaves of `item`, a part of a step; all if it is None."""
+        args = ocp.args.PyTreeRestore(
+            item=item, restore_args=restore_args, partial_restore=item is not None
+        )
         reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        return next(iter(leaves(reader.restore(self._path(step), args=args)).values()))
+        return reader.restore(self._path(step), args=args)
 
     def close(self) -> None:
         """Wait for the running save and removal. Raises SaveFailed if they failed."""
@@ -330,12 +325,8 @@ class Store:
             self._await_removal()  # what it could not remove is tried again here
         for _ in range(10):
             with contextlib.suppress(OSError):
-                every = self.directory.iterdir()
-                torn = [
-                    path
-                    for path in every
-                    if any(suffix in path.name for suffix in PARTIAL_SUFFIXES)
-                ]
+                is_partial = re.compile("|".join(map(re.escape, PARTIAL_SUFFIXES))).search
+                torn = [path for path in self.directory.iterdir() if is_partial(path.name)]
                 if not torn:
                     return
                 for path in torn:

@@ -131,14 +131,8 @@ def _moved(rows: np.ndarray, mean: float) -> np.ndarray:
     """Return the sums of `_row_sums` with another mean: e' = e + (m - mean) w."""
     old_mean, squares, products, weights = rows
     shift = old_mean - mean
-    return np.array(
-        [
-            mean,
-            squares + 2 * shift * products + shift**2 * weights,
-            products + shift * weights,
-            weights,
-        ]
-    )
+    squares = squares + 2 * shift * products + shift**2 * weights
+    return np.array([mean, squares, products + shift * weights, weights])
 
 
 class Sample(NamedTuple):

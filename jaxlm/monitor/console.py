@@ -63,21 +63,12 @@ class Console:
     def __init__(self, screen: TextIO | None, *, log: Log | None = None, total: int):
         # A notebook requests color in its environment but is no terminal: a bar would leave a line
         # for each frame.
-        self._screen = (
-            Screen(
-                file=screen,
-                force_terminal=screen.isatty(),
-                force_jupyter=False,
-                highlight=False,
-                emoji=False,
-                soft_wrap=True,
-            )
-            if screen
-            else None
-        )
-        self._is_live = bool(
-            self._screen and self._screen.is_terminal and not self._screen.is_dumb_terminal
-        )
+        plain: Any = dict(force_jupyter=False, highlight=False, emoji=False, soft_wrap=True)
+        self._screen: Screen | None = None
+        if screen:
+            self._screen = Screen(file=screen, force_terminal=screen.isatty(), **plain)
+        is_dumb = not self._screen or self._screen.is_dumb_terminal
+        self._is_live = bool(self._screen and self._screen.is_terminal and not is_dumb)
         self._log, self._total, self._rows = log, total, 0
         self._warnings: Sink = NullSink()
         self._bar: Progress | None = None
@@ -113,14 +104,7 @@ class Console:
     def block(
         self, title: str, facts: Iterable[tuple[str, str]], *, style: str = "bold", alarm: str = ""
     ) -> None:
-        """Print labeled lines under a title, such as the header or the summary of a run.
-
-        Args:
-          title: the title.
-          facts: (label, text) of each line.
-          style: style of the title, such as "bold red".
-          alarm: label of lines to print in red.
-        """
+        """Print (label, text) lines under a title; lines with the label `alarm` are red."""
         facts = list(facts)
         width = max((len(label) for label, _ in facts), default=0)
         self.say(title, style=style)

@@ -136,14 +136,9 @@ def draw(run: str | os.PathLike[str]) -> list[Path]:
     run = Path(run)
     records = sinks.read(run / "metrics.jsonl")
     drawn = []
-    for plot in PLOTS:
-        series = {name: points for name, points in _series(records, plot).items() if points}
-        if series:
-            (run / "plots").mkdir(exist_ok=True)
-            target = run / "plots" / f"{plot.name}.png"
-            sinks.replace(target, _png(plot, series))
-            drawn.append(target)
-    for name, picture in layer_maps(records).items():
+    curves = ((plot, _series(records, plot)) for plot in PLOTS)
+    pictures = {plot.name: _png(plot, series) for plot, series in curves if series}
+    for name, picture in (pictures | layer_maps(records)).items():
         (run / "plots").mkdir(exist_ok=True)
         drawn.append(run / "plots" / f"{name}.png")
         sinks.replace(drawn[-1], picture)
@@ -167,12 +162,7 @@ def learning_rate_png(points: Sequence[tuple[int, float]]) -> bytes:
 
 
 def lr_find_png(curve: Sequence[tuple[float, float, float]], suggested: float | None) -> bytes:
-    """Return a PNG of a learning-rate range test.
-
-    Args:
-      curve: (rate, loss, smoothed loss) of each step.
-      suggested: the suggested rate, if any.
-    """
+    """Return a PNG of a learning-rate range test: (rate, loss, smoothed loss) of each step."""
     figure, axes = new_figure()
     rate, loss, smoothed = zip(*curve, strict=True)
     axes.plot(rate, loss, ".", alpha=0.35, label="loss")
@@ -199,13 +189,7 @@ def scaling(
     best: Sequence[tuple[float, float]],
     spent: tuple[float, float, Sequence[float]],
 ) -> bytes:
-    """Return a PNG of losses by training FLOPs.
-
-    Args:
-      sizes: runs by model size.
-      best: lowest loss by budget.
-      spent: the budget, its loss and the loss's interval.
-    """
+    """Return a PNG of losses by FLOPs; `spent` is a budget, its loss and the loss's interval."""
     figure, axes = new_figure()
     for size in sizes:
         (line,) = axes.plot(*zip(*size.curve, strict=True), "-", linewidth=0.9, alpha=0.6)

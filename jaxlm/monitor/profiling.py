@@ -14,10 +14,10 @@ from jaxlm.monitor.config import ProfileConfig
 MARK = "jaxlm "  # prefix of the loop's annotations in a trace
 KINDS = ("matmul", "attention", "communication", "other")
 TOP = 10  # operations listed
-MOST_EVENTS = 1_000_000  # limit of the JSON that JAX writes
+MAX_EVENTS = 1_000_000  # limit of the JSON that JAX writes
 
 # Returns the kind of an operation by its name, its source line, and whether it is in the program.
-Tell = Callable[[str], tuple[str, str, bool]]
+Classify = Callable[[str], tuple[str, str, bool]]
 
 
 class TraceEvent(NamedTuple):
@@ -36,7 +36,7 @@ def newest_trace(folder: Path) -> Path:
     return traces[-1]
 
 
-def summary(path: Path, classify: Tell) -> dict[str, Any]:
+def summary(path: Path, classify: Classify) -> dict[str, Any]:
     """Return the top operations by time, and the shares of the window's time, which add up to 1.
 
     A moment is divided equally among all operations that run in it, on any device or thread. A
@@ -127,10 +127,10 @@ def _shared(
     kind: Callable[[str], str],
 ) -> Iterator[tuple[str, float]]:
     """Yield the kind that each interval between two events counts for, and its length."""
-    edges = [(span.begin, kind(span.name), 1) for span in operations]
-    edges += [(span.end, kind(span.name), -1) for span in operations]
-    edges += [(span.begin, "data_wait", 1) for span in waits]
-    edges += [(span.end, "data_wait", -1) for span in waits]
+    kinds = [(span, kind(span.name)) for span in operations]
+    kinds += [(span, "data_wait") for span in waits]
+    edges = [(span.begin, what, 1) for span, what in kinds]
+    edges += [(span.end, what, -1) for span, what in kinds]
     running: Counter[str] = Counter()
     last = begin
     for time, what, change in (*sorted(edges), (end, "", 0)):
@@ -186,8 +186,8 @@ def _not_told(
     yield "operations fused with a matmul count as matmul; evaluation, saving and Python are one"
     if not has_marks:
         yield "the wait for data is unknown: the trace does not contain the loop"
-    if events >= MOST_EVENTS:
-        yield f"events after the first {MOST_EVENTS:,} are missing: the file ends there"
+    if events >= MAX_EVENTS:
+        yield f"events after the first {MAX_EVENTS:,} are missing: the file ends there"
 
 
 class Trace:

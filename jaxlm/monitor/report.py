@@ -34,7 +34,7 @@ pre { background: var(--soft); padding: .7rem; overflow-x: auto; white-space: pr
 .soft { opacity: .7; }
 """
 
-DEEPEST = 20  # levels of a JSON file that get rows of their own
+MAX_DEPTH = 20  # levels of a JSON file that get rows of their own
 SAMPLES: Shape = {"step": sinks.is_step, "prompt": sinks.is_text, "text": sinks.is_text}
 FORECAST: Shape = {
     "bytes_per_device": sinks.is_bytes,
@@ -318,7 +318,7 @@ def _environment(run: Path) -> Rows:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value and path.count(".") < DEEPEST:
+    if isinstance(value, dict) and value and path.count(".") < MAX_DEPTH:
         for key, child in value.items():
             yield from _leaves(child, f"{path}.{key}" if path else key)
     else:

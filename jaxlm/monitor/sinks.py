@@ -129,11 +129,7 @@ class NullSink:
 
 
 def read_json(path: Path) -> Any:
-    """Return the contents of a JSON file of a run.
-
-    Raises:
-      DataError: if the file is not JSON.
-    """
+    """Return the contents of a JSON file of a run. Raises DataError if the file is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -229,21 +225,18 @@ def is_text(value: Any) -> bool:
 Shape = Mapping[str, Callable[[Any], bool]]  # predicates of the values under some keys
 
 FIGURES = (
-    "loss_nats",
-    "perplexity",
-    "bits_per_byte",
-    "bits_per_byte_text",
-    "token_accuracy",
-    "calibration_error",
+    *("loss_nats", "perplexity", "bits_per_byte", "bits_per_byte_text"),
+    *("token_accuracy", "calibration_error"),
 )
-METRICS: Shape = (
-    {"step": is_step, "split": lambda value: isinstance(value, str | None)}
-    | dict.fromkeys(FIGURES, is_figure)
-    | dict.fromkeys(
-        ("time_unix", "learning_rate", "grad_norm", "tokens", "share", "loss_stderr"), is_figure
-    )
-    | dict.fromkeys(("tokens_per_second", "mfu", "peak_bytes"), is_figure)
+_MEASURED = (
+    *("time_unix", "learning_rate", "grad_norm", "tokens", "share", "loss_stderr"),
+    *("tokens_per_second", "mfu", "peak_bytes"),
 )
+METRICS: Shape = {
+    "step": is_step,
+    "split": lambda value: isinstance(value, str | None),
+    **dict.fromkeys((*FIGURES, *_MEASURED), is_figure),
+}
 
 
 def read(path: str | os.PathLike[str], shape: Shape = METRICS) -> list[dict[str, Any]]:

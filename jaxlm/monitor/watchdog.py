@@ -28,8 +28,8 @@ class Watchdog:
     Args:
       config: time limit of each phase.
       on_overdue: called once, in the watchdog's thread, with the message.
-      is_peer_busy: returns whether a peer is busy with a phase that may take longer than a step; the
-        time of a step or verification, which waits for that peer, then stands still.
+      is_peer_busy: returns whether a peer is in a phase that may take longer than a step; the time
+        of a step or verification, which waits for that peer, then stands still.
       heartbeat: a file; its content changes while this process runs Python, for the parent
         that watches it. If the parent has died, this process gets SIGTERM.
       now: a monotonic clock.

@@ -110,7 +110,7 @@ def test_what_cannot_be_read_is_said_as_one_error(tmp_path, monkeypatch):
     path.write_bytes(gzip.compress(b"[]"))
     with pytest.raises(ValueError, match="TypeError"):
         profiling.summary(path, tell)
-    monkeypatch.setattr(profiling, "MOST_EVENTS", 4)
+    monkeypatch.setattr(profiling, "MAX_EVENTS", 4)
     found, _ = shares(tmp_path, [*LOOP, span(1, 2, "dot", 0, 9, hlo_op="dot")])
     assert "the file ends there" in found["not_told"][-1]
 
