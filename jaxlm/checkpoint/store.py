@@ -56,9 +56,7 @@ class Store:
       save_seconds: timeout from the end of `save` to the commit (`watch.save`); None disables it.
       verifier: compares a step with its record; None for this process alone, without progress.
 
-    Raises:
-      SaveFailed: if the disk is full.
-      NotWritable: if the directory cannot be created or is not writable for another reason.
+    Raises SaveFailed if the disk is full, NotWritable if the directory is not writable.
     """
 
     def __init__(
@@ -163,9 +161,7 @@ class Store:
     def quarantine(self, step: int, reason: str) -> epath.Path:
         """Rename a step into `quarantine/` and write the reason next to it; nothing is removed.
 
-        Raises:
-          SaveFailed: if the disk is full.
-          NotWritable: if the step cannot be moved for another reason.
+        Raises SaveFailed if the disk is full, NotWritable if the move fails otherwise.
         """
         folder = self.directory.parent / "quarantine"
         number = 1

@@ -1,8 +1,10 @@
 """Published peak performance of accelerators, and machines built of them. Free of JAX."""
 
+import csv
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -33,108 +35,35 @@ class Chip:
         return any(kind.startswith("TPU") for kind in self.kinds)
 
 
-def _chip(
-    name: str,
-    kinds: tuple[str, ...],
-    teraflops: tuple[float | None, ...],
-    memory: tuple[int, float, float],
-    source: str,
-    capability: float | None = None,
-) -> Chip:
-    """Make a chip: TFLOP/s by DTYPES (None if unsupported), memory in bytes, its and link GB/s."""
-    known = zip(DTYPES, teraflops, strict=True)
-    flops = {dtype: 1e12 * peak for dtype, peak in known if peak is not None}
-    size, speed, link = memory
+_UNITS = {"MB": 10**6, "GB": GB, "MIB": 2**20, "GIB": GIB}
+
+
+def _number(text: str) -> float:
+    return float(text) if "." in text else int(text)
+
+
+def _chip(row: dict[str, str]) -> Chip:
+    """Make a chip of a row of the table."""
+    size, unit = row["memory"].split()
+    flops = {dtype: 1e12 * _number(row[dtype]) for dtype in DTYPES if row[dtype]}
     return Chip(
-        name=name,
-        kinds=kinds,
+        name=row["name"],
+        kinds=tuple(row["kinds"].split("|")),
         flops=MappingProxyType(flops),
-        memory_bytes=size,
-        memory_speed=GB * speed,
-        link_speed=GB * link,
-        source=source,
-        capability=capability,
+        memory_bytes=int(size) * _UNITS[unit.upper()],
+        memory_speed=GB * _number(row["memory_speed"]),
+        link_speed=GB * _number(row["link_speed"]),
+        source=row["source"],
+        capability=float(row["capability"]) if row["capability"] else None,
     )
 
 
-_TPU = "cloud.google.com/tpu/docs, system architecture of each generation"
-
-# NVIDIA's datasheets quote twice these FLOP/s, with sparsity, and links in both directions
+# chips.csv has the TFLOP/s by dtype (empty if unsupported), the memory, and the GB/s of memory and
+# links. NVIDIA's datasheets quote twice these FLOP/s, with sparsity, and links in both directions
 # together. float32 is XLA's default matmul precision: TF32 on a GPU that has it, one bfloat16 pass
 # on a TPU.
-# fmt: off
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        _chip("tpu7x", ("TPU7x",), (1153.5, None, 1153.5, None, 2307), (96 * GIB, 3690, 600),
-              f"{_TPU}; a device is half a chip"),
-        _chip("v5e", ("TPU v5 lite", "TPU v5e"), (197, None, 197, 394, None), (16 * GIB, 819, 200),
-              _TPU),
-        _chip("v5p", ("TPU v5", "TPU v5p"), (459, None, 459, 918, None), (95 * GIB, 2765, 600),
-              _TPU),
-        _chip("v6e", ("TPU v6 lite", "TPU v6e"), (918, None, 918, 1836, None),
-              (32 * GIB, 1638, 400), _TPU),
-        _chip("v4", ("TPU v4",), (275, None, 275, 275, None), (32 * GIB, 1228, 300), _TPU),
-        _chip("v3", ("TPU v3",), (61.5, None, 61.5, None, None), (16 * GIB, 450, 140),
-              f"{_TPU}; a device is half a chip"),
-        _chip("v2", ("TPU v2",), (22.5, None, 22.5, None, None), (8 * GIB, 350, 62),
-              f"{_TPU}; a device is half a chip"),
-        _chip("b300", ("NVIDIA B300 SXM6 AC", "NVIDIA B300"), (2250, 2250, 1125, 125, 4500),
-              (270 * GB, 7700, 900), "NVIDIA HGX B300 datasheet, an eighth of the system", 10.3),
-        _chip("gb200", ("NVIDIA GB200",), (2500, 2500, 1250, 5000, 5000), (186 * GB, 8000, 900),
-              "NVIDIA GB200 NVL72 datasheet, a 72nd of the rack", 10.0),
-        _chip("b200", ("NVIDIA B200",), (2250, 2250, 1125, 4500, 4500), (180 * GB, 8000, 900),
-              "NVIDIA DGX B200 datasheet", 10.0),
-        _chip("h200", ("NVIDIA H200",), (989.4, 989.4, 494.7, 1978.9, 1978.9),
-              (141 * GB, 4800, 450), "NVIDIA H200 datasheet", 9.0),
-        _chip("h20", ("NVIDIA H20",), (148, 148, 74, 296, 296), (96 * GB, 4000, 450),
-              "NVIDIA H20 datasheet", 9.0),
-        _chip("h100", ("NVIDIA H100 80GB HBM3",), (989.4, 989.4, 494.7, 1978.9, 1978.9),
-              (80 * GB, 3350, 450), "NVIDIA H100 datasheet", 9.0),
-        _chip("h100-pcie", ("NVIDIA H100 PCIe",), (756, 756, 378, 1513, 1513), (80 * GB, 2000, 64),
-              "NVIDIA H100 datasheet; linked by PCIe", 9.0),
-        _chip("h100-nvl", ("NVIDIA H100 NVL", "NVIDIA H200 NVL"),
-              (835.5, 835.5, 417.8, 1671, 1671), (94 * GB, 3900, 300),
-              "NVIDIA H100 and H200 NVL datasheets, memory of the H100", 9.0),
-        _chip("gh200", ("NVIDIA GH200 480GB",), (989.4, 989.4, 494.7, 1978.9, 1978.9),
-              (96 * GB, 4000, 450), "NVIDIA GH200 datasheet", 9.0),
-        _chip("a100", ("NVIDIA A100-SXM4-80GB",), (312, 312, 156, 624, None), (80 * GB, 2039, 300),
-              "NVIDIA A100 datasheet", 8.0),
-        _chip("a100-40", ("NVIDIA A100-SXM4-40GB",), (312, 312, 156, 624, None),
-              (40 * GB, 1555, 300), "NVIDIA A100 datasheet", 8.0),
-        _chip("a100-pcie", ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
-              (312, 312, 156, 624, None), (40 * GB, 1555, 32),
-              "NVIDIA A100 datasheet, memory of the smaller; linked by PCIe", 8.0),
-        _chip("mi300x", ("AMD Instinct MI300X", "AMD Instinct MI300X OAM"),
-              (1307.4, 1307.4, 163.4, 2614.9, 2614.9), (192 * GB, 5300, 448),
-              "AMD Instinct MI300X datasheet; float32 without TF32"),
-        _chip("l40s", ("NVIDIA L40S",), (362, 362, 183, 733, 733), (48 * GB, 864, 32),
-              "NVIDIA L40S datasheet; linked by PCIe", 8.9),
-        _chip("l4", ("NVIDIA L4",), (121, 121, 60, 242, 242), (24 * GB, 300, 32),
-              "NVIDIA L4 datasheet; linked by PCIe", 8.9),
-        _chip("a10", ("NVIDIA A10",), (125, 125, 62.5, 250, None), (24 * GB, 600, 32),
-              "NVIDIA A10 datasheet; linked by PCIe", 8.6),
-        _chip("a10g", ("NVIDIA A10G",), (70, 70, 35, 140, None), (24 * GB, 600, 32),
-              "NVIDIA A10G datasheet; linked by PCIe", 8.6),
-        _chip("a6000", ("NVIDIA RTX A6000",), (154.8, 154.8, 77.4, 309.7, None),
-              (48 * GB, 768, 32), "NVIDIA RTX A6000 datasheet; linked by PCIe", 8.6),
-        _chip("rtx5090", ("NVIDIA GeForce RTX 5090",), (209.5, 209.5, 104.8, 838, 419),
-              (32 * GB, 1792, 64),
-              "NVIDIA RTX Blackwell architecture paper, sums in float32; linked by PCIe", 12.0),
-        _chip("rtx4090", ("NVIDIA GeForce RTX 4090",), (165.2, 165.2, 82.6, 660.6, 330.3),
-              (24 * GB, 1008, 32),
-              "NVIDIA Ada architecture paper, sums in float32; linked by PCIe", 8.9),
-        _chip("rtx3090", ("NVIDIA GeForce RTX 3090",), (71, 71, 35.6, 284, None),
-              (24 * GB, 936, 32),
-              "NVIDIA GA102 architecture paper, sums in float32; linked by PCIe", 8.6),
-        _chip("v100", ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"),
-              (None, 125, 15.7, None, None), (16 * GB, 900, 150),
-              "NVIDIA V100 datasheet, memory of the smaller", 7.0),
-        _chip("t4", ("Tesla T4",), (None, 65, 8.1, 130, None), (16 * GB, 320, 16),
-              "NVIDIA T4 datasheet; linked by PCIe", 7.5),
-    )
-}
-# fmt: on
+with open(Path(__file__).with_suffix(".csv"), encoding="utf-8", newline="") as _file:
+    CHIPS = {row["name"]: _chip(row) for row in csv.DictReader(_file)}
 _OF_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.kinds}
 
 
@@ -246,7 +175,6 @@ def tpu_slice(name: str, *, flag: str) -> Machine:
 
 
 _SMALLEST = next(iter(SLICES))
-_UNITS = {"MB": 10**6, "GB": GB, "MIB": 2**20, "GIB": GIB}
 
 
 def _bytes(memory: str) -> int:

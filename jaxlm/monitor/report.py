@@ -17,22 +17,7 @@ from jaxlm.monitor import formatting, sinks
 from jaxlm.monitor.plots import MAPS, PLOTS
 from jaxlm.monitor.sinks import FIGURES, Record, Shape
 
-STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; --good: #1a7f37; --bad: #cf222e; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { margin-bottom: 0; } h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding: .3rem 0; }
-th, td { text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; }
-td.number, th.number { text-align: right; } tr.ours { font-weight: 600; color: var(--good); }
-tr.worse, p.worse { font-weight: 600; color: var(--bad); }
-pre { background: var(--soft); padding: .7rem; overflow-x: auto; white-space: pre-wrap;
-  overflow-wrap: anywhere; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
-.plots img { width: 100%; border-radius: 4px; } .scroll { overflow-x: auto; margin: 1rem 0; }
-.soft { opacity: .7; }
-"""
+STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")  # also used by corpus
 
 MAX_DEPTH = 20  # levels of a JSON file that get rows of their own
 SAMPLES: Shape = {"step": sinks.is_step, "prompt": sinks.is_text, "text": sinks.is_text}

@@ -34,9 +34,7 @@ class AppendFile:
       path: path of the file.
       make_room: called if the disk is full, once in a write, before the rest is tried again.
 
-    Raises:
-      SaveFailed: if the disk is full.
-      NotWritable: if the file cannot be opened or written for another reason.
+    Raises SaveFailed if the disk is full, NotWritable if the file is not writable.
     """
 
     def __init__(
@@ -84,9 +82,7 @@ class Jsonl:
     Floats are written with all digits. JSON has no infinity: a number that is not finite is
     written as null and its name added to `not_finite`.
 
-    Raises:
-      SaveFailed: if the disk is full.
-      NotWritable: if the file cannot be opened or written for another reason.
+    Raises SaveFailed if the disk is full, NotWritable if the file is not writable.
     """
 
     def __init__(
@@ -144,9 +140,7 @@ def read_json(path: Path) -> Any:
 def replace(target: Path, content: bytes) -> None:
     """Replace a file atomically; the new contents are on the disk when this returns.
 
-    Raises:
-      SaveFailed: if the disk is full; the old file stays.
-      NotWritable: if the file cannot be written for another reason; the old file stays.
+    On failure the old file stays. Raises SaveFailed if the disk is full, else NotWritable.
     """
     try:
         disk.replace(target, content)
