@@ -1,46 +1,161 @@
-"""The metadata of a GGUF as the config.json that transformers would have, and the other way. Free of JAX."""
+"""Names of tensors and settings in GGUF and in Hugging Face folders, both ways. Free of JAX.
 
+llama.cpp's rotary embedding pairs neighboring dimensions (interleaved), transformers' pairs the
+halves of a head, so some architectures store the rows of queries and keys in another order. And
+Gemma's norm scales are stored here with the 1 added that transformers adds.
+"""
+
+import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jaxlm.checkpoint.gguf_names import ARCHITECTURES, Architecture
 from jaxlm.core.errors import DataError
 from jaxlm.models.families import rope
 from jaxlm.models.families.hub import MAX_NESTING, Attributes
 from jaxlm.nn.rotary import Llama3Scaling, Rope
 
+LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+THEIR_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+SANDWICH = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+ROUTER = "ffn_gate_inp.weight"
+MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{e}.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.{e}.w2",
+    "ffn_up_exps": "block_sparse_moe.experts.{e}.w3",
+}
+QWEN_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{e}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{e}.up_proj",
+    "ffn_down_exps": "mlp.experts.{e}.down_proj",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """An architecture of llama.cpp: transformers' model_type, and the tensors of a layer."""
+
+    model_type: str
+    layer: dict[str, str]
+    is_interleaved: bool = False
+    counts_from_zero: bool = False  # norm scales include the 1 that Gemma adds in transformers
+
+    def theirs(self, name: str) -> str:
+        """Return the Hugging Face name, with {e} for the expert; unknown names stay unchanged."""
+        match = LAYER.fullmatch(name)
+        if match is None:
+            return OUTSIDE.get(name, name)
+        layer, stem, kind = match.groups()
+        return f"model.layers.{layer}.{self.layer[stem]}.{kind}" if stem in self.layer else name
+
+    def own(self, theirs: str) -> tuple[str, int] | None:
+        """Return llama.cpp's name of a Hugging Face tensor and its expert (0), or None."""
+        match = THEIR_LAYER.fullmatch(theirs)
+        if match is None:
+            name = next((name for name, each in OUTSIDE.items() if each == theirs), None)
+            return None if name is None else (name, 0)
+        layer, stem, kind = match.groups()
+        expert = EXPERT.search(stem)
+        stem = EXPERT.sub(".experts.{e}.", stem)
+        name = next((name for name, each in self.layer.items() if each == stem), None)
+        return (
+            None
+            if name is None
+            else (f"blk.{layer}.{name}.{kind}", int(expert[1]) if expert else 0)
+        )
+
+    def rotated(self, name: str) -> str | None:
+        """Return "q" or "k" if the tensor's rows are queries or keys in another order."""
+        match = LAYER.fullmatch(name) if self.is_interleaved else None
+        return match[2][-1] if match is not None and match[2] in ("attn_q", "attn_k") else None
+
+    def is_scale(self, name: str) -> bool:
+        """Return True if the tensor is a norm scale that includes Gemma's 1."""
+        return self.counts_from_zero and name.endswith("norm.weight")
+
+    def is_exact(self, name: str, dimensions: int) -> bool:
+        """Return True if llama.cpp requires float32: vectors, and the router of experts."""
+        return dimensions == 1 or name.endswith(ROUTER)
+
+
+LLAMA = ATTENTION | NORMS | MLP
+GEMMA2 = ATTENTION | SANDWICH | MLP
+ARCHITECTURES = {
+    "llama": Architecture(model_type="llama", layer=LLAMA, is_interleaved=True),
+    "llama with experts": Architecture(
+        model_type="mixtral", layer=ATTENTION | NORMS | MIXTRAL, is_interleaved=True
+    ),
+    "qwen2": Architecture(model_type="qwen2", layer=LLAMA),
+    "qwen3": Architecture(model_type="qwen3", layer=LLAMA),
+    "qwen3moe": Architecture(model_type="qwen3_moe", layer=ATTENTION | NORMS | QWEN_EXPERTS),
+    "gemma": Architecture(model_type="gemma", layer=LLAMA, counts_from_zero=True),
+    "gemma2": Architecture(model_type="gemma2", layer=GEMMA2, counts_from_zero=True),
+    "gemma3": Architecture(model_type="gemma3_text", layer=GEMMA2, counts_from_zero=True),
+}
+
+
+def named_after(model_type: str) -> str | None:
+    """Return the name here of the architecture for a model_type of transformers; else None.
+
+    A Mistral is a Llama in llama.cpp, except for its window, which a file cannot state.
+    """
+    target = "llama" if model_type == "mistral" else model_type
+    return next((name for name, each in ARCHITECTURES.items() if each.model_type == target), None)
+
+
 WHAT = "a GGUF's metadata"
-# What does not change what the model computes; the tokenizer's own are read with the tokenizer.
+# Keys that do not change the model's computation; the tokenizer's are read with the tokenizer.
 NEUTRAL = ("general.", "tokenizer.", "quantize.", "imatrix.", "mradermacher.")
-LARGEST_SIZES = {
-    "gemma2": 46,
-    "gemma3": 62,
-}  # layers of the sizes that scale scores by width / heads
+# Layers of the sizes that scale attention scores by width / heads.
+LARGEST_SIZES = {"gemma2": 46, "gemma3": 62}
 
 
 def architecture(metadata: Mapping[str, Any], where: str) -> Architecture:
-    """What llama.cpp calls the model's architecture. Raises DataError where it is none of those known."""
+    """Return the architecture that the metadata names. Raises DataError if it is unknown."""
     name = metadata.get("general.architecture")
     if metadata.get("general.type", "model") != "model" or metadata.get("split.count", 1) not in (
         0,
         1,
     ):
         raise DataError(
-            "a GGUF is not a whole model",
+            "a GGUF is not a complete model",
             where=where,
-            why="it is a part of one, or what changes one",
-            fix="make one file of several with llama-gguf-split --merge",
+            why="the file is one part of a split model, or an adapter",
+            fix="merge the parts of a split model with llama-gguf-split --merge",
         )
     if name == "llama" and metadata.get("llama.expert_count"):
         name = "llama with experts"
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise DataError(
-            f"a GGUF of the architecture {name!r:.60} is not known",
+            f"GGUF architecture {name!r:.60} is not known",
             where=where,
             why=f"known are {', '.join(each for each in ARCHITECTURES if ' ' not in each)}",
-            fix="import the folder that it was converted from: more families are read from folders",
+            fix="import the folder that the GGUF was converted from: folders support more families",
         )
     return ARCHITECTURES[name]
 
@@ -53,111 +168,115 @@ def attributes(
     is_tied: bool,
     frequencies: np.ndarray | None,
 ) -> dict[str, Any]:
-    """The attributes of config.json.
+    """Convert the metadata to the attributes of config.json.
 
     Args:
-      metadata: of the file.
-      where: for errors.
+      metadata: metadata of the file.
+      where: the file's name in errors.
       vocab: rows of the embedding.
-      is_tied: there is no other matrix for the logits.
-      frequencies: what rotary frequencies are divided by, float32 [head_dim / 2], where the file says.
+      is_tied: whether the file has no output matrix of its own.
+      frequencies: divisors of the rotary frequencies, float32 [head_dim / 2], if the file has them.
 
     Raises:
-      DataError: with everything that is missing, or that is there and not understood.
+      DataError: listing everything that is missing or not understood.
     """
-    found = architecture(metadata, where)
+    arch = architecture(metadata, where)
     prefix = f"{metadata['general.architecture']}."
-    own = {key.removeprefix(prefix): value for key, value in metadata.items() if not key.startswith(NEUTRAL)}  # fmt: skip
-    given = Attributes(own, where, what=WHAT)
-    given.ignore("vocab_size", "split.count", "split.no", "split.tensors.count")
-    heads, width = given.get("attention.head_count"), given.get("embedding_length")
-    depth = given.get("block_count", most=MAX_NESTING)
-    size = given.get("attention.key_length", max(1, width // heads))
-    given.expect("attention.value_length", size)
-    given.expect("rope.dimension_count", size)
-    theta = given.get("rope.freq_base", 10_000.0, kind=float)
-    context = given.get("context_length")
+    settings = {
+        key.removeprefix(prefix): value
+        for key, value in metadata.items()
+        if not key.startswith(NEUTRAL)
+    }
+    reader = Attributes(settings, where, what=WHAT)
+    reader.ignore("vocab_size", "split.count", "split.no", "split.tensors.count")
+    heads, width = reader.get("attention.head_count"), reader.get("embedding_length")
+    depth = reader.get("block_count", most=MAX_NESTING)
+    size = reader.get("attention.key_length", max(1, width // heads))
+    reader.expect("attention.value_length", size)
+    reader.expect("rope.dimension_count", size)
+    theta = reader.get("rope.freq_base", 10_000.0, kind=float)
+    context = reader.get("context_length")
     config: dict[str, Any] = {
-        "model_type": found.model_type,
+        "model_type": arch.model_type,
         "vocab_size": vocab,
         "hidden_size": width,
         "num_hidden_layers": depth,
-        "intermediate_size": given.get("feed_forward_length", width),
+        "intermediate_size": reader.get("feed_forward_length", width),
         "num_attention_heads": heads,
-        "num_key_value_heads": given.get("attention.head_count_kv", heads),
+        "num_key_value_heads": reader.get("attention.head_count_kv", heads),
         "head_dim": size,
         "max_position_embeddings": context,
-        "rms_norm_eps": given.get("attention.layer_norm_rms_epsilon", kind=float),
+        "rms_norm_eps": reader.get("attention.layer_norm_rms_epsilon", kind=float),
         "rope_theta": theta,
-        "rope_scaling": _scaling(given, context, theta, size, frequencies),
+        "rope_scaling": _scaling(reader, context, theta, size, frequencies),
         "tie_word_embeddings": is_tied,
     }
-    if found.model_type in ("mixtral", "qwen3_moe"):
-        config |= _experts(given, found.model_type)
-    if found.model_type in ("gemma2", "gemma3_text"):
-        given.ignore("attention.sliding_window_pattern")
+    if arch.model_type in ("mixtral", "qwen3_moe"):
+        config |= _experts(reader, arch.model_type)
+    if arch.model_type in ("gemma2", "gemma3_text"):
+        reader.ignore("attention.sliding_window_pattern")
         is_largest = LARGEST_SIZES[prefix[:-1]] == depth
         config |= {
-            "sliding_window": given.get("attention.sliding_window", 4096),
+            "sliding_window": reader.get("attention.sliding_window", 4096),
             "query_pre_attn_scalar": width // heads if is_largest else size,
-            "attn_logit_softcapping": given.get("attn_logit_softcapping", None, kind=float),
-            "final_logit_softcapping": given.get("final_logit_softcapping", None, kind=float),
+            "attn_logit_softcapping": reader.get("attn_logit_softcapping", None, kind=float),
+            "final_logit_softcapping": reader.get("final_logit_softcapping", None, kind=float),
         }
-    if found.model_type == "gemma3_text":
-        config["rope_local_base_freq"] = given.get("rope.freq_base_swa", 10_000.0, kind=float)
-    given.check()
+    if arch.model_type == "gemma3_text":
+        config["rope_local_base_freq"] = reader.get("rope.freq_base_swa", 10_000.0, kind=float)
+    reader.check()
     return config
 
 
-def _experts(given: Attributes, kind: str) -> dict[str, Any]:
-    count, used = given.get("expert_count"), given.get("expert_used_count")
+def _experts(reader: Attributes, kind: str) -> dict[str, Any]:
+    count, used = reader.get("expert_count"), reader.get("expert_used_count")
     if kind == "mixtral":
         return {"num_local_experts": count, "num_experts_per_tok": used}
-    given.expect("expert_gating_func", 1)  # softmax
+    reader.expect("expert_gating_func", 1)  # softmax
     return {
         "num_experts": count,
         "num_experts_per_tok": used,
-        "moe_intermediate_size": given.get("expert_feed_forward_length"),
+        "moe_intermediate_size": reader.get("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
 
 
 def _scaling(
-    given: Attributes, context: int, theta: float, size: int, frequencies: np.ndarray | None
+    reader: Attributes, context: int, theta: float, size: int, frequencies: np.ndarray | None
 ) -> dict[str, Any] | None:
-    """How rotary positions are stretched, as config.json says it."""
-    given.ignore("rope.scaling.finetuned")
-    kind = given.get("rope.scaling.type", "none", kind=str)
-    given.expect("rope.scaling.attn_factor", 1.0)
+    """Return the rope_scaling of config.json."""
+    reader.ignore("rope.scaling.finetuned")
+    kind = reader.get("rope.scaling.type", "none", kind=str)
+    reader.expect("rope.scaling.attn_factor", 1.0)
     if frequencies is not None:
-        given.expect("rope.scaling.type", "none")
-        return _blended(given, theta, size, frequencies)
+        reader.expect("rope.scaling.type", "none")
+        return _blended(reader, theta, size, frequencies)
     if kind == "none":
-        given.expect("rope.scaling.factor", 1.0, 0.0)
+        reader.expect("rope.scaling.factor", 1.0, 0.0)
         return None
-    found: dict[str, Any] = {
+    scaling: dict[str, Any] = {
         "rope_type": kind,
-        "factor": given.get("rope.scaling.factor", kind=float),
+        "factor": reader.get("rope.scaling.factor", kind=float),
     }
-    original = given.get("rope.scaling.original_context_length", context)
-    given.expect("rope.scaling.type", "linear", "yarn")
+    original = reader.get("rope.scaling.original_context_length", context)
+    reader.expect("rope.scaling.type", "linear", "yarn")
     if kind == "yarn":
-        found["original_max_position_embeddings"] = original
+        scaling["original_max_position_embeddings"] = original
         for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            found[ours] = given.get(f"rope.scaling.{theirs}", None, kind=float)
-    return found
+            scaling[ours] = reader.get(f"rope.scaling.{theirs}", None, kind=float)
+    return scaling
 
 
 def _blended(
-    given: Attributes, theta: float, size: int, frequencies: np.ndarray
+    reader: Attributes, theta: float, size: int, frequencies: np.ndarray
 ) -> dict[str, Any] | None:
-    """Llama 3.1's scaling, of which a file holds only what each frequency is divided by.
+    """Return Llama 3.1's rope scaling; a file holds only the divisor of each frequency.
 
-    What low frequencies are divided by is the largest. Contexts, and the turns that are low and high, only count by their
-    ratios, so with turns of 1 and 4 the context is looked for.
+    The largest divisor is that of the low frequencies. Context lengths and the low and high factors
+    matter only by their ratios, so with factors 1 and 4 the original context length is searched.
     """
     if theta <= 1 or frequencies.shape != (size // 2,):
-        given.note(f"rope_freqs.weight has the shape {list(frequencies.shape)}, and heads {size}")
+        reader.note(f"rope_freqs.weight has the shape {list(frequencies.shape)}, and heads {size}")
         return None
     factor = float(frequencies.max(initial=1.0))
     for original in (2**power for power in range(4, 24)):
@@ -171,17 +290,17 @@ def _blended(
                 "high_freq_factor": scaling.high,
                 "original_max_position_embeddings": original,
             }
-    given.note("rope_freqs.weight divides rotary frequencies by what is not Llama 3.1's scaling")
+    reader.note("rope_freqs.weight holds divisors that are not Llama 3.1's scaling")
     return None
 
 
 def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What `attributes` reads the attributes of a config.json from, by the name of the architecture.
+    """Convert the attributes of a config.json to metadata; the inverse of `attributes`.
 
-    Attributes that a file has no place for are left out: what is read back says which.
+    Attributes that a file cannot state are left out; reading the metadata back shows which.
     """
     size, experts = config["head_dim"], config.get("num_local_experts", config.get("num_experts"))
-    own = {
+    settings = {
         "vocab_size": config["vocab_size"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
@@ -204,7 +323,7 @@ def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     }
     scaling = config.get("rope_scaling") or {}
     if (kind := scaling.get("rope_type")) in ("linear", "yarn"):
-        own |= {
+        settings |= {
             "rope.scaling.type": kind,
             "rope.scaling.factor": scaling["factor"],
             "rope.scaling.original_context_length": scaling.get("original_max_position_embeddings"),
@@ -213,13 +332,16 @@ def metadata(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         }
     prefix = name.partition(" ")[0]
     return {"general.architecture": prefix} | {
-        f"{prefix}.{key}": value for key, value in own.items() if value is not None
+        f"{prefix}.{key}": value for key, value in settings.items() if value is not None
     }
 
 
 def frequencies(config: Mapping[str, Any]) -> np.ndarray | None:
-    """What rotary frequencies are divided by, float32 [head_dim / 2], where a file says it as a tensor: Llama 3.1's scaling."""
-    found = rope.read(Attributes(config, "GGUF"))
-    if not isinstance(found.scaling, Llama3Scaling):
+    """Return Llama 3.1's divisors of the rotary frequencies, float32 [head_dim / 2], or None.
+
+    A file stores them as a tensor.
+    """
+    rotary = rope.read(Attributes(config, "GGUF"))
+    if not isinstance(rotary.scaling, Llama3Scaling):
         return None
-    return (1 / np.array(found.factors(config["head_dim"]))).astype(np.float32)
+    return (1 / np.array(rotary.factors(config["head_dim"]))).astype(np.float32)

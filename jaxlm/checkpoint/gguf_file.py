@@ -1,4 +1,8 @@
-"""A file in llama.cpp's format, GGUF: what its header says, and the numbers of a tensor row by row. Free of JAX.
+"""Reader of GGUF, the file format of llama.cpp: its header, and rows of its tensors.
+
+`gguf.GGUFReader` is not used: it is an optional package that plain files do not need, trusts counts
+and offsets of the header, and makes several arrays for each string of a vocabulary. Here every
+count is checked against the bytes left before anything is allocated. Free of JAX.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -18,64 +22,54 @@ from jaxlm.core.errors import DataError, InputMissing, not_installed
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-LARGEST_HEADER = 512 * 2**20  # bytes; those of the largest vocabularies take a fiftieth of it
-MOST_DIMENSIONS = 4
-CHUNK = 2**22  # numbers that are dequantised at a time
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # fmt: skip
+MAX_HEADER_BYTES = 512 * 2**20  # bytes; the largest vocabularies take a fiftieth
+MAX_DIMENSIONS = 4
+CHUNK = 2**22  # numbers dequantized at a time
+SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # struct format by type
 STRING, ARRAY = 8, 9
 
 
 class Storage(NamedTuple):
-    """How numbers are kept: so many of them in a block of so many bytes."""
+    """Storage format: `numbers` values in a block of `bytes` bytes."""
 
     name: str
     numbers: int
     bytes: int
 
 
-PLAIN = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+# fmt: off
 STORAGES = {
-    0: Storage("F32", 1, 4),
-    1: Storage("F16", 1, 2),
-    2: Storage("Q4_0", 32, 18),
-    3: Storage("Q4_1", 32, 20),
-    6: Storage("Q5_0", 32, 22),
-    7: Storage("Q5_1", 32, 24),
-    8: Storage("Q8_0", 32, 34),
-    10: Storage("Q2_K", 256, 84),
-    11: Storage("Q3_K", 256, 110),
-    12: Storage("Q4_K", 256, 144),
-    13: Storage("Q5_K", 256, 176),
+    0: Storage("F32", 1, 4), 1: Storage("F16", 1, 2), 30: Storage("BF16", 1, 2),
+    2: Storage("Q4_0", 32, 18), 3: Storage("Q4_1", 32, 20), 6: Storage("Q5_0", 32, 22),
+    7: Storage("Q5_1", 32, 24), 8: Storage("Q8_0", 32, 34), 10: Storage("Q2_K", 256, 84),
+    11: Storage("Q3_K", 256, 110), 12: Storage("Q4_K", 256, 144), 13: Storage("Q5_K", 256, 176),
     14: Storage("Q6_K", 256, 210),
-    30: Storage("BF16", 1, 2),
 }
+# fmt: on
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of the file."""
 
-    shape: tuple[int, ...]  # the last dimension is that of a row, which lies together
+    shape: tuple[int, ...]  # the last dimension is contiguous
     storage: Storage
-    start: int  # byte of the file
+    start: int  # byte offset in the file
 
     @property
     def row_bytes(self) -> int:
-        """Of the last dimension."""
+        """Return the bytes of one row, the last dimension."""
         return self.shape[-1] // self.storage.numbers * self.storage.bytes
 
 
-class File:
-    """The metadata and the tensors of a file; of the tensors nothing is read before it is asked for.
+class GGUFFile:
+    """Metadata and tensor locations of a file; tensor data is read only on request.
 
-    `unread` are the tensors whose numbers are kept in a way that is not known here, with the number of that way and the shape.
+    `unread` maps tensors in an unknown storage format to the format's number and the shape.
 
     Raises:
-      InputMissing: where there is no such file.
-      DataError: where the header is damaged, says what cannot be, or tensors do not lie in the file, each by itself.
+      InputMissing: if there is no such file.
+      DataError: if the header is damaged or impossible, or tensors overlap or exceed the file.
     """
 
     def __init__(self, path: Path):
@@ -84,31 +78,32 @@ class File:
             raise InputMissing(
                 f"there is no file {path}",
                 where="--from",
-                why="a name that ends in .gguf is one file",
+                why="a name that ends in .gguf is a file",
                 fix="find . -name '*.gguf'",
             )
         self._size = path.stat().st_size
         if not self._size:
             raise self._damaged("it is empty")
         with path.open("rb") as file:
-            most = min(self._size, LARGEST_HEADER)
+            most = min(self._size, MAX_HEADER_BYTES)
             self._header = mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ)
         self._at = 0
         self.metadata: dict[str, Any] = {}
-        self.tensors: dict[str, Entry] = {}
+        self.tensors: dict[str, TensorEntry] = {}
         self.unread: dict[str, tuple[int, tuple[int, ...]]] = {}
         try:
             self._read()
         except (struct.error, UnicodeDecodeError, IndexError) as error:
-            raise self._damaged(f"it ends, or is no text, at byte {self._at:,}: {error}") from error
+            why = f"it ends early or holds invalid text at byte {self._at:,}: {error}"
+            raise self._damaged(why) from error
         del self._header
 
     def rows(
-        self, entry: Entry, rows: np.ndarray | slice, columns: slice = slice(None)
+        self, entry: TensorEntry, rows: np.ndarray | slice, columns: slice = slice(None)
     ) -> np.ndarray:
-        """Some rows of a tensor, all of its first dimensions as one, and columns next to each other of them.
+        """Return rows of a tensor (all first dimensions as one), and adjacent columns of them.
 
-        float32 where it is quantised: then the blocks that hold something of them are read, and no others.
+        Quantized tensors become float32; only the blocks that overlap the columns are read.
         """
         count = math.prod(entry.shape[:-1])
         whole = np.memmap(
@@ -125,9 +120,9 @@ class File:
         within = slice(start - begin * numbers, stop - begin * numbers)
         step = max(1, CHUNK // max(1, (end - begin) * numbers))
         for first in range(0, len(part), step):
-            at = slice(first, first + step)
-            blocks = np.ascontiguousarray(whole[part[at], inside])
-            out[at] = _dequantised(blocks, name, self.path)[:, within]
+            chunk = slice(first, first + step)
+            blocks = np.ascontiguousarray(whole[part[chunk], inside])
+            out[chunk] = _dequantize(blocks, name, self.path)[:, within]
         return out
 
     def _read(self) -> None:
@@ -137,24 +132,22 @@ class File:
         version, tensors, pairs = self._take("IQQ")
         if version not in VERSIONS:
             swapped = struct.unpack(">I", struct.pack("<I", version))[0]
-            raise self._damaged(
-                "its numbers are big-endian"
-                if swapped in VERSIONS
-                else f"its version is {version}, and {' and '.join(map(str, VERSIONS))} are read"
-            )
+            versions = " and ".join(map(str, VERSIONS))
+            why = f"its version is {version}, and {versions} are read"
+            raise self._damaged("its numbers are big-endian" if swapped in VERSIONS else why)
         self._room(tensors, 24, "tensors")
         self._room(pairs, 13, "settings")
         for _ in range(pairs):
             name, (kind,) = self._string(), self._take("I")
             if name in self.metadata:
-                raise self._damaged(f"{name!r:.80} is said twice")
+                raise self._damaged(f"{name!r:.80} is set twice")
             self.metadata[name] = self._value(kind, name)
         self._locate(list(self._infos(tensors)))
 
     def _infos(self, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
         for _ in range(count):
             name, (dimensions,) = self._string(), self._take("I")
-            if not 1 <= dimensions <= MOST_DIMENSIONS:
+            if not 1 <= dimensions <= MAX_DIMENSIONS:
                 raise self._damaged(f"{name!r:.80} has {dimensions:,} dimensions")
             shape = self._take("Q" * dimensions)[::-1]
             kind, offset = self._take("IQ")
@@ -163,80 +156,80 @@ class File:
     def _locate(self, infos: list[tuple[str, tuple[int, ...], int, int]]) -> None:
         step = self.metadata.get("general.alignment", 32)
         if not isinstance(step, int) or step < 1 or step & (step - 1):
-            raise self._damaged(f"general.alignment is {step!r:.40}, and no power of two")
+            raise self._damaged(f"general.alignment is {step!r:.40}, not a power of two")
         data = -(-self._at // step) * step
         taken: list[tuple[int, int, str]] = []
         for name, shape, kind, offset in infos:
             if name in self.tensors or name in self.unread:
-                raise self._damaged(f"{name!r:.80} is there twice")
+                raise self._damaged(f"{name!r:.80} occurs twice")
             if kind not in STORAGES:
                 self.unread[name] = kind, shape
                 continue
             storage = STORAGES[kind]
             if 0 in shape or shape[-1] % storage.numbers:
                 raise self._damaged(f"{name!r:.80} has the shape {list(shape)} in {storage.name}")
-            entry = Entry(shape, storage, data + offset)
+            entry = TensorEntry(shape, storage, data + offset)
             end = entry.start + math.prod(shape[:-1]) * entry.row_bytes
             if offset % step or end > self._size:
                 raise self._damaged(
-                    f"{name!r:.80} would lie from byte {entry.start:,} to {end:,} of {self._size:,}"
+                    f"{name!r:.80} would span bytes {entry.start:,} to {end:,} of {self._size:,}"
                 )
             taken.append((entry.start, end, name))
             self.tensors[name] = entry
         taken.sort()
         for (_, end, one), (start, _, other) in itertools.pairwise(taken):
             if start < end:
-                raise self._damaged(f"{one!r:.80} and {other!r:.80} lie on each other")
+                raise self._damaged(f"{one!r:.80} and {other!r:.80} overlap")
 
     def _value(self, kind: int, name: str) -> Any:
         if kind in SCALARS:
-            (found,) = self._take(SCALARS[kind])
-            # 1e-5 was rounded to float32 when it was written: as text of that precision it is 1e-5 again.
-            return float(str(np.float32(found))) if SCALARS[kind] == "f" else found
+            (value,) = self._take(SCALARS[kind])
+            # A float32 is read by its shortest decimal, so that 1e-5 is 1e-5 again.
+            return float(str(np.float32(value))) if SCALARS[kind] == "f" else value
         if kind == STRING:
             return self._string()
         if kind != ARRAY:
-            raise self._damaged(f"{name!r:.80} is of the type {kind}, which there is not")
+            raise self._damaged(f"{name!r:.80} has the unknown type {kind}")
         inner, count = self._take("IQ")
         if inner == STRING:
             self._room(count, 8, name)
             return [self._string() for _ in range(count)]
         if inner not in SCALARS:
-            raise self._damaged(f"{name!r:.80} is a list of the type {inner}, which is not read")
+            raise self._damaged(f"{name!r:.80} is a list of type {inner}, which is not supported")
         size = struct.calcsize(f"<{SCALARS[inner]}")
         self._room(count, size, name)
-        found = np.frombuffer(self._header, np.dtype(f"<{SCALARS[inner]}"), count, self._at)
+        value = np.frombuffer(self._header, np.dtype(f"<{SCALARS[inner]}"), count, self._at)
         self._at += count * size
-        return found.tolist()
+        return value.tolist()
 
     def _take(self, form: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(f"<{form}", self._header, self._at)
+        values = struct.unpack_from(f"<{form}", self._header, self._at)
         self._at += struct.calcsize(f"<{form}")
-        return found
+        return values
 
     def _string(self) -> str:
         (size,) = self._take("Q")
         self._room(size, 1, "bytes of a text")
-        found = self._header[self._at : self._at + size].decode()
+        text = self._header[self._at : self._at + size].decode()
         self._at += size
-        return found
+        return text
 
     def _room(self, count: int, size: int, what: str) -> None:
-        """Refuses a count of things of at least this size that the rest of the header cannot hold."""
+        """Raise DataError if `count` items of `size` bytes or more exceed the header."""
         left = len(self._header) - self._at
         if count * size > left:
-            raise self._damaged(f"it says {count:,} {what!s:.80}, and {left:,} bytes are left")
+            raise self._damaged(f"it claims {count:,} {what!s:.80}, but {left:,} bytes are left")
 
     def _damaged(self, why: str) -> DataError:
         return DataError(
-            "a file is not a whole GGUF",
+            "a file is not a complete GGUF",
             where=str(self.path),
             why=why,
             fix="download the file again",
         )
 
 
-def _dequantised(rows: np.ndarray, name: str, path: Path) -> np.ndarray:
+def _dequantize(rows: np.ndarray, name: str, path: Path) -> np.ndarray:
     """float32 [rows, numbers] of uint8 [rows, bytes]."""
     try:
         import gguf

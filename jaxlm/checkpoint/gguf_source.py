@@ -1,4 +1,4 @@
-"""A GGUF read as if it were a folder of Hugging Face: the same names, shapes and order of numbers. Free of JAX."""
+"""A GGUF read like a Hugging Face folder: same names, shapes and order of numbers. Free of JAX."""
 
 import contextlib
 import json
@@ -9,37 +9,37 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.checkpoint import gguf_config
-from jaxlm.checkpoint.gguf_file import PLAIN, Entry, File
-from jaxlm.checkpoint.gguf_names import Architecture
+from jaxlm.checkpoint.gguf_config import Architecture
+from jaxlm.checkpoint.gguf_file import PLAIN, GGUFFile, TensorEntry
+from jaxlm.checkpoint.hub_folder import damaged
 from jaxlm.checkpoint.hub_tensors import Slices
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data.vocabularies import gguf_tokens
 
-MAX_EXPERTS = 10_000  # of a layer; each has tensors of its own there
-FREQUENCIES = (
-    "rope_freqs.weight"  # a table that follows from the settings, as transformers keeps it
-)
+MAX_EXPERTS = 10_000  # of a layer; each becomes tensors of its own
+# A table of rotary divisors; transformers keeps the settings that it is derived from.
+FREQUENCIES = "rope_freqs.weight"
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor of Hugging Face's lies: a tensor of the file, or the part of one expert."""
+    """Location of a Hugging Face tensor: a tensor of the file, or one expert's part of it."""
 
     name: str
-    entry: Entry
+    entry: TensorEntry
     expert: int | None
 
 
 class Gguf:
-    """The model of one file; `path` is the file.
+    """The model in one GGUF file.
 
     Raises:
-      InputMissing: where there is no such file.
-      DataError: where it is damaged, of an architecture that is not known, or says what is not understood.
+      InputMissing: if there is no such file.
+      DataError: if the file is damaged, its architecture unknown, or a setting not understood.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self._file = File(path)
+        self._file = GGUFFile(path)
         metadata, tensors = self._file.metadata, self._file.tensors
         self._architecture: Architecture = gguf_config.architecture(metadata, str(path))
         table = tensors.get("token_embd.weight")
@@ -47,7 +47,7 @@ class Gguf:
             raise DataError(
                 "a GGUF has no token_embd.weight",
                 where=str(path),
-                why=f"it has {len(tensors)} tensors, and a model has that one",
+                why=f"none of its {len(tensors)} tensors is the embedding",
                 fix="find . -name '*.gguf'",
             )
         turned = tensors.get(FREQUENCIES)
@@ -69,64 +69,60 @@ class Gguf:
             self._beside["generation_config.json"] = _json({"eos_token_id": ends})
 
     def has(self, name: str) -> bool:
-        """Whether a folder would have such a file."""
+        """Return True if an equivalent folder would have the file."""
         return name in self._beside
 
     def read(self, name: str, largest: int) -> bytes:
-        """The file that a folder would have. Raises InputMissing, DataError where it is too large."""
+        """Return the file of an equivalent folder. Raises InputMissing, DataError if too large."""
         if name not in self._beside:
             raise InputMissing(
                 f"there is no {name} in a GGUF",
                 where=str(self.path),
-                why=f"it gives {', '.join(self._beside)}",
-                fix="import the folder that it was converted from",
+                why=f"a GGUF provides {', '.join(self._beside)}",
+                fix="import the folder that the GGUF was converted from",
             )
         if (size := len(self._beside[name])) > largest:
-            raise DataError(
-                f"{name} is too large",
-                where=str(self.path),
-                why=f"it has {size:,} bytes, and {largest:,} are allowed",
-                fix="fetch the file again where it came from",
-            )
+            why = f"it has {size:,} bytes, and {largest:,} are allowed"
+            raise damaged(f"{name} is too large", self.path, why, "file")
         return self._beside[name]
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The same as an object."""
+        """Return the JSON object in such a file."""
         return json.loads(self.read(name, 2**31))
 
-    def files(self, beside: Sequence[str]) -> list[Path]:
-        """The file, which holds everything."""
+    def files(self, others: Sequence[str]) -> list[Path]:
+        """Return the file, which holds everything."""
         return [self.path]
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The dtype and the shape of every tensor, by Hugging Face's name; what is quantised is read as F32."""
-        found: dict[str, tuple[str, tuple[int, ...]]] = {
+        """Return dtype and shape of every tensor by HF name; quantized tensors are read as F32."""
+        tensors: dict[str, tuple[str, tuple[int, ...]]] = {
             name: (
                 each.entry.storage.name if each.entry.storage.name in PLAIN else "F32",
                 each.entry.shape[each.expert is not None :],
             )
             for name, each in self._theirs.items()
         }
-        return found | {
+        return tensors | {
             self._architecture.theirs(name): (f"GGML's {kind}", shape)
             for name, (kind, shape) in self._file.unread.items()
         }
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Callable[[str, Slices], np.ndarray]]:
-        """What reads a part of a tensor: of the rows that are asked for, the blocks with those columns are dequantised."""
+        """Yield a function that reads a slice; only blocks that overlap it are dequantized."""
         yield self._fetch
 
     def _fetch(self, name: str, within: Slices) -> np.ndarray:
-        own, entry, expert = self._theirs[name]
+        gguf_name, entry, expert = self._theirs[name]
         if len(entry.shape) == 1:
-            (found,) = self._file.rows(entry, slice(None))
-            part = found[within[0]]
-            return part - np.ones_like(part) if self._architecture.is_scale(own) else part
+            (values,) = self._file.rows(entry, slice(None))
+            part = values[within[0]]
+            return part - np.ones_like(part) if self._architecture.is_scale(gguf_name) else part
         rows, columns = within
         count = entry.shape[-2]
         places = np.arange(count)
-        if (kind := self._architecture.rotated(own)) is not None:
+        if (kind := self._architecture.rotated(gguf_name)) is not None:
             heads = self.config["num_attention_heads" if kind == "q" else "num_key_value_heads"]
             # Row (h, i, half) of the file is row (h, half, i) of transformers.
             places = places.reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -1,4 +1,4 @@
-"""A model in llama.cpp's format, GGUF, written tensor by tensor. Free of JAX."""
+"""Writer of GGUF, the file format of llama.cpp, tensor by tensor. Free of JAX."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,34 +8,34 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxlm.checkpoint import gguf_config
-from jaxlm.checkpoint.gguf_names import ARCHITECTURES, named_after
+from jaxlm.checkpoint.gguf_config import ARCHITECTURES, named_after
 from jaxlm.checkpoint.gguf_source import FREQUENCIES
 from jaxlm.checkpoint.hub_tensors import HFTensor, round_to_dtype
 from jaxlm.core.errors import not_installed
 
-FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # as llama.cpp counts them
+FILE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 32}  # llama.cpp's numbers
 STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-class Written(NamedTuple):
+class GGUFTensor(NamedTuple):
     """One tensor of the file."""
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[HFTensor, ...]  # those of the experts, in their order, or the one
+    parts: tuple[HFTensor, ...]  # the experts in their order, or one tensor
     dtype: np.dtype
 
 
-class Plan:
-    """What a file of a model will hold, and how exactly.
+class GGUFPlan:
+    """Contents of a GGUF of a model.
 
     Args:
-      attributes: of the model's config.json.
-      tensors: of a folder of Hugging Face.
-      dtype: of the matrices: float32, bfloat16 or float16.
+      attributes: the model's config.json.
+      tensors: the tensors of a Hugging Face folder.
+      dtype: dtype of the matrices: float32, bfloat16 or float16.
 
     Raises:
-      ValueError: where llama.cpp has no such architecture, or it no such tensor; with the reason.
+      ValueError: with the reason, if llama.cpp lacks the architecture or one of its tensors.
     """
 
     def __init__(self, attributes: Mapping[str, Any], tensors: Sequence[HFTensor], dtype: np.dtype):
@@ -49,11 +49,11 @@ class Plan:
         self.tensors = list(self._placed(tensors))
 
     def metadata(self) -> dict[str, Any]:
-        """What the file says of the model; of its tokenizer nothing."""
+        """Return the metadata of the model, without its tokenizer's."""
         return gguf_config.metadata(self.attributes, self.name)
 
     def read_back(self) -> dict[str, Any]:
-        """The attributes of config.json that a reader of the metadata finds: fewer where a file cannot say them."""
+        """Return the config.json that a reader of the metadata gets; a file cannot state all."""
         return gguf_config.attributes(
             self.metadata(),
             "GGUF",
@@ -62,14 +62,14 @@ class Plan:
             frequencies=self.frequencies,
         )
 
-    def held(self) -> dict[str, Callable[[Any], Any]]:
-        """For each leaf of ours, by path, what of its numbers the file holds: a function of an array, of NumPy or of JAX."""
+    def roundings(self) -> dict[str, Callable[[Any], Any]]:
+        """Return for each leaf, by path, a function that rounds an array as the file does."""
 
-        def counted(leaf: Any) -> Any:
+        def rounded_scale(leaf: Any) -> Any:
             return (leaf.astype(np.float32) + 1) - 1
 
         return {
-            part.path: counted
+            part.path: rounded_scale
             if self.architecture.is_scale(each.name)
             else round_to_dtype(each.dtype)
             for each in self.tensors
@@ -84,17 +84,17 @@ class Plan:
         tokenizer: Mapping[str, Any],
         title: str,
     ) -> None:
-        """Writes the file; one tensor, or a layer's experts, is in memory at a time.
+        """Write the file; one tensor, or the experts of a layer, is in memory at a time.
 
         Args:
-          path: of the file.
-          array: the numbers of a tensor of Hugging Face's.
+          path: path of the file.
+          array: returns the numbers of a Hugging Face tensor.
           tokenizer: metadata of the tokenizer.
           title: the model's name.
 
         Raises:
-          InputMissing: where the package that writes is not installed.
-          OSError: where the file cannot be written.
+          InputMissing: if the package `gguf` is not installed.
+          OSError: if the file cannot be written.
         """
         gguf = library(path)
         settings = {**self.metadata(), **tokenizer}
@@ -115,38 +115,40 @@ class Plan:
                 writer.write_tensor_data(self.frequencies)
             for each in self.tensors:
                 numbers = [self._numbers(each, theirs, array(theirs)) for theirs in each.parts]
-                # As bytes: the library knows no bfloat16.
+                # Written as bytes: the library does not support bfloat16.
                 writer.write_tensor_data(np.concatenate(numbers).view(np.uint8))
         finally:
             writer.close()
 
-    def _numbers(self, tensor: Written, theirs: HFTensor, found: np.ndarray) -> np.ndarray:
-        """A tensor of Hugging Face's in the order and by the count of llama.cpp, flat."""
+    def _numbers(self, tensor: GGUFTensor, theirs: HFTensor, array: np.ndarray) -> np.ndarray:
+        """Return a Hugging Face tensor in llama.cpp's order and scale convention, flat."""
         kind = self.architecture.rotated(tensor.name)
         if kind is not None:
             heads = self.attributes["num_attention_heads" if kind == "q" else "num_key_value_heads"]
-            found = found.reshape(heads, 2, -1, *found.shape[1:]).swapaxes(1, 2)
+            array = array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2)
         if self.architecture.is_scale(tensor.name):
-            found = found.astype(np.float32) + 1
-        return np.ascontiguousarray(found.astype(tensor.dtype)).reshape(-1)
+            array = array.astype(np.float32) + 1
+        return np.ascontiguousarray(array.astype(tensor.dtype)).reshape(-1)
 
-    def _placed(self, tensors: Sequence[HFTensor]) -> Iterator[Written]:
+    def _placed(self, tensors: Sequence[HFTensor]) -> Iterator[GGUFTensor]:
         parts: dict[str, dict[int, HFTensor]] = defaultdict(dict)
         for theirs in tensors:
-            found = self.architecture.own(theirs.name)
-            if found is None or (len(theirs.shape) == 1 and self.architecture.rotated(found[0])):
-                raise ValueError(f"it has {theirs.name}, which a file has no name for")
-            parts[found[0]][found[1]] = theirs
-        for name, own in parts.items():
-            first, is_stacked = own[0], len(own) > 1 or name.endswith("_exps.weight")
-            shape = (len(own), *first.shape) if is_stacked else first.shape
+            placement = self.architecture.own(theirs.name)
+            if placement is None or (
+                len(theirs.shape) == 1 and self.architecture.rotated(placement[0])
+            ):
+                raise ValueError(f"llama.cpp has no name for its tensor {theirs.name}")
+            parts[placement[0]][placement[1]] = theirs
+        for name, experts in parts.items():
+            first, is_stacked = experts[0], len(experts) > 1 or name.endswith("_exps.weight")
+            shape = (len(experts), *first.shape) if is_stacked else first.shape
             is_exact = self.architecture.is_exact(name, len(shape))
             dtype = np.dtype(np.float32) if is_exact else self.dtype
-            yield Written(name, shape, tuple(own[i] for i in range(len(own))), dtype)
+            yield GGUFTensor(name, shape, tuple(experts[i] for i in range(len(experts))), dtype)
 
 
 def library(where: Path) -> Any:
-    """The package `gguf`. Raises InputMissing where it is not installed."""
+    """Return the package `gguf`. Raises InputMissing if it is not installed."""
     try:
         import gguf
     except ImportError as error:
@@ -161,7 +163,7 @@ def _declare(gguf: Any, writer: Any, name: str, shape: tuple[int, ...], dtype: n
 
 
 def _add(gguf: Any, writer: Any, key: str, value: Any) -> None:
-    """A setting in the type that llama.cpp reads it in."""
+    """Add a setting with the type that llama.cpp expects."""
     kinds = gguf.GGUFValueType
     if isinstance(value, list):
         writer.add_array(key, value)

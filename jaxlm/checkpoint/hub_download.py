@@ -1,6 +1,8 @@
-"""A model of the Hugging Face Hub by its name: the files that an import reads, and no others. Free of JAX.
+"""Download of a model from the Hugging Face Hub: the files that an import reads, and no others.
 
-What is fetched lies in the library's own cache, so that a download that broke off goes on, and other programs share it.
+Files are fetched into the library's own cache, so a broken download resumes, and other programs
+share it. `huggingface_hub.snapshot_download(allow_patterns=...)` is not used: it reports no bytes
+of a single file, and config.json is checked here before anything large is requested. Free of JAX.
 """
 
 import contextlib
@@ -15,91 +17,98 @@ from jaxlm.core.errors import CommandError, InputMissing, JaxlmError, not_instal
 from jaxlm.monitor import formatting
 
 PREFIX = "hf:"
-ANSWER_SECONDS = 10  # that the hub has to answer a question in
+ANSWER_SECONDS = 10  # timeout of a request to the hub
 _NAME = re.compile(r"hf:(?P<model>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
 
 Show = Callable[[str, int, int], None]
 
 
-class Fetched(NamedTuple):
-    """A model's folder, and the name with the commit that it holds."""
+class FetchedModel(NamedTuple):
+    """A model's folder, and the name with its commit."""
 
     path: Path
     origin: str
 
 
-def fetched(
+def fetch_model(
     name: str,
-    beside: Collection[str],
+    others: Collection[str],
     *,
     check: Callable[[dict[str, Any], str], object],
     say: Callable[[str], None] = lambda _: None,
     show: Show = lambda what, done, total: None,
-) -> Fetched:
-    """Fetches the safetensors of `hf:org/name[@revision]`, their index, and the files of `beside`, where the model has them.
+) -> FetchedModel:
+    """Fetch the safetensors files of `hf:org/name[@revision]`, their index, and other files.
 
-    Only files at the top of the model are looked at; pickles and code are never fetched. `check(config, where)` sees
-    config.json before anything large is asked for, and raises what is wrong with it. `show(file, done, total)` is told bytes.
+    Only files at the top level of the model are considered; pickles and code are never fetched.
+    Progress is printed by `say`.
+
+    Args:
+      name: the name of the model.
+      others: names of files to fetch as well, if the model has them.
+      check: called as (config, where) with config.json before anything large is fetched; raises
+        what is wrong with it.
+      show: called as (file, bytes done, bytes in total).
 
     Raises:
-      CommandError: where the name is none.
-      InputMissing: where the hub cannot be reached, does not know the model or does not give it, or it has no safetensors.
+      CommandError: if the name is malformed.
+      InputMissing: if the hub is unreachable, refuses or lacks the model, or the model has no
+        safetensors.
     """
     model = _Model(name, show)
-    found = model.listed()
-    sizes = {each.rfilename: each.size or 0 for each in found.siblings or ()}
-    wanted = sorted(file for file in sizes if file in beside or _is_ranks(file))
+    info = model.listed()
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+    extras = sorted(file for file in sizes if file in others or _is_top(file, ".tiktoken"))
     weights = _weights(name, sizes)
     if "config.json" in sizes:
-        config = model.download("config.json", found.sha)
+        config = model.download("config.json", info.sha)
         check(parsed_object(config.read_bytes(), str(config)), str(config))
     if weights == [INDEX]:
-        index = parsed_object(model.download(INDEX, found.sha).read_bytes(), INDEX)
-        named = index.get("weight_map")
-        named = set(named.values()) if isinstance(named, dict) else set()
-        weights += sorted(file for file in sizes if file in named and _is_tensors(file))
-    files = [*wanted, *weights]
-    origin = f"{PREFIX}{model.name}@{found.sha}"
+        index = parsed_object(model.download(INDEX, info.sha).read_bytes(), INDEX)
+        shards = index.get("weight_map")
+        shards = set(shards.values()) if isinstance(shards, dict) else set()
+        weights += sorted(
+            file for file in sizes if file in shards and _is_top(file, ".safetensors")
+        )
+    files = [*extras, *weights]
+    origin = f"{PREFIX}{model.name}@{info.sha}"
     say(f"{origin}: {len(files)} files, {formatting.size(sum(sizes[file] for file in files))}")
     for number, file in enumerate(files, 1):
         say(f"fetching {file}, {formatting.size(sizes[file])} ({number} of {len(files)})")
-        path = model.download(file, found.sha)
-    return Fetched(path.parent, origin)
+        path = model.download(file, info.sha)
+    return FetchedModel(path.parent, origin)
 
 
 class _Model:
-    """A model of the hub, and what the library says about it in our words."""
+    """A model of the hub; errors of the library are raised as errors of four parts."""
 
-    def __init__(self, given: str, show: Show):
-        match = _NAME.fullmatch(given)
+    def __init__(self, source: str, show: Show):
+        match = _NAME.fullmatch(source)
         if match is None:
-            raise _misnamed(given)
+            raise _misnamed(source)
         try:
             import huggingface_hub
         except ImportError as error:
             raise not_installed(
-                "fetching a model by its name", "huggingface_hub", "hub", where=f"--from={given}"
+                "fetching a model by its name", "huggingface_hub", "hub", where=f"--from={source}"
             ) from error
         self.name, self._revision = match["model"], match["revision"]
-        self._given, self._show = given, show
+        self._given, self._show = source, show
         self._hub = huggingface_hub.HfApi(library_name="jaxlm")
 
     def listed(self) -> Any:
-        """The library's ModelInfo: commit and files, with their sizes."""
+        """Return the library's ModelInfo: commit, and files with their sizes."""
         with self._asked():
             return self._hub.model_info(
                 self.name, revision=self._revision, files_metadata=True, timeout=ANSWER_SECONDS
             )
 
     def download(self, file: str, commit: str) -> Path:
-        """Where the file lies in the cache, fetched if it was not there."""
+        """Return the file's path in the cache, after fetching it if it was missing."""
         with self._asked():
+            bar, limit = _silent_bar(file, self._show), ANSWER_SECONDS
             path = self._hub.hf_hub_download(
-                self.name,
-                file,
-                revision=commit,
-                etag_timeout=ANSWER_SECONDS,
-                tqdm_class=_silent_bar(file, self._show),
+                self.name, file, revision=commit, etag_timeout=limit, tqdm_class=bar
             )
         return Path(path)
 
@@ -107,15 +116,15 @@ class _Model:
     def _asked(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # the library's own, of its HTTP client, of files
+        except Exception as error:  # of the library, of its HTTP client, of the file system
             raise _refused(self._given, self.name, self._revision, error) from error
 
 
 def _silent_bar(file: str, show: Show) -> type:
-    """A progress bar for the library, which draws nothing and tells `show`."""
+    """Return a progress bar class for the library that draws nothing and calls `show`."""
     from huggingface_hub.utils.tqdm import tqdm
 
-    class Told(tqdm):
+    class SilentBar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs | {"disable": True})
             self.done, self.all = kwargs.get("initial") or 0, kwargs.get("total") or 0
@@ -124,20 +133,17 @@ def _silent_bar(file: str, show: Show) -> type:
             self.done += n or 0
             show(file, int(self.done), int(self.all))
 
-    return Told
+    return SilentBar
 
 
-def _is_tensors(file: str) -> bool:
-    return file.endswith(".safetensors") and "/" not in file
-
-
-def _is_ranks(file: str) -> bool:
-    return file.endswith(".tiktoken") and "/" not in file
+def _is_top(file: str, suffix: str) -> bool:
+    """Return True if a file is at the top of the model and ends in `suffix`."""
+    return file.endswith(suffix) and "/" not in file
 
 
 def _weights(name: str, sizes: dict[str, int]) -> list[str]:
-    """The index, or the one file of safetensors, as a folder that is read has them."""
-    tensors = [file for file in sizes if _is_tensors(file)]
+    """Return the index, or the one safetensors file, as `hub_folder.Folder` expects them."""
+    tensors = [file for file in sizes if _is_top(file, ".safetensors")]
     for file in (INDEX, WHOLE, *(tensors if len(tensors) == 1 else ())):
         if file in sizes:
             return [file]
@@ -151,7 +157,7 @@ def _weights(name: str, sizes: dict[str, int]) -> list[str]:
     raise InputMissing(
         "the model has no safetensors",
         where=f"--from={name}",
-        why=f"{', '.join(pickles[:3])} may hold code that would be run, and is not fetched"
+        why=f"{', '.join(pickles[:3])} may run code when opened, and are not fetched"
         if pickles
         else f"it has {', '.join(sorted(files or sizes)[:5]) or 'no files'}",
         fix=fix,
@@ -164,38 +170,37 @@ def _by_hand(what: str, revision: str | None) -> str:
 
 def _misnamed(name: str) -> CommandError:
     return CommandError(
-        "this is no name of a model on the Hugging Face Hub",
+        "the name of a Hugging Face model is malformed",
         where=f"--from={name}",
-        why="it is hf:ORG/NAME, and @REVISION behind it where one is wanted",
+        why="the form is hf:ORG/NAME, or hf:ORG/NAME@REVISION",
         fix="look for its name on https://huggingface.co/models",
     )
 
 
 def _refused(name: str, model: str, revision: str | None, error: Exception) -> JaxlmError:
-    """What the library says, in four parts."""
+    """Return the error of the library as one with four parts."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.HFValidationError):
         return _misnamed(name)
-    kept = model.rpartition("/")[2]
-    elsewhere = f"where the hub can be reached: {_by_hand(model, revision)} --local-dir={kept}\nhere: --from={kept}"
-    why = f"{type(error).__name__}: {(str(error).strip() or 'no more is said').splitlines()[0]}"
+    folder, hub = model.rpartition("/")[2], constants.ENDPOINT
+    elsewhere = (
+        f"on a machine that reaches the hub: {_by_hand(model, revision)} --local-dir={folder}\n"
+        f"here: --from={folder}"
+    )
+    why = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
     if isinstance(error, errors.GatedRepoError):
-        what = f"{model} is only given to those who have accepted its terms"
-        why, fix = (
-            "the hub does not know you, or that you have accepted them",
-            f"accept them on {constants.ENDPOINT}/{model}, then: hf auth login\n{elsewhere}",
-        )
+        what = f"{model} is only given to users who have accepted its terms"
+        why = "you are not logged in, or have not accepted the terms"
+        fix = f"accept them on {hub}/{model}, then: hf auth login\n{elsewhere}"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        what = f"the hub has no model {model}, or it is private"
-        why, fix = (
-            f"{constants.ENDPOINT} does not give it",
-            f"look for its name on {constants.ENDPOINT}/models; of a private one: hf auth login\n{elsewhere}",
-        )
+        what = f"the hub has no model {model}, or the model is private"
+        why = f"{hub} does not list it"
+        fix = f"look for its name on {hub}/models; if private: hf auth login\n{elsewhere}"
     elif isinstance(error, errors.RevisionNotFoundError):
         what = f"{model} has no revision {revision}"
-        fix = f"look for its branches and tags on {constants.ENDPOINT}/{model}/tree/main"
-        why = "it is a branch, a tag or a commit"
+        fix = f"look for its branches and tags on {hub}/{model}/tree/main"
+        why = "a revision is a branch, a tag or a commit"
     else:
-        what, fix = f"{model} cannot be fetched from {constants.ENDPOINT}", elsewhere
+        what, fix = f"{model} cannot be fetched from {hub}", elsewhere
     return InputMissing(what, where=f"--from={name}", why=why[:300], fix=fix)

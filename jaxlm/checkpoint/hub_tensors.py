@@ -1,4 +1,4 @@
-"""A model's tensors as a folder of Hugging Face has them, and as ours: which lies where, and the numbers of either. Free of JAX."""
+"""Mapping between the tensors of a Hugging Face folder and the leaves of our tree. Free of JAX."""
 
 import dataclasses
 import math
@@ -13,48 +13,48 @@ from jaxlm.models.cost.tensors import Place, Tensor, places
 from jaxlm.models.families.hub import Hub, TensorMapping, uncomputed
 
 Slices = tuple[slice, ...]
-# The part of a tensor in a file, by name: ([start:stop] of each dimension) -> array.
+# Reads a slice of a tensor by name: ([start:stop] of each dimension) -> array.
 Fetch = Callable[[str, Slices], np.ndarray]
 
 
 class MappedSlice(NamedTuple):
-    """Where one tensor of theirs, or a part of it, lies in a leaf of ours."""
+    """Position of one HF tensor, or of a part of it, in a leaf of our tree."""
 
     path: str
-    lead: tuple[int, ...]  # the layer in the leaf, and the expert
-    shape: tuple[int, ...]  # without these
-    ins: int  # dimensions of inputs
+    lead: tuple[int, ...]  # index of the layer in the leaf, and of the expert
+    shape: tuple[int, ...]  # without the leading dimensions
+    ins: int  # number of input dimensions
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Inputs and outputs, all dimensions of each as one."""
+        """Return the number of inputs and of outputs, each the product of its dimensions."""
         return math.prod(self.shape[: self.ins]), math.prod(self.shape[self.ins :])
 
 
 @dataclasses.dataclass(frozen=True)
 class HFTensor:
-    """One tensor of theirs, and the leaves of ours that lie side by side in it."""
+    """One tensor of a Hugging Face folder, and the leaves that are concatenated in it."""
 
     name: str
     layout: str
     parts: tuple[MappedSlice, ...]
-    is_exact: bool = False  # in float32, whatever the other tensors are in
+    is_exact: bool = False  # float32, regardless of the dtype of the other tensors
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape in the file."""
+        """Return the shape in the file."""
         ins = self.parts[0].sizes[0]
         outs = sum(part.sizes[1] for part in self.parts)
         if not self.parts[0].ins:
             return (outs,)
         return (ins, outs) if self.layout == "same" else (outs, ins)
 
-    def kept(self, dtype: np.dtype) -> np.dtype:
-        """Its dtype in a folder of this one."""
+    def file_dtype(self, dtype: np.dtype) -> np.dtype:
+        """Return the dtype in a folder whose tensors have `dtype`."""
         return np.dtype(np.float32) if self.is_exact else dtype
 
     def part(self, number: int, fetch: Fetch, within: Slices) -> np.ndarray:
-        """What lies `within` a part's dimensions, of which only the first of its inputs and of its outputs may be cut."""
+        """Return a slice of a part; only the first input and first output dimension may be cut."""
         part = self.parts[number]
         ins, outs = (
             _span(part.shape[: part.ins], within),
@@ -67,20 +67,20 @@ class HFTensor:
             sizes = [each.shape[-1] for each in self.parts]
             before, size, all_sizes = sum(sizes[:number]), sizes[number], sum(sizes)
             rows = slice(outs.start // size * all_sizes, outs.stop // size * all_sizes)
-            found = fetch(self.name, (rows, ins) if part.ins else (rows,))
-            heads = found.reshape(-1, all_sizes, *found.shape[1:])[:, before : before + size]
-            found = heads.reshape(-1, *found.shape[1:])
+            array = fetch(self.name, (rows, ins) if part.ins else (rows,))
+            heads = array.reshape(-1, all_sizes, *array.shape[1:])[:, before : before + size]
+            array = heads.reshape(-1, *array.shape[1:])
         else:
             before = sum(each.sizes[1] for each in self.parts[:number])
             outs = slice(outs.start + before, outs.stop + before)
             cut = (ins, outs) if self.layout == "same" else (outs, ins)
-            found = fetch(self.name, cut if part.ins else (outs,))
+            array = fetch(self.name, cut if part.ins else (outs,))
         if part.ins and self.layout != "same":
-            found = found.T
-        return found.reshape(shape)
+            array = array.T
+        return array.reshape(shape)
 
     def joined(self, leaf: Callable[[MappedSlice], np.ndarray]) -> np.ndarray:
-        """The tensor as the file has it, from what `leaf` gives for each part."""
+        """Return the tensor as the file has it; `leaf` returns the numbers of each part."""
         flat = []
         for part in self.parts:
             ins, outs = part.sizes
@@ -97,12 +97,12 @@ class HFTensor:
 
 
 def round_to_dtype(dtype: np.dtype) -> Callable[[Any], Any]:
-    """What a dtype holds of an array, of NumPy or of JAX, in the array's own: a function of it."""
+    """Return a function that rounds a NumPy or JAX array to `dtype` and keeps the array's dtype."""
     return lambda array: array.astype(dtype).astype(array.dtype)
 
 
 def _span(shape: tuple[int, ...], within: Slices) -> slice:
-    """The same cut where these dimensions are one. Only the first may be cut."""
+    """Return the same slice of the flattened dimensions; only the first may be cut."""
     if not shape:
         return slice(0, 1)
     cuts = [cut.indices(size) for cut, size in zip(within, shape, strict=False)]
@@ -112,48 +112,45 @@ def _span(shape: tuple[int, ...], within: Slices) -> slice:
 
 
 def layout(config: ModelConfig, hub: Hub) -> list[HFTensor]:
-    """Every tensor of theirs, in the order of layers.
+    """Return every HF tensor of a model, layer by layer.
 
     Raises:
-      ConfigError: where a leaf of ours has no name there.
+      ConfigError: if a leaf of ours has no HF name.
     """
     by_layer: dict[int | None, dict[str, Place]] = defaultdict(dict)
     for place in places(config):
         by_layer[place.layer][place.tensor.path] = place
-    found = []
-    for layer, own in by_layer.items():
-        left = set(own)
+    tensors = []
+    for layer, leaves in by_layer.items():
+        unmapped = set(leaves)
         for row in hub.rows:
             if row.is_of_layer == (layer is not None):
-                for name, parts in _matched(row, layer, own):
-                    found.append(HFTensor(name, row.layout, parts, row.is_exact))
-                    left -= set(row.param_path)
-        if left:
-            raise uncomputed(hub, f"it has no tensor for {', '.join(sorted(left))}")
-    return found
+                for name, parts in _matched(row, layer, leaves):
+                    tensors.append(HFTensor(name, row.layout, parts, row.is_exact))
+                    unmapped -= set(row.param_path)
+        if unmapped:
+            raise uncomputed(hub, f"it has no tensor for {', '.join(sorted(unmapped))}")
+    return tensors
 
 
 def _matched(
-    row: TensorMapping, layer: int | None, own: Mapping[str, Place]
+    row: TensorMapping, layer: int | None, leaves: Mapping[str, Place]
 ) -> Iterator[tuple[str, tuple[MappedSlice, ...]]]:
-    """The tensors of a row in a layer; none where the layer has no such leaves."""
+    """Yield the tensors of a mapping in a layer; none if the layer has no such leaves."""
     if not all(
-        path in own and _is_of_experts(own[path].tensor) == row.is_of_expert
+        path in leaves and _is_of_experts(leaves[path].tensor) == row.is_of_expert
         for path in row.param_path
     ):
         return
-    if row.without in own or not (row.beside is None or row.beside in own):
+    if row.without in leaves or not (row.beside is None or row.beside in leaves):
         return
-    tensors = [own[path] for path in row.param_path]
+    tensors = [leaves[path] for path in row.param_path]
     name = row.hf_name.replace("{i}", str(layer))
     if not row.is_of_expert:
         yield name, tuple(_part(place) for place in tensors)
         return
     for number in range(tensors[0].tensor.shape[0]):
-        yield (
-            name.replace("{e}", str(number)),
-            tuple(_part(place, number) for place in tensors),
-        )
+        yield (name.replace("{e}", str(number)), tuple(_part(place, number) for place in tensors))
 
 
 def _is_of_experts(tensor: Tensor) -> bool:
@@ -167,11 +164,11 @@ def _part(place: Place, *expert: int) -> MappedSlice:
 
 
 class Reader:
-    """Leaves of ours, whole or in part, from the tensors of a folder; of no more is read than is asked for.
+    """Reads leaves of our tree, whole or in part, from HF tensors; reads only what is requested.
 
     Args:
-      tensors: what `layout` gives.
-      fetch: reads from the folder.
+      tensors: result of `layout`.
+      fetch: reads a slice of a tensor of the folder.
     """
 
     def __init__(self, tensors: list[HFTensor], fetch: Fetch):
@@ -184,9 +181,10 @@ class Reader:
     def leaf(
         self, path: str, shape: tuple[int, ...], within: Slices, dtype: np.dtype
     ) -> np.ndarray:
-        """What lies `within` a leaf, tensor by tensor: beside the result, no more is held than the part of one of them.
+        """Return a slice of a leaf.
 
-        What is of one tensor alone is that part itself, where it has the dtype.
+        At most one tensor's part is in memory besides the result. If the slice comes from one
+        tensor alone and already has the dtype, it is returned without a copy.
         """
         sources = self._sources[path]
         lead = len(next(iter(sources)))
@@ -198,7 +196,9 @@ class Reader:
         )
         out = np.empty([stop - start for start, stop in zip(starts, stops, strict=True)], dtype)
         rest = tuple(slice(a, b) for a, b in zip(starts[lead:], stops[lead:], strict=True))
-        for at in np.ndindex(*out.shape[:lead]):
-            theirs, number = sources[tuple(a + first for a, first in zip(at, starts, strict=False))]
-            out[at] = theirs.part(number, self._fetch, rest)
+        for index in np.ndindex(*out.shape[:lead]):
+            theirs, number = sources[
+                tuple(a + first for a, first in zip(index, starts, strict=False))
+            ]
+            out[index] = theirs.part(number, self._fetch, rest)
         return out

@@ -1,8 +1,9 @@
-"""The record that makes a step a checkpoint: what it holds, and a digest of every file.
+"""The commit record of a checkpoint: its metadata, and a digest of every file.
 
-Orbax finds a damaged index, and restores a flipped bit in an array without a word. So each step carries `digests.json`
-with the size and sha256 of its files, and nothing is restored before they are compared. The record is written into the
-step's directory before Orbax gives that its final name: a step is committed with its record, or not at all.
+Orbax detects a damaged index, but restores an array with a flipped bit without an error. Each step
+therefore carries `digests.json` with the size and sha256 of its files, and nothing is restored
+before they are compared. The record is written into the step's directory before Orbax renames the
+directory to its final name: a step is committed together with its record or not at all.
 """
 
 import concurrent.futures
@@ -25,22 +26,22 @@ from jaxlm.core.errors import DataError
 NAME = "digests.json"
 FORMAT_VERSION = 1
 CHUNK_BYTES = 1 << 20
-SELF = '\n "self": "'  # what comes before the record's own digest
-THREADS = 4  # hashing lets go of the interpreter's lock
-# What Orbax names a process's own files: arrays in one folder, their layout in a file of another.
+SELF = '\n "self": "'  # precedes the record's own digest
+THREADS = 4  # hashing releases the GIL
+# Names that Orbax gives to one process's arrays (a folder) and to their layout (a file elsewhere).
 _OF_PROCESS = re.compile(r"(?:ocdbt\.)?process_(\d+)")
 
-Moved = Callable[[int], object]  # called with the bytes of each chunk that was read, by any thread
+OnBytes = Callable[[int], object]  # called from any thread with the size of each chunk read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is known of a committed step without reading its arrays.
+    """Description of a committed step that can be read without its arrays.
 
     Args:
       step: completed updates.
-      owner: the process that wrote it, by its fencing id.
-      loss_nats: the evaluation loss that ranks steps; None where this step was not evaluated.
+      owner: fencing id of the process that wrote the step.
+      loss_nats: evaluation loss that ranks steps; None if this step was not evaluated.
       healthy: whether no update was skipped shortly before.
       meta: the caller's JSON: cursor, config, fingerprints.
       files: path below the step's directory -> (bytes, sha256).
@@ -55,48 +56,51 @@ class Record:
     format_version: int = FORMAT_VERSION
 
     def text(self) -> str:
-        """The file: JSON whose last field hashes all before it, so that the record vouches for itself too."""
-        return signed(json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False))
+        """Return the file's JSON; its last field is the hash of everything before."""
+        return add_digest(json.dumps(dataclasses.asdict(self), indent=1, allow_nan=False))
 
 
-class OtherFormat(DataError):
-    """A record that is whole, and of a format that this jaxlm does not read."""
+class UnsupportedFormat(DataError):
+    """Error for an undamaged record whose format this jaxlm does not read."""
 
 
-def signed(text: str) -> str:
-    """An indented JSON object with one more field, `self`, that hashes all before it. Every format of the record has it."""
+def add_digest(text: str) -> str:
+    """Append the field `self` to an indented JSON object: the hash of everything before it.
+
+    Every format version of the record has this field.
+    """
     body = text.removesuffix("\n}")
     return f'{body},{SELF}{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n'
 
 
 def write(directory: epath.Path, record: Record) -> None:
-    """Writes the record into a step's directory, through to the disk."""
+    """Write the record into a step's directory and sync it to the disk."""
     (directory / NAME).write_text(record.text())
     for path in (directory / NAME, directory):
         disk.sync(path)
 
 
 def read(directory: epath.Path) -> Record:
-    """The record of a step.
+    """Read the record of a step.
 
-    Its own digest is compared before anything in it is believed: one changed bit makes another version of "1".
+    Its own digest is compared first: one flipped bit can turn version "1" into another version.
 
     Raises:
-      OtherFormat: where it is whole, and of another format.
-      DataError: where it is missing or damaged.
+      OtherFormat: if the record is undamaged but has another format.
+      DataError: if the record is missing or damaged.
     """
     try:
         text = (directory / NAME).read_bytes().decode()
-        if signed(text.rpartition(f",{SELF}")[0]) != text:
+        if add_digest(text.rpartition(f",{SELF}")[0]) != text:
             raise _damaged(directory, f"{NAME} does not match its own digest")
         values = json.loads(text)
-        found = values["format_version"]
-        if found != FORMAT_VERSION:
-            raise OtherFormat(
-                f"checkpoint {directory.name} has format {found}",
+        version = values["format_version"]
+        if version != FORMAT_VERSION:
+            raise UnsupportedFormat(
+                f"checkpoint {directory.name} has format {version}",
                 where=str(directory),
                 why=f"this jaxlm reads format {FORMAT_VERSION}",
-                fix="use the jaxlm version in environment.json beside the checkpoints",
+                fix="use the jaxlm version that the run's environment.json names",
             )
         del values["self"]
         files = {path: (size, digest) for path, (size, digest) in values.pop("files").items()}
@@ -112,27 +116,27 @@ def read(directory: epath.Path) -> Record:
 def digests(
     directory: epath.Path,
     is_wanted: Callable[[str], bool] = lambda path: True,
-    moved: Moved = lambda size: None,
+    moved: OnBytes = lambda size: None,
 ) -> dict[str, tuple[int, str]]:
     """Return size and sha256 of each wanted file below a step's directory, except the record."""
     paths = [path for path in _paths(directory) if is_wanted(path)]
-    found = of_files([directory / path for path in paths], moved)
-    return dict(zip(paths, found, strict=True))
+    hashes = hash_files([directory / path for path in paths], moved)
+    return dict(zip(paths, hashes, strict=True))
 
 
-def merged(
+def merge_digests(
     directory: epath.Path, parts: Sequence[Mapping[str, Sequence[Any]]]
 ) -> dict[str, tuple[int, str]]:
-    """Return the digests of all files of a step, of which each process hashed those that it wrote.
+    """Merge the digests of the processes of a run; each hashed the files that it wrote.
 
     Files that belong to no process, such as the merged index, are hashed here.
 
     Args:
-      directory: the step's directory, in which nothing is written any more.
+      directory: the step's directory, to which nothing is written anymore.
       parts: path -> (bytes, sha256) from each process.
 
     Raises:
-      RuntimeError: if a file of a process was hashed by none, or by two, or is not as it was when it was hashed.
+      RuntimeError: if a file of a process was hashed by no process or by two, or changed since.
     """
     files: dict[str, tuple[int, str]] = {}
     for part in parts:
@@ -147,36 +151,37 @@ def merged(
         if now != size:
             raise RuntimeError(f"{path} had {size} bytes when it was hashed and has {now} now")
     rest = set(_paths(directory)) - files.keys()
-    if nobody := [path for path in sorted(rest) if writer(path) is not None]:
-        raise RuntimeError(f"no process hashed {nobody[0]}")
+    if unhashed := [path for path in sorted(rest) if writer_process(path) is not None]:
+        raise RuntimeError(f"no process hashed {unhashed[0]}")
     return files | digests(directory, rest.__contains__)
 
 
-def writer(path: str) -> int | None:
-    """Return the index of the process that wrote a file, by its path below the step; None for a shared file."""
+def writer_process(path: str) -> int | None:
+    """Return the index of the process that wrote a file, by its path; None for a shared file."""
     matches = (_OF_PROCESS.fullmatch(part) for part in PurePosixPath(path).parts)
     return next((int(match[1]) for match in matches if match), None)
 
 
-def divided(files: Mapping[str, tuple[int, str]], count: int) -> list[list[str]]:
-    """Divide the files of a step between `count` processes, about the same number of bytes for each.
+def divide_files(files: Mapping[str, tuple[int, str]], count: int) -> list[list[str]]:
+    """Divide the files of a step between `count` processes, with about equal bytes for each.
 
-    A process gets the files that it wrote as far as that is even: on the same mesh it restores from them.
+    A process gets the files that it wrote if the division stays even: it restores from them on the
+    same mesh.
     """
     loads, parts = [0] * count, [[] for _ in range(count)]  # type: list[int], list[list[str]]
     fair = 1.1 * sum(size for size, _ in files.values()) / count
     for path, (size, _) in sorted(files.items(), key=lambda item: (-item[1][0], item[0])):
-        own = writer(path)
-        if own is None or own >= count or loads[own] + size > fair:
-            own = loads.index(min(loads))
-        loads[own] += size
-        parts[own].append(path)
+        process = writer_process(path)
+        if process is None or process >= count or loads[process] + size > fair:
+            process = loads.index(min(loads))
+        loads[process] += size
+        parts[process].append(path)
     return parts
 
 
-def of_files(paths: Iterable[Any], moved: Moved = lambda size: None) -> list[tuple[int, str]]:
-    """Return size and sha256 of each file, by paths of `pathlib` or `etils.epath`."""
-    over = threading.Event()  # a signal must not wait for the end of large files
+def hash_files(paths: Iterable[Any], moved: OnBytes = lambda size: None) -> list[tuple[int, str]]:
+    """Return size and sha256 of each file; paths are those of `pathlib` or `etils.epath`."""
+    over = threading.Event()  # a signal must not wait until large files are hashed
 
     def read(size: int) -> None:
         if over.is_set():
@@ -192,27 +197,27 @@ def of_files(paths: Iterable[Any], moved: Moved = lambda size: None) -> list[tup
 
 def problems(
     directory: epath.Path,
-    wanted: Mapping[str, tuple[int, str]],
-    moved: Moved = lambda size: None,
+    expected: Mapping[str, tuple[int, str]],
+    moved: OnBytes = lambda size: None,
 ) -> dict[str, str]:
-    """Return what is wrong with each wanted file of a step, by its path; empty if every byte is as it was written."""
+    """Return the problem of each file of a step that differs from the expected, by path."""
     wrong, same_size = {}, []
-    for path, (size, _) in wanted.items():
+    for path, (size, _) in expected.items():
         if not _is_inside(directory, path):
             wrong[path] = f"{path} is missing"
         elif (now := (directory / path).stat().length) != size:
             wrong[path] = f"{path} has {now} bytes instead of {size}"
         else:
             same_size.append(path)
-    found = of_files([directory / path for path in same_size], moved)
-    for path, (_, digest) in zip(same_size, found, strict=True):
-        if digest != wanted[path][1]:
+    hashes = hash_files([directory / path for path in same_size], moved)
+    for path, (_, digest) in zip(same_size, hashes, strict=True):
+        if digest != expected[path][1]:
             wrong[path] = f"{path} has other contents than were written"
     return wrong
 
 
 def _is_inside(directory: epath.Path, path: str) -> bool:
-    """Whether a path of a record names a file below the step's directory, and no link leads out of it."""
+    """Return True if a record's path names a file below the step's directory, through no link."""
     parts = PurePosixPath(path).parts
     if not parts or ".." in parts or PurePosixPath(path).is_absolute():
         return False
@@ -222,24 +227,18 @@ def _is_inside(directory: epath.Path, path: str) -> bool:
     return (directory / path).is_file()
 
 
-def _paths(directory: epath.Path) -> list[str]:
-    """The path of each file of a step below its directory, except the record."""
-    files = (path for path in _files(directory) if path.name != NAME)
-    return [path.relative_to(directory).as_posix() for path in files]
-
-
-def _files(directory: epath.Path) -> Iterator[epath.Path]:
-    """The files below a directory. A link is none: what it points to lies elsewhere and may change."""
+def _paths(directory: epath.Path, above: str = "") -> Iterator[str]:
+    """Yield the path of each file of a step, except the record and links: targets may change."""
     for path in sorted(directory.iterdir()):
         if os.path.islink(path):
             continue
         if path.is_dir():
-            yield from _files(path)
-        else:
-            yield path
+            yield from _paths(path, f"{above}{path.name}/")
+        elif path.name != NAME:
+            yield above + path.name
 
 
-def _digest(path: epath.Path, moved: Moved) -> tuple[int, str]:
+def _digest(path: epath.Path, moved: OnBytes) -> tuple[int, str]:
     size, digest = 0, hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

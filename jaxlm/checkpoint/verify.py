@@ -1,7 +1,8 @@
-"""Verification of checkpoints by all processes of a run: each hashes a part of the files.
+"""Verification of checkpoints by all processes of a run; each hashes a part of the files.
 
-The first process decides which step is verified and what follows from it. The others wait for a step, hash their part,
-send what is wrong with it, and wait for the next one, until the first process sends its decision.
+The first process decides which step is verified and what follows from the result. The others wait
+for a step, hash their part, send its problems, and wait for the next step, until the first process
+sends its decision.
 """
 
 import contextlib
@@ -14,10 +15,11 @@ from etils import epath
 
 from jaxlm.checkpoint import record as records
 from jaxlm.core.errors import DataError
-from jaxlm.monitor.progress import Lines
+from jaxlm.monitor.formatting import ProgressLines
 from jaxlm.parallel.peers import Peers
 
-# Of a wait for another process: `watch.verify` ends it much earlier, but not while any process still reads.
+# Timeout of a wait for another process. `watch.verify` ends a stalled wait much earlier, but not
+# while any process still reads.
 WAIT_SECONDS = 30 * 24 * 3600
 
 
@@ -25,10 +27,11 @@ class Verifier:
     """Compares size and sha256 of a step's files with its record.
 
     Args:
-      peers: the processes that share the work; None for this one alone.
-      phase: entered while `decide` runs.
-      moved: called whenever bytes were read, from any thread.
-      say: prints a line of progress, for what takes long.
+      peers: the processes that share the work; None for this process alone.
+      phase: context manager entered while `decide` runs.
+      moved: called from any thread whenever bytes were read.
+
+    If hashing takes long, `say` prints lines of progress.
     """
 
     def __init__(
@@ -43,9 +46,10 @@ class Verifier:
         self._phase, self._moved, self._say = phase, moved, say
 
     def decide(self, choose: Callable[[], Any]) -> Any:
-        """Return the answer of `choose`, which the first process calls, on all processes, as JSON keeps it.
+        """Return the result of `choose`, called by the first process, on all processes, as JSON.
 
-        In `choose` every call of `problems` is shared by all processes. Every process must call `decide` as many times.
+        In `choose` every call of `problems` is shared by all processes. Every process must call
+        `decide` equally often.
         """
         with self._phase():
             if self._peers.is_first:
@@ -56,42 +60,42 @@ class Verifier:
             return order["answer"]
 
     def problems(self, directory: epath.Path) -> list[str]:
-        """Return what is wrong with a step, a line each; empty if every byte is as it was written.
+        """Return the problems of a step, one line each; empty if every byte is as written.
 
-        With several processes only the first may call it, in `decide`.
+        In a run of several processes only the first may call it, inside `decide`.
 
         Raises:
-          DataError: if the record itself cannot be trusted.
+          DataError: if the record itself is missing or damaged.
         """
-        wanted = records.read(directory).files
+        files = records.read(directory).files
         self._share({"verify": str(directory)})
         parts = self._peers.gather("verified", self._part(directory), WAIT_SECONDS)
         wrong = {path: line for part in parts for path, line in part.items()}
-        return [wrong[path] for path in (records.NAME, *wanted) if path in wrong]
+        return [wrong[path] for path in (records.NAME, *files) if path in wrong]
 
     def _share(self, order: Any) -> Any:
         return self._peers.share("verification", order, WAIT_SECONDS)
 
     def _part(self, directory: epath.Path) -> dict[str, str]:
-        """What is wrong with this process's part of a step, by path."""
+        """Return the problems of this process's part of a step, by path."""
         peers = self._peers
         try:
             files = records.read(directory).files
         except DataError as error:  # the first process could read it
             return {records.NAME: f"process {peers.rank} cannot read it: {error.why}"}
-        part = records.divided(files, peers.count)[peers.rank]
-        wanted = {path: files[path] for path in part}
-        return records.problems(directory, wanted, self._progress(directory, wanted))
+        part = records.divide_files(files, peers.count)[peers.rank]
+        expected = {path: files[path] for path in part}
+        return records.problems(directory, expected, self._progress(directory, expected))
 
     def _progress(
-        self, directory: epath.Path, wanted: dict[str, tuple[int, str]]
+        self, directory: epath.Path, expected: dict[str, tuple[int, str]]
     ) -> Callable[[int], None]:
-        """A function that takes note of bytes that were read."""
-        total, count = sum(size for size, _ in wanted.values()), self._peers.count
+        """Return a function that counts bytes read and prints progress."""
+        total, count = sum(size for size, _ in expected.values()), self._peers.count
         what = f"verifying checkpoint {directory.name}"
         if count > 1:
             what += f", part {self._peers.rank + 1} of {count}"
-        lines, lock, read = Lines(self._say), threading.Lock(), 0
+        lines, lock, read = ProgressLines(self._say), threading.Lock(), 0
 
         def moved(size: int) -> None:
             nonlocal read

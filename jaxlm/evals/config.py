@@ -1,4 +1,4 @@
-"""Settings of the evaluation during and after training."""
+"""Settings of evaluation."""
 
 import dataclasses
 from typing import Literal
@@ -8,18 +8,20 @@ from jaxlm.core.config import Span, setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """How often, and on how much."""
+    """Interval and size of the evaluations during training."""
 
-    every: Span = setting(Span.parse("10%"), "how often the validation sets are evaluated")
+    every: Span = setting(Span.parse("10%"), "interval between evaluations")
     batch: int | Literal["auto"] = setting(
-        "auto", "rows evaluated at a time; auto is train.batch", unit="rows", low=1
+        "auto", "batch size of an evaluation; auto is train.batch", unit="rows", low=1
     )
     follow: str = setting(
         "auto",
-        "the validation set whose loss ranks checkpoints and counts for train.patience; auto is the first",
+        "validation set whose loss ranks checkpoints and counts for train.patience; "
+        "auto is the first",
     )
     batches: int | Literal["all"] = setting(
         "all",
-        "batches of each validation set while training, of rows that a fixed shuffle draws; the end takes all",
+        "batches of each validation set during training, drawn by a fixed shuffle; "
+        "the last evaluation uses all",
         low=1,
     )

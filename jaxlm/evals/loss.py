@@ -1,4 +1,4 @@
-"""Loss, perplexity, bits per byte, accuracy and calibration over a whole set."""
+"""Loss, perplexity, bits per byte, accuracy and calibration on a validation set."""
 
 import dataclasses
 import math
@@ -11,26 +11,65 @@ from jax import Array
 
 from jaxlm.core.errors import DataError
 from jaxlm.data.batch import Tokens
-from jaxlm.evals.calibration import Reliability, bin_sums
 from jaxlm.models.build import Model
 from jaxlm.objectives.loss import score
 
+BINS = 15
+
+
+def bin_sums(confidence: Array, correct: Array, weights: Array) -> Array:
+    """Return weight, weighted confidence and weighted accuracy of each bin, [3, BINS].
+
+    Bin i covers confidences in (i / BINS, (i + 1) / BINS].
+    """
+    index = jnp.clip(jnp.ceil(confidence.ravel() * BINS) - 1, 0, BINS - 1)
+    inside = (index[:, None] == jnp.arange(BINS, dtype=index.dtype)[None]).astype(jnp.float32)
+    weight = weights.ravel()
+    parts = jnp.stack([weight, weight * confidence.ravel(), weight * correct.ravel()])
+    return (parts[:, :, None] * inside[None]).sum(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reliability:
+    """The bins of a reliability diagram: token weight, mean confidence and accuracy of each."""
+
+    count: list[float]
+    confidence: list[float]
+    accuracy: list[float]
+
+    @classmethod
+    def of(cls, sums: np.ndarray) -> "Reliability":
+        """Compute the diagram from bin sums; an empty bin has confidence and accuracy 0."""
+        count, confidence, correct = np.asarray(sums, np.float64)
+        filled = np.maximum(count, 1e-300)
+        return cls(count.tolist(), (confidence / filled).tolist(), (correct / filled).tolist())
+
+    @property
+    def expected_error(self) -> float:
+        """Return the expected calibration error, sum_b (n_b / n) |accuracy_b - confidence_b|.
+
+        Source: Guo et al. 2017, arXiv:1706.04599, equation 5, with its 15 bins.
+        """
+        gaps = zip(self.count, self.confidence, self.accuracy, strict=True)
+        total = sum(self.count)
+        return sum(n * abs(accuracy - sure) for n, sure, accuracy in gaps) / total if total else 0.0
+
 
 class Sums(NamedTuple):
-    """Sums over one batch, on the device. Counts are exact: a batch has fewer than 2**24 tokens."""
+    """Sums over one batch, on the device. Counts are exact: a batch has under 2**24 tokens."""
 
     nll: Array
-    text_nll: Array  # of targets that stand for bytes: without the end of a document
+    text_nll: Array  # of targets that represent bytes, so without the end of a document
     weight: Array
     correct: Array
-    tokens: Array  # whose weight is above zero
-    bytes: Array  # that those stand for
+    tokens: Array  # number of targets with a weight above zero
+    bytes: Array  # bytes that these represent
     rows: Array  # see _row_sums
-    bins: Array  # see calibration.bin_sums
+    bins: Array  # see bin_sums
 
 
-class Prefix(NamedTuple):
-    """What a tokenizer puts in front of a text: `size` bytes, in the first token behind the id `after`."""
+class TokenizerPrefix(NamedTuple):
+    """Bytes that a tokenizer puts before a text: `size` bytes in the token after id `after`."""
 
     after: int
     size: int
@@ -41,15 +80,15 @@ def build(
     token_bytes: np.ndarray,
     *,
     chunk: int | None = None,
-    prefix: Prefix | None = None,
+    prefix: TokenizerPrefix | None = None,
 ) -> Callable[[Any, Tokens], Sums]:
     """Return the function (params, batch) -> Sums, to be jitted.
 
     Args:
       merge: makes the model of its parameters.
-      token_bytes: bytes that each id stands for, int [V].
+      token_bytes: bytes that each id represents, int [V].
       chunk: tokens whose logits are computed at a time, None for all.
-      prefix: bytes that are in a token but not in the text, which are not counted.
+      prefix: bytes of a token that are not in the text, and not counted.
     """
     table = np.asarray(token_bytes, np.int32)
 
@@ -90,20 +129,14 @@ def _row_sums(nll_b: Array, weight_b: Array) -> Array:
 
 def _moved(rows: np.ndarray, mean: float) -> np.ndarray:
     """Return the sums of `_row_sums` with another mean: e' = e + (m - mean) w."""
-    own, squares, products, weights = rows
-    shift = own - mean
-    return np.array(
-        [
-            mean,
-            squares + 2 * shift * products + shift**2 * weights,
-            products + shift * weights,
-            weights,
-        ]
-    )
+    old_mean, squares, products, weights = rows
+    shift = old_mean - mean
+    squares = squares + 2 * shift * products + shift**2 * weights
+    return np.array([mean, squares, products + shift * weights, weights])
 
 
 class Sample(NamedTuple):
-    """Rows that were evaluated, and how many they were drawn from."""
+    """Number of evaluated rows, and of the rows from which they were drawn."""
 
     rows: int
     of: int
@@ -111,7 +144,7 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EvalResult:
-    """Totals over a set, and what follows from them."""
+    """Totals over a set, and the metrics computed from them."""
 
     nll: float
     text_nll: float
@@ -125,11 +158,11 @@ class EvalResult:
 
     @property
     def loss_stderr(self) -> float | None:
-        """Return the standard error of the loss as that of all rows, nats; None if all were read.
+        """Return the standard error of the loss for all rows, nats; None if all were read.
 
-        Rows are drawn without replacement, n of N, and the loss is a ratio of sums over rows:
+        n of N rows are drawn without replacement, and the loss is a ratio of sums over rows:
         sqrt((1 - n/N) n/(n-1) sum_r (nll_r - loss w_r)^2) / sum_r w_r. Tokens of a row are not
-        taken for independent. One row has no spread: None.
+        assumed independent. A single row has no spread: None.
 
         Source: Cochran 1977, Sampling Techniques, 3rd edition, equation 6.9 (the ratio estimator).
         """
@@ -141,11 +174,11 @@ class EvalResult:
     def record(self) -> dict[str, float | int | None]:
         """Return the metrics under their public names.
 
-        `bits_per_byte` has the nll of every target in it, the end of each document as well, which
-        stands for no byte: what a coder needs to give documents back one by one.
-        `bits_per_byte_text` leaves out targets without bytes, as lm-evaluation-harness's rolling
-        log-likelihood and nanochat do. Both are None if no bytes are known; perplexity is None if
-        it overflows. `loss_stderr` is there if only a sample of the rows was read.
+        `bits_per_byte` counts the nll of every target, also of the end of each document, which
+        represents no byte: the cost of coding the documents one by one. `bits_per_byte_text` leaves
+        out targets without bytes, as lm-evaluation-harness's rolling log-likelihood and nanochat
+        do. Both are None if no bytes are known; perplexity is None if it overflows. `loss_stderr`
+        is present if only a sample of the rows was read.
         """
         loss = self.nll / self.weight
         bits = math.log(2) * self.bytes
@@ -169,10 +202,15 @@ def evaluate(
     put: Callable[[Tokens], Tokens],
     sample: Sample | None = None,
 ) -> EvalResult:
-    """Add the sums of all batches on the host in float64, so that the batch size does not matter.
+    """Add up the sums of all batches on the host in float64: the batch size does not matter.
 
-    `put` places a host batch on the devices. Each batch is fetched after the next has been
-    dispatched. `sample` says which part of the set the batches are.
+    Each batch is fetched after the next has been dispatched.
+
+    Args:
+      step: computes the sums of a batch.
+      batches: batches of the set, on the host.
+      put: places a batch on the devices.
+      sample: part of the set that the batches are; None for the whole set.
 
     Raises:
       DataError: if no token has a weight.
@@ -206,15 +244,15 @@ def evaluate(
 
 
 def _added(totals: list[np.ndarray], sums: Sums | None) -> list[np.ndarray]:
-    """Return the totals with those of one more batch; the sums of rows keep the first batch's mean."""
+    """Add a batch to the totals; the row sums keep the mean of the first batch."""
     if sums is None:
         return totals
-    found = [np.asarray(part, np.float64) for part in sums]
+    values = [np.asarray(part, np.float64) for part in sums]
     if not totals:
-        return found
+        return values
     mean = float(totals[_ROWS][0])
-    found[_ROWS] = _moved(found[_ROWS], mean)
-    added = [total + part for total, part in zip(totals, found, strict=True)]
+    values[_ROWS] = _moved(values[_ROWS], mean)
+    added = [total + part for total, part in zip(totals, values, strict=True)]
     added[_ROWS][0] = mean
     return added
 

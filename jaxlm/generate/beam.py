@@ -1,4 +1,4 @@
-"""Beam search: the likeliest texts that keeping a few beginnings finds."""
+"""Beam search."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,17 +11,17 @@ from jaxlm.generate.decode import (
     END,
     LENGTH,
     Generated,
-    Writer,
-    following,
-    is_any,
+    TextModel,
+    decode_tokens,
+    is_in,
     prefill,
-    prepared,
+    relayout_for_decode,
 )
 from jaxlm.nn.cache import KVCache
 
 
 class _Texts(NamedTuple):
-    """Some texts of each row, the best first; a score of minus infinity is none."""
+    """Candidate texts of each row; a score of minus infinity marks an empty slot."""
 
     score: Array  # [B, K]
     ids: Array  # [B, K, M]
@@ -29,13 +29,13 @@ class _Texts(NamedTuple):
     length: Array  # [B, K]
 
     def best(self, count: int) -> tuple["_Texts", Array]:
-        """The `count` of the highest scores, and which they were."""
+        """Return the `count` best candidates, and their indices."""
         _, chosen = jax.lax.top_k(self.score, count)
         return self.at(chosen), chosen
 
     def at(self, chosen: Array) -> "_Texts":
-        """These of each row."""
-        return jax.tree.map(lambda x: jax.vmap(lambda row, own: row[own])(x, chosen), self)
+        """Return the chosen candidates of each row."""
+        return jax.tree.map(lambda x: jax.vmap(lambda row, indices: row[indices])(x, chosen), self)
 
 
 class _State(NamedTuple):
@@ -47,7 +47,7 @@ class _State(NamedTuple):
 
 
 def build(
-    merge: Callable[[Any], Writer],
+    merge: Callable[[Any], TextModel],
     *,
     beams: int,
     length_penalty: float,
@@ -58,32 +58,44 @@ def build(
     both_ways: bool = False,
     is_int8: bool = False,
 ) -> Callable[[Any, Array, Array, Array], Generated]:
-    """A function like that of `decode.build`, which draws nothing: its keys are not looked at.
+    """Return a function like that of `decode.build`, which ignores its keys: nothing is drawn.
 
-    A text of n tokens scores the sum of its log-probabilities over n^length_penalty, its end token counted. From token
-    to token, the `beams` likeliest open texts are kept, and the best ended ones of all that were among the `beams` likeliest
-    when they ended. A row is done once its likeliest open text, as long as it is now, scores no more than the worst of
-    `beams` ended ones: it might still, with a penalty above 0, and transformers stops there too (early_stopping=False).
+    A text of n tokens, its end token included, scores the sum of its log-probabilities divided by
+    n^length_penalty. After each token the `beams` best open texts are kept, and the best ended
+    texts among those that were in the `beams` best when they ended. A row is finished once its best
+    open text, at its present length, scores no more than the worst of `beams` ended texts. With a
+    penalty above 0 it might still overtake; transformers stops there too (early_stopping=False).
+
+    Args:
+      merge: makes the model of its parameters.
+      beams: number of texts kept.
+      length_penalty: exponent of the length.
+      max_tokens: maximum new ids of a text.
+      ends: ids that end a text.
+      pad: id after the end of a text.
+      allowed: mask of ids that may be chosen; None allows all.
+      both_ways: attend to prompts bidirectionally.
+      is_int8: store the KV cache in int8.
 
     Source: Wu et al. 2016, arXiv:1609.08144, section 7, with the penalty of transformers.
     """
 
     def generate(params: Any, prompts: Array, lengths: Array, keys: Array) -> Generated:
-        model = prepared(merge(params))
+        model = relayout_for_decode(merge(params))
         rows = prompts.shape[0]
         hidden = prefill(
             model, prompts, lengths, more=max_tokens, both_ways=both_ways, is_int8=is_int8
         )
-        none = _Texts(
+        empty = _Texts(
             jnp.full((rows, beams), -jnp.inf),
             jnp.full((rows, beams, max_tokens), pad, jnp.int32),
             jnp.zeros((rows, beams, max_tokens)),
             jnp.zeros((rows, beams), jnp.int32),
         )
-        begun = _State(
+        start = _State(
             number=jnp.int32(0),
-            open=none._replace(score=none.score.at[:, 0].set(0.0)),
-            ended=none,
+            open=empty._replace(score=empty.score.at[:, 0].set(0.0)),
+            ended=empty,
             is_closed=jnp.zeros((rows,), bool),
             cache=jax.tree.map(lambda x: jnp.repeat(x, beams, axis=0), hidden.cache),
         )
@@ -93,37 +105,37 @@ def build(
 
         def advance(state: _State) -> _State:
             token = state.open.ids[:, :, state.number - 1].reshape(-1, 1)
-            values, cache = following(model, token, state.cache)
+            values, cache = decode_tokens(model, token, state.cache)
             return extend(model, values, state._replace(cache=cache))
 
-        first = extend(model, jnp.repeat(hidden.values, beams, axis=0), begun)
+        first = extend(model, jnp.repeat(hidden.values, beams, axis=0), start)
         best = jax.lax.while_loop(is_open, advance, first).ended.at(jnp.zeros((rows, 1), jnp.int32))
         ids, length = best.ids[:, 0], best.length[:, 0]
         last = jnp.take_along_axis(ids, length[:, None] - 1, axis=1)[:, 0]
-        reason = jnp.where(is_any(last, ends), END, LENGTH)
+        reason = jnp.where(is_in(last, ends), END, LENGTH)
         return Generated(ids, length, reason, best.log_probabilities[:, 0])
 
-    def extend(model: Writer, hidden: Array, state: _State) -> _State:
-        """Each open text with every id behind it; the likeliest go on, or have ended."""
+    def extend(model: TextModel, hidden: Array, state: _State) -> _State:
+        """Extend each open text by every id; keep the best open and the best ended texts."""
         number = state.number
         logits = model.logits(hidden)[:, 0]
         vocab = logits.shape[-1]
         scores = jax.nn.log_softmax(logits).reshape(-1, beams, vocab)
         if allowed is not None:
             scores = jnp.where(allowed[None, None], scores, -jnp.inf)
-        # Twice as many as are kept: all of them go on, even where each has an end among its likeliest ids.
+        # 2 * beams candidates: enough open texts remain even if every beam's best id ends it.
         total = (state.open.score[..., None] + scores).reshape(-1, beams * vocab)
         score, chosen = jax.lax.top_k(total, 2 * beams)
         parent, token = chosen // vocab, (chosen % vocab).astype(jnp.int32)
-        own = jnp.take_along_axis(scores.reshape(-1, beams * vocab), chosen, axis=1)
+        token_scores = jnp.take_along_axis(scores.reshape(-1, beams * vocab), chosen, axis=1)
         texts = state.open.at(parent)
         texts = texts._replace(
             score=score,
             ids=texts.ids.at[:, :, number].set(token),
-            log_probabilities=texts.log_probabilities.at[:, :, number].set(own),
+            log_probabilities=texts.log_probabilities.at[:, :, number].set(token_scores),
             length=texts.length + 1,
         )
-        is_ended = is_any(token, ends) | (number + 1 == max_tokens)
+        is_ended = is_in(token, ends) | (number + 1 == max_tokens)
         size = (number + 1).astype(jnp.float32) ** length_penalty
         is_among = is_ended & (jnp.arange(2 * beams) < beams)[None]
         new = texts._replace(score=jnp.where(is_among, score / size, -jnp.inf))
@@ -135,16 +147,16 @@ def build(
 
         ended = jax.tree.map(frozen, state.ended, better)
         left = texts._replace(score=jnp.where(is_ended, -jnp.inf, score))
-        going_on, kept = left.best(beams)
+        survivors, survivor_index = left.best(beams)
         row = jnp.arange(len(parent))[:, None] * beams
-        source = (row + jnp.take_along_axis(parent, kept, axis=1)).reshape(-1)
-        can_win = going_on.score[:, 0] / size > ended.score.min(axis=1)
+        cache_rows = (row + jnp.take_along_axis(parent, survivor_index, axis=1)).reshape(-1)
+        can_win = survivors.score[:, 0] / size > ended.score.min(axis=1)
         return _State(
             number=number + 1,
-            open=going_on,
+            open=survivors,
             ended=ended,
             is_closed=state.is_closed | ~can_win,
-            cache=jax.tree.map(lambda x: x[source], state.cache),
+            cache=jax.tree.map(lambda x: x[cache_rows], state.cache),
         )
 
     return generate

@@ -1,4 +1,4 @@
-"""Settings of sampling."""
+"""Settings of text generation."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from jaxlm.core.config import Span, setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """How text is drawn from a model, and how often a training run shows some."""
+    """Sampling of text from a model, and how often a training run prints samples."""
 
-    every: Span = setting(Span.parse("25%"), "how often samples are drawn in training")
-    prompts: tuple[str, ...] = setting((), "texts that samples go on from; none draws no samples")
-    max_tokens: int = setting(64, "most tokens of a sample", unit="tokens", low=1)
+    every: Span = setting(Span.parse("25%"), "interval between samples during training")
+    prompts: tuple[str, ...] = setting((), "texts that samples continue; none draws no samples")
+    max_tokens: int = setting(64, "maximum tokens of a sample", unit="tokens", low=1)
     temperature: float = setting(
         0.8, "logits are divided by this before a token is drawn; 0 takes the likeliest", low=0
     )
@@ -24,7 +24,7 @@ class SampleConfig:
 
     @property
     def request(self) -> "GenerateConfig":
-        """The same for `generate`."""
+        """Return the equivalent settings of `jaxlm generate`."""
         shared = ("prompts", "max_tokens", "temperature", "top_k", "top_p")
         return GenerateConfig(**{name: getattr(self, name) for name in shared})
 
@@ -37,16 +37,16 @@ BEAM_HAS_NONE: dict[str, object] = {
     "prompt_lookup": 0,
     "stop": (),
 }
-# Of all stops together: the table of their states has as many rows, of two bytes an id.
+# Limit of all stops together: their state table has as many rows, of two bytes an id.
 STOP_BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """What is written after which prompts, and how each token is chosen."""
+    """Prompts to continue, and how each token is chosen."""
 
-    prompts: tuple[str, ...] = setting(("",), "texts to go on from, as one batch")
-    max_tokens: int = setting(100, "most new tokens of a prompt", unit="tokens", low=1)
+    prompts: tuple[str, ...] = setting(("",), "texts to continue, as one batch")
+    max_tokens: int = setting(100, "maximum new tokens of a prompt", unit="tokens", low=1)
     temperature: float = setting(
         0.8, "logits are divided by this before a token is drawn; 0 takes the likeliest", low=0
     )
@@ -56,54 +56,58 @@ class GenerateConfig:
     )
     min_p: float | None = setting(
         None,
-        "draw from tokens at least this share as likely as the likeliest; None from all",
+        "draw from tokens with at least this share of the top probability; None from all",
         above=0,
         high=1,
     )
     repetition_penalty: float = setting(
         1.0, "divides positive logits of tokens in the prompt or text, multiplies negative", above=0
     )
-    presence_penalty: float = setting(0.0, "taken from the logits of tokens in the text")
+    presence_penalty: float = setting(
+        0.0, "penalty subtracted from the logits of tokens that occur in the text"
+    )
     frequency_penalty: float = setting(
-        0.0, "taken from the logit of a token as often as it is in the text"
+        0.0, "penalty per occurrence of a token in the text, subtracted from its logit"
     )
     stop: tuple[str, ...] = setting((), "strings before which a text ends")
-    beams: int = setting(1, "texts kept in a beam search, which draws nothing; 1 is none", low=1)
+    beams: int = setting(1, "number of beams; 1 samples instead of searching", low=1)
     length_penalty: float = setting(
-        1.0, "a beam scores its log-probability over its tokens to this power"
+        1.0, "power of a beam's length that divides its log-probability"
     )
-    seed: tuple[int, ...] = setting((0,), "the same seed draws the same text; one, or one a prompt")
+    seed: tuple[int, ...] = setting((0,), "random seed: one for all prompts, or one for each")
     prompt_lookup: int = setting(
         0,
-        "tokens guessed at a time from what was said before, and checked in one pass: the same text, sooner where it repeats itself",
+        "tokens guessed at a time by prompt lookup and checked in one pass; same text",
         unit="tokens",
         low=0,
         high=15,
     )
     kv_cache_dtype: Literal["auto", "int8"] = setting(
-        "auto", "numbers of the key-value cache; auto is what activations have"
+        "auto", "dtype of the KV cache; auto is the dtype of activations"
     )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """There is a seed for each prompt, stops are something, and a beam search is asked for nothing that it does not do."""
+        """Yield invalid settings: number of seeds, stops, and what beam search cannot do."""
         if len(self.seed) not in (1, len(self.prompts)):
             yield (
                 "seed",
-                f"{len(self.seed)} seeds for {len(self.prompts)} prompts: give one, or one for each prompt",
+                f"{len(self.seed)} seeds for {len(self.prompts)} prompts: "
+                "give one, or one for each prompt",
                 "--seed=0",
             )
         if "" in self.stop:
-            yield "stop", "an empty string is before every text", "jaxlm generate --help"
+            yield "stop", "an empty string matches before every text", "jaxlm generate --help"
         if (size := sum(len(text.encode()) for text in self.stop)) > STOP_BYTES:
             yield (
                 "stop",
-                f"{size} bytes, and {STOP_BYTES} are allowed for all stops",
+                f"{size} bytes; {STOP_BYTES} are allowed for all stops",
                 "jaxlm generate --help",
             )
-        for name, none in BEAM_HAS_NONE.items():
-            if self.beams > 1 and getattr(self, name) != none:
+        for name, neutral in BEAM_HAS_NONE.items():
+            if self.beams > 1 and getattr(self, name) != neutral:
                 yield (
                     name,
-                    f"a beam search ranks whole texts by the model's own probabilities: {name} must be {none!r}",
-                    "--beams=1" if name == "stop" else f"--{name}={none}",
+                    "beam search ranks whole texts by the model's own probabilities: "
+                    f"{name} must be {neutral!r}",
+                    "--beams=1" if name == "stop" else f"--{name}={neutral}",
                 )

@@ -1,17 +1,16 @@
-"""Prefill and decode with a key-value cache, in one compiled program or a few tokens at a time."""
+"""Prefill and decode with a KV cache, in one compiled program or a few tokens at a time."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxlm.core import backend
 from jaxlm.data.batch import START
-from jaxlm.generate.lookup import Said
 from jaxlm.generate.sampling import History, Penalties
 from jaxlm.models.backbone import Hidden
 from jaxlm.models.config import ModelConfig
@@ -19,87 +18,128 @@ from jaxlm.models.decoder import Decoder
 from jaxlm.models.encoder_decoder import EncoderDecoder
 from jaxlm.nn.cache import KVCache
 
-Writer = Decoder | EncoderDecoder
+TextModel = Decoder | EncoderDecoder
 Draw = Callable[[Array, Array], Array]
 NO_PENALTIES = Penalties()
-LENGTH, END, STOP = 0, 1, 2  # why a row ended: at its most tokens, at an end token, at a stop
+LENGTH, END, STOP = 0, 1, 2  # reason why a row ended: max_tokens, an end token, a stop
+MAX_NGRAM = 3  # longest n-gram at the end of a row that is searched for
+
+
+class RowTokens(NamedTuple):
+    """Ids of each row, prompt and continuation without a gap; ids from `length` on are padding."""
+
+    ids: Int[Array, "B S"]
+    length: Int[Array, "B"]
+
+    @classmethod
+    def of(cls, prompts: Int[Array, "B P"], lengths: Int[Array, "B"], more: int) -> Self:
+        """Return the rows of the prompts, with room for `more` ids; `lengths` ids are real."""
+        return cls(jnp.pad(prompts, ((0, 0), (0, more))), lengths)
+
+    def extended(self, ids: Int[Array, "B"], where: Bool[Array, "B"]) -> Self:
+        """Return the rows with one more id in those selected by `where`."""
+        row, size = jnp.arange(ids.shape[0]), self.ids.shape[1]
+        place = jnp.where(where, self.length, size)
+        return type(self)(self.ids.at[row, place].set(ids, mode="drop"), self.length + where)
+
+    def guess(self, number: int) -> Int[Array, "B G"]:
+        """Guess the next `number` ids: those after the last earlier match of the row's end.
+
+        The longest end of up to MAX_NGRAM ids is matched. A guess beyond the row's end continues
+        right after the match, as in a row that repeats itself. If the last id is new to the row,
+        the guess is arbitrary.
+
+        Source: Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding.
+        """
+        last = self.length[:, None] - 1
+        place = jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None]
+        equal, matched = place < last, jnp.zeros_like(self.ids)
+        for back in range(MAX_NGRAM):
+            suffix = jnp.take_along_axis(self.ids, jnp.maximum(last - back, 0), axis=1)
+            before = jnp.pad(self.ids, ((0, 0), (back, 0)), constant_values=-1)[:, : place.shape[1]]
+            equal = equal & (before == suffix) & (last >= back)
+            matched = matched + equal
+        # The last match among the longest.
+        match = jnp.argmax(matched * place.shape[1] + place * (matched > 0), axis=1)[:, None]
+        ahead = jnp.arange(number, dtype=jnp.int32)[None] % jnp.maximum(last - match, 1)
+        return jnp.take_along_axis(self.ids, match + 1 + ahead, axis=1)
 
 
 class Generated(NamedTuple):
     """New ids of each row; those from `length` on are padding."""
 
     ids: Int[Array, "B M"]
-    length: Int[Array, "B"]  # the end token included, where it came
+    length: Int[Array, "B"]  # includes the end token, if any
     reason: Int[Array, "B"]
     log_probabilities: Float[Array, "B M"] | None
 
 
-class State(NamedTuple):
-    """What goes from token to token."""
+class DecodeState(NamedTuple):
+    """State carried from token to token."""
 
     length: Array  # [B], tokens drawn so far
     ids: Array
     log_probabilities: Array | None
     token: Array  # [B], the last of each row
     reason: Array  # [B], -1 while a row is open
-    at: Array | None  # [B], states of `stops`
+    stop_state: Array | None  # [B], states of the stop automaton
     history: History | None
-    said: Said | None
+    tokens: RowTokens | None
     cache: KVCache
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """Three functions that go on from prompts, to be compiled; the same tokens come however many are asked for at a time.
+    """Three functions that continue prompts; the same tokens come for any split into calls.
 
-    `ready(params)` are the weights as a loop over tokens reads them, which the others take.
-    `begin(ready, prompts [B, P], lengths [B], keys [B])` reads the prompts and draws the first token of each.
-    `go_on(ready, state, keys, until)` draws on until each row has `until` tokens, if not more, or has ended; the state may be
-    donated.
+    `prepare(params)` returns the weights in the layout of a token loop, for the other functions.
+    `start(ready, prompts [B, P], lengths [B], keys [B])` prefills and draws the first token.
+    `decode_until(ready, state, keys, until)` draws until each row ended or has `until` tokens;
+    the state may be donated.
 
-    Called as (params, prompts, lengths, keys), all of it is one program, to the most tokens.
+    Called as (params, prompts, lengths, keys), it is one program up to `max_tokens`.
     """
 
-    ready: Callable[[Any], Any]
-    begin: Callable[[Any, Array, Array, Array], State]
-    go_on: Callable[[Any, State, Array, Array], State]
+    prepare: Callable[[Any], Any]
+    start: Callable[[Any, Array, Array, Array], DecodeState]
+    decode_until: Callable[[Any, DecodeState, Array, Array], DecodeState]
     max_tokens: int
 
     def __call__(self, params: Any, prompts: Array, lengths: Array, keys: Array) -> Generated:
-        ready = self.ready(params)
-        state = self.begin(ready, prompts, lengths, keys)
-        return drawn(self.go_on(ready, state, keys, jnp.int32(self.max_tokens)))
+        ready = self.prepare(params)
+        state = self.start(ready, prompts, lengths, keys)
+        return collect(self.decode_until(ready, state, keys, jnp.int32(self.max_tokens)))
 
     def compiled(self) -> "Decoding":
-        """Each function as a program of its own; where the weights are read as they are, no copy of them is made."""
+        """Return the functions compiled; weights that need no other layout are not copied."""
         return dataclasses.replace(
             self,
-            ready=jax.jit(self.ready) if is_prepared() else self.ready,
-            begin=jax.jit(self.begin),
-            go_on=jax.jit(self.go_on, donate_argnums=1),
+            prepare=jax.jit(self.prepare) if needs_relayout() else self.prepare,
+            start=jax.jit(self.start),
+            decode_until=jax.jit(self.decode_until, donate_argnums=1),
         )
 
 
-def can_look_up(config: ModelConfig) -> bool:
-    """Whether what comes of a token is the same with guesses behind it: not where a position far on changes its rotation."""
+def supports_prompt_lookup(config: ModelConfig) -> bool:
+    """Return True if guesses after a token cannot change its result: no length-dependent rotary."""
     return not any(
         layer.attention.rotary and layer.attention.rotary.beyond for layer in config.layers
     )
 
 
-def is_any(token: Array, ids: Sequence[int]) -> Array:
-    """Where a token is one of some ids."""
+def is_in(token: Array, ids: Sequence[int]) -> Array:
+    """Return a mask of the tokens that are among `ids`."""
     return jnp.isin(token, jnp.asarray(ids, jnp.int32))
 
 
-def drawn(state: State) -> Generated:
-    """What there is so far; the reason of a row that has not ended is its length."""
+def collect(state: DecodeState) -> Generated:
+    """Return the result so far; a row that has not ended has the reason LENGTH."""
     reason = jnp.where(state.reason < 0, LENGTH, state.reason)
     return Generated(state.ids, state.length, reason, state.log_probabilities)
 
 
 def build(
-    merge: Callable[[Any], Writer],
+    merge: Callable[[Any], TextModel],
     draw: Draw,
     *,
     max_tokens: int,
@@ -113,31 +153,37 @@ def build(
     is_int8: bool = False,
     lookup: int = 0,
 ) -> Decoding:
-    """What goes on from prompts, to be jitted.
+    """Return the functions that continue prompts, to be jitted.
 
-    Prompts are padded on the right to one length. All rows run until each has drawn one of `ends`, has come to a stop, or has
-    `max_tokens` ids; a row that has ended draws `pad`. `draw(logits [B, V], keys [B])` picks the next ids; where `allowed`
-    is False an id is never drawn. `both_ways` is how prompts are read; what is drawn is read from left to right.
+    Prompts are padded on the right to one length. The loop runs until each row has drawn one of
+    `ends`, reached a stop, or has `max_tokens` ids; a row that has ended draws `pad`.
 
     Args:
-      penalties: what becomes of logits before ids are drawn from them.
-      stops: what `stops.automaton` makes.
-      is_scored: whether log-probabilities come back: those of the model itself, over all ids, before penalties and cuts.
-      is_int8: whether the cache, which holds P + max_tokens slots a row, is rounded; beside an encoder, which reads the
-        prompts, max_tokens.
-      lookup: tokens that are guessed from the row at a time and read with the last drawn one. Each token is drawn as
-        without, from the model's own logits and with its own key; as far as guesses turn out right, several come of one pass.
-        0 where a token's numbers depend on those after it, see `can_look_up`.
+      merge: makes the model of its parameters.
+      draw: picks the next ids from (logits [B, V], keys [B]).
+      max_tokens: maximum new ids of a row.
+      ends: ids that end a row.
+      pad: id after the end of a row.
+      allowed: mask of ids that may be drawn; None allows all.
+      both_ways: attend to prompts bidirectionally; new tokens are always causal.
+      penalties: change of the logits before drawing.
+      stops: table of `text_stream.automaton`.
+      is_scored: return log-probabilities of the model over all ids, before penalties and cuts.
+      is_int8: store the KV cache in int8. It has P + max_tokens slots a row; after an encoder,
+        which reads the prompts, max_tokens.
+      lookup: tokens guessed at a time and verified in one forward pass with the last drawn token.
+        Each token is still drawn from the model's own logits with its own key. Must be 0 if later
+        tokens can change a token's logits, see `supports_prompt_lookup`.
     """
-    is_other = is_prepared()
+    is_other = needs_relayout()
 
-    def ready(params: Any) -> Any:
-        return nnx.split(prepared(merge(params))) if is_other else params
+    def prepare(params: Any) -> Any:
+        return nnx.split(relayout_for_decode(merge(params))) if is_other else params
 
-    def model_of(ready: Any) -> Writer:
+    def model_of(ready: Any) -> TextModel:
         return nnx.merge(*ready) if is_other else merge(ready)
 
-    def begin(ready: Any, prompts: Array, lengths: Array, keys: Array) -> State:
+    def start(ready: Any, prompts: Array, lengths: Array, keys: Array) -> DecodeState:
         model = model_of(ready)
         rows = prompts.shape[0]
         hidden = prefill(
@@ -151,48 +197,48 @@ def build(
         )
         assert hidden.cache is not None
         empty = jnp.full((rows, max_tokens), pad, jnp.int32)
-        begun = State(
+        begun = DecodeState(
             length=jnp.zeros((rows,), jnp.int32),
             ids=empty,
             log_probabilities=jnp.zeros(empty.shape) if is_scored else None,
             token=empty[:, 0],
             reason=jnp.full((rows,), -1),
-            at=None if stops is None else jnp.zeros((rows,), stops.dtype),
-            history=_history(model, prompts, lengths) if penalties.is_any else None,
-            said=Said.of(prompts, lengths, max_tokens) if lookup else None,
+            stop_state=None if stops is None else jnp.zeros((rows,), stops.dtype),
+            history=_history(model, prompts, lengths) if penalties.is_active else None,
+            tokens=RowTokens.of(prompts, lengths, max_tokens) if lookup else None,
             cache=hidden.cache,
         )
         return pick(model.logits(hidden.values)[:, 0], begun, keys, begun.reason < 0)
 
-    def go_on(ready: Any, state: State, keys: Array, until: Array) -> State:
+    def decode_until(ready: Any, state: DecodeState, keys: Array, until: Array) -> DecodeState:
         model = model_of(ready)
 
-        def is_open(state: State) -> Array:
+        def is_open(state: DecodeState) -> Array:
             return jnp.any(is_live(state) & (state.length < until))
 
-        def advance(state: State) -> State:
+        def advance(state: DecodeState) -> DecodeState:
             tokens, guesses = state.token[:, None], None
-            if state.said is not None:
-                guesses = state.said.guess(lookup)
+            if state.tokens is not None:
+                guesses = state.tokens.guess(lookup)
                 tokens = jnp.concatenate((tokens, guesses), axis=1)
-            values, cache = following(model, tokens, state.cache)
+            values, cache = decode_tokens(model, tokens, state.cache)
             logits, before, live = model.logits(values), state.length, is_live(state)
             for place in range(tokens.shape[1]):
                 if guesses is not None and place:
                     live = live & is_live(state) & (state.token == guesses[:, place - 1])
                 state = pick(logits[:, place], state, keys, live)
-            # What was read of wrong guesses is written over.
+            # The cache entries of wrong guesses are overwritten.
             read = state.cache.length + state.length - before
             return state._replace(cache=cache._replace(length=read))
 
         return jax.lax.while_loop(is_open, advance, state)
 
-    def is_live(state: State) -> Array:
-        """Rows that go on."""
+    def is_live(state: DecodeState) -> Array:
+        """Return a mask of the rows that are not finished."""
         return (state.reason < 0) & (state.length < max_tokens)
 
-    def pick(logits: Array, state: State, keys: Array, live: Array) -> State:
-        """The state with one id more in each row that is live."""
+    def pick(logits: Array, state: DecodeState, keys: Array, live: Array) -> DecodeState:
+        """Return the state with one more id in each live row."""
         raw = logits
         if state.history is not None:
             logits = penalties(logits, state.history)
@@ -200,51 +246,55 @@ def build(
             logits = jnp.where(allowed[None], logits, -jnp.inf)
         token = draw(logits, jax.vmap(jax.random.fold_in)(keys, state.length))
         row, place = jnp.arange(len(token)), jnp.where(live, state.length, max_tokens)
-        found = state.log_probabilities
-        if found is not None:
+        scores = state.log_probabilities
+        if scores is not None:
             score = jnp.take_along_axis(jax.nn.log_softmax(raw), token[:, None], axis=1)[:, 0]
-            found = found.at[row, place].set(score, mode="drop")
-        at, reason = state.at, jnp.where(live & is_any(token, ends), END, state.reason)
-        if stops is not None and at is not None:
-            at = jnp.where(live, stops[at, token], at)
-            reason = jnp.where((reason < 0) & (at == stops.shape[0] - 1), STOP, reason)
+            scores = scores.at[row, place].set(score, mode="drop")
+        stop_state, reason = (
+            state.stop_state,
+            jnp.where(live & is_in(token, ends), END, state.reason),
+        )
+        if stops is not None and stop_state is not None:
+            stop_state = jnp.where(live, stops[stop_state, token], stop_state)
+            reason = jnp.where((reason < 0) & (stop_state == stops.shape[0] - 1), STOP, reason)
         return state._replace(
             length=state.length + live,
             ids=state.ids.at[row, place].set(token, mode="drop"),
-            log_probabilities=found,
+            log_probabilities=scores,
             token=jnp.where(live, token, state.token),
             reason=reason,
-            at=at,
+            stop_state=stop_state,
             history=state.history and state.history.extended(token, live),
-            said=state.said and state.said.extended(token, live),
+            tokens=state.tokens and state.tokens.extended(token, live),
         )
 
-    return Decoding(ready, begin, go_on, max_tokens)
+    return Decoding(prepare, start, decode_until, max_tokens)
 
 
-def _history(model: Writer, prompts: Array, lengths: Array) -> History:
-    """What a row has said before anything is drawn: its prompt, but nothing where an encoder read that."""
-    known = jnp.zeros_like(lengths) if isinstance(model, EncoderDecoder) else lengths
-    return History.of(prompts, known, model.config.vocab)
+def _history(model: TextModel, prompts: Array, lengths: Array) -> History:
+    """Return the history of the prompts; empty if an encoder read them."""
+    counted = jnp.zeros_like(lengths) if isinstance(model, EncoderDecoder) else lengths
+    return History.of(prompts, counted, model.config.vocab)
 
 
-def prepared(model: Writer) -> Writer:
-    """The model as a loop over tokens reads it.
+def relayout_for_decode(model: TextModel) -> TextModel:
+    """Return the model in the layout of a token loop.
 
-    On CPU each layer's weights lie by themselves, in the dtype in which they are multiplied: of stacked ones a copy would be
-    cut out for every token. 12 layers' MLPs took 47 ms a token instead of 75 in float32, 17 instead of 74 (a scan) in
-    bfloat16 (2 cores, jax 0.10.2). How they lie is for `layouts.for_few_rows`. Elsewhere a second copy of the weights may not fit.
+    On CPU each layer's weights become separate arrays in the dtype of their matmul; slicing stacked
+    weights would copy them for every token. 12 layers' MLPs took 47 ms a token instead of 75 in
+    float32, 17 instead of 74 (a scan) in bfloat16 (2 cores, jax 0.10.2). `layouts.for_few_rows`
+    sets the order in memory. On other devices a second copy of the weights may not fit.
     """
-    return model.unstacked() if is_prepared() else model
+    return model.unstacked() if needs_relayout() else model
 
 
-def is_prepared() -> bool:
-    """Whether a loop over tokens reads other arrays than the parameters."""
+def needs_relayout() -> bool:
+    """Return True if the token loop reads other arrays than the parameters."""
     return backend.name() == "cpu"
 
 
 def prefill(
-    model: Writer,
+    model: TextModel,
     prompts: Int[Array, "B P"],
     lengths: Int[Array, "B"],
     *,
@@ -253,21 +303,30 @@ def prefill(
     is_int8: bool,
     spare: int = 0,
 ) -> Hidden:
-    """The stream at the last token of each prompt, [B, 1, D], and a cache with the prompts in it and room for `more`.
+    """Return the hidden state at each prompt's last token, [B, 1, D], and the filled KV cache.
 
-    Up to 1 + `spare` tokens may then be read at a time, of which the last are read again. Of an encoder-decoder the encoder reads the prompts, and the stream is that at what the decoder begins with.
+    An encoder-decoder's encoder reads the prompts; the hidden state is that at the decoder's start.
+
+    Args:
+      model: the model.
+      prompts: prompts, padded on the right.
+      lengths: lengths of the prompts.
+      more: slots of the cache after the prompts.
+      both_ways: attend to prompts bidirectionally.
+      is_int8: store the cache in int8.
+      spare: tokens read with one call beyond the first, whose slots are read again.
     """
     rows, longest = prompts.shape
     if isinstance(model, EncoderDecoder):
         is_real = jnp.arange(longest)[None] < lengths[:, None]
-        begun = model.begun(prompts, is_real.astype(jnp.int32), more, is_int8=is_int8, spare=spare)
-        values, cache = following(model, jnp.full((rows, 1), START, jnp.int32), begun)
+        cache = model.begun(prompts, is_real.astype(jnp.int32), more, is_int8=is_int8, spare=spare)
+        values, cache = decode_tokens(model, jnp.full((rows, 1), START, jnp.int32), cache)
         return Hidden(values, cache, {}, values)
     index = jnp.broadcast_to(jnp.arange(longest, dtype=jnp.int32)[None], prompts.shape)
     last = lengths[:, None] - 1
     hidden = model(
         prompts,
-        positions=jnp.minimum(index, last),  # a table of positions may end where the padding begins
+        positions=jnp.minimum(index, last),  # a position table may end where the padding begins
         reach=jnp.maximum(index, last) if both_ways else None,
         cache=model.empty_cache(rows, longest + more, is_int8=is_int8, spare=spare),
         count=lengths,
@@ -277,11 +336,13 @@ def prefill(
     return hidden._replace(values=values, cache=hidden.cache._replace(length=lengths))
 
 
-def following(model: Writer, tokens: Int[Array, "B T"], cache: KVCache) -> tuple[Array, KVCache]:
-    """The stream at some tokens more of each row, [B, T, D], and the cache with them."""
+def decode_tokens(
+    model: TextModel, tokens: Int[Array, "B T"], cache: KVCache
+) -> tuple[Array, KVCache]:
+    """Run the model on more tokens of each row; return the hidden states [B, T, D] and cache."""
     count = tokens.shape[1]
     positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-    if model.config.positions is not None:  # of guesses alone
+    if model.config.positions is not None:  # only guesses can exceed it
         positions = jnp.minimum(positions, model.config.positions - 1)
     hidden = model(tokens, positions=positions, cache=cache)
     assert hidden.cache is not None

@@ -1,4 +1,4 @@
-"""Drawing the next token."""
+"""Sampling of the next token, and penalties on repeated tokens."""
 
 import dataclasses
 import math
@@ -20,32 +20,40 @@ def draw(
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Int[Array, "B"]:
-    """One id a row, from softmax(logits / temperature) cut as `filtered` says; temperature 0 is the likeliest.
+    """Return one id a row, drawn from softmax(logits / temperature) after `filter_logits`.
 
-    Row b draws with keys[b], and so the same whatever rows are beside it.
+    Row b draws with keys[b], so its result does not depend on the other rows of the batch.
+
+    Args:
+      logits: logits of the next token.
+      keys: one random key a row.
+      temperature: divisor of the logits; 0 takes the likeliest id.
+      top_k: draw from the k likeliest ids.
+      top_p: draw from the likeliest ids that reach this probability together.
+      min_p: draw from ids with at least this share of the top probability.
     """
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # The likeliest at zero: a temperature near zero then sends the others to minus infinity, and none to NaN.
+    # Shifted to a maximum of 0: a temperature near 0 then gives minus infinity, but never NaN.
     below = logits.astype(jnp.float32) - jnp.max(logits, axis=-1, keepdims=True)
     tempered = below / max(temperature, float(jnp.finfo(jnp.float32).tiny))
-    cut = filtered(tempered, top_k=top_k, top_p=top_p, min_p=min_p)
+    cut = filter_logits(tempered, top_k=top_k, top_p=top_p, min_p=min_p)
     return jax.vmap(jax.random.categorical)(keys, cut).astype(jnp.int32)
 
 
-def filtered(
+def filter_logits(
     logits: Float[Array, "B V"],
     *,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
 ) -> Float[Array, "B V"]:
-    """Logits with the excluded ids at minus infinity.
+    """Return the logits with excluded ids at minus infinity.
 
-    `top_k` keeps the k largest. `top_p` then keeps the smallest set of likeliest ids whose probabilities, renormalised,
-    reach p (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751, section 3.1). Both keep what equals the smallest
-    that they keep. `min_p` keeps those whose probability is at least that share of the likeliest's (Nguyen et al. 2024,
-    arXiv:2407.01082, section 3).
+    `top_k` keeps the k largest. `top_p` then keeps the smallest set of likeliest ids whose
+    renormalized probabilities reach p (nucleus sampling, Holtzman et al. 2020, arXiv:1904.09751,
+    section 3.1). Both keep ties with the smallest logit kept. `min_p` keeps ids with at least that
+    share of the top probability (Nguyen et al. 2024, arXiv:2407.01082, section 3).
     """
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]
@@ -53,9 +61,8 @@ def filtered(
     if top_p is not None and top_p < 1:
         ranked = jnp.sort(logits, axis=-1, descending=True)
         probability = jax.nn.softmax(ranked, axis=-1)
-        before = (
-            jnp.cumsum(probability, axis=-1) - probability
-        )  # of the likelier ids; the likeliest always stays
+        # The mass of likelier ids; it is 0 for the likeliest, which always stays.
+        before = jnp.cumsum(probability, axis=-1) - probability
         least = jnp.min(jnp.where(before < top_p, ranked, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < least, EXCLUDED, logits)
     if min_p:
@@ -64,39 +71,37 @@ def filtered(
     return logits
 
 
-# What was said counts against being said again.
-
-
 class History(NamedTuple):
-    """The ids of each row so far."""
+    """Ids that occurred in each row so far."""
 
-    is_there: Bool[Array, "B V"]  # in the prompt or behind it
-    drawn: Int[Array, "B V"]  # how often, behind the prompt
+    seen: Bool[Array, "B V"]  # in the prompt or after it
+    drawn: Int[Array, "B V"]  # number of times drawn after the prompt
 
     @classmethod
     def of(cls, prompts: Int[Array, "B P"], lengths: Int[Array, "B"], vocab: int) -> Self:
-        """That of the prompts, of which the first `lengths` are real."""
+        """Return the history of the prompts, the first `lengths` ids of each row."""
         rows, longest = prompts.shape
         is_real = jnp.arange(longest)[None] < lengths[:, None]
         ids = jnp.where(is_real, prompts, vocab)
         row = jnp.arange(rows)[:, None]
-        is_there = jnp.zeros((rows, vocab), bool).at[row, ids].set(True, mode="drop")
-        return cls(is_there, jnp.zeros((rows, vocab), jnp.int32))
+        seen = jnp.zeros((rows, vocab), bool).at[row, ids].set(True, mode="drop")
+        return cls(seen, jnp.zeros((rows, vocab), jnp.int32))
 
     def extended(self, ids: Int[Array, "B"], where: Bool[Array, "B"]) -> Self:
-        """With one id more in some rows."""
+        """Return the history with one more id in the rows selected by `where`."""
         row = jnp.arange(ids.shape[0])
-        is_there = self.is_there.at[row, ids].max(where)
-        return type(self)(is_there, self.drawn.at[row, ids].add(where))
+        seen = self.seen.at[row, ids].max(where)
+        return type(self)(seen, self.drawn.at[row, ids].add(where))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Penalties:
-    """How logits change by what a row has said; these values change nothing.
+    """Penalties on the logits of ids that occurred in a row; the defaults change nothing.
 
-    - repetition r: of an id in the prompt or behind it, positive logits are divided and negative ones multiplied by r
-      (Keskar et al. 2019, arXiv:1909.05858, section 4.1).
-    - presence a and frequency b: the logit of an id that was drawn n > 0 times falls by a + b n; the prompt does not count.
+    - repetition r: if the id is in the prompt or after it, positive logits are divided and negative
+      logits multiplied by r (Keskar et al. 2019, arXiv:1909.05858, section 4.1).
+    - presence a and frequency b: the logit of an id drawn n > 0 times falls by a + b n; occurrences
+      in the prompt do not count.
     """
 
     repetition: float = 1.0
@@ -104,13 +109,13 @@ class Penalties:
     frequency: float = 0.0
 
     @property
-    def is_any(self) -> bool:
-        """Whether anything changes, so that there must be a history."""
+    def is_active(self) -> bool:
+        """Return True if a penalty is active, so that the history is needed."""
         return self != Penalties()
 
     def __call__(self, logits: Float[Array, "B V"], history: History) -> Float[Array, "B V"]:
-        """The logits from which the next id is drawn."""
+        """Return the logits from which the next id is drawn."""
         repeated = jnp.where(logits > 0, logits / self.repetition, logits * self.repetition)
-        logits = jnp.where(history.is_there, repeated, logits)
+        logits = jnp.where(history.seen, repeated, logits)
         drawn = history.drawn.astype(logits.dtype)
         return logits - self.presence * (drawn > 0) - self.frequency * drawn

@@ -1,4 +1,4 @@
-"""Text of a row that is being made: whole characters only, and nothing that a stop may yet cut off. Free of JAX."""
+"""Incremental text of a row, in whole characters, and stop strings. Free of JAX."""
 
 import codecs
 from collections.abc import Sequence
@@ -6,29 +6,32 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-# Strings that end a text, found across the borders of tokens. Free of JAX.
+# Stop strings are matched across the borders of tokens.
 
 
-def automaton(stops: Sequence[bytes], table: Sequence[bytes]) -> Int[np.ndarray, "S V"]:
-    """next[state, id]: how far a text is on the way to a stop, once the bytes table[id] follow; the last state is at one.
+def stop_automaton(stops: Sequence[bytes], table: Sequence[bytes]) -> Int[np.ndarray, "S V"]:
+    """Return next[state, id], the state of stop matching after the bytes table[id].
 
-    A text begins in state 0, and never leaves the last. One state for each beginning of a stop, so that a step costs one
-    look-up whatever the stops; 2 S V bytes, and as many operations as the table has bytes, times S.
+    A text begins in state 0; the last state, a completed stop, is never left. There is one state
+    for each proper prefix of a stop, so a step costs one lookup for any stops. The table takes
+    2 S V bytes, and S operations for each byte of `table`.
 
     Source: Aho & Corasick 1975, doi:10.1145/360825.360855, sections 2 to 4.
     """
-    begun = {stop[:size] for stop in stops for size in range(len(stop))} | {b""}
-    states = {text: number for number, text in enumerate(sorted(begun, key=lambda x: (len(x), x)))}
-    found = len(states)
-    by_byte = np.full((found + 1, 256), found, np.int16)
+    prefixes = {stop[:size] for stop in stops for size in range(len(stop))} | {b""}
+    states = {
+        text: number for number, text in enumerate(sorted(prefixes, key=lambda x: (len(x), x)))
+    }
+    accepting = len(states)
+    by_byte = np.full((accepting + 1, 256), accepting, np.int16)
     for text, number in states.items():
         for value in range(256):
             seen = text + bytes([value])
             if not seen.endswith(tuple(stops)):
-                tails = (seen[cut:] for cut in range(len(seen) + 1))
+                tails = (seen[cut_at_stop:] for cut_at_stop in range(len(seen) + 1))
                 by_byte[number, value] = next(states[tail] for tail in tails if tail in states)
     sizes = np.array([len(entry) for entry in table])
-    out = np.repeat(np.arange(found + 1, dtype=np.int16)[:, None], len(table), axis=1)
+    out = np.repeat(np.arange(accepting + 1, dtype=np.int16)[:, None], len(table), axis=1)
     for place in range(int(sizes.max(initial=0))):
         ids = np.flatnonzero(sizes > place)
         byte = np.array([table[int(i)][place] for i in ids])
@@ -36,8 +39,8 @@ def automaton(stops: Sequence[bytes], table: Sequence[bytes]) -> Int[np.ndarray,
     return out
 
 
-def cut(text: bytes, stops: Sequence[bytes]) -> bytes:
-    """The text before the stop that is complete first, of several the longest; all of it where there is none."""
+def cut_at_stop(text: bytes, stops: Sequence[bytes]) -> bytes:
+    """Return the text before the stop that completes first (the longest of ties), or all of it."""
     ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     if not ends:
         return text
@@ -45,30 +48,30 @@ def cut(text: bytes, stops: Sequence[bytes]) -> bytes:
     return text[: end + size]
 
 
-def begun(text: bytes, stops: Sequence[bytes]) -> int:
-    """How many bytes at the end of a text, in which no stop is whole, are the beginning of one."""
+def partial_stop(text: bytes, stops: Sequence[bytes]) -> int:
+    """Return the number of bytes at the end of a text without a stop that may begin a stop."""
     sizes = (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
     return max(sizes, default=0)
 
 
-class Stream:
-    """Pieces that, joined, are the text of the row once it has ended: before its stop, where one came.
+class TextStream:
+    """Splits the text of a row into pieces to show; joined, they are the text before its stop.
 
-    What may be the beginning of a stop waits until it is none, and the bytes of a character until all of them are there.
+    Bytes that may begin a stop are held back, and bytes of an incomplete character.
     """
 
-    def __init__(self, wanted: Sequence[bytes]):
-        self._stops = tuple(wanted)
+    def __init__(self, stops: Sequence[bytes]):
+        self._stops = tuple(stops)
         self._seen, self._given = b"", 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, more: bytes, *, is_ended: bool) -> str:
-        """What can be shown once these bytes follow; it may be nothing. Of a row that has ended it is all that is left."""
+        """Return the text that can be shown after `more`; all the rest if the row has ended."""
         self._seen += more
         if is_ended:
-            until = len(cut(self._seen, self._stops))
+            until = len(cut_at_stop(self._seen, self._stops))
         else:
-            until = len(self._seen) - begun(self._seen, self._stops)
+            until = len(self._seen) - partial_stop(self._seen, self._stops)
         piece = self._seen[self._given : until]
         self._given += len(piece)
         return self._characters.decode(piece, final=is_ended)

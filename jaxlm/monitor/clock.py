@@ -1,4 +1,4 @@
-"""How fast it goes."""
+"""Training speed: step time, throughput, MFU and goodput."""
 
 import contextlib
 import time
@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterator
 
 
 class Clock:
-    """Counts the seconds of steps apart from those of pauses, such as evaluations and saves.
+    """Measures the time of steps, apart from pauses such as evaluations and saves.
 
-    Model FLOPs utilisation is `flops_per_step / step_seconds / peak_flops`. By the convention of
-    `models.cost.flops_per_token(causal=True)`, the FLOPs of a token are 6 x (parameters that multiply), plus attention
-    at the causal half; `flops_per_step_full`, from `causal=False`, gives `mfu_full_attention` beside it. Work done
-    twice, as by remat, does not count.
+    Model FLOPs utilization is `flops_per_step / step_seconds / peak_flops`. By the convention of
+    `models.cost.flops_per_token(causal=True)`, the FLOPs of a token are 6 x (parameters that
+    multiply), plus attention at the causal half; `flops_per_step_full`, from `causal=False`, gives
+    `mfu_full_attention` as well. Recomputation, such as remat, does not count.
 
     Args:
-      start: completed steps when the clock begins.
+      start: completed steps when the clock starts.
       steps: completed steps at the end of the run.
       flops_per_step: model FLOPs of the global batch.
-      peak_flops: of all devices together, from `chips.peak_flops`; None where unknown.
+      flops_per_step_full: the same with full attention.
+      peak_flops: of all devices together, from `chips.peak_flops`; None if unknown.
       now: a monotonic clock.
     """
 
@@ -35,7 +36,7 @@ class Clock:
         self._flops, self._flops_full, self._peak = flops_per_step, flops_per_step_full, peak_flops
         self._begun = self._lap_begun = self._done_at = now()
         self._paused = 0.0
-        self._pauses: list[tuple[str, float, float]] = []  # (kind, begin, end), not read yet
+        self._pauses: list[tuple[str, float, float]] = []  # (kind, begin, end), not yet read
         self._lap_step = start
         self._lap_tokens = self._lap_wait = 0.0
         self._lap_work: list[tuple[float, ...]] = []
@@ -45,24 +46,28 @@ class Clock:
         *,
         tokens: float,
         data_wait_seconds: float,
-        at: float | None = None,
+        completed_at: float | None = None,
         work: tuple[float, ...] = (1.0, 1.0),
     ) -> None:
-        """Counts one completed step: the tokens that it trained on, and how long it waited for its batch.
+        """Count one completed step.
 
-        `at` is the time by `now` at which it was complete; None is this moment. `work` is its model FLOPs over those of
-        the global batch, by both conventions: less, where its batch is smaller.
+        Args:
+          tokens: tokens that the step trained on.
+          data_wait_seconds: time that the step waited for its batch.
+          completed_at: time of completion by the clock `now`; defaults to this moment.
+          work: model FLOPs of the step over those of the global batch, by both conventions; below 1
+            if its batch is smaller.
         """
-        self._done_at = self._now() if at is None else at
+        self._done_at = self._now() if completed_at is None else completed_at
         self._lap_work.append(work)
         self._lap_tokens += tokens
         self._lap_wait += data_wait_seconds
 
     @contextlib.contextmanager
     def pause(self, kind: str) -> Iterator[None]:
-        """Time in here is no part of a step. No step may be under way on the devices when it begins.
+        """Exclude the time of the context from steps; no step may be running when it begins.
 
-        `kind` names what interrupts the steps, such as "eval".
+        `kind` names the interruption, such as "eval".
         """
         begun = self._now()
         try:
@@ -73,14 +78,14 @@ class Clock:
     def read(self, step: int) -> dict[str, float | None]:
         """Return the speed of the steps since the last reading, and of the run so far.
 
-        The names are those of metrics.jsonl. An interval begins and ends when a step is complete:
-        that of the last reading, or the start of the clock, and the last step that was added. Its
-        seconds are those of the steps, step_seconds times their number, and `pause_seconds`, also
-        by kind as `pause_seconds/KIND`. The sum over all readings is `elapsed_seconds`. A pause
-        after the last step belongs to the next interval.
+        The names are those of metrics.jsonl. An interval lasts from the completion of the last step
+        of the previous reading (or the clock's start) to that of the last step added. Its seconds
+        are `step_seconds` times the number of steps, plus `pause_seconds`, also given by kind as
+        `pause_seconds/KIND`; over all readings they add up to `elapsed_seconds`. A pause after the
+        last step belongs to the next interval.
 
-        `goodput` is the share of `elapsed_seconds` that steps took. `left_seconds` goes by the whole
-        time, so it includes the evaluations to come.
+        `goodput` is the share of `elapsed_seconds` spent in steps. `left_seconds` extrapolates all
+        elapsed time, so it includes future evaluations.
         """
         begin, end = self._lap_begun, self._done_at
         kinds: dict[str, float] = {}

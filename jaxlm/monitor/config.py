@@ -1,4 +1,4 @@
-"""Settings of what a run writes about itself."""
+"""Settings of logging, profiling and the watchdog."""
 
 import dataclasses
 import re
@@ -14,92 +14,94 @@ Watched = Literal["norms", "activations", "attention", "noise"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """How often a step is logged, and where to beside metrics.jsonl, which every run has."""
+    """Interval and destinations of logged steps; every run writes metrics.jsonl."""
 
-    every: Span = setting(Span.parse("1%"), "how often the metrics of a step are logged")
+    every: Span = setting(Span.parse("1%"), "interval between logged steps")
     sinks: tuple[SinkName, ...] = setting(
         ("console", "tensorboard"),
-        "who else gets each logged step: console (rows), tensorboard; wandb (offline), trackio, mlflow, in the run's folder",
+        "destinations of logged steps besides metrics.jsonl: console, tensorboard, wandb "
+        "(offline), trackio, mlflow, in the run's folder",
     )
     layers: tuple[Watched, ...] = setting(
         (),
-        "figures of every layer in a logged step: norms (gradient, parameter, update), activations (their size, dead units, load of experts), attention (entropy, largest logit); and noise (of the gradient, against the batch)",
+        "figures of every layer at a logged step: norms (gradient, parameter, update), activations "
+        "(RMS, dead units, expert load), attention (entropy, largest logit); and noise (gradient "
+        "noise scale)",
     )
     layers_every: Span = setting(
         Span.parse(100),
-        "how often, at the next logged step; each time costs about one more step",
+        "interval between layer figures, at the next logged step; each costs about one more step",
     )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Before a step that is watched, it must be known that it is."""
+        """Yield intervals in seconds: steps with layer figures must be known in advance."""
         for name, span in (("every", self.every), ("layers_every", self.layers_every)):
             if self.layers and span.unit == "second":
                 yield (
                     name,
-                    f"layers are watched at steps that are known before, not at a time, {span}",
+                    f"log.layers needs an interval in steps, tokens or percent, not {span}",
                     f"--config.log.{name}=1%",
                 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """A window of steps whose trace jax.profiler writes into the run's `profile` folder, with a summary."""
+    """Window of steps that jax.profiler traces into the run's `profile` folder, with a summary."""
 
     steps: str | None = setting(
-        None, "FIRST:LAST, completed steps at which the trace begins and ends; None traces none"
+        None, "FIRST:LAST, completed steps at which the trace begins and ends; None disables it"
     )
 
     @property
     def window(self) -> range:
-        """The numbers of completed steps before which a step is traced."""
-        found = WINDOW.fullmatch(self.steps or "")
-        return range(*map(int, found.groups())) if found else range(0)
+        """Return the numbers of completed steps before which a step is traced."""
+        match = WINDOW.fullmatch(self.steps or "")
+        return range(*map(int, match.groups())) if match else range(0)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """A window has two ends and a step between them."""
+        """Yield a window that is malformed or empty."""
         if self.steps is not None and not self.window:
             yield (
                 "steps",
-                f"{self.steps!r} is no window FIRST:LAST of completed steps",
+                f"{self.steps!r} is not a window FIRST:LAST of completed steps",
                 "jaxlm config explain profile.steps",
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """How long the run may stand still, by what it is doing, before it ends with exit code 76."""
+    """Watchdog limits by phase: a run that exceeds one ends with exit code 76."""
 
-    start: Span = setting(Span.parse("30m"), "how long building the model may take")
+    start: Span = setting(Span.parse("30m"), "limit for building the model")
     prepare: Span = setting(
-        Span.parse("12h"), "how long training a tokenizer, tokenising and packing may take"
+        Span.parse("12h"), "limit for training a tokenizer, tokenizing and packing"
     )
     compile: Span = setting(
-        Span.parse("30m"), "how long compiling may take, and each of the first steps"
+        Span.parse("30m"), "limit for compiling, and for each of the first steps"
     )
-    step: Span = setting(Span.parse("60s"), "how long a step may take at least")
-    factor: float = setting(10.0, "a step may take this many times the median", above=1.0)
-    data: Span = setting(Span.parse("20m"), "how long the wait for a batch may take")
-    eval: Span = setting(Span.parse("60m"), "how long an evaluation may take, samples too")
+    step: Span = setting(Span.parse("60s"), "lower bound of the limit for a step")
+    factor: float = setting(10.0, "limit for a step as a multiple of the median step", above=1.0)
+    data: Span = setting(Span.parse("20m"), "limit for the wait for a batch")
+    eval: Span = setting(Span.parse("60m"), "limit for an evaluation, samples included")
     save: Span = setting(
         Span.parse("20m"),
-        "how long a save may take, from the copy to the commit: writing, and hashing what was written; and a restore",
+        "limit for a save from the copy to the commit, hashing included, and for a restore",
     )
     verify: Span = setting(
         Span.parse("20m"),
-        "how long hashing a checkpoint before a restore or a rewind may go without a byte read, by any process",
+        "limit without a byte read, by any process, while a checkpoint is hashed before a restore "
+        "or rewind",
     )
     finish: Span = setting(
-        Span.parse("20m"), "how long the report and the wait for other processes may take"
+        Span.parse("20m"), "limit for the report and the wait for other processes"
     )
     join: Span = setting(
-        Span.parse("5m"), "how long the first process waits for the others to start"
+        Span.parse("5m"), "limit for the wait of the first process for the others to start"
     )
-    heartbeat: Span = setting(
-        Span.parse("100s"), "a process that has been silent this long is lost"
-    )
+    heartbeat: Span = setting(Span.parse("100s"), "silence after which a process counts as lost")
 
     def limits(self) -> dict[str, float]:
-        """Seconds by phase."""
+        """Return the limits in seconds, by phase."""
         return {
             field.name: value.amount
             for field in dataclasses.fields(self)
@@ -107,12 +109,12 @@ class WatchConfig:
         }
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """A limit is a time."""
+        """Yield limits that are not a time above 0."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Span) and (value.unit != "second" or value.amount <= 0):
                 yield (
                     field.name,
-                    f"a limit is a time, not {value}",
+                    f"a limit must be a time above 0, not {value}",
                     f"jaxlm config explain watch.{field.name}",
                 )

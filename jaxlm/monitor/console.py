@@ -1,4 +1,4 @@
-"""What a person sees of a run: a header, a row per logged step, a closing block."""
+"""Console output of a run: a header, a row per logged step, a closing block."""
 
 import contextlib
 import time
@@ -10,13 +10,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from jaxlm.core.quoting import printable
 from jaxlm.monitor import formatting
-from jaxlm.monitor.sinks import Nowhere, Record, Sink
+from jaxlm.monitor.sinks import NullSink, Record, Sink
 
-HEAD_EVERY = 30  # rows, so that the column names are always on a screen
+HEAD_EVERY = 30  # rows between column heads, so that they are always on the screen
 
 
 class Column(NamedTuple):
-    """A column of the rows: its head, width, and what it shows of a record."""
+    """A column of the rows: head, width, and formatter of a record."""
 
     head: str
     width: int
@@ -45,46 +45,32 @@ COLUMNS = (
 
 
 class Log(Protocol):
-    """A text file that is added to."""
+    """A text file that is appended to."""
 
     def write(self, text: str, /) -> object:
-        """Appends the text."""
+        """Append the text."""
 
 
 class Console:
-    """A sink for people. On a terminal a progress bar stays below the rows; elsewhere there are plain rows.
+    """Prints records as rows; on a terminal with a progress bar below.
 
     Args:
-      screen: where to show it; None shows nothing.
-      log: a file that gets the same lines, plain.
+      screen: output stream; None prints nothing.
+      log: file that gets the same lines without colors.
       total: steps of the whole run, for the bar.
     """
 
-    def __init__(
-        self,
-        screen: TextIO | None,
-        *,
-        log: Log | None = None,
-        total: int,
-    ):
-        # A notebook asks for colour in its environment, but is no terminal: a bar there would leave a line a frame.
-        self._screen = (
-            Screen(
-                file=screen,
-                force_terminal=screen.isatty(),
-                force_jupyter=False,
-                highlight=False,
-                emoji=False,
-                soft_wrap=True,
-            )
-            if screen
-            else None
-        )
-        self._is_live = bool(
-            self._screen and self._screen.is_terminal and not self._screen.is_dumb_terminal
-        )
+    def __init__(self, screen: TextIO | None, *, log: Log | None = None, total: int):
+        # A notebook requests color in its environment but is no terminal: a bar would leave a line
+        # for each frame.
+        plain: Any = dict(force_jupyter=False, highlight=False, emoji=False, soft_wrap=True)
+        self._screen: Screen | None = None
+        if screen:
+            self._screen = Screen(file=screen, force_terminal=screen.isatty(), **plain)
+        is_dumb = not self._screen or self._screen.is_dumb_terminal
+        self._is_live = bool(self._screen and self._screen.is_terminal and not is_dumb)
         self._log, self._total, self._rows = log, total, 0
-        self._warnings: Sink = Nowhere()
+        self._warnings: Sink = NullSink()
         self._bar: Progress | None = None
 
     def __enter__(self) -> Self:
@@ -95,33 +81,30 @@ class Console:
 
     @property
     def is_kept(self) -> bool:
-        """Whether a file gets what is said."""
+        """Return True if the lines are written to a file as well."""
         return self._log is not None
 
     def keep(self, log: Log, warnings: Sink) -> None:
-        """From now on a file gets the same lines, plain, and a sink what is said as a warning, for the report."""
+        """Write the same lines to a file from now on, and warnings to a sink for the report."""
         self._log, self._warnings = log, warnings
 
     def say(self, text: str = "", style: str | None = None) -> None:
-        """Prints a line or several, above the bar."""
-        text = printable(text)  # names of files and bits of data are in it
+        """Print one or more lines, above the bar."""
+        text = printable(text)  # it may contain file names and parts of the data
         if self._screen:
             self._screen.print(text, style=style, markup=False)
         if self._log:
             self._log.write(f"{text}\n")
 
     def warn(self, text: str, *, step: int, style: str | None = None) -> None:
-        """Says what went otherwise than asked for, so that the report of the run has it too."""
+        """Print a warning, and record it for the report of the run."""
         self.say(text, style=style)
         self._warnings.write({"step": step, "time_unix": time.time(), "text": text})
 
     def block(
         self, title: str, facts: Iterable[tuple[str, str]], *, style: str = "bold", alarm: str = ""
     ) -> None:
-        """Prints labelled lines under a title: the header of a run, or its end.
-
-        `style` is that of the title, "bold red" for bad news; lines with the label `alarm` are in red.
-        """
+        """Print (label, text) lines under a title; lines with the label `alarm` are red."""
         facts = list(facts)
         width = max((len(label) for label, _ in facts), default=0)
         self.say(title, style=style)
@@ -132,7 +115,7 @@ class Console:
 
     @contextlib.contextmanager
     def timer(self, what: str) -> Iterator[None]:
-        """Shows that something long is under way, as a compilation, and says at its end how long it took."""
+        """Show that a long operation is running, such as compilation, and print its duration."""
         begun = time.monotonic()
         if self._is_live:
             bar = Progress(
@@ -148,7 +131,7 @@ class Console:
         self.say(f"{what}: {formatting.duration(time.monotonic() - begun)}")
 
     def write(self, record: Record) -> None:
-        """Prints the row of a record, and moves the bar to its step. An evaluation's row ends with its own figures."""
+        """Print the row of a record, and move the bar to its step."""
         if self._rows % HEAD_EVERY == 0:
             self.say(" ".join(f"{column.head:>{column.width}}" for column in COLUMNS), style="bold")
         self._rows += 1
@@ -157,17 +140,17 @@ class Console:
         if record["split"] == "train":
             self.say(" ".join(cells), style="red" if is_worse else None)
         else:
-            # "-" stands for what is unknown; what an evaluation does not measure is left empty.
+            # "-" marks an unknown value; columns that an evaluation does not measure stay empty.
             row = " ".join(" " * len(cell) if cell.strip() == "-" else cell for cell in cells)
             style = "red" if is_worse else "green"
             self.say(f"{row.rstrip()}  {_figures(record)}", style=style)
         self._advance(record["step"])
 
     def flush(self) -> None:
-        """Nothing waits: each line is written at once."""
+        """Do nothing: lines are written at once."""
 
     def close(self) -> None:
-        """Takes the bar off the screen; a second time does nothing."""
+        """Remove the bar from the screen; a second call does nothing."""
         if self._bar:
             self._bar.stop()
             self._bar = None

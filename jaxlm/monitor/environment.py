@@ -1,4 +1,4 @@
-"""What a run ran on."""
+"""The environment of a run: versions, devices, flags, git state."""
 
 import collections
 import contextlib
@@ -16,14 +16,14 @@ from typing import Any
 
 from jaxlm.core.quoting import redacted
 
-ROOM = Path(__file__).parents[1]  # the package's own folder
+ROOM = Path(__file__).parents[1]  # folder of the package
 PACKAGES = (
     *("jaxlm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
     *("sentencepiece", "tokenizers", "ml-collections"),
     *("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu"),
 )
 
-# Only these, and the options of JAX, are written down: the rest of an environment may hold secrets.
+# Only these and the options of JAX are recorded: other variables may hold secrets.
 VARIABLES = re.compile(
     r"JAXLM_(CACHE|FAULTS|PYTHON)|XLA_FLAGS|XLA_PYTHON_CLIENT_(PREALLOCATE|MEM_FRACTION|ALLOCATOR)"
     r"|LIBTPU_INIT_ARGS|NCCL_(ALGO|PROTO|DEBUG)|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES"
@@ -31,7 +31,7 @@ VARIABLES = re.compile(
 
 
 def facts() -> dict[str, Any]:
-    """Versions, devices, flags and git state, for environment.json. Starts JAX."""
+    """Return versions, devices, flags and git state, for environment.json. Starts JAX."""
     import jax
 
     devices = jax.devices()
@@ -56,23 +56,23 @@ def facts() -> dict[str, Any]:
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of those that are installed."""
-    found = {}
+    """Return the versions of the packages that are installed."""
+    versions_found = {}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions_found[name] = importlib.metadata.version(name)
+    return versions_found
 
 
 def versions() -> dict[str, str]:
-    """What decides how a program computes: the packages, and the text of this one, a digest for each room of it."""
-    found = {f"package {name}": version for name, version in installed(PACKAGES).items()}
-    return found | _code(ROOM)
+    """Return everything that decides the numbers: package versions, digests of jaxlm's folders."""
+    packages = {f"package {name}": version for name, version in installed(PACKAGES).items()}
+    return packages | _code(ROOM)
 
 
 @functools.cache
 def _code(package: Path) -> dict[str, str]:
-    """A digest of each room of a package, as it was when the process first asked: what runs is no newer."""
+    """Return a digest of each folder, from the first call of the process: running code is older."""
     digests: dict[str, Any] = collections.defaultdict(hashlib.sha256)
     for path in sorted(package.rglob("*.py")):
         inner = path.relative_to(package)
@@ -82,7 +82,7 @@ def _code(package: Path) -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit of a checkout and the files that differ from it; None where `folder` is no root of a checkout."""
+    """Return the commit and the changed files; None if `folder` is not the root of a checkout."""
     if not (folder / ".git").exists():
         return None
     commit, changed = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain")

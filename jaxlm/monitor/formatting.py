@@ -1,12 +1,14 @@
-"""Numbers as people read them."""
+"""Human-readable numbers, sizes and durations, and progress lines."""
 
 import math
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def count(value: float | None) -> str:
-    """1234567 -> "1.23M"; None -> "-"."""
+    """Format a count: 1234567 -> "1.23M"; None -> "-"."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -18,7 +20,7 @@ def count(value: float | None) -> str:
 
 
 def size(amount: float | None) -> str:
-    """Bytes in binary units: 1610612736 -> "1.50 GiB"; None -> "-"."""
+    """Format bytes in binary units: 1610612736 -> "1.50 GiB"; None -> "-"."""
     if amount is None:
         return "-"
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
@@ -28,7 +30,7 @@ def size(amount: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as "4.2s", "3:05" or "1:02:03"; None -> "-"."""
+    """Format seconds as "4.2s", "3:05" or "1:02:03"; None -> "-"."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     if seconds < 10:
@@ -39,7 +41,7 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A loss or a rate in `digits` significant digits; None -> "-"."""
+    """Format a loss or a rate with `digits` significant digits; None -> "-"."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
@@ -49,10 +51,46 @@ def _three(value: float) -> str:
     return f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"
 
 
-def limits(evaluation: Mapping[str, Any], newest: int) -> str:
-    """What an evaluation was not of: the `newest` step, or the whole set. Begins with a comma; empty where it was of both."""
+def evaluation_suffix(evaluation: Mapping[str, Any], newest: int) -> str:
+    """Return a suffix such as ", after step 100, on 16% of the set", or "".
+
+    It is set if the evaluation is older than the step `newest`, or was of a part of the set.
+    """
     step, share = evaluation.get("step", newest), evaluation.get("share")
-    told = [f"after step {step}"] if step != newest else []
+    parts = [f"after step {step}"] if step != newest else []
     if share is not None and share < 1:
-        told.append(f"on {share:.1%} of the set")
-    return "".join(f", {part}" for part in told)
+        parts.append(f"on {share:.1%} of the set")
+    return "".join(f", {part}" for part in parts)
+
+
+PROGRESS_SECONDS = 10.0  # between two lines
+
+Progress = Callable[[str, int, int], None]  # name, bytes done, bytes in total
+
+
+class ProgressLines:
+    """Prints bytes done, rate and time left, at most once in `seconds`; short work prints nothing.
+
+    May be called from any thread.
+    """
+
+    def __init__(self, say: Callable[[str], None], doing: str = "", seconds: float | None = None):
+        self._say, self._doing = say, doing
+        self._seconds = PROGRESS_SECONDS if seconds is None else seconds
+        self._last = time.monotonic()
+        self._begun: dict[str, tuple[float, int]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            since, before = self._begun.setdefault(what, (now, done))
+            if now - self._last < self._seconds or done >= total:
+                return
+            self._last = now
+            line = f"{self._doing}{what}: {size(done)} of {size(total)}"
+            if done > before:
+                rate = (done - before) / (now - since)
+                left = duration((total - done) / rate)
+                line += f", {size(rate)} a second, {left} left"
+            self._say(line)

@@ -1,4 +1,4 @@
-"""Curves of a run, from its metrics.jsonl."""
+"""Plots of a run from its metrics.jsonl, and of scaling laws and learning-rate tests."""
 
 import io
 import math
@@ -12,12 +12,10 @@ import numpy as np
 
 from jaxlm.monitor import sinks
 
-# An empty picture, and its bytes.
-
 
 def new_figure() -> tuple[Any, Any]:
-    """A figure and its axes."""
-    # A figure of its own, without pyplot: no global state, and no window system is looked for.
+    """Return a new figure and its axes."""
+    # Without pyplot: no global state, and no window system is looked for.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.6), dpi=120, layout="constrained")
@@ -25,20 +23,18 @@ def new_figure() -> tuple[Any, Any]:
 
 
 def to_png(figure: Any) -> bytes:
-    """The figure as a PNG, the same bytes for the same figure."""
+    """Return the figure as a PNG; the same figure gives the same bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
 
 
-# Pictures of layers: what `log.layers` wrote, as maps of layer by step.
-
-
+# Maps of layer by step, of what `log.layers` wrote.
 _LAYER = re.compile(r"layers/(\d{1,5})/(\w+)")
 
 
 class Map(NamedTuple):
-    """A file of plots/: the figure of a layer, or its quotient by another, under a title; colours by its logarithm or itself."""
+    """A heat map in plots/: a figure of each layer, or its ratio to another, maybe as log10."""
 
     name: str
     title: str
@@ -58,14 +54,14 @@ MAPS = (
 
 
 def layer_maps(records: Iterable[Mapping[str, Any]]) -> dict[str, bytes]:
-    """PNGs by the name of their map; those that there are numbers for."""
+    """Return the PNGs of all maps that have numbers, by name."""
     seen = [(record["step"], _by_layer(record)) for record in records]
     watched = [(step, layers) for step, layers in seen if layers]
     out = {}
     for each in MAPS:
-        found = _values(each, watched)
-        if found is not None:
-            out[each.name] = _map_png(each, *found)
+        values = _values(each, watched)
+        if values is not None:
+            out[each.name] = _map_png(each, *values)
     return out
 
 
@@ -81,13 +77,13 @@ def _by_layer(record: Mapping[str, Any]) -> dict[int, dict[str, float]]:
 def _values(
     each: Map, watched: Sequence[tuple[int, dict[int, dict[str, float]]]]
 ) -> tuple[list[int], list[int], np.ndarray] | None:
-    """Steps, layers and a map of both; a number that is unknown is NaN. None where all are."""
+    """Return steps, layers and the map of both, with NaN for unknown; None if all are unknown."""
     steps = [step for step, _ in watched]
-    layers = sorted({number for _, found in watched for number in found})
+    layers = sorted({number for _, layer_figures in watched for number in layer_figures})
     grid = np.full((len(layers), len(steps)), np.nan)
-    for column, (_, found) in enumerate(watched):
+    for column, (_, layer_figures) in enumerate(watched):
         for row, number in enumerate(layers):
-            figures = found.get(number, {})
+            figures = layer_figures.get(number, {})
             value = figures.get(each.field, math.nan)
             if each.over:
                 below = figures.get(each.over, 0.0)
@@ -111,7 +107,7 @@ def _map_png(each: Map, steps: list[int], layers: list[int], grid: np.ndarray) -
 
 
 class Plot(NamedTuple):
-    """A file of plots/: what it shows, under which title, on which scale, and of which splits."""
+    """A curve in plots/: field, title, scale, and whether all splits are drawn."""
 
     name: str
     title: str
@@ -131,23 +127,18 @@ PLOTS = (
 
 
 def draw(run: str | os.PathLike[str]) -> list[Path]:
-    """Draws plots/*.png of a run directory; those that it has numbers for.
+    """Draw plots/*.png of a run directory, those that have numbers, and return their paths.
 
     Raises:
-      DataError: where metrics.jsonl is damaged.
-      NotWritable: where a picture cannot be written.
+      DataError: if metrics.jsonl is damaged.
+      NotWritable: if a plot cannot be written.
     """
     run = Path(run)
     records = sinks.read(run / "metrics.jsonl")
     drawn = []
-    for plot in PLOTS:
-        series = {name: points for name, points in _series(records, plot).items() if points}
-        if series:
-            (run / "plots").mkdir(exist_ok=True)
-            target = run / "plots" / f"{plot.name}.png"
-            sinks.replace(target, _png(plot, series))
-            drawn.append(target)
-    for name, picture in layer_maps(records).items():
+    curves = ((plot, _series(records, plot)) for plot in PLOTS)
+    pictures = {plot.name: _png(plot, series) for plot, series in curves if series}
+    for name, picture in (pictures | layer_maps(records)).items():
         (run / "plots").mkdir(exist_ok=True)
         drawn.append(run / "plots" / f"{name}.png")
         sinks.replace(drawn[-1], picture)
@@ -155,7 +146,7 @@ def draw(run: str | os.PathLike[str]) -> list[Path]:
 
 
 def _series(records: Sequence[dict[str, Any]], plot: Plot) -> dict[str, list[tuple[int, float]]]:
-    """Points by split. A number that was not finite leaves a gap."""
+    """Return the points by split; numbers that were not finite are left out."""
     out: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         split, value = record.get("split", "train"), record.get(plot.field)
@@ -164,14 +155,14 @@ def _series(records: Sequence[dict[str, Any]], plot: Plot) -> dict[str, list[tup
     return out
 
 
-def planned(points: Sequence[tuple[int, float]]) -> bytes:
-    """A PNG of the learning rate by step, as the run's own will look."""
+def learning_rate_png(points: Sequence[tuple[int, float]]) -> bytes:
+    """Return a PNG of the planned learning rate by step, in the style of the run's own plot."""
     (plot,) = (plot for plot in PLOTS if plot.name == "learning_rate")
     return _png(plot, {"train": list(points)})
 
 
-def rates(curve: Sequence[tuple[float, float, float]], suggested: float | None) -> bytes:
-    """A PNG of a learning-rate range test: (rate, loss, smoothed loss) by step, and the rate that it suggests, if any."""
+def lr_find_png(curve: Sequence[tuple[float, float, float]], suggested: float | None) -> bytes:
+    """Return a PNG of a learning-rate range test: (rate, loss, smoothed loss) of each step."""
     figure, axes = new_figure()
     rate, loss, smoothed = zip(*curve, strict=True)
     axes.plot(rate, loss, ".", alpha=0.35, label="loss")
@@ -186,7 +177,7 @@ def rates(curve: Sequence[tuple[float, float, float]], suggested: float | None) 
 
 
 class Size(NamedTuple):
-    """Runs of one size of model: (FLOPs, loss) of each, and of points on the curve of a law through them."""
+    """Runs of one model size and the fitted curve, each as points (FLOPs, loss)."""
 
     name: str
     runs: Sequence[tuple[float, float]]
@@ -198,7 +189,7 @@ def scaling(
     best: Sequence[tuple[float, float]],
     spent: tuple[float, float, Sequence[float]],
 ) -> bytes:
-    """A PNG of losses by training FLOPs: runs by size, the lowest loss for a budget, and (budget, loss, its interval)."""
+    """Return a PNG of losses by FLOPs; `spent` is a budget, its loss and the loss's interval."""
     figure, axes = new_figure()
     for size in sizes:
         (line,) = axes.plot(*zip(*size.curve, strict=True), "-", linewidth=0.9, alpha=0.6)

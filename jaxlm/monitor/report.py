@@ -1,36 +1,25 @@
-"""The report of a run: one HTML file that needs no other."""
+"""The report of a run: one self-contained HTML file, made by the template `report.html.jinja`."""
 
 import base64
 import contextlib
-import html
 import json
 import os
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from jaxlm.core.errors import DataError
-from jaxlm.monitor import formatting, noise, sinks
+from jaxlm.monitor import formatting, sinks
 from jaxlm.monitor.plots import MAPS, PLOTS
-from jaxlm.monitor.sinks import FIGURES, Shape
+from jaxlm.monitor.sinks import FIGURES, Record, Shape
 
-STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8881; --good: #1a7f37; --bad: #cf222e; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { margin-bottom: 0; } h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line); }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; } caption { text-align: left; padding: .3rem 0; }
-th, td { text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.number, th.number { text-align: right; } tr.ours { font-weight: 600; color: var(--good); } tr.worse, p.worse { font-weight: 600; color: var(--bad); }
-pre { background: var(--soft); padding: .7rem; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
-.plots img { width: 100%; border-radius: 4px; } .scroll { overflow-x: auto; margin: 1rem 0; } .soft { opacity: .7; }
-"""
+STYLE = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")  # also used by corpus
 
-DEEPEST = 20  # levels of a JSON file that are rows of their own
+MAX_DEPTH = 20  # levels of a JSON file that get rows of their own
 SAMPLES: Shape = {"step": sinks.is_step, "prompt": sinks.is_text, "text": sinks.is_text}
 FORECAST: Shape = {
     "bytes_per_device": sinks.is_bytes,
@@ -41,15 +30,17 @@ FORECAST: Shape = {
 }
 EXIT: Shape = {"code": sinks.is_number, "cause": sinks.is_text, "time_unix": sinks.is_number}
 
+Rows = list[list[str]]
+
 
 def write(run: str | os.PathLike[str]) -> Path:
-    """Writes report.html of a run directory, from the files in it alone; parts whose file is missing are left out.
+    """Write report.html of a run directory from the files in it; parts without a file are left out.
 
     `baselines.json` gives {name: bits per byte} of other ways to code the validation set.
 
     Raises:
-      DataError: where a file of the run is damaged.
-      NotWritable: where the report cannot be written.
+      DataError: if a file of the run is damaged.
+      NotWritable: if the report cannot be written.
     """
     run = Path(run)
     target = run / "report.html"
@@ -58,314 +49,273 @@ def write(run: str | os.PathLike[str]) -> Path:
 
 
 def render(run: Path) -> str:
-    """The report as HTML."""
+    """Return the report as HTML."""
+    import jinja2
+    import markupsafe
+
     records = sinks.read(run / "metrics.jsonl")
-    title = html.escape(f"jaxlm run {run.resolve().name}")
-    sections = (
-        ("Result", _result(run, records)),
-        ("Sources", _sources(records)),
-        ("Experts", _experts(records)),
-        ("Plan", _plan(run, records)),
-        ("Curves", _curves(run)),
-        ("Samples", _samples(sinks.read(run / "samples.jsonl", SAMPLES))),
-        ("Warnings", _warnings(sinks.read(run / "warnings.jsonl", {}))),
-        ("Configuration", _configuration(run)),
-        ("Environment", _environment(run)),
+    train = [record for record in records if record.get("split") == "train"]
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
-    body = "\n".join(
-        f"<h2>{name}</h2>\n{text}" for name, part in sections if (text := "\n".join(part))
+    return environment.get_template("report.html.jinja").render(
+        title=f"jaxlm run {run.resolve().name}",
+        style=markupsafe.Markup(STYLE),
+        summary=_summary(run, records),
+        **_result(run, records, train),
+        speed=_speed(train),
+        advice=batch_advice(records),
+        sources=_sources(train),
+        experts=_experts(train),
+        **_plan(run, train),
+        images=_images(run),
+        samples=_samples(run),
+        warnings=_warnings(run),
+        **_configuration(run),
+        environment=_environment(run),
     )
+
+
+def batch_advice(records: Sequence[Record]) -> str | None:
+    """Return the cost of doubling and of halving the batch; None without a noise scale above 0.
+
+    At a noise scale of N, a batch of B tokens needs 1 + N / B times the steps of an infinite batch
+    to reach a loss, and 1 + B / N times the tokens of the smallest batch, each at its best rate.
+
+    Source: McCandlish et al. 2018, arXiv:1812.06162, equation 2.11 and section 2.3.
+    """
+    train = [r for r in records if r.get("split") == "train" and sinks.is_number(r.get("tokens"))]
+    scales = _numbers(train, "noise_scale_tokens")
+    earlier = [r for r in train if r["step"] < train[-1]["step"]]
+    if not earlier or not scales or scales[-1] <= 0:
+        return None
+    last, before, scale = train[-1], earlier[-1], scales[-1]
+    batch = (last["tokens"] - before["tokens"]) / (last["step"] - before["step"])
+
+    def change(ratio: float, what: str) -> str:
+        return f"{abs(ratio - 1):.0%} {'more' if ratio > 1 else 'fewer'} {what}"
+
+    def cost(other: float) -> str:
+        steps = (1 + scale / other) / (1 + scale / batch)
+        tokens = (1 + other / scale) / (1 + batch / scale)
+        return f"{change(steps, 'steps')} and {change(tokens, 'tokens')}"
+
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head>\n"
-        f"<body><h1>{title}</h1>\n{_summary(run, records)}\n{body}\n</body></html>\n"
+        f"{formatting.count(round(batch))} tokens, and the noise scale of the gradient is "
+        f"{formatting.count(round(scale))}: to the same loss, each at its best rate, twice the "
+        f"batch would take {cost(2 * batch)}, half of it {cost(batch / 2)}"
     )
 
 
-def _summary(run: Path, records: Sequence[Mapping[str, Any]]) -> str:
-    """One line: how far it came, on what, and how it ended."""
+def _summary(run: Path, records: Sequence[Record]) -> str:
+    """Return progress, time and end of the run in one line."""
     parts = []
     if records:
         last = max(records, key=lambda record: record["step"])
         parts.append(f"step {last['step']}")
-        tokens = max(
-            (r["tokens"] for r in records if r.get("tokens") and r.get("split") == "train"),
-            default=None,
-        )
+        tokens = [r["tokens"] for r in records if r.get("tokens") and r.get("split") == "train"]
         if tokens:
-            parts.append(f"{formatting.count(tokens)} tokens")
-        with contextlib.suppress(ValueError, OverflowError, OSError):  # no time of this world
+            parts.append(f"{formatting.count(max(tokens))} tokens")
+        with contextlib.suppress(ValueError, OverflowError, OSError):  # not a valid time
             stamp = time.gmtime(last.get("time_unix") or 0)
             parts.append(time.strftime("%Y-%m-%d %H:%M UTC", stamp))
     end = _json(run / "exit.json", EXIT)
     if end:
         parts.append(f"ended with code {end['code']}: {end['cause']}")
-    return f'<p class="soft">{html.escape(" · ".join(parts))}</p>'
+    return " · ".join(parts)
 
 
-def _verdict(run: Path) -> Iterator[str]:
-    """That the run is worse than a coder without a model, why, and what to do."""
+def _result(run: Path, records: Sequence[Record], train: Sequence[Record]) -> dict[str, Any]:
+    """Return the verdict, the last losses, losses before and after, and baselines."""
     verdict = _json(run / "divergence.json")
-    if verdict.get("worse_than"):
-        parts = [
-            f"Since step {verdict.get('step', '-')}, {verdict.get('said', 'it has diverged')}.",
-            f"Likely, {verdict.get('cause', 'the learning rate is too high')}.",
-        ]
-        command = html.escape(str(verdict.get("command", "jaxlm lr-find")))
-        yield f'<p class="worse">{html.escape(" ".join(parts))}<br><code>{command}</code></p>'
-
-
-def _result(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    verdict = list(_verdict(run))
-    yield from verdict
-    last: dict[str, Mapping[str, Any]] = {}
+    is_worse = bool(verdict.get("worse_than"))
+    last: dict[str, Record] = {}
     for record in records:
         if record.get("loss_nats") is not None:
             last[record.get("split", "train")] = record
-    if last:
-        rows = [
-            [split, record["step"], *(_measured(record, name) for name in FIGURES)]
-            for split, record in last.items()
-        ]
-        yield _table(["split", "step", *FIGURES], rows, numbers=True)
-        if any(record.get("loss_stderr") is not None for record in last.values()):
-            yield (
-                "<p>&plusmn; is the standard error of a loss that was measured on a part of the"
-                " set, by rows that were drawn.</p>"
-            )
-    if changed := list(_changed(records)):
-        yield _table(
-            ["validation set", "nats before", "nats after", "difference"], changed, numbers=True
-        )
-        yield "<p>Before is the run whose weights this one began with. Where the loss rose, it forgot.</p>"
-    baselines = _json(run / "baselines.json")
-    if wrong := [name for name, bits in baselines.items() if not sinks.is_number(bits)]:
-        raise _misshapen(run / "baselines.json", f"has no number for {wrong[0]!r}")
-    if baselines:
+    result = [
+        [split, record["step"], *(_measured(record, name) for name in FIGURES)]
+        for split, record in last.items()
+    ]
+    path = run / "baselines.json"
+    coders = _json(path)
+    if wrong := [name for name, bits in coders.items() if not sinks.is_number(bits)]:
+        raise _misshapen(path, f"has no number for {wrong[0]!r}")
+    baselines = [(name, bits, "") for name, bits in coders.items()]
+    if coders:
         newest = max((record["step"] for record in records), default=0)
-        named = [(name, bits, "") for name, bits in baselines.items()]
-        named += [
-            (
-                f"this run, {split}{formatting.limits(r, newest)}",
-                r["bits_per_byte"],
-                "worse" if verdict or r.get("worse_than") else "ours",
-            )
-            for split, r in last.items()
-            if r.get("bits_per_byte") is not None
-        ]
-        named.sort(key=lambda row: -row[1])
-        yield _table(
-            ["coder of the validation set", "bits per byte"],
-            [[name, _figure(bits)] for name, bits, _ in named],
-            numbers=True,
-            classes=[mark for *_, mark in named],
-        )
-    train = [r for r in records if r.get("split") == "train" and r.get("tokens_per_second")]
-    if train:
-        speeds = sorted(r["tokens_per_second"] for r in train)
-        middle = speeds[len(speeds) // 2]
-        mfu = [r["mfu"] for r in train if r.get("mfu") is not None]
-        shown = (
-            f"{sorted(mfu)[len(mfu) // 2]:.1%}"
-            if mfu
-            else "unknown: no published peak for this device"
-        )
-        peak = max((r.get("peak_bytes") or 0 for r in train), default=0)
-        yield (
-            f"<p>Median {formatting.count(middle)} tokens per second. MFU {shown} (6 x parameters that multiply x tokens, "
-            f"and attention at the causal half). Peak memory {formatting.size(peak or None)}.</p>"
-        )
-    if told := noise.advice(records):
-        yield f"<p>A batch has {html.escape(told)} (arXiv:1812.06162).</p>"
+        for split, record in last.items():
+            if record.get("bits_per_byte") is not None:
+                name = f"this run, {split}{formatting.evaluation_suffix(record, newest)}"
+                mark = "worse" if is_worse or record.get("worse_than") else "ours"
+                baselines.append((name, record["bits_per_byte"], mark))
+    baselines.sort(key=lambda row: -row[1])
+    return {
+        "verdict": verdict if is_worse else None,
+        "figures": list(FIGURES),
+        "result": result,
+        "is_sampled": any(record.get("loss_stderr") is not None for record in last.values()),
+        "changed": list(_changed(records)),
+        "baselines": [[name, _figure(bits)] for name, bits, _ in baselines],
+        "baseline_classes": [mark for *_, mark in baselines],
+    }
 
 
-def _sources(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What was read of each source of a mixture, by the last record of the training."""
-    trained = [r for r in records if r.get("split") == "train"]
-    last = trained[-1] if trained else {}
-    found: dict[str, dict[str, Any]] = {}
-    for path, value in last.items():
+def _changed(records: Sequence[Record]) -> Iterator[list[str]]:
+    """Yield each validation set's loss before the first step and at the last evaluation.
+
+    Only runs that began with other weights have a loss before.
+    """
+    by_split: dict[str, list[float]] = {}
+    for record in records:
+        split, loss = record.get("split", "train"), record.get("loss_nats")
+        if split != "train" and loss is not None and (split in by_split or record["step"] == 0):
+            by_split.setdefault(split, []).append(loss)
+    for split, losses in by_split.items():
+        if len(losses) > 1:
+            yield [split, *map(_figure, (losses[0], losses[-1])), f"{losses[-1] - losses[0]:+.4f}"]
+
+
+def _speed(train: Sequence[Record]) -> dict[str, str] | None:
+    """Return median throughput and MFU, and peak memory."""
+    timed = [record for record in train if record.get("tokens_per_second")]
+    if not timed:
+        return None
+    speeds = sorted(record["tokens_per_second"] for record in timed)
+    mfu = sorted(record["mfu"] for record in timed if record.get("mfu") is not None)
+    unknown = "unknown: no published peak for this device"
+    return {
+        "tokens": formatting.count(speeds[len(speeds) // 2]),
+        "mfu": f"{mfu[len(mfu) // 2]:.1%}" if mfu else unknown,
+        "memory": formatting.size(max(r.get("peak_bytes") or 0 for r in timed) or None),
+    }
+
+
+def _sources(train: Sequence[Record]) -> Rows:
+    """Return rows, share, tokens, epochs and weight of each source of a mixture."""
+    sources: dict[str, dict[str, Any]] = {}
+    for path, value in (train[-1] if train else {}).items():
         section, _, rest = path.partition("/")
         name, _, what = rest.partition("/")
         if section == "sources" and sinks.is_number(value):
-            found.setdefault(name, {})[what] = value
-    whole = {what: sum(f.get(what, 0) for f in found.values()) for what in ("rows", "tokens")}
-    if not whole["rows"]:
-        return
+            sources.setdefault(name, {})[what] = value
+    total = {what: sum(s.get(what, 0) for s in sources.values()) for what in ("rows", "tokens")}
+    if not total["rows"]:
+        return []
     rows = [
         [
             name,
             f"{values.get('rows', 0):,}",
-            f"{values.get('rows', 0) / whole['rows']:.2%}",
+            f"{values.get('rows', 0) / total['rows']:.2%}",
             f"{values.get('tokens', 0):,}",
             f"{values.get('epochs', 0):.3f}",
             _figure(values.get("weight")),
         ]
-        for name, values in found.items()
+        for name, values in sources.items()
     ]
-    rows.append(["all", f"{whole['rows']:,}", "", f"{whole['tokens']:,}", "", ""])
-    head = ["source", "rows read", "share", "tokens", "epochs", "weight now"]
-    yield _table(head, rows, numbers=True)
+    return [*rows, ["all", f"{total['rows']:,}", "", f"{total['tokens']:,}", "", ""]]
 
 
-def _experts(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """How the tokens went to experts, over the logged steps of the training."""
+def _experts(train: Sequence[Record]) -> Rows:
+    """Return last, mean and maximum of the expert statistics over the logged steps."""
     rows = []
     for name, label, show in (
         ("moe_dropped", "choices dropped, the experts being full", "{:.3%}".format),
         ("moe_load_max", "largest expert's load, of the mean", "{:.3f}".format),
     ):
-        found = [
-            r[name] for r in records if r.get("split") == "train" and sinks.is_number(r.get(name))
-        ]
-        if found:
-            rows.append([label, *map(show, (found[-1], statistics.fmean(found), max(found)))])
-    if rows:
-        yield _table(["", "last", "mean", "most"], rows, numbers=True)
+        if values := _numbers(train, name):
+            rows.append([label, *map(show, (values[-1], statistics.fmean(values), max(values)))])
+    return rows
 
 
-def _changed(records: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Of each validation set its loss before the first step and at the last evaluation; only runs from other weights have one before."""
-    found: dict[str, list[float]] = {}
-    for record in records:
-        split, loss = record.get("split", "train"), record.get("loss_nats")
-        if split != "train" and loss is not None and (split in found or record["step"] == 0):
-            found.setdefault(split, []).append(loss)
-    for split, losses in found.items():
-        if len(losses) > 1:
-            yield [split, *map(_figure, (losses[0], losses[-1])), f"{losses[-1] - losses[0]:+.4f}"]
-
-
-def _plan(run: Path, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What was forecast, and what was."""
+def _plan(run: Path, train: Sequence[Record]) -> dict[str, Any]:
+    """Return the forecast, and the measured values."""
     plan = _json(run / "forecast.json", FORECAST)
     if not plan:
-        return
-    train = [r for r in records if r.get("split") == "train"]
+        return {"plan": [], "assumed": ""}
 
-    def measured(name: str, said: Callable[[float], str]) -> str:
-        known = [r[name] for r in train if sinks.is_number(r.get(name))]
-        return said(statistics.median(known)) if known else "-"
-
-    def seconds(value: float) -> str:
-        return f"{value:.3g}"
-
-    def between(name: str, said: Callable[[float], str]) -> str:
-        return " to ".join(map(said, plan[name]))
+    def row(label: str, name: str, show: Callable[[float], str]) -> list[str]:
+        values = _numbers(train, name)
+        measured = show(statistics.median(values)) if values else "-"
+        return [label, " to ".join(map(show, plan[name])), measured]
 
     planned, compiled = (
-        plan[name]["total"] for name in ("bytes_per_device", "compiled_bytes_per_device")
+        formatting.size(plan[name]["total"])
+        for name in ("bytes_per_device", "compiled_bytes_per_device")
     )
     rows = [
-        ["memory a device", formatting.size(planned), formatting.size(compiled)],
-        ["seconds a step", between("step_seconds", seconds), measured("step_seconds", seconds)],
-        [
-            "tokens a second",
-            between("tokens_per_second", formatting.count),
-            measured("tokens_per_second", formatting.count),
-        ],
+        ["memory per device", planned, compiled],
+        row("seconds per step", "step_seconds", "{:.3g}".format),
+        row("tokens per second", "tokens_per_second", formatting.count),
     ]
-    yield _table(["", "plan", "actual"], rows, numbers=True)
-    yield "<p>Memory: the compiler's account of the step. Assumed in the plan:</p>"
-    yield f"<pre>{html.escape(chr(10).join(map(str, plan['assumed'])))}</pre>"
+    return {"plan": rows, "assumed": "\n".join(map(str, plan["assumed"]))}
 
 
-def _curves(run: Path) -> Iterator[str]:
-    images = []
-    for plot in (*PLOTS, *MAPS):
-        path = run / "plots" / f"{plot.name}.png"
-        if path.exists():
-            data = base64.b64encode(path.read_bytes()).decode()
-            images.append(
-                f'<img alt="{html.escape(plot.title)}" src="data:image/png;base64,{data}">'
-            )
-    if images:
-        yield f'<div class="plots">{"".join(images)}</div>'
+def _images(run: Path) -> list[tuple[str, str]]:
+    """Return title and base64 PNG of each plot of the run."""
+    paths = [(plot.title, run / "plots" / f"{plot.name}.png") for plot in (*PLOTS, *MAPS)]
+    return [
+        (title, base64.b64encode(path.read_bytes()).decode())
+        for title, path in paths
+        if path.exists()
+    ]
 
 
-def _samples(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The texts of the last step that sampled, and of the first, folded."""
+def _samples(run: Path) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Return the samples of the last step that has any, and of the first."""
+    records = sinks.read(run / "samples.jsonl", SAMPLES)
     steps = sorted({record["step"] for record in records})
-    for step in dict.fromkeys([*steps[-1:], *steps[:1]]):
-        texts = [
-            f"<pre><b>{html.escape(record['prompt'])}</b>{html.escape(record['text'])}</pre>"
-            for record in records
-            if record["step"] == step
-        ]
-        is_open = " open" if step == steps[-1] else ""
-        yield f"<details{is_open}><summary>step {step}</summary>{''.join(texts)}</details>"
+    shown = dict.fromkeys([*steps[-1:], *steps[:1]])
+    return [(step, [r for r in records if r["step"] == step]) for step in shown]
 
 
-def _warnings(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Each text once: what the data lacks is said at every start of the run."""
-    steps: dict[str, list[Any]] = {}
-    for record in records:
-        steps.setdefault(str(record.get("text", record)), []).append(record.get("step", "-"))
-    if steps:
-        lines = [
-            f"step {at[0]}{f', {len(at)} times' if len(at) > 1 else ''}: {text}"
-            for text, at in steps.items()
-        ]
-        yield f"<pre>{html.escape(chr(10).join(lines))}</pre>"
+def _warnings(run: Path) -> list[str]:
+    """Return each text once: warnings about the data are repeated at every start of the run."""
+    by_text: dict[str, list[Any]] = {}
+    for record in sinks.read(run / "warnings.jsonl", {}):
+        by_text.setdefault(str(record.get("text", record)), []).append(record.get("step", "-"))
+    return [
+        f"step {steps[0]}{f', {len(steps)} times' if len(steps) > 1 else ''}: {text}"
+        for text, steps in by_text.items()
+    ]
 
 
-def _configuration(run: Path) -> Iterator[str]:
+def _configuration(run: Path) -> dict[str, Any]:
+    """Return all settings, those that differ from the default, and the command line."""
     config, provenance = _json(run / "config.json"), _json(run / "provenance.json")
-    if not config:
-        return
     rows = [[path, json.dumps(value), provenance.get(path, "")] for path, value in _leaves(config)]
-    chosen = [row for row in rows if row[2] not in ("", "default")]
-    if chosen:
-        yield _table(["setting", "value", "set by"], chosen)
-    table = _table(["setting", "value", "set by"], rows)
-    yield f"<details><summary>all {len(rows)} settings</summary>{table}</details>"
     command = run / "command.sh"
-    if command.exists():
-        lines = command.read_text(encoding="utf-8", errors="replace").splitlines()
-        yield f"<pre>{html.escape(chr(10).join(lines[-1:]))}</pre>"
+    lines = None
+    if config and command.exists():
+        lines = command.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
+    return {
+        "settings": rows if config else [],
+        "chosen": [row for row in rows if row[2] not in ("", "default")],
+        "command": None if lines is None else "\n".join(lines),
+    }
 
 
-def _environment(run: Path) -> Iterator[str]:
-    if environment := _json(run / "environment.json"):
-        rows = [[path, json.dumps(value)] for path, value in _leaves(environment)]
-        yield f"<details><summary>versions, devices, flags</summary>{_table(['fact', 'value'], rows)}</details>"
-
-
-def _table(
-    head: Sequence[str],
-    rows: Iterable[Sequence[Any]],
-    *,
-    numbers: bool = False,
-    classes: Sequence[str] = (),
-) -> str:
-    """A table; with `numbers`, every column but the first is set flush right."""
-
-    def cells(tag: str, row: Sequence[Any]) -> str:
-        return "".join(
-            f"<{tag}{' class=number' if numbers and i else ''}>{html.escape(str(cell))}</{tag}>"
-            for i, cell in enumerate(row)
-        )
-
-    rows = list(rows)
-    marks = classes or [""] * len(rows)
-    body = "".join(
-        f"<tr{f' class={mark}' if mark else ''}>{cells('td', row)}</tr>"
-        for row, mark in zip(rows, marks, strict=True)
-    )
-    return f'<div class="scroll"><table><tr>{cells("th", head)}</tr>{body}</table></div>'
+def _environment(run: Path) -> Rows:
+    environment = _json(run / "environment.json")
+    return [[path, json.dumps(value)] for path, value in _leaves(environment) if environment]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value and path.count(".") < DEEPEST:
+    if isinstance(value, dict) and value and path.count(".") < MAX_DEPTH:
         for key, child in value.items():
             yield from _leaves(child, f"{path}.{key}" if path else key)
     else:
         yield path, value
 
 
-def _measured(record: Mapping[str, Any], name: str) -> str:
-    """Return a figure of a record, the loss with its standard error if it has one."""
+def _numbers(records: Sequence[Record], name: str) -> list[float]:
+    return [record[name] for record in records if sinks.is_number(record.get(name))]
+
+
+def _measured(record: Record, name: str) -> str:
+    """Return a figure of a record; the loss with its standard error, if known."""
     error = record.get("loss_stderr") if name == "loss_nats" else None
     return _figure(record.get(name)) + ("" if error is None else f" \u00b1 {error:.2g}")
 
@@ -375,7 +325,11 @@ def _figure(value: float | None) -> str:
 
 
 def _json(path: Path, shape: Shape = MappingProxyType({})) -> dict[str, Any]:
-    """The object in a JSON file of the run, empty where there is no such file. Raises DataError where it is none, or of another shape."""
+    """Return the object in a JSON file of the run; empty if the file is missing.
+
+    Raises:
+      DataError: if the file holds no object, or one of another shape.
+    """
     if not path.exists():
         return {}
     value = sinks.read_json(path)
@@ -385,9 +339,10 @@ def _json(path: Path, shape: Shape = MappingProxyType({})) -> dict[str, Any]:
 
 
 def _misshapen(path: Path, wrong: str) -> DataError:
+    moved = f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.damaged')}"
     return DataError(
         f"{path.name} of the run is damaged",
         where=str(path),
         why=f"it {wrong}",
-        fix=f"mv {shlex.quote(str(path))} {shlex.quote(f'{path}.damaged')}    # the report leaves its part out",
+        fix=f"{moved}    # the report leaves its part out",
     )

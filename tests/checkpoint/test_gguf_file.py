@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxlm.checkpoint import gguf_file
-from jaxlm.checkpoint.gguf_file import STORAGES, File
+from jaxlm.checkpoint.gguf_file import STORAGES, GGUFFile
 from jaxlm.core.errors import DataError, InputMissing
 from tests.checkpoint import ggufs
 from tests.parity.weights import FAMILIES
@@ -26,7 +26,7 @@ def blocks(name: str, rows: int = ROWS) -> np.ndarray:
     return ggufs.quantised(DRAW.normal(size=(rows, COLUMNS)).astype(np.float32), name)
 
 
-def write(path: Path, **tensors: tuple[str, np.ndarray]) -> File:
+def write(path: Path, **tensors: tuple[str, np.ndarray]) -> GGUFFile:
     writer = gguf.GGUFWriter(path, "llama")
     for name, (kind, array) in tensors.items():
         writer.add_tensor(name, array, raw_dtype=gguf.GGMLQuantizationType[kind])
@@ -34,7 +34,7 @@ def write(path: Path, **tensors: tuple[str, np.ndarray]) -> File:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return File(path)
+    return GGUFFile(path)
 
 
 @pytest.mark.parametrize("storage", STORAGES.values(), ids=lambda each: each.name)
@@ -116,7 +116,7 @@ def test_the_header_of_a_large_file_takes_no_more_memory_than_what_it_says(tmp_p
     with file.path.open("r+b") as longer:
         longer.truncate(2**28)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert File(file.path).tensors.keys() == {"x"}
+    assert GGUFFile(file.path).tensors.keys() == {"x"}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40_000  # KB
 
 
@@ -155,42 +155,42 @@ DAMAGES = {
     "four bytes": (b"GGUF", "it ends"),
     "another version": (header(version=1), "its version is 1"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-    "huge count of tensors": (header(tensors=HUGE), "it says 1,152,921,504,606,846,976 tensors"),
-    "huge count of settings": (header(pairs=HUGE), "settings, and 0 bytes are left"),
+    "huge count of tensors": (header(tensors=HUGE), "it claims 1,152,921,504,606,846,976 tensors"),
+    "huge count of settings": (header(pairs=HUGE), "settings, but 0 bytes are left"),
     "huge text": (header(struct.pack("<Q", HUGE) + b"x" * 99, pairs=1), "bytes of a text"),
     "huge list": (
         header(text(b"a") + struct.pack("<IIQ", 9, 4, HUGE), pairs=1),
-        "it says 1,152,921,504,606,846,976 a",
+        "it claims 1,152,921,504,606,846,976 a",
     ),
     "huge list of texts": (
         header(text(b"a") + struct.pack("<IIQ", 9, 8, HUGE), pairs=1),
-        "it says 1,152,921,504,606,846,976 a",
+        "it claims 1,152,921,504,606,846,976 a",
     ),
     "lists in lists": (
         header(text(b"a") + struct.pack("<IIQ", 9, 9, 1), b"\0" * 50, pairs=1),
-        "list of the type 9",
+        "list of type 9",
     ),
-    "unknown type": (header(text(b"a") + struct.pack("<I", 99), pairs=1), "type 99"),
-    "a name that is no text": (header(text(b"\xff\xfe") + b"\0" * 9, pairs=1), "is no text"),
-    "a name twice": (header(PAIR, PAIR, pairs=2), "'a' is said twice"),
+    "unknown type": (header(text(b"a") + struct.pack("<I", 99), pairs=1), "unknown type 99"),
+    "a name that is no text": (header(text(b"\xff\xfe") + b"\0" * 9, pairs=1), "invalid text"),
+    "a name twice": (header(PAIR, PAIR, pairs=2), "'a' is set twice"),
     "alignment": (
         header(text(b"general.alignment") + struct.pack("<II", 4, 3), pairs=1),
-        "no power of two",
+        "not a power of two",
     ),
     "many dimensions": (header(info(b"x", (1,) * 9), tensors=1), "9 dimensions"),
     "no dimensions": (header(info(b"x", ()), b"\0" * 99, tensors=1), "0 dimensions"),
     "a dimension of none": (header(info(b"x", (0, 4)), tensors=1), "has the shape [4, 0]"),
     "broken blocks": (header(info(b"x", (31,), kind=8), tensors=1), "the shape [31] in Q8_0"),
-    "far beyond the end": (header(info(b"x", (HUGE, 4)), tensors=1), "would lie from byte"),
+    "far beyond the end": (header(info(b"x", (HUGE, 4)), tensors=1), "would span bytes"),
     "a far offset": (
         header(info(b"x", (4,), offset=2**63), tensors=1),
-        "would lie from byte",
+        "would span bytes",
     ),
-    "not aligned": (header(info(b"x", (4,), offset=7), b"\0" * 99, tensors=1), "would lie from"),
-    "a tensor twice": (header(info(b"x", (1,)) * 2, b"\0" * 99, tensors=2), "'x' is there twice"),
+    "not aligned": (header(info(b"x", (4,), offset=7), b"\0" * 99, tensors=1), "would span"),
+    "a tensor twice": (header(info(b"x", (1,)) * 2, b"\0" * 99, tensors=2), "'x' occurs twice"),
     "one on another": (
         header(info(b"x", (16,)), info(b"y", (16,), offset=32), b"\0" * 200, tensors=2),
-        "'x' and 'y' lie on each other",
+        "'x' and 'y' overlap",
     ),
 }  # fmt: skip
 
@@ -201,7 +201,7 @@ def test_a_damaged_file_is_refused_at_once(damage, tmp_path):
     (tmp_path / "x.gguf").write_bytes(content)
     begun = time.process_time()
     with pytest.raises(DataError) as caught:
-        File(tmp_path / "x.gguf")
+        GGUFFile(tmp_path / "x.gguf")
     assert said in caught.value.why
     assert time.process_time() - begun < 1
 
@@ -212,17 +212,17 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(whole, tmp_path):
     for cut in cuts:
         path.write_bytes(whole[:cut])
         with pytest.raises(DataError):
-            File(path)
+            GGUFFile(path)
     path.write_bytes(whole)
-    assert len(File(path).tensors) == 30
+    assert len(GGUFFile(path).tensors) == 30
 
 
 def test_a_tensor_whose_numbers_are_kept_in_a_way_that_is_not_known_is_named(tmp_path):
     content = header(info(b"x", (4,), kind=77), b"\0" * 64, tensors=1)
     (tmp_path / "x.gguf").write_bytes(content)
-    assert File(tmp_path / "x.gguf").unread == {"x": (77, (4,))}
+    assert GGUFFile(tmp_path / "x.gguf").unread == {"x": (77, (4,))}
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(InputMissing, match=r"nowhere\.gguf"):
-        File(tmp_path / "nowhere.gguf")
+        GGUFFile(tmp_path / "nowhere.gguf")

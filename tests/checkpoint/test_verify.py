@@ -13,7 +13,7 @@ from jaxlm.checkpoint.config import CheckpointConfig
 from jaxlm.checkpoint.store import PARTIAL_SUFFIXES, Store
 from jaxlm.checkpoint.verify import Verifier
 from jaxlm.core.errors import DataError, SaveFailed
-from jaxlm.monitor import progress
+from jaxlm.monitor import formatting
 from jaxlm.parallel.peers import Peers
 from tests.parallel.service import together
 
@@ -54,13 +54,15 @@ def read(monkeypatch):
 
 
 def test_a_file_is_verified_by_the_process_that_wrote_it_while_that_is_even():
-    assert [set(part) for part in records.divided(FILES, 2)] == [
+    assert [set(part) for part in records.divide_files(FILES, 2)] == [
         {"ocdbt.process_0/d/a", "_METADATA", "manifest.ocdbt"},
         {"ocdbt.process_1/d/a", "ocdbt.process_1/d/b", "array_metadatas/process_1"},
     ]
     one = {f"ocdbt.process_0/d/{number}": (100, "") for number in range(8)}
-    assert [len(part) for part in records.divided(one, 4)] == [2, 2, 2, 2], "one wrote all of them"
-    (alone,) = records.divided(FILES, 1)
+    assert [len(part) for part in records.divide_files(one, 4)] == [2, 2, 2, 2], (
+        "one wrote all of them"
+    )
+    (alone,) = records.divide_files(FILES, 1)
     assert set(alone) == FILES.keys()
 
 
@@ -70,7 +72,7 @@ def written(folder):
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(bytes(size))
     return [
-        records.digests(folder, lambda path, index=index: records.writer(path) == index)
+        records.digests(folder, lambda path, index=index: records.writer_process(path) == index)
         for index in range(2)
     ]
 
@@ -79,7 +81,7 @@ def test_the_digests_of_all_processes_are_those_of_all_files(tmp_path):
     folder = epath.Path(tmp_path)
     parts = written(folder)
     assert set(parts[1]) == {path for path in FILES if "process_1" in path}
-    assert records.merged(folder, parts) == records.digests(folder)
+    assert records.merge_digests(folder, parts) == records.digests(folder)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_a_file_that_no_process_hashed_as_it_is_keeps_a_step_from_being_committe
     parts = written(folder)
     change(folder, parts)
     with pytest.raises(RuntimeError, match=said):
-        records.merged(folder, parts)
+        records.merge_digests(folder, parts)
 
 
 def test_every_file_of_a_step_is_read_by_one_of_three_processes_and_all_have_the_first_ones_answer(
@@ -122,7 +124,7 @@ def test_every_file_of_a_step_is_read_by_one_of_three_processes_and_all_have_the
 
 def test_what_any_process_finds_damaged_is_damaged_to_all(step):
     wanted = records.read(step).files
-    parts = records.divided(wanted, 2)
+    parts = records.divide_files(wanted, 2)
     for part in parts:
         path = part[0]
         kept = (step / path).read_bytes()
@@ -159,7 +161,7 @@ def test_a_step_whose_record_another_process_cannot_read_is_damaged(step, monkey
 
 
 def test_a_long_verification_says_how_far_it_is(step, monkeypatch):
-    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    monkeypatch.setattr(formatting, "SECONDS", 0.0)
     monkeypatch.setattr(records, "CHUNK_BYTES", 64)
     said, moved = [], []
     assert Verifier(say=said.append, moved=lambda: moved.append(1)).problems(step) == []

@@ -184,16 +184,16 @@ def test_what_config_json_rules_out_is_said_before_anything_large_is_fetched(hub
     words = ("import", "--from=hf:own/tiny", f"--workdir={tmp_path / 'run'}", "--json")
     assert main(words) == 65
     error = json.loads(capsys.readouterr().out)["error"]
-    assert "models of the type 'mamba' are not known" in error["what"]
+    assert "model type 'mamba' is not known" in error["what"]
     assert files_asked_for(hub) == ["config.json"]
 
 
 @pytest.mark.parametrize(
     ("name", "what", "fix"),
     [
-        ("hf:own/nothing", "the hub has no model own/nothing, or it is private", "/models;"),
+        ("hf:own/nothing", "the hub has no model own/nothing, or the model is private", "/models;"),
         ("hf:own/tiny@v2", "own/tiny has no revision v2", "/own/tiny/tree/main"),
-        ("hf:own/gated", "only given to those who have accepted its terms", "hf auth login"),
+        ("hf:own/gated", "only given to users who have accepted its terms", "hf auth login"),
         ("hf:own/pickled", "the model has no safetensors", "published as safetensors"),
         ("hf:own/llamas", "the model has no safetensors", "--from=tiny.gguf"),
     ],
@@ -237,7 +237,7 @@ def test_without_a_network_it_is_said_at_once_how_to_fetch_it_elsewhere(
 
 @pytest.mark.parametrize("name", ["hf:", "hf:a/b/c", "hf:a b", "hf:../x", "hf:a/b@", "hf:own/--x"])
 def test_what_is_no_name_is_refused(hub, name):
-    with pytest.raises(CommandError, match="this is no name of a model"):
+    with pytest.raises(CommandError, match="the name of a Hugging Face model is malformed"):
         fetched(name)
     assert hub.asked == []
 
@@ -275,7 +275,7 @@ def test_s3_a_bit_that_flips_in_the_cache_is_refused_and_the_fix_fetches_the_fil
     words = ["import", "--from=hf:own/tiny", f"--workdir={tmp_path / 'run'}", "--json"]
     assert main(words) == 65
     error = json.loads(capsys.readouterr().out)["error"]
-    assert error["what"] == "model.safetensors is not what it was"
+    assert error["what"] == "model.safetensors changed since the digest was recorded"
     assert not (tmp_path / "run").exists()
     hub.asked.clear()
     subprocess.run(["sh", "-c", error["fix"]], check=True)

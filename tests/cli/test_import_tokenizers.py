@@ -144,16 +144,16 @@ def test_a_sentinel_of_t5_counts_from_the_end(tmp_path):
 @pytest.mark.parametrize(
     ("files", "settings", "attributes", "said"),
     [
-        ({"qwen.tiktoken": lines(BYTES)}, None, dict(model_type="mistral"), "cuts text into words"),
+        ({"qwen.tiktoken": lines(BYTES)}, None, dict(model_type="mistral"), "pretokenization of a tiktoken file"),
         ({"tokenizer.model": b"\x80\x04\x95pickle"}, None, {}, "not a SentencePiece model"),
         ({"vocab.txt": b"a\nb\n"}, None, {}, "no [UNK], [CLS], [SEP]"),
-        ({"vocab.json": b'{"a": "b"}', "merges.txt": b""}, None, {}, "does not hold ids"),
+        ({"vocab.json": b'{"a": "b"}', "merges.txt": b""}, None, {}, "does not hold token ids"),
         ({"vocab.json": b'{"a": 1}', "merges.txt": b"\xff"}, None, {}, "not UTF-8"),
         (
             {"tokenizer.model": lines(RANKS)},
             {"added_tokens_decoder": {"x": {"content": "a"}}},
             {},
-            "no id or no text",
+            "without an id or a text",
         ),
         (
             {"tokenizer.model": lines(RANKS)},
@@ -174,7 +174,7 @@ def test_a_form_that_cannot_be_read_is_refused(tmp_path, files, settings, attrib
 def test_a_folder_without_a_tokenizer_is_told_what_was_looked_for(tmp_path):
     with pytest.raises(InputMissing) as caught:
         read_tokenizer(Folder(write(tmp_path / "source", {})))
-    assert "a SentencePiece .model, a vocab.txt" in caught.value.why
+    assert "a SentencePiece .model, vocab.txt" in caught.value.why
 
 
 def test_ids_that_differ_from_sentencepiece_are_told(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from jaxlm.core.errors import DataError
 from jaxlm.data.batch import Tokens
 from jaxlm.data.loader import shuffled
 from jaxlm.evals import loss
+from jaxlm.evals.loss import Reliability, bin_sums
 from jaxlm.models.backbone import Hidden
 
 ROWS, LENGTH, VOCAB = 23, 6, 11
@@ -113,7 +114,7 @@ def test_bits_per_byte_have_the_end_of_a_document_and_those_of_the_text_have_not
 
 
 def test_bytes_that_a_tokenizer_puts_in_front_of_a_text_are_not_counted():
-    record = of_rows([[0, 3, 5, 0]], [[3, 5, 0, 0]], prefix=loss.Prefix(after=0, size=1))
+    record = of_rows([[0, 3, 5, 0]], [[3, 5, 0, 0]], prefix=loss.TokenizerPrefix(after=0, size=1))
     assert record["bytes"] == 3 + 5 - 1
 
 
@@ -157,3 +158,19 @@ def test_the_error_of_a_sample_is_the_spread_of_its_figure_over_other_samples():
 def test_a_set_without_tokens_is_refused():
     with pytest.raises(DataError, match="nothing to evaluate"):
         loss.evaluate(lambda batch: pytest.fail("never called"), [], jax.device_put)
+
+
+def test_the_error_is_that_of_a_hand_made_diagram():
+    confidence = jnp.array([0.95, 0.99, 0.5, 0.5, 1.0, 0.9])
+    correct = jnp.array([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
+    weights = jnp.array([1.0, 1.0, 1.0, 1.0, 1.0, 0.0])
+    result = Reliability.of(np.asarray(bin_sums(confidence, correct, weights)))
+    assert result.count[14] == 3
+    assert result.count[7] == 2
+    assert sum(result.count) == 5
+    expected = 3 / 5 * abs(2 / 3 - (0.95 + 0.99 + 1.0) / 3) + 2 / 5 * abs(0.5 - 0.5)
+    assert result.expected_error == pytest.approx(expected, rel=1e-6)
+
+
+def test_nothing_has_no_error():
+    assert Reliability.of(np.zeros((3, 15))).expected_error == 0.0

@@ -714,7 +714,7 @@ def test_b10_a_process_that_lost_its_lock_commits_and_removes_nothing(tmp_path, 
     else:
         owner[:] = ["another"]
     store.save(3, state(), {})
-    with pytest.raises(InUse, match="taken this run over"):
+    with pytest.raises(InUse, match="taken over this run"):
         store.wait()
     store.release()
     left = {path.name for path in tmp_path.iterdir()}

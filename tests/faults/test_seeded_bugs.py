@@ -49,7 +49,7 @@ BUGS = {
     ),
     "digests are not verified": Bug(
         "checkpoint/record.py",
-        "        if digest != wanted[path][1]:",
+        "        if digest != expected[path][1]:",
         "        if False:",
         f"{CHECKPOINT}::test_b1_one_flipped_bit_in_any_file_is_found_before_any_state_is_used",
     ),
@@ -87,7 +87,7 @@ BUGS = {
     ),
     "with all steps damaged the run begins again": Bug(
         "checkpoint/store.py",
-        "        if found:\n            raise DataError(",
+        "        if damaged_steps:\n            raise DataError(",
         "        if False:\n            raise DataError(",
         f"{CHECKPOINT}::test_b3_with_all_steps_damaged_the_run_says_so_and_never_starts_again",
     ),

@@ -7,7 +7,7 @@ import pytest
 
 from jaxlm.core import processor
 from jaxlm.core.precision import Precision
-from jaxlm.generate import decode, lookup, sampling, text_stream
+from jaxlm.generate import decode, sampling, text_stream
 from jaxlm.generate.sampling import Penalties
 from jaxlm.models.build import Blueprint
 from jaxlm.models.families.deepseek_v2 import DeepSeekV2
@@ -194,7 +194,7 @@ def test_a_row_stops_at_its_stop_and_others_go_on(llama):
     table = [bytes([97 + i % 26]) * (i % 3) for i in range(VOCAB)]
     whole = generate(*llama, PROMPTS, ends=())
     stop = b"".join(table[i] for i in whole[0])[3:6]
-    states = jnp.asarray(text_stream.automaton([stop], table))
+    states = jnp.asarray(text_stream.stop_automaton([stop], table))
     out = program(*llama, ends=(), stops=states, is_scored=True)(PROMPTS)
     for row, ids in enumerate(whole):
         texts = [b"".join(table[i] for i in ids[:n]) for n in range(len(ids) + 1)]
@@ -231,16 +231,16 @@ def test_some_tokens_at_a_time_are_the_tokens_of_one_program(built, monkeypatch,
     draw = functools.partial(sampling.draw, temperature=1.3)
     how = dict(max_tokens=8, ends=(END,), pad=PAD, is_scored=True)
     parts = decode.build(blueprint.merge, draw, **how).compiled()
-    ready = parts.ready(params)
+    ready = parts.prepare(params)
     assert (ready is params) == (not is_prepared)
     prompts = np.full((3, 5), PAD, np.int32)
     for row, prompt in zip(prompts, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
     keys = jnp.stack([jax.random.key(seed) for seed in (0, 1, 2)])
-    state = parts.begin(ready, prompts, jnp.asarray([*map(len, PROMPTS)], jnp.int32), keys)
+    state = parts.start(ready, prompts, jnp.asarray([*map(len, PROMPTS)], jnp.int32), keys)
     for until in (2, 3, 6, 8):
-        state = parts.go_on(ready, state, keys, jnp.int32(until))
-        found = decode.drawn(state)
+        state = parts.decode_until(ready, state, keys, jnp.int32(until))
+        found = decode.collect(state)
         np.testing.assert_array_equal(found.ids[:, :until], whole.ids[:, :until])
     # What is not an id comes of two programs, which add up in orders of their own.
     for ours, theirs in zip(found, whole, strict=True):
@@ -306,7 +306,7 @@ def test_a_guess_is_what_followed_the_longest_end_where_it_last_stood_before():
     ids = rng.integers(1, 4, (60, 20)).astype(np.int32)
     count = rng.integers(1, 21, 60).astype(np.int32)
     ids[0, :6], count[0] = (1, 2, 3, 1, 2, 3), 6
-    found = np.asarray(lookup.Said(jnp.asarray(ids), jnp.asarray(count)).guess(number))
+    found = np.asarray(decode.RowTokens(jnp.asarray(ids), jnp.asarray(count)).guess(number))
     assert found[0].tolist() == [1, 2, 3, 1, 2]
     checked = 0
     for row, size, guess in zip(ids.tolist(), count, found, strict=True):
@@ -325,5 +325,5 @@ def test_a_guess_is_what_followed_the_longest_end_where_it_last_stood_before():
 
 def test_a_model_that_reads_far_texts_otherwise_looks_nothing_up():
     scaling = LongScaling(short=(1.0,) * 4, long=(2.0,) * 4, original=8)
-    assert not decode.can_look_up(Phi3(**SMALL, rope_scaling=scaling).build())
-    assert decode.can_look_up(Phi3(**SMALL).build())
+    assert not decode.supports_prompt_lookup(Phi3(**SMALL, rope_scaling=scaling).build())
+    assert decode.supports_prompt_lookup(Phi3(**SMALL).build())

@@ -13,7 +13,7 @@ def keys(seed, rows):
 
 
 def kept(**options):
-    return np.isfinite(np.asarray(sampling.filtered(jnp.asarray(LOGITS), **options))).tolist()
+    return np.isfinite(np.asarray(sampling.filter_logits(jnp.asarray(LOGITS), **options))).tolist()
 
 
 def test_top_k_keeps_the_k_likeliest():
@@ -35,20 +35,20 @@ def test_top_p_counts_what_top_k_left():
 @pytest.mark.parametrize(("k", "count"), [(1, 2), (2, 2), (3, 5), (4, 5), (5, 5), (6, 6), (9, 6)])
 def test_top_k_keeps_all_that_equal_the_last_of_the_k(k, count):
     tied = jnp.asarray([[1.0, 3.0, 2.0, 2.0, 3.0, 2.0]])
-    assert int(jnp.isfinite(sampling.filtered(tied, top_k=k)).sum()) == count
+    assert int(jnp.isfinite(sampling.filter_logits(tied, top_k=k)).sum()) == count
 
 
 @pytest.mark.parametrize("p", [1e-9, 0.3, 0.5, 0.75, 0.999999])
 def test_top_p_keeps_all_or_none_of_those_that_are_equally_likely(p):
     tied = jnp.log(jnp.asarray([[0.2, 0.3, 0.2, 0.3]]))
-    kept = jnp.isfinite(sampling.filtered(tied, top_p=p))[0].tolist()
+    kept = jnp.isfinite(sampling.filter_logits(tied, top_p=p))[0].tolist()
     assert kept == [p > 0.6, True, p > 0.6, True]
 
 
 @pytest.mark.parametrize("p", [1e-30, 0.5, 1 - 1e-7])
 def test_top_p_keeps_the_likeliest_where_it_has_all_the_probability(p):
     sure = jnp.asarray([[-jnp.inf, 200.0, 0.0, -jnp.inf]])
-    cut = sampling.filtered(sure, top_p=p)
+    cut = sampling.filter_logits(sure, top_p=p)
     assert jnp.isfinite(cut)[0].tolist() == [False, True, False, False]
 
 

@@ -96,7 +96,7 @@ def test_the_memory_of_a_known_chip_can_be_given():
 
 @pytest.mark.parametrize("memory", ["24", "24gbs", "0GB", "-1GB", "lots", ""])
 def test_a_memory_without_a_size_is_refused_with_a_line_that_works(memory):
-    with pytest.raises(CommandError, match="no size of memory") as caught:
+    with pytest.raises(CommandError, match="not a memory size") as caught:
         machine("rtx4080", flag="--on", memory=memory)
     assert machine("x", flag="--on", memory=caught.value.fix.partition("=")[2])
 

@@ -15,7 +15,7 @@ import pytest
 
 from jaxlm.core.errors import CommandError
 from jaxlm.monitor import trackers
-from jaxlm.monitor.trackers import Guarded
+from jaxlm.monitor.trackers import GuardedSink
 from tests.faults.conftest import ROOT
 
 CANARY = "canary-5fd1"
@@ -125,14 +125,16 @@ class Failing:
 
 def test_a_sink_that_fails_is_said_once_and_left_alone():
     said, inner = [], Failing()
-    sink = Guarded("wandb", lambda: inner, said.append)
+    sink = GuardedSink("wandb", lambda: inner, said.append)
     for step in range(4):
         sink.write({"step": step})
     sink.flush()
     sink.close()
     assert inner.taken == [{"step": 0}]
     (text,) = said
-    assert text.startswith("wandb takes nothing more: OSError: [Errno 28] No space left on device;")
+    assert text.startswith(
+        "wandb failed and gets no more records: OSError: [Errno 28] No space left on device;"
+    )
 
 
 def test_a_sink_that_cannot_be_opened_ends_nothing():
@@ -140,7 +142,7 @@ def test_a_sink_that_cannot_be_opened_ends_nothing():
         raise ConnectionError("network down")
 
     said = []
-    sink = Guarded("mlflow", refuse, said.append)
+    sink = GuardedSink("mlflow", refuse, said.append)
     sink.write({"step": 1})
     sink.close()
     assert len(said) == 1

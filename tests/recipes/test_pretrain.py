@@ -105,7 +105,7 @@ def test_a_traced_window_is_summed_up_in_a_file_and_in_the_log(unbroken):
     log = (unbroken / "log.txt").read_text()
     assert "trace of 2 steps" in log
     assert "% matmul" in log
-    assert "not told" in log
+    assert "limits" in log
     assert "the trace has no summary" not in log
 
 

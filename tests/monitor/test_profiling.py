@@ -3,9 +3,12 @@
 import gzip
 import json
 
+import jax.numpy as jnp
 import pytest
 
-from jaxlm.monitor import traced
+from jaxlm.monitor import profiling
+from jaxlm.monitor.config import ProfileConfig
+from jaxlm.monitor.profiling import Trace
 from jaxlm.parallel import hlo_operations
 
 
@@ -31,7 +34,7 @@ def shares(tmp_path, events):
     path = tmp_path / "host.trace.json.gz"
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)
-    found = traced.summary(traced.newest(tmp_path), tell)
+    found = profiling.summary(profiling.newest_trace(tmp_path), tell)
     assert sum(found["shares"].values()) == pytest.approx(1)
     return found, {kind: round(share, 3) for kind, share in found["shares"].items() if share}
 
@@ -92,21 +95,53 @@ def test_a_tpu_has_one_lane_of_operations(tmp_path):
     ]
     found, parts = shares(tmp_path, events)
     assert parts == {"matmul": 0.6, "attention": 0.3, "communication": 0.1}
-    assert any("does not hold the loop" in line for line in found["not_told"])
+    assert any("does not contain the loop" in line for line in found["not_told"])
 
 
 def test_what_cannot_be_read_is_said_as_one_error(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no .*trace.json.gz"):
-        traced.newest(tmp_path)
+        profiling.newest_trace(tmp_path)
     with pytest.raises(ValueError, match="no operation"):
         shares(tmp_path, LOOP)
     path = tmp_path / "host.trace.json.gz"
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(ValueError, match="EOFError"):
-        traced.summary(path, tell)
+        profiling.summary(path, tell)
     path.write_bytes(gzip.compress(b"[]"))
     with pytest.raises(ValueError, match="TypeError"):
-        traced.summary(path, tell)
-    monkeypatch.setattr(traced, "MOST_EVENTS", 4)
+        profiling.summary(path, tell)
+    monkeypatch.setattr(profiling, "MAX_EVENTS", 4)
     found, _ = shares(tmp_path, [*LOOP, span(1, 2, "dot", 0, 9, hlo_op="dot")])
     assert "the file ends there" in found["not_told"][-1]
+
+
+def run(trace, steps):
+    for step in range(steps):
+        trace.before(step)
+        jnp.ones(8).sum().block_until_ready()
+    trace.close()
+
+
+def test_the_window_leaves_a_trace_and_says_so_once(tmp_path):
+    said = []
+    run(Trace(ProfileConfig(steps="2:4"), tmp_path, lambda: said.append(1)), 6)
+    assert list(tmp_path.rglob("*.xplane.pb"))
+    assert said == [1]
+
+
+def test_a_run_that_ends_inside_the_window_still_leaves_one(tmp_path):
+    run(Trace(ProfileConfig(steps="2:52"), tmp_path), 4)
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+def test_no_steps_trace_nothing(tmp_path):
+    run(Trace(ProfileConfig(), tmp_path), 20)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["3", "5:5", "6:5", ":5", "5:", "a:b", "-1:3", "1:2:3", ""])
+def test_a_window_without_a_step_is_refused_and_explained(text):
+    ((name, problem, fix),) = ProfileConfig(steps=text).problems()
+    assert name == "steps"
+    assert repr(text) in problem
+    assert fix == "jaxlm config explain profile.steps"

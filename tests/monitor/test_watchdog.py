@@ -5,7 +5,7 @@ import pytest
 
 from jaxlm.core.span import Span
 from jaxlm.monitor.config import WatchConfig
-from jaxlm.monitor.watch import MEASURED, Watch, dump_stacks
+from jaxlm.monitor.watchdog import MEASURED, Watchdog, dump_stacks
 
 
 def config(**limits):
@@ -17,7 +17,7 @@ class Time:
 
     def __init__(self, **limits):
         self.now = 0.0
-        self.watch = Watch(config(**limits), overdue=self.fail, now=lambda: self.now)
+        self.watch = Watchdog(config(**limits), on_overdue=self.fail, now=lambda: self.now)
 
     def fail(self, said):
         raise AssertionError(said)
@@ -26,7 +26,7 @@ class Time:
         said = ""
         for _ in range(seconds):
             self.now += 1
-            said = said or self.watch.look()
+            said = said or self.watch.overdue_message()
         return said
 
 
@@ -52,7 +52,7 @@ def test_a_phase_may_take_its_limit_and_not_longer(phase, limit):
 
 def test_e9_what_a_phase_is_busy_with_is_named():
     clock = Time(data="5s")
-    clock.watch.about["data"] = "reading texts/*.txt from shards"
+    clock.watch.details["data"] = "reading texts/*.txt from shards"
     clock.watch.enter("data")
     said = clock.pass_by(6)
     assert said.startswith("nothing has moved in 'data', reading texts/*.txt from shards, for 6 s")
@@ -92,8 +92,8 @@ def test_d5_time_in_a_save_or_an_evaluation_is_not_the_steps():
 def test_d5_who_waits_for_a_busy_peer_is_not_overdue_until_its_limit_after_that():
     clock = Time()
     busy = [True]
-    clock.watch = Watch(
-        config(), overdue=clock.fail, is_excused=lambda: busy[0], now=lambda: clock.now
+    clock.watch = Watchdog(
+        config(), on_overdue=clock.fail, is_peer_busy=lambda: busy[0], now=lambda: clock.now
     )
     steps(clock, 1, 1, 1)
     clock.watch.enter("step")
@@ -109,7 +109,7 @@ def test_a_verification_may_take_its_limit_from_the_last_byte_that_was_read():
     with clock.watch.phase("verify"):
         for _ in range(5):
             assert clock.pass_by(1200) == ""
-            clock.watch.moved()
+            clock.watch.bytes_read()
         assert clock.pass_by(1200) == ""
         assert "nothing has moved in 'verify' for 1201 s; its limit is 1200 s" in clock.pass_by(1)
 
@@ -119,15 +119,15 @@ def test_bytes_that_are_read_are_nothing_to_another_phase():
     clock.watch.enter("save")
     for _ in range(5):
         assert clock.pass_by(1) == ""
-        clock.watch.moved()
+        clock.watch.bytes_read()
     assert "'save' for 6 s" in clock.pass_by(1)
 
 
 def test_a_process_that_has_verified_its_part_waits_as_long_as_another_reads():
     clock = Time()
     busy = [True]
-    clock.watch = Watch(
-        config(), overdue=clock.fail, is_excused=lambda: busy[0], now=lambda: clock.now
+    clock.watch = Watchdog(
+        config(), on_overdue=clock.fail, is_peer_busy=lambda: busy[0], now=lambda: clock.now
     )
     clock.watch.enter("verify")
     assert clock.pass_by(5000) == ""
@@ -142,13 +142,13 @@ def test_peers_are_told_that_a_verification_goes_on():
     told = set()
     for _ in range(10):
         clock.pass_by(120)
-        clock.watch.moved()
-        told.add(clock.watch.slow())
+        clock.watch.bytes_read()
+        told.add(clock.watch.long_phase())
     assert len(told) == 10
     told.clear()
     for _ in range(9):
         clock.pass_by(120)
-        told.add(clock.watch.slow())
+        told.add(clock.watch.long_phase())
     ((phase, limit, _),) = told
     assert (phase, limit) == ("verify", 1200)
 
@@ -156,9 +156,9 @@ def test_peers_are_told_that_a_verification_goes_on():
 def test_what_takes_long_is_told():
     clock = Time()
     clock.watch.enter("data")
-    assert clock.watch.slow() is None
+    assert clock.watch.long_phase() is None
     clock.pass_by(3)
-    assert clock.watch.slow() == ("data", 1200)
+    assert clock.watch.long_phase() == ("data", 1200)
 
 
 def test_d10_a_process_that_stood_still_is_not_overdue():
@@ -167,7 +167,7 @@ def test_d10_a_process_that_stood_still_is_not_overdue():
     clock.watch.enter("step")
     clock.pass_by(30)
     clock.now += 3600  # Ctrl-Z
-    assert clock.watch.look() == ""
+    assert clock.watch.overdue_message() == ""
     assert clock.pass_by(29) == ""
     assert "'step' for 61 s" in clock.pass_by(5)
 
@@ -175,7 +175,7 @@ def test_d10_a_process_that_stood_still_is_not_overdue():
 def test_d10_the_wall_clock_is_never_asked(monkeypatch):
     found = []
     monkeypatch.setattr(time, "time", lambda: found.append(1) or 0.0)
-    with Watch(config(step="5s"), overdue=found.append) as watch:
+    with Watchdog(config(step="5s"), on_overdue=found.append) as watch:
         watch.enter("step")
         time.sleep(0.6)
     assert found == []
@@ -188,7 +188,7 @@ def test_what_is_overdue_is_said_once_and_by_the_watch():
         said.append((threading.current_thread().name, text))
         happened.set()
 
-    with Watch(config(save="0.2s"), overdue=overdue) as watch, watch.phase("save"):
+    with Watchdog(config(save="0.2s"), on_overdue=overdue) as watch, watch.phase("save"):
         assert happened.wait(5)
         time.sleep(0.3)
     assert len(said) == 1
@@ -198,7 +198,7 @@ def test_what_is_overdue_is_said_once_and_by_the_watch():
 
 def test_the_beat_changes_while_python_runs(tmp_path):
     beat = tmp_path / "beat"
-    with Watch(config(save="1s"), overdue=print, beat=beat):
+    with Watchdog(config(save="1s"), on_overdue=print, heartbeat=beat):
         seen, until = set(), time.monotonic() + 20  # it is on a disk that others write to
         while len(seen) <= 3 and time.monotonic() < until:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Notices that nothing moves any more."""
+"""Watchdog: ends a run in which a phase exceeds its time limit."""
 
 import contextlib
 import faulthandler
@@ -15,41 +15,46 @@ from typing import Self
 
 from jaxlm.monitor.config import WatchConfig
 
-MEASURED = 3  # steps before their median says how long one takes
-VERIFY = "verify"  # the phase whose limit counts from the last byte read, see `Watch.moved`
+MEASURED = 3  # steps measured before their median sets the limit of a step
+VERIFY = "verify"  # phase whose limit restarts at each byte read, see `Watchdog.bytes_read`
 
 
-class Watch:
-    """A thread that knows what the run is doing, since when, and how long that may take.
+class Watchdog:
+    """A watchdog thread that tracks the current phase of the run, its start and its limit.
 
-    Time is counted by a monotonic clock, and only while the process runs: a run that was stopped with Ctrl-Z and goes on
-    an hour later is not overdue.
+    Time is counted by a monotonic clock and only while the process runs: a process suspended with
+    Ctrl-Z for an hour does not exceed a limit.
 
     Args:
-      config: the limit of each phase.
-      overdue: called once, in the watch's thread, with what is to be said.
-      is_excused: whether a peer is busy with something that may take longer than a step; while it is, the time of a step
-        and of a verification stands still, as this process waits for the other's part in it.
-      beat: a file whose content changes as long as this process runs Python, for the parent that watches it from outside.
-        Where that parent is gone, this process is told to stop.
+      config: time limit of each phase.
+      on_overdue: called once, in the watchdog's thread, with the message.
+      is_peer_busy: returns whether a peer is in a phase that may take longer than a step; the time
+        of a step or verification, which waits for that peer, then stands still.
+      heartbeat: a file; its content changes while this process runs Python, for the parent
+        that watches it. If the parent has died, this process gets SIGTERM.
+      now: a monotonic clock.
     """
 
     def __init__(
         self,
         config: WatchConfig,
         *,
-        overdue: Callable[[str], None],
-        is_excused: Callable[[], bool] = lambda: False,
-        beat: Path | None = None,
+        on_overdue: Callable[[str], None],
+        is_peer_busy: Callable[[], bool] = lambda: False,
+        heartbeat: Path | None = None,
         now: Callable[[], float] = time.monotonic,
     ):
-        self._config, self._overdue, self._beat, self._now = config, overdue, beat, now
-        self._is_excused = is_excused
-        self.about: dict[str, str] = {}  # what a phase is busy with, in words, where it is known
+        self._config, self._on_overdue, self._heartbeat, self._now = (
+            config,
+            on_overdue,
+            heartbeat,
+            now,
+        )
+        self._is_peer_busy = is_peer_busy
+        self.details: dict[str, str] = {}  # detail of a phase for the message, if known
         self._lock = threading.Lock()
-        self._phases: list[
-            tuple[str, float]
-        ] = []  # each with the time it would have begun without the inner ones
+        # Name of each nested phase, and its start without the time of inner phases.
+        self._phases: list[tuple[str, float]] = []
         self._steps: deque[float] = deque(maxlen=100)
         self._moved = self._seen = now()
         self._ending = threading.Event()
@@ -66,7 +71,7 @@ class Watch:
         self._thread.join()
 
     def enter(self, phase: str) -> None:
-        """The phase before is over; this one begins."""
+        """End the current phase and start another."""
         with self._lock:
             now = self._now()
             if self._phases:
@@ -77,7 +82,7 @@ class Watch:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase within the present one, whose time stands still meanwhile."""
+        """Run a phase within the current one, whose time stands still meanwhile."""
         with self._lock:
             begun = self._now()
             self._phases.append((name, begun))
@@ -91,13 +96,13 @@ class Watch:
                     outer, since = self._phases[-1]
                     self._phases[-1] = (outer, since + inner)
 
-    def moved(self) -> None:
-        """Restart the limit of a verification: bytes were read. Any thread may call it."""
+    def bytes_read(self) -> None:
+        """Restart the limit of a verification: bytes were read. Any thread may call this."""
         with self._lock:
             self._moved = self._now()
 
     def limit(self, phase: str) -> float:
-        """Seconds that a phase may take. Until a few steps are measured, one may take as long as compiling."""
+        """Return a phase's limit in seconds; the first steps may take as long as compiling."""
         limits = self._config.limits()
         if phase != "step":
             return limits[phase]
@@ -105,62 +110,63 @@ class Watch:
             return max(limits["compile"], limits["step"])
         return max(self._config.factor * statistics.median(self._steps), limits["step"])
 
-    def slow(self) -> tuple[str, float] | tuple[str, float, int] | None:
-        """The phase, where it lasts long enough that peers may wonder, and the seconds that it may take.
+    def long_phase(self) -> tuple[str, float] | tuple[str, float, int] | None:
+        """Return the current phase and its limit in seconds, if peers may have to wait for it.
 
-        For a verification also a number that grows while bytes are read, about ten times within the limit.
+        For a verification a counter is added, which grows about ten times within the limit while
+        bytes are read.
         """
         with self._lock:
             if not self._phases:
                 return None
             name, begun = self._phases[-1]
             limit = self.limit(name)
-            if name == VERIFY:  # at once: while bytes are read, it never seems long
+            if name == VERIFY:  # reported from its start: while bytes are read it is never long
                 return name, limit, int(self._moved * 10 / limit)
             return (name, limit) if self._now() - begun > self._tick else None
 
-    def look(self) -> str:
-        """What is overdue, in words; empty where nothing is."""
+    def overdue_message(self) -> str:
+        """Return a message if the current phase exceeds its limit, else an empty string."""
         with self._lock:
             now = self._now()
             if self._phases and self._phases[-1][0] == VERIFY:
                 self._phases[-1] = (VERIFY, max(self._phases[-1][1], self._moved))
             gap = now - self._seen - self._tick
-            if gap > 10 * self._tick:  # it was this process that stood still
+            if gap > 10 * self._tick:  # this process was suspended
                 self._phases = [(name, begun + gap) for name, begun in self._phases]
             since, self._seen = now - self._seen, now
             if not self._phases:
                 return ""
             name, begun = self._phases[-1]
-            if name in ("step", VERIFY) and self._is_excused():
+            if name in ("step", VERIFY) and self._is_peer_busy():
                 begun += since
                 self._phases[-1] = (name, begun)
             limit = self.limit(name)
             if now - begun <= limit:
                 return ""
-            about = f", {self.about[name]}," if name in self.about else ""
+            details = f", {self.details[name]}," if name in self.details else ""
             return (
-                f"nothing has moved in {name!r}{about} for {now - begun:.0f} s; "
+                f"nothing has moved in {name!r}{details} for {now - begun:.0f} s; "
                 f"its limit is {limit:.0f} s"
             )
 
     def _run(self) -> None:
         beats, parent = 0, os.getppid()
         while not self._ending.wait(self._tick):
-            if self._beat:
+            if self._heartbeat:
                 beats += 1
                 with contextlib.suppress(OSError):
-                    self._beat.write_text(str(beats))
-                if os.getppid() != parent:  # nobody reads it any more, nor what this process says
+                    self._heartbeat.write_text(str(beats))
+                if os.getppid() != parent:  # the parent has died: the heartbeat is not read
                     parent = os.getppid()
                     os.kill(os.getpid(), signal.SIGTERM)
-            if said := self.look():
-                self._overdue(said)
+            if message := self.overdue_message():
+                self._on_overdue(message)
                 return
 
 
 def dump_stacks(path: Path | None) -> None:
-    """Writes where each thread is to stderr, and to a file."""
+    """Write the stack of each thread to stderr, and append it to a file."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         faulthandler.dump_traceback(sys.__stderr__.fileno())  # type: ignore[union-attr]
     if path:

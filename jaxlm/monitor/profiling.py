@@ -1,0 +1,259 @@
+"""Profiler trace of a few steps, and the time breakdown from the JSON that JAX writes with it."""
+
+import gzip
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxlm.monitor import formatting
+from jaxlm.monitor.config import ProfileConfig
+
+MARK = "jaxlm "  # prefix of the loop's annotations in a trace
+KINDS = ("matmul", "attention", "communication", "other")
+TOP = 10  # operations listed
+MAX_EVENTS = 1_000_000  # limit of the JSON that JAX writes
+
+# Returns the kind of an operation by its name, its source line, and whether it is in the program.
+Classify = Callable[[str], tuple[str, str, bool]]
+
+
+class TraceEvent(NamedTuple):
+    """A named event; times are in microseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+def newest_trace(folder: Path) -> Path:
+    """Return the newest trace under `folder`. Raises ValueError if there is none."""
+    traces = sorted(folder.rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
+    if not traces:
+        raise ValueError(f"no *.trace.json.gz under {folder}")
+    return traces[-1]
+
+
+def summary(path: Path, classify: Classify) -> dict[str, Any]:
+    """Return the top operations by time, and the shares of the window's time, which add up to 1.
+
+    A moment is divided equally among all operations that run in it, on any device or thread. A
+    moment without operations counts as `data_wait` while the loop waits for its batch, else as
+    `python`: Python, kernel launches, and everything else.
+
+    Raises:
+      ValueError: if the trace is damaged or holds no operation.
+    """
+    try:
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+        operations, marks, where = _spans(events)
+    except (EOFError, OSError, KeyError, TypeError) as error:
+        raise ValueError(f"{path.name}: {type(error).__name__}: {error}") from error
+    kinds = {name: classify(name) for name in {span.name for span in operations}}
+    operations = [span for span in operations if kinds[span.name][0] != "control"]
+    if not operations:
+        raise ValueError(f"{path.name} holds no operation of a device")
+    waits = [span for span in marks if span.name == "data"]
+    begin = min(span.begin for span in marks or operations)
+    end = max(span.end for span in (*marks, *operations))
+    shares = dict.fromkeys((*KINDS, "data_wait", "python"), 0.0)
+    for what, time in _shared(operations, waits, begin, end, lambda name: kinds[name][0]):
+        shares[what] += time / (end - begin)
+    return {
+        "seconds": (end - begin) / 1e6,
+        "steps": sum(span.name == "step" for span in marks),
+        "shares": shares,
+        "operations": _top(operations, kinds),
+        "not_told": list(_not_told(len(events), where, operations, kinds, bool(marks))),
+        "trace": path.name,
+    }
+
+
+def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Format a summary as labeled lines."""
+    shares = result["shares"]
+    names = {"other": "other operations", "data_wait": "data wait", "python": "Python and other"}
+    kinds = [f"{share:6.1%} {names.get(kind, kind)}" for kind, share in shares.items()]
+    lines = [("share of time", "\n".join(kinds))]
+    rows = [
+        f"{each['share']:6.1%} {formatting.number(1e3 * each['seconds'], 3)} ms "
+        f"in {each['count']}: {each['name']}, {each['kind']}"
+        + (f", {each['source']}" if each["source"] else "")
+        for each in result["operations"]
+    ]
+    lines.append(("operations", "\n".join(rows)))
+    lines.append(("limits", "\n".join(result["not_told"])))
+    return lines
+
+
+def _spans(events: list[dict[str, Any]]) -> tuple[list[TraceEvent], list[TraceEvent], str]:
+    """Return the operations, the loop's annotations, and "devices" or "threads of the host".
+
+    A TPU has a lane of operations; a GPU has streams, and other lanes that repeat them; a CPU's
+    operations are among other events of the host's threads.
+    """
+    processes: dict[Any, str] = {}
+    lanes: dict[Any, str] = {}
+    for event in events:
+        if event.get("ph") == "M" and event["name"] == "process_name":
+            processes[event["pid"]] = event["args"]["name"]
+        elif event.get("ph") == "M" and event["name"] == "thread_name":
+            lanes[event["pid"], event["tid"]] = event["args"]["name"]
+    on_device, on_host, marks = [], [], []
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        begin, args = float(event["ts"]), event.get("args", {})
+        end = begin + float(event.get("dur", 0))
+        process, lane = processes.get(event["pid"], ""), lanes.get((event["pid"], event["tid"]), "")
+        if event["name"].startswith(MARK):
+            marks.append(TraceEvent(event["name"].removeprefix(MARK), begin, end))
+        elif not process.startswith("/device:"):
+            if "hlo_op" in args:
+                on_host.append(TraceEvent(args["hlo_op"], begin, end))
+        elif lane.startswith("XLA Ops" if "TPU" in process else "Stream"):
+            on_device.append(TraceEvent(args.get("hlo_op", event["name"]), begin, end))
+    return on_device or on_host, marks, "devices" if on_device else "threads of the host"
+
+
+def _shared(
+    operations: list[TraceEvent],
+    waits: list[TraceEvent],
+    begin: float,
+    end: float,
+    kind: Callable[[str], str],
+) -> Iterator[tuple[str, float]]:
+    """Yield the kind that each interval between two events counts for, and its length."""
+    kinds = [(span, kind(span.name)) for span in operations]
+    kinds += [(span, "data_wait") for span in waits]
+    edges = [(span.begin, what, 1) for span, what in kinds]
+    edges += [(span.end, what, -1) for span, what in kinds]
+    running: Counter[str] = Counter()
+    last = begin
+    for time, what, change in (*sorted(edges), (end, "", 0)):
+        stretch, last = time - last, max(time, last)
+        if stretch > 0:
+            total = sum(running[each] for each in KINDS)
+            if total:
+                for each in KINDS:
+                    if running[each]:
+                        yield each, stretch * running[each] / total
+            else:
+                yield "data_wait" if running["data_wait"] else "python", stretch
+        running[what] += change
+
+
+def _top(
+    operations: Iterable[TraceEvent], kinds: dict[str, tuple[str, str, bool]]
+) -> list[dict[str, Any]]:
+    """Return the operations with the largest total time; shares are of all operations."""
+    times: defaultdict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
+    for span in operations:
+        times[span.name] += (span.end - span.begin) / 1e6
+        counts[span.name] += 1
+    total = sum(times.values()) or 1.0
+    return [
+        {
+            "name": name,
+            "kind": kinds[name][0],
+            "source": kinds[name][1],
+            "count": counts[name],
+            "seconds": times[name],
+            "share": times[name] / total,
+        }
+        for name in sorted(times, key=lambda name: -times[name])[:TOP]
+    ]
+
+
+def _not_told(
+    events: int,
+    where: str,
+    operations: list[TraceEvent],
+    kinds: dict[str, tuple[str, str, bool]],
+    has_marks: bool,
+) -> Iterator[str]:
+    """Yield the limits of what the figures can show."""
+    unknown = sum(not kinds[span.name][2] for span in operations)
+    yield (
+        f"{unknown} of {len(operations)} operations are not in the step's program: "
+        "their kind is derived from the name alone"
+    )
+    yield f"operations ran on {where}; simultaneous operations share a moment equally"
+    yield "operations fused with a matmul count as matmul; evaluation, saving and Python are one"
+    if not has_marks:
+        yield "the wait for data is unknown: the trace does not contain the loop"
+    if events >= MAX_EVENTS:
+        yield f"events after the first {MAX_EVENTS:,} are missing: the file ends there"
+
+
+class Trace:
+    """Traces the steps of the config's window in this process with jax.profiler.
+
+    `before(step)` must be called before each step with the number of completed steps. Read the
+    result with `tensorboard --logdir` and its profile plugin, or xprof.
+
+    Args:
+      config: the window.
+      folder: output folder.
+      written: called once the trace is on the disk.
+    """
+
+    def __init__(
+        self,
+        config: ProfileConfig,
+        folder: str | os.PathLike[str],
+        written: Callable[[], object] = lambda: None,
+    ):
+        self.folder = Path(folder)
+        self._window = config.window
+        self._written = written
+        self._running = False
+        self._mark: Any = None
+
+    def is_due(self, step: int) -> bool:
+        """Return True if the trace begins or ends before this step."""
+        return self._running != (step in self._window)
+
+    def before(self, step: int) -> None:
+        """Begin or end the trace if due, with idle devices, so that it contains whole steps."""
+        if not self.is_due(step):
+            return
+        import jax
+
+        jax.block_until_ready(jax.live_arrays())
+        if self._running:
+            self.close()
+            return
+        # Tracing Python's calls, thousands a step, slows steps and crowds out operations.
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        jax.profiler.start_trace(str(self.folder), profiler_options=options)
+        self._running = True
+
+    def enter(self, phase: str) -> None:
+        """Annotate the following phase of the loop in the trace: "data" or "step"."""
+        self._unmark()
+        if self._running:
+            import jax
+
+            self._mark = jax.profiler.TraceAnnotation(f"{MARK}{phase}")
+            self._mark.__enter__()
+
+    def close(self) -> None:
+        """End a running trace."""
+        self._unmark()
+        if self._running:
+            import jax
+
+            jax.profiler.stop_trace()
+            self._running = False
+            self._written()
+
+    def _unmark(self) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None

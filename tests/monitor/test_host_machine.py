@@ -1,0 +1,65 @@
+"""What is assumed of the processor at hand."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxlm.core import processor
+from jaxlm.monitor import host_machine
+from jaxlm.monitor.host_machine import peak_memory
+
+
+@pytest.mark.parametrize(
+    ("flags", "times"),
+    [("avx512_bf16 amx_bf16 avx512_fp16", 3), ("avx512_bf16 avx512_vbmi", 2), ("avx2", 1)],
+)
+def test_products_of_bfloat16_are_faster_where_there_is_a_unit_for_them(
+    flags, times, tmp_path, monkeypatch
+):
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\n")
+    monkeypatch.setattr(processor, "CPUINFO", path)
+    assumed: list[str] = []
+    found = host_machine.this_machine(2, assumed).chip
+    assert found.flops["bfloat16"] == pytest.approx(times * found.flops["float32"])
+    assert (f"up to {times} times as fast" in " ".join(assumed)) == (times > 1)
+
+
+def test_a_machine_that_shows_no_flags_has_no_such_unit(tmp_path, monkeypatch):
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "nowhere")
+    assert not processor.units()
+
+
+class Device:
+    def __init__(self, stats):
+        self.stats = stats
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_the_fullest_device_counts():
+    assert peak_memory([Device({"peak_bytes_in_use": 5}), Device({"peak_bytes_in_use": 9})]) == (
+        9,
+        "device",
+    )
+
+
+def test_a_cpu_reports_the_whole_process():
+    found = peak_memory(jax.local_devices())
+    assert found.of == "process"
+    assert 2**25 < found.bytes < 2**40
+
+
+def test_what_a_process_was_started_by_does_not_count():
+    program = "from jaxlm.monitor import host_machine; print(host_machine.peak_memory([]).bytes)"
+    ballast = b"x" * 2**28
+    own = peak_memory([]).bytes
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert int(done.stdout) < 2**27 < len(ballast) < own, done.stderr
+
+
+def test_statistics_without_a_peak_are_no_peak():
+    assert peak_memory([Device({"bytes_limit": 3})]).of == "process"
