@@ -13,13 +13,13 @@ from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.cost import model_cost
 from jaxlm.models.cost.tensors import tensors
-from jaxlm.models.families.deepseek_v2 import DeepSeekV2
-from jaxlm.models.families.deepseek_v3 import DeepSeekV3
+from jaxlm.models.families.deepseek import DeepSeekV2
+from jaxlm.models.families.deepseek import DeepSeekV3
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mixtral import Mixtral
 from jaxlm.models.families.modernbert import ModernBERT
-from jaxlm.models.families.qwen3 import Qwen3
+from jaxlm.models.families.qwen import Qwen3
 from jaxlm.models.families.union import SIZES, Family
 from jaxlm.nn.config import BlockConfig, NormConfig, Residual
 from jaxlm.nn.rotary import Rope, YarnScaling

@@ -8,11 +8,11 @@ from jaxlm.checkpoint.hub_folder import write_json, write_tensors
 from jaxlm.checkpoint.hub_tensors import Reader, layout
 from jaxlm.core import tree
 from jaxlm.models.families.bert import BERT
-from jaxlm.models.families.deepseek_v2 import DeepSeekV2
-from jaxlm.models.families.deepseek_v3 import DeepSeekV3
+from jaxlm.models.families.deepseek import DeepSeekV2
+from jaxlm.models.families.deepseek import DeepSeekV3
 from jaxlm.models.families.gemma import Gemma
-from jaxlm.models.families.gemma2 import Gemma2
-from jaxlm.models.families.gemma3 import Gemma3
+from jaxlm.models.families.gemma import Gemma2
+from jaxlm.models.families.gemma import Gemma3
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mistral import Mistral
@@ -21,10 +21,10 @@ from jaxlm.models.families.modernbert import ModernBERT
 from jaxlm.models.families.neox import NeoX
 from jaxlm.models.families.olmo2 import OLMo2
 from jaxlm.models.families.phi3 import Phi3
-from jaxlm.models.families.qwen2 import Qwen2
-from jaxlm.models.families.qwen3 import Qwen3
-from jaxlm.models.families.qwen3_moe import Qwen3Moe
-from jaxlm.models.families.roberta import RoBERTa
+from jaxlm.models.families.qwen import Qwen2
+from jaxlm.models.families.qwen import Qwen3
+from jaxlm.models.families.qwen import Qwen3Moe
+from jaxlm.models.families.bert import RoBERTa
 from jaxlm.models.families.smollm3 import SmolLM3
 from jaxlm.models.families.t5 import T5
 from jaxlm.nn.rotary import LinearScaling, Llama3Scaling, LongScaling, YarnScaling

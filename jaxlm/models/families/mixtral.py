@@ -1,115 +1,74 @@
-"""Mixtral (arXiv:2401.04088) and its fine-grained kin, DeepSeekMoE (arXiv:2401.06066): a Llama whose MLPs are experts."""
+"""Mixtral (arXiv:2401.04088) and DeepSeekMoE (arXiv:2401.06066): a Llama whose MLPs are experts."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from jaxlm.models.families import llama_like
-from jaxlm.models.families.experts import PLAIN, Experts, refuse_others
-from jaxlm.models.families.hub import Attributes, Hub, TensorMapping
-from jaxlm.models.families.llama_like import Rotated
+from jaxlm.models.families.experts import PLAIN, Experts, refuse_uncomputed
+from jaxlm.models.families.family import size_table
+from jaxlm.models.families.hub import AttributeMapping, Hub, TensorMapping
+from jaxlm.models.families.llama_like import LlamaLike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixtral(Experts, Rotated):
-    """A Llama-style decoder with a mixture of experts in every layer but the first `dense_depth`."""
+class Mixtral(Experts, LlamaLike):
+    """A Llama-style decoder with experts in every layer but the first `dense_depth`."""
 
     family: Literal["mixtral"] = "mixtral"
 
-    ABSENT: ClassVar[dict[str, Any]] = {
-        "context": 131_072,
-        "norm_eps": 1e-5,
-        "rope_theta": 1e6,
+    ATTRIBUTES = {
+        **LlamaLike.ATTRIBUTES,
+        "experts": AttributeMapping("num_local_experts", 8),
+        "top_k": AttributeMapping("num_experts_per_tok", 2),
     }
-    HUB: ClassVar[Hub] = Hub(
+    HF_DEFAULTS = {"context": 131_072, "norm_eps": 1e-5, "rope_theta": 1e6}
+    CONSTANTS = {"sliding_window": None}
+    # transformers' balance loss has another scale, and matters in training only.
+    IGNORED: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef",)
+    HUB = Hub(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
         rows=(
             *llama_like.STREAM,
             *llama_like.NORMS,
             *llama_like.ATTENTION,
-            TensorMapping(
-                "model.layers.{i}.block_sparse_moe.gate.weight",
-                ("mlp/router/weight",),
-                "transposed",
-            ),
             *(
                 TensorMapping(
-                    f"model.layers.{{i}}.block_sparse_moe.experts.{{e}}.{theirs}.weight",
-                    (f"mlp/{ours}/weight",),
+                    f"model.layers.{{i}}.block_sparse_moe.{name}.weight",
+                    (f"mlp/{path}/weight",),
                     "transposed",
                 )
-                for theirs, ours in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
+                for name, path in (
+                    ("gate", "router"),
+                    ("experts.{e}.w1", "gate"),
+                    ("experts.{e}.w3", "up"),
+                    ("experts.{e}.w2", "down"),
+                )
             ),
         ),
     )
-
-    @classmethod
-    def from_hub(cls, given: Attributes) -> Self:
-        """The family as a config.json describes it.
-
-        The weight of the balance loss is of training, and transformers' is of another scale: ours stays as it is.
-        """
-        given.expect("sliding_window", None)
-        given.ignore("router_aux_loss_coef")
-        return cls(
-            **cls.shared_settings(given),
-            experts=given.get("num_local_experts", 8),
-            top_k=given.get("num_experts_per_tok", 2),
-        )
+    SIZES = size_table(
+        "vocab context depth width heads kv_heads experts top_k hidden",
+        {
+            # The published balance losses, 0.02 and 0.001, pool all layers and are top_k at an even
+            # load; ours is 1 there, in each layer.
+            "mixtral-8x7b": (
+                *(32_000, 32_768, 32, 4096, 32, 8, 8, 2, 14_336),
+                {"balance_loss": 0.02 * 2 / 32, "rope_theta": 1e6},
+            ),
+            "mixtral-8x22b": (
+                *(32_000, 65_536, 56, 6144, 48, 8, 8, 2, 16_384),
+                {"balance_loss": 0.001 * 2 / 56, "rope_theta": 1e6},
+            ),
+            "deepseek-moe-16b": (
+                *(102_400, 4096, 28, 2048, 16, 16, 64, 6, 1408),
+                dict(shared=2816, dense_depth=1, dense_hidden=10_944, normalised=False)
+                | dict(balance_loss=0.001, norm_eps=1e-6),
+            ),
+        },
+    )
 
     def to_hub(self) -> dict[str, Any]:
-        """The attributes of config.json. Raises ConfigError where the model is none that transformers computes."""
-        refuse_others(self, normalised=True, **PLAIN)
-        return super().to_hub() | {
-            "num_local_experts": self.experts,
-            "num_experts_per_tok": self.top_k,
-            "sliding_window": None,
-        }
-
-
-SIZES: dict[str, dict[str, Any]] = {
-    "mixtral-8x7b": dict(
-        vocab=32_000,
-        context=32_768,
-        depth=32,
-        width=4096,
-        heads=32,
-        kv_heads=8,
-        experts=8,
-        top_k=2,
-        hidden=14_336,
-        # Published is 0.02, for all layers pooled and k where the load is even; ours is 1 there, in each of 32 layers.
-        balance_loss=0.02 * 2 / 32,
-        rope_theta=1e6,
-    ),
-    "mixtral-8x22b": dict(
-        vocab=32_000,
-        context=65_536,
-        depth=56,
-        width=6144,
-        heads=48,
-        kv_heads=8,
-        experts=8,
-        top_k=2,
-        hidden=16_384,
-        balance_loss=0.001 * 2 / 56,  # likewise
-        rope_theta=1e6,
-    ),
-    "deepseek-moe-16b": dict(
-        vocab=102_400,
-        context=4096,
-        depth=28,
-        width=2048,
-        heads=16,
-        kv_heads=16,
-        experts=64,
-        top_k=6,
-        hidden=1408,
-        shared=2816,
-        dense_depth=1,
-        dense_hidden=10_944,
-        normalised=False,
-        balance_loss=0.001,
-        norm_eps=1e-6,
-    ),
-}
+        """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""
+        refuse_uncomputed(self, normalised=True, **PLAIN)
+        return super().to_hub()

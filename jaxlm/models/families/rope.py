@@ -1,4 +1,4 @@
-"""How rotary positions are written in a config.json. Free of JAX."""
+"""Rotary positions in a config.json. Free of JAX."""
 
 import math
 from typing import Any
@@ -14,37 +14,43 @@ from jaxlm.nn.rotary import (
     YarnScaling,
 )
 
-KINDS = ("default", "linear", "llama3", "yarn")  # of scaling, as config.json calls them
+KINDS = ("default", "linear", "llama3", "yarn")  # of scaling, by transformers' names
 
 
 def read(
-    given: Attributes,
+    attributes: Attributes,
     *,
     theta: float = 10_000.0,
     share: float = 1.0,
     kinds: tuple[str, ...] = KINDS,
 ) -> Rope:
-    """How heads are rotated; `theta` and `share` are what transformers takes where config.json names none.
+    """Return the rotary position embedding of a config.json.
 
-    transformers 4 has `rope_theta` beside `rope_scaling`, transformers 5 both in `rope_parameters`.
+    transformers 4 has `rope_theta` and `rope_scaling`, transformers 5 both in `rope_parameters`.
+
+    Args:
+      attributes: of the config.json.
+      theta: transformers' default of the base.
+      share: transformers' default of the rotated fraction of a head.
+      kinds: of scaling that are accepted.
     """
-    theta = given.get("rope_theta", theta, kind=float)
-    share = given.get("partial_rotary_factor", share, kind=float)
+    theta = attributes.get("rope_theta", theta, kind=float)
+    share = attributes.get("partial_rotary_factor", share, kind=float)
     scaling: Scaling | LongScaling = NoScaling()
     for name in ("rope_scaling", "rope_parameters"):
-        inner = given.inner(name)
+        inner = attributes.inner(name)
         if inner is not None:
             theta = inner.get("rope_theta", theta, kind=float)
             share = inner.get("partial_rotary_factor", share, kind=float)
-            scaling = scaling_of(inner, given, kinds)
+            scaling = scaling_of(inner, attributes, kinds)
             inner.note_unused()
     return Rope(theta=theta, share=share, scaling=scaling)
 
 
 def scaling_of(
-    inner: Attributes, given: Attributes, kinds: tuple[str, ...] = KINDS
+    inner: Attributes, attributes: Attributes, kinds: tuple[str, ...] = KINDS
 ) -> Scaling | LongScaling:
-    """The scaling in a `rope_scaling` or `rope_parameters`; what it lacks may be in the config around it."""
+    """Return the scaling of a `rope_scaling` or `rope_parameters` inside of `attributes`."""
     kind = inner.get("rope_type", inner.get("type", "default", kind=str), kind=str)
     inner.ignore("type")
     if kind == "default":
@@ -53,9 +59,9 @@ def scaling_of(
         inner.expect("rope_type", *kinds)
         inner.expect("type", *kinds)
         return NoScaling()
-    context = given.get("max_position_embeddings", 2048)
+    context = attributes.get("max_position_embeddings", 2048)
     if kind == "longrope":
-        return _long(inner, given, context)
+        return _long(inner, attributes, context)
     factor = inner.get("factor", kind=(float, int))
     if kind == "linear":
         return LinearScaling(factor=float(factor))
@@ -81,22 +87,22 @@ def scaling_of(
     )
 
 
-def _long(inner: Attributes, given: Attributes, context: int) -> LongScaling:
+def _long(inner: Attributes, attributes: Attributes, context: int) -> LongScaling:
     name = "original_max_position_embeddings"
-    original = inner.get(name, given.get(name, 4096), least=2)
-    ways: dict[str, Any] = {}
-    for own in ("short", "long"):
-        numbers = inner.get(f"{own}_factor", kind=list)
-        is_sound = isinstance(numbers, list) and all(
+    original = inner.get(name, attributes.get(name, 4096), least=2)
+    factors: dict[str, Any] = {}
+    for part in ("short", "long"):
+        numbers = inner.get(f"{part}_factor", kind=list)
+        is_valid = isinstance(numbers, list) and all(
             isinstance(n, int | float) and not isinstance(n, bool) and n > 0 for n in numbers
         )
-        if isinstance(numbers, list) and not is_sound:
-            inner.reject(f"{own}_factor", "a list of numbers above 0")
-        ways[own] = tuple(map(float, numbers)) if is_sound else ()
-    found = LongScaling(**ways, original=original, factor=max(1.0, context / original))
-    inner.expect("factor", None, found.factor)
-    inner.expect("attention_factor", None, found.amplitude)
-    return found
+        if isinstance(numbers, list) and not is_valid:
+            inner.reject(f"{part}_factor", "a list of numbers above 0")
+        factors[part] = tuple(map(float, numbers)) if is_valid else ()
+    scaling = LongScaling(**factors, original=original, factor=max(1.0, context / original))
+    inner.expect("factor", None, scaling.factor)
+    inner.expect("attention_factor", None, scaling.amplitude)
+    return scaling
 
 
 def _magnitude(factor: float, scale: float) -> float:
@@ -104,14 +110,14 @@ def _magnitude(factor: float, scale: float) -> float:
 
 
 def written(theta: float, scaling: Scaling | LongScaling) -> dict[str, Any]:
-    """Attributes that `read` understands, as transformers 4 and 5 do."""
+    """Return the attributes of a rotary embedding in a form that transformers 4 and 5 read."""
     match scaling:
         case NoScaling():
             return {"rope_theta": theta, "rope_scaling": None}
         case LinearScaling():
-            own: dict[str, Any] = {"rope_type": "linear", "factor": scaling.factor}
+            attributes: dict[str, Any] = {"rope_type": "linear", "factor": scaling.factor}
         case Llama3Scaling():
-            own = {
+            attributes = {
                 "rope_type": "llama3",
                 "factor": scaling.factor,
                 "low_freq_factor": scaling.low,
@@ -119,7 +125,7 @@ def written(theta: float, scaling: Scaling | LongScaling) -> dict[str, Any]:
                 "original_max_position_embeddings": scaling.original,
             }
         case YarnScaling():
-            own = {
+            attributes = {
                 "rope_type": "yarn",
                 "factor": scaling.factor,
                 "beta_fast": scaling.fast,
@@ -128,13 +134,13 @@ def written(theta: float, scaling: Scaling | LongScaling) -> dict[str, Any]:
                 "truncate": scaling.truncate,
             }
             if scaling.magnitude is not None:
-                own["attention_factor"] = scaling.magnitude
+                attributes["attention_factor"] = scaling.magnitude
         case LongScaling():  # transformers 4 allows these three
-            own = {
+            attributes = {
                 "type": "longrope",
                 "short_factor": list(scaling.short),
                 "long_factor": list(scaling.long),
             }
-            beside = {"original_max_position_embeddings": scaling.original}
-            return {"rope_theta": theta, "rope_scaling": own, **beside}
-    return {"rope_theta": theta, "rope_scaling": own}
+            original = {"original_max_position_embeddings": scaling.original}
+            return {"rope_theta": theta, "rope_scaling": attributes, **original}
+    return {"rope_theta": theta, "rope_scaling": attributes}
