@@ -13,8 +13,8 @@ from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.cost import model_cost
 from jaxlm.models.cost.tensors import tensors
-from jaxlm.models.families.deepseek import DeepSeekV2
-from jaxlm.models.families.deepseek import DeepSeekV3
+from jaxlm.models.families.cohere import Cohere
+from jaxlm.models.families.deepseek import DeepSeekV2, DeepSeekV3
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
 from jaxlm.models.families.mixtral import Mixtral
@@ -29,6 +29,7 @@ LENGTH, VOCAB = 12, 50
 FAMILIES = {
     "llama": Llama(vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, hidden=48),
     "qwen3, tied": Qwen3(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=1, tied=True),
+    "cohere": Cohere(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2, hidden=48),
     "gpt2": GPT2(vocab=VOCAB, width=32, depth=3, heads=4, context=16),
     "gpt2, no biases": GPT2(
         vocab=VOCAB, width=32, depth=2, heads=4, context=16, bias=False, tied=False
@@ -305,6 +306,7 @@ def test_every_parameter_has_axes_of_its_rank(built):
 
 
 PUBLISHED = {
+    "command-r-v01": 34_980_831_232,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,

@@ -9,20 +9,8 @@ from typing import Any, Literal
 from jaxlm.core.config import setting
 from jaxlm.models.config import Encoder, HeadConfig
 from jaxlm.models.families import setting_docs
-from jaxlm.models.families.family import (
-    ACTIVATIONS,
-    SIZE_ATTRIBUTES,
-    PlainSettings,
-    size_table,
-)
-from jaxlm.models.families.hub import (
-    AttributeMapping,
-    Attributes,
-    Hub,
-    TensorMapping,
-    linears,
-    norms,
-)
+from jaxlm.models.families.family import ACTIVATIONS, SIZE_ATTRIBUTES, PlainSettings, size_table
+from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, TensorMapping, linears, norms
 from jaxlm.nn.config import Activation
 
 # BERT's attributes of the pooler.
@@ -64,12 +52,17 @@ class BERT(PlainSettings):
     activation: Activation = setting("gelu", "activation of the MLP and of the head")
     norm_eps: float = setting(1e-12, **setting_docs.LAYER_NORM_EPS)
 
+    RESIDUAL = "post"
     ATTRIBUTES = {
         **SIZE_ATTRIBUTES,
-        "context": AttributeMapping("max_position_embeddings", 512, resolved="position_rows"),
-        "token_types": AttributeMapping("type_vocab_size", 2),
-        "activation": AttributeMapping("hidden_act", "gelu", words=ACTIVATIONS),
-        "norm_eps": AttributeMapping("layer_norm_eps", 1e-12, kind=float),
+        "context": ConfigKey(
+            "max_position_embeddings",
+            512,
+            value=lambda family: family.first_position + family.context,
+        ),
+        "token_types": ConfigKey("type_vocab_size", 2),
+        "activation": ConfigKey("hidden_act", "gelu", words=ACTIVATIONS),
+        "norm_eps": ConfigKey("layer_norm_eps", 1e-12, kind=float),
     }
     CONSTANTS = {"tie_word_embeddings": True}
     EXPECTED = {
@@ -109,17 +102,11 @@ class BERT(PlainSettings):
         """Rows of the position table before the row of a document's first token."""
         return 0
 
-    @property
-    def position_rows(self) -> int:
-        """Rows of the position table."""
-        return self.first_position + self.context
-
     def build(self) -> Encoder:
         """Return the model's config. `vocab` must be resolved by now."""
-        block = self.block(self.heads, dropout=self.dropout)
         return Encoder(
             **self.backbone(),
-            pattern=(dataclasses.replace(block, residual="post"),),
+            pattern=(self.block(self.heads, dropout=self.dropout),),
             head=HeadConfig(activation=self.activation, norm=self.norm),
             positions=self.context,
             first_position=self.first_position,
@@ -139,10 +126,7 @@ class RoBERTa(BERT):
         0, "id of the tokenizer's padding; positions start at the row after it", low=0
     )
 
-    ATTRIBUTES = {
-        **BERT.ATTRIBUTES,
-        "padding": AttributeMapping("pad_token_id", 1, least=0),
-    }
+    ATTRIBUTES = {**BERT.ATTRIBUTES, "padding": ConfigKey("pad_token_id", 1, least=0)}
     HUB = Hub(
         model_type="roberta",
         architecture="RobertaForMaskedLM",

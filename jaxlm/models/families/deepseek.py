@@ -5,20 +5,14 @@ The first layers are dense; the others have shared experts and many small routed
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.families import llama_like, setting_docs
-from jaxlm.models.families.experts import ROUTED, Experts, refuse_uncomputed
+from jaxlm.models.families.experts import ROUTED, Experts
 from jaxlm.models.families.family import Problems, size_table
-from jaxlm.models.families.hub import (
-    AttributeMapping,
-    Attributes,
-    Hub,
-    TensorMapping,
-    linears,
-    uncomputed,
-)
+from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, TensorMapping, linears, uncomputed
 from jaxlm.models.families.llama_like import GatedDecoder
 from jaxlm.nn.config import AttentionConfig, LatentConfig, MoeConfig, NormConfig
 from jaxlm.nn.rotary import Rope, YarnScaling
@@ -92,19 +86,19 @@ class DeepSeekV2(Experts):
 
     ATTRIBUTES = {
         **GatedDecoder.ATTRIBUTES,
-        "hidden": AttributeMapping("moe_intermediate_size", 1407),
-        "dense_hidden": AttributeMapping("intermediate_size"),
-        "dense_depth": AttributeMapping("first_k_dense_replace", 0, least=0),
-        "experts": AttributeMapping("n_routed_experts"),
-        "top_k": AttributeMapping("num_experts_per_tok"),
-        "scale": AttributeMapping("routed_scaling_factor", 1.0, kind=float),
-        "groups": AttributeMapping("n_group", 1),
-        "top_groups": AttributeMapping("topk_group", 1),
-        "query_rank": AttributeMapping("q_lora_rank", None),
-        "kv_rank": AttributeMapping("kv_lora_rank", 512),
-        "nope_dim": AttributeMapping("qk_nope_head_dim", 128),
-        "rope_dim": AttributeMapping("qk_rope_head_dim", 64),
-        "value_dim": AttributeMapping("v_head_dim", 128),
+        "hidden": ConfigKey("moe_intermediate_size", 1407),
+        "dense_hidden": ConfigKey("intermediate_size"),
+        "dense_depth": ConfigKey("first_k_dense_replace", 0, least=0),
+        "experts": ConfigKey("n_routed_experts"),
+        "top_k": ConfigKey("num_experts_per_tok"),
+        "scale": ConfigKey("routed_scaling_factor", 1.0, kind=float),
+        "groups": ConfigKey("n_group", 1),
+        "top_groups": ConfigKey("topk_group", 1),
+        "query_rank": ConfigKey("q_lora_rank", None),
+        "kv_rank": ConfigKey("kv_lora_rank", 512),
+        "nope_dim": ConfigKey("qk_nope_head_dim", 128),
+        "rope_dim": ConfigKey("qk_rope_head_dim", 64),
+        "value_dim": ConfigKey("v_head_dim", 128),
     }
     # DeepSeek's own code reads norm_topk_prob and then divides by the sum without scaling;
     # transformers reads neither.
@@ -120,6 +114,12 @@ class DeepSeekV2(Experts):
         *("head_dim", "qk_head_dim", "ep_size", "seq_aux", "aux_loss_alpha"),
         "router_aux_loss_coef",
     )
+    ROPE_PAIRS = "neighbours"
+    COMPUTED: ClassVar[Mapping[str, Any]] = {
+        "router": "softmax",
+        "normalised": False,
+        "balance_bias": 0.0,
+    }
     SHARED_DEFAULT = 2  # transformers' default of n_shared_experts
     HUB = Hub(
         model_type="deepseek_v2",
@@ -183,11 +183,6 @@ class DeepSeekV2(Experts):
                 f"--config.model.top_groups={-(-self.top_k // size)}",
             )
 
-    @property
-    def rotary(self) -> Rope:
-        """Rotary position embedding of the rotated features."""
-        return dataclasses.replace(super().rotary, pairs="neighbours")
-
     def attention(self) -> AttentionConfig:
         """Return the attention of every layer."""
         size, magnitude = self.nope_dim + self.rope_dim, 1.0
@@ -228,28 +223,16 @@ class DeepSeekV2(Experts):
                 settings["mscale"] = inner.get("mscale_all_dim", 0.0, kind=float)
         shared = attributes.get("n_shared_experts", cls.SHARED_DEFAULT)
         settings["shared"] = settings["hidden"] * shared
-        if not cls.is_grouped(attributes):
+        methods = {"greedy": False, "group_limited_greedy": True}
+        is_grouped = "topk_method" in cls.CONSTANTS or attributes.choose(
+            "topk_method", methods, "greedy"
+        )
+        if not is_grouped:
             del settings["groups"], settings["top_groups"]
         return settings
 
-    @staticmethod
-    def is_grouped(attributes: Attributes) -> bool:
-        """Return if the experts of a token are chosen from some groups only."""
-        methods = {"greedy": False, "group_limited_greedy": True}
-        return attributes.choose("topk_method", methods, "greedy")
-
     def to_hub(self) -> dict[str, Any]:
         """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""
-        refuse_uncomputed(self, router="softmax", normalised=False, balance_bias=0.0)
-        method = "greedy" if self.groups == 1 else "group_limited_greedy"
-        return self.latent_attributes() | {"topk_method": method}
-
-    def latent_attributes(self) -> dict[str, Any]:
-        """Return the attributes that V3 has too.
-
-        Raises:
-          ConfigError: if the number of shared experts is no whole number.
-        """
         if self.shared == 0 or self.shared % self.hidden:
             why = f"shared = {self.shared} where it computes multiples of hidden = {self.hidden}"
             raise uncomputed(self.HUB, why)
@@ -263,6 +246,7 @@ class DeepSeekV2(Experts):
                 del scaling["attention_factor"]
         return attributes | {
             "num_key_value_heads": self.heads,
+            "topk_method": "greedy" if self.groups == 1 else "group_limited_greedy",
             "n_shared_experts": self.shared // self.hidden,
         }
 
@@ -291,7 +275,7 @@ class DeepSeekV3(DeepSeekV2):
 
     ATTRIBUTES = {
         **DeepSeekV2.ATTRIBUTES,
-        "normalised": AttributeMapping("norm_topk_prob", True, kind=bool),
+        "normalised": ConfigKey("norm_topk_prob", True, kind=bool),
     }
     HF_DEFAULTS = {"context": 4096, "hidden": 2048, "groups": 8, "top_groups": 4}
     CONSTANTS = {
@@ -302,6 +286,7 @@ class DeepSeekV3(DeepSeekV2):
     }
     # Import reports multi-token-prediction layers as left out.
     IGNORED = (*DeepSeekV2.IGNORED, "num_nextn_predict_layers")
+    COMPUTED = {"router": "sigmoid"}
     SHARED_DEFAULT = 1
     HUB = Hub(
         model_type="deepseek_v3",
@@ -339,15 +324,10 @@ class DeepSeekV3(DeepSeekV2):
         pairs = "neighbours" if is_interleaved else "halves"
         return super().hub_settings(attributes) | {"pairs": pairs}
 
-    @staticmethod
-    def is_grouped(attributes: Attributes) -> bool:
-        """Return True: `topk_method` has one value."""
-        return True
-
     def to_hub(self) -> dict[str, Any]:
         """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""
-        refuse_uncomputed(self, router="sigmoid")
-        return self.latent_attributes() | {
+        return super().to_hub() | {
+            "topk_method": "noaux_tc",
             "rope_interleave": self.pairs == "neighbours",
             "num_nextn_predict_layers": 0,
         }

@@ -1,7 +1,8 @@
 """Base of families with routed experts: their settings and layers. Free of JAX."""
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
@@ -39,6 +40,15 @@ class Experts(GatedDecoder):
         "are dropped. None drops none",
         above=0,
     )
+
+    # Settings of which the architecture of transformers computes one value.
+    COMPUTED: ClassVar[Mapping[str, Any]] = {
+        "shared": 0,
+        "dense_depth": 0,
+        "router": "softmax",
+        "scale": 1.0,
+        "balance_bias": 0.0,
+    }
 
     def problems(self) -> Problems:
         """Yield a problem unless a token's experts exist and some layer has experts."""
@@ -84,9 +94,18 @@ class Experts(GatedDecoder):
         dense = dataclasses.replace(self.block(), mlp=hidden)
         return dataclasses.replace(super().build(), prefix=(dense,) * self.dense_depth)
 
+    def to_hub(self) -> dict[str, Any]:
+        """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""
+        wrong = [
+            f"{name} = {getattr(self, name)!r} where it computes {value!r}"
+            for name, value in {"capacity": None, **self.COMPUTED}.items()
+            if getattr(self, name) != value
+        ]
+        if wrong:
+            raise uncomputed(self.HUB, "\n".join(wrong))
+        return super().to_hub()
 
-# Settings of an architecture that has routed experts alone.
-PLAIN = {"shared": 0, "dense_depth": 0, "router": "softmax", "scale": 1.0, "balance_bias": 0.0}
+
 # Qwen's tensor names, which DeepSeek uses too.
 ROUTED = (
     TensorMapping("model.layers.{i}.mlp.gate.weight", ("mlp/router/weight",), "transposed"),
@@ -99,14 +118,3 @@ ROUTED = (
         for name in ("gate", "up", "down")
     ),
 )
-
-
-def refuse_uncomputed(config: Experts, **computed: Any) -> None:
-    """Raise ConfigError if a setting has not the one value that transformers computes."""
-    wrong = [
-        f"{name} = {getattr(config, name)!r} where it computes {value!r}"
-        for name, value in {"capacity": None, **computed}.items()
-        if getattr(config, name) != value
-    ]
-    if wrong:
-        raise uncomputed(config.HUB, "\n".join(wrong))

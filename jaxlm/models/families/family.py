@@ -6,19 +6,28 @@ from typing import Any, ClassVar, Literal, Self
 
 from jaxlm.core import divisors
 from jaxlm.core.config import setting
+from jaxlm.models.config import Decoder
 from jaxlm.models.families import setting_docs
 from jaxlm.models.families.hub import (
     MAX_NESTING,
-    AttributeMapping,
     Attributes,
+    ConfigKey,
     Hub,
     read_settings,
     write_settings,
 )
-from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MlpConfig, NormConfig
+from jaxlm.nn.config import (
+    Activation,
+    AttentionConfig,
+    BlockConfig,
+    Init,
+    MlpConfig,
+    NormConfig,
+    Residual,
+)
 
 Problems = Iterator[tuple[str, str, str]]  # setting, why, flag to paste
-Table = Mapping[str, AttributeMapping]  # by setting, in the order of reading
+Table = Mapping[str, ConfigKey]  # by setting, in the order of reading
 Sizes = Mapping[str, Mapping[str, Any]]  # settings by the name of a published model
 
 # transformers' names of activations; the first name of an activation is written.
@@ -33,12 +42,12 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu2": "relu_squared",
 }
 SIZE_ATTRIBUTES: Table = {
-    "vocab": AttributeMapping("vocab_size"),
-    "context": AttributeMapping("max_position_embeddings", 2048),
-    "depth": AttributeMapping("num_hidden_layers", most=MAX_NESTING),
-    "width": AttributeMapping("hidden_size"),
-    "heads": AttributeMapping("num_attention_heads"),
-    "hidden": AttributeMapping("intermediate_size", resolved="size_of_hidden"),
+    "vocab": ConfigKey("vocab_size"),
+    "context": ConfigKey("max_position_embeddings", 2048),
+    "depth": ConfigKey("num_hidden_layers", most=MAX_NESTING),
+    "width": ConfigKey("hidden_size"),
+    "heads": ConfigKey("num_attention_heads"),
+    "hidden": ConfigKey("intermediate_size", value=lambda family: family.size_of_hidden),
 }
 
 
@@ -89,6 +98,7 @@ class FamilySettings:
     init: Init = setting("normal", **setting_docs.INIT)
     init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
+    RESIDUAL: ClassVar[Residual] = "pre"
     HUB: ClassVar[Hub]
     SIZES: ClassVar[Sizes]
     ATTRIBUTES: ClassVar[Table] = SIZE_ATTRIBUTES
@@ -180,5 +190,32 @@ class PlainSettings(FamilySettings):
                 bias=self.has_bias,
             ),
             norm=self.norm,
+            residual=self.RESIDUAL,
             dropout=self.dropout,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainDecoder(PlainSettings):
+    """Settings of decoders with layer norms and biases."""
+
+    kv_heads: int | Literal["auto"] = setting("auto", **setting_docs.KV_HEADS)
+    tied: bool = setting(True, **setting_docs.TIED)
+    init: Init = setting("gpt2", **setting_docs.INIT)
+
+    def problems(self) -> Problems:
+        """Yield a problem if heads do not share the width and the keys evenly."""
+        yield from super().problems()
+        if self.kv_heads != "auto":
+            yield from uneven("heads", self.heads, "kv_heads", self.kv_heads)
+
+    def decoder(self, *, positions: int | None = None, **attention: Any) -> Decoder:
+        """Return the model's config; `attention` holds further arguments of its attention."""
+        kv_heads = self.heads if self.kv_heads == "auto" else self.kv_heads
+        return Decoder(
+            **self.backbone(),
+            pattern=(self.block(kv_heads, **attention),),
+            positions=positions,
+            final_norm=self.norm,
+            tied=self.tied,
         )

@@ -7,8 +7,8 @@ from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
 from jaxlm.models.families import llama_like, rope, setting_docs
 from jaxlm.models.families.family import ACTIVATIONS, size_table
-from jaxlm.models.families.hub import AttributeMapping, Attributes, Hub, WrapperConfig, norms
-from jaxlm.models.families.llama_like import LLAMA, LlamaLike, QKNorm
+from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, WrapperConfig, norms
+from jaxlm.models.families.llama_like import LLAMA, LlamaLike
 from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, NormConfig
 from jaxlm.nn.rotary import LinearScaling, Rope
 
@@ -86,12 +86,17 @@ class Gemma2(Gemma):
 
     ATTRIBUTES = {
         **Gemma.ATTRIBUTES,
-        "window": AttributeMapping("sliding_window", 4096),
-        "query_scale": AttributeMapping("query_pre_attn_scalar", 256, resolved="score_divisor"),
-        "attention_cap": AttributeMapping("attn_logit_softcapping", None, kind=float),
-        "logit_cap": AttributeMapping("final_logit_softcapping", None, kind=float),
+        "window": ConfigKey("sliding_window", 4096),
+        "query_scale": ConfigKey(
+            "query_pre_attn_scalar",
+            256,
+            value=lambda family: family.query_scale or family.size_of_head,
+        ),
+        "attention_cap": ConfigKey("attn_logit_softcapping", None, kind=float),
+        "logit_cap": ConfigKey("final_logit_softcapping", None, kind=float),
     }
     IGNORED = ("sliding_window_pattern", "_sliding_window_pattern")
+    RESIDUAL = "sandwich"
     PATTERN_LENGTH = 2  # layers; the last is global
     HUB = Hub(
         model_type="gemma2",
@@ -108,11 +113,6 @@ class Gemma2(Gemma):
         vocab=256_000,
     )
 
-    @property
-    def score_divisor(self) -> int:
-        """query_scale, with None resolved."""
-        return self.query_scale or self.size_of_head
-
     def attention(self) -> AttentionConfig:
         """Return the attention of a global layer."""
         scale = None if self.query_scale is None else self.query_scale**-0.5
@@ -124,7 +124,7 @@ class Gemma2(Gemma):
 
     def pattern(self) -> tuple[BlockConfig, ...]:
         """Return the local layers and then a global one."""
-        last = dataclasses.replace(self.block(), residual="sandwich")
+        last = self.block()
         local = dataclasses.replace(last, attention=self.local_attention())
         return (local,) * (self.PATTERN_LENGTH - 1) + (last,)
 
@@ -143,7 +143,7 @@ class Gemma2(Gemma):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma3(QKNorm, Gemma2):
+class Gemma3(Gemma2):
     """A Gemma-3-style text decoder, alone or in a multimodal model; the last of 6 layers is global.
 
     Global and local layers have a rotary base each. Queries and keys have norms, and no softcaps.
@@ -158,10 +158,11 @@ class Gemma3(QKNorm, Gemma2):
 
     ATTRIBUTES = {
         **Gemma2.ATTRIBUTES,
-        "local_rope_theta": AttributeMapping("rope_local_base_freq", 10_000.0, kind=float),
+        "local_rope_theta": ConfigKey("rope_local_base_freq", 10_000.0, kind=float),
     }
     HF_DEFAULTS = {"context": 131_072, "tied": True, "head_dim": 256, "rope_theta": 1e6}
     PATTERN_LENGTH = 6
+    QK_NORM = "head"
     HUB = Hub(
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
@@ -183,11 +184,7 @@ class Gemma3(QKNorm, Gemma2):
         ),
     )
     # Multimodal sizes have rows for images, and rotary positions of global layers divided by 8.
-    MULTIMODAL = {
-        "vocab": 262_208,
-        "window": 1024,
-        "rope_scaling": LinearScaling(factor=8.0),
-    }
+    MULTIMODAL = {"vocab": 262_208, "window": 1024, "rope_scaling": LinearScaling(factor=8.0)}
     SIZES = size_table(
         COLUMNS,
         {

@@ -6,51 +6,39 @@ from typing import Any, Literal
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
 from jaxlm.models.families import setting_docs
-from jaxlm.models.families.family import (
-    ACTIVATIONS,
-    PlainSettings,
-    Problems,
-    size_table,
-    uneven,
-)
-from jaxlm.models.families.hub import (
-    MAX_NESTING,
-    AttributeMapping,
-    Hub,
-    TensorMapping,
-    norms,
-    uncomputed,
-)
-from jaxlm.nn.config import Activation, Init
+from jaxlm.models.families.family import ACTIVATIONS, PlainDecoder, size_table
+from jaxlm.models.families.hub import MAX_NESTING, ConfigKey, Hub, TensorMapping, norms, uncomputed
+from jaxlm.nn.config import Activation
 
 # GPT-2's attributes of a classification head.
 SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPT2(PlainSettings):
+class GPT2(PlainDecoder):
     """A GPT-2-style decoder."""
 
     family: Literal["gpt2"] = "gpt2"
     context: int = setting(1024, **setting_docs.POSITION_ROWS)
-    kv_heads: int | Literal["auto"] = setting("auto", **setting_docs.KV_HEADS)
     activation: Activation = setting("gelu_tanh", **setting_docs.PLAIN_ACTIVATION)
     bias: bool = setting(True, "biases in projections and norms")
-    tied: bool = setting(True, **setting_docs.TIED)
-    init: Init = setting("gpt2", **setting_docs.INIT)
 
     ATTRIBUTES = {
-        "vocab": AttributeMapping("vocab_size"),
-        "context": AttributeMapping("n_positions", 1024),
-        "depth": AttributeMapping("n_layer", most=MAX_NESTING),
-        "width": AttributeMapping("n_embd"),
-        "heads": AttributeMapping("n_head"),
-        "hidden": AttributeMapping("n_inner", "auto", resolved="hidden_or_none"),
-        "activation": AttributeMapping(
+        "vocab": ConfigKey("vocab_size"),
+        "context": ConfigKey("n_positions", 1024),
+        "depth": ConfigKey("n_layer", most=MAX_NESTING),
+        "width": ConfigKey("n_embd"),
+        "heads": ConfigKey("n_head"),
+        "hidden": ConfigKey(
+            "n_inner",
+            "auto",
+            value=lambda family: None if family.hidden == "auto" else family.hidden,
+        ),
+        "activation": ConfigKey(
             "activation_function", "gelu_new", words={"gelu_new": "gelu_tanh", **ACTIVATIONS}
         ),
-        "norm_eps": AttributeMapping("layer_norm_epsilon", 1e-5, kind=float),
-        "tied": AttributeMapping("tie_word_embeddings", True, kind=bool),
+        "norm_eps": ConfigKey("layer_norm_epsilon", 1e-5, kind=float),
+        "tied": ConfigKey("tie_word_embeddings", True, kind=bool),
     }
     EXPECTED = {
         "scale_attn_weights": (True,),
@@ -99,32 +87,14 @@ class GPT2(PlainSettings):
         vocab=50_257,
     )
 
-    def problems(self) -> Problems:
-        """Yield a problem if heads do not share the width and the keys evenly."""
-        yield from super().problems()
-        if self.kv_heads != "auto":
-            yield from uneven("heads", self.heads, "kv_heads", self.kv_heads)
-
     @property
     def has_bias(self) -> bool:
         """If projections and norms have biases."""
         return self.bias
 
-    @property
-    def hidden_or_none(self) -> int | None:
-        """hidden as config.json has it: null is 4 x width."""
-        return None if self.hidden == "auto" else self.hidden
-
     def build(self) -> Decoder:
         """Return the model's config. `vocab` must be resolved by now."""
-        kv_heads = self.heads if self.kv_heads == "auto" else self.kv_heads
-        return Decoder(
-            **self.backbone(),
-            pattern=(self.block(kv_heads, dropout=self.dropout),),
-            positions=self.context,
-            final_norm=self.norm,
-            tied=self.tied,
-        )
+        return self.decoder(positions=self.context, dropout=self.dropout)
 
     def to_hub(self) -> dict[str, Any]:
         """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""

@@ -64,18 +64,12 @@ class TensorMapping:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttributeMapping:
+class ConfigKey:
     """One attribute of config.json and the setting that it holds, read and written.
 
-    Args:
-      name: the attribute.
-      default: value that transformers assumes if the attribute is absent; a function computes it
-        from the settings read before.
-      kind: accepted types.
-      least: smallest integer accepted.
-      most: largest integer accepted.
-      words: from the attribute's values to the setting's; the first word of a value is written.
-      resolved: property of the family with the value to write, if the setting may be `auto`.
+    `default` is transformers' if the attribute is absent, or a function of the settings read
+    before. `words` maps the attribute's values to the setting's; the first word of a value is
+    written. `value` computes what is written from the family, if the setting may be `auto`.
     """
 
     name: str
@@ -84,7 +78,7 @@ class AttributeMapping:
     least: int = 1
     most: int = 2**31
     words: Mapping[str, Any] | None = None
-    resolved: str | None = None
+    value: Callable[[Any], Any] | None = None
 
     def read(self, attributes: "Attributes", default: Any) -> Any:
         """Return the setting's value; problems are collected in `attributes`."""
@@ -103,22 +97,22 @@ class AttributeMapping:
 
 
 def read_settings(
-    attributes: "Attributes", table: Mapping[str, AttributeMapping], defaults: Mapping[str, Any]
+    attributes: "Attributes", table: Mapping[str, ConfigKey], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the settings of a config.json by name; `defaults` replace those of the table."""
     settings: dict[str, Any] = {}
     for name, row in table.items():
         default = defaults.get(name, row.default)
-        if isinstance(default, Callable):  # type: ignore[arg-type]
-            default = default(settings)
+        default = default(settings) if callable(default) else default
         settings[name] = row.read(attributes, default)
     return settings
 
 
-def write_settings(family: Any, table: Mapping[str, AttributeMapping]) -> dict[str, Any]:
+def write_settings(family: Any, table: Mapping[str, ConfigKey]) -> dict[str, Any]:
     """Return the config.json attributes of a family's settings."""
     return {
-        row.name: row.written(getattr(family, row.resolved or name)) for name, row in table.items()
+        row.name: row.written(row.value(family) if row.value else getattr(family, name))
+        for name, row in table.items()
     }
 
 
@@ -239,14 +233,8 @@ class Attributes:
     ) -> Any:
         """Return an attribute's value, or the default if it is absent or null.
 
-        Without a default, an absent attribute is a problem.
-
-        Args:
-          name: the attribute.
-          default: at most one value.
-          kind: accepted types; an integer is accepted as a float.
-          least: smallest integer accepted.
-          most: largest integer accepted.
+        A value of no `kind`, an integer that is not from `least` to `most`, and an absent attribute
+        without a default are problems.
         """
         self._read.add(name)
         value = self._raw.get(name)

@@ -15,7 +15,7 @@ from jaxlm.models.families.family import (
     gated_hidden,
     uneven,
 )
-from jaxlm.models.families.hub import AttributeMapping, Attributes, TensorMapping, linears, norms
+from jaxlm.models.families.hub import Attributes, ConfigKey, TensorMapping, linears, norms
 from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, MlpConfig, NormConfig
 from jaxlm.nn.rotary import NoScaling, Rope, Scaling
 
@@ -34,10 +34,11 @@ class GatedDecoder(FamilySettings):
 
     ATTRIBUTES = {
         **SIZE_ATTRIBUTES,
-        "activation": AttributeMapping("hidden_act", "silu", words=ACTIVATIONS),
-        "norm_eps": AttributeMapping("rms_norm_eps", 1e-6, kind=float),
-        "tied": AttributeMapping("tie_word_embeddings", False, kind=bool),
+        "activation": ConfigKey("hidden_act", "silu", words=ACTIVATIONS),
+        "norm_eps": ConfigKey("rms_norm_eps", 1e-6, kind=float),
+        "tied": ConfigKey("tie_word_embeddings", False, kind=bool),
     }
+    ROPE_PAIRS: ClassVar[Literal["halves", "neighbours"]] = "halves"
     ROPE_KINDS: ClassVar[tuple[str, ...]] = rope.KINDS
 
     @property
@@ -48,7 +49,7 @@ class GatedDecoder(FamilySettings):
     @property
     def rotary(self) -> Rope:
         """Rotary position embedding of queries and keys."""
-        return Rope(theta=self.rope_theta, scaling=self.rope_scaling)
+        return Rope(theta=self.rope_theta, scaling=self.rope_scaling, pairs=self.ROPE_PAIRS)
 
     def attention(self) -> AttentionConfig:
         """Return the attention of a layer, the same in all unless `pattern` differs."""
@@ -65,6 +66,7 @@ class GatedDecoder(FamilySettings):
             attention=self.attention(),
             mlp=MlpConfig(hidden=self.size_of_hidden, activation=self.activation, gated=True),
             norm=self.norm,
+            residual=self.RESIDUAL,
             dropout=self.dropout,
         )
 
@@ -113,11 +115,17 @@ class LlamaLike(GatedDecoder):
 
     ATTRIBUTES = {
         **GatedDecoder.ATTRIBUTES,
-        "kv_heads": AttributeMapping("num_key_value_heads", lambda read: read["heads"]),
-        "head_dim": AttributeMapping(
-            "head_dim", lambda read: read["width"] // read["heads"], resolved="size_of_head"
+        "kv_heads": ConfigKey("num_key_value_heads", lambda read: read["heads"]),
+        "head_dim": ConfigKey(
+            "head_dim",
+            lambda read: read["width"] // read["heads"],
+            value=lambda family: family.size_of_head,
         ),
     }
+
+    # Norms of queries and keys (arXiv:2302.05442): of each head, or of all heads of a token.
+    QK_NORM: ClassVar[Literal["head", "heads"] | None] = None
+    QKV_BIAS: ClassVar[bool] = False
 
     def problems(self) -> Problems:
         """Yield a problem unless heads share the width and the keys evenly and rotate in pairs."""
@@ -146,16 +154,23 @@ class LlamaLike(GatedDecoder):
             kv_heads=self.kv_heads,
             head_dim=self.size_of_head,
             rotary=self.rotary,
+            qk_norm=self.norm if self.QK_NORM else None,
+            qk_norm_over=self.QK_NORM or "head",
+            bias=self.QKV_BIAS,
         )
 
 
-class QKNorm:
-    """Mixin: a norm on the queries and keys of each head (arXiv:2302.05442)."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Windowed(LlamaLike):
+    """A Llama-like decoder whose layers may all have a sliding window."""
+
+    window: int | None = setting(None, **setting_docs.WINDOW)
+
+    ATTRIBUTES = {**LlamaLike.ATTRIBUTES, "window": ConfigKey("sliding_window", None)}
 
     def attention(self) -> AttentionConfig:
         """Return the attention of a layer."""
-        attention = super().attention()  # type: ignore[misc]
-        return dataclasses.replace(attention, qk_norm=self.norm)  # type: ignore[attr-defined]
+        return dataclasses.replace(super().attention(), window=self.window)
 
 
 class UnusedWindow:

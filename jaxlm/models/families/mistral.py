@@ -3,25 +3,17 @@
 import dataclasses
 from typing import Any, Literal
 
-from jaxlm.core.config import setting
-from jaxlm.models.families import setting_docs
 from jaxlm.models.families.family import size_table
-from jaxlm.models.families.hub import AttributeMapping, Attributes, Hub
-from jaxlm.models.families.llama_like import LLAMA, LlamaLike
-from jaxlm.nn.config import AttentionConfig
+from jaxlm.models.families.hub import Attributes, Hub
+from jaxlm.models.families.llama_like import LLAMA, Windowed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mistral(LlamaLike):
+class Mistral(Windowed):
     """A Mistral-style decoder."""
 
     family: Literal["mistral"] = "mistral"
-    window: int | None = setting(None, **setting_docs.WINDOW)
 
-    ATTRIBUTES = {
-        **LlamaLike.ATTRIBUTES,
-        "window": AttributeMapping("sliding_window", None),
-    }
     HUB = Hub(model_type="mistral", architecture="MistralForCausalLM", rows=LLAMA)
     SIZES = size_table(
         "vocab context depth width heads kv_heads hidden",
@@ -30,10 +22,6 @@ class Mistral(LlamaLike):
             "mistral-7b-v0.3": (32_768, 32_768, 32, 4096, 32, 8, 14_336, {"rope_theta": 1e6}),
         },
     )
-
-    def attention(self) -> AttentionConfig:
-        """Return Llama's attention within the window."""
-        return dataclasses.replace(super().attention(), window=self.window)
 
     @classmethod
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Mixtral (arXiv:2401.04088) and DeepSeekMoE (arXiv:2401.06066): a Llama whose MLPs are experts."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from jaxlm.models.families import llama_like
-from jaxlm.models.families.experts import PLAIN, Experts, refuse_uncomputed
+from jaxlm.models.families.experts import Experts
 from jaxlm.models.families.family import size_table
-from jaxlm.models.families.hub import AttributeMapping, Hub, TensorMapping
+from jaxlm.models.families.hub import ConfigKey, Hub, TensorMapping
 from jaxlm.models.families.llama_like import LlamaLike
 
 
@@ -18,13 +19,14 @@ class Mixtral(Experts, LlamaLike):
 
     ATTRIBUTES = {
         **LlamaLike.ATTRIBUTES,
-        "experts": AttributeMapping("num_local_experts", 8),
-        "top_k": AttributeMapping("num_experts_per_tok", 2),
+        "experts": ConfigKey("num_local_experts", 8),
+        "top_k": ConfigKey("num_experts_per_tok", 2),
     }
     HF_DEFAULTS = {"context": 131_072, "norm_eps": 1e-5, "rope_theta": 1e6}
     CONSTANTS = {"sliding_window": None}
     # transformers' balance loss has another scale, and matters in training only.
     IGNORED: ClassVar[tuple[str, ...]] = ("router_aux_loss_coef",)
+    COMPUTED: ClassVar[Mapping[str, Any]] = {"normalised": True, **Experts.COMPUTED}
     HUB = Hub(
         model_type="mixtral",
         architecture="MixtralForCausalLM",
@@ -67,8 +69,3 @@ class Mixtral(Experts, LlamaLike):
             ),
         },
     )
-
-    def to_hub(self) -> dict[str, Any]:
-        """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""
-        refuse_uncomputed(self, normalised=True, **PLAIN)
-        return super().to_hub()

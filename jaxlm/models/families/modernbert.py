@@ -15,14 +15,7 @@ from jaxlm.models.families.family import (
     size_table,
     uneven,
 )
-from jaxlm.models.families.hub import (
-    AttributeMapping,
-    Attributes,
-    Hub,
-    TensorMapping,
-    linears,
-    norms,
-)
+from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, TensorMapping, linears, norms
 from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, MlpConfig, NormConfig
 from jaxlm.nn.rotary import Rope
 
@@ -50,13 +43,13 @@ class ModernBERT(FamilySettings):
 
     ATTRIBUTES = {
         **SIZE_ATTRIBUTES,
-        "activation": AttributeMapping("hidden_activation", "gelu", words=ACTIVATIONS),
-        "global_every": AttributeMapping("global_attn_every_n_layers", 3),
-        "window": AttributeMapping("local_attention", 128, resolved="both_sides"),
-        "rope_theta": AttributeMapping("global_rope_theta", 160_000.0, kind=float),
-        "local_rope_theta": AttributeMapping("local_rope_theta", 10_000.0, kind=float),
-        "norm_eps": AttributeMapping("norm_eps", 1e-5, kind=float),
-        "tied": AttributeMapping("tie_word_embeddings", True, kind=bool),
+        "activation": ConfigKey("hidden_activation", "gelu", words=ACTIVATIONS),
+        "global_every": ConfigKey("global_attn_every_n_layers", 3),
+        "window": ConfigKey("local_attention", 128, value=lambda family: 2 * family.window),
+        "rope_theta": ConfigKey("global_rope_theta", 160_000.0, kind=float),
+        "local_rope_theta": ConfigKey("local_rope_theta", 10_000.0, kind=float),
+        "norm_eps": ConfigKey("norm_eps", 1e-5, kind=float),
+        "tied": ConfigKey("tie_word_embeddings", True, kind=bool),
     }
     HF_DEFAULTS = {"context": 8192}
     CONSTANTS = {
@@ -91,22 +84,16 @@ class ModernBERT(FamilySettings):
                 "transposed",
             ),
             TensorMapping(
-                "model.layers.{i}.attn.Wo.weight", ("attention/out/weight",), "transposed"
-            ),
-            TensorMapping(
                 "model.layers.{i}.mlp.Wi.weight", ("mlp/gate/weight", "mlp/up/weight"), "transposed"
             ),
-            TensorMapping("model.layers.{i}.mlp.Wo.weight", ("mlp/down/weight",), "transposed"),
+            *linears("model.layers.{i}.{}", **{"attn.Wo": "attention/out", "mlp.Wo": "mlp/down"}),
         ),
         buffers=("rotary_emb.inv_freq",),
     )
 
     SIZES = size_table(
         "depth width heads hidden",
-        {
-            "modernbert-base": (22, 768, 12, 1152),
-            "modernbert-large": (28, 1024, 16, 2624),
-        },
+        {"modernbert-base": (22, 768, 12, 1152), "modernbert-large": (28, 1024, 16, 2624)},
         vocab=50_368,
     )
 
@@ -125,11 +112,6 @@ class ModernBERT(FamilySettings):
     def size_of_hidden(self) -> int:
         """hidden, with `auto` resolved."""
         return gated_hidden(self.width) if self.hidden == "auto" else self.hidden
-
-    @property
-    def both_sides(self) -> int:
-        """Tokens that a local layer sees on both sides together."""
-        return 2 * self.window
 
     def build(self) -> Encoder:
         """Return the model's config. `vocab` must be resolved by now."""

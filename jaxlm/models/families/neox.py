@@ -12,26 +12,25 @@ from jaxlm.models.families import rope, setting_docs
 from jaxlm.models.families.family import (
     ACTIVATIONS,
     SIZE_ATTRIBUTES,
-    PlainSettings,
+    PlainDecoder,
     Problems,
     size_table,
-    uneven,
 )
 from jaxlm.models.families.hub import (
-    AttributeMapping,
     Attributes,
+    ConfigKey,
     Hub,
     TensorMapping,
     linears,
     norms,
     uncomputed,
 )
-from jaxlm.nn.config import Init
+from jaxlm.nn.config import Residual
 from jaxlm.nn.rotary import NoScaling, Rope, Scaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NeoX(PlainSettings):
+class NeoX(PlainDecoder):
     """A GPT-NeoX-style decoder."""
 
     family: Literal["neox"] = "neox"
@@ -39,23 +38,21 @@ class NeoX(PlainSettings):
     depth: int = setting(6, **setting_docs.DEPTH)
     width: int = setting(512, **setting_docs.WIDTH)
     heads: int = setting(8, **setting_docs.HEADS)
-    kv_heads: int | Literal["auto"] = setting("auto", **setting_docs.KV_HEADS)
     parallel: bool = setting(True, "attention and MLP read the same stream; else in sequence")
     rope_theta: float = setting(10_000.0, **setting_docs.ROPE_THETA)
     rope_share: float = setting(0.25, **setting_docs.ROPE_SHARE)
     rope_scaling: Scaling = setting(NoScaling(), **setting_docs.ROPE_SCALING)
     tied: bool = setting(False, **setting_docs.TIED)
     dropout: float = setting(0.0, **setting_docs.OUTPUT_DROPOUT)
-    init: Init = setting("gpt2", **setting_docs.INIT)
 
     ATTRIBUTES = {
         **SIZE_ATTRIBUTES,
-        "activation": AttributeMapping("hidden_act", "gelu", words=ACTIVATIONS),
-        "parallel": AttributeMapping("use_parallel_residual", True, kind=bool),
-        "rope_theta": AttributeMapping("rotary_emb_base", 10_000.0, kind=float),
-        "rope_share": AttributeMapping("rotary_pct", 0.25, kind=float),
-        "norm_eps": AttributeMapping("layer_norm_eps", 1e-5, kind=float),
-        "tied": AttributeMapping("tie_word_embeddings", False, kind=bool),
+        "activation": ConfigKey("hidden_act", "gelu", words=ACTIVATIONS),
+        "parallel": ConfigKey("use_parallel_residual", True, kind=bool),
+        "rope_theta": ConfigKey("rotary_emb_base", 10_000.0, kind=float),
+        "rope_share": ConfigKey("rotary_pct", 0.25, kind=float),
+        "norm_eps": ConfigKey("layer_norm_eps", 1e-5, kind=float),
+        "tied": ConfigKey("tie_word_embeddings", False, kind=bool),
     }
     CONSTANTS = {"attention_bias": True}
     HUB = Hub(
@@ -106,12 +103,9 @@ class NeoX(PlainSettings):
 
     def problems(self) -> Problems:
         """Yield a problem unless heads share width and keys evenly and rotate in pairs."""
-        problems = list(super().problems())
-        yield from problems
-        if self.kv_heads != "auto":
-            yield from uneven("heads", self.heads, "kv_heads", self.kv_heads)
+        yield from super().problems()
         dims = self.rotary.dims(self.width // self.heads)
-        if not problems and (dims < 2 or dims % 2):
+        if not self.width % self.heads and (dims < 2 or dims % 2):
             yield (
                 "rope_share",
                 f"{dims} of {self.width // self.heads} features of a head cannot be rotated "
@@ -126,12 +120,9 @@ class NeoX(PlainSettings):
 
     def build(self) -> Decoder:
         """Return the model's config. `vocab` must be resolved by now."""
-        kv_heads = self.heads if self.kv_heads == "auto" else self.kv_heads
-        block = dataclasses.replace(
-            self.block(kv_heads, rotary=self.rotary),
-            residual="parallel_norms" if self.parallel else "pre",
-        )
-        return Decoder(**self.backbone(), pattern=(block,), final_norm=self.norm, tied=self.tied)
+        residual: Residual = "parallel_norms" if self.parallel else "pre"
+        decoder = self.decoder(rotary=self.rotary)
+        return decoder.changed(lambda block: dataclasses.replace(block, residual=residual))
 
     @classmethod
     def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:

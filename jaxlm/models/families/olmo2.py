@@ -6,16 +6,17 @@ from typing import Literal
 from jaxlm.models.families import llama_like
 from jaxlm.models.families.family import size_table
 from jaxlm.models.families.hub import Hub, norms
-from jaxlm.models.families.llama_like import LlamaLike, QKNorm
-from jaxlm.nn.config import AttentionConfig, BlockConfig
+from jaxlm.models.families.llama_like import LlamaLike
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OLMo2(QKNorm, LlamaLike):
+class OLMo2(LlamaLike):
     """An OLMo-2-style decoder."""
 
     family: Literal["olmo2"] = "olmo2"
 
+    RESIDUAL = "output"
+    QK_NORM = "heads"
     HF_DEFAULTS = {"norm_eps": 1e-5}
     EXPECTED = {"attention_bias": (False,)}
     HUB = Hub(
@@ -46,11 +47,3 @@ class OLMo2(QKNorm, LlamaLike):
         rope_theta=5e5,
         norm_eps=1e-6,
     )
-
-    def attention(self) -> AttentionConfig:
-        """Return Llama's attention, queries and keys normalized before the split into heads."""
-        return dataclasses.replace(super().attention(), qk_norm_over="heads")
-
-    def block(self) -> BlockConfig:
-        """Return a layer."""
-        return dataclasses.replace(super().block(), residual="output")

@@ -9,9 +9,8 @@ from typing import Any, Literal
 from jaxlm.core.config import setting
 from jaxlm.models.families import llama_like, rope, setting_docs
 from jaxlm.models.families.family import Problems, size_table
-from jaxlm.models.families.hub import AttributeMapping, Attributes, Hub, TensorMapping, linears
-from jaxlm.models.families.llama_like import LlamaLike
-from jaxlm.nn.config import AttentionConfig
+from jaxlm.models.families.hub import Attributes, Hub, TensorMapping, linears
+from jaxlm.models.families.llama_like import Windowed
 from jaxlm.nn.rotary import LongScaling, NoScaling, Rope, Scaling
 
 FUSED = (
@@ -32,20 +31,15 @@ FUSED = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Phi3(LlamaLike):
+class Phi3(Windowed):
     """A Phi-3-style decoder."""
 
     family: Literal["phi3"] = "phi3"
-    window: int | None = setting(None, **setting_docs.WINDOW)
     rope_share: float = setting(1.0, **setting_docs.ROPE_SHARE)
     rope_scaling: Scaling | LongScaling = setting(  # type: ignore[assignment]
         NoScaling(), **setting_docs.ROPE_SCALING
     )
 
-    ATTRIBUTES = {
-        **LlamaLike.ATTRIBUTES,
-        "window": AttributeMapping("sliding_window", None),
-    }
     HF_DEFAULTS = {"context": 4096, "norm_eps": 1e-5}
     EXPECTED = {
         "attention_bias": (False,),
@@ -63,10 +57,7 @@ class Phi3(LlamaLike):
     )
     SIZES = size_table(
         "depth width heads kv_heads hidden",
-        {
-            "phi-3-mini-4k": (32, 3072, 32, 32, 8192),
-            "phi-3-medium-4k": (40, 5120, 40, 10, 17_920),
-        },
+        {"phi-3-mini-4k": (32, 3072, 32, 32, 8192), "phi-3-medium-4k": (40, 5120, 40, 10, 17_920)},
         vocab=32_064,
         context=4096,
         window=2047,
@@ -89,10 +80,6 @@ class Phi3(LlamaLike):
     def rotary(self) -> Rope:
         """Rotary position embedding of queries and keys."""
         return dataclasses.replace(super().rotary, share=self.rope_share)
-
-    def attention(self) -> AttentionConfig:
-        """Return Llama's attention within the window."""
-        return dataclasses.replace(super().attention(), window=self.window)
 
     @classmethod
     def rotary_settings(cls, rotary: Rope, attributes: Attributes) -> dict[str, Any]:

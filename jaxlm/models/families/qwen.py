@@ -5,12 +5,11 @@ from typing import Any, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.families import llama_like, setting_docs
-from jaxlm.models.families.experts import PLAIN, ROUTED, refuse_uncomputed
+from jaxlm.models.families.experts import ROUTED, Experts
 from jaxlm.models.families.family import size_table
-from jaxlm.models.families.hub import AttributeMapping, Attributes, Hub
-from jaxlm.models.families.llama_like import LLAMA, QK_NORMS, LlamaLike, QKNorm, UnusedWindow
+from jaxlm.models.families.hub import Attributes, ConfigKey, Hub
+from jaxlm.models.families.llama_like import LLAMA, QK_NORMS, LlamaLike, UnusedWindow
 from jaxlm.models.families.mixtral import Mixtral
-from jaxlm.nn.config import AttentionConfig
 
 SMALL = {"vocab": 151_936, "norm_eps": 1e-6, "tied": True}
 
@@ -21,6 +20,7 @@ class Qwen2(UnusedWindow, LlamaLike):
 
     family: Literal["qwen2"] = "qwen2"
 
+    QKV_BIAS = True
     HF_DEFAULTS = {"context": 32_768}
     EXPECTED = {"use_mrope": (False,)}
     HUB = Hub(model_type="qwen2", architecture="Qwen2ForCausalLM", rows=LLAMA)
@@ -39,17 +39,14 @@ class Qwen2(UnusedWindow, LlamaLike):
         rope_theta=1e6,
     )
 
-    def attention(self) -> AttentionConfig:
-        """Return Llama's attention with biases."""
-        return dataclasses.replace(super().attention(), bias=True)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3(UnusedWindow, QKNorm, LlamaLike):
+class Qwen3(UnusedWindow, LlamaLike):
     """A Qwen3-style decoder: a Llama with RMS norms on queries and keys."""
 
     family: Literal["qwen3"] = "qwen3"
 
+    QK_NORM = "head"
     HF_DEFAULTS = {"context": 32_768, "head_dim": 128}
     EXPECTED = {"attention_bias": (False,)}
     HUB = Hub(model_type="qwen3", architecture="Qwen3ForCausalLM", rows=(*LLAMA, *QK_NORMS))
@@ -73,7 +70,7 @@ class Qwen3(UnusedWindow, QKNorm, LlamaLike):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3Moe(UnusedWindow, QKNorm, Mixtral):
+class Qwen3Moe(UnusedWindow, Mixtral):
     """A Qwen3-MoE-style decoder: Mixtral's experts, many and small, and Qwen3's attention."""
 
     family: Literal["qwen3_moe"] = "qwen3_moe"  # type: ignore[assignment]
@@ -81,12 +78,14 @@ class Qwen3Moe(UnusedWindow, QKNorm, Mixtral):
     top_k: int = setting(8, **setting_docs.TOP_K)
     hidden: int = setting(768, **setting_docs.EXPERT_HIDDEN)  # type: ignore[assignment]
 
+    QK_NORM = "head"
     ATTRIBUTES = {
         **LlamaLike.ATTRIBUTES,
-        "hidden": AttributeMapping("moe_intermediate_size", 768),
-        "top_k": AttributeMapping("num_experts_per_tok", 8),
-        "normalised": AttributeMapping("norm_topk_prob", False, kind=bool),
+        "hidden": ConfigKey("moe_intermediate_size", 768),
+        "top_k": ConfigKey("num_experts_per_tok", 8),
+        "normalised": ConfigKey("norm_topk_prob", False, kind=bool),
     }
+    COMPUTED = Experts.COMPUTED
     HF_DEFAULTS = {"context": 32_768}
     CONSTANTS = {**UnusedWindow.CONSTANTS, "decoder_sparse_step": 1}
     EXPECTED = {"attention_bias": (False,), "mlp_only_layers": ([], None)}
@@ -94,20 +93,11 @@ class Qwen3Moe(UnusedWindow, QKNorm, Mixtral):
     HUB = Hub(
         model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
-        rows=(
-            *llama_like.STREAM,
-            *llama_like.NORMS,
-            *llama_like.ATTENTION,
-            *QK_NORMS,
-            *ROUTED,
-        ),
+        rows=(*llama_like.STREAM, *llama_like.NORMS, *llama_like.ATTENTION, *QK_NORMS, *ROUTED),
     )
     SIZES = size_table(
         "depth width heads hidden",
-        {
-            "qwen3-30b-a3b": (48, 2048, 32, 768),
-            "qwen3-235b-a22b": (94, 4096, 64, 1536),
-        },
+        {"qwen3-30b-a3b": (48, 2048, 32, 768), "qwen3-235b-a22b": (94, 4096, 64, 1536)},
         vocab=151_936,
         context=40_960,
         kv_heads=4,
@@ -127,8 +117,7 @@ class Qwen3Moe(UnusedWindow, QKNorm, Mixtral):
 
     def to_hub(self) -> dict[str, Any]:
         """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""
-        refuse_uncomputed(self, **PLAIN)
-        return super(Mixtral, self).to_hub() | {
+        return super().to_hub() | {
             "intermediate_size": self.hidden,
             "num_experts": self.experts,
             "mlp_only_layers": [],

@@ -13,8 +13,8 @@ from jaxlm.models.families import setting_docs
 from jaxlm.models.families.family import FamilySettings, Problems, size_table, uneven
 from jaxlm.models.families.hub import (
     MAX_NESTING,
-    AttributeMapping,
     Attributes,
+    ConfigKey,
     Hub,
     TensorMapping,
     uncomputed,
@@ -98,23 +98,23 @@ class T5(FamilySettings):
     )
 
     ATTRIBUTES = {
-        "vocab": AttributeMapping("vocab_size"),
-        "context": AttributeMapping("n_positions", 512),
-        "depth": AttributeMapping("num_layers", most=MAX_NESTING),
-        "decoder_depth": AttributeMapping(
+        "vocab": ConfigKey("vocab_size"),
+        "context": ConfigKey("n_positions", 512),
+        "depth": ConfigKey("num_layers", most=MAX_NESTING),
+        "decoder_depth": ConfigKey(
             "num_decoder_layers",
             lambda read: read["depth"],
             most=MAX_NESTING,
-            resolved="depth_of_decoder",
+            value=lambda family: family.depth_of_decoder,
         ),
-        "width": AttributeMapping("d_model"),
-        "heads": AttributeMapping("num_heads"),
-        "head_dim": AttributeMapping("d_kv", resolved="size_of_head"),
-        "hidden": AttributeMapping("d_ff", resolved="size_of_hidden"),
-        "buckets": AttributeMapping("relative_attention_num_buckets", 32),
-        "farthest": AttributeMapping("relative_attention_max_distance", 128),
-        "norm_eps": AttributeMapping("layer_norm_epsilon", 1e-6, kind=float),
-        "tied": AttributeMapping("tie_word_embeddings", True, kind=bool),
+        "width": ConfigKey("d_model"),
+        "heads": ConfigKey("num_heads"),
+        "head_dim": ConfigKey("d_kv", value=lambda family: family.size_of_head),
+        "hidden": ConfigKey("d_ff", value=lambda family: family.size_of_hidden),
+        "buckets": ConfigKey("relative_attention_num_buckets", 32),
+        "farthest": ConfigKey("relative_attention_max_distance", 128),
+        "norm_eps": ConfigKey("layer_norm_epsilon", 1e-6, kind=float),
+        "tied": ConfigKey("tie_word_embeddings", True, kind=bool),
     }
     CONSTANTS = {"is_encoder_decoder": True}
     EXPECTED = {"decoder_start_token_id": (0, None)}

@@ -3,6 +3,7 @@
 from typing import get_args
 
 from jaxlm.models.families.bert import BERT, RoBERTa
+from jaxlm.models.families.cohere import Cohere
 from jaxlm.models.families.deepseek import DeepSeekV2, DeepSeekV3
 from jaxlm.models.families.gemma import Gemma, Gemma2, Gemma3
 from jaxlm.models.families.gpt2 import GPT2
@@ -34,6 +35,7 @@ Family = (
     | SmolLM3
     | DeepSeekV2
     | DeepSeekV3
+    | Cohere
     | BERT
     | RoBERTa
     | ModernBERT
