@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from jaxlm.core.config import setting
-from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MoeConfig, NormConfig
+from jaxlm.nn.config import Activation, BlockConfig, Init, MoeConfig, NormConfig
 
 HeadKind = Literal["sequential", "parallel"]
+T = TypeVar("T", bound=Any)
 Layers = TypeVar("Layers", bound="Backbone")
 
 
@@ -166,8 +167,9 @@ def balance_rate(model: ModelConfig) -> float:
 class RegularisationConfig:
     """Regularization in training; evaluation and generation use none of it.
 
-    Source: Huang et al. 2016, arXiv:1603.09382, section 3 (stochastic depth, linear in depth); Jain et al. 2023,
-    arXiv:2310.05914, algorithm 1 (NEFTune); Kimi Team 2025, arXiv:2507.20534, section 2.1 (QK-clip).
+    Source: Huang et al. 2016, arXiv:1603.09382, section 3 (stochastic depth, linear in depth); Jain
+    et al. 2023, arXiv:2310.05914, algorithm 1 (NEFTune); Kimi Team 2025, arXiv:2507.20534, section
+    2.1 (QK-clip).
     """
 
     embedding_dropout: float | None = setting(
@@ -177,11 +179,11 @@ class RegularisationConfig:
         None, "dropout rate of the attention weights (None: the model's)", low=0, below=1
     )
     residual_dropout: float | None = setting(
-        None, "dropout rate of the outputs of attention and MLP (None: the model's)", low=0, below=1
+        None, "dropout rate of outputs of attention and MLP (None: the model's)", low=0, below=1
     )
     layer_drop: float = setting(
         0.0,
-        "stochastic depth: probability that a row skips the last layer; l/L of it for layer l of L",
+        "stochastic depth: probability to skip the last layer of L; l/L of it for layer l",
         low=0,
         below=1,
     )
@@ -200,32 +202,26 @@ class RegularisationConfig:
     def applied(self, model: ModelConfig) -> ModelConfig:
         """Return the model with this regularization, on both sides of an encoder-decoder."""
 
-        def attention(config: AttentionConfig) -> AttentionConfig:
-            return dataclasses.replace(
-                config, dropout=_first(self.attention_dropout, config.dropout)
-            )
+        def dropout(config: T, rate: float | None) -> T:
+            return config if rate is None else dataclasses.replace(config, dropout=rate)
 
         def block(config: BlockConfig) -> BlockConfig:
             return dataclasses.replace(
-                config,
-                attention=attention(config.attention),
-                cross=None if config.cross is None else attention(config.cross),
-                dropout=_first(self.residual_dropout, config.dropout),
+                dropout(config, self.residual_dropout),
+                attention=dropout(config.attention, self.attention_dropout),
+                cross=config.cross and dropout(config.cross, self.attention_dropout),
             )
 
         def side(layers: Layers) -> Layers:
             return dataclasses.replace(
-                layers.changed(block),
-                dropout=_first(self.embedding_dropout, layers.dropout),
+                dropout(layers.changed(block), self.embedding_dropout),
                 embedding_noise=self.embedding_noise,
                 layer_drop=self.layer_drop,
             )
 
-        if isinstance(model, EncoderDecoder):
-            return dataclasses.replace(
-                model, encoder=side(model.encoder), decoder=side(model.decoder)
-            )
-        return side(model)
+        if not isinstance(model, EncoderDecoder):
+            return side(model)
+        return dataclasses.replace(model, encoder=side(model.encoder), decoder=side(model.decoder))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,7 +232,7 @@ class MupConfig:
     at lr / m, logits are divided by m, and attention scores by head_dim / base head_dim instead of
     its square root. At the base width nothing changes.
 
-    Source: Yang et al. 2022, arXiv:2203.03466, table 8, column Adam, and definition 4.1 (attention).
+    Source: Yang et al. 2022, arXiv:2203.03466, table 8 (column Adam), definition 4.1 (attention).
     """
 
     base_width: int | None = setting(
@@ -262,7 +258,3 @@ class MupConfig:
             )
 
         return dataclasses.replace(model.changed(block), width_ratio=model.width / self.base_width)
-
-
-def _first(value: float | None, default: float) -> float:
-    return default if value is None else value

@@ -17,7 +17,7 @@ from jaxlm.models.families.cohere import Cohere
 from jaxlm.models.families.deepseek import DeepSeekV2, DeepSeekV3
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
-from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.mistral import Mixtral
 from jaxlm.models.families.modernbert import ModernBERT
 from jaxlm.models.families.qwen import Qwen3
 from jaxlm.models.families.union import SIZES, Family

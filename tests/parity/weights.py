@@ -13,8 +13,7 @@ from jaxlm.models.families.deepseek import DeepSeekV2, DeepSeekV3
 from jaxlm.models.families.gemma import Gemma, Gemma2, Gemma3
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
-from jaxlm.models.families.mistral import Mistral
-from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.mistral import Mistral, Mixtral
 from jaxlm.models.families.modernbert import ModernBERT
 from jaxlm.models.families.neox import NeoX
 from jaxlm.models.families.olmo2 import OLMo2

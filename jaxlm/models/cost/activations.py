@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxlm.models.config import Backbone
-from jaxlm.models.cost import expert_cost
+from jaxlm.models.cost import model_cost
 from jaxlm.nn.config import NORMS, AttentionConfig, BlockConfig, MoeConfig
 from jaxlm.ops.kernels import BLOCK, LANES, rows_at_a_time
 from jaxlm.parallel import logical
@@ -21,7 +21,7 @@ class Share:
     stream_bytes: int
     compute_bytes: int
     source: int = 0  # tokens of a row of the encoder, for a decoder with cross attention
-    is_dense: bool = False  # see `expert_cost.is_dense`
+    is_dense: bool = False  # see `model_cost.is_dense_ragged`
 
     @property
     def tokens(self) -> int:
@@ -58,7 +58,7 @@ def kept(config: Backbone, block: BlockConfig, share: Share, policy: str) -> flo
 
 
 def meeting(config: Backbone, share: Share) -> float:
-    """Return the largest attention workspace of a layer, without scores that the reference stores."""
+    """Return the largest attention workspace of a layer, without scores of the reference."""
     return max(_attention_workspace(block, share) for block in config.layers)
 
 
@@ -72,8 +72,10 @@ def _padded(width: int, block: BlockConfig, share: Share) -> float:
     if not isinstance(mlp, MoeConfig) or mlp.capacity is not None or not share.is_dense:
         return 0.0
     hidden = share.own(mlp.hidden, "mlp")
-    copies = expert_cost.held(mlp, share.sizes) * expert_cost.rows(mlp, share.length, share.sizes)
-    numbers = expert_cost.PADDED_STREAM * width + expert_cost.PADDED_HIDDEN * hidden
+    copies = model_cost.experts_per_device(mlp, share.sizes) * model_cost.expert_rows(
+        mlp, share.length, share.sizes
+    )
+    numbers = model_cost.PADDED_STREAM * width + model_cost.PADDED_HIDDEN * hidden
     return share.tokens * copies * numbers * share.stream_bytes
 
 
@@ -171,7 +173,7 @@ def _hidden(config: Backbone, block: BlockConfig, share: Share, *, is_dots: bool
         both = share.own(mlp.shared, "mlp")
         if is_dots:
             return 2 * both * share.stream_bytes
-        rows = expert_cost.rows(mlp, share.length, share.sizes)
+        rows = model_cost.expert_rows(mlp, share.length, share.sizes)
         inner = rows * share.own(mlp.hidden, "mlp") + both
         # Inputs and outputs of experts, and the outputs gathered for each token.
         outer = rows * (share.stream_bytes + share.compute_bytes) + mlp.top_k * share.stream_bytes

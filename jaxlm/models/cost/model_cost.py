@@ -1,10 +1,17 @@
 """Parameters, FLOPs and cache bytes of a model in closed form. Free of JAX."""
 
 import functools
+import math
+from collections.abc import Mapping
 
 from jaxlm.models.config import Decoder, Encoder, EncoderDecoder, ModelConfig
 from jaxlm.models.cost.tensors import block_tensors, tensors
 from jaxlm.nn.config import AttentionConfig, BlockConfig, MoeConfig
+from jaxlm.parallel import logical
+
+# Padded operands alive at once in the backward pass of a layer, as XLA for CPU schedules it
+# (scripts/LOG.md): of the stream's width, and of the experts' hidden units.
+PADDED_STREAM, PADDED_HIDDEN = 2, 5
 
 # Each call visits all layers, and a search of plans repeats it a thousand times for one model.
 _once = functools.lru_cache(maxsize=64)
@@ -118,6 +125,50 @@ def met_parameters(config: ModelConfig, sequence: int, targets: int = 0) -> floa
         source += cross_kv
         target += _matrices(block, width, is_active=True) - cross_kv
     return source + share * target
+
+
+def is_dense_ragged(platform: str) -> bool:
+    """Return whether XLA computes a ragged product as a dense one on `cpu`, `gpu` or `tpu`.
+
+    On TPUs each group of rows is multiplied with its own weight. On CPUs and NVIDIA GPUs the rows
+    [M, I] are copied for each of E weights, with zeros for other groups' rows, and [M, E I] is
+    multiplied with [E I, O].
+    """
+    return platform != "tpu"
+
+
+def expert_rows(mlp: MoeConfig, length: int, sizes: Mapping[str, int]) -> float:
+    """Return the rows that a device's experts compute for each of its tokens.
+
+    `top_k` of them are real. The others are empty slots or, without a capacity on an expert axis,
+    room for every token of the axis to choose experts of one device (`parallel.expert`). The device
+    has `length` tokens of a row; `sizes` are those of the mesh axes.
+    """
+    if mlp.capacity is None:
+        ways = logical.ways(sizes, "experts")
+        return ways * min(mlp.top_k, mlp.experts // ways)
+    whole = length * logical.ways(sizes, "length")
+    places = math.ceil(mlp.capacity * whole * mlp.top_k / mlp.experts)
+    return mlp.experts * min(places, length) / length
+
+
+def expert_flops_ratio(
+    mlp: MoeConfig, length: int, sizes: Mapping[str, int], *, is_dense: bool
+) -> float:
+    """Return the FLOPs of routed experts over those of each token's top_k experts.
+
+    With a capacity this is the capacity. Without one it is 1 for a ragged product, and
+    X min(k, H) H / k for a dense one, with H of the experts on each of X devices.
+    """
+    computed = expert_rows(mlp, length, sizes)
+    if mlp.capacity is not None:
+        return computed / mlp.top_k
+    return computed * experts_per_device(mlp, sizes) / mlp.top_k if is_dense else 1.0
+
+
+def experts_per_device(mlp: MoeConfig, sizes: Mapping[str, int]) -> int:
+    """Return the number of a layer's experts whose weights a device holds."""
+    return mlp.experts // logical.ways(sizes, "experts")
 
 
 def _encoder_decoder_flops(

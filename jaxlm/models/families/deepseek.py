@@ -5,7 +5,6 @@ The first layers are dense; the others have shared experts and many small routed
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
@@ -20,7 +19,8 @@ from jaxlm.nn.rotary import Rope, YarnScaling
 LATENT_NORM = NormConfig(kind="rms", eps=1e-6)  # norm_eps is of the other norms
 COMPRESSED = "attention/query_latent/weight"
 # YaRN of the published models, trained on for rows of 160k tokens.
-STRETCHED = YarnScaling(factor=40.0, original=4096, magnitude=1.0)
+YARN = YarnScaling(factor=40.0, original=4096, magnitude=1.0)
+STRETCHED: dict[str, Any] = dict(context=163_840, norm_eps=1e-6, rope_scaling=YARN)
 
 
 def _mapping(name: str, *paths: str, **more: Any) -> TensorMapping:
@@ -115,11 +115,7 @@ class DeepSeekV2(Experts):
         "router_aux_loss_coef",
     )
     ROPE_PAIRS = "neighbours"
-    COMPUTED: ClassVar[Mapping[str, Any]] = {
-        "router": "softmax",
-        "normalised": False,
-        "balance_bias": 0.0,
-    }
+    COMPUTED: ClassVar[dict[str, Any]] = dict(router="softmax", normalised=False, balance_bias=0.0)
     SHARED_DEFAULT = 2  # transformers' default of n_shared_experts
     HUB = Hub(
         model_type="deepseek_v2",
@@ -137,10 +133,8 @@ class DeepSeekV2(Experts):
             ),
         },
         vocab=102_400,
-        context=163_840,
-        norm_eps=1e-6,
-        rope_scaling=STRETCHED,
         mscale=0.707,
+        **STRETCHED,
     )
 
     def problems(self) -> Problems:
@@ -273,10 +267,9 @@ class DeepSeekV3(DeepSeekV2):
     balance_loss: float = setting(1e-4, **setting_docs.BALANCE_LOSS)
     balance_bias: float = setting(0.001, **setting_docs.BALANCE_BIAS)
 
-    ATTRIBUTES = {
-        **DeepSeekV2.ATTRIBUTES,
-        "normalised": ConfigKey("norm_topk_prob", True, kind=bool),
-    }
+    ATTRIBUTES = {**DeepSeekV2.ATTRIBUTES} | dict(
+        normalised=ConfigKey("norm_topk_prob", True, kind=bool)
+    )
     HF_DEFAULTS = {"context": 4096, "hidden": 2048, "groups": 8, "top_groups": 4}
     CONSTANTS = {
         "attention_bias": False,
@@ -301,11 +294,10 @@ class DeepSeekV3(DeepSeekV2):
         ahead=("model.layers.{i}.", "num_nextn_predict_layers"),
     )
     SIZES = size_table(
-        "vocab context depth width heads query_rank hidden dense_depth dense_hidden",
-        {"deepseek-v3": (129_280, 163_840, 61, 7168, 128, 1536, 2048, 3, 18_432)},
-        norm_eps=1e-6,
-        rope_scaling=STRETCHED,
+        "vocab depth width heads query_rank hidden dense_depth dense_hidden",
+        {"deepseek-v3": (129_280, 61, 7168, 128, 1536, 2048, 3, 18_432)},
         mscale=1.0,
+        **STRETCHED,
     )
 
     @property

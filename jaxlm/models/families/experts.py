@@ -1,7 +1,6 @@
 """Base of families with routed experts: their settings and layers. Free of JAX."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
@@ -41,14 +40,10 @@ class Experts(GatedDecoder):
         above=0,
     )
 
-    # Settings of which the architecture of transformers computes one value.
-    COMPUTED: ClassVar[Mapping[str, Any]] = {
-        "shared": 0,
-        "dense_depth": 0,
-        "router": "softmax",
-        "scale": 1.0,
-        "balance_bias": 0.0,
-    }
+    # Settings for which the architecture of transformers computes one value only.
+    COMPUTED: ClassVar[dict[str, Any]] = dict(
+        shared=0, dense_depth=0, router="softmax", scale=1.0, balance_bias=0.0
+    )
 
     def problems(self) -> Problems:
         """Yield a problem unless a token's experts exist and some layer has experts."""

@@ -52,13 +52,7 @@ SIZE_ATTRIBUTES: Table = {
 
 
 def size_table(columns: str, rows: Mapping[str, tuple[Any, ...]], **shared: Any) -> Sizes:
-    """Return the settings of published models.
-
-    Args:
-      columns: names of settings.
-      rows: values of the columns by the name of a model; a dict after them holds further settings.
-      shared: settings of all models.
-    """
+    """Return settings by model name: those of the columns, `shared` ones, and a row's last dict."""
     names = columns.split()
     return {
         name: shared | dict(zip(names, row, strict=False)) | dict(*row[len(names) :])

@@ -9,9 +9,12 @@ from jaxlm.models.families.experts import ROUTED, Experts
 from jaxlm.models.families.family import size_table
 from jaxlm.models.families.hub import Attributes, ConfigKey, Hub
 from jaxlm.models.families.llama_like import LLAMA, QK_NORMS, LlamaLike, UnusedWindow
-from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.mistral import Mixtral
 
 SMALL = {"vocab": 151_936, "norm_eps": 1e-6, "tied": True}
+QWEN3: dict[str, Any] = dict(
+    vocab=151_936, context=40_960, head_dim=128, rope_theta=1e6, norm_eps=1e-6
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,12 +63,8 @@ class Qwen3(UnusedWindow, LlamaLike):
             "qwen3-14b": (40, 5120, 40, 17_408),
             "qwen3-32b": (64, 5120, 64, 25_600),
         },
-        vocab=151_936,
-        context=40_960,
         kv_heads=8,
-        head_dim=128,
-        rope_theta=1e6,
-        norm_eps=1e-6,
+        **QWEN3,
     )
 
 
@@ -83,8 +82,7 @@ class Qwen3Moe(UnusedWindow, Mixtral):
         **LlamaLike.ATTRIBUTES,
         "hidden": ConfigKey("moe_intermediate_size", 768),
         "top_k": ConfigKey("num_experts_per_tok", 8),
-        "normalised": ConfigKey("norm_topk_prob", False, kind=bool),
-    }
+    } | dict(normalised=ConfigKey("norm_topk_prob", False, kind=bool))
     COMPUTED = Experts.COMPUTED
     HF_DEFAULTS = {"context": 32_768}
     CONSTANTS = {**UnusedWindow.CONSTANTS, "decoder_sparse_step": 1}
@@ -98,14 +96,8 @@ class Qwen3Moe(UnusedWindow, Mixtral):
     SIZES = size_table(
         "depth width heads hidden",
         {"qwen3-30b-a3b": (48, 2048, 32, 768), "qwen3-235b-a22b": (94, 4096, 64, 1536)},
-        vocab=151_936,
-        context=40_960,
         kv_heads=4,
-        head_dim=128,
-        experts=128,
-        top_k=8,
-        rope_theta=1e6,
-        norm_eps=1e-6,
+        **QWEN3,
     )
 
     @classmethod

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from jaxlm.models.families.hub import Attributes
+from jaxlm.models.families.hub import Attributes, ConfigKey, read_settings, write_settings
 from jaxlm.nn.rotary import (
     LinearScaling,
     Llama3Scaling,
@@ -14,7 +14,32 @@ from jaxlm.nn.rotary import (
     YarnScaling,
 )
 
-KINDS = ("default", "linear", "llama3", "yarn")  # of scaling, by transformers' names
+ORIGINAL = "original_max_position_embeddings"
+# Attributes of each kind of scaling, by transformers' name of the kind and our setting.
+TABLES: dict[str, tuple[Any, dict[str, ConfigKey]]] = {
+    "linear": (LinearScaling, {"factor": ConfigKey("factor", kind=float)}),
+    "llama3": (
+        Llama3Scaling,
+        {
+            "factor": ConfigKey("factor", kind=float),
+            "low": ConfigKey("low_freq_factor", 1.0, kind=float),
+            "high": ConfigKey("high_freq_factor", 4.0, kind=float),
+            "original": ConfigKey(ORIGINAL),
+        },
+    ),
+    "yarn": (
+        YarnScaling,
+        {
+            "factor": ConfigKey("factor", kind=float),
+            "fast": ConfigKey("beta_fast", 32.0, kind=float),
+            "slow": ConfigKey("beta_slow", 1.0, kind=float),
+            "original": ConfigKey(ORIGINAL),
+            "magnitude": ConfigKey("attention_factor", None, kind=float),
+            "truncate": ConfigKey("truncate", True, kind=bool),
+        },
+    ),
+}
+KINDS = ("default", *TABLES)
 
 
 def read(
@@ -27,12 +52,7 @@ def read(
     """Return the rotary position embedding of a config.json.
 
     transformers 4 has `rope_theta` and `rope_scaling`, transformers 5 both in `rope_parameters`.
-
-    Args:
-      attributes: of the config.json.
-      theta: transformers' default of the base.
-      share: transformers' default of the rotated fraction of a head.
-      kinds: of scaling that are accepted.
+    `theta` and `share` are transformers' defaults of the base and of the rotated part of a head.
     """
     theta = attributes.get("rope_theta", theta, kind=float)
     share = attributes.get("partial_rotary_factor", share, kind=float)
@@ -62,34 +82,19 @@ def scaling_of(
     context = attributes.get("max_position_embeddings", 2048)
     if kind == "longrope":
         return _long(inner, attributes, context)
-    factor = inner.get("factor", kind=(float, int))
-    if kind == "linear":
-        return LinearScaling(factor=float(factor))
-    original = inner.get("original_max_position_embeddings", context)
-    if kind == "llama3":
-        return Llama3Scaling(
-            factor=float(factor),
-            low=inner.get("low_freq_factor", 1.0, kind=float),
-            high=inner.get("high_freq_factor", 4.0, kind=float),
-            original=original,
-        )
-    magnitude = inner.get("attention_factor", None, kind=float)
-    scale, all_dims = (inner.get(name, None, kind=float) for name in ("mscale", "mscale_all_dim"))
-    if magnitude is None and scale and all_dims:
-        magnitude = _magnitude(factor, scale) / _magnitude(factor, all_dims)
-    return YarnScaling(
-        factor=float(factor),
-        fast=inner.get("beta_fast", 32.0, kind=float),
-        slow=inner.get("beta_slow", 1.0, kind=float),
-        original=original,
-        magnitude=magnitude,
-        truncate=inner.get("truncate", True, kind=bool),
-    )
+    make, table = TABLES[kind]
+    settings = read_settings(inner, table, {"original": context})
+    if kind == "yarn":
+        names = ("mscale", "mscale_all_dim")
+        scale, all_dims = (inner.get(name, None, kind=float) for name in names)
+        if settings["magnitude"] is None and scale and all_dims:
+            sizes = (_magnitude(settings["factor"], each) for each in (scale, all_dims))
+            settings["magnitude"] = next(sizes) / next(sizes)
+    return make(**settings | {"factor": float(settings["factor"])})
 
 
 def _long(inner: Attributes, attributes: Attributes, context: int) -> LongScaling:
-    name = "original_max_position_embeddings"
-    original = inner.get(name, attributes.get(name, 4096), least=2)
+    original = inner.get(ORIGINAL, attributes.get(ORIGINAL, 4096), least=2)
     factors: dict[str, Any] = {}
     for part in ("short", "long"):
         numbers = inner.get(f"{part}_factor", kind=list)
@@ -111,36 +116,14 @@ def _magnitude(factor: float, scale: float) -> float:
 
 def written(theta: float, scaling: Scaling | LongScaling) -> dict[str, Any]:
     """Return the attributes of a rotary embedding in a form that transformers 4 and 5 read."""
-    match scaling:
-        case NoScaling():
-            return {"rope_theta": theta, "rope_scaling": None}
-        case LinearScaling():
-            attributes: dict[str, Any] = {"rope_type": "linear", "factor": scaling.factor}
-        case Llama3Scaling():
-            attributes = {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low,
-                "high_freq_factor": scaling.high,
-                "original_max_position_embeddings": scaling.original,
-            }
-        case YarnScaling():
-            attributes = {
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "beta_fast": scaling.fast,
-                "beta_slow": scaling.slow,
-                "original_max_position_embeddings": scaling.original,
-                "truncate": scaling.truncate,
-            }
-            if scaling.magnitude is not None:
-                attributes["attention_factor"] = scaling.magnitude
-        case LongScaling():  # transformers 4 allows these three
-            attributes = {
-                "type": "longrope",
-                "short_factor": list(scaling.short),
-                "long_factor": list(scaling.long),
-            }
-            original = {"original_max_position_embeddings": scaling.original}
-            return {"rope_theta": theta, "rope_scaling": attributes, **original}
-    return {"rope_theta": theta, "rope_scaling": attributes}
+    more: dict[str, Any] = {}
+    inner: dict[str, Any] | None = None
+    if isinstance(scaling, LongScaling):  # transformers 4 allows these three
+        short, long = list(scaling.short), list(scaling.long)
+        inner = {"type": "longrope", "short_factor": short, "long_factor": long}
+        more = {ORIGINAL: scaling.original}
+    for kind, (arm, table) in TABLES.items():
+        if isinstance(scaling, arm):
+            settings = write_settings(scaling, table).items()
+            inner = {"rope_type": kind} | {k: v for k, v in settings if v is not None}
+    return {"rope_theta": theta, "rope_scaling": inner, **more}

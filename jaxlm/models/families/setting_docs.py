@@ -7,9 +7,7 @@ Doc = Mapping[str, Any]  # arguments of `setting` besides the default
 
 VOCAB: Doc = dict(doc="rows of the embedding; auto is the tokenizer's size", low=2)
 CONTEXT: Doc = dict(doc="longest sequence that the model is meant for", unit="tokens", low=1)
-POSITION_ROWS: Doc = dict(
-    doc="positions of the position table: the longest sequence", unit="tokens", low=1
-)
+POSITION_ROWS: Doc = dict(doc="longest sequence: rows of the position table", unit="tokens", low=1)
 DEPTH: Doc = dict(doc="layers", low=1)
 WIDTH: Doc = dict(doc="hidden size: features of the residual stream", low=2)
 HEADS: Doc = dict(doc="attention heads", low=1)
@@ -21,9 +19,7 @@ GATED_ACTIVATION: Doc = dict(doc="activation of the MLP's gate")
 LAYER_NORM_EPS: Doc = dict(doc="added to the variance in each norm", above=0.0)
 RMS_NORM_EPS: Doc = dict(doc="added to the mean square in each norm", above=0.0)
 TIED: Doc = dict(doc="tied embeddings: the unembedding is the embedding's transpose")
-DROPOUT: Doc = dict(
-    doc="dropout rate of embeddings, attention weights and each part's output", low=0.0, below=1.0
-)
+DROPOUT: Doc = dict(doc="dropout rate of embeddings, attention and outputs", low=0.0, below=1.0)
 OUTPUT_DROPOUT: Doc = dict(doc="dropout rate of each part's output", low=0.0, below=1.0)
 INIT: Doc = dict(
     doc="initial weights: normal(init_std), gpt2 (residual outputs scaled by 1/sqrt(2 depth)), "
@@ -39,19 +35,11 @@ WINDOW: Doc = dict(
     unit="tokens",
     low=1,
 )
-LOCAL_WINDOW: Doc = dict(
-    doc="sliding window of local layers: keys that a token sees, itself included",
-    unit="tokens",
-    low=1,
-)
+LOCAL_WINDOW: Doc = dict(doc="window of local layers, with the token itself", unit="tokens", low=1)
 GLOBAL_ROPE_THETA: Doc = dict(doc="base of the rotary frequencies in global layers", above=1.0)
 LOCAL_ROPE_THETA: Doc = dict(doc="base of the rotary frequencies in local layers", above=1.0)
-ATTENTION_CAP: Doc = dict(
-    doc="softcap of attention scores: s becomes cap x tanh(s / cap); None has no cap", above=0
-)
-LOGIT_CAP: Doc = dict(
-    doc="softcap of logits: z becomes cap x tanh(z / cap); None has no cap", above=0
-)
+ATTENTION_CAP: Doc = dict(doc="softcap of scores s: cap x tanh(s / cap); None has no cap", above=0)
+LOGIT_CAP: Doc = dict(doc="softcap of logits z: cap x tanh(z / cap); None has no cap", above=0)
 TOKEN_TYPES: Doc = dict(doc="rows of the token-type table; training uses the first", low=1)
 
 EXPERTS: Doc = dict(doc="experts of a layer", low=1)

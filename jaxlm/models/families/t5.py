@@ -17,6 +17,7 @@ from jaxlm.models.families.hub import (
     ConfigKey,
     Hub,
     TensorMapping,
+    linears,
     uncomputed,
 )
 from jaxlm.nn.config import (
@@ -54,9 +55,8 @@ def _side(side: str, mlp: int, attentions: dict[str, tuple[str, int]]) -> Iterat
     for path, (name, part) in attentions.items():
         layer = f"{side}.block.{{i}}.layer.{part}"
         yield TensorMapping(f"{layer}.layer_norm.weight", (f"{side}/{path}_norm/scale",))
-        for letter, leaf in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out")):
-            paths = (f"{side}/{path}/{leaf}/weight",)
-            yield TensorMapping(f"{layer}.{name}.{letter}.weight", paths, "transposed")
+        letters = {leaf[0]: f"{side}/{path}/{leaf}" for leaf in ("query", "key", "value", "out")}
+        yield from linears(f"{layer}.{name}.{{}}", **letters)
     layer, gate = f"{side}.block.{{i}}.layer.{mlp}", f"{side}/mlp/gate/weight"
     yield TensorMapping(f"{layer}.layer_norm.weight", (f"{side}/mlp_norm/scale",))
     dense = f"{layer}.DenseReluDense"
