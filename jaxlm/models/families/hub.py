@@ -40,16 +40,14 @@ class TensorMapping:
     `hf_name` has {i} for the layer and {e} for the expert; with {i}, the paths of `param_path` are
     relative to a layer. Matrices are stored as [ins, outs] (`same`) or [outs, ins] (`transposed`, a
     torch Linear), several parameters concatenated along outs; `by head` is `transposed` with the
-    parameters interleaved head by head. A tensor with `beside` exists only in layers that have
-    that parameter, one with `without` only in layers that lack it. An `is_exact` tensor is always
-    written in float32.
+    parameters interleaved head by head. An `is_exact` tensor is always written in float32.
     """
 
     hf_name: str
     param_path: tuple[str, ...]
     layout: Literal["same", "transposed", "by head"] = "same"
-    beside: str | None = None
-    without: str | None = None
+    beside: str | None = None  # only in layers with this parameter
+    without: str | None = None  # only in layers without it
     is_exact: bool = False
 
     @property
@@ -118,42 +116,31 @@ def write_settings(family: Any, table: Mapping[str, ConfigKey]) -> dict[str, Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrapperConfig:
-    """A multimodal architecture whose text model is one of ours.
-
-    `attribute` is the key of config.json that holds the text model's attributes, `absent` gives
-    their defaults, and `own` lists keys that do not concern text. `names` are pairs of prefixes of
-    the text model's tensor names, ours and theirs, one pair for each version of transformers.
-    `beside` are the prefixes of the other parts' tensor names.
-    """
+    """A multimodal architecture whose text model is one of ours."""
 
     model_type: str
-    attribute: str
-    absent: Mapping[str, Any]
-    own: tuple[str, ...]
+    attribute: str  # key of config.json that holds the text model's attributes
+    absent: Mapping[str, Any]  # defaults of the text model's attributes
+    own: tuple[str, ...]  # keys that do not concern text
+    # Prefixes of the text model's tensors, ours and theirs, a pair by version of transformers.
     names: tuple[tuple[str, str], ...]
-    beside: tuple[str, ...]
+    beside: tuple[str, ...]  # prefixes of the other parts' tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hub:
-    """A transformers architecture: its names in config.json, its tensors, and tensors to ignore.
-
-    `optional` is a prefix that names may lack; `buffers` are suffixes of tensors that can be
-    computed again; `others` are prefixes of parts that the architecture does not compute. `older`
-    pairs old suffixes with the present ones. `ahead` describes multi-token-prediction layers after
-    the last, which are not computed either: the prefix of their names, and the attribute that
-    counts them. `whole` is a multimodal architecture that contains this one.
-    """
+    """A transformers architecture: its names in config.json, its tensors, and tensors to ignore."""
 
     model_type: str
     architecture: str
     rows: tuple[TensorMapping, ...]
-    optional: str = ""
-    buffers: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    older: tuple[tuple[str, str], ...] = ()
+    optional: str = ""  # prefix that names may lack
+    buffers: tuple[str, ...] = ()  # suffixes of tensors that can be computed again
+    others: tuple[str, ...] = ()  # prefixes of parts that are not computed
+    older: tuple[tuple[str, str], ...] = ()  # old suffixes and the present ones
+    # Multi-token-prediction layers, not computed: their prefix, and the attribute that counts them.
     ahead: tuple[str, str] | None = None
-    whole: WrapperConfig | None = None
+    whole: WrapperConfig | None = None  # multimodal architecture that contains this one
 
     def whole_of(self, raw: Mapping[str, Any]) -> WrapperConfig | None:
         """Return the multimodal architecture if a config.json is of it, else None."""
