@@ -164,7 +164,7 @@ def cache_mask(
 ) -> Mask:
     """Return the mask of `length` new tokens in row b's slots from length[b] on.
 
-    Each sees every slot up to its own, or to its reach. Each layer's cache sets the key indices.
+    Each sees every slot up to its own, or up to `reach`. Each layer's cache sets the key indices.
     """
     query = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     return Mask(query_index=query, key_index=query, query_reach=reach, query_count=count)
