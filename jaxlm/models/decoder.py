@@ -70,7 +70,7 @@ class Decoder(Backbone, Unembedder):
           tokens: ids.
           positions: of the tokens in their documents.
           segments: documents packed into a row, from 1; 0 is padding.
-          reach: last slot of the row, or of the cache, that each token sees, instead of its own.
+          reach: last slot of row or cache that each token sees, instead of its own.
           inner: GLM's block positions, 0 by default, for a model with a table of them.
           cache: KV cache; it is returned with these tokens, and the caller advances its `length`.
           count: real tokens of each row that is written to the cache; the others are padding.
@@ -164,7 +164,7 @@ def cache_mask(
 ) -> Mask:
     """Return the mask of `length` new tokens in row b's slots from length[b] on.
 
-    Each sees every slot up to its own, or up to `reach`. Each layer's cache sets the key indices.
+    Each sees every slot up to its own or to `reach`. Each layer's cache sets key indices.
     """
     query = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     return Mask(query_index=query, key_index=query, query_reach=reach, query_count=count)

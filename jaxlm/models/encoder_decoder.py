@@ -77,8 +77,8 @@ class EncoderDecoder(nnx.Module, Unembedder):
     ) -> Hidden:
         """Read `tokens` from left to right, with cross attention to the source's same segment.
 
-        Instead of a source there may be a `cache` from `begun`. `key` turns dropout on. `positions`
-        are unused: relative biases depend on distances in slots.
+        Instead of a source there may be a `cache` from `begun`. `key` turns dropout on.
+        `positions` are unused: relative biases depend on distances in slots.
 
         Raises:
           ValueError: unless there is either a source or a cache.
