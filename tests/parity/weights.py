@@ -107,7 +107,7 @@ def tokens() -> np.ndarray:
 
 
 def source() -> np.ndarray:
-    """Two rows of other ids, for an encoder beside a decoder."""
+    """Return two rows of other ids, for an encoder."""
     return (np.arange(2 * LENGTH)[::-1].reshape(2, LENGTH)[:, :11] * 5 % VOCAB).astype(np.int32)
 
 
@@ -120,7 +120,7 @@ def forward(model, family):
 
 
 def tensors(family):
-    """Where each tensor of Hugging Face lies in ours."""
+    """Return the mapping of every Hugging Face tensor to our parameters."""
     return layout(family.build(), family.HUB)
 
 
@@ -152,7 +152,10 @@ def gradients(family, ours) -> dict[str, np.ndarray]:
 
 
 def is_nothing(gradient: float, largest: float) -> bool:
-    """Whether a gradient is zero but for rounding: a bias of keys adds the same to all scores of a query, where none is rotated."""
+    """Return if a gradient is zero except for rounding.
+
+    A bias of keys adds the same to all scores of a query if no key is rotated.
+    """
     return gradient < 1e-12 * largest
 
 
