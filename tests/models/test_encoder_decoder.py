@@ -102,7 +102,7 @@ def test_tokens_that_come_one_by_one_score_as_all_at_once(built, logits):
 
 
 def test_a_decoder_that_attends_to_no_encoder_and_mixed_biases_are_refused():
-    with pytest.raises(ValueError, match="every layer of the decoder attends"):
+    with pytest.raises(ValueError, match="cross attention in every layer"):
         dataclasses.replace(CONFIG, decoder=CONFIG.encoder)
     (block,) = CONFIG.encoder.pattern
     bare = dataclasses.replace(block, attention=dataclasses.replace(block.attention, relative=None))
