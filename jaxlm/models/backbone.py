@@ -1,7 +1,7 @@
-"""The layers of a model, with what comes after the last."""
+"""The layers of a model, and the tables and norms around them."""
 
 import dataclasses
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +13,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.models import config as configs
 from jaxlm.nn.attention import CrossInputs
 from jaxlm.nn.cache import KVCache, LayerCache
-from jaxlm.nn.config import BlockConfig
+from jaxlm.nn.config import BlockConfig, NormConfig
 from jaxlm.nn.embedding import Embedding
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
@@ -25,20 +25,17 @@ from jaxlm.parallel.schedule import Schedule
 
 
 class Hidden(NamedTuple):
-    """What a model makes of its tokens before the unembedding."""
+    """Output of a model before the unembedding."""
 
     values: Float[Array, "B T D"]
     cache: KVCache | None
-    losses: dict[str, Mean]  # what layers add to the objective, such as an expert balance
+    losses: dict[str, Mean]  # auxiliary losses of layers, such as an expert balance
     stream: Float[Array, "B T D"]  # before the final norm
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How a model computes, whatever its config: in which dtypes, how it runs its layers, and what the backward pass computes again.
-
-    The last three are as those of `nn.stack.Stack`.
-    """
+    """Dtypes, and the arguments of `nn.stack.Stack` that change how a model is computed."""
 
     precision: Precision
     layers: Layers
@@ -47,15 +44,20 @@ class Execution:
 
 
 def initializer(config: configs.Backbone, precision: Precision) -> Initializer:
-    """How the weights of these layers, and of what stands around them, are drawn."""
+    """Return the initializer of the weights of a backbone and of the tables around it."""
     return Initializer(
         config.init, config.init_std, config.depth, precision.params, config.width_ratio
     )
 
 
+def optional_norm(width: int, config: NormConfig | None, init: Initializer) -> Norm | None:
+    """Return a norm of the stream if there is a config for it."""
+    return None if config is None else Norm({"embed": width}, config, dtype=init.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class EmbeddingBuilder:
-    """What stands before and after the layers, each part drawn by its name: tables that are looked up, and the unembedding."""
+    """Builder of the tables before the layers and of the unembedding, each from its own key."""
 
     width: int
     key: Array
@@ -63,7 +65,7 @@ class EmbeddingBuilder:
     precision: Precision
 
     def table(self, name: str, rows: int, axis: str) -> Embedding:
-        """A row for each id or position."""
+        """Return a table with a row for each id or position."""
         return Embedding(
             rows,
             self.width,
@@ -73,8 +75,14 @@ class EmbeddingBuilder:
             precision=self.precision.exact,
         )
 
-    def unembedding(self, vocab: int) -> Linear:
-        """Logits of the stream, drawn as at the width where the parametrization is the standard one."""
+    def positions(self, name: str, rows: int | None) -> Embedding | None:
+        """Return a table of positions or token types if there are rows for it."""
+        return None if rows is None else self.table(name, rows, "positions")
+
+    def unembedding(self, vocab: int, *, tied: bool) -> Linear | None:
+        """Return the output layer of an untied model, initialized as at muP's base width."""
+        if tied:
+            return None
         return Linear(
             {"embed": self.width},
             {"vocab": vocab},
@@ -85,66 +93,67 @@ class EmbeddingBuilder:
         )
 
 
-class Backbone(nnx.Module):
-    """The blocks of the prefix, those that repeat, and the final norm. `at` is what its stacks' names begin with."""
+class Unembedder:
+    """Mixin: logits by the embedding's transpose, or by an output layer of their own."""
 
-    def __init__(self, config: configs.Backbone, execution: Execution, *, key: Array, at: str = ""):
+    embedding: Embedding
+    unembedding: Linear | None
+
+    def unembed(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Return the product with the unembedding, float32."""
+        layer = self.embedding.unembed if self.unembedding is None else self.unembedding
+        return layer(hidden)
+
+    def relayout_unembedding(self) -> None:
+        """Store the unembedding in the layout that is fastest for a few rows."""
+        if self.unembedding is None:
+            self.embedding.settle()
+        else:
+            self.unembedding.relayout_for_decode()
+
+
+class Backbone(nnx.Module):
+    """The layers of the prefix, those that repeat, and the final norm; `side` prefixes names."""
+
+    def __init__(
+        self, config: configs.Backbone, execution: Execution, *, key: Array, side: str = ""
+    ):
         self.config, self.precision = config, execution.precision
         init = initializer(config, execution.precision)
+        first, drops = len(config.prefix), _layer_drops(config.layer_drop, config.depth)
 
         def stack(
-            name: str,
-            depth: int,
-            pattern: tuple[BlockConfig, ...],
-            layers: Layers,
-            schedule: Schedule | None = None,
-            axis: str = "layers",
-            first: int = 0,
+            name: str, pattern: tuple[BlockConfig, ...], rates: tuple[float, ...], **options: Any
         ) -> Stack:
             return Stack(
                 config.width,
-                depth,
+                first if name == "prefix" else config.depth - first,
                 pattern,
                 key=random.stream(key, name),
                 init=init,
                 precision=execution.precision,
-                layers=layers,
                 remat=execution.remat,
-                schedule=schedule,
-                axis=axis,
-                name=at + name,
-                drops=_drops(config.layer_drop, config.depth)[first : first + depth],
+                name=side + name,
+                drops=rates,
+                **options,
             )
 
-        relative = config.pattern[0].attention.relative
+        attention = config.pattern[0].attention
         self.relative = (
             None
-            if relative is None
+            if attention.relative is None
             else RelativePositions(
-                config.pattern[0].attention.heads,
-                relative,
-                key=random.stream(key, "relative"),
-                init=init,
+                attention.heads, attention.relative, key=random.stream(key, "relative"), init=init
             )
         )
         self.prefix = (
-            stack("prefix", len(config.prefix), config.prefix, "unroll", axis="prefix")
+            stack("prefix", config.prefix, drops[:first], layers="unroll", axis="prefix")
             if config.prefix
             else None
         )
-        self.stack = stack(
-            "stack",
-            config.depth - len(config.prefix),
-            config.pattern,
-            execution.layers,
-            execution.schedule,
-            first=len(config.prefix),
-        )
-        self.final_norm = (
-            None
-            if config.final_norm is None
-            else Norm({"embed": config.width}, config.final_norm, dtype=init.dtype)
-        )
+        ways = {"layers": execution.layers, "schedule": execution.schedule}
+        self.stack = stack("stack", config.pattern, drops[first:], **ways)
+        self.final_norm = optional_norm(config.width, config.final_norm, init)
 
     def apply_layers(
         self,
@@ -156,9 +165,15 @@ class Backbone(nnx.Module):
         cache: KVCache | None = None,
         keys: tuple[Array | None, Array | None] = (None, None),
     ) -> Hidden:
-        """The stream after all layers and the final norm; `keys`, of the prefix and of the others, turn dropout on.
+        """Return the stream after all layers and the final norm.
 
-        The cache comes back with these tokens in it; its `length` is the caller's to advance.
+        Args:
+          x: the stream before the first layer.
+          positions: of the tokens in their documents.
+          mask: which keys each query sees.
+          memory: inputs of cross attention.
+          cache: KV cache; it is returned with these tokens, and the caller advances its `length`.
+          keys: of the prefix and of the other layers; keys turn dropout on.
         """
         if self.relative is not None:
             index = mask.key_index if cache is None else jnp.arange(cache.slots)[None]
@@ -166,13 +181,13 @@ class Backbone(nnx.Module):
         layers, start = (None, None) if cache is None else (cache.layers, cache.length)
         written: Caches = {}
         losses: dict[str, Mean] = {}
-        for prefix, stack, stack_key in (
+        for prefix, stack, key in (
             ("prefix/", self.prefix, keys[0]),
             ("stack/", self.stack, keys[1]),
         ):
             if stack is None:
                 continue
-            own = layers and {
+            caches = layers and {
                 name.removeprefix(prefix): layer
                 for name, layer in layers.items()
                 if name.startswith(prefix)
@@ -182,20 +197,21 @@ class Backbone(nnx.Module):
                 positions=positions,
                 mask=mask,
                 memory=memory,
-                caches=own,
+                caches=caches,
                 start=start,
-                key=stack_key,
+                key=key,
             )
             written |= {prefix + name: layer for name, layer in (out or {}).items()}
             losses = Mean.merged(losses, added)
         values = x if self.final_norm is None else self.final_norm(x)
-        kept = None if cache is None else cache._replace(layers=written)
-        return Hidden(values, kept, losses, x)
+        cache = None if cache is None else cache._replace(layers=written)
+        return Hidden(values, cache, losses, x)
 
     def unstack_layers(self) -> Self:
-        """The same layers, changed in place for a trace: weights as they are used, with a cache alone.
+        """Replace stacked layers by separate ones, in the layout that decoding reads fastest.
 
-        Costs a second copy of the weights, which a loop over tokens then reads without cutting or casting them.
+        For use within a trace, with a cache. Costs a second copy of the weights, which a loop over
+        tokens then reads without slicing or casting them.
         """
         for name in ("prefix", "stack"):
             if (stack := getattr(self, name)) is not None:
@@ -207,18 +223,19 @@ class Backbone(nnx.Module):
     def empty_cache(
         self, rows: int, slots: int, *, is_int8: bool = False, spare: int = 0
     ) -> KVCache:
-        """A cache for `rows` sequences of up to `slots` tokens, in the dtype of activations or rounded to int8.
+        """Return a KV cache for `rows` sequences of up to `slots` tokens.
 
-        The last `spare` of some tokens that are written at a time may be written again, see `LayerCache.empty`.
+        Its dtype is that of activations, or int8. The last `spare` of the tokens written at a time
+        may be written again, see `LayerCache.empty`.
         """
         config = self.config
         dtype = jnp.dtype(jnp.int8) if is_int8 else self.precision.activations
 
         def empty(block: BlockConfig) -> LayerCache:
-            own = block.attention
-            # Biases are of all slots in their order.
-            window = None if own.relative else own.window
-            return LayerCache.empty(rows, slots, own.cached, dtype, window, spare)
+            attention = block.attention
+            # Relative biases index all slots in order, so no window is applied to the cache.
+            window = None if attention.relative else attention.window
+            return LayerCache.empty(rows, slots, attention.cached, dtype, window, spare)
 
         layers: Caches = {f"prefix/{i}": (empty(block),) for i, block in enumerate(config.prefix)}
         repeated, kinds = config.depth - len(config.prefix), len(config.pattern)
@@ -228,6 +245,6 @@ class Backbone(nnx.Module):
         return KVCache(layers, jnp.zeros((rows,), jnp.int32))
 
 
-def _drops(rate: float, depth: int) -> tuple[float, ...]:
-    """How often each layer is passed by: more the deeper it lies. None where none ever is."""
+def _layer_drops(rate: float, depth: int) -> tuple[float, ...]:
+    """Return each layer's rate of stochastic depth, linear in depth; empty without any."""
     return tuple(rate * number / depth for number in range(1, depth + 1)) if rate else ()

@@ -1,4 +1,4 @@
-"""Modules to plain trees and back: Flax builds, JAX runs."""
+"""Modules to plain trees of parameters and back: Flax builds, JAX runs."""
 
 import functools
 from typing import Any
@@ -27,10 +27,11 @@ MODULES: dict[type, Any] = {
 
 
 class Blueprint:
-    """A model without its numbers: static, and so free to close over in a jitted function.
+    """A model without its parameters: static, so jitted functions can close over it.
 
-    `init` makes the parameters (jit it with `out_shardings` and they are born sharded), `merge` puts parameters into
-    the module again, at no cost in a trace. `axes` is the tree of each parameter's logical axis names.
+    `init` makes the parameters (jit it with `out_shardings` to create them sharded), `merge` puts
+    parameters into the module again, at no cost in a trace. `axes` is the tree of each parameter's
+    logical axis names, `shapes` that of their shapes and dtypes.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Blueprint:
         self.config, self.schedule = config, schedule
         execution = Execution(precision, layers, remat, schedule)
         self._make = functools.partial(MODULES[type(config)], config, execution)
-        # Of the key, too, only the shape: it would be computed, and so compiled.
+        # Only the key's shape, as computing a key would compile a program.
         key = jax.eval_shape(lambda: jax.random.key(0))
         module = nnx.eval_shape(lambda key: self._make(key=key), key)
         self._graphdef, state = nnx.split(module)
@@ -54,11 +55,11 @@ class Blueprint:
         self.axes: Params = _axes(module)
 
     def init(self, key: jax.Array) -> Params:
-        """Fresh parameters as a nested dict of arrays."""
+        """Return initial parameters as a nested dict of arrays."""
         return _plain(nnx.state(self._make(key=key)))
 
     def merge(self, params: Params) -> Any:
-        """The module that holds `params`: of the kind that the config is of."""
+        """Return the module of the config's kind that holds `params`."""
         return nnx.merge(self._graphdef, jax.tree.unflatten(self._treedef, jax.tree.leaves(params)))
 
 
@@ -67,7 +68,7 @@ def _plain(state: nnx.State) -> Params:
 
 
 def _axes(module: nnx.Module) -> Params:
-    """Logical axis names of every parameter; those in a stack have that of its layers in front."""
+    """Return the logical axis names of every parameter; in a stack the layers' axis comes first."""
     stacks = {path: node.axis for path, node in nnx.iter_graph(module) if isinstance(node, Stack)}
 
     def names(path: tuple[Any, ...], variable: nnx.Variable) -> LogicalAxes:
@@ -75,11 +76,9 @@ def _axes(module: nnx.Module) -> Params:
         stacked = [axis for stack, axis in stacks.items() if path[: len(stack)] == stack]
         return (*stacked, *axes)
 
-    flat = {path: names(path, variable) for path, variable in nnx.to_flat_state(nnx.state(module))}
-    return _nest(flat)
-
-
-def _nest(flat: dict[tuple[Any, ...], Any]) -> Params:
+    flat: dict[Any, Any] = {
+        path: names(path, variable) for path, variable in nnx.to_flat_state(nnx.state(module))
+    }
     tree: Params = {}
     for path, leaf in flat.items():
         node = tree

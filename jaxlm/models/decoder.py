@@ -10,7 +10,14 @@ from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.models import config as configs
-from jaxlm.models.backbone import Backbone, EmbeddingBuilder, Execution, Hidden, initializer
+from jaxlm.models.backbone import (
+    Backbone,
+    EmbeddingBuilder,
+    Execution,
+    Hidden,
+    Unembedder,
+    initializer,
+)
 from jaxlm.models.heads import Heads
 from jaxlm.nn.cache import KVCache
 from jaxlm.nn.dropout import dropout, noise, noise_key
@@ -19,26 +26,17 @@ from jaxlm.ops.masks import Mask
 from jaxlm.parallel.rules import constrain
 
 
-class Decoder(Backbone):
-    """Embedding, blocks, norm, unembedding."""
+class Decoder(Backbone, Unembedder):
+    """Embedding, layers, norm, unembedding."""
 
     def __init__(self, config: configs.Decoder, execution: Execution, *, key: Array):
         super().__init__(config, execution, key=key)
         self.config: configs.Decoder = config
-        precision = execution.precision
-        init = initializer(config, precision)
-        ends = EmbeddingBuilder(config.width, key, init, precision)
-        self.embedding = ends.table("embedding", config.vocab, "vocab")
-        self.positions = (
-            None
-            if config.positions is None
-            else ends.table("positions", config.positions, "positions")
-        )
-        self.inner = (
-            None
-            if config.inner_positions is None
-            else ends.table("inner", config.inner_positions, "positions")
-        )
+        init = initializer(config, execution.precision)
+        tables = EmbeddingBuilder(config.width, key, init, execution.precision)
+        self.embedding = tables.table("embedding", config.vocab, "vocab")
+        self.positions = tables.positions("positions", config.positions)
+        self.inner = tables.positions("inner", config.inner_positions)
         self.heads = (
             None
             if config.ahead is None
@@ -47,11 +45,11 @@ class Decoder(Backbone):
                 config.ahead,
                 key=random.stream(key, "heads"),
                 init=init,
-                precision=precision,
+                precision=execution.precision,
                 remat=execution.remat.partition("/")[0],
             )
         )
-        self.unembedding = None if config.tied else ends.unembedding(config.vocab)
+        self.unembedding = tables.unembedding(config.vocab, tied=config.tied)
 
     def __call__(
         self,
@@ -66,16 +64,21 @@ class Decoder(Backbone):
         key: Array | None = None,
         dealt: int = 1,
     ) -> Hidden:
-        """Reads `tokens` from left to right, each segment for itself; after those in `cache`, where there is one.
+        """Read `tokens` from left to right, each segment by itself, or after the tokens of `cache`.
 
-        With a `reach`, each sees up to that slot of the row, or of the cache, instead of its own. `inner` are second
-        positions, for a model that has a table of them; None is 0 for all.
-        `dealt` is the number of devices to which `parallel.context.deal` dealt the tokens of each row, if it did.
-        `key` turns dropout on. The cache comes back with these tokens in it; its `length` is the caller's to advance,
-        who knows how many of a padded row are real: the first `count`, or all.
+        Args:
+          tokens: ids.
+          positions: of the tokens in their documents.
+          segments: documents packed into a row, from 1; 0 is padding.
+          reach: last slot of row or cache that each token sees, instead of its own.
+          inner: GLM's block positions, 0 by default, for a model with a table of them.
+          cache: KV cache; it is returned with these tokens, and the caller advances its `length`.
+          count: real tokens of each row that is written to the cache; the others are padding.
+          key: turns dropout on.
+          dealt: devices over which `parallel.context` sharded the tokens of each row in zigzag.
 
         Raises:
-          ValueError: where both segments and a cache are given: a cache keeps no segments, so its keys would be seen by all.
+          ValueError: if there are segments and a cache, which stores no segments.
         """
         if segments is not None and cache is not None:
             raise ValueError("segments with a cache: each row of a cache is one sequence")
@@ -86,11 +89,8 @@ class Decoder(Backbone):
             x = x + self.positions(positions)
         if self.inner is not None:
             x = x + self.inner(jnp.zeros_like(tokens) if inner is None else inner)
-        x = dropout(
-            constrain(x.astype(self.precision.activations), "batch", "length", None),
-            self.config.dropout,
-            keys[0],
-        )
+        x = constrain(x.astype(self.precision.activations), "batch", "length", None)
+        x = dropout(x, self.config.dropout, keys[0])
         mask = (
             masks.causal(tokens.shape[1], segments, reach, parts=dealt)
             if cache is None
@@ -101,7 +101,7 @@ class Decoder(Backbone):
         )
 
     def read(self, batch: Tokens, *, key: Array | None, dealt: int = 1) -> Hidden:
-        """What it makes of a batch, see `__call__`."""
+        """Return the output for a batch, see `__call__`."""
         return self(
             batch.tokens,
             positions=batch.positions,
@@ -122,7 +122,16 @@ class Decoder(Backbone):
         key: Array | None = None,
         dealt: int = 1,
     ) -> tuple[list[Float[Array, "B T D"]], dict[str, Mean]]:
-        """What is to be unembedded for the tokens 2, 3, ... ahead, from the stream of the same tokens; see `heads.Heads`."""
+        """Return inputs of the unembedding for the tokens 2, 3, ... ahead, and auxiliary losses.
+
+        Args:
+          stream: `Hidden.stream` of the same tokens.
+          ahead: ids and existence of the tokens 1, 2, ... ahead, see `heads.Heads`.
+          positions: as in `__call__`.
+          segments: as in `__call__`.
+          key: turns dropout on.
+          dealt: as in `__call__`.
+        """
         assert self.heads is not None
 
         def embed(ids: Array) -> Array:
@@ -132,24 +141,19 @@ class Decoder(Backbone):
         return self.heads(stream, embed, ahead, positions=positions, mask=mask, key=key)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Scores of every id, float32; apart from the call so that a loss may take the rows in chunks."""
-        out = (
-            self.embedding.unembed(hidden) if self.unembedding is None else self.unembedding(hidden)
-        )
-        out = constrain(out, "batch", "length", "vocab")
+        """Return the logits, float32, of all rows or of a chunk of them."""
+        out = constrain(self.unembed(hidden), "batch", "length", "vocab")
         if self.config.width_ratio != 1:
             out = out / self.config.width_ratio
+        if self.config.logit_scale != 1:
+            out = out * self.config.logit_scale
         cap = self.config.logit_cap
         return out if cap is None else cap * jnp.tanh(out / cap)
 
     def unstacked(self) -> Self:
-        """The same model as a loop over tokens reads it, see `Backbone.unstacked`; the unembedding too."""
-        super().unstack_layers()
-        if self.unembedding is None:
-            self.embedding.settle()
-        else:
-            self.unembedding.relayout_for_decode()
-        return self
+        """Relayout the model in place for decoding, see `Backbone.unstack_layers`."""
+        self.relayout_unembedding()
+        return self.unstack_layers()
 
 
 def cache_mask(
@@ -158,9 +162,9 @@ def cache_mask(
     reach: Int[Array, "B T"] | None = None,
     count: Int[Array, "B"] | None = None,
 ) -> Mask:
-    """Row b's new tokens lie at slots length[b] on, and see every slot up to their own, or to their reach.
+    """Return the mask of `length` new tokens in row b's slots from length[b] on.
 
-    The indices of keys are for each layer's cache to say.
+    Each sees every slot up to its own or to `reach`. Each layer's cache sets key indices.
     """
     query = cache.length[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     return Mask(query_index=query, key_index=query, query_reach=reach, query_count=count)

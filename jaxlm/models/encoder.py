@@ -9,7 +9,15 @@ from jaxlm.core import random
 from jaxlm.core.precision import Precision
 from jaxlm.data.batch import Tokens
 from jaxlm.models import config as configs
-from jaxlm.models.backbone import Backbone, EmbeddingBuilder, Execution, Hidden, initializer
+from jaxlm.models.backbone import (
+    Backbone,
+    EmbeddingBuilder,
+    Execution,
+    Hidden,
+    Unembedder,
+    initializer,
+    optional_norm,
+)
 from jaxlm.nn.dropout import dropout, noise, noise_key
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear, parameter
@@ -19,40 +27,33 @@ from jaxlm.ops import masks
 from jaxlm.parallel.rules import constrain
 
 
-class Head(nnx.Module):
-    """norm(act(dense(x))), which is unembedded, and the bias of each id: BERT's `cls.predictions`."""
+class MaskedHead(nnx.Module):
+    """norm(act(dense(x))) before the unembedding, a bias after it: BERT's `cls.predictions`."""
 
     def __init__(
-        self,
-        width: int,
-        vocab: int,
-        config: configs.HeadConfig,
-        *,
-        key: Array,
-        init: Initializer,
-        precision: Precision,
+        self, config: configs.Encoder, *, key: Array, init: Initializer, precision: Precision
     ):
-        self.config = config
+        self.config = config.head
         self.dense = Linear(
-            {"embed": width},
-            {"features": width},
+            {"embed": config.width},
+            {"features": config.width},
             key=key,
             init=init,
             precision=precision,
-            bias=config.bias,
+            bias=config.head.bias,
         )
-        self.norm = Norm({"features": width}, config.norm, dtype=init.dtype)
-        self.bias = parameter(jnp.zeros((vocab,), init.dtype), "vocab")
+        self.norm = Norm({"features": config.width}, config.head.norm, dtype=init.dtype)
+        self.bias = parameter(jnp.zeros((config.vocab,), init.dtype), "vocab")
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """What is unembedded."""
+        """Return the input of the unembedding."""
         return self.norm(ACTIVATIONS[self.config.activation](self.dense(x)))
 
 
-class Encoder(Backbone):
-    """Embedding, blocks that read both ways, and a head that predicts hidden tokens where they stand.
+class Encoder(Backbone, Unembedder):
+    """Embedding, bidirectional layers, and a head for masked-token prediction.
 
-    Source: Devlin et al. 2019, arXiv:1810.04805, section 3; without its second task, the next sentence.
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 3; without next-sentence prediction.
     """
 
     def __init__(self, config: configs.Encoder, execution: Execution, *, key: Array):
@@ -60,32 +61,16 @@ class Encoder(Backbone):
         self.config: configs.Encoder = config
         precision = execution.precision
         init = initializer(config, precision)
-        ends = EmbeddingBuilder(config.width, key, init, precision)
-        self.embedding = ends.table("embedding", config.vocab, "vocab")
-        self.positions = (
-            None
-            if config.positions is None
-            else ends.table("positions", config.first_position + config.positions, "positions")
+        tables = EmbeddingBuilder(config.width, key, init, precision)
+        rows = None if config.positions is None else config.first_position + config.positions
+        self.embedding = tables.table("embedding", config.vocab, "vocab")
+        self.positions = tables.positions("positions", rows)
+        self.types = tables.positions("types", config.token_types)
+        self.embedding_norm = optional_norm(config.width, config.embedding_norm, init)
+        self.head = MaskedHead(
+            config, key=random.stream(key, "head"), init=init, precision=precision.exact
         )
-        self.types = (
-            None
-            if config.token_types is None
-            else ends.table("types", config.token_types, "positions")
-        )
-        self.embedding_norm = (
-            None
-            if config.embedding_norm is None
-            else Norm({"embed": config.width}, config.embedding_norm, dtype=init.dtype)
-        )
-        self.head = Head(
-            config.width,
-            config.vocab,
-            config.head,
-            key=random.stream(key, "head"),
-            init=init,
-            precision=precision.exact,
-        )
-        self.unembedding = None if config.tied else ends.unembedding(config.vocab)
+        self.unembedding = tables.unembedding(config.vocab, tied=config.tied)
 
     def __call__(
         self,
@@ -97,9 +82,9 @@ class Encoder(Backbone):
         key: Array | None = None,
         dealt: int = 1,
     ) -> Hidden:
-        """Reads each segment both ways, within the windows of its layers. `types` says of which kind of text a token is.
+        """Read each segment in both directions, within the windows of the layers.
 
-        Without `types` all are of kind 0. `dealt` and `key` are as those of `Decoder`.
+        `types` are token types, 0 by default. The other arguments are those of `Decoder`.
         """
         keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
         x = self.embedding(tokens)
@@ -116,20 +101,13 @@ class Encoder(Backbone):
         return self.apply_layers(x, positions=positions, mask=mask, keys=(keys[1], keys[2]))
 
     def read(self, batch: Tokens, *, key: Array | None, dealt: int = 1) -> Hidden:
-        """What it makes of a batch, see `__call__`; how far its slots reach is the same for every encoder."""
+        """Return the output for a batch, see `__call__`."""
         return self(
-            batch.tokens,
-            positions=batch.positions,
-            segments=batch.segments,
-            key=key,
-            dealt=dealt,
+            batch.tokens, positions=batch.positions, segments=batch.segments, key=key, dealt=dealt
         )
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Scores of every id where it stands, float32; apart from the call so that a loss may take the rows in chunks."""
-        hidden = self.head(hidden)
-        out = (
-            self.embedding.unembed(hidden) if self.unembedding is None else self.unembedding(hidden)
-        )
+        """Return the logits, float32, of all rows or of a chunk of them."""
+        out = self.unembed(self.head(hidden))
         out = out + self.head.bias[...].astype(out.dtype)[None, None]
         return constrain(out, "batch", "length", "vocab")

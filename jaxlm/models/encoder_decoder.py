@@ -1,4 +1,4 @@
-"""An encoder that reads a text both ways, and a decoder that writes another, attending to what was read."""
+"""An encoder that reads a text, and a decoder that writes another with cross attention to it."""
 
 import dataclasses
 from typing import Self
@@ -12,7 +12,14 @@ from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.data.batch import Tokens
 from jaxlm.models import config as configs
-from jaxlm.models.backbone import Backbone, EmbeddingBuilder, Execution, Hidden, initializer
+from jaxlm.models.backbone import (
+    Backbone,
+    EmbeddingBuilder,
+    Execution,
+    Hidden,
+    Unembedder,
+    initializer,
+)
 from jaxlm.models.decoder import cache_mask
 from jaxlm.nn.attention import CrossInputs
 from jaxlm.nn.cache import CrossKV, KVCache
@@ -22,31 +29,30 @@ from jaxlm.ops.masks import Mask
 from jaxlm.parallel.rules import constrain
 
 
-class EncoderDecoder(nnx.Module):
-    """One embedding, the blocks of the encoder and of the decoder, and the unembedding.
+class EncoderDecoder(nnx.Module, Unembedder):
+    """One embedding, the layers of the encoder and of the decoder, and the unembedding.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.1; as in T5, arXiv:1910.10683.
     """
 
     def __init__(self, config: configs.EncoderDecoder, execution: Execution, *, key: Array):
         if execution.schedule is not None:
-            raise ValueError("a pipeline of an encoder-decoder")
+            raise ValueError("an encoder-decoder has no pipeline schedule")
         self.config, self.precision = config, execution.precision
         init = initializer(config.encoder, execution.precision)
 
-        def ends(std: float) -> EmbeddingBuilder:
-            drawn = dataclasses.replace(init, std=std)
-            return EmbeddingBuilder(config.width, key, drawn, execution.precision)
+        def tables(std: float) -> EmbeddingBuilder:
+            scaled = dataclasses.replace(init, std=std)
+            return EmbeddingBuilder(config.width, key, scaled, execution.precision)
 
-        def side(name: str, backbone: configs.Backbone) -> Backbone:
-            return Backbone(backbone, execution, key=random.stream(key, name), at=f"{name}/")
+        def build(name: str, backbone: configs.Backbone) -> Backbone:
+            return Backbone(backbone, execution, key=random.stream(key, name), side=f"{name}/")
 
-        self.embedding = ends(config.embed_std).table("embedding", config.vocab, "vocab")
-        self.encoder = side("encoder", config.encoder)
-        self.decoder = side("decoder", config.decoder)
-        self.unembedding = (
-            None if config.tied else ends(config.encoder.init_std).unembedding(config.vocab)
-        )
+        self.embedding = tables(config.embed_std).table("embedding", config.vocab, "vocab")
+        self.encoder = build("encoder", config.encoder)
+        self.decoder = build("decoder", config.decoder)
+        output = tables(config.encoder.init_std)
+        self.unembedding = output.unembedding(config.vocab, tied=config.tied)
 
     def encode(
         self,
@@ -54,9 +60,9 @@ class EncoderDecoder(nnx.Module):
         segments: Int[Array, "B S"] | None = None,
         key: Array | None = None,
     ) -> Hidden:
-        """Reads `source` both ways, each segment for itself."""
+        """Return the encoder's output; each segment is read by itself, in both directions."""
         mask = masks.both_ways(source.shape[1], segments)
-        return self._through(self.encoder, source, mask, None, None, key)
+        return self._apply_side(self.encoder, source, mask, None, None, key)
 
     def __call__(
         self,
@@ -69,33 +75,34 @@ class EncoderDecoder(nnx.Module):
         cache: KVCache | None = None,
         key: Array | None = None,
     ) -> Hidden:
-        """Reads `tokens` from left to right, each after its own segment of `source`; or after those in a cache that `begun`.
+        """Read `tokens` from left to right, with cross attention to the source's same segment.
 
-        `positions` say nothing here: distances do, in slots. `key` turns dropout on.
+        Instead of a source there may be a `cache` from `begun`. `key` turns dropout on.
+        `positions` are unused: relative biases depend on distances in slots.
 
         Raises:
-          ValueError: where there is neither a source nor a cache, or both.
+          ValueError: unless there is either a source or a cache.
         """
         if (source is None) == (cache is None):
-            raise ValueError("either a source or a cache that knows one")
+            raise ValueError("an encoder-decoder needs either a source or a cache of one")
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         losses: dict[str, Mean] = {}
         if source is not None:
-            read = self.encode(source, source_segments, keys[0])
-            mask, losses = masks.causal(tokens.shape[1], segments), read.losses
-            across = _across(tokens, source, segments, source_segments)
-            memory = CrossInputs(across, values=read.values)
+            encoded = self.encode(source, source_segments, keys[0])
+            mask, losses = masks.causal(tokens.shape[1], segments), encoded.losses
+            cross = _cross_mask(tokens, source, segments, source_segments)
+            memory = CrossInputs(cross, values=encoded.values)
         else:
             assert cache is not None
             assert cache.source is not None
-            mask, seen = cache_mask(cache, tokens.shape[1]), cache.source.segments
-            across = _across(tokens, seen, jnp.ones_like(tokens), seen)
-            memory = CrossInputs(across, layers=cache.source.layers)
-        hidden = self._through(self.decoder, tokens, mask, memory, cache, keys[1])
+            mask, cached = cache_mask(cache, tokens.shape[1]), cache.source.segments
+            cross = _cross_mask(tokens, cached, jnp.ones_like(tokens), cached)
+            memory = CrossInputs(cross, layers=cache.source.layers)
+        hidden = self._apply_side(self.decoder, tokens, mask, memory, cache, keys[1])
         return hidden._replace(losses=Mean.merged(losses, hidden.losses))
 
     def read(self, batch: Tokens, *, key: Array | None, dealt: int = 1) -> Hidden:
-        """What the decoder makes of a batch, see `__call__`. Raises ValueError where the batch has no source."""
+        """Return the decoder's output for a batch. Raises ValueError if the batch has no source."""
         return self(
             batch.tokens,
             positions=batch.positions,
@@ -114,36 +121,34 @@ class EncoderDecoder(nnx.Module):
         is_int8: bool = False,
         spare: int = 0,
     ) -> KVCache:
-        """A cache for up to `slots` tokens a row, with the keys and values of what the encoder makes of `source`.
+        """Return a KV cache for up to `slots` tokens a row, with the source's keys and values.
 
-        With `is_int8` those of the tokens are rounded; those of the source are as activations are. `spare` is that of
-        `Backbone.empty_cache`.
+        Args:
+          source: ids that the encoder reads.
+          segments: of the source.
+          slots: tokens of a row.
+          is_int8: round keys and values of tokens to int8; the source's have activations' dtype.
+          spare: as in `Backbone.empty_cache`.
         """
         values = self.encode(source, segments).values
-        known = jax.tree.map(
+        cross = jax.tree.map(
             lambda x: x.astype(self.precision.activations), self.decoder.stack.across(values)
         )
         cache = self.decoder.empty_cache(source.shape[0], slots, is_int8=is_int8, spare=spare)
-        return cache._replace(source=CrossKV(known, segments))
+        return cache._replace(source=CrossKV(cross, segments))
 
     def unstacked(self) -> Self:
-        """The same model as a loop over tokens reads it, see `Backbone.unstacked`: the decoder and the unembedding."""
+        """Relayout decoder and unembedding in place for decoding, see `Backbone.unstack_layers`."""
         self.decoder.unstack_layers()
-        if self.unembedding is None:
-            self.embedding.settle()
-        else:
-            self.unembedding.relayout_for_decode()
+        self.relayout_unembedding()
         return self
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Scores of every id, float32; apart from the call so that a loss may take the rows in chunks."""
-        hidden = hidden * self.config.output_scale
-        out = (
-            self.embedding.unembed(hidden) if self.unembedding is None else self.unembedding(hidden)
-        )
+        """Return the logits, float32, of all rows or of a chunk of them."""
+        out = self.unembed(hidden * self.config.output_scale)
         return constrain(out, "batch", "length", "vocab")
 
-    def _through(
+    def _apply_side(
         self,
         side: Backbone,
         tokens: Array,
@@ -156,16 +161,16 @@ class EncoderDecoder(nnx.Module):
         x = noise(self.embedding(tokens), side.config.embedding_noise, noise_key(key))
         x = constrain(x.astype(self.precision.activations), "batch", "length", None)
         x = dropout(x, side.config.dropout, keys[0])
-        places = jnp.broadcast_to(mask.query_index, tokens.shape)
+        slots = jnp.broadcast_to(mask.query_index, tokens.shape)
         return side.apply_layers(
-            x, positions=places, mask=mask, memory=memory, cache=cache, keys=(None, keys[1])
+            x, positions=slots, mask=mask, memory=memory, cache=cache, keys=(None, keys[1])
         )
 
 
-def _across(
+def _cross_mask(
     tokens: Array, source: Array, segments: Array | None, source_segments: Array | None
 ) -> Mask:
-    """What each token sees of the source: its segment."""
+    """Return the mask of cross attention: each token sees the source's same segment."""
     return Mask(
         query_index=jnp.arange(tokens.shape[1], dtype=jnp.int32)[None],
         key_index=jnp.arange(source.shape[1], dtype=jnp.int32)[None],

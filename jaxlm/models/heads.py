@@ -1,4 +1,4 @@
-"""What predicts tokens beyond the next one, from the stream that the decoder's layers have made."""
+"""Multi-token-prediction heads, which predict tokens beyond the next one from the stream."""
 
 from collections.abc import Callable
 
@@ -11,6 +11,7 @@ from jaxlm.core import random
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.models import config as configs
+from jaxlm.nn.config import NormConfig
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import Linear
 from jaxlm.nn.norm import Norm
@@ -20,35 +21,38 @@ from jaxlm.parallel.rules import constrain
 
 
 class Head(nnx.Module):
-    """One more layer, of the kind of the decoder's last, and a norm; a sequential one reads a token more before.
+    """A layer like the decoder's last, and a norm; a sequential head also reads the token ahead.
 
     parallel     h_k = layer_k(x)
-    sequential   h_k = layer_k(M_k [norm(h_{k-1}); norm(embedding of the token k ahead)]), with h_0 = x
+    sequential   h_k = layer_k(M_k [norm(h_{k-1}); norm(embedding of the token k ahead)]), h_0 = x
 
-    where x is the stream after all of the decoder's layers, before its final norm. What comes out of the norm of h_k is
-    unembedded as the decoder's own.
+    x is the stream after all layers of the decoder, before its final norm. The norm of h_k is
+    unembedded as the decoder's own output.
 
-    Source: Gloeckle et al. 2024, arXiv:2404.19737, section 2 (parallel; there the next token has a layer of its own too, and
-    so the shared ones are one fewer); DeepSeek-AI 2024, arXiv:2412.19437, section 2.2 (sequential).
+    Source: Gloeckle et al. 2024, arXiv:2404.19737, section 2 (parallel; there the next token has a
+    layer of its own too, so the shared layers are one fewer); DeepSeek-AI 2024, arXiv:2412.19437,
+    section 2.2 (sequential).
     """
 
     def __init__(
         self,
         config: configs.Decoder,
-        kind: configs.HeadKind,
+        name: str,
         *,
         key: Array,
         init: Initializer,
         precision: Precision,
         remat: str,
-        name: str,
     ):
-        (block,) = config.layers[-1:]
-        stream, norm = {"embed": config.width}, config.final_norm
-        inner = config.final_norm or block.norm
-        is_sequential = kind == "sequential"
-        self.hidden_norm = Norm(stream, inner, dtype=init.dtype) if is_sequential else None
-        self.token_norm = Norm(stream, inner, dtype=init.dtype) if is_sequential else None
+        (block,) = config.heads[:1]
+        stream = {"embed": config.width}
+
+        def norm(norm_config: NormConfig | None) -> Norm | None:
+            return None if norm_config is None else Norm(stream, norm_config, dtype=init.dtype)
+
+        is_sequential = config.ahead is not None and config.ahead.kind == "sequential"
+        inner = (config.final_norm or block.norm) if is_sequential else None
+        self.hidden_norm, self.token_norm = norm(inner), norm(inner)
         self.join = (
             Linear(
                 {"joined": 2 * config.width},
@@ -73,7 +77,7 @@ class Head(nnx.Module):
             axis="prefix",
             name=f"{name}/block",
         )
-        self.norm = None if norm is None else Norm(stream, norm, dtype=init.dtype)
+        self.norm = norm(config.final_norm)
 
     def __call__(
         self,
@@ -84,20 +88,22 @@ class Head(nnx.Module):
         mask: Mask,
         key: Array | None,
     ) -> tuple[Float[Array, "B T D"], dict[str, Mean]]:
-        """The stream after this head, and what its layer adds to the objective. `token` is the embedding of the token ahead."""
+        """Return the stream after this head, and its layer's auxiliary losses.
+
+        `token` computes the embedding of the token ahead.
+        """
         if self.join is not None:
             assert self.hidden_norm is not None
             assert self.token_norm is not None
-            both = jnp.concatenate(
-                [self.hidden_norm(x), self.token_norm(token().astype(x.dtype))], -1
-            )
+            token_stream = self.token_norm(token().astype(x.dtype))
+            both = jnp.concatenate([self.hidden_norm(x), token_stream], -1)
             x = constrain(self.join(both), "batch", "length", None)
         x, _, losses = self.block(x, positions=positions, mask=mask, key=key)
         return x, losses
 
 
 class Heads(nnx.Module):
-    """The heads of the tokens 2, 3, ... ahead, under their numbers from 0."""
+    """The heads of the tokens 2, 3, ... ahead, by their numbers from 0."""
 
     def __init__(
         self,
@@ -113,12 +119,11 @@ class Heads(nnx.Module):
         for number in range(ahead.tokens):
             head = Head(
                 config,
-                ahead.kind,
+                f"heads/{number}",
                 key=jax.random.fold_in(key, number),
                 init=init,
                 precision=precision,
                 remat=remat,
-                name=f"heads/{number}",
             )
             setattr(self, str(number), head)
 
@@ -132,16 +137,17 @@ class Heads(nnx.Module):
         mask: Mask,
         key: Array | None,
     ) -> tuple[list[Float[Array, "B T D"]], dict[str, Mean]]:
-        """What each head makes of the stream, to be unembedded; and what their layers add to the objective.
+        """Return each head's input of the unembedding, and the auxiliary losses of their layers.
 
-        `ahead` has the token 1, 2, ... ahead of each slot, and whether its document has one; where not, nothing is read.
+        `ahead` holds the id of the token 1, 2, ... ahead of each slot, and if its document has one;
+        otherwise its embedding is 0.
         """
-        x, found, losses = stream, [], []
-        for number, (ids, is_there) in enumerate(ahead):
+        x, outputs, losses = stream, [], []
+        for number, (ids, exists) in enumerate(ahead):
             head = getattr(self, str(number))
 
-            def token(ids: Array = ids, is_there: Array = is_there) -> Array:
-                return jnp.where(is_there[..., None], embed(ids), 0)
+            def token(ids: Array = ids, exists: Array = exists) -> Array:
+                return jnp.where(exists[..., None], embed(ids), 0)
 
             x, added = head(
                 stream if self.kind == "parallel" else x,
@@ -150,6 +156,6 @@ class Heads(nnx.Module):
                 mask=mask,
                 key=None if key is None else jax.random.fold_in(key, number),
             )
-            found.append(x if head.norm is None else head.norm(x))
+            outputs.append(x if head.norm is None else head.norm(x))
             losses.append(added)
-        return found, Mean.merged(*losses)
+        return outputs, Mean.merged(*losses)

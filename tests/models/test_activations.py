@@ -1,4 +1,4 @@
-"""What kernels of attention keep, in closed form, against what JAX keeps."""
+"""Activation memory of attention kernels in closed form, against what JAX saves."""
 
 import dataclasses
 import functools
@@ -43,10 +43,10 @@ def test_splash_keeps_its_operands_its_result_and_a_number_for_each_query_and_he
         return jax.vjp(lambda *x: run(*x, masks.causal(LENGTH)), query, key, value)[1]
 
     leaves = jax.tree.leaves(jax.eval_shape(backward, *shapes))
-    found = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.ndim > 2)
+    actual = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.ndim > 2)
     numbers = ROWS * LENGTH * SIZE * (HEADS + 2 * KV_HEADS + HEADS)
     small = 2048  # which blocks are seen
-    assert 0 <= found - (2 * numbers + 4 * ROWS * LENGTH * HEADS) < small
+    assert 0 <= actual - (2 * numbers + 4 * ROWS * LENGTH * HEADS) < small
     again = 2 * ROWS * LENGTH * HEADS * SIZE
     assert kept("splash") - kept("blockwise") == again
     assert kept("reference") - kept("blockwise") > again

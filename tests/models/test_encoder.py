@@ -1,4 +1,4 @@
-"""What holds for every encoder; that each is what it should be is said by transformers."""
+"""Laws that every encoder satisfies; tests/parity compares each with transformers."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What holds for every encoder-decoder; that each is what it should be is said by transformers."""
+"""Laws of encoder-decoders; tests/parity compares each with transformers."""
 
 import dataclasses
 
@@ -91,22 +91,22 @@ def test_tokens_that_come_one_by_one_score_as_all_at_once(built, logits):
             cache = hidden.cache._replace(length=cache.length + 1)
             return cache, model.logits(hidden.values)[:, 0]
 
-        _, found = jax.lax.scan(step, cache, tokens.T)
-        return found.swapaxes(0, 1)
+        _, actual = jax.lax.scan(step, cache, tokens.T)
+        return actual.swapaxes(0, 1)
 
-    found = one_by_one(jnp.asarray(tokens))
+    actual = one_by_one(jnp.asarray(tokens))
     whole = logits(source, tokens, segments, np.ones_like(tokens))
-    np.testing.assert_allclose(found, whole, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(actual, whole, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="either a source or a cache"):
         blueprint.merge(params)(tokens, positions=tokens)
 
 
 def test_a_decoder_that_attends_to_no_encoder_and_mixed_biases_are_refused():
-    with pytest.raises(ValueError, match="every layer of the decoder attends"):
+    with pytest.raises(ValueError, match="cross attention in every layer"):
         dataclasses.replace(CONFIG, decoder=CONFIG.encoder)
     (block,) = CONFIG.encoder.pattern
     bare = dataclasses.replace(block, attention=dataclasses.replace(block.attention, relative=None))
-    with pytest.raises(ValueError, match="share the table"):
+    with pytest.raises(ValueError, match="the same relative bias"):
         dataclasses.replace(CONFIG.encoder, pattern=(block, bare))
     with pytest.raises(ValueError, match="wired as post"):
         dataclasses.replace(CONFIG.decoder.pattern[0], residual="post")
@@ -115,9 +115,9 @@ def test_a_decoder_that_attends_to_no_encoder_and_mixed_biases_are_refused():
 @pytest.mark.parametrize("both_ways", [True, False])
 def test_a_bucket_is_that_of_the_paper(both_ways):
     config = RelativeBias(buckets=32, farthest=128, both_ways=both_ways)
-    found = bucket(jnp.arange(-300, 301), config)
+    actual = bucket(jnp.arange(-300, 301), config)
     count, first = (16, 16) if both_ways else (32, 0)
-    for distance, number in zip(range(-300, 301), found.tolist(), strict=True):
+    for distance, number in zip(range(-300, 301), actual.tolist(), strict=True):
         far = abs(distance) if both_ways else max(-distance, 0)
         near = count // 2
         wide = near

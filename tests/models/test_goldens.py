@@ -55,9 +55,9 @@ def test_tensors_and_attributes_come_back_as_they_were(name):
     blueprint = Blueprint(family.build(), Precision.float32())
     for key, array in weights.theirs(family, weights.params(family, blueprint.shapes)).items():
         np.testing.assert_array_equal(array, weights.weight(key, array.shape), err_msg=key)
-    given = Attributes(json.loads(json.dumps(family.to_hub())), "config.json")
-    again = type(family).from_hub(given)
-    given.check()
-    checked = config.from_json(type(family), config.to_json(again))
+    attributes = Attributes(json.loads(json.dumps(family.to_hub())), "config.json")
+    read_back = type(family).from_hub(attributes)
+    attributes.check()
+    checked = config.from_json(type(family), config.to_json(read_back))
     assert checked.build() == family.build()
     assert checked.to_hub() == family.to_hub()

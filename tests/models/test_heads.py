@@ -1,4 +1,4 @@
-"""Heads for further tokens, beside the layers that come before them."""
+"""Multi-token-prediction heads."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What holds for every decoder, whatever it is made of."""
+"""Laws that every decoder satisfies."""
 
 import dataclasses
 from typing import get_args
@@ -13,13 +13,13 @@ from jaxlm.core.precision import Precision
 from jaxlm.models.build import Blueprint
 from jaxlm.models.cost import model_cost
 from jaxlm.models.cost.tensors import tensors
-from jaxlm.models.families.deepseek_v2 import DeepSeekV2
-from jaxlm.models.families.deepseek_v3 import DeepSeekV3
+from jaxlm.models.families.cohere import Cohere
+from jaxlm.models.families.deepseek import DeepSeekV2, DeepSeekV3
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
-from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.mistral import Mixtral
 from jaxlm.models.families.modernbert import ModernBERT
-from jaxlm.models.families.qwen3 import Qwen3
+from jaxlm.models.families.qwen import Qwen3
 from jaxlm.models.families.union import SIZES, Family
 from jaxlm.nn.config import BlockConfig, NormConfig, Residual
 from jaxlm.nn.rotary import Rope, YarnScaling
@@ -29,6 +29,7 @@ LENGTH, VOCAB = 12, 50
 FAMILIES = {
     "llama": Llama(vocab=VOCAB, width=32, depth=3, heads=4, kv_heads=2, hidden=48),
     "qwen3, tied": Qwen3(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=1, tied=True),
+    "cohere": Cohere(vocab=VOCAB, width=32, depth=2, heads=4, kv_heads=2, hidden=48),
     "gpt2": GPT2(vocab=VOCAB, width=32, depth=3, heads=4, context=16),
     "gpt2, no biases": GPT2(
         vocab=VOCAB, width=32, depth=2, heads=4, context=16, bias=False, tied=False
@@ -49,7 +50,7 @@ FAMILIES = {
 
 
 def patterned():
-    """Kinds of blocks in turn, a prefix, and a layer left over: local and global attention, residuals of either kind."""
+    """Return a decoder with a prefix, a pattern of two kinds, and an incomplete last period."""
     base = FAMILIES["llama"].build()
     (block,) = base.pattern
     local = dataclasses.replace(
@@ -64,8 +65,8 @@ def patterned():
     )
 
 
-def beside():
-    """What else a block can be: norms of all heads together, parts of heads rotated, both parts beside each other."""
+def parallel():
+    """Return a decoder with norms over all heads, partly rotated heads, and parallel parts."""
     base = FAMILIES["llama"].build()
     (block,) = base.pattern
     norm = NormConfig(offset=1.0)
@@ -81,7 +82,7 @@ def beside():
 
 CONFIGS = {name: family.build() for name, family in FAMILIES.items()} | {
     "patterned": patterned(),
-    "beside": beside(),
+    "parallel": parallel(),
     "shallower than its pattern, two positions": dataclasses.replace(
         patterned(), depth=2, inner_positions=8
     ),
@@ -89,7 +90,7 @@ CONFIGS = {name: family.build() for name, family in FAMILIES.items()} | {
 
 
 def test_everything_that_a_block_can_be_is_under_these_laws():
-    """Families are made of these alone; that each is what it should be is said by transformers."""
+    """Families consist of these; tests/parity compares each with transformers."""
     encoder = ModernBERT(vocab=VOCAB, depth=2).build()  # its laws are in test_encoder.py
     blocks = [block for config in (*CONFIGS.values(), encoder) for block in config.layers]
     assert {block.residual for block in blocks} == set(get_args(Residual))
@@ -238,7 +239,7 @@ def test_cached_decoding_is_the_full_forward_row_by_row(built):
     for row, length in enumerate(lengths.tolist()):
         np.testing.assert_allclose(got[row, :length], full[row, :length], rtol=1e-4, atol=1e-5)
     cache = cache._replace(length=lengths)
-    for _ in range(4):  # the rows go on from different places, over what the padding left behind
+    for _ in range(4):  # rows continue at different slots, over the padding
         index = cache.length[:, None]
         token = jnp.take_along_axis(tokens, index, axis=1)
         got, cache = forward(token, index, cache, jnp.ones_like(lengths))
@@ -265,7 +266,7 @@ def test_segments_with_a_cache_are_refused():
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_depth_that_leaves_nothing_to_the_pattern_is_refused(depth):
-    with pytest.raises(ValueError, match=f"depth = {depth}, of which the prefix has 1"):
+    with pytest.raises(ValueError, match=f"depth = {depth}, a prefix of 1"):
         dataclasses.replace(patterned(), depth=depth)
     with pytest.raises(ValueError, match="a pattern of 0"):
         dataclasses.replace(patterned(), pattern=())
@@ -305,6 +306,7 @@ def test_every_parameter_has_axes_of_its_rank(built):
 
 
 PUBLISHED = {
+    "command-r-v01": 34_980_831_232,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
@@ -437,7 +439,7 @@ def without_windows(config):
 
 
 def test_a_cache_of_latents_is_as_small_as_published():
-    """arXiv:2405.04434, table 1: 4.5 head sizes of 128 in each layer, whatever the number of heads."""
+    """arXiv:2405.04434, table 1: 4.5 head sizes of 128 in each layer for any number of heads."""
     decoder = SIZES["deepseek-v2"].build()
     numbers = model_cost.cache_bytes(decoder, 1, element_bytes=1)
     assert numbers == 4.5 * 128 * 60
@@ -462,8 +464,8 @@ def test_a_cache_of_latents_is_as_small_as_published():
 def test_what_groups_and_latents_cannot_be_is_told_with_what_they_can(changed, setting, fix):
     family = FAMILIES["deepseek_v2"]
     assert not list(family.problems())
-    ((found, _, flag),) = dataclasses.replace(family, **changed).problems()
-    assert (found, flag) == (setting, fix)
+    ((actual, _, flag),) = dataclasses.replace(family, **changed).problems()
+    assert (actual, flag) == (setting, fix)
 
 
 @pytest.mark.parametrize(

@@ -69,3 +69,10 @@ def test_frequencies_that_are_not_computed_are_refused(name, scaling, why):
     with pytest.raises(JaxlmError) as caught:
         described(name, **OF_128K | {"rope_scaling": LONG | scaling})
     assert why in caught.value.why
+
+
+def test_norms_of_queries_and_keys_with_a_scale_per_head_are_refused_by_name():
+    """Command-R+ has them."""
+    with pytest.raises(DataError) as caught:
+        described("command-r-v01", use_qk_norm=True)
+    assert caught.value.why == "use_qk_norm = True, and False is what jaxlm computes"

@@ -30,7 +30,7 @@ def exported(request, tmp_path):
 
 @pytest.fixture
 def complaints(caplog):
-    """What transformers warns of, as `records`."""
+    """Collect the warnings of transformers in `records`."""
     import transformers
 
     transformers.logging.enable_propagation()
@@ -62,9 +62,9 @@ def test_an_export_opens_in_transformers_with_the_same_ids_logits_and_text(
         return model.logits(model(tokens, positions=np.arange(len(ids))[None]).values)
 
     with torch.no_grad():
-        wanted = model(torch.tensor([ids])).logits.numpy()
-    found = logits(ours.params, np.array([ids], np.int32))
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
+        expected = model(torch.tensor([ids])).logits.numpy()
+    actual = logits(ours.params, np.array([ids], np.int32))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-5)
     capsys.readouterr()
     words = [
         "generate",

@@ -48,12 +48,12 @@ def test_penalties_and_cuts_are_those_of_its_processors():
             theirs.MinPLogitsWarper(0.02),
         ]
     )
-    wanted = chain(torch.tensor(ids, dtype=torch.long), torch.tensor(logits)).numpy()
-    found = Penalties(repetition=1.4)(jnp.asarray(logits), history) / 0.7
-    found = np.asarray(sampling.filtered(found, top_k=20, top_p=0.95, min_p=0.02))
-    np.testing.assert_array_equal(np.isfinite(found), np.isfinite(wanted))
-    assert 0 < np.isfinite(found).sum() < 4 * 20
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    expected = chain(torch.tensor(ids, dtype=torch.long), torch.tensor(logits)).numpy()
+    actual = Penalties(repetition=1.4)(jnp.asarray(logits), history) / 0.7
+    actual = np.asarray(sampling.filtered(actual, top_k=20, top_p=0.95, min_p=0.02))
+    np.testing.assert_array_equal(np.isfinite(actual), np.isfinite(expected))
+    assert 0 < np.isfinite(actual).sum() < 4 * 20
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("beams", "penalty"), [(3, 1.0), (4, 0.0), (2, 2.0)])
@@ -76,8 +76,8 @@ def test_beams_find_what_its_search_finds(tmp_path, beams, penalty):
         return_dict_in_generate=True,
         output_scores=True,
     )
-    found, score = searched(tmp_path, family, beams, penalty)
-    assert found == out.sequences[0, len(PROMPT) :].tolist()
+    actual, score = searched(tmp_path, family, beams, penalty)
+    assert actual == out.sequences[0, len(PROMPT) :].tolist()
     np.testing.assert_allclose(score, float(out.sequences_scores[0]), rtol=1e-4)
 
 
@@ -104,8 +104,8 @@ def test_beams_of_an_encoder_decoder_find_what_its_search_finds(tmp_path, beams,
         return_dict_in_generate=True,
         output_scores=True,
     )
-    found, score = searched(tmp_path, family, beams, penalty)
-    assert found == out.sequences[0, 1:].tolist()
+    actual, score = searched(tmp_path, family, beams, penalty)
+    assert actual == out.sequences[0, 1:].tolist()
     np.testing.assert_allclose(score, float(out.sequences_scores[0]), rtol=1e-4)
 
 
@@ -122,10 +122,10 @@ def searched(folder, family, beams, penalty):
     run = beam.build(
         blueprint.merge, beams=beams, length_penalty=penalty, max_tokens=LENGTH, ends=[END], pad=PAD
     )
-    found = jax.jit(run)(params, jnp.asarray([PROMPT]), jnp.array([len(PROMPT)]), None)
-    count = int(found.length[0])
-    score = float(found.log_probabilities[0, :count].sum()) / count**penalty
-    return found.ids[0, :count].tolist(), score
+    actual = jax.jit(run)(params, jnp.asarray([PROMPT]), jnp.array([len(PROMPT)]), None)
+    count = int(actual.length[0])
+    score = float(actual.log_probabilities[0, :count].sum()) / count**penalty
+    return actual.ids[0, :count].tolist(), score
 
 
 @pytest.mark.timeout(600)
@@ -135,12 +135,12 @@ def test_eight_prompts_go_on_faster_than_its_generate_does():
     words = [sys.executable, str(BENCH), "--turns=2"]
     done = subprocess.run(words, capture_output=True, text=True, env=clean)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    actual = json.loads(done.stdout.splitlines()[-1])
     ways = [f"{name} {dtype}" for name in ("jaxlm", "jaxlm, guessing") for dtype in DTYPES]
-    assert max(found[way] for way in ways) > 1.2 * max(found[f"transformers {d}"] for d in DTYPES)
+    assert max(actual[way] for way in ways) > 1.2 * max(actual[f"transformers {d}"] for d in DTYPES)
     if processor.AMX not in processor.units():
-        assert found["jaxlm float32"] >= 2 * found["transformers float32"]
-    assert found["same ids, jaxlm float32"] == found["same ids, jaxlm, guessing float32"] == 1
+        assert actual["jaxlm float32"] >= 2 * actual["transformers float32"]
+    assert actual["same ids, jaxlm float32"] == actual["same ids, jaxlm, guessing float32"] == 1
 
 
 def test_the_benchmark_beside_its_generate_runs_and_both_give_the_same_text():
@@ -153,11 +153,11 @@ def test_the_benchmark_beside_its_generate_runs_and_both_give_the_same_text():
     )
     assert done.returncode == 0, done.stderr
     *turns, last = done.stdout.splitlines()
-    found = json.loads(last)
+    actual = json.loads(last)
     assert len(turns) == 6
     for name, dtype in itertools.product(("jaxlm", "jaxlm, guessing"), DTYPES):
-        rates = [found[f"{side} {dtype}"] for side in (name, "transformers")]
-        assert found[f"times as fast, {name} {dtype}"] == pytest.approx(rates[0] / rates[1])
+        rates = [actual[f"{side} {dtype}"] for side in (name, "transformers")]
+        assert actual[f"times as fast, {name} {dtype}"] == pytest.approx(rates[0] / rates[1])
     if processor.AMX not in processor.units():
-        assert found["jaxlm float32"] >= 2 * found["transformers float32"]
-    assert found["same ids, jaxlm float32"] == found["same ids, jaxlm, guessing float32"] == 1
+        assert actual["jaxlm float32"] >= 2 * actual["transformers float32"]
+    assert actual["same ids, jaxlm float32"] == actual["same ids, jaxlm, guessing float32"] == 1

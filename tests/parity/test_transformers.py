@@ -46,11 +46,11 @@ def read_by_transformers(folder, dtype="float64"):
 
 def apart(gradients):
     """Gradients by the names in files, where each expert has matrices of its own, and its gate and up."""
-    found = {}
+    actual = {}
     for name, gradient in gradients.items():
         stem, _, fused = name.rpartition(".experts.")
         if not stem:
-            found[name] = gradient
+            actual[name] = gradient
             continue
         for number, own in enumerate(gradient):
             parts = {"down_proj": own}
@@ -58,8 +58,8 @@ def apart(gradients):
                 gate, up = np.split(own, 2)
                 parts = {"gate_proj": gate, "up_proj": up}
             for part, value in parts.items():
-                found[f"{stem}.experts.{number}.{part}.weight"] = value
-    return found
+                actual[f"{stem}.experts.{number}.{part}.weight"] = value
+    return actual
 
 
 OLDER = {
@@ -75,12 +75,12 @@ OLDER = {
 
 def by_files(family, gradients):
     """The same under the older names that files have."""
-    found = {}
+    actual = {}
     for name, gradient in gradients.items():
         for new, old in OLDER.get(family.HUB.model_type, {}).items():
             name = name.replace(new, old)
-        found[name] = gradient
-    return found
+        actual[name] = gradient
+    return actual
 
 
 def scored(model, family, ids, source):
@@ -116,7 +116,7 @@ def both(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(both, tmp_path_factory):
-    """What transformers saves of the model, by dtype: in float32, and that in bfloat16."""
+    """Return the folders that transformers saves, by dtype: float32, and that as bfloat16."""
     _, model, *_ = both
     folders = {dtype: tmp_path_factory.mktemp(dtype) for dtype in ("float32", "bfloat16")}
     copy.deepcopy(model).float().save_pretrained(folders["float32"])
@@ -163,7 +163,7 @@ def unequal():
 
 
 def within(lengths):
-    """Which slots of rows are no padding."""
+    """Return the mask of slots that are no padding."""
     return np.arange(lengths.max()) < lengths[:, None]
 
 
@@ -172,8 +172,8 @@ def places():
     return np.broadcast_to(np.arange(LENGTHS.max(), dtype=np.int32), (2, LENGTHS.max()))
 
 
-def check(found, wanted):
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
+def check(actual, wanted):
+    np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=2e-5)
 
 
 def test_logits_loss_gradients_and_the_way_back_are_those_of_transformers(
@@ -219,7 +219,7 @@ def test_padded_and_packed_rows_are_those_of_transformers(both):
     name, model, *_ = both
     family, blueprint = weights.FAMILIES[name], blueprint_of(name)
     params, ids, source = weights.params(family, blueprint.shapes), *unequal()
-    with torch.no_grad():  # each by itself: beside padding, its windows give it no numbers
+    with torch.no_grad():  # one by one: with padding, windows would make NaN
         alone = [
             scored(model, family, ids[row : row + 1, :length], source[row : row + 1, :read])[0]
             for row, (length, read) in enumerate(zip(LENGTHS, SOURCES, strict=True))
@@ -280,9 +280,9 @@ def test_tokens_after_a_cache_are_those_of_transformers(both):
         with torch.no_grad():
             out = model(**part, **given, past_key_values=known, use_cache=True)
         known = out.past_key_values
-        found, cache = run(params, ids[:, start:stop], places()[:, start:stop], cache)
+        actual, cache = run(params, ids[:, start:stop], places()[:, start:stop], cache)
         cache = cache._replace(length=cache.length + stop - start)
-        check(found, out.logits.numpy())
+        check(actual, out.logits.numpy())
 
 
 def test_what_transformers_writes_is_read_as_it_was(both, saved):
@@ -300,7 +300,7 @@ def test_what_transformers_writes_is_read_as_it_was(both, saved):
 
 def test_the_goldens_are_what_transformers_says_today(both):
     name, _, logits, loss, gradients = both
-    found = {
+    actual = {
         "made by": "tests/parity/test_transformers.py, transformers in float64",
         "loss": loss,
         "logits": logits[:, ::8].tolist(),
@@ -308,8 +308,8 @@ def test_the_goldens_are_what_transformers_says_today(both):
     }
     path = GOLDENS / f"{name}.json"
     if os.environ.get("JAXLM_WRITE_GOLDENS"):
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        path.write_text(json.dumps(actual, indent=1) + "\n")
     golden = json.loads(path.read_text())
-    # transformers takes cosines in float32 whatever the dtype: another processor rounds them otherwise.
-    np.testing.assert_allclose(found["loss"], golden["loss"], rtol=1e-7)
-    np.testing.assert_allclose(found["logits"], golden["logits"], rtol=1e-6, atol=2e-6)
+    # transformers computes cosines in float32 for every dtype, and processors round them differently.
+    np.testing.assert_allclose(actual["loss"], golden["loss"], rtol=1e-7)
+    np.testing.assert_allclose(actual["logits"], golden["logits"], rtol=1e-6, atol=2e-6)

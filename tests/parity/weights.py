@@ -7,24 +7,18 @@ import numpy as np
 from jaxlm.checkpoint.hub_folder import write_json, write_tensors
 from jaxlm.checkpoint.hub_tensors import Reader, layout
 from jaxlm.core import tree
-from jaxlm.models.families.bert import BERT
-from jaxlm.models.families.deepseek_v2 import DeepSeekV2
-from jaxlm.models.families.deepseek_v3 import DeepSeekV3
-from jaxlm.models.families.gemma import Gemma
-from jaxlm.models.families.gemma2 import Gemma2
-from jaxlm.models.families.gemma3 import Gemma3
+from jaxlm.models.families.bert import BERT, RoBERTa
+from jaxlm.models.families.cohere import Cohere
+from jaxlm.models.families.deepseek import DeepSeekV2, DeepSeekV3
+from jaxlm.models.families.gemma import Gemma, Gemma2, Gemma3
 from jaxlm.models.families.gpt2 import GPT2
 from jaxlm.models.families.llama import Llama
-from jaxlm.models.families.mistral import Mistral
-from jaxlm.models.families.mixtral import Mixtral
+from jaxlm.models.families.mistral import Mistral, Mixtral
 from jaxlm.models.families.modernbert import ModernBERT
 from jaxlm.models.families.neox import NeoX
 from jaxlm.models.families.olmo2 import OLMo2
 from jaxlm.models.families.phi3 import Phi3
-from jaxlm.models.families.qwen2 import Qwen2
-from jaxlm.models.families.qwen3 import Qwen3
-from jaxlm.models.families.qwen3_moe import Qwen3Moe
-from jaxlm.models.families.roberta import RoBERTa
+from jaxlm.models.families.qwen import Qwen2, Qwen3, Qwen3Moe
 from jaxlm.models.families.smollm3 import SmolLM3
 from jaxlm.models.families.t5 import T5
 from jaxlm.nn.rotary import LinearScaling, Llama3Scaling, LongScaling, YarnScaling
@@ -79,6 +73,8 @@ FAMILIES = {
         **LATENT | dict(dense_depth=2), groups=1, top_groups=1, normalised=False, pairs="halves", rope_theta=100.0,
         mscale=1.0, rope_scaling=YarnScaling(factor=8.0, original=16, magnitude=0.9), tied=True,
     ),
+    "cohere": Cohere(**GROUPED, logit_scale=0.25),
+    "cohere, untied": Cohere(**GROUPED, tied=False, rope_theta=100.0, logit_scale=0.5),
     "bert": BERT(**SIZES, context=32),
     "roberta": RoBERTa(**SIZES, context=32, padding=1),
     "modernbert": ModernBERT(**SIZES | dict(depth=4), hidden=48, context=64, window=2, local_rope_theta=100.0),
@@ -111,7 +107,7 @@ def tokens() -> np.ndarray:
 
 
 def source() -> np.ndarray:
-    """Two rows of other ids, for an encoder beside a decoder."""
+    """Return two rows of other ids, for an encoder."""
     return (np.arange(2 * LENGTH)[::-1].reshape(2, LENGTH)[:, :11] * 5 % VOCAB).astype(np.int32)
 
 
@@ -124,7 +120,7 @@ def forward(model, family):
 
 
 def tensors(family):
-    """Where each tensor of Hugging Face lies in ours."""
+    """Return the mapping of every Hugging Face tensor to our parameters."""
     return layout(family.build(), family.HUB)
 
 
@@ -156,7 +152,10 @@ def gradients(family, ours) -> dict[str, np.ndarray]:
 
 
 def is_nothing(gradient: float, largest: float) -> bool:
-    """Whether a gradient is zero but for rounding: a bias of keys adds the same to all scores of a query, where none is rotated."""
+    """Return if a gradient is zero except for rounding.
+
+    A bias of keys adds the same to all scores of a query if no key is rotated.
+    """
     return gradient < 1e-12 * largest
 
 

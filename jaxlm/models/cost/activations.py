@@ -1,9 +1,9 @@
-"""What a layer keeps for its backward pass, in closed form, by remat policy. Free of JAX."""
+"""Activation memory of layers in closed form, by remat policy. Free of JAX."""
 
 import dataclasses
 
-from jaxlm.models import routed
 from jaxlm.models.config import Backbone
+from jaxlm.models.cost import model_cost
 from jaxlm.nn.config import NORMS, AttentionConfig, BlockConfig, MoeConfig
 from jaxlm.ops.kernels import BLOCK, LANES, rows_at_a_time
 from jaxlm.parallel import logical
@@ -12,29 +12,34 @@ from jaxlm.parallel.logical import Sizes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """A device's share of a micro-batch, and the bytes of a number: of activations, of operands of products."""
+    """A device's share of a micro-batch, and bytes of an activation and of a product's operand."""
 
     rows: int
     length: int  # tokens of a row that are this device's
-    keys: int  # tokens of a row whose scores are formed at a time: all of them, or those of a block
+    keys: int  # tokens of a row whose scores are computed at a time: all, or those of a block
     sizes: Sizes  # of each mesh axis
     stream_bytes: int
     compute_bytes: int
-    source: int = 0  # tokens of a row that an encoder has read, for a decoder beside it
-    is_dense: bool = False  # ragged products of experts are dense ones, as `routed.is_dense` says
+    source: int = 0  # tokens of a row of the encoder, for a decoder with cross attention
+    is_dense: bool = False  # see `model_cost.is_dense_ragged`
 
     @property
     def tokens(self) -> int:
         """Tokens of the share."""
         return self.rows * self.length
 
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of an attention score, in float32 and in the dtype of products."""
+        return 4 + (self.compute_bytes if self.compute_bytes != 4 else 0)
+
     def own(self, size: int, axis: str) -> float:
-        """The device's part of a dimension."""
+        """Return the device's part of a dimension."""
         return size / logical.ways(self.sizes, axis)
 
 
 def biases(config: Backbone, share: Share) -> float:
-    """Bytes of what distances add to the scores of all layers, and of its gradient: the same for all rows."""
+    """Return the bytes of the relative bias of all layers and rows, and of its gradient."""
     attention = config.pattern[0].attention
     if attention.relative is None:
         return 0.0
@@ -42,23 +47,23 @@ def biases(config: Backbone, share: Share) -> float:
 
 
 def kept(config: Backbone, block: BlockConfig, share: Share, policy: str) -> float:
-    """Bytes that a layer keeps on the device from its forward to its backward pass.
+    """Return the bytes that a layer stores on the device for its backward pass.
 
-    - none: the operand of every product, and what elementwise parts read again.
+    - none: the operands of all products, and the inputs of elementwise parts.
     - dots: the layer's input and the results of products with weights.
-    - full: its input. save: also what is named; offload: that on the host instead.
+    - full: its input. save: also what is named; offload: stores that on the host instead.
     """
-    across = 0.0 if block.cross is None else _across(config, block.cross, share, policy)
-    return share.tokens * (_per_token(config, block, share, policy) + across)
+    cross = 0.0 if block.cross is None else _cross_per_token(config, block.cross, share, policy)
+    return share.tokens * (_per_token(config, block, share, policy) + cross)
 
 
 def meeting(config: Backbone, share: Share) -> float:
-    """Bytes in which the queries and keys of a layer meet, but for the scores that the reference keeps."""
-    return max(_meeting(block, share) for block in config.layers)
+    """Return the largest attention workspace of a layer, without scores of the reference."""
+    return max(_attention_workspace(block, share) for block in config.layers)
 
 
 def padded(config: Backbone, share: Share) -> float:
-    """Return the bytes of padded operands while a layer of dropless experts goes back."""
+    """Return the bytes of padded operands in the backward pass of a layer of dropless experts."""
     return max(_padded(config.width, block, share) for block in config.layers)
 
 
@@ -67,23 +72,25 @@ def _padded(width: int, block: BlockConfig, share: Share) -> float:
     if not isinstance(mlp, MoeConfig) or mlp.capacity is not None or not share.is_dense:
         return 0.0
     hidden = share.own(mlp.hidden, "mlp")
-    copies = routed.held(mlp, share.sizes) * routed.rows(mlp, share.length, share.sizes)
-    numbers = routed.PADDED_STREAM * width + routed.PADDED_HIDDEN * hidden
+    copies = model_cost.experts_per_device(mlp, share.sizes) * model_cost.expert_rows(
+        mlp, share.length, share.sizes
+    )
+    numbers = model_cost.PADDED_STREAM * width + model_cost.PADDED_HIDDEN * hidden
     return share.tokens * copies * numbers * share.stream_bytes
 
 
-def _meeting(block: BlockConfig, share: Share) -> float:
+def _attention_workspace(block: BlockConfig, share: Share) -> float:
     heads, kernel = share.own(block.attention.heads, "heads"), block.attention.kernel
     if kernel == "reference":
         return 0.0
     if kernel == "splash":
-        # The forward pass writes each log normalizer once for every lane.
+        # The forward pass writes each log normalizer for every lane.
         return 4 * LANES * share.tokens * heads
     if kernel == "cudnn":
-        # The mask of segments, and its gradient, which JAX before 0.12 has computed for nothing.
+        # The mask of segments, and its gradient, which JAX before 0.12 computes needlessly.
         rows = rows_at_a_time(share.rows, share.length, share.compute_bytes)
         return 2 * share.compute_bytes * rows * share.length**2
-    # Scores, weights and the gradients of both, going back.
+    # Scores, weights and the gradients of both in the backward pass.
     side = min(BLOCK, share.length)
     return 4 * 4 * share.rows * heads * side * side
 
@@ -95,23 +102,24 @@ def _per_token(config: Backbone, block: BlockConfig, share: Share, policy: str) 
     if kind == "offload":
         return 0.0 if "layer_in" in names else stream
     if kind in ("full", "save"):
-        # What the MLP adds is read again only where a norm comes after it.
+        # The MLP's output is read in the backward pass only if a norm comes after it.
         is_read = block.residual in ("post", "sandwich", "output")
-        added = names & ({"attention_out", "mlp_out"} if is_read else {"attention_out"})
-        return stream * (1 + len(added))
+        saved = names & ({"attention_out", "mlp_out"} if is_read else {"attention_out"})
+        return stream * (1 + len(saved))
     attention = block.attention
-    queries = share.own(attention.heads, "heads") * attention.head_dim
+    query_heads = share.own(attention.heads, "heads")
+    queries = query_heads * attention.head_dim
     shared = share.own(attention.kv_heads, "kv_heads")
-    found = share.own(attention.heads, "heads") * attention.value_dim
+    values = query_heads * attention.value_dim
     heads = (queries + shared * (attention.head_dim + attention.value_dim)) * share.stream_bytes
     latents = _latents(attention)
     if policy == "dots":
-        made = latents * share.stream_bytes
-        return 2 * stream + heads + made + _hidden(config, block, share, is_dots=True)
-    # Activations that are not of the products' dtype are cast for each product, and each keeps its own.
+        hidden = _hidden(config, block, share, is_dots=True)
+        return 2 * stream + heads + latents * share.stream_bytes + hidden
+    # If activations have another dtype than products, each product stores a cast copy of its own.
     is_cast = share.stream_bytes != share.compute_bytes
     read = config.width * share.compute_bytes * (3 if is_cast else 1)
-    out = found * share.stream_bytes + (found * share.compute_bytes if is_cast else 0)
+    out = values * share.stream_bytes + (values * share.compute_bytes if is_cast else 0)
     into = config.width * share.compute_bytes
     if is_cast and not isinstance(block.mlp, MoeConfig) and block.mlp.gated:
         into *= 2
@@ -119,23 +127,23 @@ def _per_token(config: Backbone, block: BlockConfig, share: Share, policy: str) 
     total = norms + read + heads + out + into + _hidden(config, block, share, is_dots=False)
     if attention.qk_norm is not None:
         total += (queries + shared * attention.head_dim) * share.stream_bytes
-    # Before their norms, and as products read them.
+    # Before their norms, and as operands of products.
     total += latents * (share.stream_bytes + share.compute_bytes)
-    own_heads = share.own(attention.heads, "heads")
     if attention.kernel == "reference":
-        total += (
-            own_heads * share.keys * (4 + (share.compute_bytes if share.compute_bytes != 4 else 0))
-        )
+        total += query_heads * share.keys * share.score_bytes
     else:
-        total += 4 * own_heads
+        total += 4 * query_heads
     if attention.kernel == "splash":
-        # Head by head, as the kernel made it, beside the layout in which it is multiplied.
+        # The kernel's output by head, in addition to the layout of the product that follows.
         total += queries * share.compute_bytes
     return total
 
 
-def _across(config: Backbone, cross: AttentionConfig, share: Share, policy: str) -> float:
-    """Bytes a token of attention across: its norm, queries, scores and output; keys and values of all that was read."""
+def _cross_per_token(config: Backbone, cross: AttentionConfig, share: Share, policy: str) -> float:
+    """Return the bytes of cross attention per token of the decoder.
+
+    These are its norm, queries, scores and output, and the source's keys and values.
+    """
     if policy not in ("none", "dots"):
         return 0.0
     stream = config.width * share.stream_bytes
@@ -148,27 +156,26 @@ def _across(config: Backbone, cross: AttentionConfig, share: Share, policy: str)
     is_cast = share.stream_bytes != share.compute_bytes
     into = config.width * share.compute_bytes * (1 + (2 * read if is_cast else 0))
     out = queries * share.stream_bytes + (queries * share.compute_bytes if is_cast else 0)
-    scores = share.own(cross.heads, "heads") * share.source
-    scores *= 4 + (share.compute_bytes if share.compute_bytes != 4 else 0)
+    scores = share.own(cross.heads, "heads") * share.source * share.score_bytes
     return stream + into + heads + out + scores
 
 
 def _latents(attention: AttentionConfig) -> int:
-    """Numbers of a token that its heads are made of."""
+    """Return the size of a token's latents."""
     latent = attention.latent
     return 0 if latent is None else latent.rank + (latent.query_rank or 0)
 
 
 def _hidden(config: Backbone, block: BlockConfig, share: Share, *, is_dots: bool) -> float:
-    """Bytes a token of the feed-forward part."""
+    """Return the bytes of the MLP or the experts per token."""
     mlp = block.mlp
     if isinstance(mlp, MoeConfig):
         both = share.own(mlp.shared, "mlp")
         if is_dots:
             return 2 * both * share.stream_bytes
-        rows = routed.rows(mlp, share.length, share.sizes)
+        rows = model_cost.expert_rows(mlp, share.length, share.sizes)
         inner = rows * share.own(mlp.hidden, "mlp") + both
-        # What experts read and give, and what each token then has of its own experts.
+        # Inputs and outputs of experts, and the outputs gathered for each token.
         outer = rows * (share.stream_bytes + share.compute_bytes) + mlp.top_k * share.stream_bytes
         wide = inner * (2 * share.stream_bytes + share.compute_bytes)
         return wide + config.width * outer + 8 * mlp.experts

@@ -1,4 +1,4 @@
-"""What devices send each other in a step, in closed form, axis by axis. Free of JAX."""
+"""Bytes that devices send each other in a step, in closed form, by mesh axis. Free of JAX."""
 
 import dataclasses
 import math
@@ -13,33 +13,33 @@ from jaxlm.parallel.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a chip is given in one step, and the bytes of a number in a gathered weight, a summed gradient, an activation."""
+    """A chip's part of one step, and the bytes of a weight, a gradient and an activation."""
 
     model: ModelConfig
     sequence: int
-    rows: int  # rows of this chip's part of the batch: tokens / sequence, where context and tensor share them
+    rows: int  # of this chip: tokens / sequence, if context and tensor axes share them
     microbatches: int = 1
-    repeats: int = 1  # groups of layers that a stage of a pipeline holds
+    repeats: int = 1  # groups of layers of a pipeline stage
     weight_bytes: int = 2
     gradient_bytes: int = 4
     activation_bytes: int = 2
-    targets: int = 0  # tokens of a row that a decoder writes beside an encoder's
-    zero: int = 3  # what fsdp splits: the optimizer's state (1), gradients too (2), weights too (3)
+    targets: int = 0  # tokens of a row of an encoder-decoder's decoder
+    zero: int = 3  # ZeRO stage of fsdp: shards optimizer state (1), gradients (2), weights (3)
 
     @property
     def stream_bytes(self) -> int:
-        """The residual stream of all rows, whole."""
+        """Bytes of the residual stream of all rows."""
         return self.rows * self.sequence * self.model.width * self.activation_bytes
 
     def schedule(self, sizes: dict[str, int]) -> Schedule:
-        """How micro-batches go through the stages."""
+        """Return the schedule of the pipeline."""
         return Schedule(sizes["pipe"], self.microbatches, self.repeats)
 
     def passes(self, sizes: dict[str, int]) -> tuple[float, int]:
-        """How often in one step a chip goes through its blocks, and through the embedding and the unembedding.
+        """Return passes of a chip through its layers and through the tables in one step.
 
-        Once for each micro-batch; in a pipeline through one of its groups of blocks for each tick, and through the tables
-        once, for all micro-batches.
+        One per micro-batch; a pipeline runs one group of layers per tick, and the embedding and the
+        unembedding once for all micro-batches.
         """
         if sizes["pipe"] > 1:
             return self.schedule(sizes).ticks / self.repeats, 1
@@ -47,9 +47,7 @@ class Work:
 
 
 def matrices(model: ModelConfig, tensor: int) -> tuple[float, float, float]:
-    """Numbers in the matrices of all blocks, in embedding and unembedding together, and in the embedding: as many as are
-    left where `tensor` devices share what they can.
-    """
+    """Return the parameters per tensor device of layers, of both tables, and of the embedding."""
     lookup = model.vocab * model.width / tensor
     sizes = {"tensor": tensor}
     blocks = sum(
@@ -61,12 +59,12 @@ def matrices(model: ModelConfig, tensor: int) -> tuple[float, float, float]:
 
 
 def fsdp_bytes(work: Work, sizes: dict[str, int]) -> float:
-    """Sent by a chip over fsdp in one step.
+    """Return the bytes that a chip sends over fsdp in one step.
 
-    Where weights are split, ZeRO 3, in each pass blocks and the unembedding are gathered forward and again backward, the
-    embedding once, which of a tied one serves the unembedding too, and gradients scattered as they are summed. A pipeline does
-    so with its blocks in each tick. Else updated weights are gathered once, in the bytes they are kept in, and gradients of
-    each pass summed: scattered under ZeRO 2, and handed out as over data under 1.
+    ZeRO 3: each pass gathers layers and the unembedding forward and again backward, and the
+    embedding once (if tied, for the unembedding too), and reduce-scatters gradients; a pipeline
+    does so with its layers in each tick. Otherwise updated weights are gathered once, in the bytes
+    they are stored in, and gradients of each pass are reduce-scattered (ZeRO 2) or all-reduced (1).
     """
     blocks, tables, lookup = matrices(work.model, sizes["tensor"])
     through_blocks, through_tables = work.passes(sizes)
@@ -82,9 +80,9 @@ def fsdp_bytes(work: Work, sizes: dict[str, int]) -> float:
 
 
 def data_bytes(work: Work, sizes: dict[str, int]) -> float:
-    """Over data: all gradients that a chip holds, summed and handed out.
+    """Return the bytes over data: an all-reduce of a chip's gradients in each pass.
 
-    In each pass, as the step is written and XLA for CPU compiles it: a compiler may move the sum out of the loop.
+    So the step is written and XLA for CPU compiles it; a compiler may move the sum out of the loop.
     """
     blocks, tables, _ = matrices(work.model, sizes["tensor"])
     through_blocks, through_tables = work.passes(sizes)
@@ -94,33 +92,33 @@ def data_bytes(work: Work, sizes: dict[str, int]) -> float:
 
 
 def tensor_bytes(work: Work, sizes: dict[str, int], *, is_remat: bool = True) -> float:
-    """Over tensor: sums of the stream.
+    """Return the bytes over tensor: all-reduces of the stream.
 
-    In each layer 2 forward, 5 backward (each product that reads the stream is summed by itself: queries, keys, values,
-    gate, up), and 1 of those forward again under full remat; beside the layers, the embedding forward and the unembedding
-    backward. A decoder's attention across adds 1 forward, 1 backward for its queries, 1 of those forward again, and 2
-    backward of what its keys and values have read. Heads that are made of latents give back the sums of these.
+    Each layer has 2 forward, 5 backward (one per product that reads the stream: query, key, value,
+    gate, up), and 1 recomputed under full remat; the embedding has 1 forward, the unembedding 1
+    backward. Cross attention adds 1 forward, 1 backward for queries, 1 recomputed, and 2 backward
+    of the stream that keys and values read. With latents, gradients of the latents are reduced.
     """
     model = work.model
     if isinstance(model, EncoderDecoder):
-        share, across = work.targets / work.sequence, model.decoder.depth
-        read = _sums(model.encoder, is_remat=is_remat) + 2 * across + 1
-        wrote = _sums(model.decoder, is_remat=is_remat) + (2 + is_remat) * across + 2
-        streams = read + share * wrote
+        share, cross = work.targets / work.sequence, model.decoder.depth
+        source = _all_reduces(model.encoder, is_remat=is_remat) + 2 * cross + 1
+        target = _all_reduces(model.decoder, is_remat=is_remat) + (2 + is_remat) * cross + 2
+        streams = source + share * target
     else:
-        streams = _sums(model, is_remat=is_remat) / sizes["pipe"] + 2
+        streams = _all_reduces(model, is_remat=is_remat) / sizes["pipe"] + 2
     return 2 * _ring(sizes["tensor"]) * streams * work.stream_bytes
 
 
-def _sums(stack: Backbone, *, is_remat: bool) -> float:
-    """Of the stream, in the layers of a stack, but for attention across."""
+def _all_reduces(stack: Backbone, *, is_remat: bool) -> float:
+    """Return the all-reduces of the stream in a stack, without cross attention."""
     (block, *_), width = stack.pattern, stack.width
     backward = 2 if isinstance(block.mlp, MoeConfig) or block.mlp.gated else 1
-    return (2 + backward + is_remat + _given_back(block.attention, width) / width) * stack.depth
+    return (2 + backward + is_remat + _reduced_size(block.attention, width) / width) * stack.depth
 
 
-def _given_back(attention: AttentionConfig, width: int) -> int:
-    """Numbers of a token that are summed over heads, going back from queries, keys and values."""
+def _reduced_size(attention: AttentionConfig, width: int) -> int:
+    """Return the elements per token of the gradients of queries, keys and values to reduce."""
     latent = attention.latent
     if latent is None:
         return 3 * width
@@ -128,10 +126,13 @@ def _given_back(attention: AttentionConfig, width: int) -> int:
 
 
 def context_bytes(work: Work, sizes: dict[str, int]) -> float:
-    """Over context: keys and values of whole rows, gathered forward and again under remat, their gradients scattered; and
-    the gradients of all parameters, summed in each pass as over data, but that of the embedding before fsdp splits it.
+    """Return the bytes over context.
+
+    Keys and values of whole rows are gathered forward and again under remat, and their gradients
+    scattered. Gradients of all parameters are all-reduced in each pass as over data, the
+    embedding's before fsdp shards it.
     """
-    assert not isinstance(work.model, EncoderDecoder), "its rows are whole"
+    assert not isinstance(work.model, EncoderDecoder), "an encoder-decoder has no context axis"
     attention = work.model.pattern[0].attention
     kv = attention.kv_heads * (attention.head_dim + attention.value_dim) / sizes["tensor"]
     one = work.rows * work.sequence * sizes["context"] * kv * work.activation_bytes
@@ -144,9 +145,12 @@ def context_bytes(work: Work, sizes: dict[str, int]) -> float:
 
 
 def pipe_bytes(work: Work, sizes: dict[str, int]) -> float:
-    """Over pipe: the stream of a micro-batch to the next stage each tick, and its gradient back; and four sums of the
-    stream: of the embedding, as stages hold parts of the vocabulary, and of the last stage's result forward, of the
-    gradients of the unembedding and of the first stage's batch backward. Beside them, what `dealt_bytes` counts.
+    """Return the bytes over pipe.
+
+    Each tick sends the stream of a micro-batch to the next stage, and its gradient back. Four sums
+    of the stream: the embedding, as stages hold parts of the vocabulary, and the last stage's
+    result forward; gradients of the unembedding and of the first stage's batch backward. Plus
+    `dealt_bytes`.
     """
     if sizes["pipe"] == 1:
         return 0.0
@@ -155,11 +159,11 @@ def pipe_bytes(work: Work, sizes: dict[str, int]) -> float:
 
 
 def dealt_bytes(work: Work, sizes: dict[str, int]) -> float:
-    """Over pipe with R > 1 groups of blocks on each of P stages: each chip's parameters to the stages of their groups, and
-    their gradients back.
+    """Return the bytes over pipe of moving parameters to the stages of their groups of layers.
 
-    Each way (P - 1) / P of them where P divides R. Where R divides P, (R - 1) / R of them are exchanged among R chips, and
-    all handed on to others. Else XLA gathers them: P - 1 times what a chip holds, at most.
+    With R > 1 groups on each of P stages, parameters move there and gradients back. Each way sends
+    (P - 1) / P of them if P divides R. If R divides P, R chips exchange (R - 1) / R of them, and
+    all are sent on. Otherwise XLA gathers them: at most P - 1 times what a chip holds.
     """
     stages, repeats = sizes["pipe"], work.repeats
     if stages == 1 or repeats == 1:

@@ -1,24 +1,31 @@
-"""What a model costs, in closed form: parameters, FLOPs, bytes. Free of JAX."""
+"""Parameters, FLOPs and cache bytes of a model in closed form. Free of JAX."""
 
 import functools
+import math
+from collections.abc import Mapping
 
 from jaxlm.models.config import Decoder, Encoder, EncoderDecoder, ModelConfig
 from jaxlm.models.cost.tensors import block_tensors, tensors
 from jaxlm.nn.config import AttentionConfig, BlockConfig, MoeConfig
+from jaxlm.parallel import logical
 
-# Each layer is walked through: a search of plans asks the same of one model a thousand times.
+# Padded operands alive at once in the backward pass of a layer, as XLA for CPU schedules it
+# (scripts/LOG.md): of the stream's width, and of the experts' hidden units.
+PADDED_STREAM, PADDED_HIDDEN = 2, 5
+
+# Each call visits all layers, and a search of plans repeats it a thousand times for one model.
 _once = functools.lru_cache(maxsize=64)
 
 
 @_once
 def parameters(config: ModelConfig) -> int:
-    """Every number that the model holds."""
+    """Return the number of parameters."""
     return sum(tensor.size for tensor in tensors(config))
 
 
 @_once
 def active_parameters(config: ModelConfig) -> int:
-    """Those that one token meets: all but the experts that it is not sent to."""
+    """Return the number of active parameters: all but experts that a token is not routed to."""
     return parameters(config) - sum(
         _matrices(block, config.width) - _matrices(block, config.width, is_active=True)
         for block in (*config.layers, *config.heads)
@@ -27,7 +34,11 @@ def active_parameters(config: ModelConfig) -> int:
 
 @_once
 def multiplying_parameters(config: ModelConfig) -> int:
-    """Those that a token is multiplied with: matrices (of its own experts), the unembedding once for each token that is predicted; no look-up table, norm or bias."""
+    """Return the number of parameters that a token is multiplied with.
+
+    These are the matrices of layers, of routed experts the token's top_k, and the unembedding once
+    for each predicted token; no lookup table, norm or bias.
+    """
     heads = len(config.heads)
     joined = 0
     if isinstance(config, Decoder) and config.ahead and config.ahead.kind == "sequential":
@@ -46,7 +57,7 @@ def multiplying_parameters(config: ModelConfig) -> int:
 
 @_once
 def projecting_parameters(config: ModelConfig) -> int:
-    """Those in the projections of attention and of dense MLPs, which training may round to eight bits."""
+    """Return the number of parameters of projections that training may quantize to 8 bits."""
     return sum(
         tensor.size
         for block in (*config.layers, *config.heads)
@@ -56,22 +67,23 @@ def projecting_parameters(config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, sequence: int, *, causal: bool, targets: int = 0) -> float:
-    """Model FLOPs of training on one token of a row of `sequence`: forward, and twice that backward.
+    """Return the model FLOPs of training per token of a row of `sequence` tokens.
 
-    6 x (parameters that multiply) + 6 N (H + U) S for each layer of N heads, with keys of size H and values of size U
-    (made of a latent, they are others), and with S the keys that a token meets: the mean over a causal row, (T + 1) / 2, or, with `causal=False`, all T (the full map, which PaLM's MFU counts).
-    A token of an encoder meets all T in either case. A window cuts S. Work that is done twice, as under remat, does not
-    count.
+    6 x (parameters that multiply) + 6 N (H + U) S for each layer of N heads with keys of size H and
+    values of size U (with a latent, U differs from H). S is the number of keys per token: the mean
+    over a causal row, (T + 1) / 2, or with `causal=False` all T, as in PaLM's MFU; always T in an
+    encoder, and less in a window. Backward counts twice forward; recomputation does not count.
 
-    An encoder-decoder reads rows of `sequence` and writes rows of `targets`: all of it is counted for each token that is
-    read. Its decoder's matrices meet the tokens that are written, but for those of cross attention's keys and values.
+    An encoder-decoder reads rows of `sequence` and writes rows of `targets`; all FLOPs are per
+    token of the source. The decoder's matrices multiply the targets, except those of cross
+    attention's keys and values.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     if isinstance(config, EncoderDecoder):
-        return _flops_of_two(config, sequence, targets, causal)
+        return _encoder_decoder_flops(config, sequence, targets, causal)
     attention = sum(
-        _met(block.attention)
+        _score_flops(block.attention)
         * (
             _keys_around(block.attention.window, sequence)
             if isinstance(config, Encoder)
@@ -83,7 +95,7 @@ def flops_per_token(config: ModelConfig, sequence: int, *, causal: bool, targets
 
 
 def routed_parameters(block: BlockConfig, width: int) -> int:
-    """Return the numbers in the matrices of a block's experts that one token meets."""
+    """Return the number of parameters of the routed experts that a token is sent to."""
     if not isinstance(block.mlp, MoeConfig):
         return 0
     experts = sum(each.size for each in block_tensors(block, width) if "experts" in each.axes)
@@ -91,7 +103,7 @@ def routed_parameters(block: BlockConfig, width: int) -> int:
 
 
 def cache_bytes(config: ModelConfig, slots: int, *, element_bytes: int) -> int:
-    """Keys and values, or the latents of both, of one sequence of up to `slots` tokens, of which a window keeps its last."""
+    """Return the bytes of the KV cache of one sequence of up to `slots` tokens."""
     numbers = 0
     for block in config.layers:
         heads, key, value = block.attention.cached
@@ -100,40 +112,86 @@ def cache_bytes(config: ModelConfig, slots: int, *, element_bytes: int) -> int:
 
 
 def met_parameters(config: ModelConfig, sequence: int, targets: int = 0) -> float:
-    """As `multiplying_parameters`; of an encoder-decoder for each token that is read, those written counted with it."""
+    """Return `multiplying_parameters`; of an encoder-decoder per token of the source."""
     if not isinstance(config, EncoderDecoder):
         return multiplying_parameters(config)
     width, share = config.width, targets / sequence
-    read, written = 0.0, float(config.vocab * width)
+    source, target = 0.0, float(config.vocab * width)
     for block in config.encoder.layers:
-        read += _matrices(block, width, is_active=True)
+        source += _matrices(block, width, is_active=True)
     for block in config.decoder.layers:
         assert block.cross is not None
-        known = 2 * width * block.cross.kv_heads * block.cross.head_dim
-        read += known
-        written += _matrices(block, width, is_active=True) - known
-    return read + share * written
+        cross_kv = 2 * width * block.cross.kv_heads * block.cross.head_dim
+        source += cross_kv
+        target += _matrices(block, width, is_active=True) - cross_kv
+    return source + share * target
 
 
-def _flops_of_two(config: EncoderDecoder, sequence: int, targets: int, causal: bool) -> float:
-    """For each token that is read."""
+def is_dense_ragged(platform: str) -> bool:
+    """Return whether XLA computes a ragged product as a dense one on `cpu`, `gpu` or `tpu`.
+
+    On TPUs each group of rows is multiplied with its own weight. On CPUs and NVIDIA GPUs the rows
+    [M, I] are copied for each of E weights, with zeros for other groups' rows, and [M, E I] is
+    multiplied with [E I, O].
+    """
+    return platform != "tpu"
+
+
+def expert_rows(mlp: MoeConfig, length: int, sizes: Mapping[str, int]) -> float:
+    """Return the rows that a device's experts compute for each of its tokens.
+
+    `top_k` of them are real. The others are empty slots or, without a capacity on an expert axis,
+    room for every token of the axis to choose experts of one device (`parallel.expert`). The device
+    has `length` tokens of a row; `sizes` are those of the mesh axes.
+    """
+    if mlp.capacity is None:
+        ways = logical.ways(sizes, "experts")
+        return ways * min(mlp.top_k, mlp.experts // ways)
+    whole = length * logical.ways(sizes, "length")
+    places = math.ceil(mlp.capacity * whole * mlp.top_k / mlp.experts)
+    return mlp.experts * min(places, length) / length
+
+
+def expert_flops_ratio(
+    mlp: MoeConfig, length: int, sizes: Mapping[str, int], *, is_dense: bool
+) -> float:
+    """Return the FLOPs of routed experts over those of each token's top_k experts.
+
+    With a capacity this is the capacity. Without one it is 1 for a ragged product, and
+    X min(k, H) H / k for a dense one, with H of the experts on each of X devices.
+    """
+    computed = expert_rows(mlp, length, sizes)
+    if mlp.capacity is not None:
+        return computed / mlp.top_k
+    return computed * experts_per_device(mlp, sizes) / mlp.top_k if is_dense else 1.0
+
+
+def experts_per_device(mlp: MoeConfig, sizes: Mapping[str, int]) -> int:
+    """Return the number of a layer's experts whose weights a device holds."""
+    return mlp.experts // logical.ways(sizes, "experts")
+
+
+def _encoder_decoder_flops(
+    config: EncoderDecoder, sequence: int, targets: int, causal: bool
+) -> float:
+    """Return the FLOPs per token of the source."""
     share, attention = targets / sequence, 0.0
     for block in config.encoder.layers:
-        attention += _met(block.attention) * sequence
+        attention += _score_flops(block.attention) * sequence
     for block in config.decoder.layers:
         assert block.cross is not None
-        own, across = _met(block.attention), _met(block.cross)
-        attention += share * (own * _keys(None, targets, causal) + across * sequence)
+        causal_flops = _score_flops(block.attention) * _keys(None, targets, causal)
+        attention += share * (causal_flops + _score_flops(block.cross) * sequence)
     return 6 * met_parameters(config, sequence, targets) + attention
 
 
-def _met(attention: AttentionConfig) -> int:
-    """FLOPs of training for each pair of a query and a key: a score, and a share of the value, of every head."""
+def _score_flops(attention: AttentionConfig) -> int:
+    """Return the training FLOPs per query and key: scores and weighted values of all heads."""
     return 6 * attention.heads * (attention.head_dim + attention.value_dim)
 
 
 def _matrices(block: BlockConfig, width: int, *, is_active: bool = False) -> int:
-    """Numbers in the matrices of a block; of its experts those that one token meets, where `is_active`."""
+    """Return the parameters in the matrices of a layer; if `is_active`, of top_k experts only."""
     total = 0
     for tensor in block_tensors(block, width):
         if tensor.is_matrix:
@@ -145,7 +203,7 @@ def _matrices(block: BlockConfig, width: int, *, is_active: bool = False) -> int
 
 
 def _keys(window: int | None, sequence: int, causal: bool) -> float:
-    """The keys that a token of a row meets, on average."""
+    """Return the mean number of keys that a token of a row sees."""
     if not causal:
         return min(window or sequence, sequence)
     if window is None or window >= sequence:
@@ -154,7 +212,7 @@ def _keys(window: int | None, sequence: int, causal: bool) -> float:
 
 
 def _keys_around(window: int | None, sequence: int) -> float:
-    """The keys that a token of a row meets on either side, itself included, on average."""
+    """Return the mean number of keys that a token sees on both sides, itself included."""
     if window is None or window >= sequence:
         return sequence
     return 2 * window - 1 - window * (window - 1) / sequence

@@ -22,9 +22,9 @@ Dims = dict[str, int]  # logical axis -> size, in order
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One parameter of the tree: a `weight`, `bias`, `scale` or `table`, by the end of its path.
+    """One parameter; its path ends in `weight`, `bias`, `scale` or `table`.
 
-    The last dimensions are those of its inputs, `ins` of them, and then those of its outputs; a vector has no inputs.
+    The last dimensions are `ins` input dimensions and then outputs; a vector has no inputs.
     """
 
     path: str
@@ -34,23 +34,23 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_matrix(self) -> bool:
-        """Whether activations are multiplied with it; a table that is only looked up is none."""
+        """If it is a matrix that activations are multiplied with, and not a lookup table."""
         return self.path.endswith("weight")
 
     def stacked(self, path: str, axis: str, layers: int) -> "Tensor":
-        """The same of several layers."""
+        """Return the stacked parameter of several layers."""
         return Tensor(f"{path}/{self.path}", (layers, *self.shape), (axis, *self.axes), self.ins)
 
 
 def tensors(config: ModelConfig) -> Iterator[Tensor]:
-    """The parameters of the model, layers stacked by kind as `nn.stack` keeps them."""
+    """Yield the parameters of the model, with layers stacked by kind as in `nn.stack`."""
     yield from _outside(config)
-    for at, side in _sides(config):
+    for prefix, side in _sides(config):
         repeated = side.depth - len(side.prefix)
         for name, depth, pattern in (
             ("prefix", len(side.prefix), side.prefix),
@@ -60,7 +60,7 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
                 layers = len(range(kind, depth, len(pattern)))
                 axis = "layers" if name == "stack" else "prefix"
                 for each in block_tensors(block, side.width):
-                    yield each.stacked(f"{at}{name}/{kind}", axis, layers)
+                    yield each.stacked(f"{prefix}{name}/{kind}", axis, layers)
     if isinstance(config, Decoder):
         yield from _heads(config)
 
@@ -79,7 +79,7 @@ def _heads(config: Decoder) -> Iterator[Tensor]:
 
 
 def _sides(config: ModelConfig) -> tuple[tuple[str, Backbone], ...]:
-    """The layers of a model, with what the paths of all of them begin with."""
+    """Return the stacks of a model with the prefix of their paths."""
     if isinstance(config, EncoderDecoder):
         return (("encoder/", config.encoder), ("decoder/", config.decoder))
     return (("", config),)
@@ -93,18 +93,18 @@ def _outside(config: ModelConfig) -> Iterator[Tensor]:
     elif isinstance(config, Decoder):
         for name, rows in (("positions", config.positions), ("inner", config.inner_positions)):
             yield from _table(name, rows, stream)
-    for at, side in _sides(config):
+    for prefix, side in _sides(config):
         attention = side.pattern[0].attention
         if attention.relative is not None:
             dims = {"positions": attention.relative.buckets, "heads": attention.heads}
-            yield _tensor(f"{at}relative/table", dims, 1)
-        yield from _norm(f"{at}final_norm", side.final_norm, stream)
+            yield _tensor(f"{prefix}relative/table", dims, 1)
+        yield from _norm(f"{prefix}final_norm", side.final_norm, stream)
     if not config.tied:
         yield _tensor("unembedding/weight", stream | vocab, 1)
 
 
 def _of_encoder(config: Encoder) -> Iterator[Tensor]:
-    """What is about its blocks: tables and norm before them, the head after."""
+    """Yield an encoder's tables and norm before the layers, and the head after them."""
     stream, features = {"embed": config.width}, {"features": config.width}
     rows = None if config.positions is None else config.first_position + config.positions
     yield from _table("positions", rows, stream)
@@ -121,30 +121,30 @@ def _table(path: str, rows: int | None, stream: Dims) -> Iterator[Tensor]:
 
 
 class Place(NamedTuple):
-    """Where a tensor of a model that is written layer by layer lies in our tree."""
+    """One tensor of one layer, and its location in the parameter tree."""
 
-    layer: int | None  # from 0; None is outside of the layers
-    path: str  # of the leaf
-    row: int | None  # of the layer in the leaf
-    tensor: Tensor  # its path is that in the layer, after the side of a model of two
+    layer: int | None  # from 0; None for tensors outside of layers
+    path: str  # of the parameter
+    row: int | None  # of the layer in the parameter
+    tensor: Tensor  # with the path in the layer, after `encoder/` or `decoder/` if there are both
 
 
 def places(config: ModelConfig) -> Iterator[Place]:
-    """Every tensor of every layer by itself, in order, after those outside of the layers."""
+    """Yield the tensors outside of layers, and then every tensor of every layer in order."""
     for tensor in _outside(config):
         yield Place(None, tensor.path, None, tensor)
-    for at, side in _sides(config):
+    for prefix, side in _sides(config):
         first, kinds = len(side.prefix), len(side.pattern)
         for layer, block in enumerate(side.layers):
             kind, row = (layer, 0) if layer < first else reversed(divmod(layer - first, kinds))
             stack = "prefix" if layer < first else "stack"
             for tensor in block_tensors(block, side.width):
-                named = dataclasses.replace(tensor, path=f"{at}{tensor.path}")
-                yield Place(layer, f"{at}{stack}/{kind}/{tensor.path}", row, named)
+                named = dataclasses.replace(tensor, path=f"{prefix}{tensor.path}")
+                yield Place(layer, f"{prefix}{stack}/{kind}/{tensor.path}", row, named)
 
 
 def block_tensors(block: BlockConfig, width: int) -> Iterator[Tensor]:
-    """Those of one layer."""
+    """Yield the parameters of one layer."""
     yield from _attention("attention", block.attention, width)
     if block.cross is not None:
         yield from _attention("cross", block.cross, width)
@@ -181,17 +181,17 @@ def _latent(
     def heads(size: int) -> Dims:
         return {"heads": attention.heads, "head_dim": size}
 
-    made, read = {"latent": latent.rank}, stream
+    compressed, queries_from = {"latent": latent.rank}, stream
     if latent.query_rank is not None:
-        rank, read = {"rank": latent.query_rank}, {"latent": latent.query_rank}
+        rank, queries_from = {"rank": latent.query_rank}, {"latent": latent.query_rank}
         yield from _linear(f"{path}/query_latent", stream, rank, False)
         yield from _norm(f"{path}/query_norm", latent.norm, rank)
     for name, ins, outs in (
-        ("query", read, heads(attention.head_dim)),
+        ("query", queries_from, heads(attention.head_dim)),
         ("latent", stream, {"rank": latent.rank}),
         ("rotary_key", stream, {"rank": latent.rotary_dim}),
-        ("key", made, heads(attention.head_dim - latent.rotary_dim)),
-        ("value", made, heads(latent.value_dim)),
+        ("key", compressed, heads(attention.head_dim - latent.rotary_dim)),
+        ("value", compressed, heads(latent.value_dim)),
         ("out", heads(latent.value_dim), stream),
     ):
         yield from _linear(f"{path}/{name}", ins, outs, False)

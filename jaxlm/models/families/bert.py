@@ -1,23 +1,24 @@
-"""BERT (arXiv:1810.04805): learned positions, layer norms after each part, biases, a head that predicts hidden tokens.
+"""BERT (arXiv:1810.04805) and RoBERTa (arXiv:1907.11692): post-norm encoders with biases.
 
-Its second task, whether one text follows another, is left out; so are the pooler and the head of that.
+BERT's next-sentence task is left out, with its head and the pooler.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Encoder, HeadConfig
 from jaxlm.models.families import setting_docs
-from jaxlm.models.families.hub import MAX_NESTING, Attributes, Hub, TensorMapping, linears, norms
-from jaxlm.models.families.llama_like import ACTIVATIONS, THEIRS
-from jaxlm.models.families.sizes import uneven
-from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MlpConfig, NormConfig
+from jaxlm.models.families.family import ACTIVATIONS, SIZE_ATTRIBUTES, PlainSettings, size_table
+from jaxlm.models.families.hub import Attributes, ConfigKey, Hub, TensorMapping, linears, norms
+from jaxlm.nn.config import Activation
+
+# BERT's attributes of the pooler.
+POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
 
 
-def layers(model: str) -> tuple[TensorMapping, ...]:
-    """The tensors of the embedding and of each layer, in the model of this name."""
+def _layers(model: str) -> tuple[TensorMapping, ...]:
+    """Return the tensors of the embedding and of each layer; all names start with `model`."""
     layer = f"{model}.encoder.layer.{{i}}"
     return (
         TensorMapping(f"{model}.embeddings.word_embeddings.weight", ("embedding/table",)),
@@ -25,15 +26,16 @@ def layers(model: str) -> tuple[TensorMapping, ...]:
         TensorMapping(f"{model}.embeddings.token_type_embeddings.weight", ("types/table",)),
         *norms(f"{model}.embeddings.{{}}", LayerNorm="embedding_norm"),
         *linears(
-            f"{layer}.attention.{{}}",
+            f"{layer}.{{}}",
             **{
-                "self.query": "attention/query",
-                "self.key": "attention/key",
-                "self.value": "attention/value",
-                "output.dense": "attention/out",
+                "attention.self.query": "attention/query",
+                "attention.self.key": "attention/key",
+                "attention.self.value": "attention/value",
+                "attention.output.dense": "attention/out",
+                "intermediate.dense": "mlp/up",
+                "output.dense": "mlp/down",
             },
         ),
-        *linears(f"{layer}.{{}}", **{"intermediate.dense": "mlp/up", "output.dense": "mlp/down"}),
         *norms(
             f"{layer}.{{}}",
             **{"attention.output.LayerNorm": "attention_norm", "output.LayerNorm": "mlp_norm"},
@@ -42,30 +44,41 @@ def layers(model: str) -> tuple[TensorMapping, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BERT:
+class BERT(PlainSettings):
     """A BERT-style encoder."""
 
     family: Literal["bert"] = "bert"
-    vocab: int | Literal["auto"] = setting("auto", **setting_docs.VOCAB)
-    context: int = setting(
-        512, "positions of the position table: the longest sequence", unit="tokens", low=1
-    )
-    depth: int = setting(12, **setting_docs.DEPTH)
-    width: int = setting(768, **setting_docs.WIDTH)
-    heads: int = setting(12, **setting_docs.HEADS)
-    hidden: int | Literal["auto"] = setting("auto", **setting_docs.PLAIN_HIDDEN)
     token_types: int = setting(2, **setting_docs.TOKEN_TYPES)
     activation: Activation = setting("gelu", "activation of the MLP and of the head")
     norm_eps: float = setting(1e-12, **setting_docs.LAYER_NORM_EPS)
-    dropout: float = setting(0.0, **setting_docs.DROPOUT)
-    init: Init = setting("normal", **setting_docs.INIT)
-    init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
-    HUB: ClassVar[Hub] = Hub(
+    RESIDUAL = "post"
+    ATTRIBUTES = {
+        **SIZE_ATTRIBUTES,
+        "context": ConfigKey(
+            "max_position_embeddings",
+            512,
+            value=lambda family: family.first_position + family.context,
+        ),
+        "token_types": ConfigKey("type_vocab_size", 2),
+        "activation": ConfigKey("hidden_act", "gelu", words=ACTIVATIONS),
+        "norm_eps": ConfigKey("layer_norm_eps", 1e-12, kind=float),
+    }
+    CONSTANTS = {"tie_word_embeddings": True}
+    EXPECTED = {
+        "is_decoder": (False,),
+        "add_cross_attention": (False,),
+        "position_embedding_type": ("absolute",),
+    }
+    IGNORED = (
+        *("hidden_dropout_prob", "attention_probs_dropout_prob", "directionality"),
+        *(f"pooler_{name}" for name in POOLER),
+    )
+    HUB = Hub(
         model_type="bert",
         architecture="BertForMaskedLM",
         rows=(
-            *layers("bert"),
+            *_layers("bert"),
             *linears("cls.predictions.transform.{}", dense="head/dense"),
             *norms("cls.predictions.transform.{}", LayerNorm="head/norm"),
             TensorMapping("cls.predictions.bias", ("head/bias",)),
@@ -75,106 +88,73 @@ class BERT:
         others=("bert.pooler.", "cls.seq_relationship."),
         older=(("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")),
     )
-
-    def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Heads share the width evenly."""
-        yield from uneven("width", self.width, "heads", self.heads)
+    SIZES = size_table(
+        "vocab depth width heads",
+        {
+            "bert-base-uncased": (30_522, 12, 768, 12),
+            "bert-large-uncased": (30_522, 24, 1024, 16),
+            "bert-base-cased": (28_996, 12, 768, 12),
+        },
+    )
 
     @property
     def first_position(self) -> int:
-        """Rows of the position table before that of a document's first token."""
+        """Rows of the position table before the row of a document's first token."""
         return 0
 
-    @property
-    def size_of_hidden(self) -> int:
-        """hidden, with `auto` filled in."""
-        return 4 * self.width if self.hidden == "auto" else self.hidden
-
     def build(self) -> Encoder:
-        """The blocks. `vocab` must be a number by now."""
-        assert self.vocab != "auto"
-        norm = NormConfig(kind="layer", eps=self.norm_eps, bias=True)
-        block = BlockConfig(
-            attention=AttentionConfig(
-                heads=self.heads,
-                kv_heads=self.heads,
-                head_dim=self.width // self.heads,
-                bias=True,
-                out_bias=True,
-                dropout=self.dropout,
-            ),
-            mlp=MlpConfig(
-                hidden=self.size_of_hidden, activation=self.activation, gated=False, bias=True
-            ),
-            norm=norm,
-            residual="post",
-            dropout=self.dropout,
-        )
+        """Return the model's config. `vocab` must be resolved by now."""
         return Encoder(
-            vocab=self.vocab,
-            width=self.width,
-            depth=self.depth,
-            pattern=(block,),
-            head=HeadConfig(activation=self.activation, norm=norm),
+            **self.backbone(),
+            pattern=(self.block(self.heads, dropout=self.dropout),),
+            head=HeadConfig(activation=self.activation, norm=self.norm),
             positions=self.context,
             first_position=self.first_position,
             token_types=self.token_types,
-            embedding_norm=norm,
-            dropout=self.dropout,
-            init=self.init,
-            init_std=self.init_std,
+            embedding_norm=self.norm,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoBERTa(BERT):
+    """A RoBERTa-style encoder: positions start at the row after the padding's."""
+
+    family: Literal["roberta"] = "roberta"  # type: ignore[assignment]
+    token_types: int = setting(1, **setting_docs.TOKEN_TYPES)
+    norm_eps: float = setting(1e-5, **setting_docs.LAYER_NORM_EPS)
+    padding: int = setting(
+        0, "id of the tokenizer's padding; positions start at the row after it", low=0
+    )
+
+    ATTRIBUTES = {**BERT.ATTRIBUTES, "padding": ConfigKey("pad_token_id", 1, least=0)}
+    HUB = Hub(
+        model_type="roberta",
+        architecture="RobertaForMaskedLM",
+        rows=(
+            *_layers("roberta"),
+            *linears("lm_head.{}", dense="head/dense"),
+            *norms("lm_head.{}", layer_norm="head/norm"),
+            TensorMapping("lm_head.bias", ("head/bias",)),
+            TensorMapping("lm_head.decoder.weight", ("unembedding/weight",), "transposed"),
+        ),
+        buffers=("embeddings.position_ids", "lm_head.decoder.bias"),
+        others=("roberta.pooler.",),
+    )
+    SIZES = size_table(
+        "depth width heads",
+        {"roberta-base": (12, 768, 12), "roberta-large": (24, 1024, 16)},
+        vocab=50_265,
+        padding=1,
+    )
+
+    @property
+    def first_position(self) -> int:
+        """Rows of the position table before the row of a document's first token."""
+        return self.padding + 1
 
     @classmethod
-    def from_hub(cls, given: Attributes) -> Self:
-        """The family as a config.json describes it."""
-        return cls(context=given.get("max_position_embeddings", 512), **cls.shared_settings(given))
-
-    @classmethod
-    def shared_settings(cls, given: Attributes) -> dict[str, Any]:
-        """The settings that its descendants have too."""
-        for name, value in (
-            ("is_decoder", False),
-            ("add_cross_attention", False),
-            ("position_embedding_type", "absolute"),
-            ("tie_word_embeddings", True),
-        ):
-            given.expect(name, value)
-        given.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "directionality")
-        given.ignore(*(f"pooler_{name}" for name in _POOLER))
-        return dict(
-            vocab=given.get("vocab_size"),
-            depth=given.get("num_hidden_layers", most=MAX_NESTING),
-            width=given.get("hidden_size"),
-            heads=given.get("num_attention_heads"),
-            hidden=given.get("intermediate_size"),
-            token_types=given.get("type_vocab_size", 2),
-            activation=given.choose("hidden_act", ACTIVATIONS, "gelu"),
-            norm_eps=given.get("layer_norm_eps", 1e-12, kind=float),
-        )
-
-    def to_hub(self) -> dict[str, Any]:
-        """The attributes of config.json."""
-        return dict(
-            vocab_size=self.build().vocab,
-            max_position_embeddings=self.first_position + self.context,
-            num_hidden_layers=self.depth,
-            hidden_size=self.width,
-            num_attention_heads=self.heads,
-            intermediate_size=self.size_of_hidden,
-            type_vocab_size=self.token_types,
-            hidden_act=THEIRS[self.activation],
-            layer_norm_eps=self.norm_eps,
-            tie_word_embeddings=True,
-            initializer_range=self.init_std,
-        )
-
-
-# What BERT's config.json says of the part that reads a whole text.
-_POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
-
-SIZES: dict[str, dict[str, Any]] = {
-    "bert-base-uncased": dict(vocab=30_522),
-    "bert-large-uncased": dict(vocab=30_522, depth=24, width=1024, heads=16),
-    "bert-base-cased": dict(vocab=28_996),
-}
+    def hub_settings(cls, attributes: Attributes) -> dict[str, Any]:
+        """Return the settings that a config.json describes."""
+        settings = super().hub_settings(attributes)
+        rows = settings["context"] - settings["padding"] - 1
+        return settings | {"context": max(rows, 1)}

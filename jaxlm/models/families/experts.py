@@ -1,19 +1,19 @@
-"""What families with experts have in common: their settings and their layers. Free of JAX."""
+"""Base of families with routed experts: their settings and layers. Free of JAX."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
 from jaxlm.models.families import setting_docs
-from jaxlm.models.families.hub import Hub, TensorMapping, uncomputed
-from jaxlm.models.families.llama_like import Gated
+from jaxlm.models.families.family import Problems
+from jaxlm.models.families.hub import TensorMapping, uncomputed
+from jaxlm.models.families.llama_like import GatedDecoder
 from jaxlm.nn.config import BlockConfig, MlpConfig, MoeConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Experts(Gated):
+class Experts(GatedDecoder):
     """A decoder with a mixture of experts in every layer but the first `dense_depth`."""
 
     experts: int = setting(8, **setting_docs.EXPERTS)
@@ -23,29 +23,30 @@ class Experts(Gated):
     dense_depth: int = setting(0, **setting_docs.DENSE_DEPTH)
     dense_hidden: int = setting(4096, "hidden units of the dense layers", low=1)
     router: Literal["softmax", "sigmoid"] = setting("softmax", **setting_docs.ROUTER)
-    normalised: bool = setting(True, **setting_docs.NORMALISED)
+    normalised: bool = setting(True, **setting_docs.NORMALIZED)
     scale: float = setting(1.0, **setting_docs.EXPERT_SCALE)
     balance_loss: float = setting(0.01, **setting_docs.BALANCE_LOSS)
-    balance_bias: float = setting(
-        0.0,
-        "by how much a bias on the scores moves in each step to spread tokens (arXiv:2408.15664); 0 has none",
-        low=0,
-    )
+    balance_bias: float = setting(0.0, **setting_docs.BALANCE_BIAS)
     router_z: float = setting(
         0.0,
-        "coefficient of the squared log normalizer of the router (arXiv:2202.08906), a mean over all tokens, trained on or not",
+        "coefficient of the squared log normalizer of the router (arXiv:2202.08906), "
+        "a mean over all tokens but padding",
         low=0,
     )
     capacity: float | None = setting(
         None,
-        "tokens of a row that an expert takes, over the even share; later ones are dropped. None drops none",
+        "capacity factor: tokens of a row that an expert takes, over the even share; later ones "
+        "are dropped. None drops none",
         above=0,
     )
 
-    HUB: ClassVar[Hub]
+    # Settings for which the architecture of transformers computes one value only.
+    COMPUTED: ClassVar[dict[str, Any]] = dict(
+        shared=0, dense_depth=0, router="softmax", scale=1.0, balance_bias=0.0
+    )
 
-    def problems(self) -> Iterator[tuple[str, str, str]]:
-        """A token's experts exist, and some layer has them."""
+    def problems(self) -> Problems:
+        """Yield a problem unless a token's experts exist and some layer has experts."""
         yield from super().problems()
         if self.top_k > self.experts:
             yield (
@@ -56,12 +57,13 @@ class Experts(Gated):
         if self.dense_depth >= self.depth:
             yield (
                 "dense_depth",
-                f"dense_depth = {self.dense_depth} of depth = {self.depth} layers leaves none to the experts",
+                f"dense_depth = {self.dense_depth} of depth = {self.depth} layers leaves none to "
+                "the experts",
                 f"--config.model.dense_depth={self.depth - 1}",
             )
 
     def mixture(self) -> MoeConfig:
-        """The experts of a layer."""
+        """Return the experts of a layer."""
         return MoeConfig(
             experts=self.experts,
             top_k=self.top_k,
@@ -78,21 +80,28 @@ class Experts(Gated):
         )
 
     def block(self) -> BlockConfig:
-        """A layer of experts."""
-        return BlockConfig(
-            attention=self.attention(), mlp=self.mixture(), norm=self.norm, dropout=self.dropout
-        )
+        """Return a layer of experts."""
+        return dataclasses.replace(super().block(), mlp=self.mixture())
 
     def build(self) -> Decoder:
-        """The blocks, the dense ones first."""
+        """Return the model's config, the dense layers first."""
         hidden = MlpConfig(hidden=self.dense_hidden, activation=self.activation, gated=True)
         dense = dataclasses.replace(self.block(), mlp=hidden)
         return dataclasses.replace(super().build(), prefix=(dense,) * self.dense_depth)
 
+    def to_hub(self) -> dict[str, Any]:
+        """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""
+        wrong = [
+            f"{name} = {getattr(self, name)!r} where it computes {value!r}"
+            for name, value in {"capacity": None, **self.COMPUTED}.items()
+            if getattr(self, name) != value
+        ]
+        if wrong:
+            raise uncomputed(self.HUB, "\n".join(wrong))
+        return super().to_hub()
 
-# Settings of an architecture that has routed experts alone.
-PLAIN = {"shared": 0, "dense_depth": 0, "router": "softmax", "scale": 1.0, "balance_bias": 0.0}
-# The names of Qwen, which others have too.
+
+# Qwen's tensor names, which DeepSeek uses too.
 ROUTED = (
     TensorMapping("model.layers.{i}.mlp.gate.weight", ("mlp/router/weight",), "transposed"),
     *(
@@ -104,14 +113,3 @@ ROUTED = (
         for name in ("gate", "up", "down")
     ),
 )
-
-
-def refuse_others(config: Experts, **computed: Any) -> None:
-    """Raises ConfigError where experts are used in another way than an architecture of transformers computes."""
-    wrong = [
-        f"{name} = {getattr(config, name)!r} where it computes {value!r}"
-        for name, value in {"capacity": None, **computed}.items()
-        if getattr(config, name) != value
-    ]
-    if wrong:
-        raise uncomputed(config.HUB, "\n".join(wrong))

@@ -1,42 +1,57 @@
-"""GPT-2 (Radford et al. 2019): layer norms before each part, learned positions, a plain GELU MLP, biases, tied embeddings."""
+"""GPT-2 (Radford et al. 2019): pre-norm with layer norms, learned positions, biases, tied."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.config import Decoder
 from jaxlm.models.families import setting_docs
-from jaxlm.models.families.hub import MAX_NESTING, Attributes, Hub, TensorMapping, norms, uncomputed
-from jaxlm.models.families.llama_like import ACTIVATIONS
-from jaxlm.models.families.sizes import uneven
-from jaxlm.nn.config import Activation, AttentionConfig, BlockConfig, Init, MlpConfig, NormConfig
+from jaxlm.models.families.family import ACTIVATIONS, PlainDecoder, size_table
+from jaxlm.models.families.hub import MAX_NESTING, ConfigKey, Hub, TensorMapping, norms, uncomputed
+from jaxlm.nn.config import Activation
+
+# GPT-2's attributes of a classification head.
+SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPT2:
+class GPT2(PlainDecoder):
     """A GPT-2-style decoder."""
 
     family: Literal["gpt2"] = "gpt2"
-    vocab: int | Literal["auto"] = setting("auto", **setting_docs.VOCAB)
-    context: int = setting(
-        1024, "rows of the position table: the longest sequence", unit="tokens", low=1
-    )
-    depth: int = setting(12, **setting_docs.DEPTH)
-    width: int = setting(768, **setting_docs.WIDTH)
-    heads: int = setting(12, **setting_docs.HEADS)
-    kv_heads: int | Literal["auto"] = setting("auto", **setting_docs.KV_HEADS)
-    hidden: int | Literal["auto"] = setting("auto", **setting_docs.PLAIN_HIDDEN)
+    context: int = setting(1024, **setting_docs.POSITION_ROWS)
     activation: Activation = setting("gelu_tanh", **setting_docs.PLAIN_ACTIVATION)
     bias: bool = setting(True, "biases in projections and norms")
-    norm_eps: float = setting(1e-5, **setting_docs.LAYER_NORM_EPS)
-    tied: bool = setting(True, **setting_docs.TIED)
-    dropout: float = setting(0.0, **setting_docs.DROPOUT)
-    init: Init = setting("gpt2", **setting_docs.INIT)
-    init_std: float = setting(0.02, **setting_docs.INIT_STD)
 
-    # Weights are kept as [in, out], and query, key and value side by side.
-    HUB: ClassVar[Hub] = Hub(
+    ATTRIBUTES = {
+        "vocab": ConfigKey("vocab_size"),
+        "context": ConfigKey("n_positions", 1024),
+        "depth": ConfigKey("n_layer", most=MAX_NESTING),
+        "width": ConfigKey("n_embd"),
+        "heads": ConfigKey("n_head"),
+        "hidden": ConfigKey(
+            "n_inner",
+            "auto",
+            value=lambda family: None if family.hidden == "auto" else family.hidden,
+        ),
+        "activation": ConfigKey(
+            "activation_function", "gelu_new", words={"gelu_new": "gelu_tanh", **ACTIVATIONS}
+        ),
+        "norm_eps": ConfigKey("layer_norm_epsilon", 1e-5, kind=float),
+        "tied": ConfigKey("tie_word_embeddings", True, kind=bool),
+    }
+    EXPECTED = {
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    }
+    IGNORED = (
+        "reorder_and_upcast_attn",  # rounding
+        "n_ctx",  # the older n_positions
+        *(f"summary_{name}" for name in SUMMARY),
+    )
+    # Weights are stored as [in, out], with query, key and value side by side.
+    HUB = Hub(
         model_type="gpt2",
         architecture="GPT2LMHeadModel",
         rows=(
@@ -47,10 +62,10 @@ class GPT2:
             *norms("transformer.h.{i}.{}", ln_1="attention_norm", ln_2="mlp_norm"),
             *(
                 TensorMapping(
-                    f"transformer.h.{{i}}.{theirs}.{kind}", tuple(f"{each}/{kind}" for each in ours)
+                    f"transformer.h.{{i}}.{name}.{kind}", tuple(f"{path}/{kind}" for path in paths)
                 )
                 for kind in ("weight", "bias")
-                for theirs, ours in (
+                for name, paths in (
                     ("attn.c_attn", ("attention/query", "attention/key", "attention/value")),
                     ("attn.c_proj", ("attention/out",)),
                     ("mlp.c_fc", ("mlp/up",)),
@@ -61,97 +76,29 @@ class GPT2:
         optional="transformer.",
         buffers=("attn.bias", "attn.masked_bias"),
     )
+    SIZES = size_table(
+        "depth width heads",
+        {
+            "gpt2": (12, 768, 12),
+            "gpt2-medium": (24, 1024, 16),
+            "gpt2-large": (36, 1280, 20),
+            "gpt2-xl": (48, 1600, 25),
+        },
+        vocab=50_257,
+    )
 
-    def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Heads share the width and the keys evenly."""
-        yield from uneven("width", self.width, "heads", self.heads)
-        if self.kv_heads != "auto":
-            yield from uneven("heads", self.heads, "kv_heads", self.kv_heads)
+    @property
+    def has_bias(self) -> bool:
+        """If projections and norms have biases."""
+        return self.bias
 
     def build(self) -> Decoder:
-        """The blocks. `vocab` must be a number by now."""
-        assert self.vocab != "auto"
-        norm = NormConfig(kind="layer", eps=self.norm_eps, bias=self.bias)
-        block = BlockConfig(
-            attention=AttentionConfig(
-                heads=self.heads,
-                kv_heads=self.heads if self.kv_heads == "auto" else self.kv_heads,
-                head_dim=self.width // self.heads,
-                bias=self.bias,
-                out_bias=self.bias,
-                dropout=self.dropout,
-            ),
-            mlp=MlpConfig(
-                hidden=4 * self.width if self.hidden == "auto" else self.hidden,
-                activation=self.activation,
-                gated=False,
-                bias=self.bias,
-            ),
-            norm=norm,
-            dropout=self.dropout,
-        )
-        return Decoder(
-            vocab=self.vocab,
-            width=self.width,
-            depth=self.depth,
-            pattern=(block,),
-            positions=self.context,
-            final_norm=norm,
-            tied=self.tied,
-            dropout=self.dropout,
-            init=self.init,
-            init_std=self.init_std,
-        )
-
-    @classmethod
-    def from_hub(cls, given: Attributes) -> Self:
-        """The family as a config.json describes it."""
-        for name, value in (
-            ("scale_attn_weights", True),
-            ("scale_attn_by_inverse_layer_idx", False),
-            ("add_cross_attention", False),
-        ):
-            given.expect(name, value)
-        given.ignore("reorder_and_upcast_attn", "n_ctx")  # how it is rounded; the older n_positions
-        given.ignore(*(f"summary_{name}" for name in _SUMMARY))
-        return cls(
-            vocab=given.get("vocab_size"),
-            context=given.get("n_positions", 1024),
-            depth=given.get("n_layer", most=MAX_NESTING),
-            width=given.get("n_embd"),
-            heads=given.get("n_head"),
-            hidden=given.get("n_inner", "auto"),
-            activation=given.choose("activation_function", ACTIVATIONS, "gelu_new"),
-            norm_eps=given.get("layer_norm_epsilon", 1e-5, kind=float),
-            tied=given.get("tie_word_embeddings", True, kind=bool),
-        )
+        """Return the model's config. `vocab` must be resolved by now."""
+        return self.decoder(positions=self.context, dropout=self.dropout)
 
     def to_hub(self) -> dict[str, Any]:
-        """The attributes of config.json. Raises ConfigError where the model is none that transformers computes."""
+        """Return the attributes of config.json. Raises ConfigError if it cannot hold the model."""
         if not self.bias or self.kv_heads not in ("auto", self.heads):
-            why = f"bias = {self.bias}, kv_heads = {self.kv_heads}, and it has biases, and every head its keys"
-            raise uncomputed(self.HUB, why)
-        theirs = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu": "relu", "silu": "silu"}
-        return dict(
-            vocab_size=self.build().vocab,
-            n_positions=self.context,
-            n_layer=self.depth,
-            n_embd=self.width,
-            n_head=self.heads,
-            n_inner=None if self.hidden == "auto" else self.hidden,
-            activation_function=theirs.get(self.activation, "relu2"),
-            layer_norm_epsilon=self.norm_eps,
-            tie_word_embeddings=self.tied,
-            initializer_range=self.init_std,
-        )
-
-
-# What GPT-2's config.json says of a head that classifies.
-_SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
-
-SIZES: dict[str, dict[str, Any]] = {
-    "gpt2": dict(vocab=50_257, depth=12, width=768, heads=12),
-    "gpt2-medium": dict(vocab=50_257, depth=24, width=1024, heads=16),
-    "gpt2-large": dict(vocab=50_257, depth=36, width=1280, heads=20),
-    "gpt2-xl": dict(vocab=50_257, depth=48, width=1600, heads=25),
-}
+            why = f"bias = {self.bias}, kv_heads = {self.kv_heads}"
+            raise uncomputed(self.HUB, f"{why}, and it has biases, and every head its keys")
+        return super().to_hub()

@@ -1,28 +1,33 @@
-"""How a family is written in a folder of Hugging Face: the attributes of its config.json, the names of its tensors. Free of JAX."""
+"""Translation between families and Hugging Face folders: config.json attributes and tensor names.
+
+Free of JAX.
+"""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from jaxlm.core.errors import ConfigError, DataError
 
 T = TypeVar("T")
-MAX_NESTING = 10_000  # layers; their kinds are listed one by one
-# What any config.json may say that does not change what the model computes: how it is trained there, how text is drawn
-# from it, what the tools that wrote it leave.
+MAX_NESTING = 10_000  # layers; config.json lists their kinds one by one
+REQUIRED: Any = object()  # default of an attribute that every config.json must have
+# Attributes that do not change what the model computes: training, sampling, traces of tools.
 IGNORED_ATTRIBUTES = frozenset(
     """
-    architectures auto_map model_type dtype torch_dtype transformers_version _name_or_path _attn_implementation
-    _attn_implementation_autoset use_cache cache_implementation bos_token_id eos_token_id pad_token_id unk_token_id
-    id2label label2id problem_type finetuning_task task_specific_params tokenizer_class prefix
-    output_attentions output_hidden_states output_router_logits return_dict return_dict_in_generate torchscript
-    chunk_size_feed_forward is_decoder gradient_checkpointing pretraining_tp keys_to_ignore_at_inference
-    initializer_range initializer_factor attention_dropout hidden_dropout classifier_dropout resid_pdrop embd_pdrop
-    attn_pdrop router_jitter_noise use_bfloat16 attention_probs_dropout_prob hidden_dropout_prob output_past num_labels
-    _num_labels transformers.js_config unsloth_version unsloth_fixed
-    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups temperature top_k top_p
-    typical_p repetition_penalty length_penalty diversity_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
-    bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
+    architectures auto_map model_type dtype torch_dtype transformers_version _name_or_path
+    _attn_implementation _attn_implementation_autoset use_cache cache_implementation bos_token_id
+    eos_token_id pad_token_id unk_token_id id2label label2id problem_type finetuning_task
+    task_specific_params tokenizer_class prefix output_attentions output_hidden_states
+    output_router_logits return_dict return_dict_in_generate torchscript chunk_size_feed_forward
+    is_decoder gradient_checkpointing pretraining_tp keys_to_ignore_at_inference initializer_range
+    initializer_factor attention_dropout hidden_dropout classifier_dropout resid_pdrop embd_pdrop
+    attn_pdrop router_jitter_noise use_bfloat16 attention_probs_dropout_prob hidden_dropout_prob
+    output_past num_labels _num_labels transformers.js_config unsloth_version unsloth_fixed
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
+    temperature top_k top_p typical_p repetition_penalty length_penalty diversity_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
     remove_invalid_values exponential_decay_length_penalty output_scores sep_token_id
     """.split()
 )
@@ -30,77 +35,120 @@ IGNORED_ATTRIBUTES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class TensorMapping:
-    """One tensor of theirs and the leaves of ours that lie side by side in it.
+    """One Hugging Face tensor and the parameters of ours that it holds side by side.
 
-    `theirs` has {i} for the layer and {e} for the expert; with {i}, paths of `ours` are those in a layer. Matrices are
-    kept as [ins, outs] where `same`, as [outs, ins] where `transposed` (a torch Linear), and leaves of one row are joined
-    along outs; `by head` is `transposed` with the leaves joined head by head. A tensor may have its name only `beside`
-    another leaf of the layer, or `without` it. One that `is_exact` is written in float32, whatever the others are in.
+    `hf_name` has {i} for the layer and {e} for the expert; with {i}, the paths of `param_path` are
+    relative to a layer. Matrices are stored as [ins, outs] (`same`) or [outs, ins] (`transposed`, a
+    torch Linear), several parameters concatenated along outs; `by head` is `transposed` with the
+    parameters interleaved head by head. An `is_exact` tensor is always written in float32.
     """
 
     hf_name: str
     param_path: tuple[str, ...]
     layout: Literal["same", "transposed", "by head"] = "same"
-    beside: str | None = None
-    without: str | None = None
+    beside: str | None = None  # only in layers with this parameter
+    without: str | None = None  # only in layers without it
     is_exact: bool = False
 
     @property
     def is_of_layer(self) -> bool:
-        """Whether every layer has one."""
+        """If every layer has one."""
         return "{i}" in self.hf_name
 
     @property
     def is_of_expert(self) -> bool:
-        """Whether every expert has one."""
+        """If every expert has one."""
         return "{e}" in self.hf_name
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigKey:
+    """One attribute of config.json and the setting that it holds, read and written.
+
+    `default` is transformers' if the attribute is absent, or a function of the settings read
+    before. `words` maps the attribute's values to the setting's; the first word of a value is
+    written. `value` computes what is written from the family, if the setting may be `auto`.
+    """
+
+    name: str
+    default: Any = REQUIRED
+    kind: type | tuple[type, ...] = int
+    least: int = 1
+    most: int = 2**31
+    words: Mapping[str, Any] | None = None
+    value: Callable[[Any], Any] | None = None
+
+    def read(self, attributes: "Attributes", default: Any) -> Any:
+        """Return the setting's value; problems are collected in `attributes`."""
+        if self.words is not None:
+            return attributes.choose(self.name, self.words, default)
+        defaults = () if default is REQUIRED else (default,)
+        return attributes.get(
+            self.name, *defaults, kind=self.kind, least=self.least, most=self.most
+        )
+
+    def written(self, value: Any) -> Any:
+        """Return the attribute's value."""
+        if self.words is None:
+            return value
+        return next(word for word, meaning in self.words.items() if meaning == value)
+
+
+def read_settings(
+    attributes: "Attributes", table: Mapping[str, ConfigKey], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of a config.json by name; `defaults` replace those of the table."""
+    settings: dict[str, Any] = {}
+    for name, row in table.items():
+        default = defaults.get(name, row.default)
+        default = default(settings) if callable(default) else default
+        settings[name] = row.read(attributes, default)
+    return settings
+
+
+def write_settings(family: Any, table: Mapping[str, ConfigKey]) -> dict[str, Any]:
+    """Return the config.json attributes of a family's settings."""
+    return {
+        row.name: row.written(row.value(family) if row.value else getattr(family, name))
+        for name, row in table.items()
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrapperConfig:
-    """A larger model, of which an architecture is the part that reads and writes text.
-
-    Its config.json has the attributes of that part in one, `attribute`, without those that are as `absent`; `own` are its
-    others, which say nothing of text. `names` are what names of the part's tensors begin with here and there, one pair for
-    each version of transformers; `beside` is what those of its other parts begin with.
-    """
+    """A multimodal architecture whose text model is one of ours."""
 
     model_type: str
-    attribute: str
-    absent: Mapping[str, Any]
-    own: tuple[str, ...]
+    attribute: str  # key of config.json that holds the text model's attributes
+    absent: Mapping[str, Any]  # defaults of the text model's attributes
+    own: tuple[str, ...]  # keys that do not concern text
+    # Prefixes of the text model's tensors, ours and theirs, a pair by version of transformers.
     names: tuple[tuple[str, str], ...]
-    beside: tuple[str, ...]
+    beside: tuple[str, ...]  # prefixes of the other parts' tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hub:
-    """An architecture of transformers: its names in config.json, its tensors, and what files hold beside these.
-
-    `optional` is what names may begin with or not; `buffers` are the ends of names of what can be computed again,
-    `others` what the names of parts begin with that this architecture does not compute. `older` are ends of names that
-    older files have instead of ours. `ahead` are layers after the last that predict tokens beyond the next, which it does
-    not compute either: what their names begin with, and the attribute that counts them. `whole` is a model that has this
-    one as a part.
-    """
+    """A transformers architecture: its names in config.json, its tensors, and tensors to ignore."""
 
     model_type: str
     architecture: str
     rows: tuple[TensorMapping, ...]
-    optional: str = ""
-    buffers: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    older: tuple[tuple[str, str], ...] = ()
+    optional: str = ""  # prefix that names may lack
+    buffers: tuple[str, ...] = ()  # suffixes of tensors that can be computed again
+    others: tuple[str, ...] = ()  # prefixes of parts that are not computed
+    older: tuple[tuple[str, str], ...] = ()  # old suffixes and the present ones
+    # Multi-token-prediction layers, not computed: their prefix, and the attribute that counts them.
     ahead: tuple[str, str] | None = None
-    whole: WrapperConfig | None = None
+    whole: WrapperConfig | None = None  # multimodal architecture that contains this one
 
     def whole_of(self, raw: Mapping[str, Any]) -> WrapperConfig | None:
-        """The larger model, where a config.json is of it."""
+        """Return the multimodal architecture if a config.json is of it, else None."""
         is_whole = self.whole is not None and raw.get("model_type") == self.whole.model_type
         return self.whole if is_whole else None
 
     def layers_ahead(self, raw: Mapping[str, Any]) -> tuple[str, ...]:
-        """What the names of each layer `ahead` begin with, by a config.json."""
+        """Return the name prefix of each multi-token-prediction layer of a config.json."""
         if self.ahead is None:
             return ()
         name, counted = self.ahead
@@ -112,52 +160,49 @@ class Hub:
 
     @property
     def head(self) -> str:
-        """The name of the unembedding, which a tied model may store too."""
+        """Name of the unembedding, which a tied model may store too."""
         return next(row.hf_name for row in self.rows if row.param_path == ("unembedding/weight",))
 
 
 def linears(hf_name: str, **names: str) -> tuple[TensorMapping, ...]:
-    """The weight and the bias of torch Linears: `theirs` with each of their names in {}, and our path."""
-    return tuple(
-        row
-        for name, ours in names.items()
-        for row in (
-            TensorMapping(
-                f"{hf_name.replace('{}', name)}.weight", (f"{ours}/weight",), "transposed"
-            ),
-            TensorMapping(f"{hf_name.replace('{}', name)}.bias", (f"{ours}/bias",)),
-        )
-    )
+    """Return the weights and biases of torch Linears: `names` are values of {} and our paths."""
+    return _weights_and_biases(hf_name, names, "weight", "transposed")
 
 
 def norms(hf_name: str, **names: str) -> tuple[TensorMapping, ...]:
-    """The scale and the bias of norms: `theirs` with each of their names in {}, and our path."""
+    """Return the scales and biases of norms: `names` are values of {} and our paths."""
+    return _weights_and_biases(hf_name, names, "scale", "same")
+
+
+def _weights_and_biases(
+    hf_name: str, names: Mapping[str, str], leaf: str, layout: Literal["same", "transposed"]
+) -> tuple[TensorMapping, ...]:
     return tuple(
         row
-        for name, ours in names.items()
+        for name, path in names.items()
         for row in (
-            TensorMapping(f"{hf_name.replace('{}', name)}.weight", (f"{ours}/scale",)),
-            TensorMapping(f"{hf_name.replace('{}', name)}.bias", (f"{ours}/bias",)),
+            TensorMapping(f"{hf_name.replace('{}', name)}.weight", (f"{path}/{leaf}",), layout),
+            TensorMapping(f"{hf_name.replace('{}', name)}.bias", (f"{path}/bias",)),
         )
     )
 
 
 def uncomputed(hub: Hub, why: str) -> ConfigError:
-    """That an architecture of transformers does not compute a model of ours."""
+    """Return the error of a model that its transformers architecture does not compute."""
     return ConfigError(
         f"{hub.architecture} of transformers does not compute this model",
         where="model",
         why=why,
-        fix="such a model stays here: jaxlm generate, eval and train use it",
+        fix="keep the model in this format: jaxlm generate, eval and train use it",
     )
 
 
 class Attributes:
-    """A config.json that is read attribute by attribute, so that what nobody read is known.
+    """A config.json that is read attribute by attribute and records which ones were read.
 
     Raises:
-      DataError: at `finish`, with all of them, where an attribute is missing, of another type, unknown, or has a value
-        under which the model would compute something else than ours.
+      DataError: from `check`, with every attribute that is missing, of another type, unknown, or
+        has a value that would change what the model computes.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str, *, what: str = "a model's config.json"):
@@ -173,9 +218,10 @@ class Attributes:
         least: int = 1,
         most: int = 2**31,
     ) -> Any:
-        """The value of an attribute; the default where it is absent or null, and a problem where there is none either.
+        """Return an attribute's value, or the default if it is absent or null.
 
-        Integers count something: they are at `least` so much, and at `most`.
+        A value of no `kind`, an integer that is not from `least` to `most`, and an absent attribute
+        without a default are problems.
         """
         self._read.add(name)
         value = self._raw.get(name)
@@ -184,12 +230,12 @@ class Attributes:
                 self._problems.append(f"{name} is missing")
                 return 1
             return default[0]
-        is_truth = isinstance(value, bool)
-        wanted = kind if isinstance(kind, tuple) else (kind,)
-        if kind is float and isinstance(value, int) and not is_truth:
+        is_bool = isinstance(value, bool)
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if kind is float and isinstance(value, int) and not is_bool:
             return float(value)
-        if not isinstance(value, wanted) or (is_truth and bool not in wanted):
-            self._problems.append(f"{name} = {value!r:.60} is no {wanted[0].__name__}")
+        if not isinstance(value, kinds) or (is_bool and bool not in kinds):
+            self._problems.append(f"{name} = {value!r:.60} is no {kinds[0].__name__}")
             return default[0] if default else 1
         if isinstance(value, int) and kind is int and not least <= value <= most:
             self._problems.append(f"{name} = {value!r:.60} is not from {least} to {most:,}")
@@ -197,17 +243,17 @@ class Attributes:
         return value
 
     def has(self, name: str) -> bool:
-        """Whether config.json has the attribute, be it null."""
+        """Return if config.json has the attribute, even as null."""
         return name in self._raw
 
     def expect(self, name: str, *allowed: Any) -> None:
-        """The attribute, where it is there, has one of these values: the only ones that ours computes."""
+        """Note a problem unless the attribute is absent or has an allowed value."""
         self._read.add(name)
         if name in self._raw and not any(self._raw[name] == value for value in allowed):
             self.reject(name, f"{' or '.join(map(repr, allowed))}")
 
     def choose(self, name: str, meanings: Mapping[str, T], default: str) -> T:
-        """What the text of an attribute means to us."""
+        """Return the meaning of a text attribute."""
         value = self.get(name, default, kind=str)
         if value not in meanings:
             self.reject(name, f"{', '.join(sorted(meanings))}")
@@ -215,53 +261,51 @@ class Attributes:
         return meanings[value]
 
     def inner(self, name: str) -> "Attributes | None":
-        """The attributes of one that holds others; None where it is absent or null. Its problems are ours."""
+        """Return a nested object, or None if it is absent or null; its problems count here."""
         value = self.get(name, None, kind=dict)
-        if value is None:
+        return None if value is None else self._nested(value)
+
+    def split(self, name: str, *parts: str) -> "list[Attributes] | None":
+        """Return and remove the objects of an attribute that has exactly these keys; else None."""
+        value = self._raw.get(name)
+        if not isinstance(value, dict) or value.keys() != set(parts):
             return None
-        found = Attributes(value, self._where)
-        found._problems = self._problems
-        return found
+        del self._raw[name]
+        return [self._nested(value[part] or {}) for part in parts]
+
+    def _nested(self, value: Mapping[str, Any]) -> "Attributes":
+        nested = Attributes(value, self._where)
+        nested._problems = self._problems
+        return nested
 
     def reject(self, name: str, computed: str) -> None:
-        """Notes that the value of an attribute is none that we compute."""
+        """Note that jaxlm computes `computed` and not an attribute's value."""
         self._problems.append(
             f"{name} = {self._raw[name]!r:.60}, and {computed} is what jaxlm computes"
         )
 
     def note(self, problem: str) -> None:
-        """Notes a problem."""
+        """Note a problem."""
         self._problems.append(problem)
 
-    def split(self, name: str, *parts: str) -> "list[Attributes] | None":
-        """The attributes in each part of an attribute that holds these parts, which is read with that; else None."""
-        value = self._raw.get(name)
-        if not isinstance(value, dict) or value.keys() != set(parts):
-            return None
-        del self._raw[name]
-        found = [Attributes(value[part] or {}, self._where) for part in parts]
-        for each in found:
-            each._problems = self._problems
-        return found
-
     def ignore(self, *names: str) -> None:
-        """Attributes that say again what others say, or nothing that is computed."""
+        """Mark attributes as read that repeat others or change nothing that is computed."""
         self._read.update(names)
 
     def note_unused(self, neutral: Iterable[str] = ()) -> None:
-        """Notes every attribute that nobody read."""
+        """Note a problem for every attribute that was not read."""
         for name in sorted(self._raw.keys() - self._read - set(neutral)):
             self._problems.append(f"{name} = {self._raw[name]!r:.60} is not known")
 
     def check(self) -> None:
-        """Raises DataError with everything that was noted, and every attribute that nobody read."""
+        """Raise DataError with all problems, unread attributes included."""
         self.note_unused(IGNORED_ATTRIBUTES)
         if self._problems:
             shown = self._problems[:5]
             more = len(self._problems) - len(shown)
             raise DataError(
-                f"{len(self._problems)} attributes of {self._what} are not understood",
+                f"jaxlm cannot read {len(self._problems)} attributes of {self._what}",
                 where=self._where,
                 why="\n".join(shown) + (f"\nand {more} more" if more else ""),
-                fix="a model that computes something else would be imported wrongly, so it is not imported",
+                fix="import a model without these attributes: jaxlm would compute another function",
             )

@@ -1,17 +1,16 @@
-"""Phi-3 (arXiv:2404.14219): a Llama whose projections lie side by side in one tensor; Phi-4 mini rotates part of a head.
+"""Phi-3 (arXiv:2404.14219): a Llama with fused projections; Phi-4 mini rotates part of a head.
 
-Those that read 128k tokens have frequencies of their own for documents beyond 4096.
+Models with a context of 128k tokens have other rotary frequencies for documents beyond 4096.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal
 
 from jaxlm.core.config import setting
 from jaxlm.models.families import llama_like, rope, setting_docs
+from jaxlm.models.families.family import Problems, size_table
 from jaxlm.models.families.hub import Attributes, Hub, TensorMapping, linears
-from jaxlm.models.families.llama_like import Rotated
-from jaxlm.nn.config import AttentionConfig
+from jaxlm.models.families.llama_like import Windowed
 from jaxlm.nn.rotary import LongScaling, NoScaling, Rope, Scaling
 
 FUSED = (
@@ -20,35 +19,52 @@ FUSED = (
         ("attention/query/weight", "attention/key/weight", "attention/value/weight"),
         "transposed",
     ),
-    *linears("model.layers.{i}.{}", **{"self_attn.o_proj": "attention/out"}),
     TensorMapping(
         "model.layers.{i}.mlp.gate_up_proj.weight",
         ("mlp/gate/weight", "mlp/up/weight"),
         "transposed",
     ),
-    *linears("model.layers.{i}.{}", **{"mlp.down_proj": "mlp/down"}),
+    *linears(
+        "model.layers.{i}.{}", **{"self_attn.o_proj": "attention/out", "mlp.down_proj": "mlp/down"}
+    ),
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Phi3(Rotated):
+class Phi3(Windowed):
     """A Phi-3-style decoder."""
 
     family: Literal["phi3"] = "phi3"
-    window: int | None = setting(None, **setting_docs.WINDOW)
     rope_share: float = setting(1.0, **setting_docs.ROPE_SHARE)
-    rope_scaling: Scaling | LongScaling = setting(NoScaling(), **setting_docs.ROPE_SCALING)  # type: ignore[assignment]
+    rope_scaling: Scaling | LongScaling = setting(  # type: ignore[assignment]
+        NoScaling(), **setting_docs.ROPE_SCALING
+    )
 
-    HUB: ClassVar[Hub] = Hub(
+    HF_DEFAULTS = {"context": 4096, "norm_eps": 1e-5}
+    EXPECTED = {
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "lm_head_bias": (False,),
+        "full_attn_mod": (1,),  # this and the next are in Phi-4 mini's file
+        "interpolate_factor": (1,),
+    }
+    IGNORED = ("original_max_position_embeddings",)
+    ROPE_KINDS = (*rope.KINDS, "longrope")
+    HUB = Hub(
         model_type="phi3",
         architecture="Phi3ForCausalLM",
         rows=(*llama_like.STREAM, *llama_like.NORMS, *FUSED),
     )
-    ROPE_KINDS: ClassVar[tuple[str, ...]] = (*rope.KINDS, "longrope")
-    ABSENT: ClassVar[dict[str, Any]] = {"context": 4096, "norm_eps": 1e-5}
+    SIZES = size_table(
+        "depth width heads kv_heads hidden",
+        {"phi-3-mini-4k": (32, 3072, 32, 32, 8192), "phi-3-medium-4k": (40, 5120, 40, 10, 17_920)},
+        vocab=32_064,
+        context=4096,
+        window=2047,
+    )
 
-    def problems(self) -> Iterator[tuple[str, str, str]]:
-        """There is a number for each frequency, where they have some of their own."""
+    def problems(self) -> Problems:
+        """Yield a problem unless a longrope scaling has a number for each rotary frequency."""
         yield from super().problems()
         count = self.rotary.dims(self.size_of_head) // 2
         for name in ("short", "long"):
@@ -62,59 +78,15 @@ class Phi3(Rotated):
 
     @property
     def rotary(self) -> Rope:
-        """How heads are rotated."""
+        """Rotary position embedding of queries and keys."""
         return dataclasses.replace(super().rotary, share=self.rope_share)
 
-    def attention(self) -> AttentionConfig:
-        """That of Llama, within the window."""
-        return dataclasses.replace(super().attention(), window=self.window)
-
     @classmethod
-    def from_hub(cls, given: Attributes) -> Self:
-        """The family as a config.json describes it."""
-        for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
-            given.expect(name, False)
-        for name in ("full_attn_mod", "interpolate_factor"):  # Phi-4 mini's
-            given.expect(name, 1)
-        given.ignore("original_max_position_embeddings")  # said where nothing is stretched, too
-        return cls(
-            **cls.shared_settings(given),
-            window=given.get("sliding_window", None),
-        )
-
-    @classmethod
-    def rotary_settings(cls, rotary: Rope, given: Attributes) -> dict[str, Any]:
-        """The settings of how heads are rotated."""
+    def rotary_settings(cls, rotary: Rope, attributes: Attributes) -> dict[str, Any]:
+        """Return the settings of the rotary position embedding."""
         whole = dataclasses.replace(rotary, share=1.0)
-        return super().rotary_settings(whole, given) | {"rope_share": rotary.share}
+        return super().rotary_settings(whole, attributes) | {"rope_share": rotary.share}
 
     def to_hub(self) -> dict[str, Any]:
-        """The attributes of config.json."""
-        return super().to_hub() | {
-            "sliding_window": self.window,
-            "partial_rotary_factor": self.rope_share,
-        }
-
-
-SIZES: dict[str, dict[str, Any]] = {
-    "phi-3-mini-4k": dict(
-        vocab=32_064,
-        context=4096,
-        depth=32,
-        width=3072,
-        heads=32,
-        kv_heads=32,
-        hidden=8192,
-        window=2047,
-    ),
-    "phi-3-medium-4k": dict(
-        vocab=32_064,
-        context=4096,
-        depth=40,
-        width=5120,
-        heads=40,
-        kv_heads=10,
-        hidden=17_920,
-        window=2047,
-    ),
-}
+        """Return the attributes of config.json."""
+        return super().to_hub() | {"partial_rotary_factor": self.rope_share}

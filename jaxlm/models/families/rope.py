@@ -1,9 +1,9 @@
-"""How rotary positions are written in a config.json. Free of JAX."""
+"""Rotary positions in a config.json. Free of JAX."""
 
 import math
 from typing import Any
 
-from jaxlm.models.families.hub import Attributes
+from jaxlm.models.families.hub import Attributes, ConfigKey, read_settings, write_settings
 from jaxlm.nn.rotary import (
     LinearScaling,
     Llama3Scaling,
@@ -14,37 +14,63 @@ from jaxlm.nn.rotary import (
     YarnScaling,
 )
 
-KINDS = ("default", "linear", "llama3", "yarn")  # of scaling, as config.json calls them
+ORIGINAL = "original_max_position_embeddings"
+# Attributes of each kind of scaling, by transformers' name of the kind and our setting.
+TABLES: dict[str, tuple[Any, dict[str, ConfigKey]]] = {
+    "linear": (LinearScaling, {"factor": ConfigKey("factor", kind=float)}),
+    "llama3": (
+        Llama3Scaling,
+        {
+            "factor": ConfigKey("factor", kind=float),
+            "low": ConfigKey("low_freq_factor", 1.0, kind=float),
+            "high": ConfigKey("high_freq_factor", 4.0, kind=float),
+            "original": ConfigKey(ORIGINAL),
+        },
+    ),
+    "yarn": (
+        YarnScaling,
+        {
+            "factor": ConfigKey("factor", kind=float),
+            "fast": ConfigKey("beta_fast", 32.0, kind=float),
+            "slow": ConfigKey("beta_slow", 1.0, kind=float),
+            "original": ConfigKey(ORIGINAL),
+            "magnitude": ConfigKey("attention_factor", None, kind=float),
+            "truncate": ConfigKey("truncate", True, kind=bool),
+        },
+    ),
+}
+KINDS = ("default", *TABLES)
 
 
 def read(
-    given: Attributes,
+    attributes: Attributes,
     *,
     theta: float = 10_000.0,
     share: float = 1.0,
     kinds: tuple[str, ...] = KINDS,
 ) -> Rope:
-    """How heads are rotated; `theta` and `share` are what transformers takes where config.json names none.
+    """Return the rotary position embedding of a config.json.
 
-    transformers 4 has `rope_theta` beside `rope_scaling`, transformers 5 both in `rope_parameters`.
+    transformers 4 has `rope_theta` and `rope_scaling`, transformers 5 both in `rope_parameters`.
+    `theta` and `share` are transformers' defaults of the base and of the rotated part of a head.
     """
-    theta = given.get("rope_theta", theta, kind=float)
-    share = given.get("partial_rotary_factor", share, kind=float)
+    theta = attributes.get("rope_theta", theta, kind=float)
+    share = attributes.get("partial_rotary_factor", share, kind=float)
     scaling: Scaling | LongScaling = NoScaling()
     for name in ("rope_scaling", "rope_parameters"):
-        inner = given.inner(name)
+        inner = attributes.inner(name)
         if inner is not None:
             theta = inner.get("rope_theta", theta, kind=float)
             share = inner.get("partial_rotary_factor", share, kind=float)
-            scaling = scaling_of(inner, given, kinds)
+            scaling = scaling_of(inner, attributes, kinds)
             inner.note_unused()
     return Rope(theta=theta, share=share, scaling=scaling)
 
 
 def scaling_of(
-    inner: Attributes, given: Attributes, kinds: tuple[str, ...] = KINDS
+    inner: Attributes, attributes: Attributes, kinds: tuple[str, ...] = KINDS
 ) -> Scaling | LongScaling:
-    """The scaling in a `rope_scaling` or `rope_parameters`; what it lacks may be in the config around it."""
+    """Return the scaling of a `rope_scaling` or `rope_parameters` inside of `attributes`."""
     kind = inner.get("rope_type", inner.get("type", "default", kind=str), kind=str)
     inner.ignore("type")
     if kind == "default":
@@ -53,50 +79,35 @@ def scaling_of(
         inner.expect("rope_type", *kinds)
         inner.expect("type", *kinds)
         return NoScaling()
-    context = given.get("max_position_embeddings", 2048)
+    context = attributes.get("max_position_embeddings", 2048)
     if kind == "longrope":
-        return _long(inner, given, context)
-    factor = inner.get("factor", kind=(float, int))
-    if kind == "linear":
-        return LinearScaling(factor=float(factor))
-    original = inner.get("original_max_position_embeddings", context)
-    if kind == "llama3":
-        return Llama3Scaling(
-            factor=float(factor),
-            low=inner.get("low_freq_factor", 1.0, kind=float),
-            high=inner.get("high_freq_factor", 4.0, kind=float),
-            original=original,
-        )
-    magnitude = inner.get("attention_factor", None, kind=float)
-    scale, all_dims = (inner.get(name, None, kind=float) for name in ("mscale", "mscale_all_dim"))
-    if magnitude is None and scale and all_dims:
-        magnitude = _magnitude(factor, scale) / _magnitude(factor, all_dims)
-    return YarnScaling(
-        factor=float(factor),
-        fast=inner.get("beta_fast", 32.0, kind=float),
-        slow=inner.get("beta_slow", 1.0, kind=float),
-        original=original,
-        magnitude=magnitude,
-        truncate=inner.get("truncate", True, kind=bool),
-    )
+        return _long(inner, attributes, context)
+    make, table = TABLES[kind]
+    settings = read_settings(inner, table, {"original": context})
+    if kind == "yarn":
+        names = ("mscale", "mscale_all_dim")
+        scale, all_dims = (inner.get(name, None, kind=float) for name in names)
+        if settings["magnitude"] is None and scale and all_dims:
+            sizes = (_magnitude(settings["factor"], each) for each in (scale, all_dims))
+            settings["magnitude"] = next(sizes) / next(sizes)
+    return make(**settings | {"factor": float(settings["factor"])})
 
 
-def _long(inner: Attributes, given: Attributes, context: int) -> LongScaling:
-    name = "original_max_position_embeddings"
-    original = inner.get(name, given.get(name, 4096), least=2)
-    ways: dict[str, Any] = {}
-    for own in ("short", "long"):
-        numbers = inner.get(f"{own}_factor", kind=list)
-        is_sound = isinstance(numbers, list) and all(
+def _long(inner: Attributes, attributes: Attributes, context: int) -> LongScaling:
+    original = inner.get(ORIGINAL, attributes.get(ORIGINAL, 4096), least=2)
+    factors: dict[str, Any] = {}
+    for part in ("short", "long"):
+        numbers = inner.get(f"{part}_factor", kind=list)
+        is_valid = isinstance(numbers, list) and all(
             isinstance(n, int | float) and not isinstance(n, bool) and n > 0 for n in numbers
         )
-        if isinstance(numbers, list) and not is_sound:
-            inner.reject(f"{own}_factor", "a list of numbers above 0")
-        ways[own] = tuple(map(float, numbers)) if is_sound else ()
-    found = LongScaling(**ways, original=original, factor=max(1.0, context / original))
-    inner.expect("factor", None, found.factor)
-    inner.expect("attention_factor", None, found.amplitude)
-    return found
+        if isinstance(numbers, list) and not is_valid:
+            inner.reject(f"{part}_factor", "a list of numbers above 0")
+        factors[part] = tuple(map(float, numbers)) if is_valid else ()
+    scaling = LongScaling(**factors, original=original, factor=max(1.0, context / original))
+    inner.expect("factor", None, scaling.factor)
+    inner.expect("attention_factor", None, scaling.amplitude)
+    return scaling
 
 
 def _magnitude(factor: float, scale: float) -> float:
@@ -104,37 +115,15 @@ def _magnitude(factor: float, scale: float) -> float:
 
 
 def written(theta: float, scaling: Scaling | LongScaling) -> dict[str, Any]:
-    """Attributes that `read` understands, as transformers 4 and 5 do."""
-    match scaling:
-        case NoScaling():
-            return {"rope_theta": theta, "rope_scaling": None}
-        case LinearScaling():
-            own: dict[str, Any] = {"rope_type": "linear", "factor": scaling.factor}
-        case Llama3Scaling():
-            own = {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low,
-                "high_freq_factor": scaling.high,
-                "original_max_position_embeddings": scaling.original,
-            }
-        case YarnScaling():
-            own = {
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "beta_fast": scaling.fast,
-                "beta_slow": scaling.slow,
-                "original_max_position_embeddings": scaling.original,
-                "truncate": scaling.truncate,
-            }
-            if scaling.magnitude is not None:
-                own["attention_factor"] = scaling.magnitude
-        case LongScaling():  # transformers 4 allows these three
-            own = {
-                "type": "longrope",
-                "short_factor": list(scaling.short),
-                "long_factor": list(scaling.long),
-            }
-            beside = {"original_max_position_embeddings": scaling.original}
-            return {"rope_theta": theta, "rope_scaling": own, **beside}
-    return {"rope_theta": theta, "rope_scaling": own}
+    """Return the attributes of a rotary embedding in a form that transformers 4 and 5 read."""
+    more: dict[str, Any] = {}
+    inner: dict[str, Any] | None = None
+    if isinstance(scaling, LongScaling):  # transformers 4 allows these three
+        short, long = list(scaling.short), list(scaling.long)
+        inner = {"type": "longrope", "short_factor": short, "long_factor": long}
+        more = {ORIGINAL: scaling.original}
+    for kind, (arm, table) in TABLES.items():
+        if isinstance(scaling, arm):
+            settings = write_settings(scaling, table).items()
+            inner = {"rope_type": kind} | {k: v for k, v in settings if v is not None}
+    return {"rope_theta": theta, "rope_scaling": inner, **more}

@@ -1,70 +1,63 @@
-"""What the settings that families share mean, and their ranges; a default is each family's own."""
+"""Meaning and range of the settings that families share; each family sets its own default."""
 
 from collections.abc import Mapping
 from typing import Any
 
-Term = Mapping[str, Any]  # what `setting` takes beside the default
+Doc = Mapping[str, Any]  # arguments of `setting` besides the default
 
-VOCAB: Term = dict(doc="rows of the embedding; auto is the tokenizer's size", low=2)
-CONTEXT: Term = dict(doc="longest sequence that the model is meant for", unit="tokens", low=1)
-DEPTH: Term = dict(doc="layers", low=1)
-WIDTH: Term = dict(doc="size of the residual stream", low=2)
-HEADS: Term = dict(doc="attention heads", low=1)
-KV_HEADS: Term = dict(doc="key and value heads; auto is as many as heads", low=1)
-PLAIN_HIDDEN: Term = dict(doc="hidden units of the MLP; auto is 4 x width", low=1)
-GATED_HIDDEN: Term = dict(
-    doc="hidden units of the MLP; auto is 8/3 of the width, rounded up to 64", low=1
+VOCAB: Doc = dict(doc="rows of the embedding; auto is the tokenizer's size", low=2)
+CONTEXT: Doc = dict(doc="longest sequence that the model is meant for", unit="tokens", low=1)
+POSITION_ROWS: Doc = dict(doc="longest sequence: rows of the position table", unit="tokens", low=1)
+DEPTH: Doc = dict(doc="layers", low=1)
+WIDTH: Doc = dict(doc="hidden size: features of the residual stream", low=2)
+HEADS: Doc = dict(doc="attention heads", low=1)
+KV_HEADS: Doc = dict(doc="key and value heads; auto is as many as heads", low=1)
+PLAIN_HIDDEN: Doc = dict(doc="hidden units of the MLP; auto is 4 x width", low=1)
+GATED_HIDDEN: Doc = dict(doc="hidden units of the MLP; auto is 8/3 width, rounded up to 64", low=1)
+PLAIN_ACTIVATION: Doc = dict(doc="activation of the MLP")
+GATED_ACTIVATION: Doc = dict(doc="activation of the MLP's gate")
+LAYER_NORM_EPS: Doc = dict(doc="added to the variance in each norm", above=0.0)
+RMS_NORM_EPS: Doc = dict(doc="added to the mean square in each norm", above=0.0)
+TIED: Doc = dict(doc="tied embeddings: the unembedding is the embedding's transpose")
+DROPOUT: Doc = dict(doc="dropout rate of embeddings, attention and outputs", low=0.0, below=1.0)
+OUTPUT_DROPOUT: Doc = dict(doc="dropout rate of each part's output", low=0.0, below=1.0)
+INIT: Doc = dict(
+    doc="initial weights: normal(init_std), gpt2 (residual outputs scaled by 1/sqrt(2 depth)), "
+    "xavier, he"
 )
-PLAIN_ACTIVATION: Term = dict(doc="activation of the MLP")
-GATED_ACTIVATION: Term = dict(doc="activation of the MLP's gate")
-LAYER_NORM_EPS: Term = dict(doc="added to the variance in each norm", above=0.0)
-RMS_NORM_EPS: Term = dict(doc="added to the mean square in each norm", above=0.0)
-TIED: Term = dict(doc="the unembedding is the embedding's transpose")
-DROPOUT: Term = dict(
-    doc="share of embeddings, attention weights and each part's output that is dropped in training",
-    low=0.0,
-    below=1.0,
-)
-OUTPUT_DROPOUT: Term = dict(
-    doc="share of each part's output that is dropped in training", low=0.0, below=1.0
-)
-INIT: Term = dict(
-    doc="initial weights: normal(init_std), gpt2 (residual outputs scaled by 1/sqrt(2 depth)), xavier, he"
-)
-INIT_STD: Term = dict(doc="standard deviation of the initial weights", above=0.0)
+INIT_STD: Doc = dict(doc="standard deviation of the initial weights", above=0.0)
 
-ROPE_THETA: Term = dict(doc="base of the rotary frequencies", above=1.0)
-ROPE_SHARE: Term = dict(doc="share of each head that is rotated", above=0.0, high=1.0)
-ROPE_SCALING: Term = dict(doc="how rotary positions are stretched")
-WINDOW: Term = dict(
-    doc="keys that a token sees, itself included; None sees all before it", unit="tokens", low=1
+ROPE_THETA: Doc = dict(doc="base of the rotary frequencies", above=1.0)
+ROPE_SHARE: Doc = dict(doc="fraction of each head that is rotated", above=0.0, high=1.0)
+ROPE_SCALING: Doc = dict(doc="scaling of rotary positions for long contexts")
+WINDOW: Doc = dict(
+    doc="sliding window: keys that a token sees, itself included; None sees all before it",
+    unit="tokens",
+    low=1,
 )
-LOCAL_WINDOW: Term = dict(
-    doc="keys that a token sees in local layers, itself included", unit="tokens", low=1
-)
-GLOBAL_ROPE_THETA: Term = dict(doc="base of the rotary frequencies in global layers", above=1.0)
-LOCAL_ROPE_THETA: Term = dict(doc="base of the rotary frequencies in local layers", above=1.0)
-ATTENTION_CAP: Term = dict(doc="scores s become cap x tanh(s / cap); None has no cap", above=0)
-LOGIT_CAP: Term = dict(doc="logits z become cap x tanh(z / cap); None has no cap", above=0)
-TOKEN_TYPES: Term = dict(
-    doc="rows of the table of kinds of text, of which training reads the first", low=1
-)
+LOCAL_WINDOW: Doc = dict(doc="window of local layers, with the token itself", unit="tokens", low=1)
+GLOBAL_ROPE_THETA: Doc = dict(doc="base of the rotary frequencies in global layers", above=1.0)
+LOCAL_ROPE_THETA: Doc = dict(doc="base of the rotary frequencies in local layers", above=1.0)
+ATTENTION_CAP: Doc = dict(doc="softcap of scores s: cap x tanh(s / cap); None has no cap", above=0)
+LOGIT_CAP: Doc = dict(doc="softcap of logits z: cap x tanh(z / cap); None has no cap", above=0)
+TOKEN_TYPES: Doc = dict(doc="rows of the token-type table; training uses the first", low=1)
 
-EXPERTS: Term = dict(doc="experts of a layer", low=1)
-TOP_K: Term = dict(doc="experts that see a token", low=1)
-EXPERT_HIDDEN: Term = dict(doc="hidden units of each expert", low=1)
-SHARED: Term = dict(
-    doc="hidden units of the experts that see all tokens, all together; 0 has none", low=0
+EXPERTS: Doc = dict(doc="experts of a layer", low=1)
+TOP_K: Doc = dict(doc="experts that each token is routed to", low=1)
+EXPERT_HIDDEN: Doc = dict(doc="hidden units of each expert", low=1)
+SHARED: Doc = dict(doc="hidden units of all shared experts together; 0 has none", low=0)
+DENSE_DEPTH: Doc = dict(doc="layers at the start whose MLP is dense", low=0)
+GROUPS: Doc = dict(doc="groups of consecutive experts of equal size", low=1)
+TOP_GROUPS: Doc = dict(doc="groups that the experts of a token are chosen from", low=1)
+ROUTER: Doc = dict(doc="function from the router's logits to scores")
+NORMALIZED: Doc = dict(doc="divide the scores of a token's experts by their sum")
+EXPERT_SCALE: Doc = dict(doc="factor on the weights of a token's experts", above=0)
+BALANCE_LOSS: Doc = dict(
+    doc="coefficient of the load-balancing loss of each layer, a mean over all tokens but padding",
+    low=0,
 )
-DENSE_DEPTH: Term = dict(doc="layers at the start whose MLP is dense", low=0)
-GROUPS: Term = dict(doc="groups of consecutive experts, all as large", low=1)
-TOP_GROUPS: Term = dict(doc="groups in which all experts of a token are", low=1)
-ROUTER: Term = dict(doc="how the router's logits become scores")
-NORMALISED: Term = dict(
-    doc="the scores of a token's experts are divided by their sum before they weigh"
-)
-EXPERT_SCALE: Term = dict(doc="what the weights of a token's experts are multiplied by", above=0)
-BALANCE_LOSS: Term = dict(
-    doc="coefficient of the loss that spreads tokens over experts, in each layer; a mean over all tokens, trained on or not",
+BALANCE_BIAS: Doc = dict(
+    doc="step of the load-balancing bias on the scores, once per update (arXiv:2408.15664); "
+    "0 has no bias, or in deepseek_v3 keeps it fixed",
     low=0,
 )

@@ -54,14 +54,14 @@ def sent(settings, devices):
 def test_an_encoder_decoder_sends_what_the_closed_form_says():
     """But for what its table of biases is summed with, which is next to nothing."""
     sizes = {"model.family": "t5", "model.decoder_depth": "2", "objective.name": "span"}
-    found, run, sizes = sent(sizes | {"mesh.fsdp": "2", "mesh.tensor": "2"}, 4)
-    given = work(run, sizes, gradient_bytes=0, targets=predict.decoder_tokens(run))
-    assert found["all-gather", "fsdp", "parameters"] == comm_cost.fsdp_bytes(given, sizes)
-    summed = sum(size for key, size in found.items() if key[:2] == ("all-reduce", "tensor"))
-    assert summed == pytest.approx(comm_cost.tensor_bytes(given, sizes), rel=0.01)
+    actual, run, sizes = sent(sizes | {"mesh.fsdp": "2", "mesh.tensor": "2"}, 4)
+    options = work(run, sizes, gradient_bytes=0, targets=predict.decoder_tokens(run))
+    assert actual["all-gather", "fsdp", "parameters"] == comm_cost.fsdp_bytes(options, sizes)
+    summed = sum(size for key, size in actual.items() if key[:2] == ("all-reduce", "tensor"))
+    assert summed == pytest.approx(comm_cost.tensor_bytes(options, sizes), rel=0.01)
 
 
-def work(run, sizes, **given):
+def work(run, sizes, **options):
     rows = run.train.batch // (sizes["data"] * sizes["fsdp"])
     return comm_cost.Work(
         model=run.model.build(),
@@ -69,27 +69,27 @@ def work(run, sizes, **given):
         rows=rows,
         microbatches=run.train.microbatches,
         repeats=run.train.turns,
-        **(dict(weight_bytes=4, gradient_bytes=4, activation_bytes=4) | given),
+        **(dict(weight_bytes=4, gradient_bytes=4, activation_bytes=4) | options),
     )
 
 
 def test_fsdp_and_tensor_send_what_the_closed_form_says():
-    found, run, sizes = sent({"mesh.fsdp": "2", "mesh.tensor": "2"}, 4)
+    actual, run, sizes = sent({"mesh.fsdp": "2", "mesh.tensor": "2"}, 4)
     gathered = comm_cost.fsdp_bytes(work(run, sizes, gradient_bytes=0), sizes)
-    assert found["all-gather", "fsdp", "parameters"] == gathered
+    assert actual["all-gather", "fsdp", "parameters"] == gathered
     # XLA for CPU writes a scatter of sums as a sum, which a ring sends twice.
     scattered = comm_cost.fsdp_bytes(work(run, sizes, weight_bytes=0), sizes)
-    assert found["all-reduce", "fsdp", "parameters"] == 2 * scattered
-    assert found["all-reduce", "tensor", "activations"] == comm_cost.tensor_bytes(
+    assert actual["all-reduce", "fsdp", "parameters"] == 2 * scattered
+    assert actual["all-reduce", "tensor", "activations"] == comm_cost.tensor_bytes(
         work(run, sizes), sizes
     )
 
 
 @pytest.mark.slow
 def test_a_tied_table_is_gathered_once_for_both_its_uses_forward():
-    found, run, sizes = sent({"mesh.fsdp": "2", "mesh.tensor": "2", "model.tied": "True"}, 4)
+    actual, run, sizes = sent({"mesh.fsdp": "2", "mesh.tensor": "2", "model.tied": "True"}, 4)
     gathered = comm_cost.fsdp_bytes(work(run, sizes, gradient_bytes=0), sizes)
-    assert found["all-gather", "fsdp", "parameters"] == gathered
+    assert actual["all-gather", "fsdp", "parameters"] == gathered
 
 
 @pytest.mark.slow
@@ -100,28 +100,28 @@ def test_weights_that_are_whole_are_sent_once_and_gradients_as_the_closed_form_s
 ):
     """XLA for CPU writes a scatter of sums, ZeRO 2, as the sum that ZeRO 1 has."""
     settings = {"mesh.fsdp": "2", "mesh.zero": str(zero), "train.microbatches": str(microbatches)}
-    found, run, sizes = sent(settings, 2)
+    actual, run, sizes = sent(settings, 2)
     norms = 2 * 3 * 32 * 4 / 2  # of three layers, stacked
     gathered = comm_cost.fsdp_bytes(work(run, sizes, zero=zero, gradient_bytes=0), sizes)
-    assert found["all-gather", "fsdp", "parameters"] == gathered + norms
+    assert actual["all-gather", "fsdp", "parameters"] == gathered + norms
     summed = comm_cost.fsdp_bytes(work(run, sizes, zero=zero, weight_bytes=0), sizes)
-    assert found["all-reduce", "fsdp", "parameters"] == zero * summed
+    assert actual["all-reduce", "fsdp", "parameters"] == zero * summed
 
 
 @pytest.mark.slow
 def test_stages_send_what_the_closed_form_says():
     """Two layers a stage: weights of a single one would be gathered once, ahead of the loop over ticks."""
     settings = {"model.depth": "4", "mesh.pipe": "2", "train.microbatches": "4"}
-    found, run, sizes = sent(settings | {"mesh.fsdp": "2"}, 4)
+    actual, run, sizes = sent(settings | {"mesh.fsdp": "2"}, 4)
     gathered = comm_cost.fsdp_bytes(work(run, sizes, gradient_bytes=0), sizes)
-    assert found["all-gather", "fsdp", "parameters"] == gathered
+    assert actual["all-gather", "fsdp", "parameters"] == gathered
     scattered = comm_cost.fsdp_bytes(work(run, sizes, weight_bytes=0), sizes)
-    assert found["all-reduce", "fsdp", "parameters"] == 2 * scattered
-    handed_on = found["collective-permute", "pipe", "activations"]
-    summed = found["all-reduce", "pipe", "activations"]
+    assert actual["all-reduce", "fsdp", "parameters"] == 2 * scattered
+    handed_on = actual["collective-permute", "pipe", "activations"]
+    summed = actual["all-reduce", "pipe", "activations"]
     assert handed_on + summed == comm_cost.pipe_bytes(work(run, sizes), sizes)
-    found, run, sizes = sent(settings | {"mesh.data": "2"}, 4)
-    assert found["all-reduce", "data", "parameters"] == comm_cost.data_bytes(
+    actual, run, sizes = sent(settings | {"mesh.data": "2"}, 4)
+    assert actual["all-reduce", "data", "parameters"] == comm_cost.data_bytes(
         work(run, sizes), sizes
     )
 
@@ -144,20 +144,22 @@ def test_stages_of_several_groups_send_what_the_closed_form_says(stages, other, 
         "train.pipeline": "circular",
         "train.pipeline_repeats": str(repeats),
     }
-    found, run, sizes = sent(settings | {f"mesh.{other}": "2"}, 2 * stages)
-    given = work(run, sizes)
+    actual, run, sizes = sent(settings | {f"mesh.{other}": "2"}, 2 * stages)
+    options = work(run, sizes)
     if other == "fsdp":
         gathered = comm_cost.fsdp_bytes(work(run, sizes, gradient_bytes=0), sizes)
-        assert found["all-gather", "fsdp", "parameters"] == gathered
+        assert actual["all-gather", "fsdp", "parameters"] == gathered
     else:
-        assert found["all-reduce", "data", "parameters"] == comm_cost.data_bytes(given, sizes)
-    dealt = comm_cost.dealt_bytes(given, sizes)
-    handed_on = found["collective-permute", "pipe", "activations"]
-    summed = found["all-reduce", "pipe", "activations"]
-    assert handed_on + summed == comm_cost.pipe_bytes(given, sizes) - dealt
-    sent_blocks = {key[0]: size for key, size in found.items() if key[1:] == ("pipe", "parameters")}
+        assert actual["all-reduce", "data", "parameters"] == comm_cost.data_bytes(options, sizes)
+    dealt = comm_cost.dealt_bytes(options, sizes)
+    handed_on = actual["collective-permute", "pipe", "activations"]
+    summed = actual["all-reduce", "pipe", "activations"]
+    assert handed_on + summed == comm_cost.pipe_bytes(options, sizes) - dealt
+    sent_blocks = {
+        key[0]: size for key, size in actual.items() if key[1:] == ("pipe", "parameters")
+    }
     assert set(sent_blocks) == kinds
-    blocks, _, _ = comm_cost.matrices(given.model, 1)
+    blocks, _, _ = comm_cost.matrices(options.model, 1)
     norms = 2 * run.model.width * run.model.depth
     assert sum(sent_blocks.values()) == dealt * (1 + norms / blocks)
 
@@ -166,17 +168,17 @@ def test_stages_of_several_groups_send_what_the_closed_form_says(stages, other, 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_split_row_sends_what_the_closed_form_says(microbatches):
     settings = {"mesh.context": "2", "mesh.fsdp": "2", "train.microbatches": str(microbatches)}
-    found, run, sizes = sent(settings, 4)
+    actual, run, sizes = sent(settings, 4)
     keys = comm_cost.context_bytes(work(run, sizes, gradient_bytes=0), sizes)
-    gathered = found["all-gather", "context", "activations"]
-    assert gathered + found["all-reduce", "context", "activations"] / 2 == keys
+    gathered = actual["all-gather", "context", "activations"]
+    assert gathered + actual["all-reduce", "context", "activations"] / 2 == keys
     summed = comm_cost.context_bytes(work(run, sizes, activation_bytes=0), sizes)
-    assert found["all-reduce", "context", "parameters"] == summed
+    assert actual["all-reduce", "context", "parameters"] == summed
 
 
 @pytest.mark.slow
 def test_heads_of_a_latent_send_what_the_closed_form_says(monkeypatch):
-    """Beside heads of the stream, as experts send more over tensor than is counted for them, in both alike."""
+    """Compared with heads of the stream: experts send more over tensor than counted, in both."""
     experts = {
         "model.experts": "4",
         "model.top_k": "2",
@@ -198,21 +200,21 @@ def test_heads_of_a_latent_send_what_the_closed_form_says(monkeypatch):
     sums = []
     for settings in (plain, latent):
         monkeypatch.setattr("tests.models.test_wire.SETTINGS", settings)
-        found, run, sizes = sent({"mesh.tensor": "2", "mesh.fsdp": "2"}, 4)
+        actual, run, sizes = sent({"mesh.tensor": "2", "mesh.fsdp": "2"}, 4)
         said = comm_cost.tensor_bytes(work(run, sizes), sizes)
-        sums.append((found["all-reduce", "tensor", "activations"], said))
-    (plain_found, plain_said), (found, said) = sums
-    assert found - plain_found == said - plain_said != 0
-    found, run, sizes = sent({"mesh.context": "2", "mesh.fsdp": "2"}, 4)
+        sums.append((actual["all-reduce", "tensor", "activations"], said))
+    (plain_found, plain_said), (actual, said) = sums
+    assert actual - plain_found == said - plain_said != 0
+    actual, run, sizes = sent({"mesh.context": "2", "mesh.fsdp": "2"}, 4)
     keys = comm_cost.context_bytes(work(run, sizes, gradient_bytes=0), sizes)
-    gathered = found["all-gather", "context", "activations"]
-    assert gathered + found["all-reduce", "context", "activations"] / 2 == keys
+    gathered = actual["all-gather", "context", "activations"]
+    assert gathered + actual["all-reduce", "context", "activations"] / 2 == keys
 
 
 @pytest.mark.slow
 def test_data_sends_what_the_closed_form_says():
-    found, run, sizes = sent({"mesh.data": "4", "train.microbatches": "2"}, 4)
-    assert found["all-reduce", "data", "parameters"] == comm_cost.data_bytes(
+    actual, run, sizes = sent({"mesh.data": "4", "train.microbatches": "2"}, 4)
+    assert actual["all-reduce", "data", "parameters"] == comm_cost.data_bytes(
         work(run, sizes), sizes
     )
-    assert not any("activations" in key for key in found)
+    assert not any("activations" in key for key in actual)
