@@ -1,4 +1,4 @@
-"""Conversations as the text that a model was trained to read them in, by its chat template."""
+"""Rendering of conversations by a model's chat template."""
 
 import json
 import subprocess
@@ -9,26 +9,26 @@ from typing import Any
 
 from jaxlm.core.errors import DataError
 
-LARGEST = 2**20  # characters of a template; the largest in use have a twentieth of it
-SECONDS = 10  # of the processor, for one call
-MEMORY = 2**30  # bytes of a rendering process
+LARGEST = 2**20  # characters of a template, twenty times the largest in use
+SECONDS = 10  # of CPU time for one call
+MEMORY = 2**30  # bytes of the rendering process
 WORKER = Path(__file__).with_name("chat_worker.py")
-Message = Mapping[str, Any]  # a role, and a content
+Message = Mapping[str, Any]  # with at least `role` and `content`
 
 
 class ChatTemplate:
-    """A Jinja template over `messages`, as transformers renders it.
+    """A Jinja template over `messages`, rendered as transformers does.
 
-    It comes with somebody else's model, so it is rendered by jinja2's immutable sandbox in a process of its own, with
-    `SECONDS` of the processor and `MEMORY`: one that loops without end, or reaches for what is behind a value, is refused.
+    Templates come with models from others, so jinja2's immutable sandbox renders them in a process
+    of its own with `SECONDS` of CPU time and `MEMORY`.
 
     Args:
       source: the template.
-      tokens: the texts of the model's named tokens, such as `bos_token`.
-      where: for errors.
+      tokens: texts of the model's named tokens, such as `bos_token`.
+      where: file name in errors.
 
     Raises:
-      DataError: where it is too large.
+      DataError: if the template is too large.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str = "chat template"):
@@ -41,24 +41,28 @@ class ChatTemplate:
         conversations: Sequence[Sequence[Message]],
         *,
         add_generation_prompt: bool = True,
-        **given: Any,
+        **variables: Any,
     ) -> list[str]:
-        """The text of each conversation; `add_generation_prompt` lets the assistant speak next.
+        """Return the text of each conversation.
 
-        `given` are further variables of the template, as far as JSON holds them.
+        Args:
+          conversations: the messages of each.
+          add_generation_prompt: end with the header of the assistant's next message.
+          variables: more variables of the template, as JSON values.
 
         Raises:
-          DataError: where it is no template, refuses a conversation, does what is not allowed, or takes too much.
+          DataError: if the template is invalid, refuses a conversation, leaves the sandbox or
+            exceeds a limit.
         """
         request = {
             "template": self.source,
             "conversations": conversations,
-            "given": {
+            "variables": {
                 "tools": None,
                 "documents": None,
                 "add_generation_prompt": add_generation_prompt,
                 **self.tokens,
-                **given,
+                **variables,
             },
             "seconds": SECONDS,
             "bytes": MEMORY,
@@ -68,16 +72,16 @@ class ChatTemplate:
                 [sys.executable, "-I", str(WORKER)],
                 input=json.dumps(request).encode(),
                 capture_output=True,
-                timeout=6 * SECONDS,  # a busy machine gives it less than a whole processor
+                timeout=6 * SECONDS,  # a busy machine gives less than a whole processor
             )
         except subprocess.TimeoutExpired as error:
-            raise self._refused(f"it was not done after {6 * SECONDS} seconds") from error
+            raise self._refused(f"it did not finish in {6 * SECONDS} seconds") from error
         if done.returncode or not done.stdout:
-            said = done.stderr.decode(errors="replace").strip().splitlines()
+            lines = done.stderr.decode(errors="replace").strip().splitlines()
             raise self._refused(
                 f"it needs more than {SECONDS} seconds or {MEMORY / 2**30:g} GiB"
                 if done.returncode < 0
-                else f"its process ended with {done.returncode}: {said[-1] if said else ''}"
+                else f"its process ended with {done.returncode}: {lines[-1] if lines else ''}"
             )
         answer = json.loads(done.stdout)
         if "error" in answer:
@@ -89,5 +93,5 @@ class ChatTemplate:
             "a chat template cannot be rendered",
             where=self._where,
             why=why,
-            fix="leave --chat out",
+            fix="leave out --chat",
         )

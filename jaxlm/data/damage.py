@@ -1,4 +1,4 @@
-"""Going on around token shards that cannot be read (`data.damaged=skip`): nothing that is left out goes uncounted."""
+"""Training around damaged token shards (`data.damaged=skip`), with every loss counted."""
 
 from collections.abc import Callable, Iterator
 
@@ -8,7 +8,7 @@ from jaxlm.core.errors import DataError
 from jaxlm.data.batch import Tokens
 from jaxlm.data.shards import Damaged
 
-# A document, the first of its ids that could not be read, and their number; and what is wrong.
+# (document, first id that cannot be read, number of ids), and the error.
 Loss = tuple[tuple[int, int, int], Damaged]
 
 
@@ -18,12 +18,17 @@ def told(
     most: float,
     warn: Callable[[str], None],
 ) -> Iterator[Tokens]:
-    """The batches of a stream that gives tokens no weight where they could not be read.
+    """Yield the batches of a stream, and warn about each piece that could not be read.
 
-    Each such piece is told once, with all so far. `stream` has with each batch what finds its losses again.
+    Args:
+      stream: batches in which unreadable tokens have weight 0, each with a function that lists the
+        unreadable pieces of the batch.
+      tokens: tokens of the set.
+      most: largest share of `tokens` that may be lost.
+      warn: called once per lost piece, with the total.
 
     Raises:
-      DataError: where more than the share `most` of the set's `tokens` was lost.
+      DataError: if more than the share `most` was lost.
     """
     lost: set[tuple[int, int, int]] = set()
     total = 0
@@ -35,14 +40,16 @@ def told(
                 lost.add(piece)
                 total += piece[2]
                 warn(
-                    f"not trained on: {piece[2]} tokens of {damage.where} ({damage.why}); {total} tokens in {len(lost)} "
-                    f"pieces so far, {total / tokens:.2g} of all"
+                    f"not trained on: {piece[2]} tokens of {damage.where} ({damage.why}); {total} "
+                    f"tokens in {len(lost)} pieces so far, {total / tokens:.2g} of all"
                 )
                 if total > most * tokens:
                     raise DataError(
                         "too much of the training data is damaged",
                         where=damage.where,
-                        why=f"{total} of {tokens} tokens could not be read; data.max_dropped = {most:g} of them may be lost",
-                        fix=f"{damage.fix.splitlines()[0]}\n--config.data.max_dropped=1    # goes on whatever is lost",
+                        why=f"{total} of {tokens} tokens could not be read; data.max_dropped = "
+                        f"{most:g} of them may be lost",
+                        fix=f"{damage.fix.splitlines()[0]}\n"
+                        "--config.data.max_dropped=1    # accepts any loss",
                     ) from damage
         yield batch

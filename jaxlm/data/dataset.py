@@ -1,4 +1,4 @@
-"""From the data section of a config to loaders: find, split, train the tokenizer, tokenise, plan."""
+"""Loaders from the data section of a config: find, split, train the tokenizer, tokenize, plan."""
 
 import dataclasses
 import hashlib
@@ -34,19 +34,18 @@ from jaxlm.data.tokenizer import Bytes, Tokenizer
 from jaxlm.monitor.progress import Progress
 
 Say = Callable[[str], None]
-MakeReading = Callable[[Tokenizer, int], Reading]  # for rows of so many slots
+MakeReading = Callable[[Tokenizer, int], Reading]  # from a tokenizer and the slots of a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Everything that a run reads."""
+    """The tokenizer, loaders and fingerprint of a run."""
 
     tokenizer: Tokenizer
     train: Loader
     validation: dict[str, Loader]
-    fingerprint: dict[
-        str, str | int
-    ]  # two runs with equal ones read the same rows in the same order
+    # Runs with equal fingerprints read the same rows in the same order.
+    fingerprint: dict[str, str | int]
 
 
 def open_data(
@@ -61,16 +60,24 @@ def open_data(
     warn: Say = lambda _: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Data:
-    """Finds, tokenises and plans what the config names; what was made before comes from the cache under `root`.
+    """Find, tokenize and plan the data of a config, reusing the cache under `root`.
 
-    Text is hashed to see that it is what was tokenised, 0.7 s a gigabyte; again only if a file changed, see `text_digest`.
-    Of token shards nothing is hashed.
+    Text is hashed at 0.7 s per GB to check that the cache is current, and again only if a file
+    changed (`text_digest`). Token shards are not hashed.
 
-    `reading` is how the objective reads rows. Weights that change over the run need to know at which row a span of it ends, and
-    how many `rows` it has in all. `warn` hears what of the data is not read as it was written, at every opening.
+    Args:
+      config: the data section.
+      seed: seed of the order of training rows.
+      reading: makes the objective's change of rows.
+      row_at: row of the stream at which a span of the run ends, for weights that change.
+      rows: rows of the whole run, for the same.
+      root: the cache folder.
+      log: prints a line.
+      warn: called at every opening with documents left out or changed.
+      progress: called during hashing and tokenizing.
 
     Raises:
-      JaxlmError: where the data is missing, broken, empty, or does not fit the tokenizer.
+      JaxlmError: if data is missing, broken, empty, or has another tokenizer.
     """
     root = cache.default() if root is None else root
     train_parts, validation_parts = parts.find(config)
@@ -90,7 +97,7 @@ def open_data(
         train = mixture.mixed(sources, joined, config, row_at=row_at, rows=rows)
     if config.damaged == "skip":
         train = dataclasses.replace(train, most_lost=config.max_dropped)
-    # Runs of any seed are evaluated on the same rows.
+    # Evaluation rows are the same for every seed.
     opened = {part.name: shards(part) for part in validation_parts}
     validation = {
         f"{name}{added}": _loader(held, config, root, 0, corruption)
@@ -120,7 +127,7 @@ def open_data(
 def _loader(
     opened: AnyShards, config: DataConfig, root: Path, seed: int, corruption: AnyCorruption | None
 ) -> Loader:
-    """The rows of some shards, planned with the room that the corruption needs."""
+    """Return the loader of some shards, planned with the slots that the corruption needs."""
     length = config.sequence - (corruption.room if corruption else 0)
     key = {
         "shards": opened.manifest.digests,
@@ -143,36 +150,34 @@ def _loader(
 def open_tokenizer(
     config: DataConfig, *, root: Path | None = None, say: Say = lambda _: None
 ) -> Tokenizer:
-    """The tokenizer that the config names, trained on its training text where it is one to train."""
+    """Return the tokenizer of a config; train it if necessary."""
     train, _ = parts.find(config)
     digests = TextDigests(cache.default() if root is None else root, say=say)
     return _tokenizer(config, train, digests, say)
 
 
 def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dict[str, Shards]:
-    """Writes each side of the data as a folder of shards under `out`, to be named in `data.train` and `data.validation`."""
+    """Write each side of the data as a folder of token shards under `out`."""
     train, validation = parts.find(config)
     encoder = _tokenizer(config, train, TextDigests(cache.default(), progress, say), say)
     written = {}
     for part in (*train, *validation):
         if part.corpus is None:
             raise ConfigError(
-                "this is tokenised already",
+                "data tokenize needs text, not token shards",
                 where=str(part.folders[0]),
-                why=f"it has a {manifest.NAME}; text is what is tokenised",
-                fix=f"jaxlm data check {shlex.quote(str(part.folders[0]))}    # they can be trained on",
+                why=f"the folder has a {manifest.NAME}",
+                fix=f"jaxlm data check {shlex.quote(str(part.folders[0]))}    # ready for training",
             )
         target = out / part.name
         if target.exists():
             raise DataError(
-                "the output folder exists",
+                "the output folder already exists",
                 where=str(target),
                 why="shards are never overwritten",
                 fix=f"--out={out}-2",
             )
-        with cache.writing(
-            target, fix="give --out a folder that can be written, on a disk with room"
-        ):
+        with cache.writing(target, fix="choose a writable --out folder on a disk with free space"):
             written[part.name] = _written(target, part, encoder, progress)
         for line in _losses(part.name, written[part.name].manifest):
             say(line)
@@ -182,7 +187,16 @@ def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dic
 def text_loaders(
     corpus: Corpus, encoder: Tokenizer, sequence: int, reading: MakeReading, root: Path, say: Say
 ) -> dict[str, Loader]:
-    """The rows of any text under a given tokenizer, for the evaluations of an objective."""
+    """Return loaders of any text under a given tokenizer, one for each evaluation of an objective.
+
+    Args:
+      corpus: the text.
+      encoder: the tokenizer.
+      sequence: slots of a row.
+      reading: makes the objective's change of rows.
+      root: the cache folder.
+      log: prints a line.
+    """
     digests = TextDigests(root, say=say)
     opened = _shards(
         *(Part("text", corpus, Selection()), encoder, digests, say, say),
@@ -207,7 +221,7 @@ def _tokenizer(config: DataConfig, train: list[Part], digests: TextDigests, say:
     made_from = {
         "kind": kind,
         "corpus": corpora[0] if len(corpora) == 1 else corpora,
-        "selection": dataclasses.asdict(train[0].selection),  # that of all
+        "selection": dataclasses.asdict(train[0].selection),  # the same for all
         "version": 2,
     }
     folder = cache.folder(digests.root, "tokenizers", **made_from)
@@ -222,33 +236,37 @@ def _tokenizer(config: DataConfig, train: list[Part], digests: TextDigests, say:
 
 
 def _tokenizer_of_shards(opened: AnyShards, setting: str, say: Say) -> Tokenizer:
-    """The one that made the shards, where the setting does not ask for another.
+    """Return the tokenizer of the shards, unless the setting names another.
 
-    One that would be trained is compared by its kind and size: it cannot be, where there is no text. The default asks for
-    none; what is read instead is said.
+    A trained tokenizer is compared by kind and size only, as there is no text to train it again.
+    The default setting accepts any; then the tokenizer is reported.
 
     Raises:
-      ConfigError: where it asks for another.
+      ConfigError: if the setting names another.
     """
-    own, asked = opened.tokenizer, None
+    tokenizer, requested = opened.tokenizer, None
     if setting.endswith(TOKENIZER_FILES):
-        asked = tokenizer_file.read(setting)
+        requested = tokenizer_file.read(setting)
     elif setting == "bytes":
-        asked = Bytes()
+        requested = Bytes()
     kind, _, size = setting.partition(":")
-    is_like = kind in own.kinds and size in ("", str(own.size))
-    is_own = asked.digest == own.digest if asked else is_like or setting == DataConfig().tokenizer
+    is_like = kind in tokenizer.kinds and size in ("", str(tokenizer.size))
+    is_own = (
+        requested.digest == tokenizer.digest
+        if requested
+        else is_like or setting == DataConfig().tokenizer
+    )
     if not is_own:
         raise ConfigError(
             "the tokenizer is not the one that made the token shards",
             where=f"data.tokenizer = {setting}",
-            why=f"that of {opened.folder} has {_described(own)}"
-            + (f", this one has {_described(asked)}" if asked else ""),
+            why=f"that of {opened.folder} has {_described(tokenizer)}"
+            + (f", this one has {_described(requested)}" if requested else ""),
             fix=f"--config.data.tokenizer={opened.folder / manifest.TOKENIZER}",
         )
-    if asked is None:
-        say(f"the tokenizer is that of the token shards: {_described(own)}")
-    return own
+    if requested is None:
+        say(f"the tokenizer is that of the token shards: {_described(tokenizer)}")
+    return tokenizer
 
 
 def _described(tokenizer: Tokenizer) -> str:
@@ -256,7 +274,7 @@ def _described(tokenizer: Tokenizer) -> str:
 
 
 def _losses(name: str, manifest: Manifest) -> Iterator[str]:
-    """What of a part is not as it was written: documents left out, changed or odd, characters without an id."""
+    """Yield lines about a part: documents left out or changed, characters without an id."""
     lost = {what: n for what, n in manifest.left_out.items() if what not in parts.ELSEWHERE}
     for words, reasons in (
         ("left out of", sorted(lost.keys() - set(MENDED))),
@@ -266,7 +284,7 @@ def _losses(name: str, manifest: Manifest) -> Iterator[str]:
             yield f"{words} {name}: {', '.join(f'{lost[reason]} {reason}' for reason in reasons)}"
     if manifest.unknown:
         yield (
-            f"{manifest.unknown} characters of {name} are not in the tokenizer and became <|unk|>"
+            f"{manifest.unknown} characters of {name} are not in the tokenizer; they became <|unk|>"
         )
 
 
@@ -296,9 +314,10 @@ def _opened(
         opened = open_folders(part.folders)
         if opened.manifest.tokenizer != encoder.digest:
             raise ConfigError(
-                "token shards were made with another tokenizer than the training data",
+                "token shards have another tokenizer than the training data",
                 where=f"{part.setting} = {opened.folder}",
-                why=f"its tokenizer has the digest {opened.manifest.tokenizer[:12]}, the run's {encoder.digest[:12]}",
+                why=f"the digest is {opened.manifest.tokenizer[:12]}, that of the run "
+                f"{encoder.digest[:12]}",
                 fix="'--config.data.validation=()'    # no evaluation",
             )
         return opened
@@ -316,9 +335,10 @@ def _opened(
         try:
             return Shards.open(folder)
         except JaxlmError as error:
-            warn(f"the cached tokens of {part.name} are made again: {error.what}, {error.why}")
+            warn(f"rebuilding the cached tokens of {part.name}: {error.what}, {error.why}")
     say(
-        f"tokenising {part.name}: {len(part.corpus.files)} file{'s' if len(part.corpus.files) != 1 else ''}"
+        f"tokenizing {part.name}: {len(part.corpus.files)} "
+        f"file{'s' if len(part.corpus.files) != 1 else ''}"
     )
     with cache.writing(folder):
         return _written(folder, part, encoder, progress, _is_whole)
@@ -347,10 +367,10 @@ def _written(
         part.documents(counts),
         encoder,
         counts,
-        lambda done: progress(f"tokenising {part.name}", done, total),
+        lambda done: progress(f"tokenizing {part.name}", done, total),
         name=part.setting,
         is_whole=is_whole,
     )
-    # Documents of the other side may follow its last one.
-    progress(f"tokenising {part.name}", total, total)
+    # Documents of the other side may follow the last one.
+    progress(f"tokenizing {part.name}", total, total)
     return written

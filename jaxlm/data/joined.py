@@ -15,10 +15,10 @@ from jaxlm.data.tokenizer import Tokenizer
 
 
 class Joined:
-    """The documents of several folders end to end, in the order of the folders; all made with one tokenizer.
+    """The documents of several folders in order; all folders must use one tokenizer.
 
     Raises:
-      ConfigError: where two of them were made with different tokenizers.
+      ConfigError: if two folders were made with different tokenizers.
     """
 
     def __init__(self, parts: tuple[Shards, ...]):
@@ -27,17 +27,19 @@ class Joined:
         for part in parts[1:]:
             if part.manifest.tokenizer != first.manifest.tokenizer:
                 raise ConfigError(
-                    "token shards were made with different tokenizers",
+                    "folders of token shards have different tokenizers",
                     where=f"{first.folder} and {part.folder}",
-                    why=f"their tokenizers are {first.manifest.tokenizer[:12]} and {part.manifest.tokenizer[:12]}",
-                    fix=f"write the others again with --config.data.tokenizer={first.folder / TOKENIZER}",
+                    why=f"the digests are {first.manifest.tokenizer[:12]} and "
+                    f"{part.manifest.tokenizer[:12]}",
+                    fix=f"write the others again with "
+                    f"--config.data.tokenizer={first.folder / TOKENIZER}",
                 )
         self.manifest = _sum([part.manifest for part in parts])
         self._first_document = np.cumsum([0] + [part.documents for part in parts])
 
     @property
     def folder(self) -> Path:
-        """The first of the folders: what an error names."""
+        """The first folder, for errors."""
         return self.parts[0].folder
 
     @property
@@ -51,7 +53,7 @@ class Joined:
         return self.manifest.documents
 
     def lengths(self, start: int, stop: int) -> np.ndarray:
-        """As `Shards.lengths`."""
+        """Return the ids in each document, like `Shards.lengths`."""
         out = [
             part.lengths(max(start - first, 0), min(stop - first, part.documents))
             for part, first in zip(self.parts, self._first_document.tolist(), strict=False)
@@ -60,12 +62,12 @@ class Joined:
         return np.concatenate(out) if out else np.zeros(0, np.int64)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """As `Shards.read`."""
+        """Return ids of a document, like `Shards.read`."""
         part, inner = self._locate(document)
         return part.read(inner, start, stop)
 
     def origin(self, document: int) -> tuple[str, int]:
-        """As `Shards.origin`."""
+        """Return the file and record of a document, like `Shards.origin`."""
         part, inner = self._locate(document)
         return part.origin(inner)
 
@@ -78,13 +80,18 @@ AnyShards = Shards | Joined
 
 
 def open_folders(folders: tuple[Path, ...]) -> AnyShards:
-    """The token shards in one folder or several. Raises DataError, as opening each does, and ConfigError as joining them does."""
+    """Open the token shards in one folder or several.
+
+    Raises:
+      DataError: if a folder is damaged.
+      ConfigError: if their tokenizers differ.
+    """
     parts = tuple(map(Shards.open, folders))
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
 def join(sets: Sequence[AnyShards]) -> Joined:
-    """Several shard sets as one, end to end. Raises ConfigError where they were made with different tokenizers."""
+    """Join shard sets in order. Raise ConfigError if their tokenizers differ."""
     return Joined(
         tuple(
             part for each in sets for part in (each.parts if isinstance(each, Joined) else (each,))

@@ -1,4 +1,4 @@
-"""Several sources of training data read as one stream, each with its share of the rows and in epochs of its own."""
+"""Mixture of several training sources as one stream of rows."""
 
 import bisect
 import dataclasses
@@ -20,11 +20,11 @@ from jaxlm.data.mixture_config import Temperature
 from jaxlm.data.packing import Plan
 from jaxlm.data.shares import Shares
 
-VERSION = 1  # of which source a row comes from
+VERSION = 1  # of the assignment of rows to sources
 
 
 class JoinedPlan(Plan):
-    """The rows of several shard sets end to end; documents are numbered through."""
+    """The rows of several shard sets in order, with documents numbered across sets."""
 
     def __init__(self, plans: tuple[Plan, ...], documents: tuple[int, ...]):
         self._plans, self._documents = plans, documents
@@ -40,11 +40,11 @@ class JoinedPlan(Plan):
         return self.first[-1]
 
     def part(self, row: int) -> int:
-        """The number of the shard set that a row is of."""
+        """Return the number of a row's shard set."""
         return bisect.bisect_right(self.first, row) - 1
 
     def pieces(self, row: int) -> np.ndarray:
-        """The pieces of a row, in order: (document, start, length)."""
+        """Return the pieces of a row, in order: (document, start, length)."""
         number = self.part(row)
         pieces = self._plans[number].pieces(row - self.first[number]).copy()
         pieces["document"] += self._before[number]
@@ -53,10 +53,10 @@ class JoinedPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class Mixture(Loader):
-    """The rows of several shard sets, each row of the stream from one of them.
+    """The rows of several shard sets as one stream, each row from one set.
 
-    Which one, and which of its rows, is a function of the row's number alone (`data.shares`). The rows of a
-    source are in shuffled epochs of its own. So the cursor is the step here too.
+    The set and the row in it are a function of the row's number in the stream (`Shares`). Each
+    source has shuffled epochs of its own. The cursor is the step, as for `Loader`.
     """
 
     names: tuple[str, ...] = dataclasses.field(kw_only=True)
@@ -64,7 +64,7 @@ class Mixture(Loader):
     sources: tuple[Loader, ...] = dataclasses.field(kw_only=True)
 
     def keys(self, start: int, stop: int) -> list[Key]:
-        """Where the rows of the stream from `start` up to `stop` are read, as `Loader.keys`."""
+        """Return the keys of the stream's rows from `start` to `stop`, as `Loader.keys`."""
         plan = self.plan
         assert isinstance(plan, JoinedPlan)
         return [
@@ -73,7 +73,7 @@ class Mixture(Loader):
         ]
 
     def _rows(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Of each row of the stream: the number of its source, the epoch of that, and its row there."""
+        """Yield (source, epoch of the source, row in the source) for each row of the stream."""
         sources, nth, _ = self.shares.choose(start, stop)
         if len(sources) < stop - start:
             raise _all_read(self.names, start + len(sources))
@@ -83,12 +83,14 @@ class Mixture(Loader):
             yield source, epoch, shuffled(index, size, (self.seed, epoch, source))
 
     def source(self, key: Key) -> str:
-        """The name of the source of a row."""
+        """Return the source name of a row."""
         assert isinstance(self.plan, JoinedPlan)
         return self.names[self.plan.part(key.row)]
 
     def read(self, start: int, stop: int) -> dict[str, tuple[int, int]]:
-        """The rows of each source, and their tokens that have a next one, from row `start` of the stream up to `stop`."""
+        """Return (rows, predicted tokens) of each source in the stream's rows from `start` to
+        `stop`.
+        """
         rows, tokens = [0] * len(self.names), [0] * len(self.names)
         for source, _, row in self._rows(start, stop):
             rows[source] += 1
@@ -96,7 +98,7 @@ class Mixture(Loader):
         return dict(zip(self.names, zip(rows, tokens, strict=True), strict=True))
 
     def seen(self, rows: int) -> dict[str, dict[str, float]]:
-        """What the first `rows` rows of the stream read of each source: rows, their share, and epochs of the source."""
+        """Return rows, share and epochs of each source in the first `rows` rows of the stream."""
         counts = self.shares.counts(rows).tolist()
         return {
             name: {
@@ -108,17 +110,17 @@ class Mixture(Loader):
         }
 
     def told(self, pace: BatchSchedule, steps: int) -> Iterator[str]:
-        """The same of so many steps, in words, and which source comes to its most."""
+        """Yield a line for each source after `steps` steps: share, epochs, step of its maximum."""
         rows = pace.rows(steps)
         for number, (name, seen) in enumerate(self.seen(rows).items()):
-            told = f"{name} {seen['share']:.1%} of the rows, {seen['epochs']:.2f} epochs"
+            line = f"{name} {seen['share']:.1%} of the rows, {seen['epochs']:.2f} epochs"
             if (end := self.shares.ends.get(number, math.inf)) <= rows:
                 step = pace.steps(end * self.sequence)
-                told += f", its most: from step {step} on its weight is the others'"
-            yield told
+                line += f", its maximum: from step {step} the other sources take its share"
+            yield line
 
     def ended(self, start: int, stop: int) -> Iterator[str]:
-        """The sources that come to their most from row `start` of the stream up to `stop`."""
+        """Yield the sources that reach their maximum epochs in the rows from `start` to `stop`."""
         for number, end in self.shares.ends.items():
             if start < end <= stop:
                 yield self.names[number]
@@ -132,40 +134,48 @@ def mixed(
     row_at: Callable[[Span], int],
     rows: int,
 ) -> Mixture:
-    """The mixture of some loaders that `config.mixture` asks for, for a run of `rows` rows.
+    """Return the mixture of some loaders for a run of `rows` rows.
+
+    Args:
+      sources: the loader of each source.
+      joined: the shards of all sources.
+      config: the data section.
+      row_at: row of the stream at which a span of the run ends.
+      rows: rows of the whole run.
 
     Raises:
-      ConfigError: where the sources have too few rows for the run under their most epochs, or one has none.
+      ConfigError: if the sources have too few rows under their maximum epochs, or one has none.
     """
     first, *_ = loaders = tuple(sources.values())
-    names, wanted = tuple(sources), mixture_config.caps(config.mixture)
+    names, limits = tuple(sources), mixture_config.caps(config.mixture)
     caps = np.array(
         [
-            math.floor(wanted[name] * loader.plan.rows + 1e-9) if name in wanted else math.inf
+            math.floor(limits[name] * loader.plan.rows + 1e-9) if name in limits else math.inf
             for name, loader in sources.items()
         ]
     )
     if not caps.all():
         name = names[int(np.flatnonzero(caps == 0)[0])]
         size = sources[name].plan.rows
-        least = {n: f"{max(most, 1.01 / sources[n].plan.rows):.3g}" for n, most in wanted.items()}
+        least = {n: f"{max(most, 1.01 / sources[n].plan.rows):.3g}" for n, most in limits.items()}
         raise ConfigError(
-            f"nothing of {name} would be read",
+            f"the run would read nothing of {name}",
             where="data.mixture.epochs",
-            why=f"{wanted[name]:g} epochs of its {size} rows are less than one",
+            why=f"{limits[name]:g} epochs of its {size} rows are less than one",
             fix="--config.data.mixture.epochs=" + ",".join(f"{n}={m}" for n, m in least.items()),
         )
     course = shares.build(_knots(config, sources, row_at), caps, names)
     if (most := float(caps.sum())) < rows:
         raise ConfigError(
-            f"the run takes {rows} rows, and under their most epochs the sources have {most:.0f}",
+            f"the run takes {rows} rows, and the sources have {most:.0f} under their maximum "
+            f"epochs",
             where="data.mixture.epochs",
             why=", ".join(
-                f"{name}: {cap:.0f} of {loader.plan.rows} rows x {wanted[name]:g}"
+                f"{name}: {cap:.0f} of {loader.plan.rows} rows x {limits[name]:g}"
                 for (name, loader), cap in zip(sources.items(), caps, strict=True)
             ),
             fix="--config.data.mixture.epochs="
-            + ",".join(f"{name}={wanted[name] * rows / most * 1.01:.3g}" for name in names),
+            + ",".join(f"{name}={limits[name] * rows / most * 1.01:.3g}" for name in names),
         )
     return Mixture(
         joined,
@@ -187,7 +197,7 @@ def mixed(
 def _knots(
     config: DataConfig, sources: dict[str, Loader], row_at: Callable[[Span], int]
 ) -> list[shares.Knot]:
-    """The weights of the sources wherever a line of one of them begins or ends."""
+    """Return the weights of the sources at each row where a linear piece of one begins or ends."""
     mixture = config.mixture
     if isinstance(mixture, Temperature):
         sizes = np.array([loader.shards.manifest.tokens for loader in sources.values()], float)
@@ -202,8 +212,8 @@ def _knots(
 
 def _all_read(names: tuple[str, ...], row: int) -> ConfigError:
     return ConfigError(
-        "every source has been read as often as it may",
+        "every source has reached its maximum number of epochs",
         where="data.mixture.epochs",
         why=f"{', '.join(names)} end at row {row}",
-        fix="'--config.data.mixture.epochs=()'    # sets no most",
+        fix="'--config.data.mixture.epochs=()'    # no maximum",
     )

@@ -1,4 +1,4 @@
-"""Which source each row of an endless stream comes from: a pure function of the row's number, at any row at once."""
+"""Assignment of the rows of an endless stream to sources: a pure function of the row's number."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,36 +9,38 @@ from jaxtyping import Float, Int
 from jaxlm.core.errors import ConfigError
 
 Counts = Int[np.ndarray, "K"]
-Knot = tuple[float, Float[np.ndarray, "K"]]  # a row, and the weight of each source there
+Knot = tuple[float, Float[np.ndarray, "K"]]  # a row and the weight of each source there
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shares:
-    """The course of the weights of K sources over the rows of a stream, and what follows for each row.
+    """The weights of K sources over the rows of a stream, and the source of each row.
 
-    Source k is read for the (j + 1)th time at the moment t where the integral of its weight from 0 to t is j + 1/2. The rows are
-    these moments of all sources in their order, at equal moments the first source first. So after any n rows each source
-    has had the integral of its weight up to n within K rows, constant weights are exact in the long run, and where a row
-    lies is found from its number alone, in time that grows with the number of changes of the weights only.
+    Source k is read for the (j + 1)th time at the moment t where the integral of its weight from 0
+    to t is j + 1/2. The rows are these moments of all sources in order; of equal moments the first
+    source comes first. So after any n rows the count of each source is within K rows of the
+    integral of its weight, constant weights are exact in the long run, and the source of a row is
+    found from its number, in time that grows only with the number of changes of the weights.
 
-    Weights are straight lines between `knots`, and sum to 1; behind the last they stay.
+    Weights are linear between `knots`, with the sum 1, and constant behind the last.
 
-    Source: of the moments, the divisor method of Webster (1832) and Sainte-Lague (1910) for apportionment.
+    Source: the divisor method of Webster (1832) and Sainte-Lague (1910) for apportionment.
     """
 
-    knots: Float[np.ndarray, "S"]  # the row at which each stretch begins
-    weights: Float[np.ndarray, "S K"]  # there
+    knots: Float[np.ndarray, "S"]  # first row of each linear piece
+    weights: Float[np.ndarray, "S K"]  # at the knot
     slopes: Float[np.ndarray, "S K"]
-    before: Float[np.ndarray, "S K"]  # the integral of the weights up to there
-    caps: Float[np.ndarray, "K"]  # the most rows of each source
-    ends: dict[int, float]  # the row at which a source has had its most, where it comes to that
+    before: Float[np.ndarray, "S K"]  # integral of the weights up to the knot
+    caps: Float[np.ndarray, "K"]  # maximum rows of each source
+    ends: dict[int, float]  # row at which a source reaches its cap, if it does
 
     def choose(
         self, start: int, stop: int
     ) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"], Counts]:
-        """Of the rows from `start` up to `stop`: their sources, how often each was read before, and the counts before `start`.
+        """Return the source of each row, its earlier reads, and the counts of all sources before
+        `start`.
 
-        Where every source has had its most, there are fewer rows.
+        Fewer rows than `start` to `stop` are returned if every source reaches its cap.
         """
         margin = len(self.caps) + 2
         first, last = (self._counts(t) for t in (start - margin, stop + margin))
@@ -52,16 +54,16 @@ class Shares:
         return source[taken], nth[taken], counts
 
     def counts(self, row: int) -> Counts:
-        """How often each source is read before a row."""
+        """Return the reads of each source before a row."""
         return self.choose(row, row)[2]
 
     def at(self, row: float) -> Float[np.ndarray, "K"]:
-        """The weights at a row."""
+        """Return the weights at a row."""
         stretch = int(np.searchsorted(self.knots, row, side="right")) - 1
         return self.weights[stretch] + self.slopes[stretch] * (row - self.knots[stretch])
 
     def _counts(self, moment: float) -> Counts:
-        """How many moments of each source lie before this one."""
+        """Return the number of moments of each source before this one."""
         if moment <= 0:
             return np.zeros(len(self.caps), np.int64)
         stretch = int(np.searchsorted(self.knots, moment, side="right")) - 1
@@ -69,7 +71,7 @@ class Shares:
         had = self.before[stretch] + gone * (
             self.weights[stretch] + self.slopes[stretch] * gone / 2
         )
-        # The integral and its inverse are each rounded: the moments near it decide.
+        # The integral and its inverse are rounded, so nearby moments are compared.
         near = np.maximum(had.astype(np.int64)[:, None] + np.arange(-2, 4), -1)
         source = np.repeat(np.arange(len(had)), near.shape[1])
         is_before = (self._moments(source, near.ravel()) < moment).reshape(near.shape)
@@ -78,44 +80,45 @@ class Shares:
     def _moments(
         self, source: Int[np.ndarray, "n"], nth: Int[np.ndarray, "n"]
     ) -> Float[np.ndarray, "n"]:
-        """When sources are read for the (nth + 1)th time; never is infinite."""
-        wanted = nth + 0.5
-        stretch = np.maximum((self.before[:, source] <= wanted).sum(axis=0) - 1, 0)
+        """Return when sources are read for the (nth + 1)th time; infinite if never."""
+        integral = nth + 0.5
+        stretch = np.maximum((self.before[:, source] <= integral).sum(axis=0) - 1, 0)
         weight, slope = self.weights[stretch, source], self.slopes[stretch, source]
-        gone = _until(wanted - self.before[stretch, source], weight, slope)
-        end = np.append(self.knots[1:], np.inf)[stretch]  # what rounding would put behind it
+        gone = _until(integral - self.before[stretch, source], weight, slope)
+        end = np.append(self.knots[1:], np.inf)[stretch]  # rounding must not pass it
         return np.where(
             nth < self.caps[source], np.minimum(self.knots[stretch] + gone, end), np.inf
         )
 
 
 def build(knots: Sequence[Knot], caps: Float[np.ndarray, "K"], names: Sequence[str]) -> Shares:
-    """The shares of sources, each of which may be read `caps` times at most, infinity for no most.
+    """Return the shares of sources with at most `caps` rows each; infinity is no limit.
 
-    From the row at which a source has had its most, its weight is the others', in proportion to theirs: they are scaled
-    to a sum of 1 there and at each later knot, with straight lines between.
+    From the row at which a source reaches its cap, the others take its weight in proportion:
+    weights are scaled to the sum 1 there and at each later knot, linear between.
 
     Raises:
-      ConfigError: where a source has had its most and no other has a weight.
+      ConfigError: if no source that is left has a weight.
     """
-    given, values = np.array([row for row, _ in knots], float), np.array([w for _, w in knots])
+    knot_rows, values = np.array([row for row, _ in knots], float), np.array([w for _, w in knots])
 
     def weights(row: float, is_left: np.ndarray) -> np.ndarray:
-        found = np.array([np.interp(row, given, column) for column in values.T]) * is_left
-        if not found.sum() and is_left.any():
+        row_weights = np.array([np.interp(row, knot_rows, column) for column in values.T]) * is_left
+        if not row_weights.sum() and is_left.any():
             gone = [name for name, left in zip(names, is_left, strict=True) if not left]
             raise ConfigError(
-                f"nothing has a weight at row {row:.0f} of the run",
+                f"no source has a weight at row {row:.0f} of the run",
                 where="data.mixture",
-                why=f"{', '.join(gone)} came to the most epochs before, and the others have no weight there",
-                fix="'--config.data.mixture.epochs=()'    # sets no most",
+                why=f"{', '.join(gone)} reached the maximum epochs before, and the others have no "
+                "weight there",
+                fix="'--config.data.mixture.epochs=()'    # no maximum",
             )
-        return found / (found.sum() or 1)
+        return row_weights / (row_weights.sum() or 1)
 
     row, had, is_left = 0.0, np.zeros(len(names)), caps > 0
     stretches, ends = [], {}
     while True:
-        now, after = weights(row, is_left), given[given > row]
+        now, after = weights(row, is_left), knot_rows[knot_rows > row]
         slope, length = np.zeros_like(now), np.inf
         if len(after):
             length = after[0] - row
@@ -137,12 +140,13 @@ def build(knots: Sequence[Knot], caps: Float[np.ndarray, "K"], names: Sequence[s
 
 
 def _until(
-    wanted: Float[np.ndarray, "n"], weight: Float[np.ndarray, "n"], slope: Float[np.ndarray, "n"]
+    integral: Float[np.ndarray, "n"], weight: Float[np.ndarray, "n"], slope: Float[np.ndarray, "n"]
 ) -> Float[np.ndarray, "n"]:
-    """The d > 0 with weight d + slope d^2 / 2 = wanted, in the citardauq form, which loses no digits where the slope is small.
+    """Solve weight d + slope d^2 / 2 = integral for d > 0.
 
-    Where a falling weight is 0 before it has come to as much, something behind that; where there is no weight, infinity.
+    The citardauq form loses no digits for a small slope. The result is beyond the root of a falling
+    weight that never reaches the integral, and infinity without a weight.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        root = 2 * wanted / (weight + np.sqrt(np.maximum(weight**2 + 2 * slope * wanted, 0)))
+        root = 2 * integral / (weight + np.sqrt(np.maximum(weight**2 + 2 * slope * integral, 0)))
     return np.where(np.isnan(root), np.inf, root)

@@ -1,4 +1,4 @@
-"""Blank infilling: spans are cut out and written again one token at a time, each token with two positions."""
+"""Blank infilling: spans are cut out and generated after the text, with two positions a token."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from jaxlm.data.corrupt.spans import OURS, SHORTEST, Edges, count_of, inside, ru
 
 
 class Marks(NamedTuple):
-    """The ids of a blank in the text, and of the begin and the end of what fills it."""
+    """Ids of a blank in the text, and of the start and end of its span."""
 
     blank: int
     start: int
@@ -28,23 +28,33 @@ def blanks(
     inner: int,
     edges: Edges = OURS,
 ) -> list[Piece]:
-    """`x <blank> y <blank>`, read both ways, then for each blank, in an order that is drawn, `<start> span`.
+    """Make `x <blank> y <blank>`, bidirectional, followed by `<start> span` for each blank.
 
-    What is predicted there is `span <end>`, from left to right: each token sees the text and the spans before. Its first
-    position is that of its blank in the text, its second counts from 1 inside of the span, and is 0 in the text; it stays
-    below `inner`, and those beyond share the last.
+    Spans come in random order, and `span <end>` is predicted from left to right: each token attends
+    to the text and to earlier spans. The first position is that of the blank in the text; the
+    second counts from 1 inside the span, is 0 in the text, and is clipped below `inner`. The amount
+    cut out, the free slots needed, and pieces without any are as in `spans.spans`.
 
-    How much is cut out, what room that needs, and what becomes of a piece without any, is as in `spans.spans`.
+    Args:
+      ids: ids of each piece.
+      free: free slots of the row.
+      key: key of the row.
+      rate: share of the ids that is cut out.
+      mean: mean length of a span.
+      marks: special ids.
+      inner: number of second positions.
+      edges: begin and end ids of documents, which stay in place.
 
-    Source: Du et al. 2022, arXiv:2103.10360, sections 2.1 and 2.2. There the lengths of spans are drawn from a Poisson
-    distribution; here they are any that add up to the rate, as in T5.
+    Source: Du et al. 2022, arXiv:2103.10360, sections 2.1 and 2.2. There span lengths are drawn
+    from a Poisson distribution; here any lengths that add up to the rate are equally likely, as in
+    T5.
     """
     draw = key.draws()
-    found: dict[int, Piece] = {}
+    pieces: dict[int, Piece] = {}
     for number in draw.permutation(len(ids)).tolist():
-        found[number], used = _cut(ids[number], free, draw, rate, mean, marks, inner, edges)
+        pieces[number], used = _cut(ids[number], free, draw, rate, mean, marks, inner, edges)
         free -= used
-    return [found[number] for number in range(len(ids))]
+    return [pieces[number] for number in range(len(ids))]
 
 
 def _cut(
@@ -57,7 +67,7 @@ def _cut(
     most: int,
     edges: Edges,
 ) -> tuple[Piece, int]:
-    """The piece, and how many free slots it takes."""
+    """Return the piece and the number of free slots used."""
     begin, end = inside(ids, edges)
     if end - begin < SHORTEST or free < 3:
         return left_to_right(ids, int(draw.integers(1, len(ids)))), 0

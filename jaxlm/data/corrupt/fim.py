@@ -1,4 +1,4 @@
-"""Fill in the middle: documents rearranged so that a left-to-right model learns to write between two texts."""
+"""Fill in the middle: documents rearranged so that a causal model learns to infill."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,12 +9,12 @@ from jaxlm.data.corrupt.rows import Ids, Key, Piece, left_to_right
 from jaxlm.data.corrupt.spans import OURS, Edges, inside
 from jaxlm.data.tokenizer import Tokenizer
 
-SLOTS = 128  # of a row, for which one document can be rearranged
+SLOTS = 128  # of a row, for each document that can be rearranged
 ADDED = 3  # sentinels of a rearranged document
-SPLIT = 6  # ids more that text may need where it is cut within ids
+SPLIT = 6  # more ids that text may need if it is cut inside of ids
 
 
-# Prefix, middle and suffix: ours and those of Qwen and CodeGemma, of StarCoder, of SantaCoder, of DeepSeek Coder.
+# Prefix, middle and suffix: ours (also Qwen, CodeGemma), StarCoder, SantaCoder, DeepSeek Coder.
 FORMS = (
     ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
     ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
@@ -24,7 +24,7 @@ FORMS = (
 
 
 class Marks(NamedTuple):
-    """The ids that stand before each part."""
+    """Ids in front of each part."""
 
     prefix: int
     middle: int
@@ -42,27 +42,37 @@ def infills(
     tokenizer: Tokenizer | None,
     edges: Edges = OURS,
 ) -> list[Piece]:
-    """The share `rate` of the pieces, each cut at two places into prefix, middle and suffix, in one of two orders.
+    """Cut the share `rate` of the pieces into prefix, middle and suffix, and reorder these.
 
-    PSM: `<prefix> p <suffix> s <middle> m`; with probability `spm` SPM: `<prefix> <suffix> s <middle> p m`. Everything is
-    trained on, from left to right. A begin and an end of text stay where they are; where the piece is not a document's
-    end, the middle just ends.
+    PSM: `<prefix> p <suffix> s <middle> m`; SPM: `<prefix> <suffix> s <middle> p m`. All tokens are
+    trained on, from left to right. Begin and end of text stay in place; if a piece does not end its
+    document, the middle just ends.
 
-    The places are drawn uniformly: between ids, or with a `tokenizer` between characters, whose three parts are then
-    encoded anew, as prompts will be; where a piece is not text, as it begins within a character, between its ids, and likewise
-    where the tokenizer puts a space in front of all that it encodes. A piece
-    that does not find the free slots for its three marks, and for ids that were split, stays as it is.
+    The cuts are uniform: between ids, or with a `tokenizer` between characters, whose three parts
+    are encoded again, as prompts will be. Cuts are between ids if a piece is not valid text, or if
+    the tokenizer puts a space in front of what it encodes. A piece stays unchanged if the free
+    slots do not hold its three special ids and the ids added by splitting.
 
-    Source: Bavarian et al. 2022, arXiv:2207.14255, section 3 (SPM as its second variant, for training with both), with
-    their context-level FIM: after the cutting into rows.
+    Args:
+      ids: ids of each piece.
+      free: free slots of the row.
+      key: key of the row.
+      rate: share of the pieces.
+      spm: probability of SPM.
+      marks: special ids.
+      tokenizer: cuts between characters; None cuts between ids.
+      edges: begin and end ids of documents.
+
+    Source: Bavarian et al. 2022, arXiv:2207.14255, section 3 (SPM as its second variant, for
+    training with both), with their context-level FIM: after cutting into rows.
     """
     draw = key.draws()
-    found = {}
-    # In an order that is drawn: no piece is nearer to the free slots.
+    pieces = {}
+    # Random order, so that no piece is favored by the free slots.
     for number in draw.permutation(len(ids)).tolist():
-        found[number] = piece = ids[number]
-        wanted, order = draw.random(2)
-        if wanted >= rate:
+        pieces[number] = piece = ids[number]
+        is_drawn, order = draw.random(2)
+        if is_drawn >= rate:
             continue
         begin, end = inside(piece, edges)
         parts = _parts(piece[begin:end], draw, tokenizer)
@@ -71,13 +81,13 @@ def infills(
         )
         added = len(placed) - len(piece)
         if added <= free:
-            found[number] = placed.astype(np.int32)
+            pieces[number] = placed.astype(np.int32)
             free -= added
-    return [left_to_right(found[number]) for number in range(len(ids))]
+    return [left_to_right(pieces[number]) for number in range(len(ids))]
 
 
 def room(sequence: int, *, is_split: bool) -> int:
-    """Slots that a row leaves free: for one rearranged document in each 128."""
+    """Return the free slots of a row: enough to rearrange one document in each 128 slots."""
     return -(-sequence // SLOTS) * (ADDED + (SPLIT if is_split else 0))
 
 
@@ -90,7 +100,7 @@ def _ordered(parts: list[Ids], marks: Marks, *, is_spm: bool) -> list[Ids]:
 
 
 def _parts(ids: Ids, draw: np.random.Generator, tokenizer: Tokenizer | None) -> list[Ids]:
-    """Prefix, middle and suffix."""
+    """Return prefix, middle and suffix."""
     if tokenizer is not None and not tokenizer.lead and tokenizer.is_text[ids].all():
         try:
             text = b"".join(tokenizer.table[i] for i in ids.tolist()).decode()
@@ -105,7 +115,7 @@ def _parts(ids: Ids, draw: np.random.Generator, tokenizer: Tokenizer | None) -> 
 
 
 def marks(tokenizer: Tokenizer) -> Marks | None:
-    """The marks of a tokenizer: ours or, of an imported model, its own."""
+    """Return the special ids of a tokenizer: ours or an imported model's own."""
     known = tokenizer.reserved
     return next(
         (Marks(*map(known.__getitem__, form)) for form in FORMS if known.keys() >= set(form)), None

@@ -1,4 +1,4 @@
-"""Packed rows as their documents' pieces, which an objective changes, and laid out again."""
+"""Objectives as changes of packed rows: split a row into pieces, change them, pack again."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,47 +11,45 @@ from jaxtyping import Float, Int
 from jaxlm.data.batch import Tokens
 
 Ids = Int[np.ndarray, "n"]
-NOISE = (
-    0x6E6F6973  # sets these draws apart from those of the data's order, which have the same seed
-)
+NOISE = 0x6E6F6973  # separates these draws from those of the row order, with the same seed
 
 
 class Key(NamedTuple):
-    """Where a row is read: all that its draws depend on, so that they are the same on every host and after every resume."""
+    """Position of a row in the data; determines all draws, on every host and after every resume."""
 
     seed: int
     epoch: int
-    row: int  # of the plan
+    row: int  # row of the plan
 
     def draws(self, *more: int, is_fixed: bool = False) -> np.random.Generator:
-        """Random numbers of this row, in every epoch the same where `is_fixed`; `more` numbers give others."""
+        """Return the row's generator, equal in all epochs if `is_fixed`; `more` seeds another."""
         epoch = 0 if is_fixed else self.epoch
         return np.random.default_rng([NOISE, self.seed, epoch, self.row, *more])
 
 
 class Piece(NamedTuple):
-    """What becomes of one document's piece: slots with what is read, what is predicted there, and how far each sees.
+    """Slots of one changed piece: inputs, targets, weights, positions and attention limits.
 
-    `inner` is a second position of each slot; None is 0 for all. `ahead` is whether tokens beyond the next are predicted too.
+    `inner` is a second position of each slot, 0 if None. `ahead` trains multi-token prediction.
     """
 
     tokens: Ids
     targets: Ids
     weights: Float[np.ndarray, "n"]
     positions: Ids
-    reach: Ids  # slots of the piece, counted from 0
+    reach: Ids  # last visible slot, counted from 0 in the piece
     inner: Ids | None = None
     ahead: bool = False
 
 
-Made = TypeVar("Made")  # of a document's piece: a `Piece`, or a `pairs.Pair`
+Made = TypeVar("Made")  # result for one piece: a `Piece` or a `pairs.Pair`
 Change = Callable[[Sequence[Ids], int, Key], list[Made]]
 
 
 class Reading(NamedTuple):
-    """How rows are read: in training, and in the evaluations, by what each adds to the name of a validation set.
+    """Changes of rows in training, and in evaluations by the suffix of the validation set's name.
 
-    None reads rows as they are.
+    None leaves rows unchanged.
     """
 
     train: "AnyCorruption | None" = None
@@ -59,44 +57,44 @@ class Reading(NamedTuple):
 
 
 class AnyCorruption(Protocol):
-    """What an objective makes of a row, as a pure function of it and of where it is read."""
+    """An objective's change of a row, as a pure function of row and key."""
 
     @property
     def room(self) -> int:
-        """Slots of each row that the plan leaves free for what is added."""
+        """Slots of each row that the plan leaves free for added ids."""
         ...
 
     @property
     def both_ways(self) -> bool:
-        """Whether some slots see further than themselves."""
+        """If some slots attend to later ones."""
         ...
 
     @property
     def has_inner(self) -> bool:
-        """Whether slots have a second position."""
+        """If slots have a second position."""
         ...
 
     @property
     def has_ahead(self) -> bool:
-        """Whether only some rows predict tokens beyond the next."""
+        """If only some rows train multi-token prediction."""
         ...
 
     def __call__(self, row: Tokens, key: Key) -> Tokens:
-        """One row, changed."""
+        """Change one row."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Corruption:
-    """How an objective changes rows, as a pure function of a row and of where it is read.
+    """Change of a row by changing its pieces independently.
 
     Args:
-      change: of the ids of the row's pieces, each with the one that its last slot predicts, and the number of slots that
-        are left over: what becomes of each piece. No piece sees another's ids.
-      room: slots of each row that the plan leaves free for what is added.
-      both_ways: whether some slots see further than themselves.
-      has_inner: whether slots have a second position.
-      has_ahead: whether only some rows predict tokens beyond the next.
+      change: takes the ids of the pieces, each with the id that its last slot predicts, and the
+        free slots of the row; returns the changed pieces.
+      room: slots of each row that the plan leaves free for added ids.
+      both_ways: if some slots attend to later ones.
+      has_inner: if slots have a second position.
+      has_ahead: if only some rows train multi-token prediction.
     """
 
     change: Change[Piece]
@@ -106,7 +104,7 @@ class Corruption:
     has_ahead: bool = False
 
     def __call__(self, row: Tokens, key: Key) -> Tokens:
-        """One row [T], changed. Pieces that could not be read stay as they are, without weight."""
+        """Change one row [T]. Unreadable pieces stay in place with weight 0."""
         pieces = whole_pieces(row)
         free = int((row.segments == 0).sum())
         changed = iter(self.change([ids for ids in pieces if ids is not None], free, key))
@@ -118,22 +116,22 @@ class Corruption:
 
 
 def whole_pieces(row: Tokens) -> list[Ids | None]:
-    """The ids of each piece of a row, with the one that its last slot predicts; None where it could not be read."""
-    found: list[Ids | None] = []
+    """Return the ids of each piece, with the last predicted id; None if a piece is unreadable."""
+    pieces: list[Ids | None] = []
     for segment in range(1, row.segments.max(initial=0) + 1):
         slots = np.flatnonzero(row.segments == segment)
         is_read = bool(row.weights[slots].any())
-        found.append(np.append(row.tokens[slots], row.targets[slots[-1]]) if is_read else None)
-    return found
+        pieces.append(np.append(row.tokens[slots], row.targets[slots[-1]]) if is_read else None)
+    return pieces
 
 
 def causal(ids: Sequence[Ids], free: int, key: Key) -> list[Piece]:
-    """Every piece as it is."""
+    """Leave every piece unchanged."""
     return [left_to_right(piece) for piece in ids]
 
 
 def further(ids: Sequence[Ids], free: int, key: Key) -> list[Piece]:
-    """Every piece as it is; tokens beyond the next are predicted too."""
+    """Leave every piece unchanged; also train multi-token prediction."""
     return [left_to_right(piece)._replace(ahead=True) for piece in ids]
 
 
@@ -146,18 +144,27 @@ def mixture(
     shares: tuple[float, ...],
     number: int,
 ) -> list[Made]:
-    """One of `changes` for the whole row, drawn by their shares; mixtures inside of each other have another `number`."""
+    """Apply one of `changes` to the whole row, drawn by its share.
+
+    Args:
+      ids: ids of each piece.
+      free: free slots of the row.
+      key: key of the row.
+      changes: the changes.
+      shares: probability of each.
+      number: seed of the draw; nested mixtures need different ones.
+    """
     chosen = int(key.draws(number).choice(len(changes), p=shares))
     return changes[chosen](ids, free, key)
 
 
 def portion(length: int, share: float) -> int:
-    """How many of so many ids are a share of them: at least one, and not all."""
+    """Return the number of ids in a share of `length`: at least one, and not all."""
     return min(max(round(share * length), 1), length - 1)
 
 
 def left_to_right(ids: Ids, known: int = 0) -> Piece:
-    """Each id is predicted from those before it, but for the first `known`: they are read both ways, and not trained on."""
+    """Predict each id from those before; the first `known` are bidirectional, without loss."""
     slots = np.arange(len(ids) - 1, dtype=np.int32)
     return Piece(
         tokens=ids[:-1],
@@ -173,11 +180,7 @@ def _unread(length: int) -> Piece:
 
 
 def _packed(pieces: list[Piece], length: int) -> Tokens:
-    """The row of these pieces, one after another.
-
-    Raises:
-      ValueError: where they do not fit.
-    """
+    """Return the row of these pieces in order. Raise ValueError if they do not fit."""
     tokens, targets, segments, positions, inner = (np.zeros(length, np.int32) for _ in range(5))
     weights, ahead = (np.zeros(length, np.float32) for _ in range(2))
     reach = np.arange(length, dtype=np.int32)
@@ -194,4 +197,5 @@ def _packed(pieces: list[Piece], length: int) -> Tokens:
             inner[here] = piece.inner
         ahead[here] = piece.ahead
         start = end
-    return Tokens(tokens, targets, weights, segments, positions, reach, inner, ahead)  # type: ignore[arg-type]
+    fields = tokens, targets, weights, segments, positions, reach, inner, ahead
+    return Tokens(*fields)  # type: ignore[arg-type]

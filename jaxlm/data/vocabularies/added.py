@@ -1,4 +1,4 @@
-"""Tokens beside a vocabulary: special ones, and others that text is cut at first."""
+"""Added tokens of a tokenizer.json: special ones, and others at which text is cut first."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from jaxlm.data.hub_tokenizer import rust_errors
 
 
 class Added(NamedTuple):
-    """One of them. A special one never comes of text."""
+    """An added token; a special one never results from text."""
 
     text: str
     number: int
@@ -16,26 +16,26 @@ class Added(NamedTuple):
 
 
 def with_added(content: bytes, added: Iterable[Added], where: str) -> bytes:
-    """The content of a tokenizer.json with these tokens too. Raises DataError where one would get another id than it has."""
+    """Add tokens to a tokenizer.json. Raise DataError if one would get another id."""
     import tokenizers
 
-    with rust_errors("the tokens beside a vocabulary cannot be added", where):
+    with rust_errors("a tokenizer.json failed to take added tokens", where):
         built = tokenizers.Tokenizer.from_buffer(content)
         for token in sorted(added, key=lambda token: token.number):
             entry = tokenizers.AddedToken(token.text, normalized=False, special=token.is_special)
             built.add_tokens([entry])
             if (number := built.token_to_id(token.text)) != token.number:
                 raise DataError(
-                    "a token would get another id than the model knows it by",
+                    "an added token would get another id than in the model",
                     where=where,
                     why=f"{token.text!r:.60} has id {token.number:,}, and would get {number}",
-                    fix="a folder with tokenizer.json, as transformers writes it, is read as it is",
+                    fix="use a folder with tokenizer.json, as transformers writes it",
                 )
         return built.to_str().encode()
 
 
 def put_in_front(built: Any, name: str) -> None:
-    """Has a tokenizer of the library begin every text with a special token of its own."""
+    """Make a library tokenizer begin every text with one of its special tokens."""
     from tokenizers import processors
 
     built.post_processor = processors.TemplateProcessing(

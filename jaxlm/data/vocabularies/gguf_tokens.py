@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF's metadata as a `tokenizer.json`, with what belongs into the tokenizer_config.json beside it."""
+"""The tokenizer in a GGUF's metadata as tokenizer.json and tokenizer_config.json."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,21 +10,22 @@ from jaxlm.data.vocabularies.patterns import Pattern
 from jaxlm.data.vocabularies.pieces import Kind, Piece, Pieces
 
 OWN = "tokenizer.ggml."
-# What says which ids are special, or again what others say.
+# Keys that name special ids or repeat other keys.
 NEUTRAL = ("tokenizer.huggingface.json", "tokenizer.chat_template", f"{OWN}token_type_count")
 READ = frozenset(
-    "model pre tokens scores token_type merges add_bos_token add_eos_token add_sep_token add_space_prefix "
+    "model pre tokens scores token_type merges add_bos_token add_eos_token add_sep_token "
+    "add_space_prefix "
     "remove_extra_whitespaces precompiled_charsmap".split()
 )
 
 
 class Cut(NamedTuple):
-    """How byte-level text is made ready, by `tokenizer.ggml.pre`."""
+    """Pre-tokenization of byte-level text, by `tokenizer.ggml.pre`."""
 
     pattern: Pattern
     composed: bool = False
     whole_words: bool = False
-    begins: bool = False  # where the file does not say
+    begins: bool = False  # default if the file has no add_bos_token
 
 
 CUTS = (
@@ -39,12 +40,14 @@ CUTS = (
 
 
 def as_json(metadata: Mapping[str, Any], where: str) -> tuple[bytes, dict[str, Any]]:
-    """The content of a tokenizer.json, and the settings beside it: its named tokens, its chat template.
+    """Return the content of tokenizer.json and of tokenizer_config.json.
 
     Raises:
-      DataError: where the metadata has no tokenizer, or one that is not understood.
+      DataError: if the metadata has no tokenizer, or an unsupported one.
     """
-    own = {key.removeprefix(OWN): value for key, value in metadata.items() if key.startswith(OWN)}
+    fields = {
+        key.removeprefix(OWN): value for key, value in metadata.items() if key.startswith(OWN)
+    }
     unknown = [
         key
         for key in metadata
@@ -54,98 +57,96 @@ def as_json(metadata: Mapping[str, Any], where: str) -> tuple[bytes, dict[str, A
         and key.removeprefix(OWN) not in READ
     ]
     if unknown:
-        raise _refused(f"{', '.join(map(repr, unknown[:5]))} is not known", where)
-    tokens = _list(own, "tokens", str, where)
-    kinds = _list(own, "token_type", int, where, default=[int(Kind.NORMAL)] * len(tokens))
+        raise _refused(f"{', '.join(map(repr, unknown[:5]))} is unknown", where)
+    tokens = _list(fields, "tokens", str, where)
+    kinds = _list(fields, "token_type", int, where, default=[int(Kind.NORMAL)] * len(tokens))
     if len(kinds) != len(tokens) or not all(kind in Kind._value2member_map_ for kind in kinds):
-        raise _refused("token_type does not say what each token is", where)
+        raise _refused("token_type does not have a valid type for each token", where)
     if len(set(tokens)) < len(tokens):
         raise _refused("two of its tokens are the same", where)
-    if own.get("model") == "llama":
-        content, begins = _pieces(own, tokens, kinds, where), True
-    elif own.get("model") == "gpt2":
-        content, begins = _byte_pairs(own, tokens, kinds, where)
+    if fields.get("model") == "llama":
+        content, begins = _pieces(fields, tokens, kinds, where), True
+    elif fields.get("model") == "gpt2":
+        content, begins = _byte_pairs(fields, tokens, kinds, where)
     else:
-        raise _refused(
-            f"its model is {own.get('model')!r:.60}, and llama and gpt2 are known", where
-        )
-    return content, _settings(metadata, own, tokens, begins)
+        raise _refused(f"its model is {fields.get('model')!r:.60}, not llama or gpt2", where)
+    return content, _settings(metadata, fields, tokens, begins)
 
 
 def ends(metadata: Mapping[str, Any]) -> list[int]:
-    """Ids that end a document, a turn of a conversation, or a message; [] where none is named."""
+    """Return the ids that end a document, a turn or a message; empty if none are named."""
     named = [metadata.get(f"{OWN}{what}_token_id") for what in ("eos", "eot", "eom")]
     return sorted({number for number in named if isinstance(number, int)})
 
 
-def _pieces(own: dict[str, Any], tokens: list[str], kinds: list[int], where: str) -> bytes:
-    scores = _list(own, "scores", float, where)
+def _pieces(fields: dict[str, Any], tokens: list[str], kinds: list[int], where: str) -> bytes:
+    scores = _list(fields, "scores", float, where)
     if len(scores) != len(tokens):
         raise _refused(f"{len(scores):,} scores of {len(tokens):,} tokens", where)
-    rules = _list(own, "precompiled_charsmap", int, where, default=[])
+    rules = _list(fields, "precompiled_charsmap", int, where, default=[])
     parts = zip(tokens, scores, kinds, strict=True)
-    found = Pieces(
+    vocabulary = Pieces(
         pieces=tuple(Piece(text, score, Kind(kind)) for text, score, kind in parts),
         algorithm="bpe",
-        prefixed=own.get("add_space_prefix", True) is True,
-        squeezed=own.get("remove_extra_whitespaces", False) is True,
+        prefixed=fields.get("add_space_prefix", True) is True,
+        squeezed=fields.get("remove_extra_whitespaces", False) is True,
         charsmap=bytes(byte % 256 for byte in rules),
     )
-    return pieces.as_json(pieces.checked(found, where), where)
+    return pieces.as_json(pieces.checked(vocabulary, where), where)
 
 
 def _byte_pairs(
-    own: dict[str, Any], tokens: list[str], kinds: list[int], where: str
+    fields: dict[str, Any], tokens: list[str], kinds: list[int], where: str
 ) -> tuple[bytes, bool]:
-    name = own.get("pre")
+    name = fields.get("pre")
     if not isinstance(name, str) or name not in CUTS:
         raise _refused(
-            f"tokenizer.ggml.pre is {name!r:.60}, and known are {', '.join(sorted(CUTS))}", where
+            f"tokenizer.ggml.pre is {name!r:.60}, not one of {', '.join(sorted(CUTS))}", where
         )
     cut = CUTS[name]
     content = byte_pairs.as_json(
         {text: number for number, text in enumerate(tokens)},
-        byte_pairs.merges_of(_list(own, "merges", str, where), where),
+        byte_pairs.merges_of(_list(fields, "merges", str, where), where),
         pattern=cut.pattern,
         where=where,
         composed=cut.composed,
         whole_words=cut.whole_words,
     )
-    beside = [
+    added = [
         Added(tokens[number], number, kind == Kind.CONTROL)
         for number, kind in enumerate(kinds)
         if kind in (Kind.CONTROL, Kind.USER_DEFINED)
     ]
-    return with_added(content, beside, where), cut.begins
+    return with_added(content, added, where), cut.begins
 
 
 def _settings(
-    metadata: Mapping[str, Any], own: dict[str, Any], tokens: list[str], begins: bool
+    metadata: Mapping[str, Any], fields: dict[str, Any], tokens: list[str], begins: bool
 ) -> dict[str, Any]:
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        number = own.get(f"{key}_token_id")
+        number = fields.get(f"{key}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
             settings[f"{name}_token"] = tokens[number]
-    settings["add_bos_token"] = own.get("add_bos_token", begins) is True
+    settings["add_bos_token"] = fields.get("add_bos_token", begins) is True
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
         settings["chat_template"] = template
     return settings
 
 
 def _list(
-    own: dict[str, Any], name: str, kind: type, where: str, default: list[Any] | None = None
+    fields: dict[str, Any], name: str, kind: type, where: str, default: list[Any] | None = None
 ) -> list[Any]:
-    found = own.get(name, default)
-    if not isinstance(found, list) or not all(type(each) is kind for each in found):
-        raise _refused(f"its {name} are no list of {kind.__name__}", where)
-    return found
+    values = fields.get(name, default)
+    if not isinstance(values, list) or not all(type(each) is kind for each in values):
+        raise _refused(f"its {name} is not a list of {kind.__name__}", where)
+    return values
 
 
 def _refused(why: str, where: str) -> DataError:
     return DataError(
-        "the tokenizer of a GGUF is not understood",
+        "jaxlm does not support the tokenizer of a GGUF",
         where=where,
         why=why,
-        fix="import the folder that it was converted from",
+        fix="import the original folder of the model",
     )

@@ -1,4 +1,4 @@
-"""A `tokenizer.json` as the tokenizer in a GGUF's metadata: the same ids for the same text, or none at all."""
+"""A `tokenizer.json` as the tokenizer in a GGUF's metadata, checked to give the same ids."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from jaxlm.data.vocabularies.gguf_tokens import CUTS, OWN
 from jaxlm.data.vocabularies.pieces import PROBES, Kind
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-# Beside the probes, what ways to cut words treat differently.
+# The probes, and texts on which pre-tokenizers differ.
 TEXTS = (
     *PROBES,
     "I'm WE'RE don'T\n\n\n  x1234567y a1b22c333 snake_case camelCase ABCDef \r\n!!\t\t7\n \n##",
@@ -21,25 +21,23 @@ TEXTS = (
 
 
 def metadata(content: bytes, rows: int, where: str) -> dict[str, Any]:
-    """The tokens, how text is cut into them, and what each is; read back, it gives the same ids on texts that are hard.
+    """Return tokens, pre-tokenization and token types; ids are checked on difficult texts.
 
     Args:
       content: the tokenizer.json.
-      rows: of the embedding; ids that are no token's are told to be unused.
-      where: for errors.
+      rows: rows of the embedding; ids without a token are marked unused.
+      where: file name in errors.
 
     Raises:
-      ConfigError: where llama.cpp has no tokenizer that does the same.
+      ConfigError: if llama.cpp has no equivalent tokenizer.
     """
     parsed = json.loads(content)
     model = parsed["model"]
     if model.get("type") != "BPE":
-        raise _refused(
-            f"it is of the kind {model.get('type')}, and byte pairs alone are written", where
-        )
+        raise _refused(f"its type is {model.get('type')}; only byte pairs are supported", where)
     merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     if not merges:
-        raise _refused("it has no merges, without which llama.cpp reads none", where)
+        raise _refused("it has no merges, which llama.cpp requires", where)
     names = {number: piece for piece, number in model["vocab"].items()}
     added = {each["id"]: each for each in parsed.get("added_tokens") or ()}
     names |= {number: each["content"] for number, each in added.items()}
@@ -55,19 +53,21 @@ def metadata(content: bytes, rows: int, where: str) -> dict[str, Any]:
         ],
     }
     if "ByteLevel" in json.dumps(parsed.get("decoder") or {}):
-        ways = _byte_pairs(common, merges, is_whole=bool(model.get("ignore_merges")))
+        candidates = _byte_pairs(common, merges, is_whole=bool(model.get("ignore_merges")))
     else:
-        ways = _pieces(common, merges, model.get("unk_token"))
-    found = next((way for way in ways if _agrees(content, way, where)), None)
-    if found is None:
-        raise _refused("none that llama.cpp has gives the same ids", where)
-    return found
+        candidates = _pieces(common, merges, model.get("unk_token"))
+    match = next(
+        (candidate for candidate in candidates if _agrees(content, candidate, where)), None
+    )
+    if match is None:
+        raise _refused("no tokenizer of llama.cpp gives the same ids", where)
+    return match
 
 
 def _byte_pairs(
     common: dict[str, Any], merges: list[tuple[str, ...]], *, is_whole: bool
 ) -> Iterator[dict[str, Any]]:
-    """By each way to cut text that is known."""
+    """Yield the metadata with each known pre-tokenizer."""
     for name, cut in CUTS.items():
         if cut.whole_words == is_whole:
             yield common | {
@@ -80,7 +80,7 @@ def _byte_pairs(
 def _pieces(
     common: dict[str, Any], merges: list[tuple[str, ...]], unknown: str | None
 ) -> Iterator[dict[str, Any]]:
-    """With a space in front of a text, and without. The sooner a piece is merged, the higher its score."""
+    """Yield the metadata without and with a space in front; earlier merges get higher scores."""
     tokens = common[f"{OWN}tokens"]
     ranks: dict[str, int] = {}
     for pair in merges:
@@ -99,14 +99,14 @@ def _pieces(
 
 
 def _agrees(content: bytes, written: dict[str, Any], where: str) -> bool:
-    """Whether what is read back does the same: to a text before it is cut, where it is cut, and the ids."""
+    """Return if the metadata, read back, normalizes, cuts and encodes texts equally."""
     import tokenizers
 
     try:
-        again, _ = gguf_tokens.as_json(written, where)
-    except DataError:  # two tokens that are spelt the same, or none for what is unknown
+        converted, _ = gguf_tokens.as_json(written, where)
+    except DataError:  # two equal tokens, or no unknown token
         return False
-    built = [tokenizers.Tokenizer.from_buffer(each) for each in (content, again)]
+    built = [tokenizers.Tokenizer.from_buffer(each) for each in (content, converted)]
     for each in built:
         each.encode_special_tokens = True
     is_cut = written[f"{OWN}model"] == "gpt2"
@@ -114,8 +114,8 @@ def _agrees(content: bytes, written: dict[str, Any], where: str) -> bool:
     def done(tokenizer: Any) -> list[Any]:
         texts = TEXTS
         if is_cut:
-            normaliser, cutter = tokenizer.normalizer, tokenizer.pre_tokenizer
-            texts = tuple(normaliser.normalize_str(text) for text in TEXTS) if normaliser else TEXTS
+            normalizer, cutter = tokenizer.normalizer, tokenizer.pre_tokenizer
+            texts = tuple(normalizer.normalize_str(text) for text in TEXTS) if normalizer else TEXTS
             if cutter is None:
                 return []
             cuts = [[piece for piece, _ in cutter.pre_tokenize_str(text)] for text in texts]
@@ -132,8 +132,8 @@ def _ids(tokenizer: Any) -> list[list[int]]:
 
 def _refused(why: str, where: str) -> ConfigError:
     return ConfigError(
-        "the tokenizer cannot be written in a GGUF",
+        "a GGUF cannot hold this tokenizer",
         where=where,
         why=why,
-        fix="--to=hf    # a folder, with the tokenizer in full",
+        fix="--to=hf    # a folder with the full tokenizer",
     )

@@ -1,4 +1,4 @@
-"""How byte-level tokenizers cut text before pairs are merged: regular expressions of the models in use."""
+"""Pre-tokenization of byte-level tokenizers: the regular expressions in use."""
 
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ REGEX: dict[Pattern, str] = {
 
 
 def cutter(pattern: Pattern) -> Any:
-    """A pre-tokenizer that cuts by the pattern and then spells bytes as characters."""
+    """Return a pre-tokenizer that splits by the pattern and spells bytes as characters."""
     import tokenizers
     from tokenizers import pre_tokenizers
 

@@ -6,7 +6,7 @@ from jaxlm.core.errors import DataError
 from jaxlm.data.hub_tokenizer import rust_errors
 from jaxlm.data.tokenizer import LARGEST_VOCABULARY
 
-LONGEST_WORD = 100  # characters; a longer one is unknown, as BERT has it
+LONGEST_WORD = 100  # characters; a longer word is unknown, as in BERT
 UNKNOWN, BEGINS, ENDS = "[UNK]", "[CLS]", "[SEP]"
 SPECIAL = ("[PAD]", UNKNOWN, BEGINS, ENDS, "[MASK]")
 
@@ -19,17 +19,17 @@ def as_json(
     accents: bool | None = None,
     apart: bool = True,
 ) -> bytes:
-    """The content of a tokenizer.json.
+    """Return the content of a tokenizer.json.
 
     Args:
-      vocabulary: ids of pieces; "##" begins those within a word.
-      where: for errors.
-      lowercase: text is put into lower case first.
-      accents: marks are stripped from letters; None does it where text is put into lower case.
-      apart: each Chinese character is a word.
+      vocabulary: ids of pieces; pieces inside a word begin with "##".
+      where: file name in errors.
+      lowercase: convert text to lower case first.
+      accents: strip accents; None does so if `lowercase`.
+      apart: treat each Chinese character as a word.
 
     Raises:
-      DataError: where a piece that the model needs is missing.
+      DataError: if a piece that the model needs is missing.
     """
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -40,9 +40,9 @@ def as_json(
             f"a vocabulary of word pieces has no {', '.join(missing)}",
             where=where,
             why=f"{len(vocabulary):,} pieces were read",
-            fix="fetch the file again where it came from",
+            fix="fetch the file again",
         )
-    with rust_errors("the word pieces make no tokenizer", where):
+    with rust_errors("the word pieces are not a valid tokenizer", where):
         model = models.WordPiece(
             dict(vocabulary), unk_token=UNKNOWN, max_input_chars_per_word=LONGEST_WORD
         )
@@ -67,7 +67,7 @@ def as_json(
 
 
 def vocabulary_of(content: bytes, where: str) -> dict[str, int]:
-    """The pieces of a vocab.txt, a line each. Raises DataError where it is no text, or has more than a model could."""
+    """Return the pieces of a vocab.txt by line. Raise DataError if it is not text or too long."""
     try:
         lines = content.decode().split("\n")
     except UnicodeDecodeError as error:
@@ -75,7 +75,7 @@ def vocabulary_of(content: bytes, where: str) -> dict[str, int]:
             "vocab.txt is not UTF-8",
             where=where,
             why=str(error),
-            fix="fetch the file again where it came from",
+            fix="fetch the file again",
         ) from error
     if lines and not lines[-1]:
         lines.pop()
@@ -83,7 +83,7 @@ def vocabulary_of(content: bytes, where: str) -> dict[str, int]:
         raise DataError(
             "vocab.txt has too many lines",
             where=where,
-            why=f"they are {len(lines):,}, and {LARGEST_VOCABULARY:,} are allowed",
-            fix="fetch the file again where it came from",
+            why=f"it has {len(lines):,}; {LARGEST_VOCABULARY:,} are allowed",
+            fix="fetch the file again",
         )
     return {line.removesuffix("\r"): number for number, line in enumerate(lines)}
