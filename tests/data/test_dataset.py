@@ -263,7 +263,7 @@ def test_damaged_cached_tokens_are_made_again_and_said(texts: str, tmp_path: Pat
         path.write_bytes(path.read_bytes()[:-2])
     said: list[str] = []
     assert len(_stored(_open(_config(texts), tmp_path, said=said))[0]) > 1000
-    assert sum("made again" in line for line in said) == 2
+    assert sum("rebuilding" in line for line in said) == 2
 
 
 def test_damaged_cached_tokens_that_another_process_made_again_are_left(
@@ -277,7 +277,7 @@ def test_damaged_cached_tokens_that_another_process_made_again_are_left(
     made: list[Path] = []
 
     def another(line: str) -> None:
-        if "made again" in line and not made:
+        if "rebuilding" in line and not made:
             made.append(tmp_path)
             _open(_config(texts), tmp_path)
             made[:] = shards.iterdir()
@@ -350,7 +350,7 @@ def test_token_shards_are_read_with_their_own_tokenizer(texts: str, tmp_path: Pa
         _open(_config(folders["train"], folders["val"], tokenizer=fixed), tmp_path).tokenizer.size
         == 512
     )
-    with pytest.raises(ConfigError, match="cannot be held out of token shards"):
+    with pytest.raises(ConfigError, match="cannot hold out a share of token shards"):
         _open(_config(folders["train"], "5%", tokenizer=fixed), tmp_path)
     with pytest.raises(DataError, match="exists"):
         dataset.tokenise(

@@ -176,9 +176,9 @@ def test_a_source_ends_at_its_most_epochs_and_that_is_said(folder: Path) -> None
     assert seen["code"]["read_rows"] == 2 * rows["code"]
     assert sum(each["read_rows"] for each in seen.values()) == 2000
     web, code, books = mixture.told(constant(BATCH, SEQUENCE), 250)
-    assert "its most" not in web
+    assert "its maximum" not in web
     assert "2.00 epochs, its most: from step" in code
-    assert "its most: from step" in books
+    assert "its maximum: from step" in books
 
 
 def test_a_run_that_the_most_epochs_do_not_reach_is_refused(folder: Path) -> None:
@@ -254,14 +254,14 @@ def test_token_shards_and_text_may_be_mixed_and_give_the_same_rows(folder: Path)
         ),
         (
             {"mixture": Weights(weights=("web=half", "code=0.3", "books=0.2"))},
-            "web: 'half' is neither a share",
+            "web: 'half' is not a share",
             "weights=web=0.3333,",
         ),
         ({"mixture": Temperature(epochs=("web=0",))}, "0 epochs", "epochs=web=1"),
-        ({"mixture": Temperature(epochs=("web=-1",))}, "no number from 0 on", "epochs=web=1"),
+        ({"mixture": Temperature(epochs=("web=-1",))}, "not a number of at least 0", "epochs=web=1"),
         (
             {"train": ("a.txt",), "mixture": Temperature(temperature=2)},
-            "there are none here",
+            "needs named sources",
             "jaxlm config explain data.train",
         ),
         ({"train": ("web=a.txt", "b.txt")}, "'b.txt' has no name", "train=web=a.txt,other=b.txt"),

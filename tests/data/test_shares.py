@@ -82,7 +82,7 @@ def test_the_weight_of_a_source_at_its_most_goes_to_the_others_in_proportion() -
 
 
 def test_nothing_to_take_over_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="nothing has a weight at row 20") as caught:
+    with pytest.raises(ConfigError, match="no source has a weight at row 20") as caught:
         _built((0, [1.0, 0.0]), (1000, [1.0, 0.0]), (2000, [0.0, 1.0]), caps=[20, NONE])
     assert "a came to the most epochs" in caught.value.why
 

@@ -109,7 +109,7 @@ def test_a_file_of_ranks_is_read_as_it_was_written():
         (lines(BYTES) + b"YWI= 99999999999\n", "line 257"),
         (lines(BYTES) + b"QQ== 256\n", "line 257"),
         (lines(BYTES) + b"YWI= 7\n", "same rank"),
-        (lines({b"a": 0}), "no token for some bytes"),
+        (lines({b"a": 0}), "lacks tokens for some bytes"),
         (lines(BYTES) + base64.b64encode(b"a" * 10_000_000) + b" 256\n", "10,000,000 bytes"),
         (b"\0" * 1_000_000, "line 1"),
         (lines({b"%0999d" % n: n for n in range(9000)}), "8,991,000 bytes together"),
@@ -129,7 +129,7 @@ def test_a_token_that_would_get_another_id_is_refused():
 
 def test_a_merge_that_is_not_two_tokens_is_refused():
     assert byte_pairs.merges_of(["a b", "ab c"], "x") == [("a", "b"), ("ab", "c")]
-    with pytest.raises(DataError, match="not two tokens"):
+    with pytest.raises(DataError, match="does not have two tokens"):
         byte_pairs.merges_of(["a b", "abc"], "x")
-    with pytest.raises(DataError, match="makes no tokenizer"):
+    with pytest.raises(DataError, match="not a valid tokenizer"):
         byte_pairs.as_json({"a": 0}, [("a", "b")], pattern="gpt2", where="x")

@@ -110,7 +110,7 @@ def test_the_chat_template_is_kept():
         (of_byte_pairs("gpt-2", model=[1]), "its model is [1]"),
         (of_byte_pairs("tekken"), "tokenizer.ggml.pre is 'tekken'"),
         (of_byte_pairs("gpt-2", tokens=["a", "a"], token_type=[1, 1]), "two of its tokens"),
-        (of_byte_pairs("gpt-2", token_type=[1]), "token_type does not say"),
+        (of_byte_pairs("gpt-2", token_type=[1]), "token_type does not have a valid type"),
         (of_byte_pairs("gpt-2", token_type=[77] * (len(VOCABULARY) + 3)), "token_type does not"),
         (of_byte_pairs("gpt-2", merges=["a"]), ""),
         (of_byte_pairs("gpt-2", merges=["\u4e00 \u4e01"]), ""),
