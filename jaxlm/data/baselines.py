@@ -6,7 +6,7 @@ import lzma
 
 import numpy as np
 
-from jaxlm.data.joined import AnyShards
+from jaxlm.data.shards import AnyShards
 
 COUNTED_TOKENS, COUNTED_DOCUMENTS = 2**20, 2048  # for token frequencies: a second at most
 MEASURED_BYTES = 2**25  # xz -9e takes about a second for each MB

@@ -1,8 +1,8 @@
-"""Worker process that renders a chat template under limits; run as a script, never imported.
+"""Sandbox of chat templates, and the worker process that renders one under limits.
 
-One JSON request on stdin, one JSON answer on stdout. The jinja2 sandbox keeps a template from
-changing its inputs and from reaching Python's internals; the operating system limits CPU time and
-memory.
+As a script it takes one JSON request on stdin and gives one JSON answer on stdout, and imports
+nothing of jaxlm. The jinja2 sandbox keeps a template from changing its inputs and from reaching
+Python's internals; the operating system limits CPU time and memory.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import datetime
 import json
 import resource
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -28,8 +29,8 @@ class Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def environment() -> ImmutableSandboxedEnvironment:
-    """Return the jinja2 environment in which transformers renders chat templates."""
+def render(template: str, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[str]:
+    """Render conversations in the environment of transformers, without limits."""
 
     def as_json(value: Any, **options: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **options})
@@ -43,26 +44,19 @@ def environment() -> ImmutableSandboxedEnvironment:
     sandbox.filters["tojson"] = as_json
     sandbox.globals["raise_exception"] = raise_exception
     sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return sandbox
-
-
-def limit(kind: int, most: int) -> None:
-    """Set a resource limit of this process, if the system has it."""
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(kind, (most, most))
+    compiled = sandbox.from_string(template)
+    return [compiled.render(messages=messages, **variables) for messages in conversations]
 
 
 def main() -> None:
     """Answer one request with `texts` or `error`."""
     request = json.load(sys.stdin)
-    limit(resource.RLIMIT_CPU, request["seconds"])
-    limit(resource.RLIMIT_AS, request["bytes"])
+    limits = {resource.RLIMIT_CPU: request["seconds"], resource.RLIMIT_AS: request["bytes"]}
+    for kind, most in limits.items():
+        with contextlib.suppress(ValueError, OSError):  # not every system has each
+            resource.setrlimit(kind, (most, most))
     try:
-        template = environment().from_string(request["template"])
-        texts = [
-            template.render(messages=messages, **request["variables"])
-            for messages in request["conversations"]
-        ]
+        texts = render(request["template"], request["conversations"], request["variables"])
         answer = json.dumps({"texts": texts})
     except Exception as error:  # a template may raise anything
         answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]})

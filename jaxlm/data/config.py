@@ -10,7 +10,7 @@ from jaxlm.core import batch_schedule
 from jaxlm.core.config import setting
 from jaxlm.core.spelling import nearest
 from jaxlm.data import mixture_config
-from jaxlm.data.mixture_config import Mixture, Temperature
+from jaxlm.data.mixture_config import MixtureConfig, Temperature
 
 TOKENIZERS = (
     "bytes, characters, sentencepiece:SIZE (byte pairs across words), unigram:SIZE, "
@@ -35,7 +35,7 @@ class DataConfig:
         "mixture; "
         "stdlib:train is Python's own library",
     )
-    mixture: Mixture = setting(Temperature(), "share of each source of train")
+    mixture: MixtureConfig = setting(Temperature(), "share of each source of train")
     validation: tuple[str, ...] = setting(
         (AUTO,),
         "globs, or NAME=GLOB; or a held-out part of train: 5% of its documents, or tail:10%, the "

@@ -3,14 +3,14 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jaxlm.core.errors import DataError, JaxlmError
 from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.tokenizer import (
-    LARGEST_VOCABULARY,
-    LONGEST,
+    MAX_SPAN,
+    MAX_VOCABULARY,
     SPECIALS,
     SentencePiece,
     Tokenizer,
@@ -27,7 +27,7 @@ class HuggingFace(Tokenizer):
         import tokenizers
 
         self.content, self._where = content, where
-        with rust_errors("a tokenizer.json cannot be read", where):
+        with library_errors("a tokenizer.json cannot be read", where):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -38,11 +38,11 @@ class HuggingFace(Tokenizer):
         self._spelt = added.keys() - self._special  # these are plain text, not byte-level
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         size = max(ids, default=-1) + 1  # ids may have gaps
-        if size > LARGEST_VOCABULARY:
+        if size > MAX_VOCABULARY:
             raise DataError(
                 "a tokenizer.json has an id above the allowed maximum",
                 where=where,
-                why=f"its largest id is {size - 1:,}; ids below {LARGEST_VOCABULARY:,} are allowed",
+                why=f"its largest id is {size - 1:,}; ids below {MAX_VOCABULARY:,} are allowed",
                 fix=FIND_TOKENIZERS,
             )
         parsed = json.loads(content)
@@ -74,18 +74,18 @@ class HuggingFace(Tokenizer):
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special ids. Raise DataError if encoding fails."""
-        with rust_errors("a tokenizer.json failed to encode a text", self._where):
+        with library_errors("a tokenizer.json failed to encode a text", self._where):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [
             [self.unk if i in self._special else i + self.shift for i in one.ids] for one in encoded
         ]
 
-    def serialise(self) -> bytes:
+    def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""
         return self.content
 
 
-class Trained(HuggingFace):
+class TrainedTokenizer(HuggingFace):
     """A `tokenizer.json` trained by jaxlm, with our special tokens first.
 
     Raises:
@@ -106,12 +106,12 @@ class Trained(HuggingFace):
                 fix=FIND_TOKENIZERS,
             )
 
-    def serialise(self) -> bytes:
+    def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""
         return as_json({"kind": "trained", "content": self.content.decode()})
 
 
-class Imported(HuggingFace):
+class ImportedTokenizer(HuggingFace):
     """The `tokenizer.json` of an imported model, with the model's own ids and special tokens.
 
     Args:
@@ -158,16 +158,16 @@ class Imported(HuggingFace):
         self.reserved = {tokens[number].content: number for number in sorted(tokens)}
         self.specials = {name: i for name, i in self.reserved.items() if i in self._special}
 
-    def encode_spelt(self, text: str) -> list[int]:
+    def encode_with_specials(self, text: str) -> list[int]:
         """Return the ids of chat text; spelled special tokens become special ids."""
         self._tokenizer.encode_special_tokens = False
         try:
-            with rust_errors("a tokenizer.json failed to encode a text", self._where):
+            with library_errors("a tokenizer.json failed to encode a text", self._where):
                 return self._tokenizer.encode(text, add_special_tokens=False).ids
         finally:
             self._tokenizer.encode_special_tokens = True
 
-    def serialise(self) -> bytes:
+    def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""
         around = {"before": self.before, "after": self.after, "ends": self.ends}
         return as_json({"kind": "imported", **around, "content": self.content.decode()})
@@ -184,7 +184,7 @@ def _span(parsed: dict[str, Any]) -> int | None:
         return None
     has_words = any(step["type"] != "Metaspace" or step.get("split", True) for step in steps)
     is_rounded = parsed["model"].get("type") == "Unigram" and not has_words
-    return LONGEST if is_rounded else Tokenizer.span
+    return MAX_SPAN if is_rounded else Tokenizer.span
 
 
 def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -196,7 +196,7 @@ def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def rust_errors(what: str, where: str) -> Iterator[None]:
+def library_errors(what: str, where: str) -> Iterator[None]:
     """Convert what `tokenizers` and `sentencepiece` raise to DataError.
 
     They raise plain Exceptions, or a Rust panic, which is not an Exception.
@@ -229,3 +229,41 @@ def _byte_characters() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _byte_characters()
+
+
+class ExtraToken(NamedTuple):
+    """An added token; a special one never results from text."""
+
+    text: str
+    number: int
+    is_special: bool
+
+
+def with_extra_tokens(content: bytes, added: Iterable[ExtraToken], where: str) -> bytes:
+    """Add tokens to a tokenizer.json. Raise DataError if one would get another id."""
+    import tokenizers
+
+    with library_errors("a tokenizer.json failed to take added tokens", where):
+        built = tokenizers.Tokenizer.from_buffer(content)
+        for token in sorted(added, key=lambda token: token.number):
+            entry = tokenizers.AddedToken(token.text, normalized=False, special=token.is_special)
+            built.add_tokens([entry])
+            if (number := built.token_to_id(token.text)) != token.number:
+                raise DataError(
+                    "an added token would get another id than in the model",
+                    where=where,
+                    why=f"{token.text!r:.60} has id {token.number:,}, and would get {number}",
+                    fix="use a folder with tokenizer.json, as transformers writes it",
+                )
+        return built.to_str().encode()
+
+
+def prepend_token(built: Any, name: str) -> None:
+    """Make a library tokenizer begin every text with one of its special tokens."""
+    from tokenizers import processors
+
+    built.post_processor = processors.TemplateProcessing(
+        single=f"{name} $A",
+        pair=f"{name} $A {name} $B",
+        special_tokens=[(name, built.token_to_id(name))],
+    )

@@ -12,32 +12,15 @@ import numpy as np
 
 from jaxlm.core.batch_schedule import BatchSchedule, Phase
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.data import damage
 from jaxlm.data.batch import Tokens
-from jaxlm.data.corrupt.rows import AnyCorruption, Key
-from jaxlm.data.joined import AnyShards
-from jaxlm.data.packing import Plan
-from jaxlm.data.shards import Damaged
+from jaxlm.data.corrupt.rows import RowChange, RowKey
+from jaxlm.data.packing import PackingPlan
+from jaxlm.data.shards import AnyShards, DamagedShard
 
+# (document, first id that cannot be read, number of ids), and the error.
+LostPiece = tuple[tuple[int, int, int], DamagedShard]
 
-def cut(batch: Tokens, length: int) -> Tokens:
-    """Cut each row [T] of a host's batch into T / length rows, in order, without losing tokens.
-
-    Each new row starts with segment 1 at position 0, as if packed at that length. Only for causal
-    and mtp rows: other objectives relate the parts of a row, such as a sentinel and its span.
-    """
-    tokens, targets, weights, segments, positions = (
-        np.asarray(field).reshape(-1, length) for field in batch[:5]
-    )
-    first = segments[:, :1]
-    is_first = segments == first
-    positions = np.where(is_first & (segments > 0), positions - positions[:, :1], positions)
-    segments = np.where(segments > 0, segments - first + 1, 0).astype(np.int32)
-    fields = tokens, targets, weights, segments, positions.astype(np.int32)
-    return Tokens(*fields)  # type: ignore[arg-type]
-
-
-DRAWN = (0,)  # seed of the row shuffle of a partial evaluation
+EVALUATION_SEED = (0,)  # seed of the row shuffle of a partial evaluation
 ROUNDS = 4  # rounds of the Feistel network of the index permutation
 
 
@@ -68,13 +51,13 @@ class Loader:
     """
 
     shards: AnyShards
-    plan: Plan
+    plan: PackingPlan
     sequence: int
     seed: int
     workers: int = 0
     prefetch: int = 8
-    most_lost: float | None = None
-    corruption: AnyCorruption | None = None
+    max_lost: float | None = None
+    corruption: RowChange | None = None
 
     def batches(
         self,
@@ -99,8 +82,10 @@ class Loader:
             damaged.
           WorkerLost: from the iterator, if a worker process died.
         """
-        pace = batch if isinstance(batch, BatchSchedule) else constant(batch, self.sequence)
-        sizes = [stage.rows for stage in pace.phases]
+        schedule = (
+            batch if isinstance(batch, BatchSchedule) else constant_schedule(batch, self.sequence)
+        )
+        sizes = [stage.rows for stage in schedule.phases]
         if self.plan.rows < max(sizes):
             raise self._too_short(max(sizes))
         import grain
@@ -110,7 +95,7 @@ class Loader:
             if rows is None or isinstance(rows, slice)
             else dict(rows)
         )
-        steps = grain.MapDataset.source(_Steps(self, pace, host_rows, tuple(skips)))[start:]
+        steps = grain.MapDataset.source(_Steps(self, schedule, host_rows, tuple(skips)))[start:]
         options = grain.ReadOptions(
             num_threads=min(4, self.prefetch), prefetch_buffer_size=self.prefetch
         )
@@ -131,25 +116,25 @@ class Loader:
                 worker_init_fn=_end_with_parent,
             )
         stream = _closing(iter(dataset))
-        if self.most_lost is None:
+        if self.max_lost is None:
             return stream
         read = (
-            (each, functools.partial(self._losses_at, number(step, skips), pace, host_rows))
+            (each, functools.partial(self._losses_at, batch_number(step, skips), schedule, host_rows))
             for step, each in enumerate(stream, start)
         )
-        return damage.told(read, self.shards.manifest.tokens, self.most_lost, warn)
+        return skip_damaged(read, self.shards.manifest.tokens, self.max_lost, warn)
 
     def at(self, step: int, *, batch: int | BatchSchedule, rows: slice) -> Tokens:
         """Return the given rows of the global batch at `step`, uncut."""
         first = _first(step, batch)
         return self._stack(self.keys(first + rows.start, first + rows.stop))
 
-    def keys(self, start: int, stop: int) -> list[Key]:
+    def keys(self, start: int, stop: int) -> list[RowKey]:
         """Return the keys of the stream's rows from `start` to `stop`."""
         size = self.plan.rows
         numbers = (divmod(number, size) for number in range(start, stop))
         return [
-            Key(self.seed, epoch, shuffled(index, size, [self.seed, epoch]))
+            RowKey(self.seed, epoch, shuffled(index, size, [self.seed, epoch]))
             for epoch, index in numbers
         ]
 
@@ -167,11 +152,15 @@ class Loader:
         is_drawn = count < self.plan.rows
         rows = rows or slice(0, batch)
 
-        def key(number: int) -> Key | None:
+        def key(number: int) -> RowKey | None:
             if number >= count:
                 return None
-            row = shuffled(number, self.plan.rows, DRAWN) if is_drawn else number
-            return Key(self.seed, 0, row)
+            row = (
+                shuffled(number, self.plan.rows, EVALUATION_SEED)
+                if is_drawn
+                else number
+            )
+            return RowKey(self.seed, 0, row)
 
         for start in range(0, count, batch):
             yield self._stack([key(start + n) for n in range(rows.start, rows.stop)])
@@ -207,19 +196,19 @@ class Loader:
         )
 
     def _losses_at(
-        self, step: int, pace: BatchSchedule, host_rows: Mapping[int, slice]
-    ) -> Iterator[damage.Loss]:
+        self, step: int, schedule: BatchSchedule, host_rows: Mapping[int, slice]
+    ) -> Iterator[LostPiece]:
         """Yield the unreadable pieces of the host's rows of the global batch at `step`."""
-        rows, first = host_rows[pace.phase(step).rows], pace.rows(step)
+        rows, first = host_rows[schedule.phase(step).rows], schedule.rows(step)
         for key in self.keys(first + rows.start, first + rows.stop):
             for piece in self.plan.pieces(key.row).tolist():
                 document, start, length = piece
                 try:
                     self.shards.read(document, start, start + length + 1)
-                except Damaged as error:
+                except DamagedShard as error:
                     yield piece, error
 
-    def _stack(self, keys: Sequence[Key | None]) -> Tokens:
+    def _stack(self, keys: Sequence[RowKey | None]) -> Tokens:
         shape = (len(keys), self.sequence)
         tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
         weights = np.zeros(shape, np.float32)
@@ -233,8 +222,8 @@ class Loader:
                 try:
                     ids = self.shards.read(document, start, start + length + 1)
                     tokens[here], targets[here], weights[here] = ids[:-1], ids[1:], 1
-                except Damaged:
-                    if self.most_lost is None:
+                except DamagedShard:
+                    if self.max_lost is None:
                         raise
                 slot += length
         # NumPy arrays until the batch is placed on devices, unlike everywhere else.
@@ -256,18 +245,18 @@ def _drawn(*seed: int) -> int:
     return int(np.random.default_rng(seed).integers(2**31))
 
 
-def _corrupted(batch: Tokens, keys: Sequence[Key | None], corruption: AnyCorruption) -> Tokens:
+def _corrupted(batch: Tokens, keys: Sequence[RowKey | None], corruption: RowChange) -> Tokens:
     """Change each row by its key; rows without a key are empty."""
     fields = [each for each in batch if each is not None]
-    rows = [Tokens(*(field[number] for field in fields)) for number in range(len(keys))]
-    changed = [corruption(row, key or Key(0, 0, 0)) for row, key in zip(rows, keys, strict=True)]
+    rows = [Tokens(*(field[row] for field in fields)) for row in range(len(keys))]
+    changed = [corruption(row, key or RowKey(0, 0, 0)) for row, key in zip(rows, keys, strict=True)]
     columns = zip(*changed, strict=True)
     arrays = (None if each[0] is None else np.stack(each) for each in columns)
     stacked = Tokens(*arrays)  # type: ignore[arg-type]
     return stacked._replace(
-        visible_until=stacked.visible_until if corruption.both_ways else None,
-        block_positions=stacked.block_positions if corruption.has_inner else None,
-        predicts_ahead=stacked.predicts_ahead if corruption.has_ahead else None,
+        visible_until=stacked.visible_until if corruption.bidirectional else None,
+        block_positions=stacked.block_positions if corruption.has_block_positions else None,
+        predicts_ahead=stacked.predicts_ahead if corruption.has_ahead_weights else None,
     )
 
 
@@ -303,7 +292,7 @@ def _closing(batches: Any) -> Iterator[Tokens]:
         batches.close()
 
 
-def number(step: int, skips: Sequence[tuple[int, int]]) -> int:
+def batch_number(step: int, skips: Sequence[tuple[int, int]]) -> int:
     """Return the stream number of the batch of a step, with the ranges `skips` [low, high) left
     out.
     """
@@ -313,7 +302,7 @@ def number(step: int, skips: Sequence[tuple[int, int]]) -> int:
     return step
 
 
-def constant(batch: int, sequence: int) -> BatchSchedule:
+def constant_schedule(batch: int, sequence: int) -> BatchSchedule:
     """Return the schedule of batches of one size."""
     return BatchSchedule((Phase(0, batch, sequence),), sequence)
 
@@ -328,7 +317,7 @@ class _Steps:
     """The global batches as a sequence for Grain: endless, but a sequence needs a length."""
 
     loader: Loader
-    pace: BatchSchedule
+    schedule: BatchSchedule
     host_rows: dict[int, slice]
     skips: tuple[tuple[int, int], ...]
 
@@ -336,7 +325,67 @@ class _Steps:
         return 2**40
 
     def __getitem__(self, step: int) -> Tokens:
-        batch = number(step, self.skips)
-        stage = self.pace.phase(batch)
-        rows = self.loader.at(batch, batch=self.pace, rows=self.host_rows[stage.rows])
-        return rows if stage.length == self.loader.sequence else cut(rows, stage.length)
+        batch = batch_number(step, self.skips)
+        stage = self.schedule.phase(batch)
+        rows = self.loader.at(batch, batch=self.schedule, rows=self.host_rows[stage.rows])
+        return rows if stage.length == self.loader.sequence else cut_rows(rows, stage.length)
+
+
+def cut_rows(batch: Tokens, length: int) -> Tokens:
+    """Cut each row [T] of a host's batch into T / length rows, in order, without losing tokens.
+
+    Each new row starts with segment 1 at position 0, as if packed at that length. Only for causal
+    and mtp rows: other objectives relate the parts of a row, such as a sentinel and its span.
+    """
+    tokens, targets, weights, segments, positions = (
+        np.asarray(field).reshape(-1, length) for field in batch[:5]
+    )
+    first = segments[:, :1]
+    is_first = segments == first
+    positions = np.where(is_first & (segments > 0), positions - positions[:, :1], positions)
+    segments = np.where(segments > 0, segments - first + 1, 0).astype(np.int32)
+    fields = tokens, targets, weights, segments, positions.astype(np.int32)
+    return Tokens(*fields)  # type: ignore[arg-type]
+
+
+def skip_damaged(
+    stream: Iterator[tuple[Tokens, Callable[[], Iterator[LostPiece]]]],
+    tokens: int,
+    most: float,
+    warn: Callable[[str], None],
+) -> Iterator[Tokens]:
+    """Yield the batches of a stream, and warn about each piece that could not be read.
+
+    Args:
+      stream: batches in which unreadable tokens have weight 0, each with a function that lists the
+        unreadable pieces of the batch.
+      tokens: tokens of the set.
+      most: largest share of `tokens` that may be lost.
+      warn: called once per lost piece, with the total.
+
+    Raises:
+      DataError: if more than the share `most` was lost.
+    """
+    lost: set[tuple[int, int, int]] = set()
+    total = 0
+    for batch, losses in stream:
+        if np.any((batch.segments > 0) & (batch.weights == 0)):
+            for piece, damage in losses():
+                if piece in lost:
+                    continue
+                lost.add(piece)
+                total += piece[2]
+                warn(
+                    f"not trained on: {piece[2]} tokens of {damage.where} ({damage.why}); {total} "
+                    f"tokens in {len(lost)} pieces so far, {total / tokens:.2g} of all"
+                )
+                if total > most * tokens:
+                    raise DataError(
+                        "too much of the training data is damaged",
+                        where=damage.where,
+                        why=f"{total} of {tokens} tokens could not be read; data.max_dropped = "
+                        f"{most:g} of them may be lost",
+                        fix=f"{damage.fix.splitlines()[0]}\n"
+                        "--config.data.max_dropped=1    # accepts any loss",
+                    ) from damage
+        yield batch

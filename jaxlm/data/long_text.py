@@ -16,7 +16,7 @@ adjacent ids are the encoding of their own text, because merges inside two token
 order in any surroundings. Every adjacent pair of the joined ids is adjacent in `left` or in
 `right`. Pre-tokenization (regular expressions, white space, punctuation) and normalization are
 local, so that they agree as well. Cuts between two words are tried first; a cut inside a run of one
-kind of characters only if `FAR` characters have no other place. `Tokenizer.span` is None or larger
+kind of characters only if `MAX_WORD_SPAN` characters have no other place. `Tokenizer.span` is None or larger
 for tokenizers without this property.
 """
 
@@ -32,7 +32,7 @@ BATCH = 2**20  # characters of one call of the tokenizer
 CONTEXT = 256  # characters of the previous span that are encoded with the next one
 AGREE = 4  # ids of the context on which both spans must agree
 SEARCH = 2**11  # characters before the largest end of a span that are searched for a cut
-FAR = 2**20  # characters without a word boundary after which a span is cut anyway
+MAX_WORD_SPAN = 2**20  # characters without a word boundary after which a span is cut anyway
 FIRST_WIDE = "\u2e80"  # first character of the scripts without spaces between words
 
 Item = TypeVar("Item")
@@ -126,7 +126,7 @@ def _place(tokenizer: Tokenizer, text: str, stop: int, start: int) -> int:
     """Return the cut that ends the span from `start`: up to `stop` if possible, else behind it."""
     place = _between_words(tokenizer, text, max(start + 1, stop - SEARCH), stop)
     while place is None and stop < len(text):
-        if stop - start >= FAR:
+        if stop - start >= MAX_WORD_SPAN:
             return stop
         low, stop = stop, min(len(text), stop + SEARCH)
         place = _between_words(tokenizer, text, low, stop)

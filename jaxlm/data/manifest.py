@@ -21,7 +21,7 @@ FORMAT_VERSION = 2
 NAME, TOKENIZER, FILES = "manifest.json", "tokenizer", "files.json"
 DTYPES = "uint16", "uint32"
 DOCUMENT_BYTES = 3 * 8  # end of the document, number of its file, number of its record
-MOST = 2**48  # limit of every count
+MAX_COUNT = 2**48  # limit of every count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     for section in sections:
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
-            if field.type is int and not (type(value) is int and 0 <= value < MOST):
+            if field.type is int and not (type(value) is int and 0 <= value < MAX_COUNT):
                 raise ValueError(f"{field.name} is {value!r}")
             if field.type is str and not isinstance(value, str):
                 raise TypeError(f"{field.name} is {value!r}")

@@ -34,7 +34,7 @@ class Temperature:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Weights:
+class MixtureWeights:
     """Explicit share of the rows for each source, which may change over the run."""
 
     name: Literal["weights"] = "weights"
@@ -51,7 +51,7 @@ class Weights:
         return {name: _points(text) for name, text in entries(self.weights).items()}
 
 
-Mixture = Temperature | Weights
+MixtureConfig = Temperature | MixtureWeights
 
 
 def entries(texts: Sequence[str]) -> dict[str, str]:
@@ -60,12 +60,12 @@ def entries(texts: Sequence[str]) -> dict[str, str]:
     return {name if equals else "": text for name, equals, text in pairs}
 
 
-def caps(mixture: Mixture) -> dict[str, float]:
+def max_epochs(mixture: MixtureConfig) -> dict[str, float]:
     """Return the maximum epochs of sources that have one. Raise ValueError if one is invalid."""
     return {name: _number(text) for name, text in entries(mixture.epochs).items()}
 
 
-def problems(mixture: Mixture, sources: Sequence[str]) -> Problems:
+def problems(mixture: MixtureConfig, sources: Sequence[str]) -> Problems:
     """Yield (setting, why, fix) for an invalid mixture of the named `sources`."""
     if not sources:
         if mixture != Temperature():
@@ -76,7 +76,7 @@ def problems(mixture: Mixture, sources: Sequence[str]) -> Problems:
             )
         return
     yield from _misnamed("epochs", mixture.epochs, sources)
-    if isinstance(mixture, Weights):
+    if isinstance(mixture, MixtureWeights):
         yield from _misnamed("weights", mixture.weights, sources)
         lacking = [name for name in sources if name not in entries(mixture.weights)]
         if lacking:
@@ -88,12 +88,12 @@ def problems(mixture: Mixture, sources: Sequence[str]) -> Problems:
             )
 
 
-def misfits(mixture: Mixture, row_at: Callable[[Span], int], total: int) -> Problems:
+def run_problems(mixture: MixtureConfig, row_at: Callable[[Span], int], total: int) -> Problems:
     """Yield (setting, why, fix) if weights do not fit a run of `total` rows.
 
     `row_at` returns the row at which a span ends.
     """
-    if not isinstance(mixture, Weights) or not mixture.weights:
+    if not isinstance(mixture, MixtureWeights) or not mixture.weights:
         return
     known = mixture.points
     for name, points in known.items():
@@ -135,9 +135,9 @@ def weight_at(points: Sequence[Point], row: float, row_at: Callable[[Span], int]
     return known[0][1] if row < known[0][0] else known[-1][1]
 
 
-def spans(mixture: Mixture) -> list[Span]:
+def change_spans(mixture: MixtureConfig) -> list[Span]:
     """Return the spans at which weights change."""
-    if not isinstance(mixture, Weights):
+    if not isinstance(mixture, MixtureWeights):
         return []
     moving = [points for points in mixture.points.values() if len(points) > 1]
     return [span for points in moving for span, _ in points]

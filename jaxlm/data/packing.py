@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from jaxlm.data import cache
-from jaxlm.data.joined import AnyShards
+from jaxlm.data.shards import AnyShards
 
 VERSION = 2
 FILES = "rows.bin", "pieces.bin"
@@ -18,7 +18,7 @@ PIECE = np.dtype([("document", np.int64), ("start", np.int64), ("length", np.int
 Packing = Literal["concat", "first_fit"]
 
 
-class Plan:
+class PackingPlan:
     """The rows of a shard set: every position of every document is in exactly one row.
 
     A document of n ids has n - 1 positions, each an id and its successor. A row of T slots holds
@@ -32,8 +32,8 @@ class Plan:
         self._ends = np.asarray(np.memmap(folder / FILES[0], np.int64, "r"))
         self._pieces = np.asarray(np.memmap(folder / FILES[1], PIECE, "r"))
 
-    def __reduce__(self) -> tuple[type["Plan"], tuple[Path]]:
-        return Plan, (self._folder,)  # a worker process maps the files itself
+    def __reduce__(self) -> tuple[type["PackingPlan"], tuple[Path]]:
+        return PackingPlan, (self._folder,)  # a worker process maps the files itself
 
     @property
     def rows(self) -> int:
@@ -45,7 +45,9 @@ class Plan:
         return self._pieces[int(self._ends[row - 1]) if row else 0 : int(self._ends[row])]
 
 
-def plan(shards: AnyShards, sequence: int, packing: Packing, seed: int, folder: Path) -> Plan:
+def open_plan(
+    shards: AnyShards, sequence: int, packing: Packing, seed: int, folder: Path
+) -> PackingPlan:
     """Return the plan in `folder`, which is written first if it is incomplete.
 
     Args:
@@ -59,7 +61,7 @@ def plan(shards: AnyShards, sequence: int, packing: Packing, seed: int, folder: 
         with cache.building(folder, _is_whole) as partial:
             if partial is not None:
                 _write(partial, _rows(shards, sequence, packing, seed))
-    return Plan(folder)
+    return PackingPlan(folder)
 
 
 def _write(folder: Path, windows: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:

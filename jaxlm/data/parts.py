@@ -19,7 +19,7 @@ from jaxlm.data.records import Document, Start
 
 
 @dataclasses.dataclass(frozen=True)
-class Selection:
+class SplitSide:
     """All of a corpus, or one side of a split.
 
     The split `documents` chooses the side of a document by sha256 of its text: it never moves, and
@@ -50,14 +50,14 @@ class Selection:
 _SHARE = re.compile(r"(tail:)?([0-9.]+)%")
 
 
-def held_out(entry: str) -> tuple[Selection, Selection] | None:
+def held_out(entry: str) -> tuple[SplitSide, SplitSide] | None:
     """Return the (train, validation) sides of "5%" or "tail:10%"; None for a glob."""
     match = _SHARE.fullmatch(entry)
     if match is None:
         return None
     split: Literal["documents", "tail"] = "tail" if match[1] else "documents"
     share = float(match[2]) / 100
-    return Selection(split, share, False), Selection(split, share, True)
+    return SplitSide(split, share, False), SplitSide(split, share, True)
 
 
 # Reasons in `left_out` that are no loss: the document is in the other part.
@@ -76,7 +76,7 @@ class Part:
 
     name: str
     corpus: Corpus | None
-    selection: Selection
+    selection: SplitSide
     folders: tuple[Path, ...] = ()
 
     @property
@@ -102,7 +102,7 @@ class Part:
                 counts[ELSEWHERE[self.selection.held_out]] += 1
 
 
-def find(config: DataConfig) -> tuple[list[Part], list[Part]]:
+def find_parts(config: DataConfig) -> tuple[list[Part], list[Part]]:
     """Return the training sources and validation sets, checked.
 
     Files must exist, their first records must have text, and no file may be in two parts.
@@ -166,7 +166,7 @@ def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str
             texts.append(pattern)
     if not texts:
         _refuse_twice(stored, setting)
-        return Part(name, None, Selection(), tuple(stored))
+        return Part(name, None, SplitSide(), tuple(stored))
     entries = config.train if setting == "data.train" else config.validation
     corpus = Corpus.find(tuple(texts), config.text_key, setting, config.max_dropped, entries)
     if stored:
@@ -176,7 +176,7 @@ def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str
             why=f"{stored[0]} holds token shards, {corpus.names[0]} is a file",
             fix=f"--config.{setting}={stored[0]}\n--config.{setting}={corpus.names[0]}",
         )
-    return Part(name, corpus, Selection())
+    return Part(name, corpus, SplitSide())
 
 
 def _refuse_twice(folders: list[Path], setting: str) -> None:

@@ -17,7 +17,7 @@ NONE = "", ""
 Item = tuple[int, tuple[str, str]]  # an id and the marks around it
 
 
-def rendered(
+def render_segments(
     batch: Tokens, tokenizer: Tokenizer, row: int, marks: tuple[str, str] = MARKS
 ) -> list[str]:
     """Return the text of each segment of a row, with trained and bidirectional tokens marked.
@@ -79,10 +79,10 @@ def _both_ways(batch: Tokens, row: int, slots: np.ndarray) -> np.ndarray:
 def _runs(items: list[Item], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield the text of adjacent items with equal marks, joined so that characters stay whole."""
     for (opening, closing), run in itertools.groupby(items, key=lambda item: item[1]):
-        yield f"{opening}{spelt([number for number, _ in run], tokenizer)}{closing}"
+        yield f"{opening}{token_text([number for number, _ in run], tokenizer)}{closing}"
 
 
-def spelt(ids: list[int], tokenizer: Tokenizer) -> str:
+def token_text(ids: list[int], tokenizer: Tokenizer) -> str:
     """Return the text of `ids` with special tokens by name.
 
     Control characters are escaped, so that data cannot drive a terminal.

@@ -6,17 +6,19 @@ its record), `checks-00000.bin` (CRC-32 of each block of the first, then of the 
 `files.json`, the tokenizer file, and `manifest.json`, which is written last.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
 import shlex
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxlm.core.errors import DataError
+from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import manifest, tokenizer_file
 from jaxlm.data.blocks import BLOCK, BlockReader, Damage
 from jaxlm.data.manifest import Manifest
@@ -27,11 +29,11 @@ DOCUMENT_COLUMNS = manifest.DOCUMENT_BYTES // 8
 REPAIR = "restore the file\nremove the folder and write the shards again"
 
 
-class Damaged(DataError):
+class DamagedShard(DataError):
     """A document in a token shard differs from what was written."""
 
 
-class Shards:
+class TokenShards:
     """A folder of token shards; documents are read on demand."""
 
     def __init__(self, folder: Path, manifest: Manifest):
@@ -41,10 +43,10 @@ class Shards:
         self._readers = functools.lru_cache(OPEN_SHARDS)(self._opened)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Shards, (self.folder, self.manifest)  # a worker process reopens the files
+        return TokenShards, (self.folder, self.manifest)  # a worker process reopens the files
 
     @classmethod
-    def open(cls, folder: Path) -> "Shards":
+    def open(cls, folder: Path) -> "TokenShards":
         """Read the manifest; check that every file exists inside the folder with the right size.
 
         Raises:
@@ -162,8 +164,8 @@ class Shards:
         except Damage as damage:
             raise self._damaged(damage, document, row) from damage
 
-    def _damaged(self, damage: Damage, document: int, row: int) -> "Damaged":
-        return Damaged(
+    def _damaged(self, damage: Damage, document: int, row: int) -> "DamagedShard":
+        return DamagedShard(
             "a token shard is damaged",
             where=f"{damage.path}, {self._named(document, row)}",
             why=damage.why,
@@ -258,3 +260,107 @@ def _compare(path: Path, digest: Any, expected: str) -> None:
             why="it changed since it was written, or is missing",
             fix=REPAIR,
         )
+
+
+class JoinedShards:
+    """The documents of several folders in order; all folders must use one tokenizer.
+
+    Raises:
+      ConfigError: if two folders were made with different tokenizers.
+    """
+
+    def __init__(self, parts: tuple[TokenShards, ...]):
+        self.parts = parts
+        first = parts[0]
+        for part in parts[1:]:
+            if part.manifest.tokenizer != first.manifest.tokenizer:
+                raise ConfigError(
+                    "folders of token shards have different tokenizers",
+                    where=f"{first.folder} and {part.folder}",
+                    why=f"the digests are {first.manifest.tokenizer[:12]} and "
+                    f"{part.manifest.tokenizer[:12]}",
+                    fix=f"write the others again with "
+                    f"--config.data.tokenizer={first.folder / manifest.TOKENIZER}",
+                )
+        self.manifest = _sum([part.manifest for part in parts])
+        self._first_document = np.cumsum([0] + [part.documents for part in parts])
+
+    @property
+    def folder(self) -> Path:
+        """The first folder, for errors."""
+        return self.parts[0].folder
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the ids."""
+        return self.parts[0].tokenizer
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return self.manifest.documents
+
+    def lengths(self, start: int, stop: int) -> np.ndarray:
+        """Return the ids in each document, like `Shards.lengths`."""
+        out = [
+            part.lengths(max(start - first, 0), min(stop - first, part.documents))
+            for part, first in zip(self.parts, self._first_document.tolist(), strict=False)
+            if start < first + part.documents and first < stop
+        ]
+        return np.concatenate(out) if out else np.zeros(0, np.int64)
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Return ids of a document, like `Shards.read`."""
+        part, inner = self._locate(document)
+        return part.read(inner, start, stop)
+
+    def origin(self, document: int) -> tuple[str, int]:
+        """Return the file and record of a document, like `Shards.origin`."""
+        part, inner = self._locate(document)
+        return part.origin(inner)
+
+    def _locate(self, document: int) -> tuple[TokenShards, int]:
+        number = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        return self.parts[number], document - int(self._first_document[number])
+
+
+AnyShards = TokenShards | JoinedShards
+
+
+def open_folders(folders: tuple[Path, ...]) -> AnyShards:
+    """Open the token shards in one folder or several.
+
+    Raises:
+      DataError: if a folder is damaged.
+      ConfigError: if their tokenizers differ.
+    """
+    parts = tuple(map(TokenShards.open, folders))
+    return parts[0] if len(parts) == 1 else JoinedShards(parts)
+
+
+def join(sets: Sequence[AnyShards]) -> JoinedShards:
+    """Join shard sets in order. Raise ConfigError if their tokenizers differ."""
+    return JoinedShards(
+        tuple(
+            part
+            for each in sets
+            for part in (each.parts if isinstance(each, JoinedShards) else (each,))
+        )
+    )
+
+
+def _sum(manifests: list[Manifest]) -> Manifest:
+    left_out: Counter[str] = Counter()
+    for each in manifests:
+        left_out.update(each.left_out)
+    names = "".join(manifest.files_sha256 for manifest in manifests)
+    return dataclasses.replace(
+        manifests[0],
+        documents=sum(manifest.documents for manifest in manifests),
+        tokens=sum(manifest.tokens for manifest in manifests),
+        bytes=sum(manifest.bytes for manifest in manifests),
+        unknown=sum(manifest.unknown for manifest in manifests),
+        left_out=dict(left_out),
+        files_sha256=hashlib.sha256(names.encode()).hexdigest(),
+        shards=tuple(shard for manifest in manifests for shard in manifest.shards),
+    )

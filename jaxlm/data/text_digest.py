@@ -25,7 +25,7 @@ from jaxlm.monitor.progress import Progress
 THREADS = 4  # hashing releases the interpreter lock
 CHUNK_BYTES = 1 << 20
 SETTLED_SECONDS = 2  # file systems have a time resolution of up to two seconds
-MUCH = 2**36  # bytes, about a minute of hashing
+SLOW_BYTES = 2**36  # bytes, about a minute of hashing
 
 Stamp = tuple[int, int, int, int]  # bytes, mtime and ctime in nanoseconds, inode
 
@@ -42,7 +42,7 @@ class TextDigests:
 
     root: Path
     progress: Progress = lambda what, done, total: None
-    say: Callable[[str], None] = lambda text: None
+    log: Callable[[str], None] = lambda text: None
     _made: dict[Corpus, str] = dataclasses.field(default_factory=dict)
 
     def of(self, corpus: Corpus) -> str:
@@ -68,8 +68,8 @@ class TextDigests:
         if not changed:
             return [digest for digest in digests if digest is not None]
         size = sum(stamps[number][0] for number in changed)
-        if size > MUCH:
-            self.say("hashing raw text before its first use; token shards would start at once")
+        if size > SLOW_BYTES:
+            self.log("hashing raw text before its first use; token shards would start at once")
         begun = time.time_ns()
         hashes = self._hashed([paths[number] for number in changed], size)
         hashed = dict(zip(changed, hashes, strict=True))

@@ -27,9 +27,9 @@ SPECIALS = (
     "<|fim_suffix|>",
     *(f"<|sentinel_{i}|>" for i in range(SENTINELS)),
 )
-LARGEST_VOCABULARY = 2**24  # ids, a hundred times the largest in use
+MAX_VOCABULARY = 2**24  # ids, a hundred times the largest in use
 # Characters that are encoded together by a tokenizer whose cuts are not exact.
-LONGEST = 2**20
+MAX_SPAN = 2**20
 UNIGRAM_PART = 2**11  # least characters over which SentencePiece sums scores
 
 
@@ -87,13 +87,13 @@ class Tokenizer(abc.ABC):
     @property
     def digest(self) -> str:
         """sha256 of everything that determines how text is encoded."""
-        return hashlib.sha256(self.serialise()).hexdigest()
+        return hashlib.sha256(self.serialize()).hexdigest()
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; bytes that are not UTF-8, such as a cut character, become
         U+FFFD.
         """
-        stream = Stream(self)
+        stream = StreamDecoder(self)
         return stream.push(ids) + stream.end()
 
     def encode(self, text: str) -> list[int]:
@@ -105,11 +105,11 @@ class Tokenizer(abc.ABC):
         """Return the ids of each text, without special ids."""
 
     @abc.abstractmethod
-    def serialise(self) -> bytes:
+    def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""
 
 
-class Stream:
+class StreamDecoder:
     """Incremental decoder: yields a character once all of its bytes have arrived."""
 
     def __init__(self, tokenizer: Tokenizer):
@@ -137,7 +137,7 @@ class Bytes(Tokenizer):
             for text in texts
         ]
 
-    def serialise(self) -> bytes:
+    def serialize(self) -> bytes:
         return as_json({"kind": "bytes"})
 
 
@@ -156,7 +156,7 @@ class Characters(Tokenizer):
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [[self._ids.get(character, self.unk) for character in text] for text in texts]
 
-    def serialise(self) -> bytes:
+    def serialize(self) -> bytes:
         return as_json({"kind": "characters", "characters": self._characters})
 
 
@@ -204,7 +204,7 @@ class SentencePiece(Tokenizer):
         self._spells_space = not changes_text and self.unk not in self._spelt
         self._is_divided = is_unigram and self._spells_space
         if is_unigram and not self._is_divided:
-            self.span = LONGEST
+            self.span = MAX_SPAN
 
     def _bytes(self, number: int) -> bytes:
         pieces = self._processor
@@ -260,7 +260,7 @@ class SentencePiece(Tokenizer):
             out.append(ids)
         return out
 
-    def serialise(self) -> bytes:
+    def serialize(self) -> bytes:
         return self._model
 
 

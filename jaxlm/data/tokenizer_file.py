@@ -8,10 +8,10 @@ from typing import Any
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.core.spelling import nearest
 from jaxlm.data.config import FIND_TOKENIZERS
-from jaxlm.data.hub_tokenizer import HuggingFace, Imported, Trained
+from jaxlm.data.hub_tokenizer import HuggingFace, ImportedTokenizer, TrainedTokenizer
 from jaxlm.data.tokenizer import Bytes, Characters, SentencePiece, Tokenizer
 
-LARGEST_FILE = 256 * 2**20  # bytes, six times the largest vocabularies in use
+MAX_FILE_BYTES = 256 * 2**20  # bytes, six times the largest vocabularies in use
 
 
 def load(content: bytes, where: str) -> Tokenizer:
@@ -30,7 +30,7 @@ def load(content: bytes, where: str) -> Tokenizer:
         if kind == "imported":
             return _imported(ours, where)
         if kind == "trained":
-            return Trained(str(ours.get("content")).encode(), where)
+            return TrainedTokenizer(str(ours.get("content")).encode(), where)
     except (ValueError, RecursionError) as error:
         raise DataError(
             "a tokenizer file contains no tokenizer",
@@ -43,7 +43,7 @@ def load(content: bytes, where: str) -> Tokenizer:
     return Characters(characters) if kind == "characters" else HuggingFace(content, where)
 
 
-def _imported(ours: dict[str, Any], where: str) -> Imported:
+def _imported(ours: dict[str, Any], where: str) -> ImportedTokenizer:
     """Raise ValueError if a field is missing or has a wrong type."""
     content = ours.get("content")
     around: dict[str, Any] = {name: ours.get(name) for name in ("before", "after", "ends")}
@@ -51,7 +51,7 @@ def _imported(ours: dict[str, Any], where: str) -> Imported:
         raise ValueError("content or ids are missing")
     if not all(type(number) is int for ids in around.values() for number in ids):
         raise ValueError("its ids are not integers")
-    return Imported(content.encode(), **around, where=where)
+    return ImportedTokenizer(content.encode(), **around, where=where)
 
 
 def read(path: str | Path) -> Tokenizer:
@@ -70,11 +70,11 @@ def read(path: str | Path) -> Tokenizer:
             "directory",
             fix=_near(path),
         )
-    if (size := path.stat().st_size) > LARGEST_FILE:
+    if (size := path.stat().st_size) > MAX_FILE_BYTES:
         raise DataError(
             "a tokenizer file is too large",
             where=str(path),
-            why=f"it has {size:,} bytes; {LARGEST_FILE:,} are allowed",
+            why=f"it has {size:,} bytes; {MAX_FILE_BYTES:,} are allowed",
             fix=FIND_TOKENIZERS,
         )
     return load(path.read_bytes(), str(path))

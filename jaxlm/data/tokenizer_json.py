@@ -4,10 +4,16 @@ import dataclasses
 import json
 from typing import Any
 
-from jaxlm.data.hub_tokenizer import BYTE_OF_CHARACTER, HuggingFace, Imported, Trained, rust_errors
+from jaxlm.data.hub_tokenizer import (
+    BYTE_OF_CHARACTER,
+    HuggingFace,
+    ImportedTokenizer,
+    TrainedTokenizer,
+    library_errors,
+    prepend_token,
+)
 from jaxlm.data.tokenizer import SPECIALS, Bytes, SentencePiece, Tokenizer
 from jaxlm.data.vocabularies import pieces
-from jaxlm.data.vocabularies.added import put_in_front
 
 
 def as_json(tokenizer: Tokenizer) -> bytes | None:
@@ -19,14 +25,14 @@ def as_json(tokenizer: Tokenizer) -> bytes | None:
     """
     import tokenizers
 
-    if isinstance(tokenizer, Imported):
+    if isinstance(tokenizer, ImportedTokenizer):
         return tokenizer.content
     content = _same_ids(tokenizer)
     if content is None:
         return None
     built = tokenizers.Tokenizer.from_buffer(content)
     (first,) = tokenizer.before
-    put_in_front(built, SPECIALS[first])
+    prepend_token(built, SPECIALS[first])
     return built.to_str().encode()
 
 
@@ -34,10 +40,10 @@ def _same_ids(tokenizer: Tokenizer) -> bytes | None:
     """Return a tokenizer.json with the ids of a text, without the begin of a document."""
     import tokenizers
 
-    if isinstance(tokenizer, Trained):
+    if isinstance(tokenizer, TrainedTokenizer):
         return tokenizer.content
     if isinstance(tokenizer, SentencePiece):
-        vocabulary = pieces.read(tokenizer.serialise(), "tokenizer")
+        vocabulary = pieces.read(tokenizer.serialize(), "tokenizer")
         return pieces.as_json(dataclasses.replace(vocabulary, begins=None), "tokenizer")
     if isinstance(tokenizer, HuggingFace):
         return _moved(tokenizer)
@@ -63,12 +69,12 @@ def _moved(tokenizer: HuggingFace) -> bytes | None:
         if unknown is not None:
             is_special = model["vocab"][unknown][0] in special
             model["unk_id"] = tokenizer.unk if is_special else unknown + shift
-        model["vocab"] = [[name, pieces.NEVER] for name in SPECIALS] + model["vocab"]
+        model["vocab"] = [[name, pieces.UNREACHABLE_SCORE] for name in SPECIALS] + model["vocab"]
     for token in parsed.get("added_tokens") or ():
         token["id"] += shift
     # Our own ids stand around a document.
     parsed |= {"post_processor": None, "truncation": None, "padding": None}
-    with rust_errors("jaxlm cannot shift the ids of a tokenizer.json", "tokenizer"):
+    with library_errors("jaxlm cannot shift the ids of a tokenizer.json", "tokenizer"):
         built = tokenizers.Tokenizer.from_str(json.dumps(parsed))
         built.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in SPECIALS])
         built.encode_special_tokens = True
@@ -106,7 +112,7 @@ def _characters(tokenizer: Tokenizer) -> Any:
     import tokenizers
     from tokenizers import decoders, models
 
-    characters = json.loads(tokenizer.serialise())["characters"]
+    characters = json.loads(tokenizer.serialize())["characters"]
     vocab = {name: number for number, name in enumerate([*SPECIALS, *characters])}
     built = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token=SPECIALS[tokenizer.unk]))
     built.decoder = decoders.Fuse()

@@ -11,11 +11,11 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.documents import Corpus
 from jaxlm.data.tokenizer import Tokenizer
 
-MOST_BYTES = 8 * 2**20  # of measured text; shares converge long before
+MEASURED_BYTES = 8 * 2**20  # of measured text; shares converge long before
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class TokenizerStats:
     """Measures of a tokenizer on texts, without special tokens."""
 
     size: int  # ids
@@ -34,7 +34,7 @@ class Fit:
         return dataclasses.asdict(self)
 
 
-def measure(tokenizer: Tokenizer, texts: Sequence[str]) -> Fit:
+def measure(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenizerStats:
     """Measure a tokenizer on texts, at least one of them not empty."""
     begun = time.perf_counter()
     encoded = tokenizer.encode_many(texts)
@@ -55,7 +55,7 @@ def measure(tokenizer: Tokenizer, texts: Sequence[str]) -> Fit:
         tokenizer.decode(ids).removeprefix(tokenizer.lead) == text
         for ids, text in zip(encoded, texts, strict=True)
     )
-    return Fit(
+    return TokenizerStats(
         size=tokenizer.size,
         documents=len(texts),
         bytes=size,
@@ -69,15 +69,15 @@ def measure(tokenizer: Tokenizer, texts: Sequence[str]) -> Fit:
     )
 
 
-def texts(config: DataConfig, pattern: str | None) -> list[str]:
-    """Return the first `MOST_BYTES` of files, or of the held-out text of a config.
+def sample_texts(config: DataConfig, pattern: str | None) -> list[str]:
+    """Return the first `MEASURED_BYTES` of files, or of the held-out text of a config.
 
     The list is empty if the config names token shards. Raise JaxlmError if reading fails.
     """
     if pattern is not None:
         corpus = Corpus.find((pattern,), config.text_key, "--text")
         return list(_first(document.text for document in corpus.documents(Counter())))
-    _, held_out = parts.find(config)
+    _, held_out = parts.find_parts(config)
     return list(
         _first(
             document.text
@@ -94,5 +94,5 @@ def _first(texts: Iterable[str]) -> Iterator[str]:
         if text:
             yield text
         read += len(text.encode())
-        if read >= MOST_BYTES:
+        if read >= MEASURED_BYTES:
             return

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.hub_tokenizer import Trained
+from jaxlm.data.hub_tokenizer import TrainedTokenizer
 from jaxlm.data.tokenizer import SPECIALS, Bytes, Characters, SentencePiece, Tokenizer
-from jaxlm.data.vocabularies.patterns import cutter
+from jaxlm.data.vocabularies.byte_pairs import build_pre_tokenizer
 
 TRAINING_BYTES = 64 * 2**20  # limit of the training text
 UNIGRAM_BYTES = 4 * 2**20  # limit for a unigram model, which weighs candidates repeatedly
-SMALLEST = 512  # smallest vocabulary: special tokens, 256 bytes, and some pieces
+MIN_VOCABULARY = 512  # smallest vocabulary: special tokens, 256 bytes, and some pieces
 CHUNK = 4000  # characters of a training sentence
 
 
@@ -28,9 +28,9 @@ def train(kind: str, texts: Iterator[str]) -> Tokenizer:
         return Characters("".join(sorted(set().union(*texts))))
     name, _, size = kind.partition(":")
     if name == "bpe":
-        return Trained(_train_byte_pairs(texts, int(size)))
+        return TrainedTokenizer(_train_byte_pairs(texts, int(size)))
     if name == "wordpiece":
-        return Trained(_train_word_pieces(texts, int(size)))
+        return TrainedTokenizer(_train_word_pieces(texts, int(size)))
     return SentencePiece(_train_sentencepiece(name, texts, int(size), **SENTENCEPIECE[name]))
 
 
@@ -50,7 +50,7 @@ def _train_byte_pairs(texts: Iterator[str], size: int) -> bytes:
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     built = tokenizers.Tokenizer(models.BPE())
-    built.pre_tokenizer, built.decoder = cutter("cl100k"), decoders.ByteLevel()
+    built.pre_tokenizer, built.decoder = build_pre_tokenizer("cl100k"), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=list(SPECIALS),
@@ -109,7 +109,7 @@ def _too_large(name: str, size: int, fits: int, why: str) -> ConfigError:
         f"this text is too small for a vocabulary of {size}",
         where="data.tokenizer",
         why=why,
-        fix=f"--config.data.tokenizer={f'{name}:{fits}' if fits >= SMALLEST else 'bytes'}",
+        fix=f"--config.data.tokenizer={f'{name}:{fits}' if fits >= MIN_VOCABULARY else 'bytes'}",
     )
 
 

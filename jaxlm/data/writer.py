@@ -14,11 +14,11 @@ from jaxlm.data.blocks import BlockWriter
 from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.manifest import Manifest, Shard
 from jaxlm.data.records import Document
-from jaxlm.data.shards import Shards
+from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Tokenizer
 
 SHARD_TOKENS = 2**28
-SAID = 2**20  # bytes of input between two calls of `progress`
+PROGRESS_BYTES = 2**20  # bytes of input between two calls of `progress`
 # Version of the encoding; cached tokens of another version are made again.
 ENCODING = 2
 
@@ -33,7 +33,7 @@ def write(
     name: str = "",
     files: Sequence[str] = (),
     is_whole: Callable[[Path], bool] = lambda folder: True,
-) -> Shards:
+) -> TokenShards:
     """Encode documents into a new folder, which appears complete or not at all.
 
     Args:
@@ -52,7 +52,7 @@ def write(
     """
     with cache.built(folder, is_whole) as partial:
         if partial is None:
-            return Shards.open(folder)
+            return TokenShards.open(folder)
         writer = _Writer(partial, tokenizer, files)
         try:
             writer.add(documents, progress)
@@ -67,7 +67,7 @@ def write(
                 fix="--config.data.validation=tail:10%    # the end of each text\nname more files",
             )
         writer.finish(left_out)
-    return Shards.open(folder)
+    return TokenShards.open(folder)
 
 
 class _Writer:
@@ -105,7 +105,7 @@ class _Writer:
             self.totals["bytes"] += _bytes(document.text)
             self._write(document, [self._checked(document, ids) for ids in parts])
             place = document.place
-            if place - reported >= SAID:
+            if place - reported >= PROGRESS_BYTES:
                 reported = place
                 progress(reported)
         progress(place)
@@ -157,7 +157,7 @@ class _Writer:
         """Write file names, tokenizer and manifest."""
         files = json.dumps(list(self.files)).encode()
         (self.folder / manifest.FILES).write_bytes(files)
-        (self.folder / manifest.TOKENIZER).write_bytes(self.tokenizer.serialise())
+        (self.folder / manifest.TOKENIZER).write_bytes(self.tokenizer.serialize())
         Manifest(
             tokenizer=self.tokenizer.digest,
             vocab=self.tokenizer.size,

@@ -35,7 +35,7 @@ def _loader(
     stored = writer.write(folder / "shards", documents, Bytes(), Counter())
     return Loader(
         stored,
-        packing.plan(stored, SEQUENCE, kind, seed, folder / f"plan{seed}"),
+        packing.open_plan(stored, SEQUENCE, kind, seed, folder / f"plan{seed}"),
         SEQUENCE,
         seed,
         workers=workers,
@@ -194,7 +194,7 @@ def test_fewer_rows_than_a_batch_are_refused_with_a_setting_that_fits(tmp_path: 
         loader.batches(0, batch=4)
     first, second, _ = caught.value.fix.splitlines()
     assert (first, second) == ("--config.train.batch=2", "--config.data.sequence=5")
-    plan = packing.plan(loader.shards, 5, "concat", 5, tmp_path / "shorter")
+    plan = packing.open_plan(loader.shards, 5, "concat", 5, tmp_path / "shorter")
     assert next(Loader(loader.shards, plan, 5, 5).batches(0, batch=4)).tokens.shape == (4, 5)
     assert loader.epochs(12) == 6
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool
 
-from jaxlm.data.corrupt.rows import Ids, Key, Piece
+from jaxlm.data.corrupt.rows import ChangedPiece, Ids, RowKey
 from jaxlm.data.tokenizer import Tokenizer
 
-FORMS = "<|mask|>", "[MASK]", "<mask>"  # ours, BERT's, RoBERTa's
+MASK_TOKENS = "<|mask|>", "[MASK]", "<mask>"  # ours, BERT's, RoBERTa's
 
 
-class Words:
+class WordNumbers:
     """Numbers the words of ids; a word begins after or with white space, a special token is one."""
 
     def __init__(self, tokenizer: Tokenizer):
@@ -25,10 +25,10 @@ class Words:
         return np.cumsum(begins) - begins[:1].astype(np.int64)
 
 
-def masks(
+def mask_tokens(
     ids: Sequence[Ids],
     free: int,
-    key: Key,
+    key: RowKey,
     *,
     rate: float,
     hidden: float,
@@ -36,14 +36,13 @@ def masks(
     mask: int,
     is_text: Bool[np.ndarray, "vocab"],
     is_fixed: bool,
-    words: Words | None,
-) -> list[Piece]:
-    """Draw each id, or each whole word, with probability `rate`, and predict the drawn ids in
-    place.
+    words: WordNumbers | None,
+) -> list[ChangedPiece]:
+    """Draw each id, or each whole word, with probability `rate`, and predict the drawn ids in place.
 
     A drawn id is read as `mask` with probability `hidden`, as a random text id with probability
-    `random`, and otherwise as itself. The id after a piece's last slot has no slot, so it is
-    neither read, hidden or predicted.
+    `random`, and otherwise as itself. The id after a piece's last slot has no slot, so it is never
+    read, hidden or predicted.
 
     Args:
       ids: ids of each piece.
@@ -62,36 +61,28 @@ def masks(
     of ids a row; here each is drawn independently, as in Hugging Face's collator. Its whole words
     end at punctuation too, ours only at white space.
     """
-    draw = key.draws(is_fixed=is_fixed)
-    return [_piece(piece[:-1], draw, rate, hidden, random, mask, is_text, words) for piece in ids]
-
-
-def _piece(
-    ids: Ids,
-    draw: np.random.Generator,
-    rate: float,
-    hidden: float,
-    random: float,
-    mask: int,
-    is_text: Bool[np.ndarray, "vocab"],
-    words: Words | None,
-) -> Piece:
-    count = len(ids)
-    units = np.arange(count) if words is None else words(ids)
-    drawn: Bool[np.ndarray, "n"] = (draw.random(count) < rate)[units] & is_text[ids]
-    fate = draw.random(count)
+    rng = key.rng(is_fixed=is_fixed)
     ordinary = np.flatnonzero(is_text)
-    noise = ordinary[draw.integers(len(ordinary), size=count, dtype=np.int32)]
-    read = np.where(fate < hidden, mask, np.where(fate < hidden + random, noise, ids))
-    return Piece(
-        tokens=np.where(drawn, read, ids).astype(np.int32),
-        targets=ids,
-        weights=drawn.astype(np.float32),
-        positions=np.arange(count, dtype=np.int32),
-        reach=np.full(count, count - 1, np.int32),
-    )
+
+    def hide(piece: Ids) -> ChangedPiece:
+        count = len(piece)
+        units = np.arange(count) if words is None else words(piece)
+        drawn: Bool[np.ndarray, "n"] = (rng.random(count) < rate)[units] & is_text[piece]
+        fate = rng.random(count)
+        noise = ordinary[rng.integers(len(ordinary), size=count, dtype=np.int32)]
+        read = np.where(fate < hidden, mask, np.where(fate < hidden + random, noise, piece))
+        return ChangedPiece(
+            tokens=np.where(drawn, read, piece).astype(np.int32),
+            targets=piece,
+            weights=drawn.astype(np.float32),
+            positions=np.arange(count, dtype=np.int32),
+            visible_until=np.full(count, count - 1, np.int32),
+        )
+
+    return [hide(piece[:-1]) for piece in ids]
 
 
-def mark(tokenizer: Tokenizer) -> int | None:
+def mask_id(tokenizer: Tokenizer) -> int | None:
     """Return the mask id of a tokenizer: ours or an imported model's own; None without one."""
-    return next((tokenizer.reserved[name] for name in FORMS if name in tokenizer.reserved), None)
+    known = tokenizer.reserved
+    return next((known[name] for name in MASK_TOKENS if name in known), None)

@@ -14,72 +14,74 @@ Ids = Int[np.ndarray, "n"]
 NOISE = 0x6E6F6973  # separates these draws from those of the row order, with the same seed
 
 
-class Key(NamedTuple):
+class RowKey(NamedTuple):
     """Position of a row in the data; determines all draws, on every host and after every resume."""
 
     seed: int
     epoch: int
     row: int  # row of the plan
 
-    def draws(self, *more: int, is_fixed: bool = False) -> np.random.Generator:
+    def rng(self, *more: int, is_fixed: bool = False) -> np.random.Generator:
         """Return the row's generator, equal in all epochs if `is_fixed`; `more` seeds another."""
         epoch = 0 if is_fixed else self.epoch
         return np.random.default_rng([NOISE, self.seed, epoch, self.row, *more])
 
 
-class Piece(NamedTuple):
+class ChangedPiece(NamedTuple):
     """Slots of one changed piece: inputs, targets, weights, positions and attention limits.
 
-    `inner` is a second position of each slot, 0 if None. `ahead` trains multi-token prediction.
+    `block_positions` are second positions, 0 if None. `predicts_ahead` trains multi-token prediction.
     """
 
     tokens: Ids
     targets: Ids
     weights: Float[np.ndarray, "n"]
     positions: Ids
-    reach: Ids  # last visible slot, counted from 0 in the piece
-    inner: Ids | None = None
-    ahead: bool = False
+    visible_until: Ids  # last visible slot, counted from 0 in the piece
+    block_positions: Ids | None = None
+    predicts_ahead: bool = False
 
 
-Made = TypeVar("Made")  # result for one piece: a `Piece` or a `pairs.Pair`
-Change = Callable[[Sequence[Ids], int, Key], list[Made]]
+PieceResult = TypeVar(
+    "PieceResult"
+)  # result for one piece: a `ChangedPiece` or a `pairs.SourceTarget`
+PieceChange = Callable[[Sequence[Ids], int, RowKey], list[PieceResult]]
 
 
-class Reading(NamedTuple):
+class RowChanges(NamedTuple):
     """Changes of rows in training, and in evaluations by the suffix of the validation set's name.
 
     None leaves rows unchanged.
     """
 
-    train: "AnyCorruption | None" = None
-    evaluations: "Mapping[str, AnyCorruption | None]" = MappingProxyType({"": None})
+    train: "RowChange | None" = None
+    evaluations: "Mapping[str, RowChange | None]" = MappingProxyType({"": None})
 
 
-class AnyCorruption(Protocol):
+class RowChange(Protocol):
     """An objective's change of a row, as a pure function of row and key."""
 
     @property
-    def room(self) -> int:
+    def reserved_slots(self) -> int:
         """Slots of each row that the plan leaves free for added ids."""
         ...
 
     @property
-    def both_ways(self) -> bool:
+    def bidirectional(self) -> bool:
         """If some slots attend to later ones."""
         ...
 
     @property
-    def has_inner(self) -> bool:
+    def has_block_positions(self) -> bool:
         """If slots have a second position."""
         ...
 
     @property
-    def has_ahead(self) -> bool:
+    def has_ahead_weights(self) -> bool:
         """If only some rows train multi-token prediction."""
         ...
 
-    def __call__(self, row: Tokens, key: Key) -> Tokens:
+    def __call__(self, row: Tokens, key: RowKey) -> Tokens:
         """Change one row."""
         ...
 
@@ -91,19 +93,19 @@ class Corruption:
     Args:
       change: takes the ids of the pieces, each with the id that its last slot predicts, and the
         free slots of the row; returns the changed pieces.
-      room: slots of each row that the plan leaves free for added ids.
-      both_ways: if some slots attend to later ones.
-      has_inner: if slots have a second position.
-      has_ahead: if only some rows train multi-token prediction.
+      reserved_slots: slots of each row that the plan leaves free for added ids.
+      bidirectional: if some slots attend to later ones.
+      has_block_positions: if slots have a second position.
+      has_ahead_weights: if only some rows train multi-token prediction.
     """
 
-    change: Change[Piece]
-    room: int = 0
-    both_ways: bool = False
-    has_inner: bool = False
-    has_ahead: bool = False
+    change: PieceChange[ChangedPiece]
+    reserved_slots: int = 0
+    bidirectional: bool = False
+    has_block_positions: bool = False
+    has_ahead_weights: bool = False
 
-    def __call__(self, row: Tokens, key: Key) -> Tokens:
+    def __call__(self, row: Tokens, key: RowKey) -> Tokens:
         """Change one row [T]. Unreadable pieces stay in place with weight 0."""
         pieces = whole_pieces(row)
         free = int((row.segments == 0).sum())
@@ -125,25 +127,64 @@ def whole_pieces(row: Tokens) -> list[Ids | None]:
     return pieces
 
 
-def causal(ids: Sequence[Ids], free: int, key: Key) -> list[Piece]:
+def change_in_random_order(
+    ids: Sequence[Ids],
+    free: int,
+    key: RowKey,
+    change: Callable[[Ids, int, np.random.Generator], tuple[PieceResult, int]],
+) -> list[PieceResult]:
+    """Change each piece by `change`, which returns the result and the free slots that it takes.
+
+    The order is random, so that no piece is favored by the free slots.
+    """
+    rng = key.rng()
+    results: dict[int, PieceResult] = {}
+    for number in rng.permutation(len(ids)).tolist():
+        results[number], used = change(ids[number], free, rng)
+        free -= used
+    return [results[number] for number in range(len(ids))]
+
+
+def causal(ids: Sequence[Ids], free: int, key: RowKey) -> list[ChangedPiece]:
     """Leave every piece unchanged."""
     return [left_to_right(piece) for piece in ids]
 
 
-def further(ids: Sequence[Ids], free: int, key: Key) -> list[Piece]:
+def causal_with_mtp(ids: Sequence[Ids], free: int, key: RowKey) -> list[ChangedPiece]:
     """Leave every piece unchanged; also train multi-token prediction."""
-    return [left_to_right(piece)._replace(ahead=True) for piece in ids]
+    return [left_to_right(piece)._replace(predicts_ahead=True) for piece in ids]
 
 
-def mixture(
+def split_prefix(
+    ids: Sequence[Ids], free: int, key: RowKey, *, share: float | None = None
+) -> list[ChangedPiece]:
+    """Split each piece into a bidirectional prefix and a predicted rest, both not empty.
+
+    The rest is the last `share` of the ids; the split is uniform if `share` is None.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, sections 3.2.1 (prefix LM) and 3.3.1 (random
+    split).
+    """
+    draw = key.rng()
+    return [left_to_right(piece, _known(len(piece), share, draw)) for piece in ids]
+
+
+def _known(length: int, share: float | None, draw: np.random.Generator) -> int:
+    """Return the number of ids of the prefix."""
+    if share is None:
+        return int(draw.integers(1, length))
+    return length - count_of_share(length, share)
+
+
+def draw_change(
     ids: Sequence[Ids],
     free: int,
-    key: Key,
+    key: RowKey,
     *,
-    changes: tuple[Change[Made], ...],
+    changes: tuple[PieceChange[PieceResult], ...],
     shares: tuple[float, ...],
     number: int,
-) -> list[Made]:
+) -> list[PieceResult]:
     """Apply one of `changes` to the whole row, drawn by its share.
 
     Args:
@@ -154,32 +195,32 @@ def mixture(
       shares: probability of each.
       number: seed of the draw; nested mixtures need different ones.
     """
-    chosen = int(key.draws(number).choice(len(changes), p=shares))
+    chosen = int(key.rng(number).choice(len(changes), p=shares))
     return changes[chosen](ids, free, key)
 
 
-def portion(length: int, share: float) -> int:
+def count_of_share(length: int, share: float) -> int:
     """Return the number of ids in a share of `length`: at least one, and not all."""
     return min(max(round(share * length), 1), length - 1)
 
 
-def left_to_right(ids: Ids, known: int = 0) -> Piece:
+def left_to_right(ids: Ids, known: int = 0) -> ChangedPiece:
     """Predict each id from those before; the first `known` are bidirectional, without loss."""
     slots = np.arange(len(ids) - 1, dtype=np.int32)
-    return Piece(
+    return ChangedPiece(
         tokens=ids[:-1],
         targets=ids[1:],
         weights=(slots >= known - 1).astype(np.float32),
         positions=slots,
-        reach=np.maximum(slots, known - 1),
+        visible_until=np.maximum(slots, known - 1),
     )
 
 
-def _unread(length: int) -> Piece:
+def _unread(length: int) -> ChangedPiece:
     return left_to_right(np.zeros(length + 1, np.int32), length + 2)
 
 
-def _packed(pieces: list[Piece], length: int) -> Tokens:
+def _packed(pieces: list[ChangedPiece], length: int) -> Tokens:
     """Return the row of these pieces in order. Raise ValueError if they do not fit."""
     tokens, targets, segments, positions, inner = (np.zeros(length, np.int32) for _ in range(5))
     weights, ahead = (np.zeros(length, np.float32) for _ in range(2))
@@ -192,10 +233,10 @@ def _packed(pieces: list[Piece], length: int) -> Tokens:
         here = slice(start, end)
         tokens[here], targets[here], weights[here] = piece.tokens, piece.targets, piece.weights
         segments[here], positions[here] = segment, piece.positions
-        reach[here] = np.minimum(piece.reach + start, end - 1)
-        if piece.inner is not None:
-            inner[here] = piece.inner
-        ahead[here] = piece.ahead
+        reach[here] = np.minimum(piece.visible_until + start, end - 1)
+        if piece.block_positions is not None:
+            inner[here] = piece.block_positions
+        ahead[here] = piece.predicts_ahead
         start = end
     fields = tokens, targets, weights, segments, positions, reach, inner, ahead
     return Tokens(*fields)  # type: ignore[arg-type]

@@ -3,15 +3,41 @@
 import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from jaxlm.core.errors import DataError
-from jaxlm.data.hub_tokenizer import BYTE_OF_CHARACTER, rust_errors
-from jaxlm.data.tokenizer import LARGEST_VOCABULARY
-from jaxlm.data.vocabularies.patterns import Pattern, cutter
-from jaxlm.data.vocabularies.pieces import MOST_CHARACTERS
+from jaxlm.data.hub_tokenizer import BYTE_OF_CHARACTER, library_errors
+from jaxlm.data.tokenizer import MAX_VOCABULARY
+from jaxlm.data.vocabularies.pieces import MAX_CHARACTERS
 
-LONGEST_TOKEN = 1000  # bytes; every split of a token in two is tried
+MAX_TOKEN_BYTES = 1000  # bytes; every split of a token in two is tried
 CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+
+Pattern = Literal["gpt2", "gpt2, digits apart", "cl100k", "cl100k, digits apart"]
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+REGEX: dict[Pattern, str] = {
+    "cl100k": _WORDS.format(digits="{1,3}"),  # tiktoken's, and Llama 3's
+    "cl100k, digits apart": _WORDS.format(digits=""),  # Qwen's
+}
+
+
+def build_pre_tokenizer(pattern: Pattern) -> Any:
+    """Return a pre-tokenizer that splits by the pattern and spells bytes as characters."""
+    import tokenizers
+    from tokenizers import pre_tokenizers
+
+    if pattern in REGEX:
+        words = pre_tokenizers.Split(tokenizers.Regex(REGEX[pattern]), "isolated")
+        byte_level_text = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([words, byte_level_text])
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if pattern == "gpt2":
+        return gpt2
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
 
 
 def as_json(
@@ -39,17 +65,17 @@ def as_json(
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
-    with rust_errors("a vocabulary and its merges are not a valid tokenizer", where):
+    with library_errors("a vocabulary and its merges are not a valid tokenizer", where):
         model = models.BPE(dict(vocabulary), list(merges), ignore_merges=whole_words)
         built = tokenizers.Tokenizer(model)
         if composed:
             built.normalizer = normalizers.NFC()
-        built.pre_tokenizer = cutter(pattern)
+        built.pre_tokenizer = build_pre_tokenizer(pattern)
         built.decoder = decoders.ByteLevel()
         return built.to_str().encode()
 
 
-def ranks(content: bytes, where: str) -> dict[bytes, int]:
+def parse_ranks(content: bytes, where: str) -> dict[bytes, int]:
     """Return the tokens and ids of a tiktoken file: one line with base64, space, rank for each.
 
     Raises:
@@ -64,7 +90,7 @@ def ranks(content: bytes, where: str) -> dict[bytes, int]:
             token = base64.b64decode(word, validate=True)
             if not token or token in tokens or not rank.strip().isdigit():
                 raise ValueError("it is empty, repeated, or without a rank")
-            if len(token) > LONGEST_TOKEN or int(rank) >= LARGEST_VOCABULARY:
+            if len(token) > MAX_TOKEN_BYTES or int(rank) >= MAX_VOCABULARY:
                 raise ValueError(f"it has {len(token):,} bytes and the rank {int(rank):,}")
         except (binascii.Error, ValueError) as error:
             raise DataError(
@@ -74,11 +100,11 @@ def ranks(content: bytes, where: str) -> dict[bytes, int]:
                 fix="fetch the file again",
             ) from error
         tokens[token] = int(rank)
-    if (total := sum(map(len, tokens))) > MOST_CHARACTERS:
+    if (total := sum(map(len, tokens))) > MAX_CHARACTERS:
         raise DataError(
             "the tokens of a tiktoken file are too long",
             where=where,
-            why=f"they have {total:,} bytes in all; {MOST_CHARACTERS:,} are allowed",
+            why=f"they have {total:,} bytes in all; {MAX_CHARACTERS:,} are allowed",
             fix="fetch the file again",
         )
     if len(set(tokens.values())) < len(tokens):
@@ -98,11 +124,11 @@ def ranks(content: bytes, where: str) -> dict[bytes, int]:
     return tokens
 
 
-def of_ranks(ranks: Mapping[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def from_ranks(ranks: Mapping[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Return vocabulary and merges of tiktoken's ranks: every split of a token in rank order."""
-    vocabulary = {spelt(token): rank for token, rank in ranks.items()}
+    vocabulary = {byte_level_text(token): rank for token, rank in ranks.items()}
     pairs = [
-        (spelt(a), spelt(b))
+        (byte_level_text(a), byte_level_text(b))
         for token in sorted(ranks, key=lambda token: ranks[token])
         for a, b in sorted(_ways(token, ranks), key=lambda way: (ranks[way[0]], ranks[way[1]]))
     ]
@@ -115,12 +141,12 @@ def _ways(token: bytes, ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, byt
             yield token[:cut], token[cut:]
 
 
-def spelt(token: bytes) -> str:
+def byte_level_text(token: bytes) -> str:
     """Return bytes as GPT-2's printable characters."""
     return "".join(CHARACTER_OF_BYTE[byte] for byte in token)
 
 
-def merges_of(lines: Sequence[str], where: str) -> list[tuple[str, str]]:
+def parse_merges(lines: Sequence[str], where: str) -> list[tuple[str, str]]:
     """Parse lines "a b" of merges.txt. Raise DataError if one is invalid."""
     pairs = []
     for line in lines:

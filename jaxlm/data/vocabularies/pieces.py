@@ -6,17 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jaxlm.core.errors import DataError
-from jaxlm.data.hub_tokenizer import rust_errors
-from jaxlm.data.tokenizer import LARGEST_VOCABULARY, SentencePiece
-from jaxlm.data.vocabularies.added import put_in_front
+from jaxlm.data.hub_tokenizer import library_errors, prepend_token
+from jaxlm.data.tokenizer import MAX_VOCABULARY, SentencePiece
 
 SPACE = SentencePiece.SPACE
-LONGEST_PIECE = 1000  # characters; every split of a piece in two is tried
-MOST_CHARACTERS = 8_000_000  # of all pieces, four times the largest vocabularies in use
+MAX_PIECE_CHARACTERS = 1000  # characters; every split of a piece in two is tried
+MAX_CHARACTERS = 8_000_000  # of all pieces, four times the largest vocabularies in use
 # Score of pieces that text never becomes: lower than any path, as scores are log-probabilities.
 # Only a character without a piece scores lower, so text that spells a control piece with such a
 # character becomes the control piece.
-NEVER = -1e4
+UNREACHABLE_SCORE = -1e4
 
 # Texts on which a tokenizer.json is compared with SentencePiece; no text may become another kind
 # of token.
@@ -32,7 +31,7 @@ PROBES = (
 )
 
 
-class Kind(enum.IntEnum):
+class PieceKind(enum.IntEnum):
     """Kind of a piece, numbered as in SentencePiece and GGUF."""
 
     NORMAL = 1
@@ -43,16 +42,16 @@ class Kind(enum.IntEnum):
     BYTE = 6
 
 
-class Piece(NamedTuple):
+class VocabularyPiece(NamedTuple):
     """One piece; the id is its index."""
 
     text: str
     score: float
-    kind: Kind
+    kind: PieceKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pieces:
+class PieceVocabulary:
     """A vocabulary and the normalization of text.
 
     `prefixed` puts a space in front of a text, `squeezed` collapses and trims spaces, and
@@ -60,7 +59,7 @@ class Pieces:
     around a document.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[VocabularyPiece, ...]
     algorithm: Literal["bpe", "unigram"]
     prefixed: bool
     squeezed: bool
@@ -71,10 +70,10 @@ class Pieces:
     @property
     def unknown(self) -> int:
         """Id of the unknown piece."""
-        return next(i for i, piece in enumerate(self.pieces) if piece.kind == Kind.UNKNOWN)
+        return next(i for i, piece in enumerate(self.pieces) if piece.kind == PieceKind.UNKNOWN)
 
 
-def read(model: bytes, where: str) -> Pieces:
+def read(model: bytes, where: str) -> PieceVocabulary:
     """Return the pieces of a SentencePiece `.model`.
 
     Raises:
@@ -98,11 +97,11 @@ def read(model: bytes, where: str) -> Pieces:
         or proto.denormalizer_spec.precompiled_charsmap
     ):
         raise _refused("it encodes spaces or denormalizes text in an unsupported way", where)
-    pieces = tuple(Piece(p.piece, p.score, Kind(p.type)) for p in proto.pieces)
+    pieces = tuple(VocabularyPiece(p.piece, p.score, PieceKind(p.type)) for p in proto.pieces)
     named = [training.bos_id, training.eos_id]
     begins, ends = (pieces[i].text if 0 <= i < len(pieces) else None for i in named)
     return checked(
-        Pieces(
+        PieceVocabulary(
             pieces=pieces,
             algorithm=algorithms[training.model_type],
             prefixed=rules.add_dummy_prefix,
@@ -115,28 +114,28 @@ def read(model: bytes, where: str) -> Pieces:
     )
 
 
-def checked(vocabulary: Pieces, where: str) -> Pieces:
+def checked(vocabulary: PieceVocabulary, where: str) -> PieceVocabulary:
     """Return the vocabulary if a tokenizer can be built from it. Raise DataError otherwise."""
     texts = [piece.text for piece in vocabulary.pieces]
-    if len(texts) > LARGEST_VOCABULARY:
+    if len(texts) > MAX_VOCABULARY:
         raise _refused(f"it has {len(texts):,} pieces", where)
     if len(set(texts)) < len(texts):
         raise _refused("two of its pieces are the same", where)
-    if not any(piece.kind == Kind.UNKNOWN for piece in vocabulary.pieces):
+    if not any(piece.kind == PieceKind.UNKNOWN for piece in vocabulary.pieces):
         raise _refused("it has no unknown piece", where)
-    if (longest := max(map(len, texts))) > LONGEST_PIECE:
+    if (longest := max(map(len, texts))) > MAX_PIECE_CHARACTERS:
         raise _refused(f"a piece has {longest:,} characters", where)
-    if (total := sum(map(len, texts))) > MOST_CHARACTERS:
+    if (total := sum(map(len, texts))) > MAX_CHARACTERS:
         raise _refused(f"its pieces have {total:,} characters in all", where)
     return vocabulary
 
 
-def as_json(vocabulary: Pieces, where: str) -> bytes:
+def as_json(vocabulary: PieceVocabulary, where: str) -> bytes:
     """Return the content of a tokenizer.json. Raise DataError if the pieces are invalid."""
     import tokenizers
     from tokenizers import decoders
 
-    with rust_errors("the pieces of a SentencePiece model are not a valid tokenizer", where):
+    with library_errors("the pieces of a SentencePiece model are not a valid tokenizer", where):
         built = tokenizers.Tokenizer(_model(vocabulary))
         built.normalizer = _normalizer(vocabulary)
         spaces = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -151,27 +150,27 @@ def as_json(vocabulary: Pieces, where: str) -> bytes:
                 replacement=SPACE, prepend_scheme="first", split=False
             )
         for piece in vocabulary.pieces:
-            if piece.kind in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED):
-                is_special = piece.kind != Kind.USER_DEFINED
+            if piece.kind in (PieceKind.CONTROL, PieceKind.UNKNOWN, PieceKind.USER_DEFINED):
+                is_special = piece.kind != PieceKind.USER_DEFINED
                 token = tokenizers.AddedToken(piece.text, normalized=False, special=is_special)
                 built.add_tokens([token])
         if vocabulary.begins is not None:
-            put_in_front(built, vocabulary.begins)
+            prepend_token(built, vocabulary.begins)
         return built.to_str().encode()
 
 
-def _is_cut(vocabulary: Pieces) -> bool:
+def _is_cut(vocabulary: PieceVocabulary) -> bool:
     """Return if text is cut at user-defined pieces before normalization."""
-    return any(piece.kind == Kind.USER_DEFINED for piece in vocabulary.pieces)
+    return any(piece.kind == PieceKind.USER_DEFINED for piece in vocabulary.pieces)
 
 
-def _model(vocabulary: Pieces) -> Any:
+def _model(vocabulary: PieceVocabulary) -> Any:
     from tokenizers import models
 
-    has_bytes = any(piece.kind == Kind.BYTE for piece in vocabulary.pieces)
+    has_bytes = any(piece.kind == PieceKind.BYTE for piece in vocabulary.pieces)
     if vocabulary.algorithm == "unigram":
         scores = [
-            (piece.text, piece.score if piece.kind == Kind.NORMAL else NEVER)
+            (piece.text, piece.score if piece.kind == PieceKind.NORMAL else UNREACHABLE_SCORE)
             for piece in vocabulary.pieces
         ]
         return models.Unigram(scores, vocabulary.unknown, has_bytes)
@@ -184,9 +183,9 @@ def _model(vocabulary: Pieces) -> Any:
     )
 
 
-def merges(pieces: Sequence[Piece]) -> Iterator[tuple[str, str]]:
+def merges(pieces: Sequence[VocabularyPiece]) -> Iterator[tuple[str, str]]:
     """Yield every pair that makes a piece, best piece first, as SentencePiece merges."""
-    ids = {piece.text: i for i, piece in enumerate(pieces) if piece.kind == Kind.NORMAL}
+    ids = {piece.text: i for i, piece in enumerate(pieces) if piece.kind == PieceKind.NORMAL}
     for text in sorted(ids, key=lambda text: -pieces[ids[text]].score):
         ways = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
         yield from sorted(
@@ -195,7 +194,7 @@ def merges(pieces: Sequence[Piece]) -> Iterator[tuple[str, str]]:
         )
 
 
-def _normalizer(vocabulary: Pieces) -> Any:
+def _normalizer(vocabulary: PieceVocabulary) -> Any:
     import tokenizers
     from tokenizers import normalizers
 
@@ -221,7 +220,7 @@ def differences(model: bytes, content: bytes, where: str = "tokenizer") -> list[
     import sentencepiece
     import tokenizers
 
-    with rust_errors("SentencePiece rejects a model", where):
+    with library_errors("SentencePiece rejects a model", where):
         theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
         ours = tokenizers.Tokenizer.from_buffer(content)
         ours.encode_special_tokens = True

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from jaxlm.core.errors import DataError
-from jaxlm.data.hub_tokenizer import rust_errors
-from jaxlm.data.tokenizer import LARGEST_VOCABULARY
+from jaxlm.data.hub_tokenizer import library_errors
+from jaxlm.data.tokenizer import MAX_VOCABULARY
 
-LONGEST_WORD = 100  # characters; a longer word is unknown, as in BERT
+MAX_WORD_CHARACTERS = 100  # characters; a longer word is unknown, as in BERT
 UNKNOWN, BEGINS, ENDS = "[UNK]", "[CLS]", "[SEP]"
 SPECIAL = ("[PAD]", UNKNOWN, BEGINS, ENDS, "[MASK]")
 
@@ -42,9 +42,9 @@ def as_json(
             why=f"{len(vocabulary):,} pieces were read",
             fix="fetch the file again",
         )
-    with rust_errors("the word pieces are not a valid tokenizer", where):
+    with library_errors("the word pieces are not a valid tokenizer", where):
         model = models.WordPiece(
-            dict(vocabulary), unk_token=UNKNOWN, max_input_chars_per_word=LONGEST_WORD
+            dict(vocabulary), unk_token=UNKNOWN, max_input_chars_per_word=MAX_WORD_CHARACTERS
         )
         built = tokenizers.Tokenizer(model)
         built.normalizer = normalizers.BertNormalizer(
@@ -79,11 +79,11 @@ def vocabulary_of(content: bytes, where: str) -> dict[str, int]:
         ) from error
     if lines and not lines[-1]:
         lines.pop()
-    if len(lines) > LARGEST_VOCABULARY:
+    if len(lines) > MAX_VOCABULARY:
         raise DataError(
             "vocab.txt has too many lines",
             where=where,
-            why=f"it has {len(lines):,}; {LARGEST_VOCABULARY:,} are allowed",
+            why=f"it has {len(lines):,}; {MAX_VOCABULARY:,} are allowed",
             fix="fetch the file again",
         )
     return {line.removesuffix("\r"): number for number, line in enumerate(lines)}
