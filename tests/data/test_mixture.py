@@ -190,7 +190,7 @@ def test_a_run_that_the_most_epochs_do_not_reach_is_refused(folder: Path) -> Non
     whole = _opened(folder, mixture=capped)
     rows = whole.plan.rows
     assert len(whole.keys(0, rows)) == rows
-    with pytest.raises(ConfigError, match="read as often"):
+    with pytest.raises(ConfigError, match="maximum number of epochs"):
         whole.keys(rows - 1, rows + 1)
     with pytest.raises(ConfigError, match=f"the run takes {2 * rows} rows") as caught:
         _opened(folder, 2 * rows, mixture=capped)
