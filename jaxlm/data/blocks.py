@@ -79,8 +79,7 @@ class BlockReader:
     def read(self, start: int, stop: int) -> memoryview:
         """Return the bytes from `start` to `stop`.
 
-        Raises:
-          Damage: if a block differs from what was written, or the file was removed or replaced.
+        Raise Damage if a block differs from what was written, or the file was removed or replaced.
         """
         if not 0 <= start <= stop <= self._size:
             raise Damage(self._path, f"bytes {start} to {stop} of {self._size} were requested")

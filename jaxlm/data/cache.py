@@ -24,8 +24,7 @@ def default() -> Path:
 def folder(root: Path, kind: str, /, **inputs: Any) -> Path:
     """Return the folder of a result made from `inputs`; create its parent with mode 0700.
 
-    Raises:
-      NotWritable: if the parent cannot be created.
+    Raise NotWritable if the parent cannot be created.
     """
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
     parent = root / kind
@@ -51,8 +50,7 @@ def building(
     One process builds at a time; another that needs the same folder waits, and gets None if it is
     complete by then. Remains of a killed process and an incomplete `target` are removed.
 
-    Raises:
-      NotWritable: if a write fails, for example on a full disk.
+    Raise NotWritable if a write fails, for example on a full disk.
     """
     with writing(target), built(target, is_whole) as partial:
         yield partial

@@ -22,7 +22,6 @@ class ChatTemplate:
     """A Jinja template over `messages`, as transformers uses it.
 
     Args:
-      source: the template.
       tokens: texts of the model's named tokens, such as `bos_token`.
       where: file name in errors.
       is_trusted: render in this process; only for templates that do not come with a model.
@@ -54,8 +53,6 @@ def render_chat(
     process of its own with `SECONDS` of CPU time and `MEMORY`, once for all conversations.
 
     Args:
-      conversations: the messages of each.
-      template: the template.
       add_generation_prompt: end with the header of the assistant's next message.
       variables: more variables of the template, as JSON values.
 
@@ -107,8 +104,5 @@ def render_chat(
 
 def _refused(template: ChatTemplate, why: str) -> DataError:
     return DataError(
-        "a chat template cannot be rendered",
-        where=template.where,
-        why=why,
-        fix="leave out --chat",
+        "a chat template cannot be rendered", where=template.where, why=why, fix="leave out --chat"
     )

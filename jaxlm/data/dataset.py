@@ -65,13 +65,10 @@ def open_data(
     changed (`text_digest`). Token shards are not hashed.
 
     Args:
-      config: the data section.
       seed: seed of the order of training rows.
       prepare: makes the objective's changes of rows.
       row_at: row of the stream at which a span of the run ends, for weights that change.
       rows: rows of the whole run, for the same.
-      root: the cache folder.
-      log: prints a line.
       warn: called at every opening with documents left out or changed.
       progress: called during hashing and tokenizing.
 
@@ -177,12 +174,7 @@ def text_loaders(
     """Return loaders of any text under a given tokenizer, one for each evaluation of an objective.
 
     Args:
-      corpus: the text.
-      encoder: the tokenizer.
-      sequence: slots of a row.
       prepare: makes the objective's changes of rows.
-      root: the cache folder.
-      log: prints a line.
     """
     part = Part("text", corpus, SplitSide())
     opened = _shards(part, encoder, TextDigests(root, log=log), log)

@@ -118,9 +118,8 @@ class Corpus:
     def documents(self, counts: Counter[str], start: Start | None = None) -> Iterator[Document]:
         """Yield every document, or those covered by `start`; count what is left out or repaired.
 
-        Raises:
-          DataError: if a file has another format than its name, or more than `max_dropped` of the
-            records are broken.
+        Raise DataError if a file has another format than its name, or more than `max_dropped` of
+        the records are broken.
         """
         if self.other_encoding:
             counts["files of the library in another encoding"] += self.other_encoding

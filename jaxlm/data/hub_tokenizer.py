@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.tokenizer import (
     MAX_SPAN,
     MAX_VOCABULARY,
@@ -15,6 +14,7 @@ from jaxlm.data.tokenizer import (
     SentencePiece,
     Tokenizer,
     as_json,
+    tokenizer_error,
 )
 
 
@@ -39,11 +39,10 @@ class HuggingFace(Tokenizer):
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         size = max(ids, default=-1) + 1  # ids may have gaps
         if size > MAX_VOCABULARY:
-            raise DataError(
+            raise tokenizer_error(
                 "a tokenizer.json has an id above the allowed maximum",
-                where=where,
-                why=f"its largest id is {size - 1:,}; ids below {MAX_VOCABULARY:,} are allowed",
-                fix=FIND_TOKENIZERS,
+                where,
+                f"its largest id is {size - 1:,}; ids below {MAX_VOCABULARY:,} are allowed",
             )
         parsed = json.loads(content)
         self._is_byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})
@@ -88,8 +87,7 @@ class HuggingFace(Tokenizer):
 class TrainedTokenizer(HuggingFace):
     """A `tokenizer.json` trained by jaxlm, with our special tokens first.
 
-    Raises:
-      DataError: if the first tokens are others.
+    Raise DataError if the first tokens are others.
     """
 
     kinds = ("bpe", "wordpiece")
@@ -99,11 +97,10 @@ class TrainedTokenizer(HuggingFace):
         super().__init__(content, where)
         first_tokens = tuple(map(self._tokenizer.id_to_token, range(len(SPECIALS))))
         if first_tokens != SPECIALS or self._special != set(range(len(SPECIALS))):
-            raise DataError(
+            raise tokenizer_error(
                 "a trained tokenizer does not start with the special tokens that jaxlm reserves",
-                where=where,
-                why=f"its first tokens are {first_tokens[:4]}",
-                fix=FIND_TOKENIZERS,
+                where,
+                f"its first tokens are {first_tokens[:4]}",
             )
 
     def serialize(self) -> bytes:
@@ -115,7 +112,6 @@ class ImportedTokenizer(HuggingFace):
     """The `tokenizer.json` of an imported model, with the model's own ids and special tokens.
 
     Args:
-      content: the tokenizer.json.
       before: ids in front of each document, such as Llama's <s>; empty for many models.
       after: ids behind each document, at least one.
       ends: more ids that end an answer; unknown ids are ignored.
@@ -207,12 +203,7 @@ def library_errors(what: str, where: str) -> Iterator[None]:
         raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise DataError(
-                what,
-                where=where,
-                why=str(error)[:300],
-                fix=FIND_TOKENIZERS,
-            ) from error
+            raise tokenizer_error(what, where, str(error)[:300]) from error
         raise
 
 
@@ -267,3 +258,8 @@ def prepend_token(built: Any, name: str) -> None:
         pair=f"{name} $A {name} $B",
         special_tokens=[(name, built.token_to_id(name))],
     )
+
+
+def vocabulary_error(what: str, where: str, why: str) -> DataError:
+    """Return the error of a vocabulary file that is damaged."""
+    return DataError(what, where=where, why=why, fix="fetch the file again")

@@ -39,9 +39,6 @@ class Loader:
     reads the same stream, each its own rows of every batch.
 
     Args:
-      shards: the token shards.
-      plan: the packed rows.
-      sequence: slots of a row.
       seed: seed of the order of rows and of the corruption.
       workers: processes that read; 0 reads in threads.
       prefetch: batches that are read ahead.
@@ -119,7 +116,10 @@ class Loader:
         if self.max_lost is None:
             return stream
         read = (
-            (each, functools.partial(self._losses_at, batch_number(step, skips), schedule, host_rows))
+            (
+                each,
+                functools.partial(self._losses_at, batch_number(step, skips), schedule, host_rows),
+            )
             for step, each in enumerate(stream, start)
         )
         return skip_damaged(read, self.shards.manifest.tokens, self.max_lost, warn)
@@ -155,11 +155,7 @@ class Loader:
         def key(number: int) -> RowKey | None:
             if number >= count:
                 return None
-            row = (
-                shuffled(number, self.plan.rows, EVALUATION_SEED)
-                if is_drawn
-                else number
-            )
+            row = shuffled(number, self.plan.rows, EVALUATION_SEED) if is_drawn else number
             return RowKey(self.seed, 0, row)
 
         for start in range(0, count, batch):

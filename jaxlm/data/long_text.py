@@ -16,8 +16,8 @@ adjacent ids are the encoding of their own text, because merges inside two token
 order in any surroundings. Every adjacent pair of the joined ids is adjacent in `left` or in
 `right`. Pre-tokenization (regular expressions, white space, punctuation) and normalization are
 local, so that they agree as well. Cuts between two words are tried first; a cut inside a run of one
-kind of characters only if `MAX_WORD_SPAN` characters have no other place. `Tokenizer.span` is None or larger
-for tokenizers without this property.
+kind of characters only if `MAX_WORD_SPAN` characters have no other place. `Tokenizer.span` is None
+or larger for tokenizers without this property.
 """
 
 import itertools

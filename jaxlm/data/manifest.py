@@ -60,10 +60,7 @@ class Manifest:
     def files(self, number: int) -> dict[str, tuple[int, str]]:
         """Return the size in bytes and sha256 of each file of a shard, by name."""
         shard = self.shards[number]
-        sizes = (
-            shard.tokens * np.dtype(self.dtype).itemsize,
-            shard.documents * DOCUMENT_BYTES,
-        )
+        sizes = (shard.tokens * np.dtype(self.dtype).itemsize, shard.documents * DOCUMENT_BYTES)
         blocks = sum(-(-size // BLOCK) for size in sizes)
         return {
             tokens_name(number): (sizes[0], shard.tokens_sha256),
@@ -96,9 +93,8 @@ def checks_name(number: int) -> str:
 def read(folder: Path) -> Manifest:
     """Return the manifest in a folder.
 
-    Raises:
-      InputMissing: if there is no manifest.
-      DataError: if it is damaged, or has another format version.
+    Raise InputMissing if there is no manifest. Raise DataError if it is damaged, or has another
+    format version.
     """
     path = folder / NAME
     if not path.exists():

@@ -113,8 +113,7 @@ def build_shares(
     From the row at which a source reaches its cap, the others take its weight in proportion:
     weights are scaled to the sum 1 there and at each later knot, linear between.
 
-    Raises:
-      ConfigError: if no source that is left has a weight.
+    Raise ConfigError if no source that is left has a weight.
     """
     knot_rows, values = np.array([row for row, _ in knots], float), np.array([w for _, w in knots])
 
@@ -282,9 +281,7 @@ def mix_loaders(
     """Return the mixture of some loaders for a run of `rows` rows.
 
     Args:
-      sources: the loader of each source.
       joined: the shards of all sources.
-      config: the data section.
       row_at: row of the stream at which a span of the run ends.
       rows: rows of the whole run.
 

@@ -51,8 +51,6 @@ def open_plan(
     """Return the plan in `folder`, which is written first if it is incomplete.
 
     Args:
-      shards: the token shards.
-      sequence: positions of a row.
       packing: see `DataConfig.packing`.
       seed: seed of the order of documents.
       folder: folder of the plan. Memory is that of one window.

@@ -107,8 +107,7 @@ def find_parts(config: DataConfig) -> tuple[list[Part], list[Part]]:
 
     Files must exist, their first records must have text, and no file may be in two parts.
 
-    Raises:
-      InputMissing, DataError, ConfigError: if a check fails.
+    Raise InputMissing, DataError, ConfigError if a check fails.
     """
     train = [
         _part(TRAIN if name == TRAIN else f"{TRAIN}/{name}", patterns, config, "data.train")

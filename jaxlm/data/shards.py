@@ -49,8 +49,7 @@ class TokenShards:
     def open(cls, folder: Path) -> "TokenShards":
         """Read the manifest; check that every file exists inside the folder with the right size.
 
-        Raises:
-          DataError: if the folder is incomplete.
+        Raise DataError if the folder is incomplete.
         """
         content = manifest.read(folder)
         opened = cls(folder, content)
@@ -90,8 +89,7 @@ class TokenShards:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the ids.
 
-        Raises:
-          DataError: if its size differs from the manifest.
+        Raise DataError if its size differs from the manifest.
         """
         path = self.folder / manifest.TOKENIZER
         tokenizer = tokenizer_file.load(
@@ -115,8 +113,7 @@ class TokenShards:
     def lengths(self, start: int, stop: int) -> np.ndarray:
         """Return the ids in each of the documents `start` to `stop`, including bos and eos; int64.
 
-        Raises:
-          DataError: if the index of documents is damaged.
+        Raise DataError if the index of documents is damaged.
         """
         out = [self._lengths(*span) for span in self._spans(start, stop)]
         return np.concatenate(out) if out else np.zeros(0, np.int64)
@@ -124,9 +121,8 @@ class TokenShards:
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Return the ids `start` to `stop` of a document, read-only.
 
-        Raises:
-          Damaged: if the bytes differ from what was written.
-          DataError: if an id is outside the vocabulary.
+        Raise Damaged if the bytes differ from what was written. Raise DataError if an id is outside
+        the vocabulary.
         """
         shard, row = self._locate(document)
         width = self._dtype.itemsize
@@ -155,8 +151,7 @@ class TokenShards:
     def origin(self, document: int) -> tuple[str, int]:
         """Return the file of a document and its record number there.
 
-        Raises:
-          DataError: if the index of documents is damaged.
+        Raise DataError if the index of documents is damaged.
         """
         shard, row = self._locate(document)
         try:
@@ -265,8 +260,7 @@ def _compare(path: Path, digest: Any, expected: str) -> None:
 class JoinedShards:
     """The documents of several folders in order; all folders must use one tokenizer.
 
-    Raises:
-      ConfigError: if two folders were made with different tokenizers.
+    Raise ConfigError if two folders were made with different tokenizers.
     """
 
     def __init__(self, parts: tuple[TokenShards, ...]):
@@ -330,9 +324,7 @@ AnyShards = TokenShards | JoinedShards
 def open_folders(folders: tuple[Path, ...]) -> AnyShards:
     """Open the token shards in one folder or several.
 
-    Raises:
-      DataError: if a folder is damaged.
-      ConfigError: if their tokenizers differ.
+    Raise DataError if a folder is damaged. Raise ConfigError if their tokenizers differ.
     """
     parts = tuple(map(TokenShards.open, folders))
     return parts[0] if len(parts) == 1 else JoinedShards(parts)

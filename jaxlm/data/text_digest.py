@@ -35,9 +35,7 @@ class TextDigests:
     """Digests of corpora; files that did not change come from the cache.
 
     Args:
-      root: the cache folder.
       progress: called while files are hashed.
-      log: prints a line.
     """
 
     root: Path

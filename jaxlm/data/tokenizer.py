@@ -181,19 +181,15 @@ class SentencePiece(Tokenizer):
                 map(self._processor.id_to_piece, range(min(len(table), len(SPECIALS))))
             )
         except (RuntimeError, ValueError) as error:
-            raise DataError(
-                "a tokenizer file is not a SentencePiece model",
-                where=where,
-                why=str(error),
-                fix=FIND_TOKENIZERS,
+            raise tokenizer_error(
+                "a tokenizer file is not a SentencePiece model", where, str(error)
             ) from error
         super().__init__(table)
         if first_pieces != SPECIALS:
-            raise DataError(
+            raise tokenizer_error(
                 "a SentencePiece model does not start with the special tokens that jaxlm reserves",
-                where=where,
-                why=f"its first pieces are {' '.join(first_pieces[:4])} ...",
-                fix=FIND_TOKENIZERS,
+                where,
+                f"its first pieces are {' '.join(first_pieces[:4])} ...",
             )
         self._spelt = [
             self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in self.SPACE.encode()
@@ -283,3 +279,8 @@ def _properties(model: bytes) -> tuple[bool, bool]:
 def as_json(value: dict[str, Any]) -> bytes:
     """Return the content of a jaxlm tokenizer file."""
     return json.dumps(value).encode()
+
+
+def tokenizer_error(what: str, where: str, why: str) -> DataError:
+    """Return the error of a file that is not a usable tokenizer."""
+    return DataError(what, where=where, why=why, fix=FIND_TOKENIZERS)

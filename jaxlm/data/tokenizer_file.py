@@ -5,11 +5,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.core.errors import InputMissing
 from jaxlm.core.spelling import nearest
 from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.hub_tokenizer import HuggingFace, ImportedTokenizer, TrainedTokenizer
-from jaxlm.data.tokenizer import Bytes, Characters, SentencePiece, Tokenizer
+from jaxlm.data.tokenizer import Bytes, Characters, SentencePiece, Tokenizer, tokenizer_error
 
 MAX_FILE_BYTES = 256 * 2**20  # bytes, six times the largest vocabularies in use
 
@@ -17,8 +17,7 @@ MAX_FILE_BYTES = 256 * 2**20  # bytes, six times the largest vocabularies in use
 def load(content: bytes, where: str) -> Tokenizer:
     """Return the tokenizer of a file's content: our JSON, tokenizer.json, or SentencePiece.
 
-    Raises:
-      DataError: if the content is none of these.
+    Raise DataError if the content is none of these.
     """
     if content.lstrip()[:1] != b"{":
         return SentencePiece(content, where)
@@ -32,11 +31,8 @@ def load(content: bytes, where: str) -> Tokenizer:
         if kind == "trained":
             return TrainedTokenizer(str(ours.get("content")).encode(), where)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            "a tokenizer file contains no tokenizer",
-            where=where,
-            why=f"{type(error).__name__}: {error}",
-            fix=FIND_TOKENIZERS,
+        raise tokenizer_error(
+            "a tokenizer file contains no tokenizer", where, f"{type(error).__name__}: {error}"
         ) from error
     if kind == "bytes":
         return Bytes()
@@ -57,9 +53,8 @@ def _imported(ours: dict[str, Any], where: str) -> ImportedTokenizer:
 def read(path: str | Path) -> Tokenizer:
     """Return the tokenizer in a file.
 
-    Raises:
-      InputMissing: if the file does not exist.
-      DataError: if it is not a tokenizer; a file that is too large is not read.
+    Raise InputMissing if the file does not exist. Raise DataError if it is not a tokenizer; a file
+    that is too large is not read.
     """
     path = Path(path)
     if not path.is_file():
@@ -71,11 +66,10 @@ def read(path: str | Path) -> Tokenizer:
             fix=_near(path),
         )
     if (size := path.stat().st_size) > MAX_FILE_BYTES:
-        raise DataError(
+        raise tokenizer_error(
             "a tokenizer file is too large",
-            where=str(path),
-            why=f"it has {size:,} bytes; {MAX_FILE_BYTES:,} are allowed",
-            fix=FIND_TOKENIZERS,
+            str(path),
+            f"it has {size:,} bytes; {MAX_FILE_BYTES:,} are allowed",
         )
     return load(path.read_bytes(), str(path))
 

@@ -19,8 +19,7 @@ CHUNK = 4000  # characters of a training sentence
 def train(kind: str, texts: Iterator[str]) -> Tokenizer:
     """Train the tokenizer of a setting such as "sentencepiece:4096" on text.
 
-    Raises:
-      ConfigError: if the text is too small for the vocabulary.
+    Raise ConfigError if the text is too small for the vocabulary.
     """
     if kind == "bytes":
         return Bytes()

@@ -37,9 +37,7 @@ def write(
     """Encode documents into a new folder, which appears complete or not at all.
 
     Args:
-      folder: the new folder.
       documents: the text.
-      tokenizer: encodes the text.
       left_out: counts of documents left out, filled while `documents` is read.
       progress: called now and then with the `place` of the last document.
       name: name of the documents in errors.

@@ -273,7 +273,11 @@ def test_token_shards_and_text_may_be_mixed_and_give_the_same_rows(folder: Path)
             "jaxlm config explain data.train",
         ),
         ({"train": ("web=a.txt", "b.txt")}, "'b.txt' has no name", "train=web=a.txt,other=b.txt"),
-        ({"validation": ("5%", "val_web=x.txt")}, "two validation sets would have the name val_web", "5%"),
+        (
+            {"validation": ("5%", "val_web=x.txt")},
+            "two validation sets would have the name val_web",
+            "5%",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named_with_a_fix(

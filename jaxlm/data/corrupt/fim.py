@@ -52,14 +52,10 @@ def infill(
     slots do not hold its three special ids and the ids added by splitting.
 
     Args:
-      ids: ids of each piece.
-      free: free slots of the row.
-      key: key of the row.
       rate: share of the pieces.
       spm: probability of SPM.
       marks: special ids.
       tokenizer: cuts between characters; None cuts between ids.
-      edges: begin and end ids of documents.
 
     Source: Bavarian et al. 2022, arXiv:2207.14255, section 3 (SPM as its second variant, for
     training with both), with their context-level FIM: after cutting into rows.

@@ -38,16 +38,13 @@ def mask_tokens(
     is_fixed: bool,
     words: WordNumbers | None,
 ) -> list[ChangedPiece]:
-    """Draw each id, or each whole word, with probability `rate`, and predict the drawn ids in place.
+    """Draw each id, or whole word, with probability `rate`, and predict the drawn ids in place.
 
     A drawn id is read as `mask` with probability `hidden`, as a random text id with probability
     `random`, and otherwise as itself. The id after a piece's last slot has no slot, so it is never
     read, hidden or predicted.
 
     Args:
-      ids: ids of each piece.
-      free: free slots of the row, unused.
-      key: key of the row.
       rate: probability of being drawn.
       hidden: share of the drawn ids that is read as `mask`.
       random: share of the drawn ids that is read as a random id.

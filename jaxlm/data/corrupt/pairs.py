@@ -80,7 +80,8 @@ class EncoderDecoderRows:
             weights[here], segments[here], positions[here] = 1, segment, np.arange(len(target))
             written += len(target)
         fields = tokens, targets, weights, segments, positions
-        return Tokens(*fields, source=source, source_segments=source_segments)  # type: ignore[arg-type]
+        row = Tokens(*fields)  # type: ignore[arg-type]
+        return row._replace(source=source, source_segments=source_segments)  # type: ignore[arg-type]
 
 
 def cut_pieces(ids: Sequence[Ids], free: int, key: RowKey, *, cut: PieceCut) -> list[SourceTarget]:
@@ -109,13 +110,9 @@ def cut_spans(
     predicted. Begin and end of text stay in the source.
 
     Args:
-      ids: ids of the piece.
-      free: free slots of the decoder's row.
-      rng: random generator.
       rate: share of the ids that is cut out.
       mean: mean length of a span.
       sentinels: sentinel ids.
-      edges: begin and end ids of documents.
 
     Source: Raffel et al. 2020, arXiv:1910.10683, section 3.1.4 and figure 2.
     """
@@ -136,11 +133,7 @@ def cut_suffix(
     document does: a piece cut by a row teaches no end. No sentinels are needed.
 
     Args:
-      ids: ids of the piece.
-      free: free slots of the decoder's row.
-      rng: random generator, unused.
       share: share of the ids that is written.
-      edges: begin and end ids of documents.
 
     Source: Tay et al. 2022, arXiv:2205.05131, section 3.1.2, the S-denoiser.
     """

@@ -30,7 +30,8 @@ class RowKey(NamedTuple):
 class ChangedPiece(NamedTuple):
     """Slots of one changed piece: inputs, targets, weights, positions and attention limits.
 
-    `block_positions` are second positions, 0 if None. `predicts_ahead` trains multi-token prediction.
+    `block_positions` are second positions, 0 if None. `predicts_ahead` trains multi-token
+    prediction.
     """
 
     tokens: Ids
@@ -42,9 +43,7 @@ class ChangedPiece(NamedTuple):
     predicts_ahead: bool = False
 
 
-PieceResult = TypeVar(
-    "PieceResult"
-)  # result for one piece: a `ChangedPiece` or a `pairs.SourceTarget`
+PieceResult = TypeVar("PieceResult")  # a `ChangedPiece` or a `pairs.SourceTarget`
 PieceChange = Callable[[Sequence[Ids], int, RowKey], list[PieceResult]]
 
 
@@ -188,9 +187,6 @@ def draw_change(
     """Apply one of `changes` to the whole row, drawn by its share.
 
     Args:
-      ids: ids of each piece.
-      free: free slots of the row.
-      key: key of the row.
       changes: the changes.
       shares: probability of each.
       number: seed of the draw; nested mixtures need different ones.

@@ -1,4 +1,4 @@
-"""Span corruption (T5) and blank infilling (GLM): spans are cut out and predicted after the text."""
+"""Span corruption (T5) and blank infilling (GLM): spans are cut out and predicted afterwards."""
 
 import itertools
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def corrupt_spans(
     sentinels: Ids,
     edges: Edges = DEFAULT_EDGES,
 ) -> list[ChangedPiece]:
-    """Make `x <s0> y <s1>`, bidirectional, then `<s0> first span <s1> second span <eos>`, predicted.
+    """Make `x <s0> y <s1>`, bidirectional, and predict `<s0> first span <s1> second span <eos>`.
 
     round(rate x n) of a piece's n ids are cut out, in spans of `mean` ids on average, each replaced
     by the next sentinel; sentinels repeat in order if there are more spans. Begin and end of text
@@ -64,13 +64,9 @@ def corrupt_spans(
     it becomes a prefix and a predicted rest.
 
     Args:
-      ids: ids of each piece.
-      free: free slots of the row.
-      key: key of the row.
       rate: share of the ids that is cut out.
       mean: mean length of a span.
       sentinels: sentinel ids.
-      edges: begin and end ids of documents.
 
     Source: Raffel et al. 2020, arXiv:1910.10683, section 3.1.4 and figure 2, there for an
     encoder-decoder; in one row Tay et al. 2022, arXiv:2205.05131, section 3.1. As in their code,
@@ -106,14 +102,10 @@ def infill_blanks(
     needed, and pieces without any are as in `corrupt_spans`.
 
     Args:
-      ids: ids of each piece.
-      free: free slots of the row.
-      key: key of the row.
       rate: share of the ids that is cut out.
       mean: mean length of a span.
       marks: special ids.
       max_block_positions: number of second positions; larger ones are clipped.
-      edges: begin and end ids of documents, which stay in place.
 
     Source: Du et al. 2022, arXiv:2103.10360, sections 2.1 and 2.2. There span lengths are drawn
     from a Poisson distribution; here any lengths that add up to the rate are equally likely, as in
@@ -185,11 +177,7 @@ def split_spans(ids: Ids, starts: Ids, stops: Ids, sentinels: Ids, edges: Edges)
     """Return (text with sentinels for spans, spans after their sentinels with the end of text).
 
     Args:
-      ids: ids of the piece.
-      starts: first id of each span.
-      stops: end of each span.
       sentinels: sentinel ids.
-      edges: begin and end ids of documents.
     """
     left, right, before = [], [], 0
     for number, (start, stop) in enumerate(zip(starts, stops, strict=True)):

@@ -5,8 +5,7 @@ import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from jaxlm.core.errors import DataError
-from jaxlm.data.hub_tokenizer import BYTE_OF_CHARACTER, library_errors
+from jaxlm.data.hub_tokenizer import BYTE_OF_CHARACTER, library_errors, vocabulary_error
 from jaxlm.data.tokenizer import MAX_VOCABULARY
 from jaxlm.data.vocabularies.pieces import MAX_CHARACTERS
 
@@ -78,8 +77,7 @@ def as_json(
 def parse_ranks(content: bytes, where: str) -> dict[bytes, int]:
     """Return the tokens and ids of a tiktoken file: one line with base64, space, rank for each.
 
-    Raises:
-      DataError: if a line is invalid, a token or rank repeats, or a byte has no token.
+    Raise DataError if a line is invalid, a token or rank repeats, or a byte has no token.
     """
     tokens: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
@@ -93,33 +91,27 @@ def parse_ranks(content: bytes, where: str) -> dict[bytes, int]:
             if len(token) > MAX_TOKEN_BYTES or int(rank) >= MAX_VOCABULARY:
                 raise ValueError(f"it has {len(token):,} bytes and the rank {int(rank):,}")
         except (binascii.Error, ValueError) as error:
-            raise DataError(
-                "a tiktoken file has an invalid line",
-                where=f"{where}, line {number}",
-                why=str(error)[:300],
-                fix="fetch the file again",
+            raise vocabulary_error(
+                "a tiktoken file has an invalid line", f"{where}, line {number}", str(error)[:300]
             ) from error
         tokens[token] = int(rank)
     if (total := sum(map(len, tokens))) > MAX_CHARACTERS:
-        raise DataError(
+        raise vocabulary_error(
             "the tokens of a tiktoken file are too long",
-            where=where,
-            why=f"they have {total:,} bytes in all; {MAX_CHARACTERS:,} are allowed",
-            fix="fetch the file again",
+            where,
+            f"they have {total:,} bytes in all; {MAX_CHARACTERS:,} are allowed",
         )
     if len(set(tokens.values())) < len(tokens):
-        raise DataError(
+        raise vocabulary_error(
             "two tokens of a tiktoken file have the same rank",
-            where=where,
-            why=f"{len(tokens):,} tokens have {len(set(tokens.values())):,} ranks",
-            fix="fetch the file again",
+            where,
+            f"{len(tokens):,} tokens have {len(set(tokens.values())):,} ranks",
         )
     if missing := [byte for byte in range(256) if bytes([byte]) not in tokens]:
-        raise DataError(
+        raise vocabulary_error(
             "a tiktoken file lacks tokens for some bytes",
-            where=where,
-            why=f"{len(missing)} of 256 are missing, the first is {missing[0]}",
-            fix="fetch the file again",
+            where,
+            f"{len(missing)} of 256 are missing, the first is {missing[0]}",
         )
     return tokens
 
@@ -152,11 +144,6 @@ def parse_merges(lines: Sequence[str], where: str) -> list[tuple[str, str]]:
     for line in lines:
         a, space, b = line.partition(" ")
         if not (a and space and b):
-            raise DataError(
-                "a merge does not have two tokens",
-                where=where,
-                why=f"it is {line!r:.80}",
-                fix="fetch the file again",
-            )
+            raise vocabulary_error("a merge does not have two tokens", where, f"it is {line!r:.80}")
         pairs.append((a, b))
     return pairs

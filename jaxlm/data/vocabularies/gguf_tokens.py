@@ -55,8 +55,7 @@ PRE_TOKENIZERS = (
 def as_json(metadata: Mapping[str, Any], where: str) -> tuple[bytes, dict[str, Any]]:
     """Return the content of tokenizer.json and of tokenizer_config.json.
 
-    Raises:
-      DataError: if the metadata has no tokenizer, or an unsupported one.
+    Raise DataError if the metadata has no tokenizer, or an unsupported one.
     """
     fields = {
         key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)
@@ -170,7 +169,6 @@ def metadata(content: bytes, rows: int, where: str) -> dict[str, Any]:
     """Return tokens, pre-tokenization and token types; ids are checked on difficult texts.
 
     Args:
-      content: the tokenizer.json.
       rows: rows of the embedding; ids without a token are marked unused.
       where: file name in errors.
 

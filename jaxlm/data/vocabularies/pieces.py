@@ -76,8 +76,7 @@ class PieceVocabulary:
 def read(model: bytes, where: str) -> PieceVocabulary:
     """Return the pieces of a SentencePiece `.model`.
 
-    Raises:
-      DataError: if it is invalid, or a tokenizer.json cannot express its normalization.
+    Raise DataError if it is invalid, or a tokenizer.json cannot express its normalization.
     """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
@@ -214,8 +213,7 @@ def _normalizer(vocabulary: PieceVocabulary) -> Any:
 def differences(model: bytes, content: bytes, where: str = "tokenizer") -> list[str]:
     """Return the `PROBES` whose ids differ between a tokenizer.json and SentencePiece.
 
-    Raises:
-      DataError: if SentencePiece rejects the model.
+    Raise DataError if SentencePiece rejects the model.
     """
     import sentencepiece
     import tokenizers

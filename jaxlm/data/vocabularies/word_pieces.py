@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from jaxlm.core.errors import DataError
-from jaxlm.data.hub_tokenizer import library_errors
+from jaxlm.data.hub_tokenizer import library_errors, vocabulary_error
 from jaxlm.data.tokenizer import MAX_VOCABULARY
 
 MAX_WORD_CHARACTERS = 100  # characters; a longer word is unknown, as in BERT
@@ -36,11 +35,10 @@ def as_json(
 
     missing = [piece for piece in (UNKNOWN, BEGINS, ENDS) if piece not in vocabulary]
     if missing:
-        raise DataError(
+        raise vocabulary_error(
             f"a vocabulary of word pieces has no {', '.join(missing)}",
-            where=where,
-            why=f"{len(vocabulary):,} pieces were read",
-            fix="fetch the file again",
+            where,
+            f"{len(vocabulary):,} pieces were read",
         )
     with library_errors("the word pieces are not a valid tokenizer", where):
         model = models.WordPiece(
@@ -48,10 +46,7 @@ def as_json(
         )
         built = tokenizers.Tokenizer(model)
         built.normalizer = normalizers.BertNormalizer(
-            clean_text=True,
-            handle_chinese_chars=apart,
-            strip_accents=accents,
-            lowercase=lowercase,
+            clean_text=True, handle_chinese_chars=apart, strip_accents=accents, lowercase=lowercase
         )
         built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         built.decoder = decoders.WordPiece()
@@ -71,19 +66,13 @@ def vocabulary_of(content: bytes, where: str) -> dict[str, int]:
     try:
         lines = content.decode().split("\n")
     except UnicodeDecodeError as error:
-        raise DataError(
-            "vocab.txt is not UTF-8",
-            where=where,
-            why=str(error),
-            fix="fetch the file again",
-        ) from error
+        raise vocabulary_error("vocab.txt is not UTF-8", where, str(error)) from error
     if lines and not lines[-1]:
         lines.pop()
     if len(lines) > MAX_VOCABULARY:
-        raise DataError(
+        raise vocabulary_error(
             "vocab.txt has too many lines",
-            where=where,
-            why=f"it has {len(lines):,}; {MAX_VOCABULARY:,} are allowed",
-            fix="fetch the file again",
+            where,
+            f"it has {len(lines):,}; {MAX_VOCABULARY:,} are allowed",
         )
     return {line.removesuffix("\r"): number for number, line in enumerate(lines)}
