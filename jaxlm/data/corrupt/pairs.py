@@ -80,8 +80,8 @@ class EncoderDecoderRows:
             weights[here], segments[here], positions[here] = 1, segment, np.arange(len(target))
             written += len(target)
         fields = tokens, targets, weights, segments, positions
-        row = Tokens(*fields)  # type: ignore[arg-type]
-        return row._replace(source=source, source_segments=source_segments)  # type: ignore[arg-type]
+        encoder = {"source": source, "source_segments": source_segments}
+        return Tokens(*fields, **encoder)  # type: ignore[arg-type]
 
 
 def cut_pieces(ids: Sequence[Ids], free: int, key: RowKey, *, cut: PieceCut) -> list[SourceTarget]:
