@@ -1,4 +1,4 @@
-"""A file in blocks gives back what was written, and nothing else."""
+"""A file in blocks reads back what was written and nothing else."""
 
 import os
 import random
@@ -34,7 +34,7 @@ def test_any_part_of_a_file_is_read_back(tmp_path: Path, size: int) -> None:
         reader.read(0, size + 1)
 
 
-def test_a_flip_is_found_by_every_read_of_its_block_and_by_no_other(tmp_path: Path) -> None:
+def test_a_flipped_bit_fails_every_read_of_its_block_and_no_other(tmp_path: Path) -> None:
     path, size = tmp_path / "a", 3 * BLOCK
     content, writer = _written(path, size)
     bad = bytearray(content)
@@ -48,7 +48,7 @@ def test_a_flip_is_found_by_every_read_of_its_block_and_by_no_other(tmp_path: Pa
             reader.read(start, stop)
 
 
-def test_a_file_that_is_cut_or_removed_under_a_reader_is_found(tmp_path: Path) -> None:
+def test_a_file_truncated_or_removed_while_open_is_detected(tmp_path: Path) -> None:
     path, size = tmp_path / "a", 3 * BLOCK
     _, writer = _written(path, size)
     reader = BlockReader(path, size, writer.checks)

@@ -23,7 +23,7 @@ def test_turns_are_put_between_the_marks_of_the_template():
     assert answered == whole[1] + "<|im_start|>assistant\n"
 
 
-def test_named_tokens_and_what_a_caller_gives_are_variables_of_the_template():
+def test_named_tokens_and_keyword_arguments_are_variables_of_the_template():
     (text,) = render_chat(CONVERSATIONS[1:], ChatTemplate(BRACKETS, TOKENS))
     assert text.startswith("<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n1 + 1 = ? [/INST] 2 </s>")
     (text,) = render_chat(CONVERSATIONS[:1], ChatTemplate(TEMPLATES["tools"], TOKENS), tools=[TOOL])

@@ -1,4 +1,4 @@
-"""From a config to loaders: what is found, split, cached and refused."""
+"""From a config to loaders: matching, splitting, caching and refusing files."""
 
 import dataclasses
 import gzip
@@ -197,7 +197,7 @@ def test_of_many_files_the_first_thousand_records_are_looked_at(
 
 
 @pytest.mark.parametrize("ending", ["txt", "jsonl"])
-def test_of_large_files_a_bounded_beginning_is_looked_at_whatever_their_sizes_and_number(
+def test_a_bounded_number_of_bytes_of_large_files_is_probed(
     tmp_path: Path, read: list[Counted], monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     monkeypatch.setattr(parts, "PROBED_BYTES", 2**20)
@@ -257,7 +257,7 @@ def test_what_changes_the_rows_changes_the_fingerprint(
     )
 
 
-def test_damaged_cached_tokens_are_made_again_and_said(texts: str, tmp_path: Path) -> None:
+def test_damaged_cached_tokens_are_rebuilt_with_a_warning(texts: str, tmp_path: Path) -> None:
     _open(_config(texts), tmp_path)
     for path in (tmp_path / "cache" / "shards").rglob("tokens-*"):
         path.write_bytes(path.read_bytes()[:-2])
@@ -322,7 +322,7 @@ def test_bad_validation_is_refused_before_anything_is_made(
     assert not list((tmp_path / "cache").glob("*"))
 
 
-def test_characters_that_training_lacks_are_said(texts: str, tmp_path: Path) -> None:
+def test_characters_missing_in_training_are_reported(texts: str, tmp_path: Path) -> None:
     (tmp_path / "v.md").write_text("document \u00e9\u00e9")
     said: list[str] = []
     _open(_config(texts, f"{tmp_path}/v.md", tokenizer="characters"), tmp_path, said=said)
@@ -358,7 +358,7 @@ def test_token_shards_are_read_with_their_own_tokenizer(texts: str, tmp_path: Pa
         )
 
 
-def test_folders_of_token_shards_are_found_by_glob_and_read_as_one(tmp_path: Path) -> None:
+def test_folders_of_token_shards_are_matched_by_glob_and_read_as_one(tmp_path: Path) -> None:
     made = {}
     for name, tokenizer in (("a", "bytes"), ("b", "bytes"), ("other", "characters")):
         for number in range(30):

@@ -1,4 +1,4 @@
-"""Batches that grow over a run, in rows and in their length: one stream of rows, whoever reads it and from where."""
+"""Batches that grow in rows and in length read one stream of rows, on any hosts from any step."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A long text has the ids that encoding it at once gives, whatever the tokenizer."""
+"""A long text has the ids of encoding it at once, for every tokenizer."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Several sources read as one stream: each with its share, in epochs of its own, the same on any hosts and after any stop."""
+"""A mixture is one stream: shares, epochs of each source, equal on any hosts and after any stop."""
 
 import itertools
 import pickle
@@ -78,7 +78,7 @@ def _sources(batches: list[Tokens]) -> list[str]:
     ]
 
 
-def test_rows_have_the_shares_that_were_asked_for(mixture: MixtureLoader) -> None:
+def test_rows_have_the_shares_of_the_config(mixture: MixtureLoader) -> None:
     found = _sources(_take(mixture.batches(0, batch=BATCH), 100))
     assert Counter(found) == {"web": 400, "code": 240, "books": 160}
     seen = mixture.seen(800)
@@ -112,7 +112,7 @@ LIVES = (
 
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
-def test_e2_a_mixture_of_three_that_goes_on_with_other_numbers_of_hosts_is_the_same_stream(
+def test_e2_a_mixture_of_three_resumed_on_other_numbers_of_hosts_is_the_same_stream(
     folder: Path, packing: str
 ) -> None:
     weights = ("web=0.5", "code=0.3", "books=0.2")
@@ -167,7 +167,7 @@ def test_temperature_weighs_by_size(folder: Path, temperature: float) -> None:
     )
 
 
-def test_a_source_ends_at_its_most_epochs_and_that_is_said(folder: Path) -> None:
+def test_a_source_ends_at_its_maximum_epochs_with_a_message(folder: Path) -> None:
     weights = ("web=0.5", "code=0.3", "books=0.2")
     mixture = _opened(
         folder, mixture=MixtureWeights(weights=weights, epochs=("books=1.5", "code=2"))

@@ -1,4 +1,4 @@
-"""Which source a row comes from: shares that are exact, wherever one begins to read."""
+"""The source of a row: exact shares from any first row."""
 
 import itertools
 import time
@@ -108,7 +108,7 @@ def test_random_courses_lose_no_row_and_read_none_twice() -> None:
             assert (source == k).sum() <= caps[k]
 
 
-def test_a_row_far_away_is_found_at_once() -> None:
+def test_a_distant_row_is_located_in_constant_time() -> None:
     course = COURSES["caps on lines"]
     begun = time.perf_counter()
     source, _, counts = course.choose(10**12, 10**12 + 1024)

@@ -1,4 +1,4 @@
-"""Rows hold every position of every document once, whatever the packing."""
+"""Rows hold every position of every document once, for every packing."""
 
 import hashlib
 import os

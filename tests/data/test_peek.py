@@ -1,4 +1,4 @@
-"""What is shown is what is trained on."""
+"""Text marked by `data peek` is the text that is trained on."""
 
 import numpy as np
 

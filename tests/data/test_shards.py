@@ -1,4 +1,4 @@
-"""What is written is read back, and what was damaged is not."""
+"""Shards read back what was written and refuse what was damaged."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_a_long_document_is_encoded_in_parts_and_stored_whole(
     assert Bytes().decode(stored.read(0, 1, int(stored.lengths(0, 1)[0]) - 1).tolist()) == text
 
 
-def test_every_flipped_bit_is_found_by_verify(stored: TokenShards) -> None:
+def test_verify_detects_every_flipped_bit(stored: TokenShards) -> None:
     stored.verify()
     rng = np.random.default_rng(0)
     for path in stored.folder.glob("*.bin"):
@@ -96,7 +96,7 @@ def test_every_flipped_bit_is_found_by_verify(stored: TokenShards) -> None:
 
 
 @pytest.mark.parametrize("harm", ["cut", "gone"])
-def test_a_file_of_the_wrong_size_is_found_at_opening(stored: TokenShards, harm: str) -> None:
+def test_a_file_of_the_wrong_size_is_refused_at_opening(stored: TokenShards, harm: str) -> None:
     path = stored.folder / "tokens-00001.bin"
     if harm == "cut":
         path.write_bytes(path.read_bytes()[:-1])

@@ -102,7 +102,7 @@ def test_a_saved_tokenizer_is_the_same_one(any_tokenizer: tokenizer.Tokenizer) -
     assert again.encode_many(NASTY) == any_tokenizer.encode_many(NASTY)
 
 
-def test_the_size_that_is_asked_for_counts_special_tokens_and_bytes(
+def test_the_size_of_the_setting_counts_special_tokens_and_bytes(
     trained: tokenizer.Tokenizer,
 ) -> None:
     assert trained.size == 600

@@ -87,7 +87,7 @@ def test_a_vocabulary_too_large_for_the_text_is_refused_with_one_that_fits(spec)
 @pytest.mark.parametrize(
     "content", [made(BYTES), b"{}", b"\xff", json.dumps({"model": 1}).encode()]
 )
-def test_a_file_that_says_it_was_trained_here_and_was_not_is_refused(content):
+def test_a_file_that_claims_to_be_trained_by_jaxlm_and_is_not_is_refused(content):
     with pytest.raises(DataError):
         TrainedTokenizer(content)
     own = {"kind": "trained", "content": content.decode(errors="replace")}

@@ -90,7 +90,7 @@ def test_byte_pairs_give_the_ids_of_the_tokenizer_that_they_were(pre):
         (of_byte_pairs("qwen2", add_bos_token=True), True),
     ],
 )
-def test_a_document_begins_as_the_file_says_or_llama_cpp_has_it(metadata, begins):
+def test_a_document_begins_as_in_the_file_or_by_the_default_of_llama_cpp(metadata, begins):
     _, settings = gguf_tokens.as_json(metadata, "x.gguf")
     assert settings["add_bos_token"] is begins
 

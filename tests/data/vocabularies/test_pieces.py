@@ -153,7 +153,7 @@ def test_pieces_too_long_to_look_through_are_refused():
         (lambda: changed(normalizer_spec__precompiled_charsmap=b"\xff" * 64), ""),
     ],
 )
-def test_a_model_that_cannot_be_said_as_json_is_refused(content, said):
+def test_a_model_that_json_cannot_express_is_refused(content, said):
     with pytest.raises(DataError) as caught:
         pieces.as_json(pieces.read(content(), "x.model"), "x.model")
     assert said in caught.value.why
