@@ -13,9 +13,8 @@ from jaxlm.data import mixture_config
 from jaxlm.data.mixture_config import MixtureConfig, Temperature
 
 TOKENIZERS = (
-    "bytes, characters, sentencepiece:SIZE (byte pairs across words), unigram:SIZE, "
-    "bpe:SIZE (inside words), wordpiece:SIZE, or a path: .model, tokenizer.json, or a run's "
-    "tokenizer"
+    "bytes, characters, sentencepiece:SIZE (byte pairs across words), unigram:SIZE, bpe:SIZE "
+    "(inside words), wordpiece:SIZE, or a path: .model, tokenizer.json, or a run's tokenizer"
 )
 SIZED = ("sentencepiece", "unigram", "bpe", "wordpiece")
 TOKENIZER_FILES = (".model", ".json", "/tokenizer")
@@ -32,16 +31,14 @@ class DataConfig:
     train: tuple[str, ...] = setting(
         ("stdlib:train",),
         "globs of text, .jsonl, .parquet or token shards, or NAME=GLOB for each source of a "
-        "mixture; "
-        "stdlib:train is Python's own library",
+        "mixture; stdlib:train is Python's own library",
     )
     mixture: MixtureConfig = setting(Temperature(), "share of each source of train")
     validation: tuple[str, ...] = setting(
         (AUTO,),
         "globs, or NAME=GLOB; or a held-out part of train: 5% of its documents, or tail:10%, the "
-        "end of "
-        "each document (one set for each source); auto is stdlib:validation for stdlib:train, else "
-        "tail:5%",
+        "end of each document (one set for each source); auto is stdlib:validation for "
+        "stdlib:train, else tail:5%",
         derived_from="train",
     )
     tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)
@@ -49,31 +46,26 @@ class DataConfig:
     max_dropped: float = setting(
         0.001,
         "share of records that may be broken (not JSON, not UTF-8, no text); these are left out "
-        "and "
-        "counted",
+        "and counted",
         low=0.0,
         high=1.0,
     )
     damaged: Literal["error", "skip"] = setting(
         "error",
         "handling of corrupt token shards: error ends the run; skip gives their tokens zero loss "
-        "weight, "
-        "and warns and counts, up to max_dropped of all tokens",
+        "weight, and warns and counts, up to max_dropped of all tokens",
     )
     sequence: int = setting(256, "sequence length: tokens in a row", unit="tokens", low=1)
     sequence_warmup: tuple[str, ...] = setting(
         (),
         "TOKENS@SPAN: sequence length until SPAN; rows are cut, and the tokens of a step stay the "
-        "same. "
-        "Each phase compiles the step once. For the objectives causal and mtp",
+        "same. Each phase compiles the step once. For the objectives causal and mtp",
     )
     packing: Literal["concat", "first_fit"] = setting(
         "concat",
         "concat cuts documents at row ends; first_fit keeps documents whole if they fit in a row: "
-        "the "
-        "longest of each window first, into the fullest row with room (best-fit decreasing, which "
-        "pads "
-        "less than the first row)",
+        "the longest of each window first, into the fullest row with room (best-fit decreasing, "
+        "which pads less than the first row)",
     )
     workers: int = setting(0, "worker processes that read rows; 0 reads in threads", low=0)
     prefetch: int = setting(8, "number of batches that are read ahead", unit="batches", low=1)
@@ -138,7 +130,7 @@ class DataConfig:
             yield (
                 "train",
                 f"{sources['train'][0]!r} has no name, but other sources have; 'train' names them "
-                f"all",
+                "all",
                 f"--config.data.train={','.join(_named(self.train))}",
             )
         else:

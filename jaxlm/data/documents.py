@@ -170,8 +170,8 @@ class Corpus:
             error.what,
             where=error.where,
             why=f"{error.why}; {dropped} of the {read} records so far "
-            f"{'are' if dropped > 1 else 'is'} broken, data.max_dropped = {self.max_dropped:g} "
-            "of them may be",
+            f"{'are' if dropped > 1 else 'is'} broken, data.max_dropped = {self.max_dropped:g} of "
+            "them may be",
             fix=error.fix,
         )
 

@@ -310,7 +310,7 @@ def mix_loaders(
     if (most := float(caps.sum())) < rows:
         raise ConfigError(
             f"the run takes {rows} rows, and the sources have {most:.0f} under their maximum "
-            f"epochs",
+            "epochs",
             where="data.mixture.epochs",
             why=", ".join(
                 f"{name}: {cap:.0f} of {loader.plan.rows} rows x {limits[name]:g}"

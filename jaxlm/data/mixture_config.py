@@ -40,8 +40,8 @@ class MixtureWeights:
     name: Literal["weights"] = "weights"
     weights: tuple[str, ...] = setting(
         (),
-        "NAME=SHARE of each source, with the sum 1; or NAME=SHARE@SPAN..SHARE@SPAN, linear between "
-        "points",
+        "NAME=SHARE of each source, with the sum 1; or NAME=SHARE@SPAN..SHARE@SPAN, linear "
+        "between points",
     )
     epochs: tuple[str, ...] = setting((), EPOCHS)
 
@@ -83,7 +83,7 @@ def problems(mixture: MixtureConfig, sources: Sequence[str]) -> Problems:
             yield (
                 "mixture.weights",
                 f"{' and '.join(lacking)} of data.train {'have' if len(lacking) > 1 else 'has'} no "
-                f"weight",
+                "weight",
                 _flag("weights", _scaled(dict.fromkeys(sources, 1.0))),
             )
 
@@ -119,8 +119,8 @@ def run_problems(mixture: MixtureConfig, row_at: Callable[[Span], int], total: i
             yield (
                 "mixture.weights",
                 f"at {span} the weights "
-                f"{', '.join(f'{name} {w:g}' for name, w in weights.items())} "
-                f"have the sum {sum(weights.values()):g}, which must be 1",
+                f"{', '.join(f'{name} {w:g}' for name, w in weights.items())} have the sum "
+                f"{sum(weights.values()):g}, which must be 1",
                 _shares(known),
             )
             return

@@ -142,8 +142,7 @@ class TokenShards:
                 where=f"{self.folder / manifest.tokens_name(shard)}, {self._named(document, row)}, "
                 f"position {start + position}",
                 why="such an id has no embedding; another tokenizer than that in the folder made "
-                "the "
-                "shards",
+                "the shards",
                 fix="write the shards again with the tokenizer that the model uses",
             )
         return ids
@@ -273,7 +272,7 @@ class JoinedShards:
                     where=f"{first.folder} and {part.folder}",
                     why=f"the digests are {first.manifest.tokenizer[:12]} and "
                     f"{part.manifest.tokenizer[:12]}",
-                    fix=f"write the others again with "
+                    fix="write the others again with "
                     f"--config.data.tokenizer={first.folder / manifest.TOKENIZER}",
                 )
         self.manifest = _sum([part.manifest for part in parts])
