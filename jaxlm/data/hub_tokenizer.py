@@ -13,7 +13,6 @@ from jaxlm.data.tokenizer import (
     SPECIALS,
     SentencePiece,
     Tokenizer,
-    as_json,
     tokenizer_error,
 )
 
@@ -105,7 +104,7 @@ class TrainedTokenizer(HuggingFace):
 
     def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""
-        return as_json({"kind": "trained", "content": self.content.decode()})
+        return json.dumps({"kind": "trained", "content": self.content.decode()}).encode()
 
 
 class ImportedTokenizer(HuggingFace):
@@ -166,7 +165,7 @@ class ImportedTokenizer(HuggingFace):
     def serialize(self) -> bytes:
         """Return the content of the tokenizer file."""
         around = {"before": self.before, "after": self.after, "ends": self.ends}
-        return as_json({"kind": "imported", **around, "content": self.content.decode()})
+        return json.dumps({"kind": "imported", **around, "content": self.content.decode()}).encode()
 
 
 def _span(parsed: dict[str, Any]) -> int | None:

@@ -220,7 +220,12 @@ class MixtureLoader(Loader):
         """Yield (source, epoch of the source, row in the source) for each row of the stream."""
         sources, nth, _ = self.shares.choose(start, stop)
         if len(sources) < stop - start:
-            raise _all_read(self.names, start + len(sources))
+            raise ConfigError(
+                "every source has reached its maximum number of epochs",
+                where="data.mixture.epochs",
+                why=f"{', '.join(self.names)} end at row {start + len(sources)}",
+                fix="'--config.data.mixture.epochs=()'    # no maximum",
+            )
         for source, number in zip(sources.tolist(), nth.tolist(), strict=True):
             size = self.sources[source].plan.rows
             epoch, index = divmod(number, size)
@@ -350,12 +355,3 @@ def _knots(
         (row, np.array([mixture_config.weight_at(known[name], row, row_at) for name in sources]))
         for row in rows
     ]
-
-
-def _all_read(names: tuple[str, ...], row: int) -> ConfigError:
-    return ConfigError(
-        "every source has reached its maximum number of epochs",
-        where="data.mixture.epochs",
-        why=f"{', '.join(names)} end at row {row}",
-        fix="'--config.data.mixture.epochs=()'    # no maximum",
-    )

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -138,7 +137,7 @@ class Bytes(Tokenizer):
         ]
 
     def serialize(self) -> bytes:
-        return as_json({"kind": "bytes"})
+        return json.dumps({"kind": "bytes"}).encode()
 
 
 class Characters(Tokenizer):
@@ -157,7 +156,7 @@ class Characters(Tokenizer):
         return [[self._ids.get(character, self.unk) for character in text] for text in texts]
 
     def serialize(self) -> bytes:
-        return as_json({"kind": "characters", "characters": self._characters})
+        return json.dumps({"kind": "characters", "characters": self._characters}).encode()
 
 
 class SentencePiece(Tokenizer):
@@ -274,11 +273,6 @@ def _properties(model: bytes) -> tuple[bool, bool]:
         or not rules.escape_whitespaces
     )
     return changes, proto.trainer_spec.model_type == 1
-
-
-def as_json(value: dict[str, Any]) -> bytes:
-    """Return the content of a jaxlm tokenizer file."""
-    return json.dumps(value).encode()
 
 
 def tokenizer_error(what: str, where: str, why: str) -> DataError:

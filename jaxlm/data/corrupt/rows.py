@@ -109,10 +109,13 @@ class Corruption:
         pieces = whole_pieces(row)
         free = int((row.segments == 0).sum())
         changed = iter(self.change([ids for ids in pieces if ids is not None], free, key))
-        laid = [
-            _unread(int((row.segments == segment).sum())) if ids is None else next(changed)
-            for segment, ids in enumerate(pieces, 1)
-        ]
+        laid = []
+        for segment, ids in enumerate(pieces, 1):
+            if ids is None:
+                length = int((row.segments == segment).sum())
+                laid.append(left_to_right(np.zeros(length + 1, np.int32), length + 2))
+            else:
+                laid.append(next(changed))
         return _packed(laid, len(row.tokens))
 
 
@@ -164,15 +167,14 @@ def split_prefix(
     Source: Raffel et al. 2020, arXiv:1910.10683, sections 3.2.1 (prefix LM) and 3.3.1 (random
     split).
     """
-    draw = key.rng()
-    return [left_to_right(piece, _known(len(piece), share, draw)) for piece in ids]
+    rng = key.rng()
 
+    def prefix(length: int) -> int:
+        if share is None:
+            return int(rng.integers(1, length))
+        return length - count_of_share(length, share)
 
-def _known(length: int, share: float | None, draw: np.random.Generator) -> int:
-    """Return the number of ids of the prefix."""
-    if share is None:
-        return int(draw.integers(1, length))
-    return length - count_of_share(length, share)
+    return [left_to_right(piece, prefix(len(piece))) for piece in ids]
 
 
 def draw_change(
@@ -210,10 +212,6 @@ def left_to_right(ids: Ids, known: int = 0) -> ChangedPiece:
         positions=slots,
         visible_until=np.maximum(slots, known - 1),
     )
-
-
-def _unread(length: int) -> ChangedPiece:
-    return left_to_right(np.zeros(length + 1, np.int32), length + 2)
 
 
 def _packed(pieces: list[ChangedPiece], length: int) -> Tokens:
