@@ -1,4 +1,4 @@
-"""Yardsticks that everyone knows: what byte frequencies and file compressors need for the same text."""
+"""Reference losses of a text: byte frequencies, token frequencies and file compressors."""
 
 import bz2
 import gzip
@@ -6,14 +6,14 @@ import lzma
 
 import numpy as np
 
-from jaxlm.data.joined import AnyShards
+from jaxlm.data.shards import AnyShards
 
 COUNTED_TOKENS, COUNTED_DOCUMENTS = 2**20, 2048  # for token frequencies: a second at most
 MEASURED_BYTES = 2**25  # xz -9e takes about a second for each MB
 
 
 def stored_text(shards: AnyShards, limit: int = MEASURED_BYTES) -> bytes:
-    """The first `limit` bytes of the text behind some shards: documents end to end, in order of their files' paths."""
+    """Return the first `limit` bytes of the text of some shards: documents in order, joined."""
     table = shards.tokenizer.table
     text = bytearray()
     for start in range(0, shards.documents, 1024):
@@ -28,8 +28,8 @@ def stored_text(shards: AnyShards, limit: int = MEASURED_BYTES) -> bytes:
 def unigram_nats(train: AnyShards, text: AnyShards, limit: int = COUNTED_TOKENS) -> float | None:
     """Return nats per token of `text` under the token frequencies of `train`, each count plus one.
 
-    Both are sampled: `limit` tokens of documents at even distances. The first token of a document is
-    not predicted. None if there is no token.
+    Both are sampled: `limit` tokens of documents at even distances. The first token of a document
+    is not predicted. Return None if there is no token.
     """
     known, counts = _frequencies(train, limit), _frequencies(text, limit)
     if not counts.sum():
@@ -39,7 +39,7 @@ def unigram_nats(train: AnyShards, text: AnyShards, limit: int = COUNTED_TOKENS)
 
 
 def _frequencies(shards: AnyShards, limit: int) -> np.ndarray:
-    """How often each id is a target, in about `limit` tokens of the documents; float64[V]."""
+    """Count each id as a target in about `limit` tokens of the documents; float64[V]."""
     counts = np.zeros(shards.tokenizer.size)
     chosen = np.unique(np.linspace(0, shards.documents - 1, COUNTED_DOCUMENTS).astype(np.int64))
     longest = max(limit // len(chosen), 1)
@@ -51,9 +51,9 @@ def _frequencies(shards: AnyShards, limit: int) -> np.ndarray:
 
 
 def bits_per_byte(text: bytes) -> dict[str, float]:
-    """Compressed bits for each byte of `text`, whole, by method; empty where there is no text.
+    """Return compressed bits per byte of `text` by method; empty for an empty text.
 
-    `unigram` is the entropy of the text's own byte frequencies, as if they were known beforehand.
+    `unigram` is the entropy of the text's own byte frequencies, as if known beforehand.
     """
     if not text:
         return {}

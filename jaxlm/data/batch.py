@@ -1,4 +1,4 @@
-"""What a step of training reads."""
+"""The arrays that a training step reads."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxtyping import Float, Int
 
-if TYPE_CHECKING:  # it imports JAX, and preparing data does without
+if TYPE_CHECKING:  # jaxtyping.Array imports JAX, which data preparation does not need
     from jaxtyping import Array
 
-START = 0  # the id that the row of a decoder beside an encoder begins with: T5's padding, and ours
+START = 0  # first input id of the decoder in an encoder-decoder: the padding id, as in T5
 
 
 class Tokens(NamedTuple):
-    """Rows of packed documents, with everything that a token-level loss needs.
+    """Rows of packed documents and everything that a token-level loss needs.
 
-    `weights` is 0 where nothing is trained on: padding, prompts, unmasked tokens. `segments` numbers the documents of a
-    row from 1, 0 is padding; attention stays inside a segment. `positions` counts from 0 in each segment.
+    `weights` is 0 for slots without a loss: padding, prompts, unmasked tokens. `segments` numbers
+    the documents of a row from 1; 0 is padding. Attention stays inside a segment. `positions`
+    counts from 0 in each segment.
 
-    `reach` is the last slot of the row that each slot sees, where parts are read both ways; None where all is read from
-    left to right. `inner` is a second position, inside of a span that was cut out; None where no objective cuts any so.
-    `ahead` is a factor on the weights of the tokens beyond the next one, where a model has heads for those: 1 in rows that
-    predict them and 0 in others; None where all do.
+    `visible_until` is the last slot of the row that each slot attends to, for rows that are partly
+    bidirectional; None for causal rows. `block_positions` is the second position, inside a blanked
+    span (GLM); None for objectives without one. `predicts_ahead` multiplies the weights of the
+    multi-token-prediction heads, 1 or 0 for each row; None if every row trains them.
 
-    `source` is what the encoder of an encoder-decoder reads, of S slots; the tokens of a segment see that segment of it.
+    `source` [B, S] is the encoder's input of an encoder-decoder; a decoder segment attends to the
+    source segment of the same number.
     """
 
     tokens: Int[Array, "B T"]

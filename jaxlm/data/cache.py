@@ -1,4 +1,4 @@
-"""Where tokenizers, shards and plans that a run makes are kept, named by what they are made from."""
+"""The cache of tokenizers, shards and plans; folder names are hashes of the inputs."""
 
 import contextlib
 import fcntl
@@ -15,17 +15,16 @@ from jaxlm.core.errors import NotWritable
 
 
 def default() -> Path:
-    """JAXLM_CACHE, or jaxlm in the user's cache folder."""
+    """Return JAXLM_CACHE, or `jaxlm` in the user's cache folder."""
     if named := os.environ.get("JAXLM_CACHE"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlm"
 
 
 def folder(root: Path, kind: str, /, **inputs: Any) -> Path:
-    """The folder for something made from `inputs`; its parent exists and is private.
+    """Return the folder of a result made from `inputs`; create its parent with mode 0700.
 
-    Raises:
-      NotWritable: where it cannot be made.
+    Raise NotWritable if the parent cannot be created.
     """
     key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:32]
     parent = root / kind
@@ -34,7 +33,7 @@ def folder(root: Path, kind: str, /, **inputs: Any) -> Path:
         parent.mkdir(exist_ok=True, mode=0o700)
     except OSError as error:
         raise NotWritable(
-            "the cache folder cannot be written",
+            "jaxlm cannot write the cache folder",
             where=str(parent),
             why=str(error),
             fix="export JAXLM_CACHE=~/jaxlm-cache",
@@ -46,13 +45,12 @@ def folder(root: Path, kind: str, /, **inputs: Any) -> Path:
 def building(
     target: Path, is_whole: Callable[[Path], bool] = lambda folder: True
 ) -> Iterator[Path | None]:
-    """An empty folder that becomes `target` where the block ends well, and is removed where it does not.
+    """Yield an empty folder that becomes `target` on success and is removed on failure.
 
-    One process builds at a time. Another that wants the same folder waits, and gets None where it need not build any
-    more. What a killed process left is removed, and so is a `target` that is not whole.
+    One process builds at a time; another that needs the same folder waits, and gets None if it is
+    complete by then. Remains of a killed process and an incomplete `target` are removed.
 
-    Raises:
-      NotWritable: where a write fails, as on a full disk.
+    Raise NotWritable if a write fails, for example on a full disk.
     """
     with writing(target), built(target, is_whole) as partial:
         yield partial
@@ -60,16 +58,12 @@ def building(
 
 @contextlib.contextmanager
 def writing(target: Path, *, fix: str = "export JAXLM_CACHE=~/jaxlm-cache") -> Iterator[None]:
-    """What is written into a folder, with the errors of the operating system as ours.
-
-    Raises:
-      NotWritable: where a write fails, as on a full disk.
-    """
+    """Convert operating-system errors inside the block to NotWritable."""
     try:
         yield
     except OSError as error:
         raise NotWritable(
-            "a folder cannot be written",
+            "jaxlm cannot write a folder",
             where=str(error.filename or target),
             why=f"{type(error).__name__}: {error.strerror}",
             fix=fix,
@@ -80,12 +74,12 @@ def writing(target: Path, *, fix: str = "export JAXLM_CACHE=~/jaxlm-cache") -> I
 def built(
     target: Path, is_whole: Callable[[Path], bool] = lambda folder: True
 ) -> Iterator[Path | None]:
-    """What `building` does, with the errors of the operating system as they are."""
+    """Do what `building` does, but let operating-system errors pass."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}.partial")
     with _locked(target.with_name(f".{target.name}.lock")):
         shutil.rmtree(partial, ignore_errors=True)
-        # Under the lock: another process may have replaced the damaged folder with a whole one.
+        # Under the lock: another process may have replaced the damaged folder by a complete one.
         if target.exists() and not is_whole(target):
             shutil.rmtree(target)
         if target.exists():
@@ -103,11 +97,12 @@ def built(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock file, which is gone afterwards."""
+    """Hold a lock file, and remove it afterwards."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX)
-        # Its last holder may have removed it while we waited: then this lock is on a file that nobody else finds.
+        # The last holder may have removed the file while we waited: no other process sees this
+        # lock.
         if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
             break
         os.close(handle)

@@ -1,5 +1,6 @@
-"""Conversations as the text that a model was trained to read them in, by its chat template."""
+"""Rendering of conversations by a chat template."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,85 +10,99 @@ from typing import Any
 
 from jaxlm.core.errors import DataError
 
-LARGEST = 2**20  # characters of a template; the largest in use have a twentieth of it
-SECONDS = 10  # of the processor, for one call
-MEMORY = 2**30  # bytes of a rendering process
+MAX_CHARACTERS = 2**20  # of a template, twenty times the largest in use
+SECONDS = 10  # of CPU time for one call
+MEMORY = 2**30  # bytes of the rendering process
 WORKER = Path(__file__).with_name("chat_worker.py")
-Message = Mapping[str, Any]  # a role, and a content
+Message = Mapping[str, Any]  # with at least `role` and `content`
 
 
+@dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template over `messages`, as transformers renders it.
-
-    It comes with somebody else's model, so it is rendered by jinja2's immutable sandbox in a process of its own, with
-    `SECONDS` of the processor and `MEMORY`: one that loops without end, or reaches for what is behind a value, is refused.
+    """A Jinja template over `messages`, as transformers uses it.
 
     Args:
-      source: the template.
-      tokens: the texts of the model's named tokens, such as `bos_token`.
-      where: for errors.
+      tokens: texts of the model's named tokens, such as `bos_token`.
+      where: file name in errors.
+      is_trusted: render in this process; only for templates that do not come with a model.
 
     Raises:
-      DataError: where it is too large.
+      DataError: if the template is too large.
     """
 
-    def __init__(self, source: str, tokens: Mapping[str, str], where: str = "chat template"):
-        self.source, self.tokens, self._where = source, dict(tokens), where
-        if len(source) > LARGEST:
-            raise self._refused(f"it has {len(source):,} characters")
+    source: str
+    tokens: Mapping[str, str]
+    where: str = "chat template"
+    is_trusted: bool = False
 
-    def render(
-        self,
-        conversations: Sequence[Sequence[Message]],
-        *,
-        add_generation_prompt: bool = True,
-        **given: Any,
-    ) -> list[str]:
-        """The text of each conversation; `add_generation_prompt` lets the assistant speak next.
+    def __post_init__(self) -> None:
+        if len(self.source) > MAX_CHARACTERS:
+            raise _refused(self, f"it has {len(self.source):,} characters")
 
-        `given` are further variables of the template, as far as JSON holds them.
 
-        Raises:
-          DataError: where it is no template, refuses a conversation, does what is not allowed, or takes too much.
-        """
-        request = {
-            "template": self.source,
-            "conversations": conversations,
-            "given": {
-                "tools": None,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-                **self.tokens,
-                **given,
-            },
-            "seconds": SECONDS,
-            "bytes": MEMORY,
-        }
+def render_chat(
+    conversations: Sequence[Sequence[Message]],
+    template: ChatTemplate,
+    *,
+    add_generation_prompt: bool = True,
+    **variables: Any,
+) -> list[str]:
+    """Return the text of each conversation; the only entry to chat templates.
+
+    jinja2's immutable sandbox renders in every case. A template that is not trusted runs in a
+    process of its own with `SECONDS` of CPU time and `MEMORY`, once for all conversations.
+
+    Args:
+      add_generation_prompt: end with the header of the assistant's next message.
+      variables: more variables of the template, as JSON values.
+
+    Raises:
+      DataError: if the template is invalid, refuses a conversation, leaves the sandbox or exceeds a
+        limit.
+    """
+    variables = {
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+        **template.tokens,
+        **variables,
+    }
+    if template.is_trusted:
+        from jaxlm.data import chat_worker
+
         try:
-            done = subprocess.run(
-                [sys.executable, "-I", str(WORKER)],
-                input=json.dumps(request).encode(),
-                capture_output=True,
-                timeout=6 * SECONDS,  # a busy machine gives it less than a whole processor
-            )
-        except subprocess.TimeoutExpired as error:
-            raise self._refused(f"it was not done after {6 * SECONDS} seconds") from error
-        if done.returncode or not done.stdout:
-            said = done.stderr.decode(errors="replace").strip().splitlines()
-            raise self._refused(
-                f"it needs more than {SECONDS} seconds or {MEMORY / 2**30:g} GiB"
-                if done.returncode < 0
-                else f"its process ended with {done.returncode}: {said[-1] if said else ''}"
-            )
-        answer = json.loads(done.stdout)
-        if "error" in answer:
-            raise self._refused(answer["error"])
-        return answer["texts"]
-
-    def _refused(self, why: str) -> DataError:
-        return DataError(
-            "a chat template cannot be rendered",
-            where=self._where,
-            why=why,
-            fix="leave --chat out",
+            return chat_worker.render(template.source, conversations, variables)
+        except Exception as error:  # a template may raise anything
+            raise _refused(template, f"{type(error).__name__}: {error}"[:1000]) from error
+    request = {
+        "template": template.source,
+        "conversations": conversations,
+        "variables": variables,
+        "seconds": SECONDS,
+        "bytes": MEMORY,
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", str(WORKER)],
+            input=json.dumps(request).encode(),
+            capture_output=True,
+            timeout=6 * SECONDS,  # a busy machine gives less than a whole processor
         )
+    except subprocess.TimeoutExpired as error:
+        raise _refused(template, f"it did not finish in {6 * SECONDS} seconds") from error
+    if done.returncode < 0:
+        why = f"it needs more than {SECONDS} seconds or {MEMORY / 2**30:g} GiB"
+        raise _refused(template, why)
+    if done.returncode or not done.stdout:
+        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise _refused(template, f"its process ended with {done.returncode}: {''.join(last)}")
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise _refused(template, answer["error"])
+    return answer["texts"]
+
+
+def _refused(template: ChatTemplate, why: str) -> DataError:
+    return DataError(
+        "a chat template cannot be rendered", where=template.where, why=why, fix="leave out --chat"
+    )

@@ -1,7 +1,8 @@
-"""Renders a chat template in a process of its own, which ends where it takes too much: run as a script, never imported.
+"""Sandbox of chat templates, and the worker process that renders one under limits.
 
-A request is one JSON object on stdin, the answer one on stdout. The sandbox of jinja2 lets a template neither change
-what it is given nor reach what Python keeps behind a value; seconds and memory are limited by the operating system.
+As a script it takes one JSON request on stdin and gives one JSON answer on stdout, and imports
+nothing of jaxlm. The jinja2 sandbox keeps a template from changing its inputs and from reaching
+Python's internals; the operating system limits CPU time and memory.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import datetime
 import json
 import resource
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -17,18 +19,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant wrote; the text is the same without."""
+    """`{% generation %}`, which marks assistant text; the rendered text is unchanged."""
 
     tags = {"generation"}
 
     def parse(self, parser: Any) -> Any:
-        """The statements up to `{% endgeneration %}`."""
+        """Return the statements up to `{% endgeneration %}`."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def environment() -> ImmutableSandboxedEnvironment:
-    """The environment in which transformers renders chat templates."""
+def render(template: str, conversations: Sequence[Any], variables: Mapping[str, Any]) -> list[str]:
+    """Render conversations in the environment of transformers, without limits."""
 
     def as_json(value: Any, **options: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **options})
@@ -36,34 +38,27 @@ def environment() -> ImmutableSandboxedEnvironment:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    found = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    found.filters["tojson"] = as_json
-    found.globals["raise_exception"] = raise_exception
-    found.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return found
-
-
-def limit(kind: int, most: int) -> None:
-    """Holds this process to a limit, where the system knows it."""
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(kind, (most, most))
+    sandbox.filters["tojson"] = as_json
+    sandbox.globals["raise_exception"] = raise_exception
+    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    compiled = sandbox.from_string(template)
+    return [compiled.render(messages=messages, **variables) for messages in conversations]
 
 
 def main() -> None:
-    """Answers one request: `texts`, or `error`."""
+    """Answer one request with `texts` or `error`."""
     request = json.load(sys.stdin)
-    limit(resource.RLIMIT_CPU, request["seconds"])
-    limit(resource.RLIMIT_AS, request["bytes"])
+    limits = {resource.RLIMIT_CPU: request["seconds"], resource.RLIMIT_AS: request["bytes"]}
+    for kind, most in limits.items():
+        with contextlib.suppress(ValueError, OSError):  # not every system has each
+            resource.setrlimit(kind, (most, most))
     try:
-        template = environment().from_string(request["template"])
-        texts = [
-            template.render(messages=messages, **request["given"])
-            for messages in request["conversations"]
-        ]
+        texts = render(request["template"], request["conversations"], request["variables"])
         answer = json.dumps({"texts": texts})
-    except Exception as error:  # a template may raise whatever it likes
+    except Exception as error:  # a template may raise anything
         answer = json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]})
     sys.stdout.write(answer)
 

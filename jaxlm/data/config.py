@@ -1,4 +1,4 @@
-"""Settings of data."""
+"""Settings of the data section."""
 
 import dataclasses
 import itertools
@@ -10,75 +10,82 @@ from jaxlm.core import batch_schedule
 from jaxlm.core.config import setting
 from jaxlm.core.spelling import nearest
 from jaxlm.data import mixture_config
-from jaxlm.data.mixture_config import Mixture, Temperature
+from jaxlm.data.mixture_config import MixtureConfig, Temperature
 
 TOKENIZERS = (
-    "bytes, characters, sentencepiece:SIZE (byte pairs across words), unigram:SIZE, bpe:SIZE (inside words), wordpiece:SIZE, "
-    "or a path: .model, tokenizer.json, or a run's tokenizer"
+    "bytes, characters, sentencepiece:SIZE (byte pairs across words), unigram:SIZE, bpe:SIZE "
+    "(inside words), wordpiece:SIZE, or a path: .model, tokenizer.json, or a run's tokenizer"
 )
 SIZED = ("sentencepiece", "unigram", "bpe", "wordpiece")
 TOKENIZER_FILES = (".model", ".json", "/tokenizer")
 AUTO = "auto"
-HELD_OUT = "tail:5%"  # of data.train, if data.validation is not set
+HELD_OUT = "tail:5%"  # share of data.train, if data.validation is not set
 FIND_TOKENIZERS = "find . -name '*.model' -o -name tokenizer -o -name tokenizer.json"
-NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")  # of an entry: a set's name, and what is in it
+NAMED = re.compile(r"([A-Za-z]\w*)=(.+)")  # NAME=GLOB in an entry of data.train or data.validation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is read, how it becomes tokens, and how tokens become rows."""
+    """Input files, tokenizer, packing and reading of training and validation data."""
 
     train: tuple[str, ...] = setting(
         ("stdlib:train",),
-        "globs of text, .jsonl, .parquet or token shards, or NAME=GLOB for each source of a mixture; stdlib:train is Python's own library",
+        "globs of text, .jsonl, .parquet or token shards, or NAME=GLOB for each source of a "
+        "mixture; stdlib:train is Python's own library",
     )
-    mixture: Mixture = setting(Temperature(), "how often each source of train is read")
+    mixture: MixtureConfig = setting(Temperature(), "share of each source of train")
     validation: tuple[str, ...] = setting(
         (AUTO,),
-        "globs, or NAME=GLOB; or what is held out of train: 5% of its documents, or tail:10%, the end of each document "
-        "(of several sources, each has a set of its own); auto is stdlib:validation for stdlib:train, else tail:5%",
+        "globs, or NAME=GLOB; or a held-out part of train: 5% of its documents, or tail:10%, the "
+        "end of each document (one set for each source); auto is stdlib:validation for "
+        "stdlib:train, else tail:5%",
         derived_from="train",
     )
     tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)
-    text_key: str = setting("text", "field of a record that holds its text")
+    text_key: str = setting("text", "field of a record with its text")
     max_dropped: float = setting(
         0.001,
-        "share of records that may be broken: not JSON, not UTF-8, without a text; they are left out and counted",
+        "share of records that may be broken (not JSON, not UTF-8, no text); these are left out "
+        "and counted",
         low=0.0,
         high=1.0,
     )
     damaged: Literal["error", "skip"] = setting(
         "error",
-        "tokens for training that turn out damaged as they are read end the run; or they weigh nothing, are told and counted, "
-        "up to max_dropped of all",
+        "handling of corrupt token shards: error ends the run; skip gives their tokens zero loss "
+        "weight, and warns and counts, up to max_dropped of all tokens",
     )
-    sequence: int = setting(256, "tokens in a row", unit="tokens", low=1)
+    sequence: int = setting(256, "sequence length: tokens in a row", unit="tokens", low=1)
     sequence_warmup: tuple[str, ...] = setting(
         (),
-        "TOKENS@SPAN: rows are cut into pieces of so many tokens until then, and a step has as many tokens as ever. Each stage compiles the step once. For the objectives causal and mtp",
+        "TOKENS@SPAN: sequence length until SPAN; rows are cut, and the tokens of a step stay the "
+        "same. Each phase compiles the step once. For the objectives causal and mtp",
     )
     packing: Literal["concat", "first_fit"] = setting(
         "concat",
-        "concat cuts documents at row ends; first_fit keeps whole those that fit in a row: of each window the longest first, "
-        "each into the fullest row with room for it (best-fit decreasing, which pads less than taking the first row)",
+        "concat cuts documents at row ends; first_fit keeps documents whole if they fit in a row: "
+        "the longest of each window first, into the fullest row with room (best-fit decreasing, "
+        "which pads less than the first row)",
     )
-    workers: int = setting(0, "processes that read rows; 0 reads in threads of this one", low=0)
-    prefetch: int = setting(8, "batches that are read ahead", unit="batches", low=1)
+    workers: int = setting(0, "worker processes that read rows; 0 reads in threads", low=0)
+    prefetch: int = setting(8, "number of batches that are read ahead", unit="batches", low=1)
 
     @property
     def sources(self) -> dict[str, tuple[str, ...]]:
-        """The entries of each source of the training data, by its name; without one they are those of `train`."""
+        """Entries of each training source by name; entries without a name belong to `train`."""
         return _by_name(self.train, "train")
 
     @property
     def validation_sets(self) -> dict[str, tuple[str, ...]]:
-        """The entries of each validation set, by its name; without one they are those of `val`."""
+        """Entries of each validation set by name; entries without a name belong to `val`."""
         entries = next((value for _, value, _ in self.derived()), self.validation)
         return _by_name(entries, "val")
 
     @property
     def validation_names(self) -> list[str]:
-        """The names of the sets, as metrics have them: a share that is held out of several sources is one of each."""
+        """Names of the validation sets in metrics; a share held out of several sources is one set
+        each.
+        """
         names = []
         for name, patterns in self.validation_sets.items():
             is_share = len(patterns) == 1 and patterns[0].endswith("%") and len(self.sources) > 1
@@ -86,7 +93,7 @@ class DataConfig:
         return names
 
     def derived(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
-        """Yield (setting, value, reason) of what follows from the other settings.
+        """Yield (setting, value, reason) for settings that follow from others.
 
         A run is never validated on text that the user did not name.
         """
@@ -99,7 +106,7 @@ class DataConfig:
             yield "validation", (HELD_OUT,), reason
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """The tokenizer is one of those there are, and something is read."""
+        """Yield (setting, why, fix) for each invalid setting."""
         kind, _, size = self.tokenizer.partition(":")
         if kind in SIZED and not (size.isdigit() and int(size) >= 512):
             yield (
@@ -122,7 +129,8 @@ class DataConfig:
         if len(sources) > 1 and "train" in sources:
             yield (
                 "train",
-                f"{sources['train'][0]!r} has no name, and other sources have; train is the name of them all",
+                f"{sources['train'][0]!r} has no name, but other sources have; 'train' names them "
+                "all",
                 f"--config.data.train={','.join(_named(self.train))}",
             )
         else:
@@ -132,13 +140,14 @@ class DataConfig:
         if twice := sorted({name for name in names if names.count(name) > 1}):
             yield (
                 "validation",
-                f"{twice[0]} would be the name of two sets",
+                f"two validation sets would have the name {twice[0]}",
                 "--config.data.validation=5%",
             )
         if "train" in self.validation_sets:
             yield (
                 "validation",
-                "train is what metrics call the training data; a validation set has another name",
+                "metrics use the name train for the training data; name the validation set "
+                "differently",
                 "--config.data.validation="
                 + ",".join(re.sub("^train=", "held=", entry) for entry in self.validation),
             )
@@ -146,7 +155,7 @@ class DataConfig:
         if len(shares) > 1:
             yield (
                 "validation",
-                f"{' and '.join(shares)}: one share can be held out of train",
+                f"{' and '.join(shares)}: only one share can be held out of train",
                 f"--config.data.validation={shares[0]}",
             )
         for share in shares:
@@ -159,7 +168,7 @@ class DataConfig:
                 )
 
     def _uncut(self) -> Iterator[tuple[str, str, str]]:
-        """Lengths of a warm-up grow to that of a row, each a part of it."""
+        """Yield a problem unless warm-up lengths grow and divide the sequence length."""
         try:
             lengths = [batch_schedule.parse(entry)[0] for entry in self.sequence_warmup]
         except ValueError as error:
@@ -169,7 +178,7 @@ class DataConfig:
         if not is_growing or any(self.sequence % length for length in lengths):
             yield (
                 "sequence_warmup",
-                f"{', '.join(map(str, lengths))} tokens are not growing parts of a row of {self.sequence}",
+                f"the lengths {', '.join(map(str, lengths))} must grow and divide {self.sequence}",
                 f"--config.data.sequence_warmup={self.sequence // 4}@10%,{self.sequence // 2}@20%"
                 if self.sequence % 4 == 0
                 else "'--config.data.sequence_warmup=()'",
@@ -177,21 +186,21 @@ class DataConfig:
 
 
 def near_tokenizer(path: str, text: str) -> str:
-    """Return the flag of the tokenizer that a misspelt one means, its size kept, or what there is."""
+    """Return the flag of the nearest tokenizer kind, or a command that lists the kinds."""
     kind, colon, size = text.partition(":")
     meant = nearest(kind, (*(SIZED if colon else ()), *(() if colon else ("bytes", "characters"))))
     return f"--config.{path}={meant}{colon}{size}" if meant else f"jaxlm config explain {path}"
 
 
-def _by_name(given: tuple[str, ...], default: str) -> dict[str, tuple[str, ...]]:
+def _by_name(entries: tuple[str, ...], default: str) -> dict[str, tuple[str, ...]]:
     sets: dict[str, tuple[str, ...]] = {}
-    for entry in given:
+    for entry in entries:
         match = NAMED.fullmatch(entry)
         name, pattern = (match[1], match[2]) if match else (default, entry)
         sets[name] = (*sets.get(name, ()), pattern)
     return sets
 
 
-def _named(given: tuple[str, ...]) -> list[str]:
-    """The entries, those without a name as the source `other`."""
-    return [entry if NAMED.fullmatch(entry) else f"other={entry}" for entry in given]
+def _named(entries: tuple[str, ...]) -> list[str]:
+    """Give entries without a name the source name `other`."""
+    return [entry if NAMED.fullmatch(entry) else f"other={entry}" for entry in entries]

@@ -1,4 +1,4 @@
-"""From the data section of a config to loaders: find, split, train the tokenizer, tokenise, plan."""
+"""Loaders from the data section of a config: find, split, train the tokenizer, tokenize, plan."""
 
 import dataclasses
 import hashlib
@@ -20,83 +20,79 @@ from jaxlm.data import (
     writer,
 )
 from jaxlm.data.config import TOKENIZER_FILES, DataConfig
-from jaxlm.data.corrupt.rows import AnyCorruption, Reading
+from jaxlm.data.corrupt.rows import RowChange, RowChanges
 from jaxlm.data.documents import Corpus
-from jaxlm.data.joined import AnyShards, join, open_folders
 from jaxlm.data.loader import Loader
 from jaxlm.data.manifest import Manifest
-from jaxlm.data.mixture import Mixture
-from jaxlm.data.parts import Part, Selection
+from jaxlm.data.mixture import MixtureLoader
+from jaxlm.data.parts import Part, SplitSide
 from jaxlm.data.records import MENDED
-from jaxlm.data.shards import Shards
+from jaxlm.data.shards import AnyShards, TokenShards, join, open_folders
 from jaxlm.data.text_digest import TextDigests
 from jaxlm.data.tokenizer import Bytes, Tokenizer
 from jaxlm.monitor.progress import Progress
 
-Say = Callable[[str], None]
-MakeReading = Callable[[Tokenizer, int], Reading]  # for rows of so many slots
+Log = Callable[[str], None]
+PrepareRows = Callable[[Tokenizer, int], RowChanges]  # from a tokenizer and the slots of a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Everything that a run reads."""
+    """The tokenizer, loaders and fingerprint of a run."""
 
     tokenizer: Tokenizer
     train: Loader
     validation: dict[str, Loader]
-    fingerprint: dict[
-        str, str | int
-    ]  # two runs with equal ones read the same rows in the same order
+    # Runs with equal fingerprints read the same rows in the same order.
+    fingerprint: dict[str, str | int]
 
 
 def open_data(
     config: DataConfig,
     *,
     seed: int,
-    reading: MakeReading = lambda tokenizer, sequence: Reading(),
+    prepare: PrepareRows = lambda tokenizer, sequence: RowChanges(),
     row_at: Callable[[Span], int] = lambda span: int(span.amount),
     rows: int = 0,
     root: Path | None = None,
-    say: Say = lambda _: None,
-    warn: Say = lambda _: None,
+    log: Log = lambda _: None,
+    warn: Log = lambda _: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Data:
-    """Finds, tokenises and plans what the config names; what was made before comes from the cache under `root`.
+    """Find, tokenize and plan the data of a config, reusing the cache under `root`.
 
-    Text is hashed to see that it is what was tokenised, 0.7 s a gigabyte; again only if a file changed, see `text_digest`.
-    Of token shards nothing is hashed.
+    Text is hashed at 0.7 s per GB to check that the cache is current, and again only if a file
+    changed (`text_digest`). Token shards are not hashed.
 
-    `reading` is how the objective reads rows. Weights that change over the run need to know at which row a span of it ends, and
-    how many `rows` it has in all. `warn` hears what of the data is not read as it was written, at every opening.
+    Args:
+      seed: seed of the order of training rows.
+      prepare: makes the objective's changes of rows.
+      row_at: row of the stream at which a span of the run ends, for weights that change.
+      rows: rows of the whole run, for the same.
+      warn: called at every opening with documents left out or changed.
+      progress: called during hashing and tokenizing.
 
     Raises:
-      JaxlmError: where the data is missing, broken, empty, or does not fit the tokenizer.
+      JaxlmError: if data is missing, broken, empty, or has another tokenizer.
     """
     root = cache.default() if root is None else root
-    train_parts, validation_parts = parts.find(config)
-    digests = TextDigests(root, progress, say)
-    encoder = _tokenizer(config, train_parts, digests, say)
-    read = reading(encoder, config.sequence)
-
-    def shards(part: Part) -> AnyShards:
-        return _shards(part, encoder, digests, say, warn, progress)
-
+    train_parts, validation_parts = parts.find_parts(config)
+    digests = TextDigests(root, progress, log)
+    encoder = _tokenizer(config, train_parts, digests)
+    changes = prepare(encoder, config.sequence)
     sources = {
-        part.source: _loader(shards(part), config, root, seed, read.train) for part in train_parts
+        part.source: _loader(
+            _shards(part, encoder, digests, warn), config, root, seed, changes.train
+        )
+        for part in train_parts
     }
     train = sources.get(parts.TRAIN)
     if train is None:
         joined = join([loader.shards for loader in sources.values()])
-        train = mixture.mixed(sources, joined, config, row_at=row_at, rows=rows)
+        train = mixture.mix_loaders(sources, joined, config, row_at=row_at, rows=rows)
     if config.damaged == "skip":
-        train = dataclasses.replace(train, most_lost=config.max_dropped)
-    # Runs of any seed are evaluated on the same rows.
-    opened = {part.name: shards(part) for part in validation_parts}
-    validation = {
-        f"{name}{added}": _loader(held, config, root, 0, corruption)
-        for name, held in opened.items()
-        for added, corruption in read.evaluations.items()
-    }
+        train = dataclasses.replace(train, max_lost=config.max_dropped)
+    held_out = {part.name: _shards(part, encoder, digests, warn) for part in validation_parts}
     fingerprint: dict[str, str | int] = {
         "tokenizer": encoder.digest,
         "sequence": config.sequence,
@@ -104,101 +100,103 @@ def open_data(
         "seed": seed,
         "order": packing.VERSION,
     }
-    if isinstance(train, Mixture):
+    if isinstance(train, MixtureLoader):
         fingerprint["mixture"] = mixture.VERSION
-    for name, part in (
+    for name, shards in (
         ("train", train.shards),
         *((f"train.{n}", s.shards) for n, s in sources.items() if n != parts.TRAIN),
-        *((f"validation.{n}", p) for n, p in opened.items()),
+        *((f"validation.{n}", s) for n, s in held_out.items()),
     ):
-        fingerprint[name] = hashlib.sha256("".join(part.manifest.digests).encode()).hexdigest()
-        fingerprint[f"{name}.documents"] = part.documents
-        fingerprint[f"{name}.tokens"] = part.manifest.tokens
-    return Data(encoder, train, validation, fingerprint)
+        fingerprint[name] = hashlib.sha256("".join(shards.manifest.digests).encode()).hexdigest()
+        fingerprint[f"{name}.documents"] = shards.documents
+        fingerprint[f"{name}.tokens"] = shards.manifest.tokens
+    return Data(encoder, train, _evaluations(held_out, config, root, changes), fingerprint)
 
 
 def _loader(
-    opened: AnyShards, config: DataConfig, root: Path, seed: int, corruption: AnyCorruption | None
+    shards: AnyShards, config: DataConfig, root: Path, seed: int, change: RowChange | None
 ) -> Loader:
-    """The rows of some shards, planned with the room that the corruption needs."""
-    length = config.sequence - (corruption.room if corruption else 0)
-    key = {
-        "shards": opened.manifest.digests,
-        "sequence": length,
-        "packing": config.packing,
-        "seed": seed,
-    }
-    folder = cache.folder(root, "plans", version=packing.VERSION, **key)
-    return Loader(
-        opened,
-        packing.plan(opened, length, config.packing, seed, folder),
-        config.sequence,
-        seed,
-        config.workers,
-        config.prefetch,
-        corruption=corruption,
+    """Return the loader of some shards, planned with the slots that `change` reserves."""
+    length = config.sequence - (change.reserved_slots if change else 0)
+    folder = cache.folder(
+        root,
+        "plans",
+        version=packing.VERSION,
+        shards=shards.manifest.digests,
+        sequence=length,
+        packing=config.packing,
+        seed=seed,
     )
+    plan = packing.open_plan(shards, length, config.packing, seed, folder)
+    options = config.sequence, seed, config.workers, config.prefetch
+    return Loader(shards, plan, *options, corruption=change)
 
 
 def open_tokenizer(
-    config: DataConfig, *, root: Path | None = None, say: Say = lambda _: None
+    config: DataConfig, *, root: Path | None = None, log: Log = lambda _: None
 ) -> Tokenizer:
-    """The tokenizer that the config names, trained on its training text where it is one to train."""
-    train, _ = parts.find(config)
-    digests = TextDigests(cache.default() if root is None else root, say=say)
-    return _tokenizer(config, train, digests, say)
+    """Return the tokenizer of a config; train it if necessary."""
+    train, _ = parts.find_parts(config)
+    return _tokenizer(config, train, TextDigests(root or cache.default(), log=log))
 
 
-def tokenise(config: DataConfig, out: Path, say: Say, progress: Progress) -> dict[str, Shards]:
-    """Writes each side of the data as a folder of shards under `out`, to be named in `data.train` and `data.validation`."""
-    train, validation = parts.find(config)
-    encoder = _tokenizer(config, train, TextDigests(cache.default(), progress, say), say)
+def tokenize(config: DataConfig, out: Path, log: Log, progress: Progress) -> dict[str, TokenShards]:
+    """Write each side of the data as a folder of token shards under `out`."""
+    train, validation = parts.find_parts(config)
+    encoder = _tokenizer(config, train, TextDigests(cache.default(), progress, log))
     written = {}
     for part in (*train, *validation):
         if part.corpus is None:
             raise ConfigError(
-                "this is tokenised already",
+                "data tokenize needs text, not token shards",
                 where=str(part.folders[0]),
-                why=f"it has a {manifest.NAME}; text is what is tokenised",
-                fix=f"jaxlm data check {shlex.quote(str(part.folders[0]))}    # they can be trained on",
+                why=f"the folder has a {manifest.NAME}",
+                fix=f"jaxlm data check {shlex.quote(str(part.folders[0]))}    # ready for training",
             )
         target = out / part.name
         if target.exists():
             raise DataError(
-                "the output folder exists",
+                "the output folder already exists",
                 where=str(target),
                 why="shards are never overwritten",
                 fix=f"--out={out}-2",
             )
-        with cache.writing(
-            target, fix="give --out a folder that can be written, on a disk with room"
-        ):
+        with cache.writing(target, fix="choose a writable --out folder on a disk with free space"):
             written[part.name] = _written(target, part, encoder, progress)
         for line in _losses(part.name, written[part.name].manifest):
-            say(line)
+            log(line)
     return written
 
 
 def text_loaders(
-    corpus: Corpus, encoder: Tokenizer, sequence: int, reading: MakeReading, root: Path, say: Say
+    corpus: Corpus, encoder: Tokenizer, sequence: int, prepare: PrepareRows, root: Path, log: Log
 ) -> dict[str, Loader]:
-    """The rows of any text under a given tokenizer, for the evaluations of an objective."""
-    digests = TextDigests(root, say=say)
-    opened = _shards(
-        *(Part("text", corpus, Selection()), encoder, digests, say, say),
-        lambda what, done, total: None,
-    )
+    """Return loaders of any text under a given tokenizer, one for each evaluation of an objective.
+
+    Args:
+      prepare: makes the objective's changes of rows.
+    """
+    part = Part("text", corpus, SplitSide())
+    opened = _shards(part, encoder, TextDigests(root, log=log), log)
     config = DataConfig(sequence=sequence)
+    return _evaluations({part.name: opened}, config, root, prepare(encoder, sequence))
+
+
+def _evaluations(
+    sets: dict[str, AnyShards], config: DataConfig, root: Path, changes: RowChanges
+) -> dict[str, Loader]:
+    """Return a loader for each set and evaluation; the rows are the same for every seed."""
     return {
-        f"text{added}": _loader(opened, config, root, 0, corruption)
-        for added, corruption in reading(encoder, sequence).evaluations.items()
+        f"{name}{suffix}": _loader(shards, config, root, 0, change)
+        for name, shards in sets.items()
+        for suffix, change in changes.evaluations.items()
     }
 
 
-def _tokenizer(config: DataConfig, train: list[Part], digests: TextDigests, say: Say) -> Tokenizer:
+def _tokenizer(config: DataConfig, train: list[Part], digests: TextDigests) -> Tokenizer:
     kind = config.tokenizer
     if folders := tuple(folder for part in train for folder in part.folders):
-        return _tokenizer_of_shards(open_folders(folders), kind, say)
+        return _tokenizer_of_shards(open_folders(folders), kind, digests.log)
     if kind == "bytes":
         return Bytes()
     if kind.endswith(TOKENIZER_FILES):
@@ -207,7 +205,7 @@ def _tokenizer(config: DataConfig, train: list[Part], digests: TextDigests, say:
     made_from = {
         "kind": kind,
         "corpus": corpora[0] if len(corpora) == 1 else corpora,
-        "selection": dataclasses.asdict(train[0].selection),  # that of all
+        "selection": dataclasses.asdict(train[0].selection),  # the same for all
         "version": 2,
     }
     folder = cache.folder(digests.root, "tokenizers", **made_from)
@@ -215,40 +213,40 @@ def _tokenizer(config: DataConfig, train: list[Part], digests: TextDigests, say:
     if not folder.exists():
         with cache.building(folder) as partial:
             if partial is not None:
-                say(f"training the tokenizer {kind}")
+                digests.log(f"training the tokenizer {kind}")
                 texts = (document.text for part in train for document in part.documents(Counter()))
-                (partial / path.name).write_bytes(train_tokenizer.train(kind, texts).serialise())
+                (partial / path.name).write_bytes(train_tokenizer.train(kind, texts).serialize())
     return tokenizer_file.load(path.read_bytes(), str(path))
 
 
-def _tokenizer_of_shards(opened: AnyShards, setting: str, say: Say) -> Tokenizer:
-    """The one that made the shards, where the setting does not ask for another.
+def _tokenizer_of_shards(shards: AnyShards, setting: str, log: Log) -> Tokenizer:
+    """Return the tokenizer of the shards. Raise ConfigError if the setting names another.
 
-    One that would be trained is compared by its kind and size: it cannot be, where there is no text. The default asks for
-    none; what is read instead is said.
-
-    Raises:
-      ConfigError: where it asks for another.
+    A trained tokenizer is compared by kind and size only, as there is no text to train it again.
+    The default setting accepts any; then the tokenizer is reported.
     """
-    own, asked = opened.tokenizer, None
+    tokenizer, requested = shards.tokenizer, None
     if setting.endswith(TOKENIZER_FILES):
-        asked = tokenizer_file.read(setting)
+        requested = tokenizer_file.read(setting)
     elif setting == "bytes":
-        asked = Bytes()
+        requested = Bytes()
     kind, _, size = setting.partition(":")
-    is_like = kind in own.kinds and size in ("", str(own.size))
-    is_own = asked.digest == own.digest if asked else is_like or setting == DataConfig().tokenizer
-    if not is_own:
+    is_like = kind in tokenizer.kinds and size in ("", str(tokenizer.size))
+    if (
+        requested.digest != tokenizer.digest
+        if requested
+        else not is_like and setting != DataConfig().tokenizer
+    ):
         raise ConfigError(
             "the tokenizer is not the one that made the token shards",
             where=f"data.tokenizer = {setting}",
-            why=f"that of {opened.folder} has {_described(own)}"
-            + (f", this one has {_described(asked)}" if asked else ""),
-            fix=f"--config.data.tokenizer={opened.folder / manifest.TOKENIZER}",
+            why=f"that of {shards.folder} has {_described(tokenizer)}"
+            + (f", this one has {_described(requested)}" if requested else ""),
+            fix=f"--config.data.tokenizer={shards.folder / manifest.TOKENIZER}",
         )
-    if asked is None:
-        say(f"the tokenizer is that of the token shards: {_described(own)}")
-    return own
+    if requested is None:
+        log(f"the tokenizer is that of the token shards: {_described(tokenizer)}")
+    return tokenizer
 
 
 def _described(tokenizer: Tokenizer) -> str:
@@ -256,52 +254,37 @@ def _described(tokenizer: Tokenizer) -> str:
 
 
 def _losses(name: str, manifest: Manifest) -> Iterator[str]:
-    """What of a part is not as it was written: documents left out, changed or odd, characters without an id."""
+    """Yield lines about a part: documents left out or changed, characters without an id."""
     lost = {what: n for what, n in manifest.left_out.items() if what not in parts.ELSEWHERE}
-    for words, reasons in (
-        ("left out of", sorted(lost.keys() - set(MENDED))),
-        ("in", sorted(lost.keys() & set(MENDED))),
-    ):
+    changed = lost.keys() & set(MENDED)
+    for words, reasons in (("left out of", lost.keys() - changed), ("in", changed)):
         if reasons:
-            yield f"{words} {name}: {', '.join(f'{lost[reason]} {reason}' for reason in reasons)}"
-    if manifest.unknown:
-        yield (
-            f"{manifest.unknown} characters of {name} are not in the tokenizer and became <|unk|>"
-        )
+            counts = ", ".join(f"{lost[reason]} {reason}" for reason in sorted(reasons))
+            yield f"{words} {name}: {counts}"
+    if n := manifest.unknown:
+        yield f"{n} characters of {name} are not in the tokenizer; they became <|unk|>"
 
 
-def _shards(
-    part: Part,
-    encoder: Tokenizer,
-    digests: TextDigests,
-    say: Say,
-    warn: Say,
-    progress: Progress,
-) -> AnyShards:
-    opened = _opened(part, encoder, digests, say, warn, progress)
-    for line in _losses(part.name, opened.manifest):
-        warn(line)
-    return opened
-
-
-def _opened(
-    part: Part,
-    encoder: Tokenizer,
-    digests: TextDigests,
-    say: Say,
-    warn: Say,
-    progress: Progress,
-) -> AnyShards:
+def _shards(part: Part, encoder: Tokenizer, digests: TextDigests, warn: Log) -> AnyShards:
+    """Open the shards of a part, from folders or the cache; report its losses."""
     if part.folders:
-        opened = open_folders(part.folders)
-        if opened.manifest.tokenizer != encoder.digest:
+        shards = open_folders(part.folders)
+        if shards.manifest.tokenizer != encoder.digest:
             raise ConfigError(
-                "token shards were made with another tokenizer than the training data",
-                where=f"{part.setting} = {opened.folder}",
-                why=f"its tokenizer has the digest {opened.manifest.tokenizer[:12]}, the run's {encoder.digest[:12]}",
+                "token shards have another tokenizer than the training data",
+                where=f"{part.setting} = {shards.folder}",
+                why=f"the digest is {shards.manifest.tokenizer[:12]}, that of the run "
+                f"{encoder.digest[:12]}",
                 fix="'--config.data.validation=()'    # no evaluation",
             )
-        return opened
+    else:
+        shards = _cached(part, encoder, digests, warn)
+    for line in _losses(part.name, shards.manifest):
+        warn(line)
+    return shards
+
+
+def _cached(part: Part, encoder: Tokenizer, digests: TextDigests, warn: Log) -> TokenShards:
     assert part.corpus is not None
     made_from = {
         "corpus": digests.of(part.corpus),
@@ -314,19 +297,18 @@ def _opened(
     folder = cache.folder(digests.root, "shards", **made_from)
     if folder.exists():
         try:
-            return Shards.open(folder)
+            return TokenShards.open(folder)
         except JaxlmError as error:
-            warn(f"the cached tokens of {part.name} are made again: {error.what}, {error.why}")
-    say(
-        f"tokenising {part.name}: {len(part.corpus.files)} file{'s' if len(part.corpus.files) != 1 else ''}"
-    )
+            warn(f"rebuilding the cached tokens of {part.name}: {error.what}, {error.why}")
+    count = len(part.corpus.files)
+    digests.log(f"tokenizing {part.name}: {count} file{'s' if count != 1 else ''}")
     with cache.writing(folder):
-        return _written(folder, part, encoder, progress, _is_whole)
+        return _written(folder, part, encoder, digests.progress, _is_whole)
 
 
 def _is_whole(folder: Path) -> bool:
     try:
-        Shards.open(folder)
+        TokenShards.open(folder)
     except JaxlmError:
         return False
     return True
@@ -338,19 +320,18 @@ def _written(
     encoder: Tokenizer,
     progress: Progress,
     is_whole: Callable[[Path], bool] = lambda folder: True,
-) -> Shards:
+) -> TokenShards:
     assert part.corpus is not None
-    counts: Counter[str] = Counter()
-    total = part.corpus.size
+    counts, total, title = Counter[str](), part.corpus.size, f"tokenizing {part.name}"
     written = writer.write(
         folder,
         part.documents(counts),
         encoder,
         counts,
-        lambda done: progress(f"tokenising {part.name}", done, total),
+        lambda done: progress(title, done, total),
         name=part.setting,
         is_whole=is_whole,
     )
-    # Documents of the other side may follow its last one.
-    progress(f"tokenising {part.name}", total, total)
+    # Documents of the other side may follow the last one.
+    progress(title, total, total)
     return written

@@ -1,4 +1,4 @@
-"""Documents from the files that patterns find, and from the source of Python's own library."""
+"""Documents of the files that patterns match, and of Python's own library."""
 
 import dataclasses
 import glob
@@ -27,11 +27,11 @@ from jaxlm.data.records import (
     read,
 )
 
-PROBED_RECORDS = 1000  # of each source are read before anything is made of the data
-PROBED_BYTES = 2**27  # of all sources, at most: half a second of text, one of JSON
-MAX_DROPPED = 0.001  # of the records
+PROBED_RECORDS = 1000  # of each source are read before tokenizing
+PROBED_BYTES = 2**27  # limit for all sources: half a second of text, a second of JSON
+MAX_DROPPED = 0.001  # share of the records
 STDLIB_PARTS = {"stdlib:train", "stdlib:validation"}
-# pydoc_data is no source: one generated file of prose, which would be 60% of the validation bytes.
+# pydoc_data is one generated file of prose; it would be 60% of the validation bytes.
 STDLIB_LEFT_OUT = {
     "test",
     "tests",
@@ -41,25 +41,25 @@ STDLIB_LEFT_OUT = {
     "dist-packages",
     "__pycache__",
 }
-SHOWN = 6  # names of a folder, in an error
-PROBED_FILES = 10_000  # of a folder that was named in place of its files
+SHOWN = 6  # names of a folder that an error lists
+PROBED_FILES = 10_000  # limit for a folder that was named instead of its files
 STDLIB_HELD_OUT = 13  # of the 256 values of a path hash's first byte: about 5%
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The files behind some patterns, in order of their paths. `names` are what reports call them.
+    """The files that some patterns match, sorted by path; `names` are their names in reports.
 
-    A broken record is left out and counted, up to a share `max_dropped` of all: a crawl of a billion pages has some, a
-    wrong text key or a file of another kind has many. Among the first records one without the text key is refused: there it
-    is likely to be one of many, and nothing has been made of the data yet.
+    Broken records are left out and counted, up to a share `max_dropped` of all: a crawl of a
+    billion pages has some, a wrong text key or file format has many. A record without the text key
+    among the first ones is an error: it is probably one of many, and no work has been done yet.
     """
 
     files: tuple[Path, ...]
     names: tuple[str, ...]
     text_key: str
     max_dropped: float = MAX_DROPPED
-    other_encoding: int = 0  # files of Python's library, which the corpus is defined without
+    other_encoding: int = 0  # files of Python's library that are left out
 
     @classmethod
     def find(
@@ -70,16 +70,21 @@ class Corpus:
         max_dropped: float = MAX_DROPPED,
         entries: tuple[str, ...] = (),
     ) -> "Corpus":
-        """Every file that a pattern matches. `setting` is the path of a setting, or a flag, that the patterns come from.
+        """Return every file that a pattern matches.
 
-        `entries` is the whole setting if the patterns are one source of several, as NAME=PATTERN.
+        Args:
+          patterns: paths, globs, or `stdlib:train` and `stdlib:validation`.
+          text_key: field of a record with its text.
+          setting: path of the setting, or flag, of the patterns.
+          max_dropped: share of the records that may be broken.
+          entries: the whole setting if the patterns are one source of several, as NAME=PATTERN.
 
         Raises:
-          InputMissing: where a pattern matches no file; the fix keeps all other entries.
-          DataError: where a file is found twice, by two patterns or through a link.
+          InputMissing: if a pattern matches no file; the fix keeps all other entries.
+          DataError: if a file matches two patterns, or is reached through a link as well.
         """
-        found: dict[Path, str] = {}
-        real: dict[Path, str] = {}
+        names: dict[Path, str] = {}
+        real_names: dict[Path, str] = {}
         other_encoding = 0
         for pattern in patterns:
             if pattern in STDLIB_PARTS:
@@ -91,14 +96,14 @@ class Corpus:
                     for path in map(Path, _matches(pattern, setting, entries or patterns))
                 }
                 for path, name in files.items():
-                    before = real.setdefault(path.resolve(), name)
-                    if before != name or path in found:
+                    before = real_names.setdefault(path.resolve(), name)
+                    if before != name or path in names:
                         raise _listed_twice(before, name, pattern, setting)
-            found |= files
-        return cls(tuple(found), tuple(found.values()), text_key, max_dropped, other_encoding)
+            names |= files
+        return cls(tuple(names), tuple(names.values()), text_key, max_dropped, other_encoding)
 
     def named(self) -> Iterator[tuple[Path, str]]:
-        """The files that the user named, those of Python's library left out, and their names."""
+        """Yield files that the user named, without Python's library, and their names."""
         return (
             (path, name)
             for path, name in zip(self.files, self.names, strict=True)
@@ -111,16 +116,16 @@ class Corpus:
         return sum(path.stat().st_size for path in self.files)
 
     def documents(self, counts: Counter[str], start: Start | None = None) -> Iterator[Document]:
-        """Every document, one at a time, or those at the start; what is left out or mended is counted.
+        """Yield every document, or those covered by `start`; count what is left out or repaired.
 
-        Raises:
-          DataError: where a file is not what its name says, or more than `max_dropped` of the records are broken.
+        Raise DataError if a file has another format than its name, or more than `max_dropped` of
+        the records are broken.
         """
         if self.other_encoding:
             counts["files of the library in another encoding"] += self.other_encoding
         seen = dropped = 0
         first: Broken | None = None
-        # A text is one record, so that of texts alone it is known how many there are.
+        # A text file is one record, so the total is known if all are text files.
         least = len(self.files) if all(map(is_text, self.files)) else PROBED_RECORDS
         for record, before in self._records(counts, start):
             seen += 1
@@ -128,7 +133,7 @@ class Corpus:
                 dropped += 1
                 first = first or record
                 counts[record.reason] += 1
-                # Of the first few even one would be more than its share.
+                # A single broken record among the first few would exceed the share.
                 most_dropped = self.max_dropped * max(seen, least)
                 is_early = record.reason == NO_TEXT and seen <= PROBED_RECORDS
                 if dropped > most_dropped or (is_early and dropped >= most_dropped):
@@ -146,7 +151,9 @@ class Corpus:
     def _records(
         self, counts: Counter[str], start: Start | None
     ) -> Iterator[tuple[Document | Broken, int]]:
-        """Every record, or those at the start, and the bytes on disk of the files before its own."""
+        """Yield every record, or those covered by `start`, with the bytes on disk of the files
+        before.
+        """
         before = 0
         for path, name in zip(self.files, self.names, strict=True):
             for record in read(path, name, self.text_key, counts, start):
@@ -162,20 +169,21 @@ class Corpus:
         return DataError(
             error.what,
             where=error.where,
-            why=f"{error.why}; {dropped} of the {read} records so far {'are' if dropped > 1 else 'is'} broken, "
-            f"data.max_dropped = {self.max_dropped:g} of them may be",
+            why=f"{error.why}; {dropped} of the {read} records so far "
+            f"{'are' if dropped > 1 else 'is'} broken, data.max_dropped = {self.max_dropped:g} of "
+            "them may be",
             fix=error.fix,
         )
 
 
 def _listed_twice(before: str, name: str, pattern: str, setting: str) -> DataError:
     return DataError(
-        "a file is listed twice",
+        "the data lists a file twice",
         where=setting,
         why=f"{before} and {name} are one file"
         if before != name
-        else f"{pattern} finds {name}, as a pattern before it does",
-        fix="name each file once: patterns that do not overlap, and no links to files that they find",
+        else f"{pattern} and an earlier pattern match {name}",
+        fix="name each file once: no overlapping patterns, no links to files that they match",
     )
 
 
@@ -186,10 +194,13 @@ def _matches(pattern: str, setting: str, entries: tuple[str, ...]) -> list[str]:
     folder = _nearest_folder(pattern)
     meant = _meant(pattern)
     if Path(pattern).is_dir():
-        what, why = f"{pattern} is a folder", "files are named by a path or a glob"
+        what, why = f"{pattern} is a folder", "a path or a glob names files"
     else:
         what = f"no file matches {pattern}"
-        why = "a pattern is a path or a glob such as 'texts/**/*.txt', read from the current directory"
+        why = (
+            "a pattern is a path or a glob such as 'texts/**/*.txt', relative to the current "
+            "directory"
+        )
     names = sorted(each.name for each in folder.iterdir())[:SHOWN]
     raise InputMissing(
         what,
@@ -200,7 +211,7 @@ def _matches(pattern: str, setting: str, entries: tuple[str, ...]) -> list[str]:
 
 
 def _flags(setting: str, pattern: str, meant: list[str], entries: tuple[str, ...]) -> list[str]:
-    """Return the flags that name `meant` in place of a pattern, and keep the other entries."""
+    """Return the flags that replace a pattern by `meant` and keep the other entries."""
     if setting.startswith("--"):
         return [shlex.quote(f"{setting}={each}") for each in meant]
     flags = []
@@ -214,7 +225,7 @@ def _flags(setting: str, pattern: str, meant: list[str], entries: tuple[str, ...
 
 
 def _meant(pattern: str) -> list[str]:
-    """Return patterns of the text that was probably meant: what a folder holds, or a near path."""
+    """Return the patterns that were probably meant: text in the folder, or a similar path."""
     path = Path(pattern)
     if path.is_dir():
         shards = sorted(each.parent for each in path.glob(f"*/{MANIFEST}"))
@@ -226,33 +237,36 @@ def _meant(pattern: str) -> list[str]:
         if glob.has_magic(part) or not folder.is_dir() or (folder / part).exists():
             continue
         near = nearest(part, (each.name for each in folder.iterdir()))
-        found = near and str(Path(*path.parts[:number], near, *path.parts[number + 1 :]))
-        return [found] if found and glob.glob(found, recursive=True) else []
+        candidate = near and str(Path(*path.parts[:number], near, *path.parts[number + 1 :]))
+        return [candidate] if candidate and glob.glob(candidate, recursive=True) else []
     return []
 
 
 def _globs(folder: Path) -> list[str]:
-    """Return a glob for each kind of text in a folder, by the ends of the names."""
-    kinds: dict[str, bool] = {}  # ending -> whether a file lies deeper
+    """Return a glob for each kind of text in a folder, by file-name ending."""
+    kinds: dict[str, bool] = {}  # ending -> is a file in a subfolder
     files = (each for each in folder.rglob("*") if each.is_file() and each.name[0] != ".")
     for path in itertools.islice(files, PROBED_FILES):
         kind = ending(path)
         if kind in kinds or looks_like_text(path):
             kinds[kind] = kinds.get(kind, False) or path.parent != folder
     if len(kinds) > 1:
-        kinds.pop("", None)  # a glob for names without an ending matches all others too
+        kinds.pop("", None)  # a glob for names without an ending matches all files
     return [f"{folder}/{'**/' if deep else ''}*{kind}" for kind, deep in sorted(kinds.items())]
 
 
 def _nearest_folder(pattern: str) -> Path:
-    """Return the folder nearest to a pattern that exists; the pattern itself if it is one."""
+    """Return the nearest existing folder of a pattern."""
     return next((path for path in (Path(pattern), *Path(pattern).parents) if path.is_dir()), Path())
 
 
 def _stdlib(part: str) -> tuple[dict[Path, str], int]:
-    """Python's library without its tests, split by the first byte of sha256 of the path inside it; and files left out."""
+    """Return files of Python's library, without its tests, and the number of files left out.
+
+    The first byte of sha256 of a path decides between training and validation.
+    """
     root = Path(sysconfig.get_path("stdlib"))
-    found, left_out = {}, 0
+    files, left_out = {}, 0
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         inner = path.relative_to(root)
         if STDLIB_LEFT_OUT.intersection(inner.parts[:-1]):
@@ -260,14 +274,14 @@ def _stdlib(part: str) -> tuple[dict[Path, str], int]:
         held_out = hashlib.sha256(inner.as_posix().encode()).digest()[0] < STDLIB_HELD_OUT
         if held_out == (part == "stdlib:validation"):
             if _is_utf8(path):
-                found[path] = inner.as_posix()
+                files[path] = inner.as_posix()
             else:
                 left_out += 1
-    return found, left_out
+    return files, left_out
 
 
 def _is_utf8(path: Path) -> bool:
-    """A few library files declare another encoding; the corpus is defined without them."""
+    """Return if a file is UTF-8; a few library files declare another encoding and are left out."""
     try:
         path.read_bytes().decode()
     except UnicodeDecodeError:

@@ -1,25 +1,24 @@
-"""Tokenizers that are a `tokenizer.json` of Hugging Face: one that was given, one that was trained here, that of a model."""
+"""Tokenizers from a Hugging Face `tokenizer.json`: given by the user, trained here, or imported."""
 
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.tokenizer import (
-    LARGEST_VOCABULARY,
-    LONGEST,
+    MAX_SPAN,
+    MAX_VOCABULARY,
     SPECIALS,
     SentencePiece,
     Tokenizer,
-    as_json,
+    tokenizer_error,
 )
 
 
 class HuggingFace(Tokenizer):
-    """A `tokenizer.json` of Hugging Face's tokenizers, shifted up behind our special tokens."""
+    """A user's `tokenizer.json`, its ids shifted behind our special tokens."""
 
     shift = len(SPECIALS)
 
@@ -27,24 +26,22 @@ class HuggingFace(Tokenizer):
         import tokenizers
 
         self.content, self._where = content, where
-        with rust_errors("a tokenizer.json cannot be read", where):
+        with library_errors("a tokenizer.json cannot be read", where):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
+        # the spelling of a special token in text stays text
+        self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {number for number, token in added.items() if token.special}
-        self._spelt = (
-            added.keys() - self._special
-        )  # as in text, whatever the model's own pieces are
+        self._spelt = added.keys() - self._special  # these are plain text, not byte-level
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        size = max(ids, default=-1) + 1  # there may be gaps
-        if size > LARGEST_VOCABULARY:
-            raise DataError(
-                "a tokenizer.json has an id that no embedding would hold",
-                where=where,
-                why=f"id {size - 1:,}, and ids below {LARGEST_VOCABULARY:,} are allowed",
-                fix=FIND_TOKENIZERS,
+        size = max(ids, default=-1) + 1  # ids may have gaps
+        if size > MAX_VOCABULARY:
+            raise tokenizer_error(
+                "a tokenizer.json has an id above the allowed maximum",
+                where,
+                f"its largest id is {size - 1:,}; ids below {MAX_VOCABULARY:,} are allowed",
             )
         parsed = json.loads(content)
         self._is_byte_level = "ByteLevel" in json.dumps(parsed.get("decoder") or {})
@@ -74,23 +71,22 @@ class HuggingFace(Tokenizer):
         return piece.replace(SentencePiece.SPACE, " ").encode()
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, specials never among them. Raises DataError where the library fails."""
-        with rust_errors("a tokenizer.json cannot encode a text", self._where):
+        """Return the ids of each text, without special ids. Raise DataError if encoding fails."""
+        with library_errors("a tokenizer.json failed to encode a text", self._where):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [
             [self.unk if i in self._special else i + self.shift for i in one.ids] for one in encoded
         ]
 
-    def serialise(self) -> bytes:
-        """The content of the file that `tokenizer_file.load` reads back."""
+    def serialize(self) -> bytes:
+        """Return the content of the tokenizer file."""
         return self.content
 
 
-class Trained(HuggingFace):
-    """A `tokenizer.json` that was trained here, with our special tokens where every tokenizer of ours has them.
+class TrainedTokenizer(HuggingFace):
+    """A `tokenizer.json` trained by jaxlm, with our special tokens first.
 
-    Raises:
-      DataError: where it has others.
+    Raise DataError if the first tokens are others.
     """
 
     kinds = ("bpe", "wordpiece")
@@ -98,32 +94,30 @@ class Trained(HuggingFace):
 
     def __init__(self, content: bytes, where: str = "tokenizer"):
         super().__init__(content, where)
-        found = tuple(map(self._tokenizer.id_to_token, range(len(SPECIALS))))
-        if found != SPECIALS or self._special != set(range(len(SPECIALS))):
-            raise DataError(
+        first_tokens = tuple(map(self._tokenizer.id_to_token, range(len(SPECIALS))))
+        if first_tokens != SPECIALS or self._special != set(range(len(SPECIALS))):
+            raise tokenizer_error(
                 "a trained tokenizer does not start with the special tokens that jaxlm reserves",
-                where=where,
-                why=f"its first tokens are {found[:4]}",
-                fix=FIND_TOKENIZERS,
+                where,
+                f"its first tokens are {first_tokens[:4]}",
             )
 
-    def serialise(self) -> bytes:
-        """The content of the file that `tokenizer_file.load` reads back."""
-        return as_json({"kind": "trained", "content": self.content.decode()})
+    def serialize(self) -> bytes:
+        """Return the content of the tokenizer file."""
+        return json.dumps({"kind": "trained", "content": self.content.decode()}).encode()
 
 
-class Imported(HuggingFace):
-    """The `tokenizer.json` of an imported model, with the model's own ids and its own tokens around a document.
+class ImportedTokenizer(HuggingFace):
+    """The `tokenizer.json` of an imported model, with the model's own ids and special tokens.
 
     Args:
-      content: the tokenizer.json.
-      before: ids in front of each document, such as Llama's <s>; many models have none.
+      before: ids in front of each document, such as Llama's <s>; empty for many models.
       after: ids behind each document, at least one.
-      ends: ids that end an answer, beside the first of those; what is no id of the tokenizer is left out.
-      where: for errors.
+      ends: more ids that end an answer; unknown ids are ignored.
+      where: file name in errors.
 
     Raises:
-      DataError: where an id is not one of the tokenizer's.
+      DataError: if an id is not in the tokenizer.
     """
 
     shift = 0
@@ -142,10 +136,11 @@ class Imported(HuggingFace):
         outside = [i for i in (*before, *after) if not 0 <= i < self.size]
         if outside or not after:
             raise DataError(
-                "a model's tokens around a document are none of its tokenizer's",
+                "a model's begin or end token is not in its tokenizer",
                 where=where,
-                why=f"ids {outside} of {self.size:,}" if outside else "nothing ends a document",
-                fix="config.json or tokenizer_config.json of the model names them: eos_token, bos_token",
+                why=f"ids {outside} of {self.size:,}" if outside else "no id ends a document",
+                fix="set eos_token and bos_token in the model's config.json or "
+                "tokenizer_config.json",
             )
         self.pad = self.eos = self.after[0]
         self.ends = tuple(sorted({self.eos, *(i for i in ends if 0 <= i < self.size)}))
@@ -158,37 +153,37 @@ class Imported(HuggingFace):
         self.reserved = {tokens[number].content: number for number in sorted(tokens)}
         self.specials = {name: i for name, i in self.reserved.items() if i in self._special}
 
-    def encode_spelt(self, text: str) -> list[int]:
-        """The ids of a text in which special tokens that are spelt out are meant: what a chat template made."""
+    def encode_with_specials(self, text: str) -> list[int]:
+        """Return the ids of chat text; spelled special tokens become special ids."""
         self._tokenizer.encode_special_tokens = False
         try:
-            with rust_errors("a tokenizer.json cannot encode a text", self._where):
+            with library_errors("a tokenizer.json failed to encode a text", self._where):
                 return self._tokenizer.encode(text, add_special_tokens=False).ids
         finally:
             self._tokenizer.encode_special_tokens = True
 
-    def serialise(self) -> bytes:
-        """The content of the file that `tokenizer_file.load` reads back."""
+    def serialize(self) -> bytes:
+        """Return the content of the tokenizer file."""
         around = {"before": self.before, "after": self.after, "ends": self.ends}
-        return as_json({"kind": "imported", **around, "content": self.content.decode()})
+        return json.dumps({"kind": "imported", **around, "content": self.content.decode()}).encode()
 
 
 def _span(parsed: dict[str, Any]) -> int | None:
     """Return `Tokenizer.span` of a tokenizer.json.
 
-    Words of a fixed number of characters depend on all text in front of them. A unigram model over
-    a whole text, without words, breaks ties by sums that are rounded by what is in front of them.
+    Words of a fixed number of characters depend on all preceding text. A unigram model over a whole
+    text, without words, breaks ties by sums whose rounding depends on the preceding text.
     """
     steps = _steps(parsed.get("pre_tokenizer"))
     if any(step["type"] == "FixedLength" for step in steps):
         return None
     has_words = any(step["type"] != "Metaspace" or step.get("split", True) for step in steps)
     is_rounded = parsed["model"].get("type") == "Unigram" and not has_words
-    return LONGEST if is_rounded else Tokenizer.span
+    return MAX_SPAN if is_rounded else Tokenizer.span
 
 
 def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the pre-tokenizers that a pre-tokenizer consists of."""
+    """Return the pre-tokenizers of a pre-tokenizer sequence."""
     if step is None:
         return []
     inner = step.get("pretokenizers")
@@ -196,25 +191,26 @@ def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def rust_errors(what: str, where: str) -> Iterator[None]:
-    """Turns what `tokenizers` and `sentencepiece` raise into a DataError: plain Exceptions, or a panic of Rust, which is none."""
+def library_errors(what: str, where: str) -> Iterator[None]:
+    """Convert what `tokenizers` and `sentencepiece` raise to DataError.
+
+    They raise plain Exceptions, or a Rust panic, which is not an Exception.
+    """
     try:
         yield
     except JaxlmError:
         raise
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise DataError(
-                what,
-                where=where,
-                why=str(error)[:300],
-                fix=FIND_TOKENIZERS,
-            ) from error
+            raise tokenizer_error(what, where, str(error)[:300]) from error
         raise
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's printable stand-in for each byte: itself where printable, else the next unused character from U+0100."""
+    """Return GPT-2's printable character of each byte, mapped to the byte.
+
+    A printable byte stands for itself, others take the next unused character from U+0100.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -223,3 +219,46 @@ def _byte_characters() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _byte_characters()
+
+
+class ExtraToken(NamedTuple):
+    """An added token; a special one never results from text."""
+
+    text: str
+    number: int
+    is_special: bool
+
+
+def with_extra_tokens(content: bytes, added: Iterable[ExtraToken], where: str) -> bytes:
+    """Add tokens to a tokenizer.json. Raise DataError if one would get another id."""
+    import tokenizers
+
+    with library_errors("a tokenizer.json failed to take added tokens", where):
+        built = tokenizers.Tokenizer.from_buffer(content)
+        for token in sorted(added, key=lambda token: token.number):
+            entry = tokenizers.AddedToken(token.text, normalized=False, special=token.is_special)
+            built.add_tokens([entry])
+            if (number := built.token_to_id(token.text)) != token.number:
+                raise DataError(
+                    "an added token would get another id than in the model",
+                    where=where,
+                    why=f"{token.text!r:.60} has id {token.number:,}, and would get {number}",
+                    fix="use a folder with tokenizer.json, as transformers writes it",
+                )
+        return built.to_str().encode()
+
+
+def prepend_token(built: Any, name: str) -> None:
+    """Make a library tokenizer begin every text with one of its special tokens."""
+    from tokenizers import processors
+
+    built.post_processor = processors.TemplateProcessing(
+        single=f"{name} $A",
+        pair=f"{name} $A {name} $B",
+        special_tokens=[(name, built.token_to_id(name))],
+    )
+
+
+def vocabulary_error(what: str, where: str, why: str) -> DataError:
+    """Return the error of a vocabulary file that is damaged."""
+    return DataError(what, where=where, why=why, fix="fetch the file again")

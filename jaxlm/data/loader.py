@@ -12,64 +12,49 @@ import numpy as np
 
 from jaxlm.core.batch_schedule import BatchSchedule, Phase
 from jaxlm.core.errors import DataError, JaxlmError
-from jaxlm.data import damage
 from jaxlm.data.batch import Tokens
-from jaxlm.data.corrupt.rows import AnyCorruption, Key
-from jaxlm.data.joined import AnyShards
-from jaxlm.data.packing import Plan
-from jaxlm.data.shards import Damaged
+from jaxlm.data.corrupt.rows import RowChange, RowKey
+from jaxlm.data.packing import PackingPlan
+from jaxlm.data.shards import AnyShards, DamagedShard
 
-# Rows cut into shorter ones, for the first stages of a run.
+# (document, first id that cannot be read, number of ids), and the error.
+LostPiece = tuple[tuple[int, int, int], DamagedShard]
 
-
-def cut(batch: Tokens, length: int) -> Tokens:
-    """Each row [T] of a host's batch as T / length rows, in order; no token is lost, and a document goes on in the next.
-
-    What a row begins with is its segment 1, at position 0: as if the row had been packed with that length. For rows as causal
-    and mtp read them: of those that another objective has changed, a piece would lack what the rest tells, such as the span
-    that belongs to a sentinel.
-    """
-    tokens, targets, weights, segments, positions = (
-        np.asarray(field).reshape(-1, length) for field in batch[:5]
-    )
-    first = segments[:, :1]
-    goes_on = segments == first
-    positions = np.where(goes_on & (segments > 0), positions - positions[:, :1], positions)
-    segments = np.where(segments > 0, segments - first + 1, 0).astype(np.int32)
-    return Tokens(tokens, targets, weights, segments, positions.astype(np.int32))  # type: ignore[arg-type]
-
-
-DRAWN = (0,)  # the shuffle of the rows of a partial evaluation
-ROUNDS = 4  # of the index permutation's Feistel network
+EVALUATION_SEED = (0,)  # seed of the row shuffle of a partial evaluation
+ROUNDS = 4  # rounds of the Feistel network of the index permutation
 
 
 class WorkerLost(JaxlmError):
-    """A process that reads data ended by itself."""
+    """A data worker process died."""
 
     kind = "data worker lost"
 
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """The rows of one shard set.
+    """The rows of one shard set, as an endless shuffled stream.
+
+    The global batch of a step is a slice of the stream: each epoch is all rows, permuted by an O(1)
+    function of seed and epoch. The cursor is the step, so seeking is free, and any number of hosts
+    reads the same stream, each its own rows of every batch.
 
     Args:
-      most_lost: the share of the set's tokens that may weigh nothing because they cannot be read; None ends with the first.
-      corruption: what an objective makes of each row, by the row and its epoch; None leaves rows as they are.
-
-    The global batch at a step is a slice of an endless stream of rows: each epoch is all rows, permuted by an O(1)
-    function of the seed and the epoch. So the cursor is the step, going to any step costs nothing, and any number of
-    hosts reads the same stream, each its own rows of every batch.
+      seed: seed of the order of rows and of the corruption.
+      workers: processes that read; 0 reads in threads.
+      prefetch: batches that are read ahead.
+      most_lost: share of the tokens that may be unreadable and get weight 0; None raises at the
+        first.
+      corruption: the objective's change of each row, by row and epoch; None leaves rows unchanged.
     """
 
     shards: AnyShards
-    plan: Plan
+    plan: PackingPlan
     sequence: int
     seed: int
     workers: int = 0
     prefetch: int = 8
-    most_lost: float | None = None
-    corruption: AnyCorruption | None = None
+    max_lost: float | None = None
+    corruption: RowChange | None = None
 
     def batches(
         self,
@@ -80,27 +65,34 @@ class Loader:
         skips: Sequence[tuple[int, int]] = (),
         warn: Callable[[str], None] = lambda _: None,
     ) -> Iterator[Tokens]:
-        """The host's rows of the global batches from step `start` on, without end; read ahead by Grain.
+        """Return an endless iterator of the host's rows of the global batches, read ahead by Grain.
 
-        Where batches differ in size, `rows` has the host's rows of each size. `skips` are ranges of batches, by their number
-        in the stream, that are left out. `warn` is told what of the rows cannot be read.
+        Args:
+          start: first step.
+          batch: rows of a global batch, or their schedule.
+          rows: the host's rows of a batch, by batch size if sizes differ; all of them by default.
+          skips: ranges [low, high) of batch numbers in the stream that are left out.
+          warn: called for rows that cannot be read.
 
         Raises:
-          DataError: where there are fewer rows than a batch takes; from the iterator, where a shard is damaged.
-          WorkerLost: from the iterator, where a worker process died.
+          DataError: if the set has fewer rows than a batch; from the iterator, if a shard is
+            damaged.
+          WorkerLost: from the iterator, if a worker process died.
         """
-        pace = batch if isinstance(batch, BatchSchedule) else constant(batch, self.sequence)
-        sizes = [stage.rows for stage in pace.phases]
+        schedule = (
+            batch if isinstance(batch, BatchSchedule) else constant_schedule(batch, self.sequence)
+        )
+        sizes = [stage.rows for stage in schedule.phases]
         if self.plan.rows < max(sizes):
             raise self._too_short(max(sizes))
         import grain
 
-        own = (
+        host_rows = (
             {size: slice(0, size) if rows is None else rows for size in sizes}
             if rows is None or isinstance(rows, slice)
             else dict(rows)
         )
-        steps = grain.MapDataset.source(_Steps(self, pace, own, tuple(skips)))[start:]
+        steps = grain.MapDataset.source(_Steps(self, schedule, host_rows, tuple(skips)))[start:]
         options = grain.ReadOptions(
             num_threads=min(4, self.prefetch), prefetch_buffer_size=self.prefetch
         )
@@ -108,8 +100,10 @@ class Loader:
         if self.workers:
             from absl import flags
 
-            flags.FLAGS.mark_as_parsed()  # Grain's workers read absl flags, which nobody parses here
-            # Batches come through a pipe: shared memory is 64 MB in many containers, and is left behind by a killed worker.
+            # Grain's workers read absl flags, which are not parsed here
+            flags.FLAGS.mark_as_parsed()
+            # Send batches through a pipe: many containers have 64 MB of shared memory, and a killed
+            # worker leaks it.
             dataset = grain.experimental.WithOptionsIterDataset(
                 dataset, grain.experimental.DatasetOptions(min_shm_size=2**62)
             ).mp_prefetch(
@@ -119,64 +113,69 @@ class Loader:
                 worker_init_fn=_end_with_parent,
             )
         stream = _closing(iter(dataset))
-        if self.most_lost is None:
+        if self.max_lost is None:
             return stream
         read = (
-            (each, functools.partial(self._losses_at, number(step, skips), pace, own))
+            (
+                each,
+                functools.partial(self._losses_at, batch_number(step, skips), schedule, host_rows),
+            )
             for step, each in enumerate(stream, start)
         )
-        return damage.told(read, self.shards.manifest.tokens, self.most_lost, warn)
+        return skip_damaged(read, self.shards.manifest.tokens, self.max_lost, warn)
 
     def at(self, step: int, *, batch: int | BatchSchedule, rows: slice) -> Tokens:
-        """The given rows of the global batch at `step`, uncut."""
+        """Return the given rows of the global batch at `step`, uncut."""
         first = _first(step, batch)
         return self._stack(self.keys(first + rows.start, first + rows.stop))
 
-    def keys(self, start: int, stop: int) -> list[Key]:
-        """Where the rows of the stream from `start` up to `stop` are read."""
+    def keys(self, start: int, stop: int) -> list[RowKey]:
+        """Return the keys of the stream's rows from `start` to `stop`."""
         size = self.plan.rows
         numbers = (divmod(number, size) for number in range(start, stop))
         return [
-            Key(self.seed, epoch, shuffled(index, size, [self.seed, epoch]))
+            RowKey(self.seed, epoch, shuffled(index, size, [self.seed, epoch]))
             for epoch, index in numbers
         ]
 
     def evaluation(
         self, *, batch: int, rows: slice | None = None, limit: int | None = None
     ) -> Iterator[Tokens]:
-        """Yield every row once, in the plan's order, or `limit` batches of rows that are drawn.
+        """Yield every row once in the plan's order, or `limit` batches of randomly drawn rows.
 
-        Rows are drawn without replacement by one fixed shuffle: the same at every evaluation and
-        in every run, on any number of hosts, and the first n of them whatever the batch. The plan
-        would have the rows of long documents first. Rows are changed as in the first epoch. The
-        last batch of all rows is filled up with rows of weight 0.
+        Rows are drawn without replacement by one fixed shuffle: the same at every evaluation and in
+        every run, on any number of hosts, and the first n for any batch size. (The plan has rows of
+        long documents first.) Rows are changed as in the first epoch. Rows of weight 0 fill up the
+        last batch of all rows.
         """
         count = self.evaluated(batch=batch, limit=limit)
         is_drawn = count < self.plan.rows
         rows = rows or slice(0, batch)
 
-        def key(number: int) -> Key | None:
+        def key(number: int) -> RowKey | None:
             if number >= count:
                 return None
-            row = shuffled(number, self.plan.rows, DRAWN) if is_drawn else number
-            return Key(self.seed, 0, row)
+            row = shuffled(number, self.plan.rows, EVALUATION_SEED) if is_drawn else number
+            return RowKey(self.seed, 0, row)
 
         for start in range(0, count, batch):
             yield self._stack([key(start + n) for n in range(rows.start, rows.stop)])
 
     def evaluated(self, *, batch: int, limit: int | None) -> int:
-        """Return how many rows an `evaluation` reads."""
+        """Return the number of rows that an `evaluation` reads."""
         return self.plan.rows if limit is None else min(limit * batch, self.plan.rows)
 
     def origins(self, step: int, *, batch: int | BatchSchedule) -> list[list[tuple[str, int]]]:
-        """For each row of the global batch at `step`, uncut, the (file, record) of its documents."""
+        """Return the (file, record) of each document, for each row of the global batch at `step`,
+        uncut.
+        """
         return [
             [self.shards.origin(int(d)) for d in self.plan.pieces(key.row)["document"]]
             for key in self.keys(_first(step, batch), _first(step + 1, batch))
         ]
 
     def epochs(self, rows: int) -> float:
-        """How often so many rows of the stream are every row."""
+        """Return the number of epochs in `rows` rows of the stream."""
         return rows / self.plan.rows
 
     def _too_short(self, batch: int) -> DataError:
@@ -185,26 +184,27 @@ class Loader:
         return DataError(
             "the training data is shorter than one batch",
             where=str(self.shards.folder),
-            why=f"{manifest.tokens} tokens are {rows} row{'s' if rows > 1 else ''} of {self.sequence}, a batch takes {batch}",
+            why=f"{manifest.tokens} tokens are {rows} row{'s' if rows > 1 else ''} of "
+            f"{self.sequence}, a batch takes {batch}",
             fix=f"--config.train.batch={rows}\n"
             + (f"--config.data.sequence={shorter}\n" if shorter else "")
             + "name more files",
         )
 
     def _losses_at(
-        self, step: int, pace: BatchSchedule, own: Mapping[int, slice]
-    ) -> Iterator[damage.Loss]:
-        """What of the host's rows of the global batch at `step` cannot be read."""
-        rows, first = own[pace.phase(step).rows], pace.rows(step)
+        self, step: int, schedule: BatchSchedule, host_rows: Mapping[int, slice]
+    ) -> Iterator[LostPiece]:
+        """Yield the unreadable pieces of the host's rows of the global batch at `step`."""
+        rows, first = host_rows[schedule.phase(step).rows], schedule.rows(step)
         for key in self.keys(first + rows.start, first + rows.stop):
             for piece in self.plan.pieces(key.row).tolist():
                 document, start, length = piece
                 try:
                     self.shards.read(document, start, start + length + 1)
-                except Damaged as error:
+                except DamagedShard as error:
                     yield piece, error
 
-    def _stack(self, keys: Sequence[Key | None]) -> Tokens:
+    def _stack(self, keys: Sequence[RowKey | None]) -> Tokens:
         shape = (len(keys), self.sequence)
         tokens, targets, segments, positions = (np.zeros(shape, np.int32) for _ in range(4))
         weights = np.zeros(shape, np.float32)
@@ -218,17 +218,17 @@ class Loader:
                 try:
                     ids = self.shards.read(document, start, start + length + 1)
                     tokens[here], targets[here], weights[here] = ids[:-1], ids[1:], 1
-                except Damaged:
-                    if self.most_lost is None:
+                except DamagedShard:
+                    if self.max_lost is None:
                         raise
                 slot += length
-        # NumPy until it is placed on devices: the one place where a batch holds anything but JAX arrays.
+        # NumPy arrays until the batch is placed on devices, unlike everywhere else.
         batch = Tokens(tokens, targets, weights, segments, positions)  # type: ignore[arg-type]
         return batch if self.corruption is None else _corrupted(batch, keys, self.corruption)
 
 
 def shuffled(index: int, size: int, seed: Sequence[int]) -> int:
-    """Where a permutation of `size` rows has its row `index`; in time that does not grow with the size."""
+    """Return element `index` of a permutation of range(size), in constant time."""
     from grain.experimental import index_shuffle
 
     if size == 1:
@@ -241,22 +241,23 @@ def _drawn(*seed: int) -> int:
     return int(np.random.default_rng(seed).integers(2**31))
 
 
-def _corrupted(batch: Tokens, keys: Sequence[Key | None], corruption: AnyCorruption) -> Tokens:
-    """The rows changed, each by its key; those without one are empty."""
+def _corrupted(batch: Tokens, keys: Sequence[RowKey | None], corruption: RowChange) -> Tokens:
+    """Change each row by its key; rows without a key are empty."""
     fields = [each for each in batch if each is not None]
-    rows = [Tokens(*(field[number] for field in fields)) for number in range(len(keys))]
-    changed = [corruption(row, key or Key(0, 0, 0)) for row, key in zip(rows, keys, strict=True)]
+    rows = [Tokens(*(field[row] for field in fields)) for row in range(len(keys))]
+    changed = [corruption(row, key or RowKey(0, 0, 0)) for row, key in zip(rows, keys, strict=True)]
     columns = zip(*changed, strict=True)
-    stacked = Tokens(*(None if each[0] is None else np.stack(each) for each in columns))  # type: ignore[arg-type]
+    arrays = (None if each[0] is None else np.stack(each) for each in columns)
+    stacked = Tokens(*arrays)  # type: ignore[arg-type]
     return stacked._replace(
-        visible_until=stacked.visible_until if corruption.both_ways else None,
-        block_positions=stacked.block_positions if corruption.has_inner else None,
-        predicts_ahead=stacked.predicts_ahead if corruption.has_ahead else None,
+        visible_until=stacked.visible_until if corruption.bidirectional else None,
+        block_positions=stacked.block_positions if corruption.has_block_positions else None,
+        predicts_ahead=stacked.predicts_ahead if corruption.has_ahead_weights else None,
     )
 
 
 def _end_with_parent(number: int, count: int) -> None:
-    """A worker whose run was killed ends with it: Grain's would wait for ever for somebody to take its batches."""
+    """End a worker if its parent dies; Grain's workers would wait forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -268,7 +269,7 @@ def _end_with_parent(number: int, count: int) -> None:
 
 
 def _closing(batches: Any) -> Iterator[Tokens]:
-    """The batches of a Grain iterator, which is closed whatever ends them: its workers must not outlive it."""
+    """Yield the batches of a Grain iterator; close it in every case, so that its workers end."""
     try:
         while True:
             try:
@@ -277,48 +278,110 @@ def _closing(batches: Any) -> Iterator[Tokens]:
                 if "exit code" not in str(error):
                     raise
                 raise WorkerLost(
-                    "a process that reads data died",
+                    "a data worker process died",
                     where="data.workers",
                     why=str(error).partition(". ")[0],
-                    fix="--config.data.workers=0    # reads in threads of this process",
+                    fix="--config.data.workers=0    # reads in threads",
                 ) from error
             yield batch
     finally:
         batches.close()
 
 
-def number(step: int, skips: Sequence[tuple[int, int]]) -> int:
-    """The number, in the whole stream, of the batch that a step reads when the ranges `skips` [low, high) are left out."""
+def batch_number(step: int, skips: Sequence[tuple[int, int]]) -> int:
+    """Return the stream number of the batch of a step, with the ranges `skips` [low, high) left
+    out.
+    """
     for low, high in sorted(skips):
         if step >= low:
             step += high - low
     return step
 
 
-def constant(batch: int, sequence: int) -> BatchSchedule:
-    """Batches of one size."""
+def constant_schedule(batch: int, sequence: int) -> BatchSchedule:
+    """Return the schedule of batches of one size."""
     return BatchSchedule((Phase(0, batch, sequence),), sequence)
 
 
 def _first(number: int, batch: int | BatchSchedule) -> int:
-    """The first row of the stream that a batch takes."""
+    """Return the first row of a batch in the stream."""
     return batch.rows(number) if isinstance(batch, BatchSchedule) else number * batch
 
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
-    """The global batches as a sequence that Grain can index. Endless, but a sequence has a length."""
+    """The global batches as a sequence for Grain: endless, but a sequence needs a length."""
 
     loader: Loader
-    pace: BatchSchedule
-    own: dict[int, slice]
+    schedule: BatchSchedule
+    host_rows: dict[int, slice]
     skips: tuple[tuple[int, int], ...]
 
     def __len__(self) -> int:
         return 2**40
 
     def __getitem__(self, step: int) -> Tokens:
-        batch = number(step, self.skips)
-        stage = self.pace.phase(batch)
-        rows = self.loader.at(batch, batch=self.pace, rows=self.own[stage.rows])
-        return rows if stage.length == self.loader.sequence else cut(rows, stage.length)
+        batch = batch_number(step, self.skips)
+        stage = self.schedule.phase(batch)
+        rows = self.loader.at(batch, batch=self.schedule, rows=self.host_rows[stage.rows])
+        return rows if stage.length == self.loader.sequence else cut_rows(rows, stage.length)
+
+
+def cut_rows(batch: Tokens, length: int) -> Tokens:
+    """Cut each row [T] of a host's batch into T / length rows, in order, without losing tokens.
+
+    Each new row starts with segment 1 at position 0, as if packed at that length. Only for causal
+    and mtp rows: other objectives relate the parts of a row, such as a sentinel and its span.
+    """
+    tokens, targets, weights, segments, positions = (
+        np.asarray(field).reshape(-1, length) for field in batch[:5]
+    )
+    first = segments[:, :1]
+    is_first = segments == first
+    positions = np.where(is_first & (segments > 0), positions - positions[:, :1], positions)
+    segments = np.where(segments > 0, segments - first + 1, 0).astype(np.int32)
+    fields = tokens, targets, weights, segments, positions.astype(np.int32)
+    return Tokens(*fields)  # type: ignore[arg-type]
+
+
+def skip_damaged(
+    stream: Iterator[tuple[Tokens, Callable[[], Iterator[LostPiece]]]],
+    tokens: int,
+    most: float,
+    warn: Callable[[str], None],
+) -> Iterator[Tokens]:
+    """Yield the batches of a stream, and warn about each piece that could not be read.
+
+    Args:
+      stream: batches in which unreadable tokens have weight 0, each with a function that lists the
+        unreadable pieces of the batch.
+      tokens: tokens of the set.
+      most: largest share of `tokens` that may be lost.
+      warn: called once per lost piece, with the total.
+
+    Raises:
+      DataError: if more than the share `most` was lost.
+    """
+    lost: set[tuple[int, int, int]] = set()
+    total = 0
+    for batch, losses in stream:
+        if np.any((batch.segments > 0) & (batch.weights == 0)):
+            for piece, damage in losses():
+                if piece in lost:
+                    continue
+                lost.add(piece)
+                total += piece[2]
+                warn(
+                    f"not trained on: {piece[2]} tokens of {damage.where} ({damage.why}); {total} "
+                    f"tokens in {len(lost)} pieces so far, {total / tokens:.2g} of all"
+                )
+                if total > most * tokens:
+                    raise DataError(
+                        "too much of the training data is damaged",
+                        where=damage.where,
+                        why=f"{total} of {tokens} tokens could not be read; data.max_dropped = "
+                        f"{most:g} of them may be lost",
+                        fix=f"{damage.fix.splitlines()[0]}\n"
+                        "--config.data.max_dropped=1    # accepts any loss",
+                    ) from damage
+        yield batch

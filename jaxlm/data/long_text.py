@@ -1,4 +1,4 @@
-"""Encode texts of any length in bounded memory, to the ids that encoding each text at once gives.
+"""Encoding of texts of any length in bounded memory, with the ids of encoding each text at once.
 
 A long text is encoded in spans, each together with the `CONTEXT` characters in front of it. A cut
 between two spans is kept only if three encodings agree:
@@ -8,16 +8,16 @@ between two spans is kept only if three encodings agree:
     right    the same characters followed by the next span
 
 `right` must begin with the ids of `context`, and `left` must end with the last `AGREE` of them.
-Spans whose cut is not kept are encoded again as one span. A prefix that the tokenizer puts in front
+Spans around a rejected cut are encoded again as one span. A prefix that the tokenizer puts in front
 of every text is in `context` and in `right`, and is dropped with them.
 
 Why this is exact for byte pair encoding: ids are the encoding of a text if and only if every two
-neighbours are the encoding of their own text, because merges inside two tokens happen in the same
-order whatever surrounds them. Every two neighbours of the joined ids are neighbours in `left` or
-in `right`. Words that are split off first (regular expressions, white space, punctuation) and
-normalisation are local, so that they agree as well; cuts between two words are tried first, and
-within a run of one kind of characters only if `FAR` characters have no other place. Tokenizers to
-which this does not apply say so in `Tokenizer.span`.
+adjacent ids are the encoding of their own text, because merges inside two tokens happen in the same
+order in any surroundings. Every adjacent pair of the joined ids is adjacent in `left` or in
+`right`. Pre-tokenization (regular expressions, white space, punctuation) and normalization are
+local, so that they agree as well. Cuts between two words are tried first; a cut inside a run of one
+kind of characters only if `MAX_WORD_SPAN` characters have no other place. `Tokenizer.span` is None
+or larger for tokenizers without this property.
 """
 
 import itertools
@@ -28,18 +28,18 @@ import numpy as np
 
 from jaxlm.data.tokenizer import Tokenizer
 
-BATCH = 2**20  # characters that the tokenizer gets at a time
+BATCH = 2**20  # characters of one call of the tokenizer
 CONTEXT = 256  # characters of the previous span that are encoded with the next one
-AGREE = 4  # ids of the context that both spans must have
-SEARCH = 2**11  # characters in front of the longest span in which a cut is looked for
-FAR = 2**20  # characters of a span without a place between words
-FIRST_WIDE = "\u2e80"  # from here on are scripts without spaces between words
+AGREE = 4  # ids of the context on which both spans must agree
+SEARCH = 2**11  # characters before the largest end of a span that are searched for a cut
+MAX_WORD_SPAN = 2**20  # characters without a word boundary after which a span is cut anyway
+FIRST_WIDE = "\u2e80"  # first character of the scripts without spaces between words
 
 Item = TypeVar("Item")
 
 
 class _Span(NamedTuple):
-    """A part of a text, text[start:stop]; `ids` begin with those of the context, text[context:start]."""
+    """A part of a text, text[start:stop], encoded with its context text[context:start]."""
 
     context: int
     start: int
@@ -48,14 +48,14 @@ class _Span(NamedTuple):
 
 class _Encoded(NamedTuple):
     span: _Span
-    context: np.ndarray  # its ids alone
-    ids: np.ndarray  # of context and span together
+    context: np.ndarray  # ids of the context alone
+    ids: np.ndarray  # ids of context and span together
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[np.ndarray]]:
-    """Yield the ids of each text as arrays to be joined: those of `tokenizer.encode(text)`.
+    """Yield the ids of `tokenizer.encode(text)` for each text, as arrays to be joined.
 
-    They have the narrowest unsigned dtype of the vocabulary; int64 if one is outside of it.
+    Arrays have the narrowest unsigned dtype of the vocabulary; int64 if an id is outside of it.
     """
     for group in _groups(texts, len):
         spans = [_spans(tokenizer, text) for text in group]
@@ -67,7 +67,7 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[np.ndarr
 
 
 def _groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Yield items that have `BATCH` characters together; a last one may have more by itself."""
+    """Yield groups of items with about `BATCH` characters in all."""
     group: list[Item] = []
     total = 0
     for item in items:
@@ -81,13 +81,13 @@ def _groups(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
 
 
 def _encoded(tokenizer: Tokenizer, spans: Iterable[tuple[str, _Span]]) -> Iterator[_Encoded]:
-    """Yield the ids of each span. As Python's integers ids take twenty times as much as their text."""
+    """Yield the ids of each span as arrays; lists of integers take twenty times their text."""
     dtype = np.min_scalar_type(tokenizer.size - 1)
 
     def array(ids: list[int]) -> np.ndarray:
-        found = np.array(ids, np.int64)
-        is_inside = not len(found) or (found.min() >= 0 and found.max() < tokenizer.size)
-        return found.astype(dtype) if is_inside else found
+        values = np.array(ids, np.int64)
+        is_inside = not len(values) or (values.min() >= 0 and values.max() < tokenizer.size)
+        return values.astype(dtype) if is_inside else values
 
     for batch in _groups(spans, lambda item: item[1].stop - item[1].context):
         texts: list[str] = []
@@ -95,22 +95,22 @@ def _encoded(tokenizer: Tokenizer, spans: Iterable[tuple[str, _Span]]) -> Iterat
             texts.append(text[span.context : span.stop])
             if span.context < span.start:
                 texts.append(text[span.context : span.start])
-        found = iter(tokenizer.encode_many(texts))
+        encodings = iter(tokenizer.encode_many(texts))
         for _, span in batch:
-            ids = array(next(found))
-            context = array(next(found) if span.context < span.start else [])
+            ids = array(next(encodings))
+            context = array(next(encodings) if span.context < span.start else [])
             yield _Encoded(span, context, ids)
 
 
 def _spans(tokenizer: Tokenizer, text: str) -> list[_Span]:
-    """Return the spans of a text that are encoded first."""
+    """Return the first spans of a text."""
     longest = tokenizer.span
     if longest is None or len(text) <= longest:
         return [_Span(0, 0, len(text))]
-    own = tokenizer.cuts(text)
-    if own is not None:
+    places = tokenizer.cuts(text)
+    if places is not None:
         cuts = [0]
-        for place in own:
+        for place in places:
             if place - cuts[-1] >= longest:
                 cuts.append(place)
         return [_Span(a, a, b) for a, b in itertools.pairwise([*cuts, len(text)])]
@@ -123,22 +123,22 @@ def _spans(tokenizer: Tokenizer, text: str) -> list[_Span]:
 
 
 def _place(tokenizer: Tokenizer, text: str, stop: int, start: int) -> int:
-    """Return where the span from `start` is cut: up to `stop` if there is a place, else behind it."""
-    found = _between_words(tokenizer, text, max(start + 1, stop - SEARCH), stop)
-    while found is None and stop < len(text):
-        if stop - start >= FAR:
+    """Return the cut that ends the span from `start`: up to `stop` if possible, else behind it."""
+    place = _between_words(tokenizer, text, max(start + 1, stop - SEARCH), stop)
+    while place is None and stop < len(text):
+        if stop - start >= MAX_WORD_SPAN:
             return stop
         low, stop = stop, min(len(text), stop + SEARCH)
-        found = _between_words(tokenizer, text, low, stop)
-    return len(text) if found is None else found
+        place = _between_words(tokenizer, text, low, stop)
+    return len(text) if place is None else place
 
 
 def _between_words(tokenizer: Tokenizer, text: str, low: int, high: int) -> int | None:
-    """Return the best place in low < place <= high at which a text may be cut, the last of equal ones.
+    """Return the best cut in low < place <= high, the last of equal ones.
 
-    The best is in front of a single space that no token crosses, then another place that no token
-    crosses, then in front of a single space, then behind a line. A place inside white space, or
-    inside a word of letters or a number, is none.
+    Best first: in front of a single space that no token crosses, another place that no token
+    crosses, in front of a single space, behind a line. Places inside white space, a word of letters
+    or a number are excluded.
     """
     crossed = tokenizer.pairs
     best: dict[int, int] = {}
@@ -158,7 +158,7 @@ def _between_words(tokenizer: Tokenizer, text: str, low: int, high: int) -> int 
 
 
 def _joined(tokenizer: Tokenizer, text: str, spans: list[_Encoded]) -> list[_Encoded]:
-    """Return spans whose cuts are kept, with those between which they are not encoded as one."""
+    """Merge and encode again the spans whose cuts are rejected, until all cuts are kept."""
     while True:
         groups: list[list[_Encoded]] = []
         for each in spans:
@@ -168,7 +168,7 @@ def _joined(tokenizer: Tokenizer, text: str, spans: list[_Encoded]) -> list[_Enc
                 groups.append([each])
         if len(groups) == len(spans):
             return spans
-        again = _encoded(
+        merged = _encoded(
             tokenizer,
             (
                 (text, _Span(group[0].span.context, group[0].span.start, group[-1].span.stop))
@@ -176,12 +176,12 @@ def _joined(tokenizer: Tokenizer, text: str, spans: list[_Encoded]) -> list[_Enc
                 if len(group) > 1
             ),
         )
-        spans = [next(again) if len(group) > 1 else group[0] for group in groups]
+        spans = [next(merged) if len(group) > 1 else group[0] for group in groups]
 
 
 def _agree(left: _Encoded, right: _Encoded) -> bool:
-    """Return whether a cut is kept; see the head of this file."""
-    if right.span.context == right.span.start:  # a place where the tokenizer itself cuts
+    """Return if a cut is kept; see the module docstring."""
+    if right.span.context == right.span.start:  # the tokenizer itself cuts here
         return True
     context = right.context
     return (

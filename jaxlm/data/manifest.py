@@ -1,7 +1,8 @@
-"""The manifest of a folder of token shards: what is in it, with a digest of each file and of itself.
+"""The manifest of a folder of token shards: contents, digests of all files and of itself.
 
-The files that it numbers have no header: mapped into memory, tokens-N.bin is the ids of its documents end to end, and
-documents-N.bin a row of (end, file, record) for each. Read here, they are checked (`data.blocks`).
+The numbered files have no header: tokens-N.bin holds the ids of the documents in order, and
+documents-N.bin a row (end, file, record) for each document. They can be mapped into memory; jaxlm
+reads them with checks (`data.blocks`).
 """
 
 import dataclasses
@@ -20,12 +21,12 @@ FORMAT_VERSION = 2
 NAME, TOKENIZER, FILES = "manifest.json", "tokenizer", "files.json"
 DTYPES = "uint16", "uint32"
 DOCUMENT_BYTES = 3 * 8  # end of the document, number of its file, number of its record
-MOST = 2**48  # of anything that is counted
+MAX_COUNT = 2**48  # limit of every count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What one shard holds."""
+    """Counts and digests of one shard."""
 
     tokens: int
     documents: int
@@ -37,32 +38,29 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a folder of shards holds. It names no file: those are numbered, and lie beside it."""
+    """Counts and digests of a folder of shards. Files are numbered, not named."""
 
     tokenizer: str  # sha256 of the tokenizer
     vocab: int
     dtype: str
     documents: int
-    tokens: int  # ids, bos and eos of each document counted
+    tokens: int  # ids, including bos and eos of each document
     bytes: int  # of text
-    left_out: dict[str, int]  # documents by reason
-    unknown: int  # characters that the tokenizer has no id for
+    left_out: dict[str, int]  # number of documents by reason
+    unknown: int  # characters without an id
     files_sha256: str
     shards: tuple[Shard, ...]
     format_version: int = FORMAT_VERSION
 
     @property
     def digests(self) -> list[str]:
-        """What tells these shards from others: sha256 of the ids and of the documents of each."""
+        """sha256 of the ids and of the documents of each shard, which identify the shards."""
         return [d for shard in self.shards for d in (shard.tokens_sha256, shard.documents_sha256)]
 
     def files(self, number: int) -> dict[str, tuple[int, str]]:
-        """The files of a shard: name, size in bytes, sha256."""
+        """Return the size in bytes and sha256 of each file of a shard, by name."""
         shard = self.shards[number]
-        sizes = (
-            shard.tokens * np.dtype(self.dtype).itemsize,
-            shard.documents * DOCUMENT_BYTES,
-        )
+        sizes = (shard.tokens * np.dtype(self.dtype).itemsize, shard.documents * DOCUMENT_BYTES)
         blocks = sum(-(-size // BLOCK) for size in sizes)
         return {
             tokens_name(number): (sizes[0], shard.tokens_sha256),
@@ -71,40 +69,39 @@ class Manifest:
         }
 
     def write(self, folder: Path) -> None:
-        """Writes it, with a digest of itself as its last field."""
+        """Write the manifest, with its own digest as the last field."""
         content = dataclasses.asdict(self)
         content["sha256"] = _digest(content)
         disk.replace(folder / NAME, json.dumps(content, indent=1).encode())
 
 
 def tokens_name(number: int) -> str:
-    """Of the file with the ids of a shard."""
+    """Return the name of the file with the ids of a shard."""
     return f"tokens-{number:05d}.bin"
 
 
 def documents_name(number: int) -> str:
-    """Of the file that says where the documents of a shard end and where they came from."""
+    """Return the name of the file with ends and origins of the documents of a shard."""
     return f"documents-{number:05d}.bin"
 
 
 def checks_name(number: int) -> str:
-    """Of the file with the checks of both."""
+    """Return the name of the file with the block checks of a shard."""
     return f"checks-{number:05d}.bin"
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest in a folder.
+    """Return the manifest in a folder.
 
-    Raises:
-      InputMissing: where there is none.
-      DataError: where it is damaged, or of another format.
+    Raise InputMissing if there is no manifest. Raise DataError if it is damaged, or has another
+    format version.
     """
     path = folder / NAME
     if not path.exists():
         raise InputMissing(
             "a folder of token shards has no manifest",
             where=str(path),
-            why="what tells the shards, their tokenizer and digests lies beside them",
+            why="manifest.json lists the shards, their tokenizer and their digests",
             fix=f"find . -name {NAME}",
         )
     try:
@@ -114,29 +111,29 @@ def read(folder: Path) -> Manifest:
             return _parsed(content)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
-            "a shard manifest cannot be read",
+            "jaxlm cannot read a shard manifest",
             where=str(path),
             why=f"{type(error).__name__}: {error}",
             fix="write the shards again",
         ) from error
     raise DataError(
-        f"token shards of format {version}",
+        f"token shards have the format version {version}",
         where=str(path),
-        why=f"this jaxlm reads format {FORMAT_VERSION}",
+        why=f"this jaxlm reads version {FORMAT_VERSION}",
         fix="write the shards again with this jaxlm",
     )
 
 
 def _parsed(content: dict[str, Any]) -> Manifest:
     if content.pop("sha256") != _digest(content):
-        raise ValueError("it was changed after it was written: its sha256 differs")
+        raise ValueError("its sha256 differs: it changed after writing")
     shards = tuple(Shard(**entry) for entry in content.pop("shards"))
     manifest = Manifest(shards=shards, **content)
     sections: tuple[Manifest | Shard, ...] = (manifest, *shards)
     for section in sections:
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
-            if field.type is int and not (type(value) is int and 0 <= value < MOST):
+            if field.type is int and not (type(value) is int and 0 <= value < MAX_COUNT):
                 raise ValueError(f"{field.name} is {value!r}")
             if field.type is str and not isinstance(value, str):
                 raise TypeError(f"{field.name} is {value!r}")
@@ -146,7 +143,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         raise ValueError(f"dtype {manifest.dtype!r} is none of {', '.join(DTYPES)}")
     for name in ("documents", "tokens"):
         if getattr(manifest, name) != sum(getattr(shard, name) for shard in shards):
-            raise ValueError(f"{name} is not the sum over its shards")
+            raise ValueError(f"{name} is not the sum over the shards")
     if not manifest.documents:
         raise ValueError("it holds no document")
     if (largest := max(shard.largest_id for shard in shards)) >= manifest.vocab:

@@ -1,32 +1,176 @@
-"""Several sources of training data read as one stream, each with its share of the rows and in epochs of its own."""
+"""Mixture of several training sources as one stream of rows."""
 
 import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from jaxlm.core.batch_schedule import BatchSchedule
 from jaxlm.core.config import Span
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import mixture_config, shares
+from jaxlm.data import mixture_config
 from jaxlm.data.config import DataConfig
-from jaxlm.data.corrupt.rows import Key
-from jaxlm.data.joined import Joined
+from jaxlm.data.corrupt.rows import RowKey
 from jaxlm.data.loader import Loader, shuffled
 from jaxlm.data.mixture_config import Temperature
-from jaxlm.data.packing import Plan
-from jaxlm.data.shares import Shares
+from jaxlm.data.packing import PackingPlan
+from jaxlm.data.shards import JoinedShards
 
-VERSION = 1  # of which source a row comes from
+Counts = Int[np.ndarray, "K"]
+Knot = tuple[float, Float[np.ndarray, "K"]]  # a row and the weight of each source there
+
+VERSION = 1  # of the assignment of rows to sources
 
 
-class JoinedPlan(Plan):
-    """The rows of several shard sets end to end; documents are numbered through."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shares:
+    """The weights of K sources over the rows of a stream, and the source of each row.
 
-    def __init__(self, plans: tuple[Plan, ...], documents: tuple[int, ...]):
+    Source k is read for the (j + 1)th time at the moment t where the integral of its weight from 0
+    to t is j + 1/2. The rows are these moments of all sources in order; of equal moments the first
+    source comes first. So after any n rows the count of each source is within K rows of the
+    integral of its weight, constant weights are exact in the long run, and the source of a row is
+    found from its number, in time that grows only with the number of changes of the weights.
+
+    Weights are linear between `knots`, with the sum 1, and constant behind the last.
+
+    Source: the divisor method of Webster (1832) and Sainte-Lague (1910) for apportionment.
+    """
+
+    knots: Float[np.ndarray, "S"]  # first row of each linear piece
+    weights: Float[np.ndarray, "S K"]  # at the knot
+    slopes: Float[np.ndarray, "S K"]
+    before: Float[np.ndarray, "S K"]  # integral of the weights up to the knot
+    caps: Float[np.ndarray, "K"]  # maximum rows of each source
+    ends: dict[int, float]  # row at which a source reaches its cap, if it does
+
+    def choose(
+        self, start: int, stop: int
+    ) -> tuple[Int[np.ndarray, "n"], Int[np.ndarray, "n"], Counts]:
+        """Return the source of each row, its earlier reads, and the counts of all sources before
+        `start`.
+
+        Fewer rows than `start` to `stop` are returned if every source reaches its cap.
+        """
+        margin = len(self.caps) + 2
+        first, last = (self._counts(t) for t in (start - margin, stop + margin))
+        source = np.repeat(np.arange(len(first)), last - first)
+        begin = np.repeat(first - np.concatenate(([0], np.cumsum(last - first)[:-1])), last - first)
+        nth = begin + np.arange(len(source))
+        order = np.lexsort((nth, source, self._moments(source, nth)))
+        skipped = start - int(first.sum())
+        counts = first + np.bincount(source[order[:skipped]], minlength=len(first))
+        taken = order[skipped : skipped + stop - start]
+        return source[taken], nth[taken], counts
+
+    def counts(self, row: int) -> Counts:
+        """Return the reads of each source before a row."""
+        return self.choose(row, row)[2]
+
+    def at(self, row: float) -> Float[np.ndarray, "K"]:
+        """Return the weights at a row."""
+        stretch = int(np.searchsorted(self.knots, row, side="right")) - 1
+        return self.weights[stretch] + self.slopes[stretch] * (row - self.knots[stretch])
+
+    def _counts(self, moment: float) -> Counts:
+        """Return the number of moments of each source before this one."""
+        if moment <= 0:
+            return np.zeros(len(self.caps), np.int64)
+        stretch = int(np.searchsorted(self.knots, moment, side="right")) - 1
+        gone = moment - self.knots[stretch]
+        had = self.before[stretch] + gone * (
+            self.weights[stretch] + self.slopes[stretch] * gone / 2
+        )
+        # The integral and its inverse are rounded, so nearby moments are compared.
+        near = np.maximum(had.astype(np.int64)[:, None] + np.arange(-2, 4), -1)
+        source = np.repeat(np.arange(len(had)), near.shape[1])
+        is_before = (self._moments(source, near.ravel()) < moment).reshape(near.shape)
+        return np.where(is_before & (near >= 0), near + 1, 0).max(axis=1)
+
+    def _moments(
+        self, source: Int[np.ndarray, "n"], nth: Int[np.ndarray, "n"]
+    ) -> Float[np.ndarray, "n"]:
+        """Return when sources are read for the (nth + 1)th time; infinite if never."""
+        integral = nth + 0.5
+        stretch = np.maximum((self.before[:, source] <= integral).sum(axis=0) - 1, 0)
+        weight, slope = self.weights[stretch, source], self.slopes[stretch, source]
+        gone = _until(integral - self.before[stretch, source], weight, slope)
+        end = np.append(self.knots[1:], np.inf)[stretch]  # rounding must not pass it
+        return np.where(
+            nth < self.caps[source], np.minimum(self.knots[stretch] + gone, end), np.inf
+        )
+
+
+def build_shares(
+    knots: Sequence[Knot], caps: Float[np.ndarray, "K"], names: Sequence[str]
+) -> Shares:
+    """Return the shares of sources with at most `caps` rows each; infinity is no limit.
+
+    From the row at which a source reaches its cap, the others take its weight in proportion:
+    weights are scaled to the sum 1 there and at each later knot, linear between.
+
+    Raise ConfigError if no source that is left has a weight.
+    """
+    knot_rows, values = np.array([row for row, _ in knots], float), np.array([w for _, w in knots])
+
+    def weights(row: float, is_left: np.ndarray) -> np.ndarray:
+        row_weights = np.array([np.interp(row, knot_rows, column) for column in values.T]) * is_left
+        if not row_weights.sum() and is_left.any():
+            gone = [name for name, left in zip(names, is_left, strict=True) if not left]
+            raise ConfigError(
+                f"no source has a weight at row {row:.0f} of the run",
+                where="data.mixture",
+                why=f"{', '.join(gone)} reached the maximum epochs before, and the others have no "
+                "weight there",
+                fix="'--config.data.mixture.epochs=()'    # no maximum",
+            )
+        return row_weights / (row_weights.sum() or 1)
+
+    row, had, is_left = 0.0, np.zeros(len(names)), caps > 0
+    stretches, ends = [], {}
+    while True:
+        now, after = weights(row, is_left), knot_rows[knot_rows > row]
+        slope, length = np.zeros_like(now), np.inf
+        if len(after):
+            length = after[0] - row
+            slope = (weights(after[0], is_left) - now) / length
+        left = np.where(is_left, np.maximum(caps - had, 0), np.inf)
+        until = _until(left, now, slope)
+        until[until > length] = np.inf
+        stretches.append((row, now, slope, had))
+        gone = min(length, until.min())
+        if not np.isfinite(gone):
+            break
+        had = had + gone * (now + slope * gone / 2)
+        row += gone
+        for source in np.flatnonzero(until <= gone):
+            had[source], is_left[source] = caps[source], False
+            ends[int(source)] = float(row)
+    starts, begins, slopes, before = (np.array(column) for column in zip(*stretches, strict=True))
+    return Shares(starts, begins, slopes, before, caps, ends)
+
+
+def _until(
+    integral: Float[np.ndarray, "n"], weight: Float[np.ndarray, "n"], slope: Float[np.ndarray, "n"]
+) -> Float[np.ndarray, "n"]:
+    """Solve weight d + slope d^2 / 2 = integral for d > 0.
+
+    The citardauq form loses no digits for a small slope. The result is beyond the root of a falling
+    weight that never reaches the integral, and infinity without a weight.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        root = 2 * integral / (weight + np.sqrt(np.maximum(weight**2 + 2 * slope * integral, 0)))
+    return np.where(np.isnan(root), np.inf, root)
+
+
+class JoinedPlan(PackingPlan):
+    """The rows of several shard sets in order, with documents numbered across sets."""
+
+    def __init__(self, plans: tuple[PackingPlan, ...], documents: tuple[int, ...]):
         self._plans, self._documents = plans, documents
         self.first = tuple(itertools.accumulate((plan.rows for plan in plans), initial=0))
         self._before = tuple(itertools.accumulate(documents, initial=0))
@@ -40,11 +184,11 @@ class JoinedPlan(Plan):
         return self.first[-1]
 
     def part(self, row: int) -> int:
-        """The number of the shard set that a row is of."""
+        """Return the number of a row's shard set."""
         return bisect.bisect_right(self.first, row) - 1
 
     def pieces(self, row: int) -> np.ndarray:
-        """The pieces of a row, in order: (document, start, length)."""
+        """Return the pieces of a row, in order: (document, start, length)."""
         number = self.part(row)
         pieces = self._plans[number].pieces(row - self.first[number]).copy()
         pieces["document"] += self._before[number]
@@ -52,43 +196,50 @@ class JoinedPlan(Plan):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mixture(Loader):
-    """The rows of several shard sets, each row of the stream from one of them.
+class MixtureLoader(Loader):
+    """The rows of several shard sets as one stream, each row from one set.
 
-    Which one, and which of its rows, is a function of the row's number alone (`data.shares`). The rows of a
-    source are in shuffled epochs of its own. So the cursor is the step here too.
+    The set and the row in it are a function of the row's number in the stream (`Shares`). Each
+    source has shuffled epochs of its own. The cursor is the step, as for `Loader`.
     """
 
     names: tuple[str, ...] = dataclasses.field(kw_only=True)
     shares: Shares = dataclasses.field(kw_only=True)
     sources: tuple[Loader, ...] = dataclasses.field(kw_only=True)
 
-    def keys(self, start: int, stop: int) -> list[Key]:
-        """Where the rows of the stream from `start` up to `stop` are read, as `Loader.keys`."""
+    def keys(self, start: int, stop: int) -> list[RowKey]:
+        """Return the keys of the stream's rows from `start` to `stop`, as `Loader.keys`."""
         plan = self.plan
         assert isinstance(plan, JoinedPlan)
         return [
-            Key(self.seed, epoch, plan.first[source] + row)
+            RowKey(self.seed, epoch, plan.first[source] + row)
             for source, epoch, row in self._rows(start, stop)
         ]
 
     def _rows(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Of each row of the stream: the number of its source, the epoch of that, and its row there."""
+        """Yield (source, epoch of the source, row in the source) for each row of the stream."""
         sources, nth, _ = self.shares.choose(start, stop)
         if len(sources) < stop - start:
-            raise _all_read(self.names, start + len(sources))
+            raise ConfigError(
+                "every source has reached its maximum number of epochs",
+                where="data.mixture.epochs",
+                why=f"{', '.join(self.names)} end at row {start + len(sources)}",
+                fix="'--config.data.mixture.epochs=()'    # no maximum",
+            )
         for source, number in zip(sources.tolist(), nth.tolist(), strict=True):
             size = self.sources[source].plan.rows
             epoch, index = divmod(number, size)
             yield source, epoch, shuffled(index, size, (self.seed, epoch, source))
 
-    def source(self, key: Key) -> str:
-        """The name of the source of a row."""
+    def source(self, key: RowKey) -> str:
+        """Return the source name of a row."""
         assert isinstance(self.plan, JoinedPlan)
         return self.names[self.plan.part(key.row)]
 
     def read(self, start: int, stop: int) -> dict[str, tuple[int, int]]:
-        """The rows of each source, and their tokens that have a next one, from row `start` of the stream up to `stop`."""
+        """Return (rows, predicted tokens) of each source in the stream's rows from `start` to
+        `stop`.
+        """
         rows, tokens = [0] * len(self.names), [0] * len(self.names)
         for source, _, row in self._rows(start, stop):
             rows[source] += 1
@@ -96,7 +247,7 @@ class Mixture(Loader):
         return dict(zip(self.names, zip(rows, tokens, strict=True), strict=True))
 
     def seen(self, rows: int) -> dict[str, dict[str, float]]:
-        """What the first `rows` rows of the stream read of each source: rows, their share, and epochs of the source."""
+        """Return rows, share and epochs of each source in the first `rows` rows of the stream."""
         counts = self.shares.counts(rows).tolist()
         return {
             name: {
@@ -107,67 +258,73 @@ class Mixture(Loader):
             for name, source, count in zip(self.names, self.sources, counts, strict=True)
         }
 
-    def told(self, pace: BatchSchedule, steps: int) -> Iterator[str]:
-        """The same of so many steps, in words, and which source comes to its most."""
+    def describe(self, pace: BatchSchedule, steps: int) -> Iterator[str]:
+        """Yield a line for each source after `steps` steps: share, epochs, step of its maximum."""
         rows = pace.rows(steps)
         for number, (name, seen) in enumerate(self.seen(rows).items()):
-            told = f"{name} {seen['share']:.1%} of the rows, {seen['epochs']:.2f} epochs"
+            line = f"{name} {seen['share']:.1%} of the rows, {seen['epochs']:.2f} epochs"
             if (end := self.shares.ends.get(number, math.inf)) <= rows:
                 step = pace.steps(end * self.sequence)
-                told += f", its most: from step {step} on its weight is the others'"
-            yield told
+                line += f", its maximum: from step {step} the other sources take its share"
+            yield line
 
     def ended(self, start: int, stop: int) -> Iterator[str]:
-        """The sources that come to their most from row `start` of the stream up to `stop`."""
+        """Yield the sources that reach their maximum epochs in the rows from `start` to `stop`."""
         for number, end in self.shares.ends.items():
             if start < end <= stop:
                 yield self.names[number]
 
 
-def mixed(
+def mix_loaders(
     sources: dict[str, Loader],
-    joined: Joined,
+    joined: JoinedShards,
     config: DataConfig,
     *,
     row_at: Callable[[Span], int],
     rows: int,
-) -> Mixture:
-    """The mixture of some loaders that `config.mixture` asks for, for a run of `rows` rows.
+) -> MixtureLoader:
+    """Return the mixture of some loaders for a run of `rows` rows.
+
+    Args:
+      joined: the shards of all sources.
+      row_at: row of the stream at which a span of the run ends.
+      rows: rows of the whole run.
 
     Raises:
-      ConfigError: where the sources have too few rows for the run under their most epochs, or one has none.
+      ConfigError: if the sources have too few rows under their maximum epochs, or one has none.
     """
     first, *_ = loaders = tuple(sources.values())
-    names, wanted = tuple(sources), mixture_config.caps(config.mixture)
+    names, limits = tuple(sources), mixture_config.max_epochs(config.mixture)
     caps = np.array(
         [
-            math.floor(wanted[name] * loader.plan.rows + 1e-9) if name in wanted else math.inf
+            math.floor(limits[name] * loader.plan.rows + 1e-9) if name in limits else math.inf
             for name, loader in sources.items()
         ]
     )
     if not caps.all():
         name = names[int(np.flatnonzero(caps == 0)[0])]
         size = sources[name].plan.rows
-        least = {n: f"{max(most, 1.01 / sources[n].plan.rows):.3g}" for n, most in wanted.items()}
+        least = {n: f"{max(most, 1.01 / sources[n].plan.rows):.3g}" for n, most in limits.items()}
         raise ConfigError(
-            f"nothing of {name} would be read",
+            f"the run would read nothing of {name}",
             where="data.mixture.epochs",
-            why=f"{wanted[name]:g} epochs of its {size} rows are less than one",
+            why=f"{limits[name]:g} epochs of its {size} rows are less than one",
             fix="--config.data.mixture.epochs=" + ",".join(f"{n}={m}" for n, m in least.items()),
         )
-    course = shares.build(_knots(config, sources, row_at), caps, names)
+    course = build_shares(_knots(config, sources, row_at), caps, names)
     if (most := float(caps.sum())) < rows:
         raise ConfigError(
-            f"the run takes {rows} rows, and under their most epochs the sources have {most:.0f}",
+            f"the run takes {rows} rows, and the sources have {most:.0f} under their maximum "
+            "epochs",
             where="data.mixture.epochs",
             why=", ".join(
-                f"{name}: {cap:.0f} of {loader.plan.rows} rows x {wanted[name]:g}"
+                f"{name}: {cap:.0f} of {loader.plan.rows} rows x {limits[name]:g}"
                 for (name, loader), cap in zip(sources.items(), caps, strict=True)
             ),
             fix="--config.data.mixture.epochs="
-            + ",".join(f"{name}={wanted[name] * rows / most * 1.01:.3g}" for name in names),
+            + ",".join(f"{name}={limits[name] * rows / most * 1.01:.3g}" for name in names),
         )
-    return Mixture(
+    return MixtureLoader(
         joined,
         JoinedPlan(
             tuple(loader.plan for loader in loaders),
@@ -186,24 +343,15 @@ def mixed(
 
 def _knots(
     config: DataConfig, sources: dict[str, Loader], row_at: Callable[[Span], int]
-) -> list[shares.Knot]:
-    """The weights of the sources wherever a line of one of them begins or ends."""
+) -> list[Knot]:
+    """Return the weights of the sources at each row where a linear piece of one begins or ends."""
     mixture = config.mixture
     if isinstance(mixture, Temperature):
         sizes = np.array([loader.shards.manifest.tokens for loader in sources.values()], float)
         return [(0.0, (sizes / sizes.max()) ** (1 / mixture.temperature))]
     known = mixture.points
-    rows = sorted({0, *map(row_at, mixture_config.spans(mixture))})
+    rows = sorted({0, *map(row_at, mixture_config.change_spans(mixture))})
     return [
         (row, np.array([mixture_config.weight_at(known[name], row, row_at) for name in sources]))
         for row in rows
     ]
-
-
-def _all_read(names: tuple[str, ...], row: int) -> ConfigError:
-    return ConfigError(
-        "every source has been read as often as it may",
-        where="data.mixture.epochs",
-        why=f"{', '.join(names)} end at row {row}",
-        fix="'--config.data.mixture.epochs=()'    # sets no most",
-    )

@@ -1,4 +1,4 @@
-"""Settings of a mixture: which share of the rows each source of `data.train` has."""
+"""Settings of a mixture: the share of rows of each training source."""
 
 import dataclasses
 import itertools
@@ -10,80 +10,90 @@ from typing import Literal
 from jaxlm.core.config import Span, setting
 from jaxlm.core.spelling import nearest
 
-EPOCHS = "NAME=EPOCHS: how often a source is read at most; what it had goes to the others, in proportion to their weights"
-SLACK = 1e-6  # of a sum of weights
+EPOCHS = (
+    "NAME=EPOCHS: maximum epochs of a source; then the others take its share, in proportion to "
+    "their weights"
+)
+SLACK = 1e-6  # tolerance of a sum of weights
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 _POINT = re.compile(rf"({_NUMBER})@(.+)")
 
 Problems = Iterator[tuple[str, str, str]]
-Point = tuple[Span, float]  # where of the run, and a weight there
+Point = tuple[Span, float]  # a point of the run, and the weight there
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Temperature:
-    """By size: a source of n tokens has the weight n^(1 / temperature)."""
+    """Weights by size: n^(1 / temperature) for a source of n tokens."""
 
     name: Literal["temperature"] = "temperature"
-    temperature: float = setting(1.0, "1 is in proportion to size, more is nearer to even", above=0)
+    temperature: float = setting(
+        1.0, "1 is in proportion to size; larger is closer to uniform", above=0
+    )
     epochs: tuple[str, ...] = setting((), EPOCHS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Weights:
-    """Each source has the share of the rows that is given, which may change over the run."""
+class MixtureWeights:
+    """Explicit share of the rows for each source, which may change over the run."""
 
     name: Literal["weights"] = "weights"
     weights: tuple[str, ...] = setting(
         (),
-        "NAME=SHARE of each source, 1 in all; or NAME=SHARE@SPAN..SHARE@SPAN, with straight lines between",
+        "NAME=SHARE of each source, with the sum 1; or NAME=SHARE@SPAN..SHARE@SPAN, linear "
+        "between points",
     )
     epochs: tuple[str, ...] = setting((), EPOCHS)
 
     @property
     def points(self) -> dict[str, tuple[Point, ...]]:
-        """The weights of each source, by where they hold. Raises ValueError where one cannot be read."""
+        """Points of each source's weight. Raises ValueError if one cannot be parsed."""
         return {name: _points(text) for name, text in entries(self.weights).items()}
 
 
-Mixture = Temperature | Weights
+MixtureConfig = Temperature | MixtureWeights
 
 
-def entries(given: Sequence[str]) -> dict[str, str]:
-    """NAME=TEXT by name; what has no name has an empty one."""
-    pairs = (entry.partition("=") for entry in given)
+def entries(texts: Sequence[str]) -> dict[str, str]:
+    """Return TEXT by NAME of entries NAME=TEXT; the name is empty without a "="."""
+    pairs = (entry.partition("=") for entry in texts)
     return {name if equals else "": text for name, equals, text in pairs}
 
 
-def caps(mixture: Mixture) -> dict[str, float]:
-    """The most epochs of each source that has a most. Raises ValueError where one cannot be read."""
+def max_epochs(mixture: MixtureConfig) -> dict[str, float]:
+    """Return the maximum epochs of sources that have one. Raise ValueError if one is invalid."""
     return {name: _number(text) for name, text in entries(mixture.epochs).items()}
 
 
-def problems(mixture: Mixture, sources: Sequence[str]) -> Problems:
-    """What is wrong with a mixture of these sources, none where `data.train` names none: (setting, why, fix)."""
+def problems(mixture: MixtureConfig, sources: Sequence[str]) -> Problems:
+    """Yield (setting, why, fix) for an invalid mixture of the named `sources`."""
     if not sources:
         if mixture != Temperature():
             yield (
                 "train",
-                "data.mixture is of sources with names, and there are none here",
+                "data.mixture needs named sources in data.train",
                 "jaxlm config explain data.train",
             )
         return
     yield from _misnamed("epochs", mixture.epochs, sources)
-    if isinstance(mixture, Weights):
+    if isinstance(mixture, MixtureWeights):
         yield from _misnamed("weights", mixture.weights, sources)
         lacking = [name for name in sources if name not in entries(mixture.weights)]
         if lacking:
             yield (
                 "mixture.weights",
-                f"{' and '.join(lacking)} of data.train {'have' if len(lacking) > 1 else 'has'} no weight",
+                f"{' and '.join(lacking)} of data.train {'have' if len(lacking) > 1 else 'has'} no "
+                "weight",
                 _flag("weights", _scaled(dict.fromkeys(sources, 1.0))),
             )
 
 
-def misfits(mixture: Mixture, row_at: Callable[[Span], int], total: int) -> Problems:
-    """What is wrong with weights over a run of `total` rows; `row_at` says where in it a span ends."""
-    if not isinstance(mixture, Weights) or not mixture.weights:
+def run_problems(mixture: MixtureConfig, row_at: Callable[[Span], int], total: int) -> Problems:
+    """Yield (setting, why, fix) if weights do not fit a run of `total` rows.
+
+    `row_at` returns the row at which a span ends.
+    """
+    if not isinstance(mixture, MixtureWeights) or not mixture.weights:
         return
     known = mixture.points
     for name, points in known.items():
@@ -94,11 +104,12 @@ def misfits(mixture: Mixture, row_at: Callable[[Span], int], total: int) -> Prob
                 _shares(known),
             )
             return
-        at = [row_at(span) for span, _ in points]
-        if any(b <= a for a, b in itertools.pairwise(at)):
+        ends = [row_at(span) for span, _ in points]
+        if any(b <= a for a, b in itertools.pairwise(ends)):
             yield (
                 "mixture.weights",
-                f"the spans of {name} do not follow each other: rows {', '.join(map(str, at))} of {total}",
+                f"the spans of {name} are not in order: rows {', '.join(map(str, ends))} of "
+                f"{total}",
                 _shares(known),
             )
             return
@@ -107,15 +118,16 @@ def misfits(mixture: Mixture, row_at: Callable[[Span], int], total: int) -> Prob
         if not abs(sum(weights.values()) - 1) <= SLACK:
             yield (
                 "mixture.weights",
-                f"at {span} they are {', '.join(f'{name} {w:g}' for name, w in weights.items())}, "
-                f"{sum(weights.values()):g} in all, and must be 1",
+                f"at {span} the weights "
+                f"{', '.join(f'{name} {w:g}' for name, w in weights.items())} have the sum "
+                f"{sum(weights.values()):g}, which must be 1",
                 _shares(known),
             )
             return
 
 
 def weight_at(points: Sequence[Point], row: float, row_at: Callable[[Span], int]) -> float:
-    """The weight of a source at a row: constant before its first point and after its last."""
+    """Return the weight of a source at a row: linear between points, constant outside."""
     known = [(row_at(span), weight) for span, weight in points]
     for (low, left), (high, right) in itertools.pairwise(known):
         if low <= row <= high:
@@ -123,9 +135,9 @@ def weight_at(points: Sequence[Point], row: float, row_at: Callable[[Span], int]
     return known[0][1] if row < known[0][0] else known[-1][1]
 
 
-def spans(mixture: Mixture) -> list[Span]:
-    """Where weights change."""
-    if not isinstance(mixture, Weights):
+def change_spans(mixture: MixtureConfig) -> list[Span]:
+    """Return the spans at which weights change."""
+    if not isinstance(mixture, MixtureWeights):
         return []
     moving = [points for points in mixture.points.values() if len(points) > 1]
     return [span for points in moving for span, _ in points]
@@ -134,45 +146,45 @@ def spans(mixture: Mixture) -> list[Span]:
 def _points(text: str) -> tuple[Point, ...]:
     if re.fullmatch(_NUMBER, text):
         return ((Span.parse(0), _number(text)),)
-    found = []
+    points = []
     for part in text.split(".."):
         if (match := _POINT.fullmatch(part)) is None:
-            raise ValueError(f"{text!r} is neither a share nor SHARE@SPAN..SHARE@SPAN")
-        found.append((Span.parse(match[2]), _number(match[1])))
-    return tuple(found)
+            raise ValueError(f"{text!r} is not a share or SHARE@SPAN..SHARE@SPAN")
+        points.append((Span.parse(match[2]), _number(match[1])))
+    return tuple(points)
 
 
 def _number(text: str) -> float:
     if not re.fullmatch(_NUMBER, text) or not math.isfinite(float(text)):
-        raise ValueError(f"{text!r} is no number from 0 on")
+        raise ValueError(f"{text!r} is not a number of at least 0")
     return float(text)
 
 
-def _misnamed(field: str, given: Sequence[str], sources: Sequence[str]) -> Problems:
-    """Entries that name no source, name one twice, or cannot be read."""
-    names = [entry.partition("=")[0] if "=" in entry else "" for entry in given]
-    for name, entry in zip(names, given, strict=True):
+def _misnamed(field: str, texts: Sequence[str], sources: Sequence[str]) -> Problems:
+    """Yield a problem if an entry names no source, repeats one, or cannot be parsed."""
+    names = [entry.partition("=")[0] if "=" in entry else "" for entry in texts]
+    for name, entry in zip(names, texts, strict=True):
         _, _, text = entry.partition("=")
         if name not in sources:
             meant = nearest(name, sources)
-            told = {meant or sources[0]: text or "1"}
+            change = {meant or sources[0]: text or "1"}
             yield (
                 f"mixture.{field}",
                 f"{entry!r} names no source; there is {', '.join(sources)}",
-                _flag(field, entries([e for e in given if e != entry]) | told),
+                _flag(field, entries([e for e in texts if e != entry]) | change),
             )
             return
         if names.count(name) > 1:
-            yield f"mixture.{field}", f"{name} is named twice", _flag(field, entries(given))
+            yield f"mixture.{field}", f"{name} is named twice", _flag(field, entries(texts))
             return
         try:
             if field == "weights":
                 _points(text)
             elif _number(text) == 0:
-                raise ValueError("0 epochs of a source are none; leave it out of data.train")
+                raise ValueError("0 epochs read nothing of a source; leave it out of data.train")
         except ValueError as error:
             even = _scaled(dict.fromkeys(sources, 1.0))
-            mended = even if field == "weights" else entries(given) | {name: "1"}
+            mended = even if field == "weights" else entries(texts) | {name: "1"}
             yield f"mixture.{field}", f"{name}: {error}", _flag(field, mended)
             return
 
@@ -183,13 +195,15 @@ def _flag(field: str, by_name: Mapping[str, str]) -> str:
 
 
 def _shares(known: Mapping[str, Sequence[Point]]) -> str:
-    """Constant weights that sum to 1, in proportion to the first of each."""
+    """Return the flag of constant weights with the sum 1, in proportion to the first of each
+    source.
+    """
     first = {name: points[0][1] for name, points in known.items()}
     return _flag("weights", _scaled(first if any(first.values()) else dict.fromkeys(first, 1.0)))
 
 
 def _scaled(weights: Mapping[str, float]) -> dict[str, str]:
-    """In four digits and with a sum of 1: the last takes what rounding leaves."""
+    """Scale weights to the sum 1, in four digits; the last takes the rounding error."""
     total = sum(weights.values())
     shares = [round(weight / total, 4) for weight in weights.values()]
     shares[-1] = round(1 - sum(shares[:-1]), 4)

@@ -1,4 +1,4 @@
-"""Which piece of which document lies in which row: planned once, in index space, a window of documents at a time."""
+"""Packing plans: (document, start, length) of each piece of each row, planned by windows."""
 
 import hashlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from jaxlm.data import cache
-from jaxlm.data.joined import AnyShards
+from jaxlm.data.shards import AnyShards
 
 VERSION = 2
 FILES = "rows.bin", "pieces.bin"
@@ -18,22 +18,22 @@ PIECE = np.dtype([("document", np.int64), ("start", np.int64), ("length", np.int
 Packing = Literal["concat", "first_fit"]
 
 
-class Plan:
-    """The rows of a shard set: every position of every document in exactly one row.
+class PackingPlan:
+    """The rows of a shard set: every position of every document is in exactly one row.
 
-    A document of n ids has n - 1 positions, each an id and the one after it. A row of T slots holds pieces: a run of
-    positions of one document. Which documents share a row is drawn from the seed once; in which order rows are read is
-    drawn anew for every epoch, by the loader.
+    A document of n ids has n - 1 positions, each an id and its successor. A row of T slots holds
+    pieces; a piece is a run of positions of one document. The seed decides once which documents
+    share a row; the loader shuffles the order of rows in every epoch.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
-        # As plain arrays: a memmap makes an object of its own class of every part that is taken.
+        # Plain arrays: slicing a memmap creates a memmap object each time.
         self._ends = np.asarray(np.memmap(folder / FILES[0], np.int64, "r"))
         self._pieces = np.asarray(np.memmap(folder / FILES[1], PIECE, "r"))
 
-    def __reduce__(self) -> tuple[type["Plan"], tuple[Path]]:
-        return Plan, (self._folder,)  # a worker process maps the files itself
+    def __reduce__(self) -> tuple[type["PackingPlan"], tuple[Path]]:
+        return PackingPlan, (self._folder,)  # a worker process maps the files itself
 
     @property
     def rows(self) -> int:
@@ -41,17 +41,25 @@ class Plan:
         return len(self._ends)
 
     def pieces(self, row: int) -> np.ndarray:
-        """The pieces of a row, in order: (document, start, length)."""
+        """Return the pieces of a row, in order: (document, start, length)."""
         return self._pieces[int(self._ends[row - 1]) if row else 0 : int(self._ends[row])]
 
 
-def plan(shards: AnyShards, sequence: int, packing: Packing, seed: int, folder: Path) -> Plan:
-    """The plan in `folder`, made there first where it is not yet whole. Memory is that of one window."""
+def open_plan(
+    shards: AnyShards, sequence: int, packing: Packing, seed: int, folder: Path
+) -> PackingPlan:
+    """Return the plan in `folder`, which is written first if it is incomplete.
+
+    Args:
+      packing: see `DataConfig.packing`.
+      seed: seed of the order of documents.
+      folder: folder of the plan. Memory is that of one window.
+    """
     if not (folder.exists() and _is_whole(folder)):
         with cache.building(folder, _is_whole) as partial:
             if partial is not None:
                 _write(partial, _rows(shards, sequence, packing, seed))
-    return Plan(folder)
+    return PackingPlan(folder)
 
 
 def _write(folder: Path, windows: Iterator[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -65,7 +73,7 @@ def _write(folder: Path, windows: Iterator[tuple[np.ndarray, np.ndarray]]) -> No
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the files are those that were written; 20 bytes for each piece are hashed, a second for 10^8 of them."""
+    """Return if the files match their digest; hashing takes 1 s per 10^8 pieces of 20 bytes."""
     try:
         return (folder / "digest").read_text() == _digest(folder)
     except (OSError, UnicodeDecodeError):
@@ -83,9 +91,9 @@ def _digest(folder: Path) -> str:
 def _rows(
     shards: AnyShards, sequence: int, packing: Packing, seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(pieces, end of each row among them), a window at a time."""
+    """Yield (pieces, end of each row among them) for each window."""
     filled = 0
-    held = np.zeros(0, PIECE)  # pieces of a row that the next window goes on with
+    held = np.zeros(0, PIECE)  # pieces of the last, incomplete row
     for documents, positions in _windows(shards, seed):
         if packing == "first_fit":
             yield _best_fit(documents, positions, sequence)
@@ -105,7 +113,7 @@ def _rows(
 
 
 def _windows(shards: AnyShards, seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Documents and their numbers of positions; windows in shuffled order, each shuffled within."""
+    """Yield documents and their numbers of positions; windows are shuffled, and each within."""
     starts = np.arange(0, shards.documents, WINDOW)
     for window in np.random.default_rng([seed, len(starts)]).permutation(len(starts)):
         start = int(starts[window])
@@ -117,7 +125,9 @@ def _windows(shards: AnyShards, seed: int) -> Iterator[tuple[np.ndarray, np.ndar
 def _cut(
     documents: np.ndarray, positions: np.ndarray, sequence: int, filled: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Documents end to end, cut at row ends; the first row starts with `filled` slots taken. Returns pieces and their rows."""
+    """Cut joined documents at row ends, from a first row with `filled` slots; return pieces and
+    rows.
+    """
     ends = filled + np.cumsum(positions)
     begins = ends - positions
     counts = (ends - 1) // sequence - begins // sequence + 1
@@ -138,10 +148,11 @@ def _cut(
 def _best_fit(
     documents: np.ndarray, positions: np.ndarray, sequence: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Full rows of documents that are longer than one; then what is left, longest first, each into the fullest row it fits.
+    """Pack with best-fit decreasing; return pieces and the end of each row.
 
-    Rows with room are kept by their room, and which rooms there are in the bits of one integer, so that each piece is
-    placed in about a microsecond.
+    Documents longer than a row fill whole rows first; the rests go longest first, each into the
+    fullest row with room. `by_room` lists the open rows by free slots, and bit n of `rooms` is set
+    if a row has n free slots, so that placing a piece takes about a microsecond.
     """
     full = positions // sequence
     owner = np.repeat(np.arange(len(documents)), full)

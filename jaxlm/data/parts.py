@@ -1,4 +1,4 @@
-"""What the data section of a config names: files, checked, and which side of the split they are on."""
+"""Training and validation parts of a data config: files, checked, and their side of a split."""
 
 import dataclasses
 import glob
@@ -17,15 +17,14 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.documents import PROBED_BYTES, PROBED_RECORDS, Corpus
 from jaxlm.data.records import Document, Start
 
-# Which part of a corpus is for training and which is held out.
-
 
 @dataclasses.dataclass(frozen=True)
-class Selection:
+class SplitSide:
     """All of a corpus, or one side of a split.
 
-    A split by `documents` puts a document on one side by the sha256 of its text, so it never moves and two copies never
-    part. A split by `tail` holds out the last share of each document's characters: for corpora of one long text.
+    The split `documents` chooses the side of a document by sha256 of its text: it never moves, and
+    copies stay together. The split `tail` holds out the last share of each document's characters,
+    for corpora of one long text.
     """
 
     split: Literal["none", "documents", "tail"] = "none"
@@ -33,7 +32,7 @@ class Selection:
     held_out: bool = False
 
     def take(self, text: str) -> str:
-        """The part of a document on this side; empty where there is none."""
+        """Return the part of a document on this side, possibly empty."""
         if self.split == "none":
             return text
         if self.split == "tail":
@@ -51,37 +50,38 @@ class Selection:
 _SHARE = re.compile(r"(tail:)?([0-9.]+)%")
 
 
-def held_out(entry: str) -> tuple[Selection, Selection] | None:
-    """The (train, validation) sides that an entry of `data.validation` such as "5%" or "tail:10%" names; None for a glob."""
+def held_out(entry: str) -> tuple[SplitSide, SplitSide] | None:
+    """Return the (train, validation) sides of "5%" or "tail:10%"; None for a glob."""
     match = _SHARE.fullmatch(entry)
     if match is None:
         return None
     split: Literal["documents", "tail"] = "tail" if match[1] else "documents"
     share = float(match[2]) / 100
-    return Selection(split, share, False), Selection(split, share, True)
+    return SplitSide(split, share, False), SplitSide(split, share, True)
 
 
-# Not a loss: such a document is in the other part.
+# Reasons in `left_out` that are no loss: the document is in the other part.
 ELSEWHERE = ("held out", "for training")
 TRAIN = "train"
-BEGINNING_BYTES = 2**16  # that tell files of one size apart, where they are no copies
+BEGINNING_BYTES = 2**16  # prefix that distinguishes most files of one size
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One side of a corpus that becomes a shard set; or folders that are some already.
+    """One side of a corpus, to be tokenized; or folders of token shards.
 
-    `name` is `train` for all of the training data, `train/NAME` for one of its sources, and that of a validation set.
+    `name` is `train` for all training data, `train/NAME` for one source, or the name of a
+    validation set.
     """
 
     name: str
     corpus: Corpus | None
-    selection: Selection
+    selection: SplitSide
     folders: tuple[Path, ...] = ()
 
     @property
     def setting(self) -> str:
-        """Where an error sends the reader."""
+        """Name of the setting, for errors."""
         if self.name == TRAIN:
             return "data.train"
         section, slash, source = self.name.partition("/")
@@ -89,11 +89,11 @@ class Part:
 
     @property
     def source(self) -> str:
-        """The source that it is, of those of the training data."""
+        """Name of the training source."""
         return self.name.rpartition("/")[2]
 
     def documents(self, counts: Counter[str]) -> Iterator[Document]:
-        """The documents on this side; those that are all on the other are counted."""
+        """Yield the documents of this side; count those of the other."""
         assert self.corpus is not None
         for document in self.corpus.documents(counts):
             if text := self.selection.take(document.text):
@@ -102,11 +102,12 @@ class Part:
                 counts[ELSEWHERE[self.selection.held_out]] += 1
 
 
-def find(config: DataConfig) -> tuple[list[Part], list[Part]]:
-    """The sources to train on and the validation sets, checked: the files are there, their first records have text, none is in two.
+def find_parts(config: DataConfig) -> tuple[list[Part], list[Part]]:
+    """Return the training sources and validation sets, checked.
 
-    Raises:
-      InputMissing, DataError: as the checks find.
+    Files must exist, their first records must have text, and no file may be in two parts.
+
+    Raise InputMissing, DataError, ConfigError if a check fails.
     """
     train = [
         _part(TRAIN if name == TRAIN else f"{TRAIN}/{name}", patterns, config, "data.train")
@@ -121,13 +122,13 @@ def find(config: DataConfig) -> tuple[list[Part], list[Part]]:
         for source in train:
             if source.corpus is None:
                 raise ConfigError(
-                    "a share cannot be held out of token shards",
+                    "data.validation cannot hold out a share of token shards",
                     where=f"data.validation = {patterns[0]}",
-                    why=f"{source.folders[0]} was tokenised as a whole",
+                    why=f"{source.folders[0]} was tokenized as a whole",
                     fix=_other_shards(source.folders),
                 )
-            own = name if len(train) == 1 else f"{name}_{source.source}"
-            validation.append(Part(own, source.corpus, sides[1]))
+            set_name = name if len(train) == 1 else f"{name}_{source.source}"
+            validation.append(Part(set_name, source.corpus, sides[1]))
         train = [dataclasses.replace(source, selection=sides[0]) for source in train]
     for one, other in itertools.combinations(train, 2):
         _refuse_overlap(one, other, "in two sources of the training data")
@@ -145,7 +146,7 @@ def find(config: DataConfig) -> tuple[list[Part], list[Part]]:
 
 
 def _other_shards(folders: tuple[Path, ...]) -> str:
-    """Return the flag that validates on token shards next to those that are trained on, if any."""
+    """Return flags that validate on token shards near the training shards, if any."""
     near = sorted(path.parent for path in folders[0].parent.glob(f"*/{manifest.NAME}"))
     others = [str(each) for each in near if each not in folders]
     if not others:
@@ -164,27 +165,27 @@ def _part(name: str, patterns: tuple[str, ...], config: DataConfig, setting: str
             texts.append(pattern)
     if not texts:
         _refuse_twice(stored, setting)
-        return Part(name, None, Selection(), tuple(stored))
+        return Part(name, None, SplitSide(), tuple(stored))
     entries = config.train if setting == "data.train" else config.validation
     corpus = Corpus.find(tuple(texts), config.text_key, setting, config.max_dropped, entries)
     if stored:
         raise ConfigError(
-            "text and token shards cannot be read as one",
+            "one set cannot mix text and token shards",
             where=setting,
             why=f"{stored[0]} holds token shards, {corpus.names[0]} is a file",
             fix=f"--config.{setting}={stored[0]}\n--config.{setting}={corpus.names[0]}",
         )
-    return Part(name, corpus, Selection())
+    return Part(name, corpus, SplitSide())
 
 
 def _refuse_twice(folders: list[Path], setting: str) -> None:
-    """Raises DataError where a token shard is among the folders twice: in one named twice, through a link, or in a copy."""
+    """Raise DataError if a shard appears twice: same folder, a link, or a copy."""
     seen: dict[str, Path] = {}
     for folder in folders:
         tokens = _tokens(folder)
         if both := [seen[digest] for digest in tokens if digest in seen]:
             raise DataError(
-                "a token shard is listed twice",
+                "the data lists a token shard twice",
                 where=setting,
                 why=f"{both[0]} and {folder} hold the same tokens",
                 fix="name each folder once: patterns that do not overlap, and no copies",
@@ -193,24 +194,24 @@ def _refuse_twice(folders: list[Path], setting: str) -> None:
 
 
 def _tokens(folder: Path) -> list[str]:
-    """What tells the shards in a folder from others: sha256 of the ids of each."""
+    """Return the sha256 of the ids of each shard in a folder."""
     return [shard.tokens_sha256 for shard in manifest.read(folder).shards]
 
 
-def _refuse_overlap(one: Part, other: Part, told: str) -> None:
-    """Raises DataError where a file is in both: itself, through a link, or a copy of it."""
+def _refuse_overlap(one: Part, other: Part, problem: str) -> None:
+    """Raise DataError if both parts have a file in common: itself, a link, or a copy."""
     both = sorted(_overlap(one, other))
     if both:
         held = other.name.startswith(f"{TRAIN}/")
         raise DataError(
-            f"{len(both)} file{'s are' if len(both) > 1 else ' is'} {told}",
+            f"{len(both)} file{'s are' if len(both) > 1 else ' is'} {problem}",
             where=f"{one.setting} and {other.setting}",
             why=", ".join(both[:3]),
             fix="name each file in one source: patterns that do not overlap, and no copies"
             if held
             else _other_shards(one.folders)
             if one.folders
-            else "--config.data.validation=5%    # holds documents out instead",
+            else "--config.data.validation=5%    # holds out documents instead",
         )
 
 
@@ -222,7 +223,7 @@ def _overlap(train: Part, part: Part) -> Iterator[str]:
     corpora = [side.corpus for side in (train, part) if side.corpus is not None]
     if len(corpora) < 2:
         return
-    if not any(any(corpus.named()) for corpus in corpora):  # Python's library alone
+    if not any(any(corpus.named()) for corpus in corpora):  # only Python's library
         yield from map(str, set(corpora[0].files) & set(corpora[1].files))
         return
     trained, others = (
@@ -232,7 +233,7 @@ def _overlap(train: Part, part: Part) -> Iterator[str]:
     yield from (str(path) for path in others if path in trained)
     left = {path: name for path, name in others.items() if path not in trained and _size(path)}
     marks: dict[Path, int | str] = {}
-    # Each tells more apart, and reads more of fewer files: almost nothing is hashed whole.
+    # Each mark distinguishes more and reads more of fewer files: almost no file is hashed whole.
     for mark in (_size, _beginning, _sha256):
         marks = {path: mark(path) for path in (*trained, *left)}
         shared = {marks[path] for path in trained} & {marks[path] for path in left}
@@ -260,18 +261,21 @@ def _sha256(path: Path) -> str:
 
 
 def _probe(corpus: Corpus, setting: str, most: int) -> None:
-    """Reads the first records of the user's files, `most` bytes at most, so that what is broken is named before anything is made."""
-    own = list(corpus.named())
+    """Read the first records of the user's files, at most `most` bytes, to report errors early."""
+    user_files = list(corpus.named())
     probed = dataclasses.replace(
-        corpus, files=tuple(path for path, _ in own), names=tuple(name for _, name in own)
+        corpus,
+        files=tuple(path for path, _ in user_files),
+        names=tuple(name for _, name in user_files),
     )
-    found = len(corpus.files) - len(own)  # files of Python's library, read already
+    documents = len(corpus.files) - len(user_files)  # files of Python's library are not read again
     start = Start(PROBED_RECORDS, most)
-    found += sum(1 for _ in probed.documents(Counter(), start))
-    if not found and not start.is_read:
+    documents += sum(1 for _ in probed.documents(Counter(), start))
+    if not documents and not start.is_read:
         raise DataError(
-            "there is no text in the data",
+            "the data contains no text",
             where=setting,
-            why=f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, all empty: {', '.join(corpus.names[:3])}",
+            why=f"{len(corpus.files)} file{'s' if len(corpus.files) != 1 else ''}, all empty: "
+            f"{', '.join(corpus.names[:3])}",
             fix=f"ls -l {shlex.join(corpus.names[:3])}",
         )

@@ -1,4 +1,4 @@
-"""What a batch looks like to a person: its text, with the tokens that are trained on marked."""
+"""Batches as text for people, with the trained tokens marked."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,25 +9,26 @@ from jaxlm.core.quoting import printable
 from jaxlm.data.batch import Tokens
 from jaxlm.data.tokenizer import Tokenizer
 
-MARKS = "\u00ab", "\u00bb"  # around text that is trained on
-BOTH_WAYS = "\u2039", "\u203a"  # around text of which every token sees every other
+MARKS = "\u00ab", "\u00bb"  # around text with a loss
+BOTH_WAYS = "\u2039", "\u203a"  # around text with bidirectional attention
 
 NONE = "", ""
 
-Item = tuple[int, tuple[str, str]]  # an id, and what stands around it
+Item = tuple[int, tuple[str, str]]  # an id and the marks around it
 
 
-def rendered(
+def render_segments(
     batch: Tokens, tokenizer: Tokenizer, row: int, marks: tuple[str, str] = MARKS
 ) -> list[str]:
-    """The text of each segment of a row, trained tokens between `marks`, what is read both ways between others.
+    """Return the text of each segment of a row, with trained and bidirectional tokens marked.
 
-    Where each token is the target of the one before, a segment is shown as its first input, which nothing predicts, and
-    then its targets, of which those with a weight above 0 are trained on. Elsewhere it is its inputs, each followed by its
-    target if that is trained on. For an encoder and a decoder, it is what the one reads, and then what the other writes.
+    If each token is the target of the one before, a segment is its first input, which is not
+    predicted, followed by its targets, marked if their weight is above 0. Otherwise it is its
+    inputs, each followed by its target if trained on. For an encoder-decoder, it is the source
+    followed by the target.
     """
     segments = batch.segments[row]
-    found = []
+    texts = []
     if batch.source is not None:
         return _pairs(batch, tokenizer, row, marks)
     for number in range(1, int(segments.max()) + 1):
@@ -49,8 +50,8 @@ def rendered(
                 items.append((int(tokens[slot]), kind))
                 if weights[slot] > 0:
                     items.append((int(targets[slot]), marks))
-        found.append("".join(_runs(items, tokenizer)))
-    return found
+        texts.append("".join(_runs(items, tokenizer)))
+    return texts
 
 
 def _pairs(batch: Tokens, tokenizer: Tokenizer, row: int, marks: tuple[str, str]) -> list[str]:
@@ -58,17 +59,17 @@ def _pairs(batch: Tokens, tokenizer: Tokenizer, row: int, marks: tuple[str, str]
     assert batch.source_segments is not None
     source = np.asarray(batch.source_segments[row])
     segments = np.asarray(batch.segments[row])
-    found = []
+    texts = []
     for number in range(1, int(source.max()) + 1):
         read = np.asarray(batch.source[row])[source == number].tolist()
         written = np.asarray(batch.targets[row])[segments == number].tolist()
         items = [(i, BOTH_WAYS) for i in read] + [(i, marks) for i in written]
-        found.append("".join(_runs(items, tokenizer)))
-    return found
+        texts.append("".join(_runs(items, tokenizer)))
+    return texts
 
 
 def _both_ways(batch: Tokens, row: int, slots: np.ndarray) -> np.ndarray:
-    """Which of these slots see, or are seen by, slots before them."""
+    """Return the slots that attend to, or are attended from, an earlier slot; bool [slots]."""
     if batch.visible_until is None:
         return np.zeros(len(slots), bool)
     reach = np.asarray(batch.visible_until[row, slots])
@@ -76,13 +77,16 @@ def _both_ways(batch: Tokens, row: int, slots: np.ndarray) -> np.ndarray:
 
 
 def _runs(items: list[Item], tokenizer: Tokenizer) -> Iterator[str]:
-    """Neighbours of one kind together, so that a character of several tokens is whole."""
+    """Yield the text of adjacent items with equal marks, joined so that characters stay whole."""
     for (opening, closing), run in itertools.groupby(items, key=lambda item: item[1]):
-        yield f"{opening}{spelt([number for number, _ in run], tokenizer)}{closing}"
+        yield f"{opening}{token_text([number for number, _ in run], tokenizer)}{closing}"
 
 
-def spelt(ids: list[int], tokenizer: Tokenizer) -> str:
-    """The text of `ids` with special tokens by name, and control characters escaped, so that data cannot drive a terminal."""
+def token_text(ids: list[int], tokenizer: Tokenizer) -> str:
+    """Return the text of `ids` with special tokens by name.
+
+    Control characters are escaped, so that data cannot drive a terminal.
+    """
     names = {number: name.encode() for name, number in tokenizer.specials.items()}
     pieces = [names.get(i, tokenizer.table[i]) for i in ids]
     text = b"".join(pieces).decode("utf-8", "replace")

@@ -1,37 +1,40 @@
-"""Token shards: ids of whole documents, with a manifest that says what is in them, and a check of every read.
+"""Token shards: ids of whole documents, with a manifest and a check of every read.
 
-A folder holds `tokens-00000.bin` (ids, uint16 or uint32, every document as bos, tokens, eos), `documents-00000.bin`
-(int64 rows: end of the document in its shard, number of its file, number of its record), `checks-00000.bin` (the CRC-32
-of each block of the first, then of the second), `files.json`, the tokenizer's own file, and `manifest.json`, written last.
+A folder holds `tokens-00000.bin` (ids, uint16 or uint32, every document as bos, tokens, eos),
+`documents-00000.bin` (int64 rows: end of the document in its shard, number of its file, number of
+its record), `checks-00000.bin` (CRC-32 of each block of the first, then of the second),
+`files.json`, the tokenizer file, and `manifest.json`, which is written last.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
 import shlex
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxlm.core.errors import DataError
+from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import manifest, tokenizer_file
 from jaxlm.data.blocks import BLOCK, BlockReader, Damage
 from jaxlm.data.manifest import Manifest
 from jaxlm.data.tokenizer import Tokenizer
 
-OPEN_SHARDS = 200  # of two files each; a process may have 1024 open by default
+OPEN_SHARDS = 200  # two open files each; the default limit of a process is 1024
 DOCUMENT_COLUMNS = manifest.DOCUMENT_BYTES // 8
 REPAIR = "restore the file\nremove the folder and write the shards again"
 
 
-class Damaged(DataError):
-    """What a token shard holds of a document is not what was written."""
+class DamagedShard(DataError):
+    """A document in a token shard differs from what was written."""
 
 
-class Shards:
-    """A folder of token shards, opened. Nothing of them is read until a document is asked for."""
+class TokenShards:
+    """A folder of token shards; documents are read on demand."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
@@ -40,43 +43,43 @@ class Shards:
         self._readers = functools.lru_cache(OPEN_SHARDS)(self._opened)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Shards, (self.folder, self.manifest)  # a worker process opens the files itself
+        return TokenShards, (self.folder, self.manifest)  # a worker process reopens the files
 
     @classmethod
-    def open(cls, folder: Path) -> "Shards":
-        """Reads the manifest, and checks that every file is there, of its size, inside the folder.
+    def open(cls, folder: Path) -> "TokenShards":
+        """Read the manifest; check that every file exists inside the folder with the right size.
 
-        Raises:
-          DataError: where the folder is not whole.
+        Raise DataError if the folder is incomplete.
         """
-        found = manifest.read(folder)
-        opened = cls(folder, found)
+        content = manifest.read(folder)
+        opened = cls(folder, content)
         inside = folder.resolve()
-        for number in range(len(found.shards)):
-            for name, (size, _) in found.files(number).items():
+        for number in range(len(content.shards)):
+            for name, (size, _) in content.files(number).items():
                 path = folder / name
                 if path.resolve() != inside / name:
                     raise DataError(
-                        "a token shard leads out of its folder",
+                        "a token shard links to a file outside its folder",
                         where=str(path),
                         why=f"it is a link to {path.resolve()}",
                         fix="copy the file here\nlink the whole folder",
                     )
-                there = path.stat().st_size if path.is_file() else None
-                if there != size:
+                actual = path.stat().st_size if path.is_file() else None
+                if actual != size:
                     raise DataError(
                         "a token shard is damaged",
                         where=str(path),
-                        why=f"{size} bytes by its manifest, found {'no file' if there is None else there}",
+                        why=f"the manifest lists {size} bytes, the folder has "
+                        f"{'no file' if actual is None else actual}",
                         fix=REPAIR,
                     )
             opened._checks(number)
-        opened._content(manifest.FILES, found.files_sha256)
-        opened._content(manifest.TOKENIZER, found.tokenizer)
+        opened._content(manifest.FILES, content.files_sha256)
+        opened._content(manifest.TOKENIZER, content.tokenizer)
         return opened
 
     def verify(self) -> None:
-        """Reads every byte and compares it with the manifest's digests. Raises DataError at the first that differs."""
+        """Compare every byte with the manifest's digests. Raise DataError at a difference."""
         for number in range(len(self.manifest.shards)):
             for name, (_, digest) in self.manifest.files(number).items():
                 with open(self.folder / name, "rb") as file:
@@ -86,21 +89,21 @@ class Shards:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the ids.
 
-        Raises:
-          DataError: where it has another number of ids than the manifest says.
+        Raise DataError if its size differs from the manifest.
         """
         path = self.folder / manifest.TOKENIZER
-        found = tokenizer_file.load(
+        tokenizer = tokenizer_file.load(
             self._content(manifest.TOKENIZER, self.manifest.tokenizer), str(path)
         )
-        if found.size != self.manifest.vocab:
+        if tokenizer.size != self.manifest.vocab:
             raise DataError(
-                "the manifest of token shards does not fit their tokenizer",
+                "the manifest of token shards does not match their tokenizer",
                 where=str(self.folder / manifest.NAME),
-                why=f"a vocabulary of {self.manifest.vocab}, the tokenizer has {found.size} ids",
+                why=f"the manifest lists {self.manifest.vocab} ids, the tokenizer has "
+                f"{tokenizer.size}",
                 fix="write the shards again",
             )
-        return found
+        return tokenizer
 
     @property
     def documents(self) -> int:
@@ -108,20 +111,18 @@ class Shards:
         return self.manifest.documents
 
     def lengths(self, start: int, stop: int) -> np.ndarray:
-        """Ids in each of the documents `start` to `stop`, bos and eos counted; int64.
+        """Return the ids in each of the documents `start` to `stop`, including bos and eos; int64.
 
-        Raises:
-          DataError: where what says so is damaged.
+        Raise DataError if the index of documents is damaged.
         """
         out = [self._lengths(*span) for span in self._spans(start, stop)]
         return np.concatenate(out) if out else np.zeros(0, np.int64)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Ids `start` to `stop` of a document; to be read, not written to.
+        """Return the ids `start` to `stop` of a document, read-only.
 
-        Raises:
-          Damaged: where they are not those that were written.
-          DataError: where one is past the end of the vocabulary.
+        Raise Damaged if the bytes differ from what was written. Raise DataError if an id is outside
+        the vocabulary.
         """
         shard, row = self._locate(document)
         width = self._dtype.itemsize
@@ -133,22 +134,23 @@ class Shards:
         except Damage as damage:
             raise self._damaged(damage, document, row) from damage
         ids = np.frombuffer(data, self._dtype)
-        # Past the table, XLA would clamp or give NaN and say nothing.
+        # For ids outside the table XLA silently clamps or gives NaN.
         if len(ids) and ids.max() >= self.manifest.vocab:
             position = int(np.argmax(ids >= self.manifest.vocab))
             raise DataError(
-                f"token id {ids[position]} is past the end of a vocabulary of {self.manifest.vocab}",
-                where=f"{self.folder / manifest.tokens_name(shard)}, {self._named(document, row)}, position {start + position}",
-                why="such an id has no embedding; the shards were made with another tokenizer than lies beside them",
+                f"token id {ids[position]} is outside the vocabulary of {self.manifest.vocab}",
+                where=f"{self.folder / manifest.tokens_name(shard)}, {self._named(document, row)}, "
+                f"position {start + position}",
+                why="such an id has no embedding; another tokenizer than that in the folder made "
+                "the shards",
                 fix="write the shards again with the tokenizer that the model uses",
             )
         return ids
 
     def origin(self, document: int) -> tuple[str, int]:
-        """The file that a document came from, and the number of its record there.
+        """Return the file of a document and its record number there.
 
-        Raises:
-          DataError: where what says so is damaged.
+        Raise DataError if the index of documents is damaged.
         """
         shard, row = self._locate(document)
         try:
@@ -156,17 +158,17 @@ class Shards:
         except Damage as damage:
             raise self._damaged(damage, document, row) from damage
 
-    def _damaged(self, damage: Damage, document: int, row: int) -> "Damaged":
-        return Damaged(
+    def _damaged(self, damage: Damage, document: int, row: int) -> "DamagedShard":
+        return DamagedShard(
             "a token shard is damaged",
             where=f"{damage.path}, {self._named(document, row)}",
             why=damage.why,
             fix=f"jaxlm data check {shlex.quote(str(self.folder))}    # finds all damage\n"
-            f"--config.data.damaged=skip    # trains without what cannot be read\n{REPAIR}",
+            f"--config.data.damaged=skip    # trains without unreadable tokens\n{REPAIR}",
         )
 
     def _named(self, document: int, row: int) -> str:
-        """A document as an error names it, whatever of its shard can still be read."""
+        """Return the name of a document in errors, even if its origin is unreadable."""
         try:
             shard, _ = self._locate(document)
             file, record = self._origin(shard, row)
@@ -178,7 +180,7 @@ class Shards:
         _, file, record = self._index(shard, row, row + 1)[0].tolist()
         if not 0 <= file < len(self._files):
             path = self.folder / manifest.documents_name(shard)
-            raise Damage(path, f"file {file} of {len(self._files)} is named")
+            raise Damage(path, f"it refers to file {file} of {len(self._files)}")
         return self._files[file], record
 
     @functools.cached_property
@@ -186,7 +188,7 @@ class Shards:
         return list(map(str, json.loads(self._content(manifest.FILES, self.manifest.files_sha256))))
 
     def _content(self, name: str, digest: str) -> bytes:
-        """A small file, whole. Raises DataError where it is not the one that was written."""
+        """Read a small file. Raise DataError if its digest differs."""
         path = self.folder / name
         content = path.read_bytes() if path.is_file() else b""
         _compare(path, hashlib.sha256(content), digest)
@@ -214,9 +216,11 @@ class Shards:
         lengths = np.diff(ends) if low else np.diff(ends, prepend=0)
         if lengths.min() < 2 or ends[-1] > self.manifest.shards[shard].tokens:
             raise DataError(
-                "the documents of a token shard do not lie end to end",
-                where=f"{self.folder / manifest.documents_name(shard)}, documents {low} to {high - 1}",
-                why=f"the shortest has {lengths.min()} ids, the last ends at {ends[-1]} of {self.manifest.shards[shard].tokens}",
+                "the index of a token shard has gaps or overlaps",
+                where=f"{self.folder / manifest.documents_name(shard)}, documents {low} to "
+                f"{high - 1}",
+                why=f"the shortest has {lengths.min()} ids, the last ends at {ends[-1]} of "
+                f"{self.manifest.shards[shard].tokens}",
                 fix="write the shards again",
             )
         return lengths
@@ -242,11 +246,112 @@ class Shards:
         )
 
 
-def _compare(path: Path, found: Any, digest: str) -> None:
-    if found.hexdigest() != digest:
+def _compare(path: Path, digest: Any, expected: str) -> None:
+    if digest.hexdigest() != expected:
         raise DataError(
             "a file of token shards does not match its digest",
             where=str(path),
-            why="it changed since it was written, or is gone",
+            why="it changed since it was written, or is missing",
             fix=REPAIR,
         )
+
+
+class JoinedShards:
+    """The documents of several folders in order; all folders must use one tokenizer.
+
+    Raise ConfigError if two folders were made with different tokenizers.
+    """
+
+    def __init__(self, parts: tuple[TokenShards, ...]):
+        self.parts = parts
+        first = parts[0]
+        for part in parts[1:]:
+            if part.manifest.tokenizer != first.manifest.tokenizer:
+                raise ConfigError(
+                    "folders of token shards have different tokenizers",
+                    where=f"{first.folder} and {part.folder}",
+                    why=f"the digests are {first.manifest.tokenizer[:12]} and "
+                    f"{part.manifest.tokenizer[:12]}",
+                    fix="write the others again with "
+                    f"--config.data.tokenizer={first.folder / manifest.TOKENIZER}",
+                )
+        self.manifest = _sum([part.manifest for part in parts])
+        self._first_document = np.cumsum([0] + [part.documents for part in parts])
+
+    @property
+    def folder(self) -> Path:
+        """The first folder, for errors."""
+        return self.parts[0].folder
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the ids."""
+        return self.parts[0].tokenizer
+
+    @property
+    def documents(self) -> int:
+        """Number of documents."""
+        return self.manifest.documents
+
+    def lengths(self, start: int, stop: int) -> np.ndarray:
+        """Return the ids in each document, like `Shards.lengths`."""
+        out = [
+            part.lengths(max(start - first, 0), min(stop - first, part.documents))
+            for part, first in zip(self.parts, self._first_document.tolist(), strict=False)
+            if start < first + part.documents and first < stop
+        ]
+        return np.concatenate(out) if out else np.zeros(0, np.int64)
+
+    def read(self, document: int, start: int, stop: int) -> np.ndarray:
+        """Return ids of a document, like `Shards.read`."""
+        part, inner = self._locate(document)
+        return part.read(inner, start, stop)
+
+    def origin(self, document: int) -> tuple[str, int]:
+        """Return the file and record of a document, like `Shards.origin`."""
+        part, inner = self._locate(document)
+        return part.origin(inner)
+
+    def _locate(self, document: int) -> tuple[TokenShards, int]:
+        number = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        return self.parts[number], document - int(self._first_document[number])
+
+
+AnyShards = TokenShards | JoinedShards
+
+
+def open_folders(folders: tuple[Path, ...]) -> AnyShards:
+    """Open the token shards in one folder or several.
+
+    Raise DataError if a folder is damaged. Raise ConfigError if their tokenizers differ.
+    """
+    parts = tuple(map(TokenShards.open, folders))
+    return parts[0] if len(parts) == 1 else JoinedShards(parts)
+
+
+def join(sets: Sequence[AnyShards]) -> JoinedShards:
+    """Join shard sets in order. Raise ConfigError if their tokenizers differ."""
+    return JoinedShards(
+        tuple(
+            part
+            for each in sets
+            for part in (each.parts if isinstance(each, JoinedShards) else (each,))
+        )
+    )
+
+
+def _sum(manifests: list[Manifest]) -> Manifest:
+    left_out: Counter[str] = Counter()
+    for each in manifests:
+        left_out.update(each.left_out)
+    names = "".join(manifest.files_sha256 for manifest in manifests)
+    return dataclasses.replace(
+        manifests[0],
+        documents=sum(manifest.documents for manifest in manifests),
+        tokens=sum(manifest.tokens for manifest in manifests),
+        bytes=sum(manifest.bytes for manifest in manifests),
+        unknown=sum(manifest.unknown for manifest in manifests),
+        left_out=dict(left_out),
+        files_sha256=hashlib.sha256(names.encode()).hexdigest(),
+        shards=tuple(shard for manifest in manifests for shard in manifest.shards),
+    )

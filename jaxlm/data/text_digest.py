@@ -1,8 +1,9 @@
-"""Digests of raw text, by which what was made of it is found in the cache.
+"""Digests of raw text, which are cache keys of everything made from it.
 
-A file is hashed once. Its digest is kept in the cache with the file's size, times and inode, and used as long as all of
-these are the same: a write of any kind sets the time of change (ctime), which no program can set back. A file that changed
-less than two seconds before it was hashed is hashed again at the next start, as a later write could have the same time.
+A file is hashed once. The cache stores its digest with size, times and inode, valid as long as all
+of these are equal: every write sets the time of change (ctime), which no program can set back. A
+file that changed less than two seconds before hashing is hashed again at the next start, because a
+later write could have the same time.
 """
 
 import concurrent.futures
@@ -21,31 +22,29 @@ from jaxlm.data import cache
 from jaxlm.data.documents import Corpus
 from jaxlm.monitor.progress import Progress
 
-THREADS = 4  # hashing lets go of the interpreter's lock
+THREADS = 4  # hashing releases the interpreter lock
 CHUNK_BYTES = 1 << 20
-SETTLED_SECONDS = 2  # file systems count time in steps of up to two seconds
-MUCH = 2**36  # bytes; shorter texts are hashed in about a minute
+SETTLED_SECONDS = 2  # file systems have a time resolution of up to two seconds
+SLOW_BYTES = 2**36  # bytes, about a minute of hashing
 
 Stamp = tuple[int, int, int, int]  # bytes, mtime and ctime in nanoseconds, inode
 
 
 @dataclasses.dataclass(frozen=True)
 class TextDigests:
-    """The digests of corpora, from the cache where a file did not change.
+    """Digests of corpora; files that did not change come from the cache.
 
     Args:
-      root: the cache folder.
       progress: called while files are hashed.
-      say: prints a line.
     """
 
     root: Path
     progress: Progress = lambda what, done, total: None
-    say: Callable[[str], None] = lambda text: None
+    log: Callable[[str], None] = lambda text: None
     _made: dict[Corpus, str] = dataclasses.field(default_factory=dict)
 
     def of(self, corpus: Corpus) -> str:
-        """Return the sha256 over the name and contents of every file, read at most once."""
+        """Return the sha256 over name and contents of every file; each is read at most once."""
         if corpus not in self._made:
             total = hashlib.sha256(corpus.text_key.encode())
             for name, digest in zip(corpus.names, self._files(corpus), strict=True):
@@ -54,7 +53,7 @@ class TextDigests:
         return self._made[corpus]
 
     def _files(self, corpus: Corpus) -> list[str]:
-        """The sha256 of each file."""
+        """Return the sha256 of each file."""
         paths = [os.path.abspath(path) for path in corpus.files]
         place = cache.folder(self.root, "digests", paths=paths).with_suffix(".json")
         before, stamps = _read(place), [_stamp(path) for path in paths]
@@ -67,13 +66,11 @@ class TextDigests:
         if not changed:
             return [digest for digest in digests if digest is not None]
         size = sum(stamps[number][0] for number in changed)
-        if size > MUCH:
-            self.say(
-                "raw text is hashed before its first use: token shards, which are not, start at once"
-            )
+        if size > SLOW_BYTES:
+            self.log("hashing raw text before its first use; token shards would start at once")
         begun = time.time_ns()
-        found = self._hashed([paths[number] for number in changed], size)
-        hashed = dict(zip(changed, found, strict=True))
+        hashes = self._hashed([paths[number] for number in changed], size)
+        hashed = dict(zip(changed, hashes, strict=True))
         for number, digest in hashed.items():
             stamp = _stamp(paths[number])
             is_settled = begun - max(stamp[1:3]) >= SETTLED_SECONDS * 1_000_000_000
@@ -91,7 +88,7 @@ class TextDigests:
 
         def moved(count: int) -> None:
             nonlocal read
-            if over.is_set():  # a signal must not wait for the end of large files
+            if over.is_set():  # a signal must not wait for large files
                 raise InterruptedError
             with lock:
                 read += count
@@ -115,12 +112,12 @@ def _digest(path: str, moved: Callable[[int], None]) -> str:
 
 
 def _stamp(path: str) -> Stamp:
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
 def _write(place: Path, known: dict[str, tuple[Stamp, str]]) -> None:
-    """Replace the digests that are kept. Processes of several hosts may do so at once, with one process id."""
+    """Replace the stored digests; processes of several hosts may do so at once, with equal ids."""
     partial = place.with_name(f".{place.name}.{secrets.token_hex(8)}")
     with cache.writing(place):
         try:
@@ -132,7 +129,7 @@ def _write(place: Path, known: dict[str, tuple[Stamp, str]]) -> None:
 
 
 def _read(place: Path) -> dict[str, tuple[Stamp, str]]:
-    """The digests that were kept; none if the file is missing or damaged."""
+    """Return the stored digests; empty if the file is missing or damaged."""
     try:
         values = json.loads(place.read_bytes())
         return {

@@ -1,24 +1,23 @@
-"""The file of a tokenizer, of any kind, read back."""
+"""Loading of tokenizer files of every kind."""
 
 import json
 import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.core.errors import InputMissing
 from jaxlm.core.spelling import nearest
 from jaxlm.data.config import FIND_TOKENIZERS
-from jaxlm.data.hub_tokenizer import HuggingFace, Imported, Trained
-from jaxlm.data.tokenizer import Bytes, Characters, SentencePiece, Tokenizer
+from jaxlm.data.hub_tokenizer import HuggingFace, ImportedTokenizer, TrainedTokenizer
+from jaxlm.data.tokenizer import Bytes, Characters, SentencePiece, Tokenizer, tokenizer_error
 
-LARGEST_FILE = 256 * 2**20  # bytes; the largest vocabularies in use take a sixth of it
+MAX_FILE_BYTES = 256 * 2**20  # bytes, six times the largest vocabularies in use
 
 
 def load(content: bytes, where: str) -> Tokenizer:
-    """A tokenizer from the content of its file: our JSON, Hugging Face's tokenizer.json, or a SentencePiece model.
+    """Return the tokenizer of a file's content: our JSON, tokenizer.json, or SentencePiece.
 
-    Raises:
-      DataError: where it is none of them.
+    Raise DataError if the content is none of these.
     """
     if content.lstrip()[:1] != b"{":
         return SentencePiece(content, where)
@@ -30,57 +29,53 @@ def load(content: bytes, where: str) -> Tokenizer:
         if kind == "imported":
             return _imported(ours, where)
         if kind == "trained":
-            return Trained(str(ours.get("content")).encode(), where)
+            return TrainedTokenizer(str(ours.get("content")).encode(), where)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            "a tokenizer file is not the JSON of a tokenizer",
-            where=where,
-            why=f"{type(error).__name__}: {error}",
-            fix=FIND_TOKENIZERS,
+        raise tokenizer_error(
+            "a tokenizer file contains no tokenizer", where, f"{type(error).__name__}: {error}"
         ) from error
     if kind == "bytes":
         return Bytes()
     return Characters(characters) if kind == "characters" else HuggingFace(content, where)
 
 
-def _imported(ours: dict[str, Any], where: str) -> Imported:
-    """Raises ValueError where a part is missing or of another type."""
+def _imported(ours: dict[str, Any], where: str) -> ImportedTokenizer:
+    """Raise ValueError if a field is missing or has a wrong type."""
     content = ours.get("content")
     around: dict[str, Any] = {name: ours.get(name) for name in ("before", "after", "ends")}
     if not isinstance(content, str) or not all(isinstance(ids, list) for ids in around.values()):
-        raise ValueError("its content or its ids are missing")
+        raise ValueError("content or ids are missing")
     if not all(type(number) is int for ids in around.values() for number in ids):
-        raise ValueError("its ids are no integers")
-    return Imported(content.encode(), **around, where=where)
+        raise ValueError("its ids are not integers")
+    return ImportedTokenizer(content.encode(), **around, where=where)
 
 
 def read(path: str | Path) -> Tokenizer:
-    """The tokenizer in a file.
+    """Return the tokenizer in a file.
 
-    Raises:
-      InputMissing: where there is no such file.
-      DataError: where it is none, or too large to be one; then nothing of it is read.
+    Raise InputMissing if the file does not exist. Raise DataError if it is not a tokenizer; a file
+    that is too large is not read.
     """
     path = Path(path)
     if not path.is_file():
         raise InputMissing(
-            f"there is no tokenizer file {path}",
+            f"tokenizer file {path} does not exist",
             where="data.tokenizer",
-            why="a value that names no kind of tokenizer is a file's path, read from the current directory",
+            why="a value that is not a kind of tokenizer is a path, relative to the current "
+            "directory",
             fix=_near(path),
         )
-    if (size := path.stat().st_size) > LARGEST_FILE:
-        raise DataError(
+    if (size := path.stat().st_size) > MAX_FILE_BYTES:
+        raise tokenizer_error(
             "a tokenizer file is too large",
-            where=str(path),
-            why=f"it has {size:,} bytes, and {LARGEST_FILE:,} are allowed",
-            fix=FIND_TOKENIZERS,
+            str(path),
+            f"it has {size:,} bytes; {MAX_FILE_BYTES:,} are allowed",
         )
     return load(path.read_bytes(), str(path))
 
 
 def _near(path: Path) -> str:
-    """Return the flag of the file with a near name, or the command that lists tokenizers."""
+    """Return the flag of a file with a similar name, or the command that lists tokenizers."""
     names = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     near = nearest(path.name, names)
     return (

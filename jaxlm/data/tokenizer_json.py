@@ -1,43 +1,50 @@
-"""Our tokenizers as a `tokenizer.json`, which other programs read: the same ids for the same text."""
+"""Export of our tokenizers as `tokenizer.json` for other programs, with the same ids."""
 
 import dataclasses
 import json
 from typing import Any
 
-from jaxlm.data.hub_tokenizer import BYTE_OF_CHARACTER, HuggingFace, Imported, Trained, rust_errors
+from jaxlm.data.hub_tokenizer import (
+    BYTE_OF_CHARACTER,
+    HuggingFace,
+    ImportedTokenizer,
+    TrainedTokenizer,
+    library_errors,
+    prepend_token,
+)
 from jaxlm.data.tokenizer import SPECIALS, Bytes, SentencePiece, Tokenizer
 from jaxlm.data.vocabularies import pieces
-from jaxlm.data.vocabularies.added import put_in_front
 
 
 def as_json(tokenizer: Tokenizer) -> bytes | None:
-    """The content of a tokenizer.json, with which a prompt begins as a document does; None where it would give other ids.
+    """Return a tokenizer.json that starts a prompt like a document; None if ids would differ.
 
-    Of a SentencePiece model, the character U+2581 itself is the exception: there it is a space. Of a unigram model, a long
-    run of one character is too: the same pieces may come in another order, as their sum is rounded otherwise.
+    Two exceptions for a SentencePiece model: the character U+2581 becomes a space, and a unigram
+    model may order the pieces of a long run of one character differently, as sums are rounded
+    differently.
     """
     import tokenizers
 
-    if isinstance(tokenizer, Imported):
+    if isinstance(tokenizer, ImportedTokenizer):
         return tokenizer.content
     content = _same_ids(tokenizer)
     if content is None:
         return None
     built = tokenizers.Tokenizer.from_buffer(content)
     (first,) = tokenizer.before
-    put_in_front(built, SPECIALS[first])
+    prepend_token(built, SPECIALS[first])
     return built.to_str().encode()
 
 
 def _same_ids(tokenizer: Tokenizer) -> bytes | None:
-    """The content of a tokenizer.json that gives the ids of a text, without what stands before a document."""
+    """Return a tokenizer.json with the ids of a text, without the begin of a document."""
     import tokenizers
 
-    if isinstance(tokenizer, Trained):
+    if isinstance(tokenizer, TrainedTokenizer):
         return tokenizer.content
     if isinstance(tokenizer, SentencePiece):
-        found = pieces.read(tokenizer.serialise(), "tokenizer")
-        return pieces.as_json(dataclasses.replace(found, begins=None), "tokenizer")
+        vocabulary = pieces.read(tokenizer.serialize(), "tokenizer")
+        return pieces.as_json(dataclasses.replace(vocabulary, begins=None), "tokenizer")
     if isinstance(tokenizer, HuggingFace):
         return _moved(tokenizer)
     built = _bytes() if isinstance(tokenizer, Bytes) else _characters(tokenizer)
@@ -46,15 +53,15 @@ def _same_ids(tokenizer: Tokenizer) -> bytes | None:
 
 
 def _moved(tokenizer: HuggingFace) -> bytes | None:
-    """A tokenizer.json whose ids are moved up behind our special tokens; None where that gives others than ours are."""
+    """Return a tokenizer.json with ids shifted behind our special tokens; None if ids differ."""
     import tokenizers
 
     parsed = json.loads(tokenizer.content)
     model, shift = parsed["model"], tokenizer.shift
     special = {each["content"] for each in parsed.get("added_tokens") or () if each.get("special")}
     if isinstance(model["vocab"], dict):
-        own = {piece: number + shift for piece, number in model["vocab"].items()}
-        model["vocab"] = {name: number for number, name in enumerate(SPECIALS)} | own
+        shifted = {piece: number + shift for piece, number in model["vocab"].items()}
+        model["vocab"] = {name: number for number, name in enumerate(SPECIALS)} | shifted
         if model.get("unk_token") in special:
             model["unk_token"] = SPECIALS[tokenizer.unk]
     else:
@@ -62,22 +69,22 @@ def _moved(tokenizer: HuggingFace) -> bytes | None:
         if unknown is not None:
             is_special = model["vocab"][unknown][0] in special
             model["unk_id"] = tokenizer.unk if is_special else unknown + shift
-        model["vocab"] = [[name, pieces.NEVER] for name in SPECIALS] + model["vocab"]
+        model["vocab"] = [[name, pieces.UNREACHABLE_SCORE] for name in SPECIALS] + model["vocab"]
     for token in parsed.get("added_tokens") or ():
         token["id"] += shift
-    # What stands around a document is ours now.
+    # Our own ids stand around a document.
     parsed |= {"post_processor": None, "truncation": None, "padding": None}
-    with rust_errors("a tokenizer.json cannot be moved", "tokenizer"):
+    with library_errors("jaxlm cannot shift the ids of a tokenizer.json", "tokenizer"):
         built = tokenizers.Tokenizer.from_str(json.dumps(parsed))
         built.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in SPECIALS])
         built.encode_special_tokens = True
-        found = [built.encode(text, add_special_tokens=False).ids for text in pieces.PROBES]
-    is_same = found == tokenizer.encode_many(pieces.PROBES)
+        encodings = [built.encode(text, add_special_tokens=False).ids for text in pieces.PROBES]
+    is_same = encodings == tokenizer.encode_many(pieces.PROBES)
     return built.to_str().encode() if is_same and built.token_to_id(SPECIALS[0]) == 0 else None
 
 
 def settings(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What belongs into the tokenizer_config.json beside it."""
+    """Return the content of tokenizer_config.json."""
     names = {number: name for name, number in tokenizer.specials.items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -105,7 +112,7 @@ def _characters(tokenizer: Tokenizer) -> Any:
     import tokenizers
     from tokenizers import decoders, models
 
-    characters = json.loads(tokenizer.serialise())["characters"]
+    characters = json.loads(tokenizer.serialize())["characters"]
     vocab = {name: number for number, name in enumerate([*SPECIALS, *characters])}
     built = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token=SPECIALS[tokenizer.unk]))
     built.decoder = decoders.Fuse()

@@ -1,4 +1,4 @@
-"""How well a tokenizer fits a text: how short it makes it, what of it it does not know, and how fast."""
+"""Measures of a tokenizer on a text: compression, coverage, losslessness and speed."""
 
 import dataclasses
 import time
@@ -11,31 +11,31 @@ from jaxlm.data.config import DataConfig
 from jaxlm.data.documents import Corpus
 from jaxlm.data.tokenizer import Tokenizer
 
-MOST_BYTES = 8 * 2**20  # of text that is measured; shares are steady long before
+MEASURED_BYTES = 8 * 2**20  # of measured text; shares converge long before
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
-    """What a tokenizer makes of a text, in which it counts no special tokens."""
+class TokenizerStats:
+    """Measures of a tokenizer on texts, without special tokens."""
 
     size: int  # ids
     documents: int
     bytes: int
     tokens: int
     bytes_per_token: float
-    tokens_per_word: float  # of what spaces separate
+    tokens_per_word: float  # words are separated by white space
     unknown: float  # share of the tokens
-    coverage: float  # share of the characters that are known
-    lossless: float  # share of the documents that are given back exactly
+    coverage: float  # share of the characters with an id
+    lossless: float  # share of the documents that decode exactly
     bytes_per_second: float
 
     def as_json(self) -> dict[str, Any]:
-        """Its fields by name."""
+        """Return the fields by name."""
         return dataclasses.asdict(self)
 
 
-def measure(tokenizer: Tokenizer, texts: Sequence[str]) -> Fit:
-    """The fit to texts, of which there is at least one that is not empty."""
+def measure(tokenizer: Tokenizer, texts: Sequence[str]) -> TokenizerStats:
+    """Measure a tokenizer on texts, at least one of them not empty."""
     begun = time.perf_counter()
     encoded = tokenizer.encode_many(texts)
     seconds = time.perf_counter() - begun
@@ -55,7 +55,7 @@ def measure(tokenizer: Tokenizer, texts: Sequence[str]) -> Fit:
         tokenizer.decode(ids).removeprefix(tokenizer.lead) == text
         for ids, text in zip(encoded, texts, strict=True)
     )
-    return Fit(
+    return TokenizerStats(
         size=tokenizer.size,
         documents=len(texts),
         bytes=size,
@@ -69,16 +69,15 @@ def measure(tokenizer: Tokenizer, texts: Sequence[str]) -> Fit:
     )
 
 
-def texts(config: DataConfig, pattern: str | None) -> list[str]:
-    """The first `MOST_BYTES` of files, or else of what the config holds out of training; none where these are tokens already.
+def sample_texts(config: DataConfig, pattern: str | None) -> list[str]:
+    """Return the first `MEASURED_BYTES` of files, or of the held-out text of a config.
 
-    Raises:
-      JaxlmError: as finding and reading them does.
+    The list is empty if the config names token shards. Raise JaxlmError if reading fails.
     """
     if pattern is not None:
         corpus = Corpus.find((pattern,), config.text_key, "--text")
         return list(_first(document.text for document in corpus.documents(Counter())))
-    _, held_out = parts.find(config)
+    _, held_out = parts.find_parts(config)
     return list(
         _first(
             document.text
@@ -89,11 +88,11 @@ def texts(config: DataConfig, pattern: str | None) -> list[str]:
     )
 
 
-def _first(found: Iterable[str]) -> Iterator[str]:
+def _first(texts: Iterable[str]) -> Iterator[str]:
     read = 0
-    for text in found:
+    for text in texts:
         if text:
             yield text
         read += len(text.encode())
-        if read >= MOST_BYTES:
+        if read >= MEASURED_BYTES:
             return

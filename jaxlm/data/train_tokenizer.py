@@ -1,4 +1,4 @@
-"""Tokenizers from text."""
+"""Training of tokenizers from text."""
 
 import io
 import re
@@ -6,23 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data.hub_tokenizer import Trained
+from jaxlm.data.hub_tokenizer import TrainedTokenizer
 from jaxlm.data.tokenizer import SPECIALS, Bytes, Characters, SentencePiece, Tokenizer
-from jaxlm.data.vocabularies.patterns import cutter
+from jaxlm.data.vocabularies.byte_pairs import build_pre_tokenizer
 
-TRAINING_BYTES = 64 * 2**20  # of text that a tokenizer is trained on at most
-UNIGRAM_BYTES = (
-    4 * 2**20
-)  # the same of a unigram model, whose candidates are weighed again and again
-SMALLEST = 512  # vocabulary that is trained: the special tokens, 256 bytes, and some pieces
+TRAINING_BYTES = 64 * 2**20  # limit of the training text
+UNIGRAM_BYTES = 4 * 2**20  # limit for a unigram model, which weighs candidates repeatedly
+MIN_VOCABULARY = 512  # smallest vocabulary: special tokens, 256 bytes, and some pieces
 CHUNK = 4000  # characters of a training sentence
 
 
 def train(kind: str, texts: Iterator[str]) -> Tokenizer:
-    """The tokenizer that a setting such as "sentencepiece:4096" describes, from training text.
+    """Train the tokenizer of a setting such as "sentencepiece:4096" on text.
 
-    Raises:
-      ConfigError: where the text is too small for the vocabulary.
+    Raise ConfigError if the text is too small for the vocabulary.
     """
     if kind == "bytes":
         return Bytes()
@@ -30,15 +27,16 @@ def train(kind: str, texts: Iterator[str]) -> Tokenizer:
         return Characters("".join(sorted(set().union(*texts))))
     name, _, size = kind.partition(":")
     if name == "bpe":
-        return Trained(_train_byte_pairs(texts, int(size)))
+        return TrainedTokenizer(_train_byte_pairs(texts, int(size)))
     if name == "wordpiece":
-        return Trained(_train_word_pieces(texts, int(size)))
+        return TrainedTokenizer(_train_word_pieces(texts, int(size)))
     return SentencePiece(_train_sentencepiece(name, texts, int(size), **SENTENCEPIECE[name]))
 
 
-# Byte pairs may span words, so that indentation, line ends and common phrases of code become one token: on Python's library
-# 4.9 bytes a token at 8,192 pieces, against 3.8 with pieces inside words. Those of a unigram model (Kudo 2018,
-# arXiv:1804.10959) are inside words, where its candidates are few enough to be weighed.
+# Byte pairs may span words, so that indentation, line ends and common phrases of code become one
+# token: 4.9 bytes a token on Python's library at 8,192 pieces, against 3.8 with pieces inside
+# words. Pieces of a unigram model (Kudo 2018, arXiv:1804.10959) stay inside words, which limits its
+# number of candidates.
 SENTENCEPIECE: dict[str, dict[str, Any]] = {
     "sentencepiece": dict(model_type="bpe", split_by_whitespace=False),
     "unigram": dict(model_type="unigram", split_by_whitespace=True),
@@ -46,12 +44,12 @@ SENTENCEPIECE: dict[str, dict[str, Any]] = {
 
 
 def _train_byte_pairs(texts: Iterator[str], size: int) -> bytes:
-    """Byte pairs of UTF-8 inside words, runs of up to three digits, and runs of signs."""
+    """Train byte pairs inside words, runs of up to three digits, and runs of punctuation."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     built = tokenizers.Tokenizer(models.BPE())
-    built.pre_tokenizer, built.decoder = cutter("cl100k"), decoders.ByteLevel()
+    built.pre_tokenizer, built.decoder = build_pre_tokenizer("cl100k"), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=list(SPECIALS),
@@ -59,29 +57,29 @@ def _train_byte_pairs(texts: Iterator[str], size: int) -> bytes:
         show_progress=False,
     )
     built.train_from_iterator(_first(texts), trainer)
-    if (found := built.get_vocab_size()) < size:
-        raise _too_large("bpe", size, found, f"it has {found} different tokens")
+    if (count := built.get_vocab_size()) < size:
+        raise _too_large("bpe", size, count, f"it has {count} different tokens")
     return built.to_str().encode()
 
 
 def _train_word_pieces(texts: Iterator[str], size: int) -> bytes:
-    """BERT's word pieces, case and accents kept: each character at the start of a word and inside, then the commonest pairs.
+    """Train BERT's word pieces, with case and accents: single characters, then common pairs.
 
-    The pairs are SentencePiece's, as the trainer of `tokenizers` gives other ids each time.
+    The pairs are SentencePiece's, because the trainer of `tokenizers` is not deterministic.
     """
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-    normalise = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
+    normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
     cut = pre_tokenizers.BertPreTokenizer()
 
     def words(text: str) -> str:
-        return " ".join(word for word, _ in cut.pre_tokenize_str(normalise.normalize_str(text)))
+        return " ".join(word for word, _ in cut.pre_tokenize_str(normalizer.normalize_str(text)))
 
     model = _train_sentencepiece(
         "wordpiece",
         map(words, _first(texts)),
-        size + 1,  # with the space itself, which is no word piece
+        size + 1,  # including the space, which is not a word piece
         model_type="bpe",
         split_by_whitespace=True,
         add_dummy_prefix=True,
@@ -100,22 +98,22 @@ def _train_word_pieces(texts: Iterator[str], size: int) -> bytes:
             continuing_subword_prefix=inside,
         )
     )
-    built.normalizer, built.pre_tokenizer, built.decoder = normalise, cut, decoders.WordPiece()
+    built.normalizer, built.pre_tokenizer, built.decoder = normalizer, cut, decoders.WordPiece()
     built.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in SPECIALS])
     return built.to_str().encode()
 
 
 def _too_large(name: str, size: int, fits: int, why: str) -> ConfigError:
     return ConfigError(
-        f"a vocabulary of {size} cannot be trained on this text",
+        f"this text is too small for a vocabulary of {size}",
         where="data.tokenizer",
         why=why,
-        fix=f"--config.data.tokenizer={f'{name}:{fits}' if fits >= SMALLEST else 'bytes'}",
+        fix=f"--config.data.tokenizer={f'{name}:{fits}' if fits >= MIN_VOCABULARY else 'bytes'}",
     )
 
 
 def _first(texts: Iterator[str]) -> Iterator[str]:
-    """The first `TRAINING_BYTES` of the text."""
+    """Yield the first `TRAINING_BYTES` of the text."""
     read = 0
     for text in texts:
         yield text
@@ -124,8 +122,8 @@ def _first(texts: Iterator[str]) -> Iterator[str]:
             return
 
 
-def _train_sentencepiece(name: str, texts: Iterator[str], size: int, **own: Any) -> bytes:
-    """Pieces over the beginning of the text, cut into sentences of `CHUNK` characters."""
+def _train_sentencepiece(name: str, texts: Iterator[str], size: int, **options: Any) -> bytes:
+    """Train on the start of the text, cut into sentences of `CHUNK` characters."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -152,9 +150,9 @@ def _train_sentencepiece(name: str, texts: Iterator[str], size: int, **own: Any)
             eos_piece=SPECIALS[2],
             unk_piece=SPECIALS[3],
             control_symbols=list(SPECIALS[4:]),
-            num_threads=1,  # the merges do not depend on it; the order of ties might
+            num_threads=1,  # merges do not depend on it; the order of ties might
             minloglevel=2,
-            **(dict(byte_fallback=True, add_dummy_prefix=False) | own),
+            **(dict(byte_fallback=True, add_dummy_prefix=False) | options),
         )
     except RuntimeError as error:
         why = str(error).split("]")[-1].strip()[:300]
@@ -169,7 +167,7 @@ def _sentences(texts: Iterator[str], most: int) -> Iterator[str]:
     read = 0
     for text in texts:
         for start in range(0, len(text), CHUNK):
-            # Neither can be in a piece: NUL ends a C string, and U+2581 is SentencePiece's own space.
+            # A piece can contain neither: NUL ends a C string, U+2581 is SentencePiece's space.
             part = text[start : start + CHUNK].replace("\0", " ").replace(SentencePiece.SPACE, " ")
             yield part
             read += len(part.encode())

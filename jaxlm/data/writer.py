@@ -1,4 +1,4 @@
-"""Documents become token shards."""
+"""Writing of documents as token shards."""
 
 import hashlib
 import json
@@ -14,12 +14,12 @@ from jaxlm.data.blocks import BlockWriter
 from jaxlm.data.config import FIND_TOKENIZERS
 from jaxlm.data.manifest import Manifest, Shard
 from jaxlm.data.records import Document
-from jaxlm.data.shards import Shards
+from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Tokenizer
 
 SHARD_TOKENS = 2**28
-SAID = 2**20  # bytes of files between two calls of `progress`
-# Of how text becomes ids, beside the tokenizer: tokens in the cache that were made by another are made again.
+PROGRESS_BYTES = 2**20  # bytes of input between two calls of `progress`
+# Version of the encoding; cached tokens of another version are made again.
 ENCODING = 2
 
 
@@ -33,34 +33,39 @@ def write(
     name: str = "",
     files: Sequence[str] = (),
     is_whole: Callable[[Path], bool] = lambda folder: True,
-) -> Shards:
-    """Encodes documents into a new folder, which appears whole or not at all.
+) -> TokenShards:
+    """Encode documents into a new folder, which appears complete or not at all.
 
-    `left_out` is what the reader of `documents` counts while it is read. `progress` gets the place of the document that was written last, now and then.
-    `is_whole` says whether a folder that is there already may be returned; one that may not is replaced.
-    `name` is what an error calls the documents. `files` are numbered first, in this order, so that folders written apart agree.
+    Args:
+      documents: the text.
+      left_out: counts of documents left out, filled while `documents` is read.
+      progress: called now and then with the `place` of the last document.
+      name: name of the documents in errors.
+      files: file names that are numbered first, so that folders written separately agree.
+      is_whole: returns if an existing folder may be returned; otherwise it is replaced.
 
     Raises:
-      DataError: where there is no document, or the tokenizer gives an id outside its own table.
-      OSError: where it cannot be written; the caller knows what to do about that.
+      DataError: if there is no document, or the tokenizer gives an id outside its table.
+      OSError: if writing fails.
     """
     with cache.built(folder, is_whole) as partial:
         if partial is None:
-            return Shards.open(folder)
+            return TokenShards.open(folder)
         writer = _Writer(partial, tokenizer, files)
         try:
             writer.add(documents, progress)
         finally:
             writer.close()
         if not any(shard.documents for shard in writer.shards):
+            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
             raise DataError(
-                "there is no document in the data",
+                "the data contains no document",
                 where=name or str(folder),
-                why=f"left out: {', '.join(f'{count} {reason}' for reason, count in left_out.items()) or 'none, the files are empty'}",
+                why=f"left out: {reasons or 'none, the files are empty'}",
                 fix="--config.data.validation=tail:10%    # the end of each text\nname more files",
             )
         writer.finish(left_out)
-    return Shards.open(folder)
+    return TokenShards.open(folder)
 
 
 class _Writer:
@@ -84,8 +89,8 @@ class _Writer:
         self._largest_id = 0
 
     def add(self, documents: Iterable[Document], progress: Callable[[int], None]) -> None:
-        """Encodes documents and writes them."""
-        told = place = 0
+        """Encode documents and write them."""
+        reported = place = 0
         waiting = deque[Document]()
 
         def texts() -> Iterator[str]:
@@ -93,14 +98,14 @@ class _Writer:
                 waiting.append(document)
                 yield document.text
 
-        for found in long_text.encode(self.tokenizer, texts()):
+        for parts in long_text.encode(self.tokenizer, texts()):
             document = waiting.popleft()
             self.totals["bytes"] += _bytes(document.text)
-            self._write(document, [self._checked(document, ids) for ids in found])
+            self._write(document, [self._checked(document, ids) for ids in parts])
             place = document.place
-            if place - told >= SAID:
-                told = place
-                progress(told)
+            if place - reported >= PROGRESS_BYTES:
+                reported = place
+                progress(reported)
         progress(place)
 
     def _write(self, document: Document, parts: list[np.ndarray]) -> None:
@@ -122,7 +127,7 @@ class _Writer:
     def _checked(self, document: Document, array: np.ndarray) -> np.ndarray:
         if len(array) and (array.max() >= self.tokenizer.size or array.min() < 0):
             raise DataError(
-                f"the tokenizer gave an id outside 0 to {self.tokenizer.size - 1}",
+                f"the tokenizer returned an id outside 0 to {self.tokenizer.size - 1}",
                 where=f"{document.file}, record {document.record}",
                 why=f"ids {array.min()} to {array.max()}",
                 fix=FIND_TOKENIZERS,
@@ -130,7 +135,7 @@ class _Writer:
         return array.astype(self.dtype, copy=False)
 
     def close(self) -> None:
-        """Ends the shard that is being written."""
+        """Finish the current shard."""
         for stream in (self._tokens, self._documents):
             stream.close()
         checks = np.concatenate((self._tokens.checks, self._documents.checks)).tobytes()
@@ -147,10 +152,10 @@ class _Writer:
         )
 
     def finish(self, left_out: Counter[str]) -> None:
-        """Writes what makes the folder readable."""
+        """Write file names, tokenizer and manifest."""
         files = json.dumps(list(self.files)).encode()
         (self.folder / manifest.FILES).write_bytes(files)
-        (self.folder / manifest.TOKENIZER).write_bytes(self.tokenizer.serialise())
+        (self.folder / manifest.TOKENIZER).write_bytes(self.tokenizer.serialize())
         Manifest(
             tokenizer=self.tokenizer.digest,
             vocab=self.tokenizer.size,
@@ -166,5 +171,5 @@ class _Writer:
 
 
 def _bytes(text: str) -> int:
-    """Return the bytes of a text as UTF-8, without another copy of all of it."""
-    return sum(len(text[at : at + 2**20].encode()) for at in range(0, len(text), 2**20))
+    """Return the UTF-8 bytes of a text without copying it as a whole."""
+    return sum(len(text[start : start + 2**20].encode()) for start in range(0, len(text), 2**20))

@@ -99,7 +99,7 @@ def test_only_the_blocks_that_hold_the_columns_are_dequantised(tmp_path, monkeyp
         (lambda w: w.add_string("llama.rope.scaling.type", "longrope"), "rope.scaling.type = 'longrope'"),
         (lambda w: w.add_float32("llama.rope.scaling.attn_factor", 2.0), "rope.scaling.attn_factor = 2.0"),
         (lambda w: w.add_string("odd.key", "x"), "odd.key = 'x' is not known"),
-        (lambda w: w.add_bool("tokenizer.ggml.clever", True), "'tokenizer.ggml.clever' is not known"),
+        (lambda w: w.add_bool("tokenizer.ggml.clever", True), "'tokenizer.ggml.clever' is unknown"),
         (lambda w: w.add_uint16("split.count", 3), "one part of a split model"),
         (lambda w: w.add_string("general.type", "adapter"), "an adapter"),
         (lambda w: w.add_tensor("rope_freqs.weight", np.full(4, 2.5, np.float32)), "not Llama 3.1's scaling"),

@@ -161,7 +161,7 @@ def test_a_sentinel_of_t5_counts_from_the_end(tmp_path):
             {},
             "has id 900",
         ),
-        ({"tokenizer.model": lines(RANKS)}, {}, NONE, "nothing ends a document"),
+        ({"tokenizer.model": lines(RANKS)}, {}, NONE, "no id ends a document"),
     ],
 )
 def test_a_form_that_cannot_be_read_is_refused(tmp_path, files, settings, attributes, said):

@@ -1,4 +1,4 @@
-"""The yardsticks measure what they say, on the text that was tokenised."""
+"""Reference compressors measure the tokenized text."""
 
 import bz2
 from collections import Counter

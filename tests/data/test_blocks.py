@@ -1,4 +1,4 @@
-"""A file in blocks gives back what was written, and nothing else."""
+"""A file in blocks reads back what was written and nothing else."""
 
 import os
 import random
@@ -30,11 +30,11 @@ def test_any_part_of_a_file_is_read_back(tmp_path: Path, size: int) -> None:
     for _ in range(50):
         start, stop = sorted(draw.choices(range(size + 1), k=2))
         assert reader.read(start, stop) == content[start:stop]
-    with pytest.raises(Damage, match="are asked for"):
+    with pytest.raises(Damage, match="were requested"):
         reader.read(0, size + 1)
 
 
-def test_a_flip_is_found_by_every_read_of_its_block_and_by_no_other(tmp_path: Path) -> None:
+def test_a_flipped_bit_fails_every_read_of_its_block_and_no_other(tmp_path: Path) -> None:
     path, size = tmp_path / "a", 3 * BLOCK
     content, writer = _written(path, size)
     bad = bytearray(content)
@@ -48,12 +48,12 @@ def test_a_flip_is_found_by_every_read_of_its_block_and_by_no_other(tmp_path: Pa
             reader.read(start, stop)
 
 
-def test_a_file_that_is_cut_or_removed_under_a_reader_is_found(tmp_path: Path) -> None:
+def test_a_file_truncated_or_removed_while_open_is_detected(tmp_path: Path) -> None:
     path, size = tmp_path / "a", 3 * BLOCK
     _, writer = _written(path, size)
     reader = BlockReader(path, size, writer.checks)
     os.truncate(path, BLOCK + 1)
-    with pytest.raises(Damage, match=f"ends after byte {BLOCK + 1}"):
+    with pytest.raises(Damage, match=f"truncated after byte {BLOCK + 1}"):
         reader.read(BLOCK, BLOCK + 1)
     path.unlink()
     with pytest.raises(Damage, match="removed or replaced"):

@@ -1,33 +1,44 @@
-"""Chat templates are rendered as they are written, and one that is out to get us is refused."""
+"""Chat templates render conversations, and hostile ones are refused."""
 
+import dataclasses
 import time
 
 import pytest
 
 from jaxlm.core.errors import DataError
 from jaxlm.data import chat
-from jaxlm.data.chat import ChatTemplate
+from jaxlm.data.chat import ChatTemplate, render_chat
 from tests.data.chat_templates import BRACKETS, CHATML, CONVERSATIONS, TEMPLATES, TOKENS, TOOL
 
 
 def test_turns_are_put_between_the_marks_of_the_template():
-    asked, answered = ChatTemplate(CHATML, {}).render(CONVERSATIONS)
+    asked, answered = render_chat(CONVERSATIONS, ChatTemplate(CHATML, {}))
     assert asked == (
         "<|im_start|>system\nYou are helpful.<|im_end|>\n"
         "<|im_start|>user\n  Hello, \u6f22\u5b57 \U0001f600 <b>&amp;</b>\n<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
     assert answered.count("<|im_start|>") == 5
-    whole = ChatTemplate(CHATML, {}).render(CONVERSATIONS, add_generation_prompt=False)
+    whole = render_chat(CONVERSATIONS, ChatTemplate(CHATML, {}), add_generation_prompt=False)
     assert answered == whole[1] + "<|im_start|>assistant\n"
 
 
-def test_named_tokens_and_what_a_caller_gives_are_variables_of_the_template():
-    (text,) = ChatTemplate(BRACKETS, TOKENS).render(CONVERSATIONS[1:])
+def test_named_tokens_and_keyword_arguments_are_variables_of_the_template():
+    (text,) = render_chat(CONVERSATIONS[1:], ChatTemplate(BRACKETS, TOKENS))
     assert text.startswith("<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n1 + 1 = ? [/INST] 2 </s>")
-    (text,) = ChatTemplate(TEMPLATES["tools"], TOKENS).render(CONVERSATIONS[:1], tools=[TOOL])
+    (text,) = render_chat(CONVERSATIONS[:1], ChatTemplate(TEMPLATES["tools"], TOKENS), tools=[TOOL])
     assert text.startswith('# Tools\n{\n  "type": "function"')
     assert "caf\u00e9" in text
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_trusted_template_is_rendered_in_this_process_to_the_same_text(name, monkeypatch):
+    tools = [TOOL] if name == "tools" else None
+    template = ChatTemplate(TEMPLATES[name], TOKENS)
+    expected = render_chat(CONVERSATIONS, template, tools=tools)
+    monkeypatch.setattr(chat.subprocess, "run", None)
+    trusted = dataclasses.replace(template, is_trusted=True)
+    assert render_chat(CONVERSATIONS, trusted, tools=tools) == expected
 
 
 HOSTILE = {
@@ -52,10 +63,11 @@ GREEDY = {
 }
 
 
+@pytest.mark.parametrize("is_trusted", [False, True])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_s7_a_template_that_reaches_out_is_refused(name):
+def test_s7_a_template_that_reaches_out_is_refused(name, is_trusted):
     with pytest.raises(DataError, match="cannot be rendered"):
-        ChatTemplate(HOSTILE[name], TOKENS, "here").render(CONVERSATIONS)
+        render_chat(CONVERSATIONS, ChatTemplate(HOSTILE[name], TOKENS, "here", is_trusted))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +81,7 @@ def test_s7_a_template_without_end_is_refused_in_time(name, monkeypatch):
     monkeypatch.setattr(chat, "SECONDS", 1)
     begun = time.monotonic()
     with pytest.raises(DataError, match="cannot be rendered"):
-        ChatTemplate(GREEDY[name], TOKENS).render(CONVERSATIONS)
+        render_chat(CONVERSATIONS, ChatTemplate(GREEDY[name], TOKENS))
     assert time.monotonic() - begun < 10
 
 
@@ -82,5 +94,5 @@ def test_a_template_of_a_megabyte_is_refused():
 
 def test_the_reason_of_a_refusal_is_the_templates_own():
     with pytest.raises(DataError) as caught:
-        ChatTemplate(BRACKETS, TOKENS).render([[{"role": "assistant", "content": "x"}]])
+        render_chat([[{"role": "assistant", "content": "x"}]], ChatTemplate(BRACKETS, TOKENS))
     assert "roles must alternate" in caught.value.why

@@ -1,4 +1,4 @@
-"""From a config to loaders: what is found, split, cached and refused."""
+"""From a config to loaders: matching, splitting, caching and refusing files."""
 
 import dataclasses
 import gzip
@@ -43,7 +43,7 @@ def _open(
     config: DataConfig, root: Path, seed: int = 0, said: list[str] | None = None
 ) -> dataset.Data:
     say = [].append if said is None else said.append
-    return dataset.open_data(config, seed=seed, root=root / "cache", say=say, warn=say)
+    return dataset.open_data(config, seed=seed, root=root / "cache", log=say, warn=say)
 
 
 def _stored(data: dataset.Data) -> tuple[bytes, bytes]:
@@ -189,15 +189,15 @@ def test_of_many_files_the_first_thousand_records_are_looked_at(
 ) -> None:
     for number in range(1500):
         (tmp_path / f"{number:04d}.jsonl").write_text('{"text": "good"}\n' * 3)
-    parts.find(_config(f"{tmp_path}/*.jsonl", ()))
+    parts.find_parts(_config(f"{tmp_path}/*.jsonl", ()))
     assert len(read) == 334
     (tmp_path / "0333.jsonl").write_text('{"body": "not under text"}\n')
     with pytest.raises(DataError, match="no text under 'text'"):
-        parts.find(_config(f"{tmp_path}/*.jsonl", ()))
+        parts.find_parts(_config(f"{tmp_path}/*.jsonl", ()))
 
 
 @pytest.mark.parametrize("ending", ["txt", "jsonl"])
-def test_of_large_files_a_bounded_beginning_is_looked_at_whatever_their_sizes_and_number(
+def test_a_bounded_number_of_bytes_of_large_files_is_probed(
     tmp_path: Path, read: list[Counted], monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     monkeypatch.setattr(parts, "PROBED_BYTES", 2**20)
@@ -209,7 +209,7 @@ def test_of_large_files_a_bounded_beginning_is_looked_at_whatever_their_sizes_an
         train=(f"one={tmp_path}/a.{ending}", f"other={tmp_path}/b.{ending}"),
         validation=(f"{tmp_path}/c.{ending}",),
     )
-    parts.find(config)
+    parts.find_parts(config)
     assert len(read) == 3
     assert 2**20 - 3 <= sum(file.size for file in read) <= 2**20
 
@@ -223,11 +223,11 @@ def test_files_of_one_size_are_read_whole_only_where_they_begin_alike(
     for name, text in {"a.txt": "one", "b.txt": "two", "c.md": "six", "d.md": "ten"}.items():
         (tmp_path / name).write_text(text)
     config = _config(f"{tmp_path}/*.txt", f"{tmp_path}/*.md")
-    parts.find(config)
+    parts.find_parts(config)
     assert hashed == []
     (tmp_path / "d.md").write_text("one")
     with pytest.raises(DataError, match="both trained on and validated on"):
-        parts.find(config)
+        parts.find_parts(config)
     assert hashed == ["a.txt", "d.md"]
 
 
@@ -257,13 +257,13 @@ def test_what_changes_the_rows_changes_the_fingerprint(
     )
 
 
-def test_damaged_cached_tokens_are_made_again_and_said(texts: str, tmp_path: Path) -> None:
+def test_damaged_cached_tokens_are_rebuilt_with_a_warning(texts: str, tmp_path: Path) -> None:
     _open(_config(texts), tmp_path)
     for path in (tmp_path / "cache" / "shards").rglob("tokens-*"):
         path.write_bytes(path.read_bytes()[:-2])
     said: list[str] = []
     assert len(_stored(_open(_config(texts), tmp_path, said=said))[0]) > 1000
-    assert sum("made again" in line for line in said) == 2
+    assert sum("rebuilding" in line for line in said) == 2
 
 
 def test_damaged_cached_tokens_that_another_process_made_again_are_left(
@@ -277,7 +277,7 @@ def test_damaged_cached_tokens_that_another_process_made_again_are_left(
     made: list[Path] = []
 
     def another(line: str) -> None:
-        if "made again" in line and not made:
+        if "rebuilding" in line and not made:
             made.append(tmp_path)
             _open(_config(texts), tmp_path)
             made[:] = shards.iterdir()
@@ -322,7 +322,7 @@ def test_bad_validation_is_refused_before_anything_is_made(
     assert not list((tmp_path / "cache").glob("*"))
 
 
-def test_characters_that_training_lacks_are_said(texts: str, tmp_path: Path) -> None:
+def test_characters_missing_in_training_are_reported(texts: str, tmp_path: Path) -> None:
     (tmp_path / "v.md").write_text("document \u00e9\u00e9")
     said: list[str] = []
     _open(_config(texts, f"{tmp_path}/v.md", tokenizer="characters"), tmp_path, said=said)
@@ -330,7 +330,7 @@ def test_characters_that_training_lacks_are_said(texts: str, tmp_path: Path) -> 
 
 
 def test_token_shards_are_read_with_their_own_tokenizer(texts: str, tmp_path: Path) -> None:
-    written = dataset.tokenise(
+    written = dataset.tokenize(
         _config(texts, tokenizer="sentencepiece:512"),
         tmp_path / "out",
         lambda _: None,
@@ -350,20 +350,20 @@ def test_token_shards_are_read_with_their_own_tokenizer(texts: str, tmp_path: Pa
         _open(_config(folders["train"], folders["val"], tokenizer=fixed), tmp_path).tokenizer.size
         == 512
     )
-    with pytest.raises(ConfigError, match="cannot be held out of token shards"):
+    with pytest.raises(ConfigError, match="cannot hold out a share of token shards"):
         _open(_config(folders["train"], "5%", tokenizer=fixed), tmp_path)
     with pytest.raises(DataError, match="exists"):
-        dataset.tokenise(
+        dataset.tokenize(
             _config(texts), tmp_path / "out", lambda _: None, lambda what, done, total: None
         )
 
 
-def test_folders_of_token_shards_are_found_by_glob_and_read_as_one(tmp_path: Path) -> None:
+def test_folders_of_token_shards_are_matched_by_glob_and_read_as_one(tmp_path: Path) -> None:
     made = {}
     for name, tokenizer in (("a", "bytes"), ("b", "bytes"), ("other", "characters")):
         for number in range(30):
             (tmp_path / f"{number}.{name}").write_text(f"{name} {number} " * (number % 5 + 1))
-        written = dataset.tokenise(
+        written = dataset.tokenize(
             _config(f"{tmp_path}/*.{name}", (), tokenizer=tokenizer),
             tmp_path / "out" / name,
             lambda _: None,
@@ -392,8 +392,12 @@ def test_folders_of_token_shards_are_found_by_glob_and_read_as_one(tmp_path: Pat
 
     assert "different tokenizers" in refused("out/*/train").what
     assert "out/other" in refused("out/*/train").where
-    for mixed in (("out/a/train", "*.b"), ("*.b", "out/a/train"), ("out/a/tr*", "out/a/train/f*")):
-        assert "text and token shards" in refused(*mixed).what
+    for mix_loaders in (
+        ("out/a/train", "*.b"),
+        ("*.b", "out/a/train"),
+        ("out/a/tr*", "out/a/train/f*"),
+    ):
+        assert "text and token shards" in refused(*mix_loaders).what
     assert "listed twice" in refused("out/a/train", "out/[ab]/train").what
     assert "listed twice" in refused("*.a", "*.a").what
     error = refused("out/[ab]/train", validation=(f"{tmp_path}/out/b/*",))

@@ -1,4 +1,4 @@
-"""Documents come out of files one by one; what is wrong is named, what is left out is counted."""
+"""Documents are read one by one; errors name the record, documents left out are counted."""
 
 import gzip
 import hashlib
@@ -175,7 +175,7 @@ def test_a_pattern_without_a_match_is_missing_input() -> None:
 
 
 @pytest.mark.parametrize("again", ["a.txt", "link.md", "[ab].txt"])
-def test_a_file_that_is_found_twice_is_refused_by_name(tmp_path: Path, again: str) -> None:
+def test_a_file_matched_twice_is_refused_by_name(tmp_path: Path, again: str) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "link.md").symlink_to(tmp_path / "a.txt")
     with pytest.raises(DataError, match="listed twice") as caught:

@@ -1,4 +1,4 @@
-"""A batch is a function of the seed and the step, however many hosts read it and wherever they begin."""
+"""A batch is a function of seed and step, for any number of hosts and any first step."""
 
 import itertools
 from collections import Counter
@@ -35,7 +35,7 @@ def _loader(
     stored = writer.write(folder / "shards", documents, Bytes(), Counter())
     return Loader(
         stored,
-        packing.plan(stored, SEQUENCE, kind, seed, folder / f"plan{seed}"),
+        packing.open_plan(stored, SEQUENCE, kind, seed, folder / f"plan{seed}"),
         SEQUENCE,
         seed,
         workers=workers,
@@ -51,7 +51,7 @@ def _take(batches: Iterator[Tokens], count: int) -> list[Tokens]:
     return list(itertools.islice(batches, count))
 
 
-def test_starting_anywhere_goes_on_as_if_never_stopped(loader: Loader) -> None:
+def test_starting_at_any_step_gives_the_uninterrupted_stream(loader: Loader) -> None:
     unbroken = _take(loader.batches(0, batch=BATCH), 40)
     assert 2 * loader.plan.rows < 40 * BATCH, "the test must cross an epoch's edge"
     for start in (1, 13, 39):
@@ -136,7 +136,7 @@ def test_evaluation_on_hosts_is_the_slices_of_the_whole_and_a_limit_cuts_it(load
     assert all(_same(a, b) for a, b in zip(last, half, strict=True))
 
 
-def test_a_partial_evaluation_reads_the_same_drawn_rows_whatever_the_batch_the_hosts_and_the_run(
+def test_a_partial_evaluation_reads_the_same_rows_for_any_batch_size_hosts_and_run(
     loader: Loader,
 ) -> None:
     count = loader.plan.rows // 3 // BATCH * BATCH
@@ -194,7 +194,7 @@ def test_fewer_rows_than_a_batch_are_refused_with_a_setting_that_fits(tmp_path: 
         loader.batches(0, batch=4)
     first, second, _ = caught.value.fix.splitlines()
     assert (first, second) == ("--config.train.batch=2", "--config.data.sequence=5")
-    plan = packing.plan(loader.shards, 5, "concat", 5, tmp_path / "shorter")
+    plan = packing.open_plan(loader.shards, 5, "concat", 5, tmp_path / "shorter")
     assert next(Loader(loader.shards, plan, 5, 5).batches(0, batch=4)).tokens.shape == (4, 5)
     assert loader.epochs(12) == 6
 

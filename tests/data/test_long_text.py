@@ -1,4 +1,4 @@
-"""A long text has the ids that encoding it at once gives, whatever the tokenizer."""
+"""A long text has the ids of encoding it at once, for every tokenizer."""
 
 import random
 from collections import Counter
@@ -48,7 +48,7 @@ def some_text(draw: random.Random) -> str:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans of a hundred characters, so that a short text has many of them."""
-    for name, value in dict(CONTEXT=48, SEARCH=40, FAR=400, BATCH=2000).items():
+    for name, value in dict(CONTEXT=48, SEARCH=40, MAX_WORD_SPAN=400, BATCH=2000).items():
         monkeypatch.setattr(long_text, name, value)
     monkeypatch.setattr(tokenizer, "UNIGRAM_PART", 50)
 

@@ -1,4 +1,4 @@
-"""Several sources read as one stream: each with its share, in epochs of its own, the same on any hosts and after any stop."""
+"""A mixture is one stream: shares, epochs of each source, equal on any hosts and after any stop."""
 
 import itertools
 import pickle
@@ -14,9 +14,9 @@ from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import dataset
 from jaxlm.data.batch import Tokens
 from jaxlm.data.config import DataConfig
-from jaxlm.data.loader import constant
-from jaxlm.data.mixture import Mixture
-from jaxlm.data.mixture_config import Temperature, Weights
+from jaxlm.data.loader import constant_schedule
+from jaxlm.data.mixture import MixtureLoader
+from jaxlm.data.mixture_config import MixtureWeights, Temperature
 
 SEQUENCE, BATCH = 16, 8
 LETTERS = {"web": "w", "code": "c", "books": "b"}
@@ -45,18 +45,18 @@ def _config(folder: Path, **settings: object) -> DataConfig:
     return DataConfig(**(given | settings))  # type: ignore[arg-type]
 
 
-def _opened(folder: Path, rows: int = 0, **settings: object) -> Mixture:
+def _opened(folder: Path, rows: int = 0, **settings: object) -> MixtureLoader:
     config = _config(folder, **settings)
     assert not list(config.problems())
     train = dataset.open_data(config, seed=3, rows=rows, root=folder / "cache").train
-    assert isinstance(train, Mixture)
+    assert isinstance(train, MixtureLoader)
     return train
 
 
 @pytest.fixture(scope="module")
-def mixture(folder: Path) -> Mixture:
+def mixture(folder: Path) -> MixtureLoader:
     weights = ("web=0.5", "code=0.3", "books=0.2")
-    return _opened(folder, mixture=Weights(weights=weights))
+    return _opened(folder, mixture=MixtureWeights(weights=weights))
 
 
 def _take(batches: Iterator[Tokens], count: int) -> list[Tokens]:
@@ -78,7 +78,7 @@ def _sources(batches: list[Tokens]) -> list[str]:
     ]
 
 
-def test_rows_have_the_shares_that_were_asked_for(mixture: Mixture) -> None:
+def test_rows_have_the_shares_of_the_config(mixture: MixtureLoader) -> None:
     found = _sources(_take(mixture.batches(0, batch=BATCH), 100))
     assert Counter(found) == {"web": 400, "code": 240, "books": 160}
     seen = mixture.seen(800)
@@ -87,7 +87,7 @@ def test_rows_have_the_shares_that_were_asked_for(mixture: Mixture) -> None:
     assert [mixture.source(key) for key in keys] == found
 
 
-def test_each_source_has_shuffled_epochs_of_its_own(mixture: Mixture) -> None:
+def test_each_source_has_shuffled_epochs_of_its_own(mixture: MixtureLoader) -> None:
     keys = mixture.keys(0, 800)
     for name, loader in zip(mixture.names, mixture.sources, strict=True):
         own = [key for key in keys if mixture.source(key) == name]
@@ -112,11 +112,11 @@ LIVES = (
 
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
-def test_e2_a_mixture_of_three_that_goes_on_with_other_numbers_of_hosts_is_the_same_stream(
+def test_e2_a_mixture_of_three_resumed_on_other_numbers_of_hosts_is_the_same_stream(
     folder: Path, packing: str
 ) -> None:
     weights = ("web=0.5", "code=0.3", "books=0.2")
-    opened = _opened(folder, mixture=Weights(weights=weights), packing=packing, sequence=96)
+    opened = _opened(folder, mixture=MixtureWeights(weights=weights), packing=packing, sequence=96)
     unbroken = _take(opened.batches(0, batch=BATCH), LIVES[-1][0])
     assert {opened.source(key) for key in opened.keys(0, BATCH)} == {*LETTERS}
     assert max(batch.segments.max() for batch in unbroken) > 1, "rows hold several documents"
@@ -124,7 +124,9 @@ def test_e2_a_mixture_of_three_that_goes_on_with_other_numbers_of_hosts_is_the_s
     for (begin, hosts), (end, _) in itertools.pairwise(LIVES):
         share = BATCH // hosts
         # Opened anew, as a process that goes on does.
-        again = _opened(folder, mixture=Weights(weights=weights), packing=packing, sequence=96)
+        again = _opened(
+            folder, mixture=MixtureWeights(weights=weights), packing=packing, sequence=96
+        )
         parts = [
             _take(
                 again.batches(begin, batch=BATCH, rows=slice(h * share, (h + 1) * share)),
@@ -139,13 +141,13 @@ def test_e2_a_mixture_of_three_that_goes_on_with_other_numbers_of_hosts_is_the_s
     assert parted == 1 + 7 + 8
 
 
-def test_a_worker_process_has_the_same_rows(mixture: Mixture) -> None:
+def test_a_worker_process_has_the_same_rows(mixture: MixtureLoader) -> None:
     sent = pickle.loads(pickle.dumps(mixture))
     whole = slice(0, BATCH)
     assert _same(sent.at(5, batch=BATCH, rows=whole), mixture.at(5, batch=BATCH, rows=whole))
 
 
-def test_a_far_step_is_read_at_once_and_its_documents_are_named(mixture: Mixture) -> None:
+def test_a_far_step_is_read_at_once_and_its_documents_are_named(mixture: MixtureLoader) -> None:
     whole = slice(0, BATCH)
     batch = mixture.at(10**6, batch=BATCH, rows=whole)
     origins = mixture.origins(10**6, batch=BATCH)
@@ -165,9 +167,11 @@ def test_temperature_weighs_by_size(folder: Path, temperature: float) -> None:
     )
 
 
-def test_a_source_ends_at_its_most_epochs_and_that_is_said(folder: Path) -> None:
+def test_a_source_ends_at_its_maximum_epochs_with_a_message(folder: Path) -> None:
     weights = ("web=0.5", "code=0.3", "books=0.2")
-    mixture = _opened(folder, mixture=Weights(weights=weights, epochs=("books=1.5", "code=2")))
+    mixture = _opened(
+        folder, mixture=MixtureWeights(weights=weights, epochs=("books=1.5", "code=2"))
+    )
     rows = {
         name: loader.plan.rows for name, loader in zip(mixture.names, mixture.sources, strict=True)
     }
@@ -175,10 +179,10 @@ def test_a_source_ends_at_its_most_epochs_and_that_is_said(folder: Path) -> None
     assert seen["books"]["read_rows"] == int(1.5 * rows["books"])
     assert seen["code"]["read_rows"] == 2 * rows["code"]
     assert sum(each["read_rows"] for each in seen.values()) == 2000
-    web, code, books = mixture.told(constant(BATCH, SEQUENCE), 250)
-    assert "its most" not in web
+    web, code, books = mixture.describe(constant_schedule(BATCH, SEQUENCE), 250)
+    assert "its maximum" not in web
     assert "2.00 epochs, its most: from step" in code
-    assert "its most: from step" in books
+    assert "its maximum: from step" in books
 
 
 def test_a_run_that_the_most_epochs_do_not_reach_is_refused(folder: Path) -> None:
@@ -186,7 +190,7 @@ def test_a_run_that_the_most_epochs_do_not_reach_is_refused(folder: Path) -> Non
     whole = _opened(folder, mixture=capped)
     rows = whole.plan.rows
     assert len(whole.keys(0, rows)) == rows
-    with pytest.raises(ConfigError, match="read as often"):
+    with pytest.raises(ConfigError, match="maximum number of epochs"):
         whole.keys(rows - 1, rows + 1)
     with pytest.raises(ConfigError, match=f"the run takes {2 * rows} rows") as caught:
         _opened(folder, 2 * rows, mixture=capped)
@@ -195,7 +199,7 @@ def test_a_run_that_the_most_epochs_do_not_reach_is_refused(folder: Path) -> Non
 
 
 def test_less_than_a_row_of_a_source_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing of books would be read") as caught:
+    with pytest.raises(ConfigError, match="the run would read nothing of books") as caught:
         _opened(folder, mixture=Temperature(epochs=("books=0.001", "web=3")))
     entries = tuple(caught.value.fix.partition("epochs=")[2].split(","))
     read = _opened(folder, mixture=Temperature(epochs=entries)).seen(400)
@@ -222,7 +226,7 @@ def test_a_file_in_two_sources_is_refused(folder: Path) -> None:
 
 def test_token_shards_and_text_may_be_mixed_and_give_the_same_rows(folder: Path) -> None:
     made = folder / "shards"
-    written = dataset.tokenise(_config(folder), made, lambda _: None, lambda *_: None)
+    written = dataset.tokenize(_config(folder), made, lambda _: None, lambda *_: None)
     assert set(written) == {f"train/{name}" for name in SIZES}
     stored = tuple(f"{name}={made}/train/{name}" for name in ("web", "code"))
     sources = (*stored, f"books={folder}/books/*.txt")
@@ -238,34 +242,42 @@ def test_token_shards_and_text_may_be_mixed_and_give_the_same_rows(folder: Path)
     [
         ({"mixture": Temperature(epochs=("wbe=2",))}, "names no source", "epochs=web=2"),
         (
-            {"mixture": Weights(weights=("web=0.5", "code=0.5"))},
+            {"mixture": MixtureWeights(weights=("web=0.5", "code=0.5"))},
             "books of data.train has no weight",
             "weights=web=0.3333,code=0.3333,books=0.3334",
         ),
         (
-            {"mixture": Weights(weights=("web=0.5", "code=0.3", "boks=0.2"))},
+            {"mixture": MixtureWeights(weights=("web=0.5", "code=0.3", "boks=0.2"))},
             "'boks=0.2' names no source; there is web, code, books",
             "weights=web=0.5,code=0.3,books=0.2",
         ),
         (
-            {"mixture": Weights(weights=("web=0.5", "code=0.3", "web=0.2", "books=0"))},
+            {"mixture": MixtureWeights(weights=("web=0.5", "code=0.3", "web=0.2", "books=0"))},
             "web is named twice",
             "weights=",
         ),
         (
-            {"mixture": Weights(weights=("web=half", "code=0.3", "books=0.2"))},
-            "web: 'half' is neither a share",
+            {"mixture": MixtureWeights(weights=("web=half", "code=0.3", "books=0.2"))},
+            "web: 'half' is not a share",
             "weights=web=0.3333,",
         ),
         ({"mixture": Temperature(epochs=("web=0",))}, "0 epochs", "epochs=web=1"),
-        ({"mixture": Temperature(epochs=("web=-1",))}, "no number from 0 on", "epochs=web=1"),
+        (
+            {"mixture": Temperature(epochs=("web=-1",))},
+            "not a number of at least 0",
+            "epochs=web=1",
+        ),
         (
             {"train": ("a.txt",), "mixture": Temperature(temperature=2)},
-            "there are none here",
+            "needs named sources",
             "jaxlm config explain data.train",
         ),
         ({"train": ("web=a.txt", "b.txt")}, "'b.txt' has no name", "train=web=a.txt,other=b.txt"),
-        ({"validation": ("5%", "val_web=x.txt")}, "val_web would be the name of two", "5%"),
+        (
+            {"validation": ("5%", "val_web=x.txt")},
+            "two validation sets would have the name val_web",
+            "5%",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named_with_a_fix(

@@ -1,4 +1,4 @@
-"""Rows hold every position of every document once, whatever the packing."""
+"""Rows hold every position of every document once, for every packing."""
 
 import hashlib
 import os
@@ -15,14 +15,14 @@ from jaxlm.data.blocks import BLOCK, BlockWriter
 from jaxlm.data.loader import Loader
 from jaxlm.data.manifest import Manifest, Shard
 from jaxlm.data.records import Document
-from jaxlm.data.shards import Shards
+from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import Bytes
 
 SEQUENCE = 16
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Shards:
+def stored(tmp_path: Path) -> TokenShards:
     rng = np.random.default_rng(0)
     texts = [
         "".join(chr(97 + (n + i) % 26) for i in range(size))
@@ -35,14 +35,14 @@ def stored(tmp_path: Path) -> Shards:
 @pytest.mark.parametrize("kind", ["concat", "first_fit"])
 @pytest.mark.parametrize("window", [7, 8192])
 def test_every_position_is_in_exactly_one_row(
-    stored: Shards,
+    stored: TokenShards,
     tmp_path: Path,
     kind: packing.Packing,
     window: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(packing, "WINDOW", window)
-    plan = packing.plan(stored, SEQUENCE, kind, 3, tmp_path / "plan")
+    plan = packing.open_plan(stored, SEQUENCE, kind, 3, tmp_path / "plan")
     seen: Counter[tuple[int, int]] = Counter()
     for row in range(plan.rows):
         pieces = plan.pieces(row)
@@ -58,8 +58,8 @@ def test_every_position_is_in_exactly_one_row(
         assert plan.rows == -(-int((lengths - 1).sum()) // SEQUENCE)
 
 
-def test_first_fit_keeps_documents_that_fit_whole(stored: Shards, tmp_path: Path) -> None:
-    plan = packing.plan(stored, SEQUENCE, "first_fit", 0, tmp_path / "plan")
+def test_first_fit_keeps_documents_that_fit_whole(stored: TokenShards, tmp_path: Path) -> None:
+    plan = packing.open_plan(stored, SEQUENCE, "first_fit", 0, tmp_path / "plan")
     pieces = np.concatenate([plan.pieces(row) for row in range(plan.rows)])
     count = np.bincount(pieces["document"])
     positions = stored.lengths(0, stored.documents) - 1
@@ -68,9 +68,9 @@ def test_first_fit_keeps_documents_that_fit_whole(stored: Shards, tmp_path: Path
 
 
 def test_a_row_holds_the_text_of_its_documents_and_the_token_after_each(
-    stored: Shards, tmp_path: Path
+    stored: TokenShards, tmp_path: Path
 ) -> None:
-    plan = packing.plan(stored, SEQUENCE, "first_fit", 0, tmp_path / "plan")
+    plan = packing.open_plan(stored, SEQUENCE, "first_fit", 0, tmp_path / "plan")
     for batch in Loader(stored, plan, SEQUENCE, 0).evaluation(batch=4):
         assert {array.dtype.name for array in batch if array is not None} == {"int32", "float32"}
         assert np.array_equal(batch.weights > 0, batch.segments > 0)
@@ -88,23 +88,23 @@ def test_a_row_holds_the_text_of_its_documents_and_the_token_after_each(
 
 
 def test_the_same_seed_gives_the_same_plan_and_another_seed_another(
-    stored: Shards, tmp_path: Path
+    stored: TokenShards, tmp_path: Path
 ) -> None:
     contents = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        packing.plan(stored, SEQUENCE, "concat", seed, tmp_path / name)
+        packing.open_plan(stored, SEQUENCE, "concat", seed, tmp_path / name)
         contents.append((tmp_path / name / "pieces.bin").read_bytes())
     assert contents[0] == contents[1] != contents[2]
 
 
 def test_a_damaged_plan_that_another_process_made_again_is_left(
-    stored: Shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stored: TokenShards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two that find it damaged at once, the second removed what the first had made."""
     made: list[Path] = []
 
-    def plan() -> packing.Plan:
-        return packing.plan(stored, SEQUENCE, "concat", 0, tmp_path / "plan")
+    def plan() -> packing.PackingPlan:
+        return packing.open_plan(stored, SEQUENCE, "concat", 0, tmp_path / "plan")
 
     rows = plan().rows
     (tmp_path / "plan" / "digest").write_text("another")
@@ -144,22 +144,22 @@ def test_step_a_million_of_two_gigabytes_comes_in_five_seconds_and_bounded_memor
     stored = _two_gigabytes(tmp_path / "shards")
     next(
         Loader(
-            stored, packing.plan(_tiny(tmp_path), 16, kind, 0, tmp_path / "warm"), 16, 0
+            stored, packing.open_plan(_tiny(tmp_path), 16, kind, 0, tmp_path / "warm"), 16, 0
         ).batches(0, batch=1)
     )  # imports Grain
     before, begun = _private_bytes(), time.perf_counter()
-    plan = packing.plan(stored, 1024, kind, 0, tmp_path / "plan")
+    plan = packing.open_plan(stored, 1024, kind, 0, tmp_path / "plan")
     batch = next(Loader(stored, plan, 1024, 0).batches(1_000_000, batch=8))
     assert time.perf_counter() - begun < 5
     assert _private_bytes() - before < 200e6
     assert batch.tokens.shape == (8, 1024)
 
 
-def _tiny(tmp_path: Path) -> Shards:
+def _tiny(tmp_path: Path) -> TokenShards:
     return writer.write(tmp_path / "tiny", [Document("a" * 99, "a.txt", 0)], Bytes(), Counter())
 
 
-def _two_gigabytes(folder: Path) -> Shards:
+def _two_gigabytes(folder: Path) -> TokenShards:
     """Four shards of 2^28 uint16 ids in sparse files, about a million documents."""
     folder.mkdir()
     checked = b"".join(
@@ -199,7 +199,7 @@ def _two_gigabytes(folder: Path) -> Shards:
         shards=tuple(entries),
     )
     assert sum((folder / f"tokens-{n:05d}.bin").stat().st_size for n in range(4)) == 2**31
-    return Shards(folder, manifest)
+    return TokenShards(folder, manifest)
 
 
 def _private_bytes() -> int:

@@ -1,4 +1,4 @@
-"""What is shown is what is trained on."""
+"""Text marked by `data peek` is the text that is trained on."""
 
 import numpy as np
 
@@ -18,21 +18,21 @@ def _batch(text: str, trained: slice) -> Tokens:
 
 
 def test_only_targets_with_a_weight_are_marked() -> None:
-    assert peek.rendered(_batch("ask:answer", slice(4, None)), Bytes(), 0, ("[", "]")) == [
+    assert peek.render_segments(_batch("ask:answer", slice(4, None)), Bytes(), 0, ("[", "]")) == [
         "<|bos|>ask:[answer<|eos|>]"
     ]
 
 
 def test_a_character_of_several_tokens_is_whole_and_control_characters_are_spelt() -> None:
-    assert peek.rendered(_batch("\u6f22\x1b[31m\n", slice(None)), Bytes(), 0, ("[", "]")) == [
-        "<|bos|>[\u6f22\\x1b[31m\n<|eos|>]"
-    ]
+    assert peek.render_segments(
+        _batch("\u6f22\x1b[31m\n", slice(None)), Bytes(), 0, ("[", "]")
+    ) == ["<|bos|>[\u6f22\\x1b[31m\n<|eos|>]"]
 
 
 def test_what_is_read_both_ways_is_marked_too() -> None:
     batch = _batch("ask:answer", slice(4, None))
     reach = np.maximum(np.arange(11)[None], 4)
-    assert peek.rendered(batch._replace(visible_until=reach), Bytes(), 0, ("[", "]")) == [
+    assert peek.render_segments(batch._replace(visible_until=reach), Bytes(), 0, ("[", "]")) == [
         "\u2039<|bos|>ask:\u203a[answer<|eos|>]"
     ]
 
@@ -41,10 +41,10 @@ def test_hidden_tokens_are_shown_with_what_is_predicted_in_their_place() -> None
     batch = _batch("word", slice(1, 3))
     tokens = np.where(batch.weights > 0, SPECIALS.index("<|mask|>"), batch.tokens)
     hidden = batch._replace(tokens=tokens, targets=batch.tokens, visible_until=np.full((1, 5), 4))
-    assert peek.rendered(hidden, Bytes(), 0, ("[", "]")) == [
+    assert peek.render_segments(hidden, Bytes(), 0, ("[", "]")) == [
         "\u2039<|bos|><|mask|>\u203a[w]\u2039<|mask|>\u203a[o]\u2039rd\u203a"
     ]
 
 
 def test_special_tokens_are_shown_by_name() -> None:
-    assert peek.spelt([SPECIALS.index("<|mask|>")], Bytes()) == "<|mask|>"
+    assert peek.token_text([SPECIALS.index("<|mask|>")], Bytes()) == "<|mask|>"

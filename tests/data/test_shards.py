@@ -1,4 +1,4 @@
-"""What is written is read back, and what was damaged is not."""
+"""Shards read back what was written and refuse what was damaged."""
 
 import json
 import os
@@ -15,19 +15,19 @@ import pytest
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data import writer
 from jaxlm.data.records import Document
-from jaxlm.data.shards import Shards
+from jaxlm.data.shards import TokenShards
 from jaxlm.data.tokenizer import SPECIALS, Bytes, Tokenizer
 
 DOCUMENTS = [Document(f"text number {n} " * (n % 7 + 1), f"{n % 3}.txt", n // 3) for n in range(50)]
 
 
 @pytest.fixture
-def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shards:
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenShards:
     monkeypatch.setattr(writer, "SHARD_TOKENS", 500)
     return writer.write(tmp_path / "shards", DOCUMENTS, Bytes(), Counter(empty=2))
 
 
-def test_documents_come_back_with_their_origin_from_several_shards(stored: Shards) -> None:
+def test_documents_come_back_with_their_origin_from_several_shards(stored: TokenShards) -> None:
     assert len(stored.manifest.shards) > 3
     lengths = stored.lengths(0, stored.documents)
     for number, document in enumerate(DOCUMENTS):
@@ -37,7 +37,7 @@ def test_documents_come_back_with_their_origin_from_several_shards(stored: Shard
         assert stored.origin(number) == (document.file, document.record)
 
 
-def test_mapped_into_memory_the_files_are_the_ids_and_where_they_end(stored: Shards) -> None:
+def test_mapped_into_memory_the_files_are_the_ids_and_where_they_end(stored: TokenShards) -> None:
     """Whoever wants them without this library needs the manifest's dtype and nothing else."""
     number = 0
     for shard, held in enumerate(stored.manifest.shards):
@@ -50,13 +50,13 @@ def test_mapped_into_memory_the_files_are_the_ids_and_where_they_end(stored: Sha
     assert number == len(DOCUMENTS)
 
 
-def test_lengths_of_a_range_are_those_of_its_documents(stored: Shards) -> None:
+def test_lengths_of_a_range_are_those_of_its_documents(stored: TokenShards) -> None:
     lengths = stored.lengths(0, stored.documents)
     for start, stop in ((0, 1), (3, 20), (49, 50), (7, 7)):
         assert np.array_equal(stored.lengths(start, stop), lengths[start:stop])
 
 
-def test_the_manifest_counts_everything(stored: Shards) -> None:
+def test_the_manifest_counts_everything(stored: TokenShards) -> None:
     manifest = stored.manifest
     assert manifest.documents == 50
     assert (
@@ -81,7 +81,7 @@ def test_a_long_document_is_encoded_in_parts_and_stored_whole(
     assert Bytes().decode(stored.read(0, 1, int(stored.lengths(0, 1)[0]) - 1).tolist()) == text
 
 
-def test_every_flipped_bit_is_found_by_verify(stored: Shards) -> None:
+def test_verify_detects_every_flipped_bit(stored: TokenShards) -> None:
     stored.verify()
     rng = np.random.default_rng(0)
     for path in stored.folder.glob("*.bin"):
@@ -90,20 +90,20 @@ def test_every_flipped_bit_is_found_by_verify(stored: Shards) -> None:
         bad[rng.integers(len(bad))] ^= 1 << int(rng.integers(8))
         path.write_bytes(bad)
         with pytest.raises(DataError) as caught:
-            Shards.open(stored.folder).verify()
+            TokenShards.open(stored.folder).verify()
         assert caught.value.where == str(path)
         path.write_bytes(good)
 
 
 @pytest.mark.parametrize("harm", ["cut", "gone"])
-def test_a_file_of_the_wrong_size_is_found_at_opening(stored: Shards, harm: str) -> None:
+def test_a_file_of_the_wrong_size_is_refused_at_opening(stored: TokenShards, harm: str) -> None:
     path = stored.folder / "tokens-00001.bin"
     if harm == "cut":
         path.write_bytes(path.read_bytes()[:-1])
     else:
         path.unlink()
     with pytest.raises(DataError) as caught:
-        Shards.open(stored.folder)
+        TokenShards.open(stored.folder)
     assert caught.value.where == str(path)
 
 
@@ -111,17 +111,19 @@ def test_a_file_of_the_wrong_size_is_found_at_opening(stored: Shards, harm: str)
     "change",
     [{"format_version": 99}, {"vocab": 50}, {"shards": None}, {"what": 1}, {"dtype": "object"}],
 )
-def test_a_manifest_that_is_not_ours_is_refused(stored: Shards, change: dict[str, object]) -> None:
+def test_a_manifest_that_is_not_ours_is_refused(
+    stored: TokenShards, change: dict[str, object]
+) -> None:
     path = stored.folder / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(DataError) as caught:
-        Shards.open(stored.folder)
+        TokenShards.open(stored.folder)
     assert caught.value.where == str(path)
 
 
 def test_a_folder_without_a_manifest_is_missing_input(tmp_path: Path) -> None:
     with pytest.raises(InputMissing):
-        Shards.open(tmp_path)
+        TokenShards.open(tmp_path)
 
 
 def test_an_id_outside_the_table_is_refused_before_it_is_stored(tmp_path: Path) -> None:

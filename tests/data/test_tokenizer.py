@@ -97,12 +97,12 @@ def test_special_tokens_come_first_and_stand_for_no_bytes(
 
 
 def test_a_saved_tokenizer_is_the_same_one(any_tokenizer: tokenizer.Tokenizer) -> None:
-    again = tokenizer_file.load(any_tokenizer.serialise(), "here")
+    again = tokenizer_file.load(any_tokenizer.serialize(), "here")
     assert again.digest == any_tokenizer.digest
     assert again.encode_many(NASTY) == any_tokenizer.encode_many(NASTY)
 
 
-def test_the_size_that_is_asked_for_counts_special_tokens_and_bytes(
+def test_the_size_of_the_setting_counts_special_tokens_and_bytes(
     trained: tokenizer.Tokenizer,
 ) -> None:
     assert trained.size == 600
@@ -172,5 +172,5 @@ def test_a_tokenizer_file_that_is_not_there_is_named() -> None:
 def test_a_tokenizer_json_without_byte_pieces_keeps_its_ids(
     byte_level: tokenizer.Tokenizer,
 ) -> None:
-    model = json.loads(byte_level.serialise())
+    model = json.loads(byte_level.serialize())
     assert byte_level.size == len(tokenizer.SPECIALS) + len(model["model"]["vocab"])

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 
 from jaxlm.data import tokenizer_json, train_tokenizer
-from jaxlm.data.hub_tokenizer import HuggingFace, Imported
+from jaxlm.data.hub_tokenizer import HuggingFace, ImportedTokenizer
 from jaxlm.data.tokenizer import Bytes
 from tests.data.test_tokenizer import NASTY
 
@@ -40,7 +40,7 @@ def test_ids_and_text_are_the_same(tokenizer):
 
 def test_an_imported_one_reads_it_with_the_same_tokens_around_a_document(tokenizer):
     named = tokenizer_json.settings(tokenizer)
-    again = Imported(
+    again = ImportedTokenizer(
         tokenizer_json.as_json(tokenizer),
         before=[tokenizer.specials[named["bos_token"]]],
         after=[tokenizer.specials[named["eos_token"]]],

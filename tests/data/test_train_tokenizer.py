@@ -10,8 +10,8 @@ import tokenizers
 from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.data import tokenizer as kinds
 from jaxlm.data import tokenizer_file, tokenizer_json, train_tokenizer
-from jaxlm.data.hub_tokenizer import HuggingFace, Trained
-from jaxlm.data.tokenizer import SPECIALS, Stream
+from jaxlm.data.hub_tokenizer import HuggingFace, TrainedTokenizer
+from jaxlm.data.tokenizer import SPECIALS, StreamDecoder
 from tests.data.test_tokenizer import NASTY, _random_texts
 from tests.data.vocabularies.test_byte_pairs import BYTES, made
 
@@ -33,7 +33,7 @@ def test_a_trained_tokenizer_has_the_size_and_the_special_tokens_of_all(spec):
     for text in [*NASTY, *TEXT]:
         ids = found.encode(text)
         assert all(len(SPECIALS) <= i < 600 or i == found.unk for i in ids)
-    again = tokenizer_file.load(found.serialise(), "here")
+    again = tokenizer_file.load(found.serialize(), "here")
     assert (again.digest, again.encode_many(NASTY)) == (found.digest, found.encode_many(NASTY))
 
 
@@ -87,9 +87,9 @@ def test_a_vocabulary_too_large_for_the_text_is_refused_with_one_that_fits(spec)
 @pytest.mark.parametrize(
     "content", [made(BYTES), b"{}", b"\xff", json.dumps({"model": 1}).encode()]
 )
-def test_a_file_that_says_it_was_trained_here_and_was_not_is_refused(content):
+def test_a_file_that_claims_to_be_trained_by_jaxlm_and_is_not_is_refused(content):
     with pytest.raises(DataError):
-        Trained(content)
+        TrainedTokenizer(content)
     own = {"kind": "trained", "content": content.decode(errors="replace")}
     with pytest.raises(DataError):
         tokenizer_file.load(json.dumps(own).encode(), "here")
@@ -124,7 +124,7 @@ def test_a_stream_never_splits_a_character_and_loses_none(spec):
         TEXT[0][:500],
     ]:
         ids = found.encode(text)
-        stream = Stream(found)
+        stream = StreamDecoder(found)
         parts = [stream.push([number]) for number in ids]
         assert "".join(parts) + stream.end() == found.decode(ids)
         if spec != "wordpiece:600" and "\ufffd" not in text:
@@ -134,6 +134,6 @@ def test_a_stream_never_splits_a_character_and_loses_none(spec):
 def test_a_stream_replaces_what_can_be_no_character():
     found = kinds.Bytes()
     ids = [len(SPECIALS) + byte for byte in b"a\xff\xe6\xbc!\xe6"]
-    stream = Stream(found)
+    stream = StreamDecoder(found)
     assert [stream.push([number]) for number in ids] == ["a", "\ufffd", "", "", "\ufffd!", ""]
     assert stream.end() == "\ufffd"

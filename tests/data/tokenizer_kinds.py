@@ -11,9 +11,9 @@ import tokenizers as hf
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxlm.data import train_tokenizer
-from jaxlm.data.hub_tokenizer import HuggingFace, Imported
+from jaxlm.data.hub_tokenizer import HuggingFace, ImportedTokenizer
 from jaxlm.data.tokenizer import SPECIALS, Bytes, SentencePiece, Tokenizer
-from jaxlm.data.vocabularies.patterns import REGEX
+from jaxlm.data.vocabularies.byte_pairs import REGEX
 from tests.data.test_tokenizer import NASTY
 from tests.data.vocabularies import test_byte_pairs, test_gguf_tokens, test_pieces, test_word_pieces
 
@@ -92,7 +92,7 @@ def _regex(pattern: str) -> Any:
     )
 
 
-def _gguf() -> Imported:
+def _gguf() -> ImportedTokenizer:
     return test_gguf_tokens.imported(test_gguf_tokens.of_sentencepiece("llama"))
 
 

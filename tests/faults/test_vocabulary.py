@@ -85,9 +85,9 @@ def test_e7_validation_shards_of_another_tokenizer_are_refused_as_those_for_trai
     train, run = shards / "own/train", tmp_path / "run"
     said = refused(config, run, capsys, train, shards / "other/val", "characters")
     assert f"where  data.validation (val) = {shards / 'other/val'}\n" in said
-    assert f"its tokenizer has the digest {other}, the run's {own}" in said
+    assert f"the digest is {other}, that of the run {own}" in said
     said = refused(config, run, capsys, f"{train},{shards}/other/train", "()", "characters")
-    assert f"their tokenizers are {own} and {other}" in said
+    assert f"the digests are {own} and {other}" in said
 
 
 @pytest.mark.parametrize("tokenizer", ["sentencepiece:512", "bpe:512", "wordpiece:512"])

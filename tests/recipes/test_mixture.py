@@ -72,7 +72,7 @@ def test_what_was_read_of_each_source_is_in_metrics_log_and_report(unbroken):
     log = (unbroken / "log.txt").read_text()
     assert "val_code ranks checkpoints" in log
     assert " nats on val_code" in log
-    assert "its most: from step" in log
+    assert "its maximum: from step" in log
     assert log.count("books has been read as often as data.mixture.epochs lets it") == 1
     page = (unbroken / "report.html").read_text()
     assert f"<td>books</td><td class=number>{last['sources/books/rows']}</td>" in page
@@ -139,7 +139,7 @@ def test_another_mixture_at_a_resume_is_refused_field_by_field(
             "at 50% they are web 0.5, code 0.1, books 0.2, 0.8 in all",
             "web=0.5,code=0.5,books=0",
         ),
-        ("weights=web=0.5,code=0.3@4..0.3@2,books=0.2", "do not follow each other", "web=0.5"),
+        ("weights=web=0.5,code=0.3@4..0.3@2,books=0.2", "are not in order", "web=0.5"),
         ("weights=web=0.5,code=0.3@1h..0.3@2h,books=0.2", "cannot change with time", "web=0.5"),
         ("weights=web=0.5,cod=0.3,books=0.2", "'cod=0.3' names no source", "code=0.3"),
         ("wieghts=web=1", "unknown setting", "data.mixture.weights"),

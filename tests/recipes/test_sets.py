@@ -102,7 +102,7 @@ def test_like_is_ranked_with_like_and_what_is_of_a_part_says_so(config, tmp_path
         (["--config.eval.follow=far.masked"], "no validation set", "--config.eval.follow=far"),
         (
             ["--config.data.validation=train=5%", "--config.eval.follow=auto"],
-            "train is what metrics call",
+            "metrics use the name train",
             "--config.data.validation=held=5%",
         ),
     ],

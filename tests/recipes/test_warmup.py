@@ -102,7 +102,7 @@ def test_a_step_of_an_early_stage_is_done_again(unbroken, capsys):
         (["train.batch_warmup=4@2,16@4"], "4, 16 rows do not grow to train.batch = 8"),
         (["train.batch_warmup=3@2", "train.microbatches=2"], "3 rows do not divide by 2"),
         (["train.batch_warmup=4@10"], "4@10 ends at step 10"),
-        (["data.sequence_warmup=12@2"], "12 tokens are not growing parts of a row of 32"),
+        (["data.sequence_warmup=12@2"], "the lengths 12 must grow and divide 32"),
         (["data.sequence_warmup=16@1h"], "ends at a time"),
         (["objective.name=masked"], "rows that masked has changed cannot be cut"),
     ],

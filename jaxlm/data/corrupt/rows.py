@@ -1,4 +1,4 @@
-"""Packed rows as their documents' pieces, which an objective changes, and laid out again."""
+"""Objectives as changes of packed rows: split a row into pieces, change them, pack again."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,173 +11,211 @@ from jaxtyping import Float, Int
 from jaxlm.data.batch import Tokens
 
 Ids = Int[np.ndarray, "n"]
-NOISE = (
-    0x6E6F6973  # sets these draws apart from those of the data's order, which have the same seed
-)
+NOISE = 0x6E6F6973  # separates these draws from those of the row order, with the same seed
 
 
-class Key(NamedTuple):
-    """Where a row is read: all that its draws depend on, so that they are the same on every host and after every resume."""
+class RowKey(NamedTuple):
+    """Position of a row in the data; determines all draws, on every host and after every resume."""
 
     seed: int
     epoch: int
-    row: int  # of the plan
+    row: int  # row of the plan
 
-    def draws(self, *more: int, is_fixed: bool = False) -> np.random.Generator:
-        """Random numbers of this row, in every epoch the same where `is_fixed`; `more` numbers give others."""
+    def rng(self, *more: int, is_fixed: bool = False) -> np.random.Generator:
+        """Return the row's generator, equal in all epochs if `is_fixed`; `more` seeds another."""
         epoch = 0 if is_fixed else self.epoch
         return np.random.default_rng([NOISE, self.seed, epoch, self.row, *more])
 
 
-class Piece(NamedTuple):
-    """What becomes of one document's piece: slots with what is read, what is predicted there, and how far each sees.
+class ChangedPiece(NamedTuple):
+    """Slots of one changed piece: inputs, targets, weights, positions and attention limits.
 
-    `inner` is a second position of each slot; None is 0 for all. `ahead` is whether tokens beyond the next are predicted too.
+    `block_positions` are second positions, 0 if None. `predicts_ahead` trains multi-token
+    prediction.
     """
 
     tokens: Ids
     targets: Ids
     weights: Float[np.ndarray, "n"]
     positions: Ids
-    reach: Ids  # slots of the piece, counted from 0
-    inner: Ids | None = None
-    ahead: bool = False
+    visible_until: Ids  # last visible slot, counted from 0 in the piece
+    block_positions: Ids | None = None
+    predicts_ahead: bool = False
 
 
-Made = TypeVar("Made")  # of a document's piece: a `Piece`, or a `pairs.Pair`
-Change = Callable[[Sequence[Ids], int, Key], list[Made]]
+PieceResult = TypeVar("PieceResult")  # a `ChangedPiece` or a `pairs.SourceTarget`
+PieceChange = Callable[[Sequence[Ids], int, RowKey], list[PieceResult]]
 
 
-class Reading(NamedTuple):
-    """How rows are read: in training, and in the evaluations, by what each adds to the name of a validation set.
+class RowChanges(NamedTuple):
+    """Changes of rows in training, and in evaluations by the suffix of the validation set's name.
 
-    None reads rows as they are.
+    None leaves rows unchanged.
     """
 
-    train: "AnyCorruption | None" = None
-    evaluations: "Mapping[str, AnyCorruption | None]" = MappingProxyType({"": None})
+    train: "RowChange | None" = None
+    evaluations: "Mapping[str, RowChange | None]" = MappingProxyType({"": None})
 
 
-class AnyCorruption(Protocol):
-    """What an objective makes of a row, as a pure function of it and of where it is read."""
+class RowChange(Protocol):
+    """An objective's change of a row, as a pure function of row and key."""
 
     @property
-    def room(self) -> int:
-        """Slots of each row that the plan leaves free for what is added."""
+    def reserved_slots(self) -> int:
+        """Slots of each row that the plan leaves free for added ids."""
         ...
 
     @property
-    def both_ways(self) -> bool:
-        """Whether some slots see further than themselves."""
+    def bidirectional(self) -> bool:
+        """If some slots attend to later ones."""
         ...
 
     @property
-    def has_inner(self) -> bool:
-        """Whether slots have a second position."""
+    def has_block_positions(self) -> bool:
+        """If slots have a second position."""
         ...
 
     @property
-    def has_ahead(self) -> bool:
-        """Whether only some rows predict tokens beyond the next."""
+    def has_ahead_weights(self) -> bool:
+        """If only some rows train multi-token prediction."""
         ...
 
-    def __call__(self, row: Tokens, key: Key) -> Tokens:
-        """One row, changed."""
+    def __call__(self, row: Tokens, key: RowKey) -> Tokens:
+        """Change one row."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Corruption:
-    """How an objective changes rows, as a pure function of a row and of where it is read.
+    """Change of a row by changing its pieces independently.
 
     Args:
-      change: of the ids of the row's pieces, each with the one that its last slot predicts, and the number of slots that
-        are left over: what becomes of each piece. No piece sees another's ids.
-      room: slots of each row that the plan leaves free for what is added.
-      both_ways: whether some slots see further than themselves.
-      has_inner: whether slots have a second position.
-      has_ahead: whether only some rows predict tokens beyond the next.
+      change: takes the ids of the pieces, each with the id that its last slot predicts, and the
+        free slots of the row; returns the changed pieces.
+      reserved_slots: slots of each row that the plan leaves free for added ids.
+      bidirectional: if some slots attend to later ones.
+      has_block_positions: if slots have a second position.
+      has_ahead_weights: if only some rows train multi-token prediction.
     """
 
-    change: Change[Piece]
-    room: int = 0
-    both_ways: bool = False
-    has_inner: bool = False
-    has_ahead: bool = False
+    change: PieceChange[ChangedPiece]
+    reserved_slots: int = 0
+    bidirectional: bool = False
+    has_block_positions: bool = False
+    has_ahead_weights: bool = False
 
-    def __call__(self, row: Tokens, key: Key) -> Tokens:
-        """One row [T], changed. Pieces that could not be read stay as they are, without weight."""
+    def __call__(self, row: Tokens, key: RowKey) -> Tokens:
+        """Change one row [T]. Unreadable pieces stay in place with weight 0."""
         pieces = whole_pieces(row)
         free = int((row.segments == 0).sum())
         changed = iter(self.change([ids for ids in pieces if ids is not None], free, key))
-        laid = [
-            _unread(int((row.segments == segment).sum())) if ids is None else next(changed)
-            for segment, ids in enumerate(pieces, 1)
-        ]
+        laid = []
+        for segment, ids in enumerate(pieces, 1):
+            if ids is None:
+                length = int((row.segments == segment).sum())
+                laid.append(left_to_right(np.zeros(length + 1, np.int32), length + 2))
+            else:
+                laid.append(next(changed))
         return _packed(laid, len(row.tokens))
 
 
 def whole_pieces(row: Tokens) -> list[Ids | None]:
-    """The ids of each piece of a row, with the one that its last slot predicts; None where it could not be read."""
-    found: list[Ids | None] = []
+    """Return the ids of each piece, with the last predicted id; None if a piece is unreadable."""
+    pieces: list[Ids | None] = []
     for segment in range(1, row.segments.max(initial=0) + 1):
         slots = np.flatnonzero(row.segments == segment)
         is_read = bool(row.weights[slots].any())
-        found.append(np.append(row.tokens[slots], row.targets[slots[-1]]) if is_read else None)
-    return found
+        pieces.append(np.append(row.tokens[slots], row.targets[slots[-1]]) if is_read else None)
+    return pieces
 
 
-def causal(ids: Sequence[Ids], free: int, key: Key) -> list[Piece]:
-    """Every piece as it is."""
+def change_in_random_order(
+    ids: Sequence[Ids],
+    free: int,
+    key: RowKey,
+    change: Callable[[Ids, int, np.random.Generator], tuple[PieceResult, int]],
+) -> list[PieceResult]:
+    """Change each piece by `change`, which returns the result and the free slots that it takes.
+
+    The order is random, so that no piece is favored by the free slots.
+    """
+    rng = key.rng()
+    results: dict[int, PieceResult] = {}
+    for number in rng.permutation(len(ids)).tolist():
+        results[number], used = change(ids[number], free, rng)
+        free -= used
+    return [results[number] for number in range(len(ids))]
+
+
+def causal(ids: Sequence[Ids], free: int, key: RowKey) -> list[ChangedPiece]:
+    """Leave every piece unchanged."""
     return [left_to_right(piece) for piece in ids]
 
 
-def further(ids: Sequence[Ids], free: int, key: Key) -> list[Piece]:
-    """Every piece as it is; tokens beyond the next are predicted too."""
-    return [left_to_right(piece)._replace(ahead=True) for piece in ids]
+def causal_with_mtp(ids: Sequence[Ids], free: int, key: RowKey) -> list[ChangedPiece]:
+    """Leave every piece unchanged; also train multi-token prediction."""
+    return [left_to_right(piece)._replace(predicts_ahead=True) for piece in ids]
 
 
-def mixture(
+def split_prefix(
+    ids: Sequence[Ids], free: int, key: RowKey, *, share: float | None = None
+) -> list[ChangedPiece]:
+    """Split each piece into a bidirectional prefix and a predicted rest, both not empty.
+
+    The rest is the last `share` of the ids; the split is uniform if `share` is None.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, sections 3.2.1 (prefix LM) and 3.3.1 (random
+    split).
+    """
+    rng = key.rng()
+
+    def prefix(length: int) -> int:
+        if share is None:
+            return int(rng.integers(1, length))
+        return length - count_of_share(length, share)
+
+    return [left_to_right(piece, prefix(len(piece))) for piece in ids]
+
+
+def draw_change(
     ids: Sequence[Ids],
     free: int,
-    key: Key,
+    key: RowKey,
     *,
-    changes: tuple[Change[Made], ...],
+    changes: tuple[PieceChange[PieceResult], ...],
     shares: tuple[float, ...],
     number: int,
-) -> list[Made]:
-    """One of `changes` for the whole row, drawn by their shares; mixtures inside of each other have another `number`."""
-    chosen = int(key.draws(number).choice(len(changes), p=shares))
+) -> list[PieceResult]:
+    """Apply one of `changes` to the whole row, drawn by its share.
+
+    Args:
+      changes: the changes.
+      shares: probability of each.
+      number: seed of the draw; nested mixtures need different ones.
+    """
+    chosen = int(key.rng(number).choice(len(changes), p=shares))
     return changes[chosen](ids, free, key)
 
 
-def portion(length: int, share: float) -> int:
-    """How many of so many ids are a share of them: at least one, and not all."""
+def count_of_share(length: int, share: float) -> int:
+    """Return the number of ids in a share of `length`: at least one, and not all."""
     return min(max(round(share * length), 1), length - 1)
 
 
-def left_to_right(ids: Ids, known: int = 0) -> Piece:
-    """Each id is predicted from those before it, but for the first `known`: they are read both ways, and not trained on."""
+def left_to_right(ids: Ids, known: int = 0) -> ChangedPiece:
+    """Predict each id from those before; the first `known` are bidirectional, without loss."""
     slots = np.arange(len(ids) - 1, dtype=np.int32)
-    return Piece(
+    return ChangedPiece(
         tokens=ids[:-1],
         targets=ids[1:],
         weights=(slots >= known - 1).astype(np.float32),
         positions=slots,
-        reach=np.maximum(slots, known - 1),
+        visible_until=np.maximum(slots, known - 1),
     )
 
 
-def _unread(length: int) -> Piece:
-    return left_to_right(np.zeros(length + 1, np.int32), length + 2)
-
-
-def _packed(pieces: list[Piece], length: int) -> Tokens:
-    """The row of these pieces, one after another.
-
-    Raises:
-      ValueError: where they do not fit.
-    """
+def _packed(pieces: list[ChangedPiece], length: int) -> Tokens:
+    """Return the row of these pieces in order. Raise ValueError if they do not fit."""
     tokens, targets, segments, positions, inner = (np.zeros(length, np.int32) for _ in range(5))
     weights, ahead = (np.zeros(length, np.float32) for _ in range(2))
     reach = np.arange(length, dtype=np.int32)
@@ -189,9 +227,10 @@ def _packed(pieces: list[Piece], length: int) -> Tokens:
         here = slice(start, end)
         tokens[here], targets[here], weights[here] = piece.tokens, piece.targets, piece.weights
         segments[here], positions[here] = segment, piece.positions
-        reach[here] = np.minimum(piece.reach + start, end - 1)
-        if piece.inner is not None:
-            inner[here] = piece.inner
-        ahead[here] = piece.ahead
+        reach[here] = np.minimum(piece.visible_until + start, end - 1)
+        if piece.block_positions is not None:
+            inner[here] = piece.block_positions
+        ahead[here] = piece.predicts_ahead
         start = end
-    return Tokens(tokens, targets, weights, segments, positions, reach, inner, ahead)  # type: ignore[arg-type]
+    fields = tokens, targets, weights, segments, positions, reach, inner, ahead
+    return Tokens(*fields)  # type: ignore[arg-type]

@@ -1,151 +1,290 @@
-"""The tokenizer in a GGUF's metadata as a `tokenizer.json`, with what belongs into the tokenizer_config.json beside it."""
+"""The tokenizer in a GGUF's metadata as tokenizer.json and tokenizer_config.json."""
 
-from collections.abc import Mapping
+import json
+import re
+import string
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxlm.core.errors import DataError
+from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.data.hub_tokenizer import ExtraToken, with_extra_tokens
 from jaxlm.data.vocabularies import byte_pairs, pieces
-from jaxlm.data.vocabularies.added import Added, with_added
-from jaxlm.data.vocabularies.patterns import Pattern
-from jaxlm.data.vocabularies.pieces import Kind, Piece, Pieces
+from jaxlm.data.vocabularies.byte_pairs import Pattern
+from jaxlm.data.vocabularies.pieces import PieceKind, PieceVocabulary, VocabularyPiece
 
-OWN = "tokenizer.ggml."
-# What says which ids are special, or again what others say.
-NEUTRAL = ("tokenizer.huggingface.json", "tokenizer.chat_template", f"{OWN}token_type_count")
+PREFIX = "tokenizer.ggml."
+BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+# The probes, and texts on which pre-tokenizers differ.
+TEXTS = (
+    *pieces.PROBES,
+    "I'm WE'RE don'T\n\n\n  x1234567y a1b22c333 snake_case camelCase ABCDef \r\n!!\t\t7\n \n##",
+    string.punctuation + " " + string.punctuation[::-1] + "\n" + string.printable,
+)
+# Keys that name special ids or repeat other keys.
+NEUTRAL = ("tokenizer.huggingface.json", "tokenizer.chat_template", f"{PREFIX}token_type_count")
 READ = frozenset(
-    "model pre tokens scores token_type merges add_bos_token add_eos_token add_sep_token add_space_prefix "
+    "model pre tokens scores token_type merges add_bos_token add_eos_token add_sep_token "
+    "add_space_prefix "
     "remove_extra_whitespaces precompiled_charsmap".split()
 )
 
 
-class Cut(NamedTuple):
-    """How byte-level text is made ready, by `tokenizer.ggml.pre`."""
+class GgufPreTokenizer(NamedTuple):
+    """Pre-tokenization of byte-level text, by `tokenizer.ggml.pre`."""
 
     pattern: Pattern
     composed: bool = False
     whole_words: bool = False
-    begins: bool = False  # where the file does not say
+    begins: bool = False  # default if the file has no add_bos_token
 
 
-CUTS = (
-    dict.fromkeys(("gpt-2", "olmo", "phi-2"), Cut("gpt2"))
-    | dict.fromkeys(("smollm", "starcoder", "refact"), Cut("gpt2, digits apart"))
-    | dict.fromkeys(("smaug-bpe", "dbrx"), Cut("cl100k"))
-    | dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Cut("cl100k, digits apart", composed=True))
+PRE_TOKENIZERS = (
+    dict.fromkeys(("gpt-2", "olmo", "phi-2"), GgufPreTokenizer("gpt2"))
+    | dict.fromkeys(("smollm", "starcoder", "refact"), GgufPreTokenizer("gpt2, digits apart"))
+    | dict.fromkeys(("smaug-bpe", "dbrx"), GgufPreTokenizer("cl100k"))
     | dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3"), Cut("cl100k", whole_words=True, begins=True)
+        ("qwen2", "deepseek-r1-qwen"), GgufPreTokenizer("cl100k, digits apart", composed=True)
+    )
+    | dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3"),
+        GgufPreTokenizer("cl100k", whole_words=True, begins=True),
     )
 )
 
 
 def as_json(metadata: Mapping[str, Any], where: str) -> tuple[bytes, dict[str, Any]]:
-    """The content of a tokenizer.json, and the settings beside it: its named tokens, its chat template.
+    """Return the content of tokenizer.json and of tokenizer_config.json.
 
-    Raises:
-      DataError: where the metadata has no tokenizer, or one that is not understood.
+    Raise DataError if the metadata has no tokenizer, or an unsupported one.
     """
-    own = {key.removeprefix(OWN): value for key, value in metadata.items() if key.startswith(OWN)}
+    fields = {
+        key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)
+    }
     unknown = [
         key
         for key in metadata
         if key.startswith("tokenizer.")
         and not key.startswith(NEUTRAL)
         and not key.endswith("token_id")
-        and key.removeprefix(OWN) not in READ
+        and key.removeprefix(PREFIX) not in READ
     ]
     if unknown:
-        raise _refused(f"{', '.join(map(repr, unknown[:5]))} is not known", where)
-    tokens = _list(own, "tokens", str, where)
-    kinds = _list(own, "token_type", int, where, default=[int(Kind.NORMAL)] * len(tokens))
-    if len(kinds) != len(tokens) or not all(kind in Kind._value2member_map_ for kind in kinds):
-        raise _refused("token_type does not say what each token is", where)
+        raise _refused(f"{', '.join(map(repr, unknown[:5]))} is unknown", where)
+    tokens = _list(fields, "tokens", str, where)
+    kinds = _list(fields, "token_type", int, where, default=[int(PieceKind.NORMAL)] * len(tokens))
+    if len(kinds) != len(tokens) or not all(kind in PieceKind._value2member_map_ for kind in kinds):
+        raise _refused("token_type does not have a valid type for each token", where)
     if len(set(tokens)) < len(tokens):
         raise _refused("two of its tokens are the same", where)
-    if own.get("model") == "llama":
-        content, begins = _pieces(own, tokens, kinds, where), True
-    elif own.get("model") == "gpt2":
-        content, begins = _byte_pairs(own, tokens, kinds, where)
+    if fields.get("model") == "llama":
+        content, begins = _pieces(fields, tokens, kinds, where), True
+    elif fields.get("model") == "gpt2":
+        content, begins = _byte_pairs(fields, tokens, kinds, where)
     else:
-        raise _refused(
-            f"its model is {own.get('model')!r:.60}, and llama and gpt2 are known", where
-        )
-    return content, _settings(metadata, own, tokens, begins)
+        raise _refused(f"its model is {fields.get('model')!r:.60}, not llama or gpt2", where)
+    return content, _settings(metadata, fields, tokens, begins)
 
 
 def ends(metadata: Mapping[str, Any]) -> list[int]:
-    """Ids that end a document, a turn of a conversation, or a message; [] where none is named."""
-    named = [metadata.get(f"{OWN}{what}_token_id") for what in ("eos", "eot", "eom")]
+    """Return the ids that end a document, a turn or a message; empty if none are named."""
+    named = [metadata.get(f"{PREFIX}{what}_token_id") for what in ("eos", "eot", "eom")]
     return sorted({number for number in named if isinstance(number, int)})
 
 
-def _pieces(own: dict[str, Any], tokens: list[str], kinds: list[int], where: str) -> bytes:
-    scores = _list(own, "scores", float, where)
+def _pieces(fields: dict[str, Any], tokens: list[str], kinds: list[int], where: str) -> bytes:
+    scores = _list(fields, "scores", float, where)
     if len(scores) != len(tokens):
         raise _refused(f"{len(scores):,} scores of {len(tokens):,} tokens", where)
-    rules = _list(own, "precompiled_charsmap", int, where, default=[])
+    rules = _list(fields, "precompiled_charsmap", int, where, default=[])
     parts = zip(tokens, scores, kinds, strict=True)
-    found = Pieces(
-        pieces=tuple(Piece(text, score, Kind(kind)) for text, score, kind in parts),
+    vocabulary = PieceVocabulary(
+        pieces=tuple(VocabularyPiece(text, score, PieceKind(kind)) for text, score, kind in parts),
         algorithm="bpe",
-        prefixed=own.get("add_space_prefix", True) is True,
-        squeezed=own.get("remove_extra_whitespaces", False) is True,
+        prefixed=fields.get("add_space_prefix", True) is True,
+        squeezed=fields.get("remove_extra_whitespaces", False) is True,
         charsmap=bytes(byte % 256 for byte in rules),
     )
-    return pieces.as_json(pieces.checked(found, where), where)
+    return pieces.as_json(pieces.checked(vocabulary, where), where)
 
 
 def _byte_pairs(
-    own: dict[str, Any], tokens: list[str], kinds: list[int], where: str
+    fields: dict[str, Any], tokens: list[str], kinds: list[int], where: str
 ) -> tuple[bytes, bool]:
-    name = own.get("pre")
-    if not isinstance(name, str) or name not in CUTS:
+    name = fields.get("pre")
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise _refused(
-            f"tokenizer.ggml.pre is {name!r:.60}, and known are {', '.join(sorted(CUTS))}", where
+            f"tokenizer.ggml.pre is {name!r:.60}, not one of {', '.join(sorted(PRE_TOKENIZERS))}",
+            where,
         )
-    cut = CUTS[name]
+    cut = PRE_TOKENIZERS[name]
     content = byte_pairs.as_json(
         {text: number for number, text in enumerate(tokens)},
-        byte_pairs.merges_of(_list(own, "merges", str, where), where),
+        byte_pairs.parse_merges(_list(fields, "merges", str, where), where),
         pattern=cut.pattern,
         where=where,
         composed=cut.composed,
         whole_words=cut.whole_words,
     )
-    beside = [
-        Added(tokens[number], number, kind == Kind.CONTROL)
+    added = [
+        ExtraToken(tokens[number], number, kind == PieceKind.CONTROL)
         for number, kind in enumerate(kinds)
-        if kind in (Kind.CONTROL, Kind.USER_DEFINED)
+        if kind in (PieceKind.CONTROL, PieceKind.USER_DEFINED)
     ]
-    return with_added(content, beside, where), cut.begins
+    return with_extra_tokens(content, added, where), cut.begins
 
 
 def _settings(
-    metadata: Mapping[str, Any], own: dict[str, Any], tokens: list[str], begins: bool
+    metadata: Mapping[str, Any], fields: dict[str, Any], tokens: list[str], begins: bool
 ) -> dict[str, Any]:
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        number = own.get(f"{key}_token_id")
+        number = fields.get(f"{key}_token_id")
         if isinstance(number, int) and 0 <= number < len(tokens):
             settings[f"{name}_token"] = tokens[number]
-    settings["add_bos_token"] = own.get("add_bos_token", begins) is True
+    settings["add_bos_token"] = fields.get("add_bos_token", begins) is True
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
         settings["chat_template"] = template
     return settings
 
 
 def _list(
-    own: dict[str, Any], name: str, kind: type, where: str, default: list[Any] | None = None
+    fields: dict[str, Any], name: str, kind: type, where: str, default: list[Any] | None = None
 ) -> list[Any]:
-    found = own.get(name, default)
-    if not isinstance(found, list) or not all(type(each) is kind for each in found):
-        raise _refused(f"its {name} are no list of {kind.__name__}", where)
-    return found
+    values = fields.get(name, default)
+    if not isinstance(values, list) or not all(type(each) is kind for each in values):
+        raise _refused(f"its {name} is not a list of {kind.__name__}", where)
+    return values
 
 
 def _refused(why: str, where: str) -> DataError:
     return DataError(
-        "the tokenizer of a GGUF is not understood",
+        "jaxlm does not support the tokenizer of a GGUF",
         where=where,
         why=why,
-        fix="import the folder that it was converted from",
+        fix="import the original folder of the model",
+    )
+
+
+def metadata(content: bytes, rows: int, where: str) -> dict[str, Any]:
+    """Return tokens, pre-tokenization and token types; ids are checked on difficult texts.
+
+    Args:
+      rows: rows of the embedding; ids without a token are marked unused.
+      where: file name in errors.
+
+    Raises:
+      ConfigError: if llama.cpp has no equivalent tokenizer.
+    """
+    parsed = json.loads(content)
+    model = parsed["model"]
+    if model.get("type") != "BPE":
+        raise _not_written(f"its type is {model.get('type')}; only byte pairs are supported", where)
+    merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    if not merges:
+        raise _not_written("it has no merges, which llama.cpp requires", where)
+    names = {number: piece for piece, number in model["vocab"].items()}
+    added = {each["id"]: each for each in parsed.get("added_tokens") or ()}
+    names |= {number: each["content"] for number, each in added.items()}
+    kinds = {
+        number: PieceKind.CONTROL if each["special"] else PieceKind.USER_DEFINED
+        for number, each in added.items()
+    }
+    tokens = [names.get(number, f"[PAD{number}]") for number in range(rows)]
+    common = {
+        f"{PREFIX}tokens": tokens,
+        f"{PREFIX}token_type": [
+            int(kinds.get(i, PieceKind.NORMAL if i in names else PieceKind.UNUSED))
+            for i in range(rows)
+        ],
+    }
+    if "ByteLevel" in json.dumps(parsed.get("decoder") or {}):
+        candidates = _pre_tokenized(common, merges, is_whole=bool(model.get("ignore_merges")))
+    else:
+        candidates = _scored(common, merges, model.get("unk_token"))
+    match = next(
+        (candidate for candidate in candidates if _agrees(content, candidate, where)), None
+    )
+    if match is None:
+        raise _not_written("no tokenizer of llama.cpp gives the same ids", where)
+    return match
+
+
+def _pre_tokenized(
+    common: dict[str, Any], merges: list[tuple[str, ...]], *, is_whole: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield the metadata with each known pre-tokenizer."""
+    for name, cut in PRE_TOKENIZERS.items():
+        if cut.whole_words == is_whole:
+            yield common | {
+                f"{PREFIX}model": "gpt2",
+                f"{PREFIX}pre": name,
+                f"{PREFIX}merges": [" ".join(pair) for pair in merges],
+            }
+
+
+def _scored(
+    common: dict[str, Any], merges: list[tuple[str, ...]], unknown: str | None
+) -> Iterator[dict[str, Any]]:
+    """Yield the metadata without and with a space in front; earlier merges get higher scores."""
+    tokens = common[f"{PREFIX}tokens"]
+    ranks: dict[str, int] = {}
+    for pair in merges:
+        ranks.setdefault("".join(pair), len(ranks))
+    kinds = [
+        int(
+            PieceKind.UNKNOWN
+            if token == unknown
+            else PieceKind.BYTE
+            if BYTE.fullmatch(token)
+            else kind
+        )
+        for token, kind in zip(tokens, common[f"{PREFIX}token_type"], strict=True)
+    ]
+    for has_space in (False, True):
+        yield common | {
+            f"{PREFIX}model": "llama",
+            f"{PREFIX}scores": [-float(ranks.get(token, len(ranks))) for token in tokens],
+            f"{PREFIX}token_type": kinds,
+            f"{PREFIX}add_space_prefix": has_space,
+        }
+
+
+def _agrees(content: bytes, written: dict[str, Any], where: str) -> bool:
+    """Return if the metadata, read back, normalizes, cuts and encodes texts equally."""
+    import tokenizers
+
+    try:
+        converted, _ = as_json(written, where)
+    except DataError:  # two equal tokens, or no unknown token
+        return False
+    built = [tokenizers.Tokenizer.from_buffer(each) for each in (content, converted)]
+    for each in built:
+        each.encode_special_tokens = True
+    is_cut = written[f"{PREFIX}model"] == "gpt2"
+
+    def done(tokenizer: Any) -> list[Any]:
+        texts = TEXTS
+        if is_cut:
+            normalizer, cutter = tokenizer.normalizer, tokenizer.pre_tokenizer
+            texts = tuple(normalizer.normalize_str(text) for text in TEXTS) if normalizer else TEXTS
+            if cutter is None:
+                return []
+            cuts = [[piece for piece, _ in cutter.pre_tokenize_str(text)] for text in texts]
+            return [texts, cuts, _ids(tokenizer)]
+        return _ids(tokenizer)
+
+    ours, theirs = map(done, built)
+    return ours == theirs != []
+
+
+def _ids(tokenizer: Any) -> list[list[int]]:
+    return [each.ids for each in tokenizer.encode_batch(list(TEXTS), add_special_tokens=False)]
+
+
+def _not_written(why: str, where: str) -> ConfigError:
+    return ConfigError(
+        "a GGUF cannot hold this tokenizer",
+        where=where,
+        why=why,
+        fix="--to=hf    # a folder with the full tokenizer",
     )

@@ -1,4 +1,4 @@
-"""The pieces of a SentencePiece model as a `tokenizer.json`: the same ids for the same text."""
+"""SentencePiece models as a `tokenizer.json` with the same ids."""
 
 import dataclasses
 import enum
@@ -6,18 +6,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jaxlm.core.errors import DataError
-from jaxlm.data.hub_tokenizer import rust_errors
-from jaxlm.data.tokenizer import LARGEST_VOCABULARY, SentencePiece
-from jaxlm.data.vocabularies.added import put_in_front
+from jaxlm.data.hub_tokenizer import library_errors, prepend_token
+from jaxlm.data.tokenizer import MAX_VOCABULARY, SentencePiece
 
 SPACE = SentencePiece.SPACE
-LONGEST_PIECE = 1000  # characters; each way to cut a piece in two is looked at
-MOST_CHARACTERS = 8_000_000  # of all pieces; the largest vocabularies in use have a fourth of it
-# The score of what text never becomes: below any path, for scores are logarithms of probabilities of pieces. Only a character
-# without a piece has less, so that text which spells a control piece with one is taken for the piece.
-NEVER = -1e4
+MAX_PIECE_CHARACTERS = 1000  # characters; every split of a piece in two is tried
+MAX_CHARACTERS = 8_000_000  # of all pieces, four times the largest vocabularies in use
+# Score of pieces that text never becomes: lower than any path, as scores are log-probabilities.
+# Only a character without a piece scores lower, so text that spells a control piece with such a
+# character becomes the control piece.
+UNREACHABLE_SCORE = -1e4
 
-# Text on which a tokenizer.json is compared with SentencePiece itself; none may become a token of another kind in either.
+# Texts on which a tokenizer.json is compared with SentencePiece; no text may become another kind
+# of token.
 PROBES = (
     "The quick brown fox, 12345 dogs.",
     "  two  spaces \t tabs\n\n    lines \r\n",
@@ -30,8 +31,8 @@ PROBES = (
 )
 
 
-class Kind(enum.IntEnum):
-    """What a piece is, by the numbers of SentencePiece, which GGUF took over."""
+class PieceKind(enum.IntEnum):
+    """Kind of a piece, numbered as in SentencePiece and GGUF."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -41,23 +42,24 @@ class Kind(enum.IntEnum):
     BYTE = 6
 
 
-class Piece(NamedTuple):
-    """One piece; its id is its place."""
+class VocabularyPiece(NamedTuple):
+    """One piece; the id is its index."""
 
     text: str
     score: float
-    kind: Kind
+    kind: PieceKind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pieces:
-    """A vocabulary and how text is made ready for it.
+class PieceVocabulary:
+    """A vocabulary and the normalization of text.
 
-    `prefixed` puts a space in front of a text, `squeezed` leaves single spaces between words only, and `charsmap` are
-    SentencePiece's compiled rules of normalisation. `begins` and `ends` are the pieces around a document.
+    `prefixed` puts a space in front of a text, `squeezed` collapses and trims spaces, and
+    `charsmap` are SentencePiece's compiled normalization rules. `begins` and `ends` are the pieces
+    around a document.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[VocabularyPiece, ...]
     algorithm: Literal["bpe", "unigram"]
     prefixed: bool
     squeezed: bool
@@ -67,15 +69,14 @@ class Pieces:
 
     @property
     def unknown(self) -> int:
-        """The id of what no piece spells."""
-        return next(i for i, piece in enumerate(self.pieces) if piece.kind == Kind.UNKNOWN)
+        """Id of the unknown piece."""
+        return next(i for i, piece in enumerate(self.pieces) if piece.kind == PieceKind.UNKNOWN)
 
 
-def read(model: bytes, where: str) -> Pieces:
-    """The pieces of a SentencePiece `.model`.
+def read(model: bytes, where: str) -> PieceVocabulary:
+    """Return the pieces of a SentencePiece `.model`.
 
-    Raises:
-      DataError: where it is none, or what it does to text cannot be said in a tokenizer.json.
+    Raise DataError if it is invalid, or a tokenizer.json cannot express its normalization.
     """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
@@ -88,18 +89,18 @@ def read(model: bytes, where: str) -> Pieces:
     training, rules = proto.trainer_spec, proto.normalizer_spec
     algorithms: dict[int, Literal["bpe", "unigram"]] = {1: "unigram", 2: "bpe"}
     if training.model_type not in algorithms:
-        raise _refused("its pieces are neither BPE nor unigram", where)
+        raise _refused("its pieces are not BPE or unigram", where)
     if (
         training.treat_whitespace_as_suffix
         or not rules.escape_whitespaces
         or proto.denormalizer_spec.precompiled_charsmap
     ):
-        raise _refused("it spells spaces, or text again, in a way of its own", where)
-    pieces = tuple(Piece(p.piece, p.score, Kind(p.type)) for p in proto.pieces)
+        raise _refused("it encodes spaces or denormalizes text in an unsupported way", where)
+    pieces = tuple(VocabularyPiece(p.piece, p.score, PieceKind(p.type)) for p in proto.pieces)
     named = [training.bos_id, training.eos_id]
     begins, ends = (pieces[i].text if 0 <= i < len(pieces) else None for i in named)
     return checked(
-        Pieces(
+        PieceVocabulary(
             pieces=pieces,
             algorithm=algorithms[training.model_type],
             prefixed=rules.add_dummy_prefix,
@@ -112,77 +113,78 @@ def read(model: bytes, where: str) -> Pieces:
     )
 
 
-def checked(found: Pieces, where: str) -> Pieces:
-    """The same, where a tokenizer can be built of it. Raises DataError."""
-    texts = [piece.text for piece in found.pieces]
-    if len(texts) > LARGEST_VOCABULARY:
+def checked(vocabulary: PieceVocabulary, where: str) -> PieceVocabulary:
+    """Return the vocabulary if a tokenizer can be built from it. Raise DataError otherwise."""
+    texts = [piece.text for piece in vocabulary.pieces]
+    if len(texts) > MAX_VOCABULARY:
         raise _refused(f"it has {len(texts):,} pieces", where)
     if len(set(texts)) < len(texts):
         raise _refused("two of its pieces are the same", where)
-    if not any(piece.kind == Kind.UNKNOWN for piece in found.pieces):
-        raise _refused("it has no piece for what is unknown", where)
-    if (longest := max(map(len, texts))) > LONGEST_PIECE:
+    if not any(piece.kind == PieceKind.UNKNOWN for piece in vocabulary.pieces):
+        raise _refused("it has no unknown piece", where)
+    if (longest := max(map(len, texts))) > MAX_PIECE_CHARACTERS:
         raise _refused(f"a piece has {longest:,} characters", where)
-    if (total := sum(map(len, texts))) > MOST_CHARACTERS:
-        raise _refused(f"its pieces have {total:,} characters together", where)
-    return found
+    if (total := sum(map(len, texts))) > MAX_CHARACTERS:
+        raise _refused(f"its pieces have {total:,} characters in all", where)
+    return vocabulary
 
 
-def as_json(found: Pieces, where: str) -> bytes:
-    """The content of a tokenizer.json. Raises DataError where the pieces make none."""
+def as_json(vocabulary: PieceVocabulary, where: str) -> bytes:
+    """Return the content of a tokenizer.json. Raise DataError if the pieces are invalid."""
     import tokenizers
     from tokenizers import decoders
 
-    with rust_errors("the pieces of a SentencePiece model make no tokenizer", where):
-        built = tokenizers.Tokenizer(_model(found))
-        built.normalizer = _normalizer(found)
+    with library_errors("the pieces of a SentencePiece model are not a valid tokenizer", where):
+        built = tokenizers.Tokenizer(_model(vocabulary))
+        built.normalizer = _normalizer(vocabulary)
         spaces = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         built.decoder = decoders.Sequence(
-            [*spaces, *([decoders.Strip(" ", 1, 0)] if found.prefixed else [])]
+            [*spaces, *([decoders.Strip(" ", 1, 0)] if vocabulary.prefixed else [])]
         )
-        if found.prefixed and _is_cut(found):  # only what comes first has a space put before it
+        # only the first part of a text gets a space in front
+        if vocabulary.prefixed and _is_cut(vocabulary):
             from tokenizers import pre_tokenizers
 
             built.pre_tokenizer = pre_tokenizers.Metaspace(
                 replacement=SPACE, prepend_scheme="first", split=False
             )
-        for piece in found.pieces:
-            if piece.kind in (Kind.CONTROL, Kind.UNKNOWN, Kind.USER_DEFINED):
-                is_special = piece.kind != Kind.USER_DEFINED
+        for piece in vocabulary.pieces:
+            if piece.kind in (PieceKind.CONTROL, PieceKind.UNKNOWN, PieceKind.USER_DEFINED):
+                is_special = piece.kind != PieceKind.USER_DEFINED
                 token = tokenizers.AddedToken(piece.text, normalized=False, special=is_special)
                 built.add_tokens([token])
-        if found.begins is not None:
-            put_in_front(built, found.begins)
+        if vocabulary.begins is not None:
+            prepend_token(built, vocabulary.begins)
         return built.to_str().encode()
 
 
-def _is_cut(found: Pieces) -> bool:
-    """Whether text is cut at pieces that the user named, before anything else is done to it."""
-    return any(piece.kind == Kind.USER_DEFINED for piece in found.pieces)
+def _is_cut(vocabulary: PieceVocabulary) -> bool:
+    """Return if text is cut at user-defined pieces before normalization."""
+    return any(piece.kind == PieceKind.USER_DEFINED for piece in vocabulary.pieces)
 
 
-def _model(found: Pieces) -> Any:
+def _model(vocabulary: PieceVocabulary) -> Any:
     from tokenizers import models
 
-    has_bytes = any(piece.kind == Kind.BYTE for piece in found.pieces)
-    if found.algorithm == "unigram":
+    has_bytes = any(piece.kind == PieceKind.BYTE for piece in vocabulary.pieces)
+    if vocabulary.algorithm == "unigram":
         scores = [
-            (piece.text, piece.score if piece.kind == Kind.NORMAL else NEVER)
-            for piece in found.pieces
+            (piece.text, piece.score if piece.kind == PieceKind.NORMAL else UNREACHABLE_SCORE)
+            for piece in vocabulary.pieces
         ]
-        return models.Unigram(scores, found.unknown, has_bytes)
+        return models.Unigram(scores, vocabulary.unknown, has_bytes)
     return models.BPE(
-        {piece.text: number for number, piece in enumerate(found.pieces)},
-        list(merges(found.pieces)),
-        unk_token=found.pieces[found.unknown].text,
+        {piece.text: number for number, piece in enumerate(vocabulary.pieces)},
+        list(merges(vocabulary.pieces)),
+        unk_token=vocabulary.pieces[vocabulary.unknown].text,
         fuse_unk=True,
         byte_fallback=has_bytes,
     )
 
 
-def merges(pieces: Sequence[Piece]) -> Iterator[tuple[str, str]]:
-    """Pairs that make a piece, the best piece first, as SentencePiece merges; each piece by every pair that makes it."""
-    ids = {piece.text: i for i, piece in enumerate(pieces) if piece.kind == Kind.NORMAL}
+def merges(pieces: Sequence[VocabularyPiece]) -> Iterator[tuple[str, str]]:
+    """Yield every pair that makes a piece, best piece first, as SentencePiece merges."""
+    ids = {piece.text: i for i, piece in enumerate(pieces) if piece.kind == PieceKind.NORMAL}
     for text in sorted(ids, key=lambda text: -pieces[ids[text]].score):
         ways = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
         yield from sorted(
@@ -191,33 +193,32 @@ def merges(pieces: Sequence[Piece]) -> Iterator[tuple[str, str]]:
         )
 
 
-def _normalizer(found: Pieces) -> Any:
+def _normalizer(vocabulary: PieceVocabulary) -> Any:
     import tokenizers
     from tokenizers import normalizers
 
     steps: list[Any] = []
-    if found.charsmap:
-        steps.append(normalizers.Precompiled(found.charsmap))
-    if found.squeezed:
+    if vocabulary.charsmap:
+        steps.append(normalizers.Precompiled(vocabulary.charsmap))
+    if vocabulary.squeezed:
         steps += [
             normalizers.Replace(tokenizers.Regex(f"^ +|[ {SPACE}]+$"), ""),
             normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
         ]
-    if found.prefixed and not _is_cut(found):
+    if vocabulary.prefixed and not _is_cut(vocabulary):
         steps.append(normalizers.Prepend(SPACE))
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
 
 def differences(model: bytes, content: bytes, where: str = "tokenizer") -> list[str]:
-    """Those of `PROBES` to which a tokenizer.json gives other ids than SentencePiece itself does.
+    """Return the `PROBES` whose ids differ between a tokenizer.json and SentencePiece.
 
-    Raises:
-      DataError: where SentencePiece does not take the model.
+    Raise DataError if SentencePiece rejects the model.
     """
     import sentencepiece
     import tokenizers
 
-    with rust_errors("a SentencePiece model cannot be used", where):
+    with library_errors("SentencePiece rejects a model", where):
         theirs = sentencepiece.SentencePieceProcessor(model_proto=model)
         ours = tokenizers.Tokenizer.from_buffer(content)
         ours.encode_special_tokens = True
@@ -230,8 +231,8 @@ def differences(model: bytes, content: bytes, where: str = "tokenizer") -> list[
 
 def _refused(why: str, where: str, detail: str = "") -> DataError:
     return DataError(
-        "the pieces of a tokenizer cannot be read",
+        "jaxlm cannot read the pieces of a tokenizer",
         where=where,
         why=f"{why}: {detail}"[:300] if detail else why,
-        fix="a folder with tokenizer.json, as transformers writes it, is read as it is",
+        fix="use a folder with tokenizer.json, as transformers writes it",
     )

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 
-from jaxlm.core.errors import DataError
-from jaxlm.data.hub_tokenizer import rust_errors
-from jaxlm.data.tokenizer import LARGEST_VOCABULARY
+from jaxlm.data.hub_tokenizer import library_errors, vocabulary_error
+from jaxlm.data.tokenizer import MAX_VOCABULARY
 
-LONGEST_WORD = 100  # characters; a longer one is unknown, as BERT has it
+MAX_WORD_CHARACTERS = 100  # characters; a longer word is unknown, as in BERT
 UNKNOWN, BEGINS, ENDS = "[UNK]", "[CLS]", "[SEP]"
 SPECIAL = ("[PAD]", UNKNOWN, BEGINS, ENDS, "[MASK]")
 
@@ -19,39 +18,35 @@ def as_json(
     accents: bool | None = None,
     apart: bool = True,
 ) -> bytes:
-    """The content of a tokenizer.json.
+    """Return the content of a tokenizer.json.
 
     Args:
-      vocabulary: ids of pieces; "##" begins those within a word.
-      where: for errors.
-      lowercase: text is put into lower case first.
-      accents: marks are stripped from letters; None does it where text is put into lower case.
-      apart: each Chinese character is a word.
+      vocabulary: ids of pieces; pieces inside a word begin with "##".
+      where: file name in errors.
+      lowercase: convert text to lower case first.
+      accents: strip accents; None does so if `lowercase`.
+      apart: treat each Chinese character as a word.
 
     Raises:
-      DataError: where a piece that the model needs is missing.
+      DataError: if a piece that the model needs is missing.
     """
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
     missing = [piece for piece in (UNKNOWN, BEGINS, ENDS) if piece not in vocabulary]
     if missing:
-        raise DataError(
+        raise vocabulary_error(
             f"a vocabulary of word pieces has no {', '.join(missing)}",
-            where=where,
-            why=f"{len(vocabulary):,} pieces were read",
-            fix="fetch the file again where it came from",
+            where,
+            f"{len(vocabulary):,} pieces were read",
         )
-    with rust_errors("the word pieces make no tokenizer", where):
+    with library_errors("the word pieces are not a valid tokenizer", where):
         model = models.WordPiece(
-            dict(vocabulary), unk_token=UNKNOWN, max_input_chars_per_word=LONGEST_WORD
+            dict(vocabulary), unk_token=UNKNOWN, max_input_chars_per_word=MAX_WORD_CHARACTERS
         )
         built = tokenizers.Tokenizer(model)
         built.normalizer = normalizers.BertNormalizer(
-            clean_text=True,
-            handle_chinese_chars=apart,
-            strip_accents=accents,
-            lowercase=lowercase,
+            clean_text=True, handle_chinese_chars=apart, strip_accents=accents, lowercase=lowercase
         )
         built.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         built.decoder = decoders.WordPiece()
@@ -67,23 +62,17 @@ def as_json(
 
 
 def vocabulary_of(content: bytes, where: str) -> dict[str, int]:
-    """The pieces of a vocab.txt, a line each. Raises DataError where it is no text, or has more than a model could."""
+    """Return the pieces of a vocab.txt by line. Raise DataError if it is not text or too long."""
     try:
         lines = content.decode().split("\n")
     except UnicodeDecodeError as error:
-        raise DataError(
-            "vocab.txt is not UTF-8",
-            where=where,
-            why=str(error),
-            fix="fetch the file again where it came from",
-        ) from error
+        raise vocabulary_error("vocab.txt is not UTF-8", where, str(error)) from error
     if lines and not lines[-1]:
         lines.pop()
-    if len(lines) > LARGEST_VOCABULARY:
-        raise DataError(
+    if len(lines) > MAX_VOCABULARY:
+        raise vocabulary_error(
             "vocab.txt has too many lines",
-            where=where,
-            why=f"they are {len(lines):,}, and {LARGEST_VOCABULARY:,} are allowed",
-            fix="fetch the file again where it came from",
+            where,
+            f"it has {len(lines):,}; {MAX_VOCABULARY:,} are allowed",
         )
     return {line.removesuffix("\r"): number for number, line in enumerate(lines)}

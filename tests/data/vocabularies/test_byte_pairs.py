@@ -11,10 +11,9 @@ import tiktoken
 import tokenizers
 
 from jaxlm.core.errors import DataError
-from jaxlm.data.hub_tokenizer import Imported
+from jaxlm.data.hub_tokenizer import ExtraToken, ImportedTokenizer, with_extra_tokens
 from jaxlm.data.vocabularies import byte_pairs
-from jaxlm.data.vocabularies.added import Added, with_added
-from jaxlm.data.vocabularies.patterns import REGEX
+from jaxlm.data.vocabularies.byte_pairs import REGEX
 from tests.data.test_tokenizer import NASTY, _random_texts
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
@@ -40,7 +39,7 @@ def trained(text: str, count: int) -> dict[bytes, int]:
 
 
 def made(ranks: dict[bytes, int], pattern="cl100k") -> bytes:
-    vocabulary, merges = byte_pairs.of_ranks(ranks)
+    vocabulary, merges = byte_pairs.from_ranks(ranks)
     return byte_pairs.as_json(vocabulary, merges, pattern=pattern, where="x", whole_words=True)
 
 
@@ -51,8 +50,10 @@ def test_ids_are_those_of_tiktoken(pattern):
     theirs = tiktoken.Encoding(
         "x", pat_str=REGEX[pattern], mergeable_ranks=ranks, special_tokens={"<|end|>": len(ranks)}
     )
-    content = with_added(made(ranks, pattern), [Added("<|end|>", len(ranks), True)], "x")
-    ours = Imported(content, before=[], after=[len(ranks)])
+    content = with_extra_tokens(
+        made(ranks, pattern), [ExtraToken("<|end|>", len(ranks), True)], "x"
+    )
+    ours = ImportedTokenizer(content, before=[], after=[len(ranks)])
     texts = [*TEXTS, source]
     for text, ids in zip(texts, ours.encode_many(texts), strict=True):
         assert ids == theirs.encode_ordinary(text), ascii(text[:60])
@@ -97,7 +98,7 @@ def lines(ranks: dict[bytes, int]) -> bytes:
 
 def test_a_file_of_ranks_is_read_as_it_was_written():
     ranks = trained("low lower lowest low low", 4)
-    assert byte_pairs.ranks(lines(ranks), "x") == ranks
+    assert byte_pairs.parse_ranks(lines(ranks), "x") == ranks
 
 
 @pytest.mark.parametrize(
@@ -109,27 +110,27 @@ def test_a_file_of_ranks_is_read_as_it_was_written():
         (lines(BYTES) + b"YWI= 99999999999\n", "line 257"),
         (lines(BYTES) + b"QQ== 256\n", "line 257"),
         (lines(BYTES) + b"YWI= 7\n", "same rank"),
-        (lines({b"a": 0}), "no token for some bytes"),
+        (lines({b"a": 0}), "lacks tokens for some bytes"),
         (lines(BYTES) + base64.b64encode(b"a" * 10_000_000) + b" 256\n", "10,000,000 bytes"),
         (b"\0" * 1_000_000, "line 1"),
-        (lines({b"%0999d" % n: n for n in range(9000)}), "8,991,000 bytes together"),
+        (lines({b"%0999d" % n: n for n in range(9000)}), "8,991,000 bytes in all"),
     ],
 )
 def test_a_file_that_holds_no_ranks_is_refused_where_it_goes_wrong(content, said):
     with pytest.raises(DataError) as caught:
-        byte_pairs.ranks(content, "x")
+        byte_pairs.parse_ranks(content, "x")
     assert said in f"{caught.value.what} {caught.value.where} {caught.value.why}"
 
 
 def test_a_token_that_would_get_another_id_is_refused():
     with pytest.raises(DataError, match="another id") as caught:
-        with_added(made(BYTES), [Added("<|end|>", 300, True)], "x")
+        with_extra_tokens(made(BYTES), [ExtraToken("<|end|>", 300, True)], "x")
     assert "'<|end|>' has id 300, and would get 256" in caught.value.why
 
 
 def test_a_merge_that_is_not_two_tokens_is_refused():
-    assert byte_pairs.merges_of(["a b", "ab c"], "x") == [("a", "b"), ("ab", "c")]
-    with pytest.raises(DataError, match="not two tokens"):
-        byte_pairs.merges_of(["a b", "abc"], "x")
-    with pytest.raises(DataError, match="makes no tokenizer"):
+    assert byte_pairs.parse_merges(["a b", "ab c"], "x") == [("a", "b"), ("ab", "c")]
+    with pytest.raises(DataError, match="does not have two tokens"):
+        byte_pairs.parse_merges(["a b", "abc"], "x")
+    with pytest.raises(DataError, match="not a valid tokenizer"):
         byte_pairs.as_json({"a": 0}, [("a", "b")], pattern="gpt2", where="x")

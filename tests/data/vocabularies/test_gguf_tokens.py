@@ -8,10 +8,10 @@ import sentencepiece
 import tokenizers
 
 from jaxlm.core.errors import DataError
-from jaxlm.data.hub_tokenizer import Imported
+from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.vocabularies import byte_pairs, gguf_tokens, pieces
-from jaxlm.data.vocabularies.gguf_tokens import CUTS
-from jaxlm.data.vocabularies.patterns import cutter
+from jaxlm.data.vocabularies.byte_pairs import build_pre_tokenizer
+from jaxlm.data.vocabularies.gguf_tokens import PRE_TOKENIZERS
 from tests.data.vocabularies.test_byte_pairs import trained
 from tests.data.vocabularies.test_pieces import TEXTS, model
 
@@ -32,7 +32,7 @@ def of_sentencepiece(name: str, **own) -> dict:
 
 
 RANKS = trained(Path(json.__file__).read_text()[:3000], 150)
-VOCABULARY, MERGES = byte_pairs.of_ranks(RANKS)
+VOCABULARY, MERGES = byte_pairs.from_ranks(RANKS)
 
 
 def of_byte_pairs(pre: str, **own) -> dict:
@@ -48,10 +48,10 @@ def of_byte_pairs(pre: str, **own) -> dict:
     return {f"tokenizer.ggml.{key}": value for key, value in (values | own).items()}
 
 
-def imported(metadata: dict) -> Imported:
+def imported(metadata: dict) -> ImportedTokenizer:
     content, settings = gguf_tokens.as_json(metadata, "x.gguf")
     number = tokenizers.Tokenizer.from_buffer(content).token_to_id(settings["eos_token"])
-    return Imported(content, before=[], after=[number])
+    return ImportedTokenizer(content, before=[], after=[number])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])
@@ -64,13 +64,13 @@ def test_pieces_give_the_ids_of_sentencepiece(name):
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
 def test_byte_pairs_give_the_ids_of_the_tokenizer_that_they_were(pre):
-    cut = CUTS[pre]
+    cut = PRE_TOKENIZERS[pre]
     whole = tokenizers.Tokenizer(
         tokenizers.models.BPE(VOCABULARY, MERGES, ignore_merges=cut.whole_words)
     )
     if cut.composed:
         whole.normalizer = tokenizers.normalizers.NFC()
-    whole.pre_tokenizer = cutter(cut.pattern)
+    whole.pre_tokenizer = build_pre_tokenizer(cut.pattern)
     ours = imported(of_byte_pairs(pre))
     for text, ids in zip(TEXTS, ours.encode_many(TEXTS), strict=True):
         assert ids == whole.encode(text).ids
@@ -90,7 +90,7 @@ def test_byte_pairs_give_the_ids_of_the_tokenizer_that_they_were(pre):
         (of_byte_pairs("qwen2", add_bos_token=True), True),
     ],
 )
-def test_a_document_begins_as_the_file_says_or_llama_cpp_has_it(metadata, begins):
+def test_a_document_begins_as_in_the_file_or_by_the_default_of_llama_cpp(metadata, begins):
     _, settings = gguf_tokens.as_json(metadata, "x.gguf")
     assert settings["add_bos_token"] is begins
 
@@ -105,18 +105,18 @@ def test_the_chat_template_is_kept():
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({}, "its tokens are no list of str"),
+        ({}, "its tokens is not a list of str"),
         (of_byte_pairs("gpt-2", model="rwkv"), "its model is 'rwkv'"),
         (of_byte_pairs("gpt-2", model=[1]), "its model is [1]"),
         (of_byte_pairs("tekken"), "tokenizer.ggml.pre is 'tekken'"),
         (of_byte_pairs("gpt-2", tokens=["a", "a"], token_type=[1, 1]), "two of its tokens"),
-        (of_byte_pairs("gpt-2", token_type=[1]), "token_type does not say"),
+        (of_byte_pairs("gpt-2", token_type=[1]), "token_type does not have a valid type"),
         (of_byte_pairs("gpt-2", token_type=[77] * (len(VOCABULARY) + 3)), "token_type does not"),
         (of_byte_pairs("gpt-2", merges=["a"]), ""),
         (of_byte_pairs("gpt-2", merges=["\u4e00 \u4e01"]), ""),
         (of_sentencepiece("llama", scores=[1.0]), "1 scores of"),
-        (of_sentencepiece("llama", tokens=[["a"]] * 700), "no list of str"),
-        (of_byte_pairs("gpt-2", clever=1), "'tokenizer.ggml.clever' is not known"),
+        (of_sentencepiece("llama", tokens=[["a"]] * 700), "not a list of str"),
+        (of_byte_pairs("gpt-2", clever=1), "'tokenizer.ggml.clever' is unknown"),
     ],
 )
 def test_a_tokenizer_that_is_not_understood_is_refused(metadata, said):

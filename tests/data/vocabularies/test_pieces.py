@@ -12,7 +12,7 @@ import pytest
 import sentencepiece
 
 from jaxlm.core.errors import DataError
-from jaxlm.data.hub_tokenizer import Imported
+from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.vocabularies import pieces
 from tests.data.test_tokenizer import NASTY, _random_texts
 
@@ -73,10 +73,10 @@ def model(name: str) -> bytes:
 
 
 @functools.cache
-def imported(name: str) -> Imported:
+def imported(name: str) -> ImportedTokenizer:
     found = pieces.read(model(name), "here")
     before = [] if found.begins is None else [1]
-    return Imported(pieces.as_json(found, "here"), before=before, after=[1])
+    return ImportedTokenizer(pieces.as_json(found, "here"), before=before, after=[1])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -127,12 +127,16 @@ def with_piece(**fields) -> bytes:
 
 
 def test_pieces_too_long_to_look_through_are_refused():
-    many = tuple(pieces.Piece(f"{n:0999}", 0.0, pieces.Kind.NORMAL) for n in range(9000))
-    unknown = pieces.Piece("<unk>", 0.0, pieces.Kind.UNKNOWN)
-    found = pieces.Pieces(pieces=(unknown, *many), algorithm="bpe", prefixed=True, squeezed=False)
+    many = tuple(
+        pieces.VocabularyPiece(f"{n:0999}", 0.0, pieces.PieceKind.NORMAL) for n in range(9000)
+    )
+    unknown = pieces.VocabularyPiece("<unk>", 0.0, pieces.PieceKind.UNKNOWN)
+    found = pieces.PieceVocabulary(
+        pieces=(unknown, *many), algorithm="bpe", prefixed=True, squeezed=False
+    )
     with pytest.raises(DataError) as caught:
         pieces.checked(found, "x")
-    assert "8,991,005 characters together" in caught.value.why
+    assert "8,991,005 characters in all" in caught.value.why
 
 
 @pytest.mark.parametrize(
@@ -140,16 +144,16 @@ def test_pieces_too_long_to_look_through_are_refused():
     [
         (lambda: b"junk" * 100, "not a SentencePiece model"),
         (lambda: model("llama")[:-10], "not a SentencePiece model"),
-        (lambda: b"", "no piece for what is unknown"),
-        (lambda: changed(trainer_spec__model_type=3), "neither BPE nor unigram"),
-        (lambda: changed(trainer_spec__treat_whitespace_as_suffix=True), "a way of its own"),
-        (lambda: changed(normalizer_spec__escape_whitespaces=False), "a way of its own"),
+        (lambda: b"", "no unknown piece"),
+        (lambda: changed(trainer_spec__model_type=3), "not BPE or unigram"),
+        (lambda: changed(trainer_spec__treat_whitespace_as_suffix=True), "an unsupported way"),
+        (lambda: changed(normalizer_spec__escape_whitespaces=False), "an unsupported way"),
         (lambda: with_piece(piece="a" * 100_000), "100,000 characters"),
         (lambda: with_piece(piece="<s>"), "two of its pieces are the same"),
         (lambda: changed(normalizer_spec__precompiled_charsmap=b"\xff" * 64), ""),
     ],
 )
-def test_a_model_that_cannot_be_said_as_json_is_refused(content, said):
+def test_a_model_that_json_cannot_express_is_refused(content, said):
     with pytest.raises(DataError) as caught:
         pieces.as_json(pieces.read(content(), "x.model"), "x.model")
     assert said in caught.value.why

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxlm.core.errors import DataError
-from jaxlm.data.hub_tokenizer import Imported
+from jaxlm.data.hub_tokenizer import ImportedTokenizer
 from jaxlm.data.vocabularies import word_pieces
 
 PIECES = """[PAD] [UNK] [CLS] [SEP] [MASK] un ##aff ##able ##a want ##ed runn ##ing , . ! the c ##afe cafe \u6f22 \u5b57
@@ -11,9 +11,9 @@ PIECES = """[PAD] [UNK] [CLS] [SEP] [MASK] un ##aff ##able ##a want ##ed runn ##
 VOCABULARY = {piece: number for number, piece in enumerate(PIECES)}
 
 
-def made(**settings) -> Imported:
+def made(**settings) -> ImportedTokenizer:
     content = word_pieces.as_json(VOCABULARY, "vocab.txt", **settings)
-    return Imported(content, before=[2], after=[3])
+    return ImportedTokenizer(content, before=[2], after=[3])
 
 
 @pytest.mark.parametrize(

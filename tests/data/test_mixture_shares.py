@@ -1,4 +1,4 @@
-"""Which source a row comes from: shares that are exact, wherever one begins to read."""
+"""The source of a row: exact shares from any first row."""
 
 import itertools
 import time
@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.data import shares
+from jaxlm.data import mixture
 
 NONE = np.inf
 
 
-def _built(*knots: tuple[float, list[float]], caps: list[float] | None = None) -> shares.Shares:
+def _built(*knots: tuple[float, list[float]], caps: list[float] | None = None) -> mixture.Shares:
     size = len(knots[0][1])
     most = np.array(caps or [NONE] * size, float)
-    return shares.build([(r, np.array(w)) for r, w in knots], most, "abcdefgh"[:size])
+    return mixture.build_shares([(r, np.array(w)) for r, w in knots], most, "abcdefgh"[:size])
 
 
 COURSES = {
@@ -82,9 +82,9 @@ def test_the_weight_of_a_source_at_its_most_goes_to_the_others_in_proportion() -
 
 
 def test_nothing_to_take_over_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="nothing has a weight at row 20") as caught:
+    with pytest.raises(ConfigError, match="no source has a weight at row 20") as caught:
         _built((0, [1.0, 0.0]), (1000, [1.0, 0.0]), (2000, [0.0, 1.0]), caps=[20, NONE])
-    assert "a came to the most epochs" in caught.value.why
+    assert "a reached the maximum epochs" in caught.value.why
 
 
 def test_random_courses_lose_no_row_and_read_none_twice() -> None:
@@ -95,7 +95,7 @@ def test_random_courses_lose_no_row_and_read_none_twice() -> None:
         weights = draw.dirichlet(np.full(size, 0.3), knots) + 1e-9
         caps = np.where(draw.random(size) < 0.4, draw.integers(1, 900, size), NONE)
         caps[draw.integers(size)] = NONE
-        course = shares.build(
+        course = mixture.build_shares(
             list(zip(at.astype(float), weights, strict=True)), caps, "abcdefgh"[:size]
         )
         edges = [0, *np.sort(draw.choice(np.arange(1, 3000), 6, replace=False)).tolist(), 3000]
@@ -108,7 +108,7 @@ def test_random_courses_lose_no_row_and_read_none_twice() -> None:
             assert (source == k).sum() <= caps[k]
 
 
-def test_a_row_far_away_is_found_at_once() -> None:
+def test_a_distant_row_is_located_in_constant_time() -> None:
     course = COURSES["caps on lines"]
     begun = time.perf_counter()
     source, _, counts = course.choose(10**12, 10**12 + 1024)

@@ -1,4 +1,4 @@
-"""Batches that grow over a run, in rows and in their length: one stream of rows, whoever reads it and from where."""
+"""Batches that grow in rows and in length read one stream of rows, on any hosts from any step."""
 
 import itertools
 from collections import Counter
@@ -10,7 +10,7 @@ import pytest
 from jaxlm.core import batch_schedule as paces
 from jaxlm.data import packing, writer
 from jaxlm.data.batch import Tokens
-from jaxlm.data.loader import Loader, cut
+from jaxlm.data.loader import Loader, cut_rows
 from jaxlm.data.records import Document
 from jaxlm.data.tokenizer import Bytes
 
@@ -29,7 +29,7 @@ def loader(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         for n, size in enumerate(rng.integers(1, 60, 60))
     ]
     stored = writer.write(folder / "shards", documents, Bytes(), Counter())
-    plan = packing.plan(stored, SEQUENCE, request.param, 5, folder / "plan")
+    plan = packing.open_plan(stored, SEQUENCE, request.param, 5, folder / "plan")
     return Loader(stored, plan, SEQUENCE, 5, prefetch=2)
 
 
@@ -42,7 +42,7 @@ def test_cut_rows_are_what_packing_to_that_length_would_give() -> None:
         "positions": [0, 1, 0, 1, 2, 3, 0, 1, 2, 0, 0, 0],
     }
     row = Tokens(**{name: np.array([value]) for name, value in fields.items()})  # type: ignore[arg-type]
-    found = cut(row, 4)
+    found = cut_rows(row, 4)
     assert np.array_equal(found.tokens, np.reshape(fields["tokens"], (3, 4)))
     assert np.array_equal(found.weights, np.reshape(fields["weights"], (3, 4)))
     assert found.segments.tolist() == [[1, 1, 2, 2], [1, 1, 2, 2], [1, 0, 0, 0]]

@@ -9,9 +9,9 @@ import tokenizers
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.data import tokenizer_json, train_tokenizer
-from jaxlm.data.hub_tokenizer import Imported
-from jaxlm.data.vocabularies import byte_pairs, gguf_tokens, gguf_written, pieces
-from jaxlm.data.vocabularies.gguf_tokens import CUTS
+from jaxlm.data.hub_tokenizer import ImportedTokenizer
+from jaxlm.data.vocabularies import byte_pairs, gguf_tokens, pieces
+from jaxlm.data.vocabularies.gguf_tokens import PRE_TOKENIZERS
 from jaxlm.data.vocabularies.pieces import SPACE
 from tests.data.vocabularies.test_gguf_tokens import MERGES, VOCABULARY, of_byte_pairs
 from tests.data.vocabularies.test_pieces import TEXTS, model
@@ -19,15 +19,15 @@ from tests.data.vocabularies.test_pieces import TEXTS, model
 SOURCE = Path(json.__file__).with_name("decoder.py").read_text()
 
 
-def read_back(written: dict) -> Imported:
+def read_back(written: dict) -> ImportedTokenizer:
     content, _ = gguf_tokens.as_json(written, "x.gguf")
-    return Imported(content, before=[], after=[0])
+    return ImportedTokenizer(content, before=[], after=[0])
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece:512", "bpe:600"])
 def test_a_tokenizer_that_was_trained_here_keeps_its_ids(kind):
     ours = train_tokenizer.train(kind, iter([SOURCE] * 3))
-    written = gguf_written.metadata(tokenizer_json.as_json(ours), ours.size + 3, "here")
+    written = gguf_tokens.metadata(tokenizer_json.as_json(ours), ours.size + 3, "here")
     again = read_back(written)
     texts = [
         text for text in [*TEXTS, SOURCE] if SPACE not in text
@@ -48,8 +48,8 @@ def test_a_tokenizer_that_was_trained_here_keeps_its_ids(kind):
 def test_pieces_of_an_imported_model_keep_their_ids(name):
     content = pieces.as_json(pieces.read(model(name), "here"), "here")
     rows = tokenizers.Tokenizer.from_buffer(content).get_vocab_size()
-    written = gguf_written.metadata(content, rows, "here")
-    own = Imported(content, before=[], after=[0])
+    written = gguf_tokens.metadata(content, rows, "here")
+    own = ImportedTokenizer(content, before=[], after=[0])
     assert read_back(written).encode_many(TEXTS) == own.encode_many(TEXTS)
     assert written["tokenizer.ggml.add_space_prefix"] == (name == "llama")
     # llama.cpp goes by scores alone: those of pieces fall in the order in which these are merged, none like another.
@@ -66,9 +66,11 @@ def test_pieces_of_an_imported_model_keep_their_ids(name):
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe", "smaug-bpe"])
 def test_the_way_to_cut_words_is_recognised(pre):
     content, _ = gguf_tokens.as_json(of_byte_pairs(pre), "here")
-    written = gguf_written.metadata(content, len(VOCABULARY) + 3, "here")
-    assert CUTS[written["tokenizer.ggml.pre"]] == CUTS[pre] or pre == "llama-bpe"
-    assert CUTS[written["tokenizer.ggml.pre"]]._replace(begins=False) == CUTS[pre]._replace(begins=False)  # fmt: skip
+    written = gguf_tokens.metadata(content, len(VOCABULARY) + 3, "here")
+    assert (
+        PRE_TOKENIZERS[written["tokenizer.ggml.pre"]] == PRE_TOKENIZERS[pre] or pre == "llama-bpe"
+    )
+    assert PRE_TOKENIZERS[written["tokenizer.ggml.pre"]]._replace(begins=False) == PRE_TOKENIZERS[pre]._replace(begins=False)  # fmt: skip
     assert written["tokenizer.ggml.merges"] == [f"{a} {b}" for a, b in MERGES]
     assert written["tokenizer.ggml.token_type"][-3:] == [3, 4, 1]
 
@@ -110,8 +112,8 @@ def nothing_is_unknown() -> bytes:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (unigram, "of the kind Unigram"),
-        (words, "of the kind WordPiece"),
+        (unigram, "its type is Unigram"),
+        (words, "its type is WordPiece"),
         (single_bytes, "no merges"),
         (cut_at_commas, "gives the same ids"),
         (lower_case, "gives the same ids"),
@@ -120,6 +122,6 @@ def nothing_is_unknown() -> bytes:
 )
 def test_what_llama_cpp_would_read_otherwise_is_refused(content, why):
     with pytest.raises(ConfigError) as error:
-        gguf_written.metadata(content(), 1000, "here")
+        gguf_tokens.metadata(content(), 1000, "here")
     assert why in error.value.why
     assert error.value.fix.startswith("--to=hf")
