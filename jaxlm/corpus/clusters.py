@@ -1,4 +1,4 @@
-"""The clusters of duplicates that a run found, with the texts that are in them: what a person looks at to trust it."""
+"""Clusters of duplicates that a run found, with their texts, for inspection."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,11 +13,11 @@ Place = tuple[str, int]  # file and record
 
 
 def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
-    """Every cluster of a kind, or of any where that is "all": the largest first, of equals the first.
+    """Return the clusters of a kind ("all" for any), the largest first, ties in file order.
 
     Raises:
-      InputMissing: where the folder holds no finished run.
-      DataError: where the file of clusters was changed.
+      InputMissing: the folder contains no finished run.
+      DataError: the file of clusters was changed.
     """
     if not (out / REPORT).is_file():
         raise InputMissing(
@@ -28,26 +28,28 @@ def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
         )
     path = out / CLUSTERS
     try:
-        found = [cluster for cluster in _rows(path) if kind in ("all", cluster["kind"])]
-        return sorted(found, key=lambda cluster: -len(cluster["removed"]))
+        selected = [cluster for cluster in _rows(path) if kind in ("all", cluster["kind"])]
+        return sorted(selected, key=lambda cluster: -len(cluster["removed"]))
     except (OSError, KeyError, TypeError):
         raise changed(path) from None
 
 
-def with_texts(out: Path, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same clusters with the text of each document. One that an earlier run kept is read from its folder.
+def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add the text of each document. Documents of earlier runs are read from their folder.
 
     Raises:
-      DataError: where a document is not where the cluster says.
+      DataError: a document is missing.
     """
-    wanted = {_place(each) for cluster in found for each in (cluster["kept"], *cluster["removed"])}
-    texts = dict(_texts(out, wanted))
-    for file in sorted({file for file, record in wanted - texts.keys()}):
-        records = {record for name, record in wanted - texts.keys() if name == file}
+    places = {
+        _place(each) for cluster in selected for each in (cluster["kept"], *cluster["removed"])
+    }
+    texts = dict(_texts(out, places))
+    for file in sorted({file for file, record in places - texts.keys()}):
+        records = {record for name, record in places - texts.keys() if name == file}
         texts |= {(file, record): text for record, text in _lines(Path(file), records)}
-    if missing := sorted(wanted - texts.keys()):
+    if missing := sorted(places - texts.keys()):
         raise DataError(
-            "a document of a cluster is not there",
+            "a document of a cluster is missing",
             where=f"{missing[0][0]}, record {missing[0][1]}",
             why=f"neither {out} nor the folder of {RECIPE}'s against holds it",
             fix="run the same jaxlm data run with another --out",
@@ -58,7 +60,7 @@ def with_texts(out: Path, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "kept": {**cluster["kept"], "text": texts[_place(cluster["kept"])]},
             "removed": [{**each, "text": texts[_place(each)]} for each in cluster["removed"]],
         }
-        for cluster in found
+        for cluster in selected
     ]
 
 
@@ -66,16 +68,16 @@ def _place(document: dict[str, Any]) -> Place:
     return document["file"], document["record"]
 
 
-def _texts(out: Path, wanted: set[Place]) -> Iterator[tuple[Place, str]]:
-    """What the output holds of the places. What was removed later, as by another kind of duplicate, counts too."""
+def _texts(out: Path, places: set[Place]) -> Iterator[tuple[Place, str]]:
+    """Yield the texts of the places, including documents that were removed later."""
     for path in sorted([*out.glob("kept/*.jsonl"), *out.glob("removed/*/*.jsonl")]):
         for row in _rows(path):
-            if (place := _place(row)) in wanted:
+            if (place := _place(row)) in places:
                 yield place, row["text"]
 
 
 def _lines(path: Path, records: set[int]) -> Iterator[tuple[int, str]]:
-    """Documents of a file that an earlier run kept, by the numbers of their lines."""
+    """Yield documents of a file that an earlier run kept, by line number."""
     if path.is_file():
         yield from ((n, row["text"]) for n, row in enumerate(_rows(path), 1) if n in records)
 

@@ -1,6 +1,6 @@
-"""All units compared, with each other and with earlier runs: the one step that sees them together.
+"""Comparison of all units with each other and with earlier runs.
 
-It reads signatures, and writes a verdict for each unit.
+This is the only step that sees all units. It reads signatures and writes a verdict for each unit.
 """
 
 import functools
@@ -23,7 +23,7 @@ REPEATED = "substrings.repeated"
 
 
 def compare(job: Job) -> None:
-    """Writes which documents of each unit are duplicates, and clusters.jsonl, unless that is done."""
+    """Write the verdict of each unit and clusters.jsonl, unless that is done."""
     count = len(job.units)
     target = verdict(job, 0).parent
     with cache.built(target) as folder:
@@ -34,23 +34,23 @@ def compare(job: Job) -> None:
             *(unit.read() for unit in before),
             *(Signatures.read(cleaned(job, number) / SIGNATURES) for number in range(count)),
         ]
-        # Documents are numbered through all units, those of earlier runs first.
+        # Documents are numbered across all units, those of earlier runs first.
         begins = [0, *itertools.accumulate(len(each.digests) for each in signatures)]
-        settled = begins[len(before)]
+        first_new = begins[len(before)]
         files = [unit.documents for unit in before]
         files += [cleaned(job, number) / KEPT for number in range(count)]
         texts = functools.partial(_texts, files, begins)
-        found = merge(signatures, job.recipe, settled, texts)
+        result = merge(signatures, job.recipe, first_new, texts)
         del signatures
-        ours = [place for number in range(count) for place in _places(job, number)]
+        places = [place for number in range(count) for place in _places(job, number)]
 
         def place(document: int) -> tuple[str, int]:
-            if document >= settled:
-                return ours[document - settled]
+            if document >= first_new:
+                return places[document - first_new]
             unit = bisect_right(begins, document) - 1
             return str(before[unit].documents), document - begins[unit] + 1
 
-        _write_clusters(folder, found, place)
+        _write_clusters(folder, result, place)
         verdicts: list[dict[str, dict[str, object]]] = [
             {"removed": {}, "cut": {}, "ranges": {}} for _ in job.units
         ]
@@ -59,27 +59,27 @@ def compare(job: Job) -> None:
             unit = bisect_right(begins, document) - 1
             verdicts[unit - len(before)][what][str(document - begins[unit])] = value
 
-        for cluster in found.clusters:
+        for cluster in result.clusters:
             file, record = place(cluster.kept)
             for document, agreement in zip(cluster.removed, cluster.agreement, strict=True):
                 detail = f"{file}, record {record}; agreement {agreement:g}"
                 note(document, "removed", [cluster.kind, detail])
-        for document, spans in found.cut.items():
+        for document, spans in result.cut.items():
             note(document, "cut", sorted(spans))
-        for document, ranges in found.ranges.items():
+        for document, ranges in result.ranges.items():
             note(document, "ranges", ranges)
-        for document, share in found.repeated.items():
-            note(document, "removed", [REPEATED, f"{share:.1%} of its words stand elsewhere"])
+        for document, share in result.repeated.items():
+            note(document, "removed", [REPEATED, f"{share:.1%} of its words occur elsewhere"])
         for number, fates in enumerate(verdicts):
             (folder / f"{number:05d}.json").write_text(json.dumps(fates), encoding="utf-8")
         faults.point("prepare.merge")
 
 
 def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> Iterator[str]:
-    """The texts of documents, by their numbers in order; each file that holds one is read once.
+    """Yield the texts of documents by ascending number; each file is read once.
 
     Raises:
-      DataError: where a file that an earlier run wrote has other lines now.
+      DataError: a file of an earlier run has changed.
     """
     for unit, group in itertools.groupby(documents, lambda each: bisect_right(begins, each) - 1):
         with open(files[unit], "rb") as file:
@@ -94,14 +94,14 @@ def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> It
 
 def _places(job: Job, number: int) -> Iterator[tuple[str, int]]:
     path = cleaned(job, number) / PLACES
-    if path.exists():  # else the unit kept nothing
+    if path.exists():  # a unit that kept nothing has none
         with open(path, encoding="utf-8") as file:
             yield from (tuple(json.loads(line)) for line in file)  # type: ignore[misc]
 
 
-def _write_clusters(folder: Path, found: Verdict, place: Callable[[int], tuple[str, int]]) -> None:
+def _write_clusters(folder: Path, result: Verdict, place: Callable[[int], tuple[str, int]]) -> None:
     with LineFiles(folder) as out:
-        for cluster in found.clusters:
+        for cluster in result.clusters:
             line = {
                 "kind": cluster.kind,
                 "kept": _named(place(cluster.kept)),

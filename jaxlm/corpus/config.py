@@ -1,4 +1,4 @@
-"""Settings of a recipe: from raw files to a clean corpus."""
+"""Settings of a cleaning recipe: from raw files to a clean corpus."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -42,142 +42,146 @@ StageName = Literal[
     "harmful",
     "licence",
 ]
-WHOLE = "text"  # name of a corpus that has no parts, as a source of shards
+WHOLE = "text"  # name of a corpus without parts, when it is a source of shards
 DedupName = Literal["exact", "near", "spans", "substrings"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a file may hold before it is taken for damage or for an attack."""
+    """Limits of a file, above which it counts as damaged or as an attack."""
 
     document_bytes: int = setting(
-        2**26, "largest document, and longest line of a file of lines", unit="bytes", low=1
+        2**26, "largest document, and longest line of a table", unit="bytes", low=1
     )
     archive_bytes: int = setting(
-        2**34, "most that the members of one archive may unpack to", unit="bytes", low=1
+        2**34, "largest total size of the unpacked members of one archive", unit="bytes", low=1
     )
-    archive_members: int = setting(100_000, "most members of one archive", low=1)
-    pdf_pages: int = setting(5_000, "most pages of a PDF file", low=1)
+    archive_members: int = setting(100_000, "largest number of members of one archive", low=1)
+    pdf_pages: int = setting(5_000, "largest number of pages of a PDF file", low=1)
     pdf_seconds: int = setting(
         60,
-        "most time of a core for a PDF file: what takes about as long may be read or not",
+        "CPU time limit of a PDF file; a file that takes about as long may or may not be read",
         unit="seconds",
         low=1,
     )
-    pdf_memory: int = setting(2**31, "most memory for a PDF file", unit="bytes", low=2**28)
+    pdf_memory: int = setting(2**31, "memory limit of a PDF file", unit="bytes", low=2**28)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Raw files, the stages that each document passes in this order, and what is then found twice."""
+    """Raw files, the stages that each document passes in order, and the deduplication after them."""
 
-    ROOT: ClassVar[str] = "recipe"  # what `jaxlm config explain` calls all of it
+    ROOT: ClassVar[str] = "recipe"  # the name of the whole in `jaxlm config explain`
 
     source: tuple[str, ...] = setting(
         ("stdlib:train",),
-        "globs of files to clean, or URLs such as s3://bucket/*.gz; stdlib:train and stdlib:validation are Python's library",
+        "globs of files to clean, or URLs such as s3://bucket/*.gz; stdlib:train and"
+        " stdlib:validation are the sources of Python's library",
     )
     parts: tuple[str, ...] = setting(
         (),
-        "NAME=PATTERN, as web=crawl/*: a file belongs to the first whose pattern its name matches, is read after those of the "
-        "parts before, and counted with its part; what --config.shards.weights weighs",
+        "NAME=PATTERN, such as web=crawl/*: a file belongs to the first part whose pattern matches"
+        " its name; parts are read in order, counted separately and weighed by"
+        " --config.shards.weights",
     )
-    text_key: str = setting("text", "field of a record that holds its text")
+    text_key: str = setting("text", "field of a record that contains its text")
     unit_bytes: int = setting(
         2**26,
-        "files are worked on together until they hold this much: what is done again after a kill",
+        "size of a unit of work: files are grouped up to it; a killed process repeats one unit",
         unit="bytes",
         low=1,
     )
-    reading: Reading = setting(Reading(), "what a file may hold")
+    reading: ReadLimits = setting(ReadLimits(), "limits of input files")
     stages: tuple[StageName, ...] = setting(
-        ("normalise", "length"), "what each document passes, in this order"
+        ("normalise", "length"), "stages that each document passes, in this order"
     )
     dedup: tuple[DedupName, ...] = setting(
-        ("exact",), "what is looked for across all documents that the stages kept"
+        ("exact",), "kinds of duplicates removed among all documents that the stages keep"
     )
     against: tuple[str, ...] = setting(
-        (), "globs of folders that earlier runs wrote: what they kept is no longer new"
+        (), "globs of output folders of earlier runs; documents kept there count as duplicates"
     )
-    length: Length = setting(Length(), "how long a document may be")
-    urls: Urls = setting(Urls(), "places that nothing is taken from")
-    language: Language = setting(Language(), "which languages are kept")
+    length: Length = setting(Length(), "length limits of a document")
+    urls: Urls = setting(Urls(), "blocked URLs")
+    language: Language = setting(Language(), "languages to keep")
     gopher: Gopher = setting(Gopher(), "Gopher's rules of quality")
     repetition: Repetition = setting(Repetition(), "Gopher's rules of repetition")
     c4: C4 = setting(C4(), "C4's rules")
     fineweb: FineWeb = setting(FineWeb(), "FineWeb's rules")
-    code: Code = setting(Code(), "what source code must be")
+    code: SourceCode = setting(SourceCode(), "rules for source code")
     pii: Pii = setting(Pii(), "personal data")
     decontaminate: Decontaminate = setting(
-        Decontaminate(), "evaluation sets that nothing may be shared with"
+        Decontaminate(), "evaluation sets that must not occur in the corpus"
     )
-    quality: Quality = setting(Quality(), "what a classifier of one's own thinks")
-    perplexity: Perplexity = setting(Perplexity(), "how surprising it is to a model")
-    harmful: Harmful = setting(Harmful(), "what does harm")
-    licence: Licence = setting(Licence(), "what it may be used for")
+    quality: Quality = setting(Quality(), "threshold of a trained classifier")
+    perplexity: Perplexity = setting(Perplexity(), "perplexity limits under a trained model")
+    harmful: Harmful = setting(Harmful(), "word lists and classifier of harmful text")
+    licence: Licence = setting(Licence(), "licenses to drop")
     near: MinHash = setting(MinHash(), "near duplicates")
-    spans: Spans = setting(Spans(), "lines or paragraphs that are there twice")
-    substrings: Substrings = setting(Substrings(), "runs of words that are there twice")
-    shards: Shards = setting(Shards(), "token shards of what is kept, in the folder shards")
+    spans: Spans = setting(Spans(), "repeated lines or paragraphs")
+    substrings: Substrings = setting(Substrings(), "repeated runs of words")
+    shards: ShardSettings = setting(
+        ShardSettings(), "token shards of the kept documents, written to the folder shards"
+    )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """A stage stands once, and has what it cannot do without."""
+        """Check that each stage is listed once and has the inputs it needs."""
         for name in ("stages", "dedup"):
             twice = sorted(
                 {each for each in getattr(self, name) if getattr(self, name).count(each) > 1}
             )
             if twice:
                 once = ",".join(dict.fromkeys(getattr(self, name)))
-                yield name, f"{twice[0]} stands there twice", f"--config.{name}={once}"
+                yield name, f"{twice[0]} is listed twice", f"--config.{name}={once}"
         if not self.source:
-            yield "source", "nothing to read", "jaxlm config explain source"
+            yield "source", "no input files", "jaxlm config explain source"
         yield from entry_problems("parts", self.parts)
         if self.shards.tokenizer:
             for field, why, fix in self.shards.problems_with(self.part_names, "shards."):
                 yield f"shards.{field}", why, fix
-        elif self.shards != Shards():
+        elif self.shards != ShardSettings():
             yield (
                 "shards.tokenizer",
-                "shards are described, and none are written without a tokenizer",
+                "shards are configured, but without a tokenizer none are written",
                 "jaxlm config explain shards.tokenizer",
             )
         if "decontaminate" in self.stages and not self.decontaminate.against:
             yield (
                 "decontaminate.against",
-                "the stage decontaminate has nothing to compare with",
+                "the stage decontaminate needs evaluation sets",
                 "jaxlm config explain decontaminate.against",
             )
         if "quality" in self.stages and not self.quality.model:
             yield (
                 "quality.model",
-                "the stage quality has no classifier",
+                "the stage quality needs a classifier",
                 "jaxlm config explain quality.model",
             )
         if "perplexity" in self.stages and not self.perplexity.run:
             yield (
                 "perplexity.run",
-                "the stage perplexity has no model",
+                "the stage perplexity needs a trained run",
                 "jaxlm config explain perplexity.run",
             )
         if "harmful" in self.stages and not (self.harmful.words or self.harmful.model):
             yield (
                 "harmful.words",
-                "the stage harmful has neither lists nor a classifier",
+                "the stage harmful needs word lists or a classifier",
                 "jaxlm config explain harmful.words",
             )
         if "urls" in self.stages and not self.urls.blocked:
             yield (
                 "urls.blocked",
-                "the stage urls has no list",
+                "the stage urls needs a blocklist",
                 "jaxlm config explain urls.blocked",
             )
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The names of the parts; that of the whole where there are none."""
+        """Names of the parts; (WHOLE,) if there are none."""
         return tuple(named(self.parts)) or (WHOLE,)
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Every place where a document can be lost, in the order in which it comes by."""
+        """Stages at which a document can be dropped, in the order it passes them."""
         return ("read", *self.stages, *(name for name in get_args(DedupName) if name in self.dedup))

@@ -1,4 +1,4 @@
-"""What flows through the stages of a recipe: documents, and what becomes of those that do not reach its end."""
+"""The records that pass through the stages of a recipe, and the results of a stage."""
 
 import dataclasses
 import json
@@ -9,7 +9,10 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Document:
-    """A text, where it came from, and what else its record said. A member of an archive is in the file ARCHIVE!MEMBER."""
+    """A text, its origin, and the other fields of its record.
+
+    A member of an archive has the file name ARCHIVE!MEMBER.
+    """
 
     text: str
     file: str
@@ -17,13 +20,13 @@ class Document:
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def with_text(self, text: str, **meta: Any) -> "Document":
-        """The same document with another text, and with more in its meta."""
+        """Return the document with another text and with `meta` merged into its metadata."""
         return dataclasses.replace(self, text=text, meta={**self.meta, **meta})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Removed:
-    """Why a stage lets a document go no further: the rule, and the numbers that broke it."""
+    """The rule by which a stage removed a document, and the values that violated it."""
 
     rule: str
     detail: str
@@ -31,7 +34,7 @@ class Removed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Broken:
-    """A record that cannot be read as a document: its class, and what was found."""
+    """A record that cannot be read as a document: the kind of damage and its detail."""
 
     kind: str
     file: str
@@ -39,18 +42,18 @@ class Broken:
     detail: str
 
 
-# What a stage changes in the documents that it lets pass, it counts.
+# A stage counts the changes that it makes to documents that pass.
 Stage = Callable[[Document, Counter[str]], Document | Removed]
 
 
 def to_line(value: Document | Broken, **more: Any) -> bytes:
-    """A line of JSON. What UTF-8 cannot spell, as halves of surrogate pairs in names, becomes a question mark."""
+    """Return a line of JSON. Lone surrogates, as in file names, become question marks."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     text = json.dumps(fields | more, ensure_ascii=False, allow_nan=False, default=str)
     return text.encode(errors="replace") + b"\n"
 
 
 def from_line(line: bytes) -> Document:
-    """The document that `to_line` wrote, without what was added to it."""
+    """Parse the document of a line of `to_line`, without the additional fields."""
     fields = json.loads(line)
     return Document(fields["text"], fields["file"], fields["record"], fields["meta"])

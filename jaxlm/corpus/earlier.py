@@ -1,4 +1,4 @@
-"""Corpora that earlier runs made: what is in them already is a duplicate, whatever a new crawl says of it."""
+"""Corpora of earlier runs: new documents that they contain already are duplicates."""
 
 import dataclasses
 import glob
@@ -14,7 +14,7 @@ from jaxlm.corpus.files import Written, changed, is_whole
 from jaxlm.corpus.job import RECIPE, REPORT
 from jaxlm.corpus.unit import KEPT, SIGNATURES, output
 
-# Settings that signatures follow from, by the name of what they are compared for.
+# Settings that signatures depend on, by kind of duplicate.
 _MADE_BY = {
     "near": ("words", "bands", "rows"),
     "spans": ("unit", "characters"),
@@ -24,17 +24,17 @@ _MADE_BY = {
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """A unit of an earlier run: the file of what it kept, and the signatures of these documents."""
+    """A unit of an earlier run: its file of kept documents, and their signatures."""
 
     documents: Path
     signatures: Path
     written: Written
 
     def read(self) -> Signatures:
-        """The signatures.
+        """Read the signatures.
 
         Raises:
-          DataError: where they are not what that run wrote.
+          DataError: the file is not the one that run wrote.
         """
         if not is_whole(self.signatures, self.written):
             raise changed(self.signatures)
@@ -42,25 +42,25 @@ class Earlier:
 
 
 def find(recipe: Recipe) -> list[Earlier]:
-    """Every unit of the folders that `against` names, in order.
+    """Return every unit of the folders that `against` names, in order.
 
     Raises:
-      InputMissing: where a pattern matches no folder, or one that has not been finished.
-      ConfigError: where a folder lacks signatures that the recipe's dedup compares, or made them in another way.
+      InputMissing: a pattern matches no folder, or an unfinished one.
+      ConfigError: a folder lacks signatures for the recipe's dedup, or made them differently.
     """
-    found: list[Earlier] = []
+    units: list[Earlier] = []
     for pattern in recipe.against:
         folders = sorted(Path(path) for path in glob.glob(pattern, recursive=True))
         if not folders:
-            raise _missing(f"no folder matches {pattern}", "it is the --out of a finished run")
+            raise _missing(f"no folder matches {pattern}", "it must be the --out of a finished run")
         for folder in folders:
-            found += _units(folder, recipe)
-    return found
+            units += _units(folder, recipe)
+    return units
 
 
 def _units(folder: Path, recipe: Recipe) -> list[Earlier]:
     if not (folder / REPORT).is_file():
-        raise _missing(f"{folder} is no finished run", f"it has no {REPORT}")
+        raise _missing(f"{folder} is not a finished run", f"it has no {REPORT}")
     before = config.from_json(Recipe, _object(folder / RECIPE)["recipe"])
     for kind in recipe.dedup:
         if kind not in before.dedup and kind in _MADE_BY:
@@ -68,9 +68,9 @@ def _units(folder: Path, recipe: Recipe) -> list[Earlier]:
             raise _unlike(
                 folder,
                 kind,
-                why=f"its own dedup was {before.dedup}, without {kind}",
+                why=f"dedup was {before.dedup} in that run, without {kind}",
                 fix=f"run the recipe of {folder} again with {kind} in its dedup\n"
-                f"'--config.dedup={left}'    # does not look for {kind} duplicates",
+                f"'--config.dedup={left}'    # skips {kind} duplicates",
             )
         pairs = {
             f"{kind}.{name}": [getattr(getattr(each, kind), name) for each in (before, recipe)]
@@ -81,29 +81,29 @@ def _units(folder: Path, recipe: Recipe) -> list[Earlier]:
                 folder,
                 kind,
                 why=", ".join(
-                    f"{path} was {a} there and is {b} here" for path, (a, b) in differ.items()
+                    f"{path} was {a} in that run and is {b} now" for path, (a, b) in differ.items()
                 ),
-                fix=" ".join(f"--config.{path}={there}" for path, (there, _) in differ.items()),
+                fix=" ".join(f"--config.{path}={theirs}" for path, (theirs, _) in differ.items()),
             )
     files = _object(folder / REPORT)["files"]
-    found = [
+    units = [
         Earlier(output(folder, KEPT, int(Path(name).stem)), folder / name, Written(**fields))
         for name, fields in sorted(files.items())
         if name.startswith(f"{SIGNATURES}/")
     ]
-    if not found:
-        raise _missing(f"{folder} has no {SIGNATURES}", "a version of jaxlm without them wrote it")
-    return found
+    if not units:
+        raise _missing(f"{folder} has no {SIGNATURES}", "an older version of jaxlm wrote it")
+    return units
 
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise changed(path) from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise changed(path)
-    return found
+    return content
 
 
 def _missing(what: str, why: str) -> InputMissing:

@@ -1,4 +1,7 @@
-"""What does the units of a job: processes of this machine, or the machines of a cluster. The bytes are the same."""
+"""Engines that run the units of a job: processes of this machine, or a Ray cluster.
+
+All write the same bytes.
+"""
 
 import contextlib
 import functools
@@ -9,15 +12,17 @@ from jaxlm.corpus import cluster, pool
 from jaxlm.corpus.task import Opens
 
 EngineName = Literal["processes", "ray"]
-Each = Callable[[Opens, Sequence[int]], Iterator[tuple[int, dict[str, float]]]]  # as `pool.each`
+RunUnits = Callable[
+    [MakeTask, Sequence[int]], Iterator[tuple[int, dict[str, float]]]
+]  # see `pool.run_units`
 
 
 @contextlib.contextmanager
 def opened(name: EngineName, workers: int, say: Callable[[str], None]) -> Iterator[Each]:
-    """An engine that does at most `workers` units at a time.
+    """Open an engine that runs at most `workers` units at a time.
 
     Raises:
-      InputMissing: where its package or its cluster is not there.
+      InputMissing: its package is not installed, or its cluster does not answer.
     """
     match name:
         case "processes":

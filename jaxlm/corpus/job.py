@@ -1,4 +1,4 @@
-"""What a folder of output is made of: the recipe, its files, and how they are cut into units of work."""
+"""The job of an output folder: the recipe, its files, and how they are divided into units."""
 
 import dataclasses
 import fnmatch
@@ -25,72 +25,71 @@ from jaxlm.data.documents import Corpus
 FORMAT_VERSION = 2
 RECIPE, WORK, CLUSTERS = "recipe.json", "unfinished", "clusters.jsonl"
 REPORT, PAGE = "report.json", "report.html"
-LEAST_CUT = 2**20  # bytes: of less a part of a file is not worth its own files
+MIN_PART_BYTES = 2**20  # a smaller part of a file is not worth output files of its own
 VERDICTS, PATHS, SPANS = "verdicts", "paths.json", "spans.json"  # in WORK
 
 
 class Piece(NamedTuple):
-    """A file, or the part of one that is read by itself."""
+    """A file, or a part of one that is read by itself."""
 
     path: Path
     name: str
     size: int  # bytes
-    span: int | None = None  # its number, where the file is cut
+    span: int | None = None  # number of the part, if the file is divided
 
 
 class Cut(NamedTuple):
-    """How a file is cut, as it was at a time."""
+    """The parts of a file at a given modification time."""
 
-    written: int  # when it was last, in nanoseconds
+    written: int  # modification time in nanoseconds
     spans: tuple[Span, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A recipe over files that are there. The units follow from it, so every process knows them.
+    """A recipe over existing files. Its units follow from it, so every process derives the same.
 
-    What is made of the clean documents afterwards is not in it: other shards need no other cleaning.
+    The settings of shards are not included: other shards need no new cleaning.
     """
 
     out: Path
     recipe: Recipe
-    sample: float  # share of the records that is read
+    sample: float  # share of the records to read
     files: tuple[tuple[Path, str, int], ...]  # path, name, bytes
-    # Of files that are cut, by name; noted by `claim`.
+    # Parts of divided files, by name; `claim` records them.
     cuts: dict[str, Cut] = dataclasses.field(default_factory=dict)
     scorer: MakeScorer | None = None  # opens the model of the stage perplexity
 
     @classmethod
     def find(cls, recipe: Recipe, out: Path, sample: float) -> "Job":
-        """The job of a recipe on the files that its patterns find now.
+        """Return the job of a recipe on the files that its patterns match now.
 
         Raises:
-          InputMissing: where a pattern matches no file.
-          ConfigError: where a file is in no part, or a part has no file.
+          InputMissing: a pattern matches no file.
+          ConfigError: a file belongs to no part, or a part has no file.
         """
         recipe = dataclasses.replace(recipe, shards=Shards())
         files = remote.find(recipe)
         if recipe.parts:
-            found = {part_of(recipe.parts, name) for _, name, _ in files}
-            if empty := [name for name in recipe.part_names if name not in found]:
-                others = [each for each in recipe.parts if each.partition("=")[0] in found]
+            nonempty = {part_of(recipe.parts, name) for _, name, _ in files}
+            if empty := [name for name in recipe.part_names if name not in nonempty]:
+                others = [each for each in recipe.parts if each.partition("=")[0] in nonempty]
                 raise ConfigError(
-                    f"no file is in the part {empty[0]!r}",
+                    f"the part {empty[0]!r} has no file",
                     where="parts",
-                    why="its pattern matches no name, or only names that a part before it has",
+                    why="its pattern matches no name, or only names of parts before it",
                     fix=f"--config.parts='{','.join(others)}'",
                 )
             order = {name: number for number, name in enumerate(recipe.part_names)}
-            files.sort(
-                key=lambda file: order[part_of(recipe.parts, file[1])]
-            )  # stable: by name in each
+            # The sort is stable: files of a part stay in order of their names.
+            files.sort(key=lambda file: order[part_of(recipe.parts, file[1])])
         return cls(out, recipe, sample, tuple(files))
 
     @property
     def units(self) -> list[list[Piece]]:
-        """Files of a part in order, as many together as hold `unit_bytes`; one that holds more is cut where it can be.
+        """Group files of a part, in order, up to `unit_bytes`; larger files are divided if possible.
 
-        They follow from names and sizes: a file that is written anew in as many bytes is in the same units.
+        Units depend on names and sizes only: a file rewritten at the same size keeps its units.
         """
         units: list[list[Piece]] = []
         room, before = 0, ""
@@ -105,8 +104,8 @@ class Job:
 
     @property
     def _most(self) -> int:
-        """Bytes of a file above which it is cut."""
-        return max(self.recipe.unit_bytes, LEAST_CUT)
+        """Size above which a file is divided."""
+        return max(self.recipe.unit_bytes, MIN_PART_BYTES)
 
     def _pieces(self, file: tuple[Path, str, int]) -> list[Piece]:
         path, name, size = file
@@ -119,25 +118,25 @@ class Job:
         ]
 
     def span(self, piece: Piece) -> Span | None:
-        """What is read of a file that is cut.
+        """Return the span of a part of a divided file.
 
         Raises:
-          DataError: where the file was written since it was cut.
+          DataError: the file was written after it was divided.
         """
         if piece.span is None:
             return None
         noted = self.cuts[piece.name]
         if piece.path.stat().st_mtime_ns != noted.written:
             raise DataError(
-                "a file was written while it is read",
+                "a file changed while it was read",
                 where=str(piece.path),
-                why="it was cut into parts before, which begin elsewhere now",
-                fix="the same command again, once it stays as it is",
+                why="it was divided before the change, and its records may begin elsewhere now",
+                fix="the same command again, once the file no longer changes",
             )
         return noted.spans[piece.span]
 
     def is_in(self, file: str, record: int) -> bool:
-        """Whether a record is in the sample: by a number drawn from its place, the same in every run."""
+        """Return whether a record is in the sample, by a hash of its file and number."""
         if self.sample >= 1:
             return True
         drawn = hashlib.blake2b(
@@ -146,30 +145,32 @@ class Job:
         return int.from_bytes(drawn, "little") < self.sample * 2**64
 
     def claim(self, say: Callable[[str], None]) -> "Job":
-        """Notes what is made here, or finds that it is what was noted before. Gives the job with its files cut.
+        """Record the job in its folder, or check that the recorded job is the same.
+
+        Return the job with its large files divided.
 
         Raises:
-          ConfigError: where another recipe or other files were.
-          DataError: where the folder holds something else.
+          ConfigError: the folder belongs to another recipe or other files.
+          DataError: the folder contains something else.
         """
         noted = self.out / RECIPE
         mine = {
             "format_version": FORMAT_VERSION,
             "sample": self.sample,
             "recipe": config.to_json(self.recipe),
-            "beside": _beside(self.recipe),
+            "beside": _inputs_digests(self.recipe),
             "files": [[name, size] for _, name, size in self.files],
         }
         if noted.exists():
             self._compare(mine, _noted(noted))
         elif any(not path.name.startswith(".") for path in self.out.iterdir()):
             raise DataError(
-                "the output folder holds something else",
+                "the output folder contains other files",
                 where=str(self.out),
-                why=f"it has no {RECIPE}, so it was not begun by this command",
+                why=f"it has no {RECIPE}, so this command did not create it",
                 fix=f"--out={self.out}-2",
             )
-        # First of all: by it the folder is known to be ours, whenever a kill comes.
+        # Written first, so that the folder is recognized even if the process is killed next.
         if not noted.exists():
             disk.replace(noted, json.dumps(mine, indent=1).encode())
         (self.out / WORK).mkdir(exist_ok=True)
@@ -180,7 +181,7 @@ class Job:
         return job
 
     def _cut(self, say: Callable[[str], None]) -> dict[str, Cut]:
-        """How each large file is cut: as it was noted where it was not written since, or where all are read."""
+        """Divide large files; keep the recorded spans of unchanged files, or of read ones."""
         noted = _cuts(self.out)
         if (self.out / WORK / VERDICTS).exists() or (self.out / REPORT).exists():
             return noted
@@ -190,7 +191,7 @@ class Job:
                 continue
             before, written = noted.get(piece.name), piece.path.stat().st_mtime_ns
             if before is None or before.written != written:
-                say(f"{piece.name} is cut into parts, for which its records are counted")
+                say(f"{piece.name} is divided into parts; counting its records")
                 parts = cut(piece.path, piece.name, self._most)
                 before = Cut(written, tuple(parts))
             cuts[piece.name] = before
@@ -198,7 +199,7 @@ class Job:
 
     @classmethod
     def read(cls, out: Path) -> "Job":
-        """The job that a folder was claimed for, as its workers read it."""
+        """Load the job of a claimed folder, in a worker."""
         noted = json.loads((out / RECIPE).read_text(encoding="utf-8"))
         paths = json.loads((out / WORK / PATHS).read_text(encoding="utf-8"))
         files = tuple(
@@ -218,7 +219,7 @@ class Job:
             changes = config.diff(before, self.recipe)
             why = "; ".join(map(str, changes[:5]))
         raise ConfigError(
-            "the output folder was begun with another recipe or other files",
+            "the output folder belongs to another recipe or other files",
             where=str(self.out / RECIPE),
             why=why,
             fix=f"--out={self.out}-2",
@@ -226,17 +227,17 @@ class Job:
 
 
 def part_of(parts: tuple[str, ...], name: str) -> str:
-    """The part that a file belongs to, by its name: the first whose pattern matches, in which * crosses folders.
+    """Return the part of a file: the first whose pattern matches its name; * crosses folders.
 
     Raises:
-      ConfigError: where none does.
+      ConfigError: no pattern matches.
     """
     for part, pattern in named(parts).items():
         if fnmatch.fnmatchcase(name, pattern):
             return part
     if parts:
         raise ConfigError(
-            "a file is in no part",
+            "a file belongs to no part",
             where="parts",
             why=f"{name} matches none of {', '.join(named(parts).values())}",
             fix=f"--config.parts='{','.join((*parts, 'other=*'))}'",
@@ -245,43 +246,43 @@ def part_of(parts: tuple[str, ...], name: str) -> str:
 
 
 def _cuts(out: Path) -> dict[str, Cut]:
-    """How files were cut, as it was noted."""
+    """Return the recorded spans of divided files."""
     path = out / WORK / SPANS
-    found = json.loads(path.read_bytes()) if path.exists() else {}
+    recorded = json.loads(path.read_bytes()) if path.exists() else {}
     return {
         name: Cut(written, tuple(Span(*each) for each in each_span))
-        for name, (written, each_span) in found.items()
+        for name, (written, each_span) in recorded.items()
     }
 
 
 def _noted(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
     except ValueError:
         pass
     raise changed(path)
 
 
-def _beside(recipe: Recipe) -> dict[str, str]:
-    """The digest of every list and evaluation set that the stages read, and of earlier reports."""
-    asked = {"urls": ("urls.blocked", recipe.urls.blocked)}
-    asked["decontaminate"] = ("decontaminate.against", recipe.decontaminate.against)
-    asked["against"] = ("against", tuple(f"{folder}/{REPORT}" for folder in recipe.against))
-    asked["quality"] = ("quality.model", (f"{recipe.quality.model}/*",))
+def _inputs_digests(recipe: Recipe) -> dict[str, str]:
+    """Digest every list, model and evaluation set that the stages read, and earlier reports."""
+    inputs = {"urls": ("urls.blocked", recipe.urls.blocked)}
+    inputs["decontaminate"] = ("decontaminate.against", recipe.decontaminate.against)
+    inputs["against"] = ("against", tuple(f"{folder}/{REPORT}" for folder in recipe.against))
+    inputs["quality"] = ("quality.model", (f"{recipe.quality.model}/*",))
     run = recipe.perplexity.run
-    asked["perplexity"] = (
+    inputs["perplexity"] = (
         "perplexity.run",
         (f"{run}/config.json", f"{run}/checkpoints/*/digests.json"),
     )
     lists = recipe.harmful.words
     judge = (f"{recipe.harmful.model}/*",) if recipe.harmful.model else ()
-    asked["harmful"] = ("harmful.words", (*lists, *judge))
-    found = {}
-    for stage, (setting, patterns) in asked.items():
+    inputs["harmful"] = ("harmful.words", (*lists, *judge))
+    digests = {}
+    for stage, (setting, patterns) in inputs.items():
         if stage in (*recipe.stages, "against"):
             corpus = Corpus.find(patterns, recipe.text_key, setting)
             for path, name in zip(corpus.files, corpus.names, strict=True):
-                found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+                digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests

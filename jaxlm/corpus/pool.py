@@ -1,4 +1,4 @@
-"""Several processes of this machine that do units of work. One that dies is replaced, and its unit done again."""
+"""A pool of processes that run units of work. A process that dies is replaced, its unit retried."""
 
 import contextlib
 import json
@@ -14,36 +14,36 @@ from jaxlm.corpus.task import DEATHS, Opens, Worker, done, given_up, raised
 
 
 def each(
-    opens: Opens, units: Sequence[int], workers: int
+    make_task: Opens, units: Sequence[int], workers: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """Does each unit and tells which is done, with the seconds of its stages, in the order in which they end.
+    """Run each unit; yield its number and the seconds by stage, in order of completion.
 
     Raises:
-      NotWritable: where the output cannot be written, as on a full disk.
-      PeerLost: once all others are done, where a unit ended more than one process.
+      NotWritable: the output cannot be written, for example on a full disk.
+      PeerLost: a unit killed several processes; raised once all others are done.
     """
     if not units:
         return
     if min(workers, len(units)) <= 1:
-        task = opens()
+        task = make_task()
         for number in units:
             yield number, done(task, number)
     else:
-        yield from _Crew(opens, units, min(workers, len(units))).run()
+        yield from _Crew(make_task, units, min(workers, len(units))).run()
 
 
 class _Crew:
-    """The parent's side: a pipe to each process, over which numbers of units go and JSON comes back."""
+    """The parent's side: a pipe to each worker carries unit numbers there and JSON back."""
 
-    def __init__(self, opens: Opens, units: Sequence[int], size: int):
-        self._opens, self._size = opens, size
+    def __init__(self, make_task: MakeTask, units: Sequence[int], size: int):
+        self._make_task, self._size = make_task, size
         self._waiting = deque(units)
-        self._busy: dict[Connection, tuple[Any, int]] = {}  # its process and unit
+        self._busy: dict[Connection, tuple[Any, int]] = {}  # process and unit by pipe
         self._deaths: dict[int, int] = {}
         self._lost: list[str] = []
 
     def run(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Until every unit is done, or one failed and the others that were begun are done."""
+        """Run until every unit is done, or until one failed and the running ones are done."""
         failure: JaxlmError | None = None
         try:
             while self._busy or (self._waiting and failure is None):
@@ -55,8 +55,8 @@ class _Crew:
                         answer = json.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                     except (
                         EOFError,
-                        ConnectionResetError,
-                    ):  # the latter where it left a word unread
+                        ConnectionResetError,  # if the worker left a message unread
+                    ):
                         self._mourn(process, number)
                         continue
                     if "error" in answer:
@@ -80,7 +80,7 @@ class _Crew:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._opens), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, self._make_task), daemon=True)
         process.start()
         theirs.close()
         self._give(ours, process)
@@ -88,7 +88,7 @@ class _Crew:
     def _give(self, pipe: Connection, process: Any) -> None:
         number = self._waiting.popleft()
         self._busy[pipe] = process, number
-        with contextlib.suppress(ConnectionError):  # the answer will be that it is gone
+        with contextlib.suppress(ConnectionError):  # `run` notices that the worker died
             pipe.send_bytes(str(number).encode())
 
     def _mourn(self, process: Any, number: int) -> None:
@@ -104,10 +104,10 @@ class _Crew:
         process.join()
 
 
-def _serve(pipe: Connection, opens: Opens) -> None:
-    """The life of a process: units from the pipe until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
-    worker = Worker(opens)
+def _serve(pipe: Connection, make_task: Opens) -> None:
+    """Run units from the pipe until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    worker = Worker(make_task)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             number = int(pipe.recv_bytes())

@@ -1,17 +1,19 @@
-"""From a recipe to a folder with a clean corpus: each unit cleaned, all compared, each written. Stopped anywhere, it goes on.
+"""From a recipe to a folder with a clean corpus: clean each unit, compare all, write each.
 
-OUT/recipe.json                      the recipe, its files, the share that is read
-OUT/kept/NNNNN.jsonl                 documents that stay: text, file, record, meta
-OUT/removed/STAGE.RULE/NNNNN.jsonl   each other document as it was there, with reason and detail
-OUT/cut/NNNNN.jsonl                  what was cut out of documents that stay, and where
-OUT/broken/NNNNN.jsonl               where a record could not be read, and why
-OUT/clusters.jsonl                   duplicates, and which of each was kept
-OUT/signatures/NNNNN.bin             what later runs compare with those that stay
+A run that was stopped anywhere continues with the same command.
+
+OUT/recipe.json                      the recipe, its files, the share of records that is read
+OUT/kept/NNNNN.jsonl                 kept documents: text, file, record, meta
+OUT/removed/STAGE.RULE/NNNNN.jsonl   removed documents, unchanged, with reason and detail
+OUT/cut/NNNNN.jsonl                  passages cut out of kept documents, with their positions
+OUT/broken/NNNNN.jsonl               records that could not be read, and why
+OUT/clusters.jsonl                   duplicates, and which of each cluster was kept
+OUT/signatures/NNNNN.bin             signatures of kept documents, for later runs
 OUT/units/NNNNN.json                 counts of a unit, digests of its files
-OUT/report.json                      sums of all; it is there when all is done
+OUT/report.json                      totals; written last, so its presence means finished
 OUT/report.html                      the same for people, with samples
-OUT/shards/                          token shards of it, where the recipe asks for them: mix/run.py
-OUT/unfinished/                      what is between the steps; gone at the end
+OUT/shards/                          token shards, if the recipe asks for them: mix/run.py
+OUT/unfinished/                      intermediate files; deleted at the end
 """
 
 import contextlib
@@ -48,18 +50,16 @@ from jaxlm.corpus.unit import (
 )
 
 LOCK = ".lock"
-Progress = Callable[
-    [str, int, int], None
-]  # what, bytes of the files that are done, and of how many
+Progress = Callable[[str, int, int], None]  # name of the step, bytes of files done, bytes in all
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What `report.json` holds, and what this start of the command took."""
+    """Contents of `report.json`, and the cost of this start of the command."""
 
     report: dict[str, Any]
     seconds: float
-    stage_seconds: dict[str, float]  # of a core, whatever else it did meanwhile
+    stage_seconds: dict[str, float]  # CPU seconds
     bytes: int  # of the files that this start read
 
 
@@ -74,14 +74,25 @@ def run(
     say: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Outcome:
-    """Does what a recipe says, or what is left of it to do. `scorer`, a function of a module, opens what the stage perplexity asks.
+    """Run a recipe, or the unfinished part of it.
+
+    Args:
+      recipe: the settings.
+      out: the output folder.
+      workers: the number of units that run at a time.
+      engine: the engine that runs them.
+      sample: the share of the records to read.
+      scorer: opens the model of the stage perplexity; a function of a module, as it is pickled.
+      say: prints a line.
+      progress: shows the progress of a step.
 
     Raises:
-      JaxlmError: where input or a package is missing, the folder belongs to another recipe or process, or cannot be written.
+      JaxlmError: input or a package is missing, the folder belongs to another recipe or process,
+        or it cannot be written.
     """
     begun = time.perf_counter()
     job = dataclasses.replace(Job.find(recipe, out, sample), scorer=scorer)
-    stages.build(recipe, scorer)  # what is missing is said before anything is written
+    stages.build(recipe, scorer)  # reports missing packages and files before anything is written
     earlier.find(recipe)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -104,17 +115,17 @@ def run(
 def _do(
     job: Job, left: list[int], each: Each, say: Callable[[str], None], progress: Progress
 ) -> tuple[Seconds, int]:
-    """All steps of the units that are left. Gives the seconds of the stages, and the bytes of the files that were read."""
+    """Run all steps of the unfinished units; return seconds by stage and the bytes read."""
     sizes = [sum(piece.size for piece in unit) for unit in job.units]
     numbers = range(len(sizes))
     seconds = Seconds(float)
     read = 0
     is_compared = verdict(job, 0).parent.exists()
-    _check_times(job, is_compared, say)
+    _drop_stale_units(job, is_compared, say)
     if not is_compared:
         dirty = [number for number in numbers if not cleaned(job, number).exists()]
         if len(dirty) < len(numbers):
-            say(f"going on: {len(numbers) - len(dirty)} of {len(numbers)} units are cleaned")
+            say(f"resuming: {len(numbers) - len(dirty)} of {len(numbers)} units are cleaned")
         done = sum(sizes) - sum(sizes[number] for number in dirty)
         for number, spent in each(Half(job.out, "clean", job.scorer), dirty):
             _add(seconds, spent)
@@ -131,8 +142,8 @@ def _do(
     return seconds, read
 
 
-def _check_times(job: Job, is_compared: bool, say: Callable[[str], None]) -> None:
-    """Lets units be cleaned again whose files were written since they were, and says so; once all are compared, that it is too late."""
+def _drop_stale_units(job: Job, is_compared: bool, say: Callable[[str], None]) -> None:
+    """Discard cleaned units whose files changed since; warn if it is too late, after comparing."""
     for number, pieces in enumerate(job.units):
         if not cleaned(job, number).exists():
             continue
@@ -141,10 +152,11 @@ def _check_times(job: Job, is_compared: bool, say: Callable[[str], None]) -> Non
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         if is_compared:
             say(
-                f"{names[0]}{others} was written since it was read, and stays as it was then: all are compared; --out={job.out}-2 reads it again"
+                f"{names[0]}{others} changed after it was read; its old contents are kept, because"
+                f" all units are compared. --out={job.out}-2 reads it again"
             )
         else:
-            say(f"{names[0]}{others} was written since it was read: unit {number} is done again")
+            say(f"{names[0]}{others} changed after it was read: unit {number} is cleaned again")
             shutil.rmtree(cleaned(job, number))
 
 
@@ -154,10 +166,10 @@ def _add(seconds: Seconds, spent: dict[str, float]) -> None:
 
 
 def _concluded(job: Job) -> dict[str, Any]:
-    """The report: written, or as it was, once every file is found as it was written.
+    """Write the report, or verify every file of a finished run; return the report.
 
     Raises:
-      DataError: where one is not.
+      DataError: a file differs from the one written.
     """
     parts: defaultdict[str, Counts] = defaultdict(Counts)
     files: dict[str, dict[str, Any]] = {}
@@ -171,8 +183,8 @@ def _concluded(job: Job) -> dict[str, Any]:
                 raise changed(path)
             files[path.relative_to(job.out).as_posix()] = fields
     if not is_done:
-        found = verdict(job, 0).with_name(CLUSTERS)
-        disk.replace(job.out / CLUSTERS, found.read_bytes() if found.exists() else b"")
+        clusters = verdict(job, 0).with_name(CLUSTERS)
+        disk.replace(job.out / CLUSTERS, clusters.read_bytes() if clusters.exists() else b"")
     answer = report(job, parts, dict(sorted(files.items())))
     disk.replace(job.out / PAGE, page.render(job.out, answer).encode())
     disk.replace(job.out / REPORT, json.dumps(answer, indent=1).encode())
@@ -181,10 +193,10 @@ def _concluded(job: Job) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def owned(path: Path) -> Iterator[None]:
-    """Holds the lock of an output folder; the system lets go of it when the process ends, however that happens.
+    """Hold the lock of an output folder; the system releases it when the process ends.
 
     Raises:
-      InUse: where another process holds it.
+      InUse: another process holds it.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -192,7 +204,7 @@ def owned(path: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InUse(
-                "another process writes to the output folder",
+                "another process is writing to the output folder",
                 where=str(path.parent),
                 why="it holds the lock",
                 fix=f"--out={path.parent}-2",

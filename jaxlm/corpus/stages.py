@@ -20,7 +20,7 @@ from jaxlm.corpus.filters.repetition import repetition
 from jaxlm.corpus.filters.source_code import code
 from jaxlm.corpus.filters.urls import urls
 
-# What a stage needs is read when it is made: lists, models, evaluation sets.
+# A stage loads its lists, models and evaluation sets when it is made.
 MAKERS: dict[str, Callable[[Recipe, MakeScorer | None], Stage]] = {
     "mojibake": lambda recipe, _: mojibake(),
     "normalise": lambda recipe, _: normalise(),
@@ -42,9 +42,11 @@ MAKERS: dict[str, Callable[[Recipe, MakeScorer | None], Stage]] = {
 
 
 def build(recipe: Recipe, scorer: MakeScorer | None = None) -> list[tuple[str, Stage]]:
-    """The name of each stage and what it does, in the recipe's order. `scorer` opens a model, where a stage asks one.
+    """Return the name and function of each stage, in the recipe's order.
+
+    `scorer` opens the model of the stage perplexity.
 
     Raises:
-      InputMissing: where a stage needs a file or a package that is not there.
+      InputMissing: a file or package that a stage needs is missing.
     """
     return [(name, MAKERS[name](recipe, scorer)) for name in recipe.stages]

@@ -1,4 +1,4 @@
-"""Units of work as every engine does them: what a process answers of one, and what a unit is given up for."""
+"""Units of work, independent of the engine that runs them: a worker's answer and its failures."""
 
 import traceback
 from collections.abc import Callable
@@ -9,37 +9,37 @@ from jaxlm.core.errors import JaxlmError, NotWritable, PeerLost
 
 Task = Callable[
     [int], dict[str, float]
-]  # does the unit of a number; gives a core's seconds by stage
-Opens = Callable[[], Task]  # called in the process that works: pickled, and hashed by its value
-DEATHS = 2  # of processes over one unit, after which it is the unit's fault
+]  # runs the unit of this number; returns CPU seconds by stage
+MakeTask = Callable[[], Task]  # called in the worker process: pickled, hashed by value
+MAX_DEATHS = 2  # worker processes that may die on a unit before the unit counts as the cause
 
 
 def done(task: Task, number: int) -> dict[str, float]:
-    """Does a unit.
+    """Run a unit.
 
     Raises:
-      NotWritable: where the output cannot be written, as on a full disk.
+      NotWritable: the output cannot be written, for example on a full disk.
     """
     try:
         return task(number)
     except OSError as error:
         raise NotWritable(
-            "a unit of work cannot be written",
+            "a unit of work could not be written",
             where=str(error.filename or f"unit {number}"),
             why=f"{type(error).__name__}: {error.strerror}",
-            fix="make room, then the same command again: it goes on where it stopped",
+            fix="free disk space, then run the same command again: finished work is kept",
         ) from error
 
 
 class Worker:
-    """A process's side: units one after another, each answered in JSON. What the task needs is made with the first."""
+    """The worker's side: runs units one by one and answers in JSON. The task is made at the first."""
 
     def __init__(self, opens: Opens):
         self._opens = opens
         self._task: Task | None = None
 
     def answer(self, number: int) -> dict[str, Any]:
-        """`seconds` of a unit that is done, or `error`."""
+        """Run a unit; return its `seconds`, or `error`."""
         try:
             if self._task is None:
                 self._task = self._opens()
@@ -54,16 +54,16 @@ class Worker:
 
 
 def raised(parts: dict[str, str]) -> JaxlmError:
-    """The error that a process answered, as what it was."""
+    """Rebuild the error that a worker answered."""
     kind = getattr(errors, parts["class"], JaxlmError)
     return kind(parts["what"], **{name: parts.get(name, "") for name in ("where", "why", "fix")})
 
 
-def given_up(lost: list[str]) -> PeerLost:
-    """That some units, named with how their processes ended, are not done, though all others are."""
+def given_up(failed_units: list[str]) -> PeerLost:
+    """Return the error for units whose workers kept dying; each entry names a unit and the cause."""
     return PeerLost(
-        f"{DEATHS} processes ended over one unit of work",
-        where=lost[0],
-        why=f"all other units are done; {len(lost)} of them ended so, as for want of memory",
+        f"{MAX_DEATHS} worker processes died on the same unit of work",
+        where=failed_units[0],
+        why=f"all other units are done; {len(failed_units)} failed like this, e.g. out of memory",
         fix="the same command with --workers=1, which needs less memory",
     )

@@ -1,4 +1,4 @@
-"""The shards of several units as one folder, whose shards are numbered in the order of the units."""
+"""Merging the shards of several units into one folder, numbered in the order of the units."""
 
 import contextlib
 import hashlib
@@ -13,17 +13,17 @@ from jaxlm.data.manifest import Manifest, Shard
 
 
 def gather(target: Path, parts: Sequence[Path], left_out: Counter[str]) -> None:
-    """Makes one folder of token shards of several, written with one tokenizer and one list of files; they stay as they are.
+    """Merge folders of token shards with one tokenizer and one list of files; links, not copies.
 
     Raises:
-      DataError: where one of them is damaged.
+      DataError: a folder is damaged.
     """
     with cache.built(target) as folder:
         if folder is None:
             return
-        found = [manifest.read(part) for part in parts]
+        manifests = [manifest.read(part) for part in parts]
         shards: list[Shard] = []
-        for part, each in zip(parts, found, strict=True):
+        for part, each in zip(parts, manifests, strict=True):
             for number, shard in enumerate(each.shards):
                 renamed = {
                     name(number): name(len(shards))
@@ -39,23 +39,23 @@ def gather(target: Path, parts: Sequence[Path], left_out: Counter[str]) -> None:
         for name in (manifest.FILES, manifest.TOKENIZER):
             _link(parts[0] / name, folder / name)
         files = (folder / manifest.FILES).read_bytes()
-        first = found[0]
+        first = manifests[0]
         Manifest(
             tokenizer=first.tokenizer,
             vocab=first.vocab,
             dtype=first.dtype,
-            documents=sum(each.documents for each in found),
-            tokens=sum(each.tokens for each in found),
-            bytes=sum(each.bytes for each in found),
+            documents=sum(each.documents for each in manifests),
+            tokens=sum(each.tokens for each in manifests),
+            bytes=sum(each.bytes for each in manifests),
             left_out=dict(sorted(left_out.items())),
-            unknown=sum(each.unknown for each in found),
+            unknown=sum(each.unknown for each in manifests),
             files_sha256=hashlib.sha256(files).hexdigest(),
             shards=tuple(shards),
         ).write(folder)
 
 
 def _link(path: Path, target: Path) -> None:
-    """A second name of a file; a copy where the file system has none."""
+    """Hard-link a file, or copy it if the file system has no hard links."""
     with contextlib.suppress(OSError):
         os.link(path, target)
         return

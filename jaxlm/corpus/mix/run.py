@@ -1,10 +1,12 @@
-"""From cleaned corpora to token shards, one set for each source and side. Stopped anywhere, it goes on.
+"""From cleaned corpora to token shards, one set for each source and split.
 
-OUT/train/NAME, OUT/validation/NAME   token shards, as the trainer reads them
-OUT/mix.json                          tokens, documents and share of each, the tokenizer's digest; there when all is done
+A run that was stopped anywhere continues with the same command.
+
+OUT/train/NAME, OUT/validation/NAME   token shards, in the trainer's format
+OUT/mix.json                          tokens, documents and shares, tokenizer digest; written last
 OUT/CARD.md                           the data card
-OUT/recipe.json                       the mix, and the digests of what it reads
-OUT/unfinished/                       what is between the steps; gone at the end
+OUT/recipe.json                       the mix, and the digests of its inputs
+OUT/unfinished/                       intermediate files; deleted at the end
 """
 
 import hashlib
@@ -48,10 +50,19 @@ def run(
     say: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:
-    """Does what a mix says, or what is left of it to do. Gives what mix.json holds.
+    """Run a mix, or the unfinished part of it; return the contents of mix.json.
+
+    Args:
+      mix: the settings.
+      out: the output folder.
+      workers: the number of units that run at a time.
+      engine: the engine that runs them.
+      say: prints a line.
+      progress: shows the progress of a step.
 
     Raises:
-      JaxlmError: where a source is missing or damaged, the folder belongs to another mix or process, or cannot be written.
+      JaxlmError: a source is missing or damaged, the folder belongs to another mix or process, or
+        it cannot be written.
     """
     units = Units(out, mix, sources.find(mix))
     try:
@@ -59,13 +70,12 @@ def run(
         with owned(out / LOCK):
             noted = _noted(units)
             if (out / MIX).exists():
-                shutil.rmtree(
-                    out / WORK, ignore_errors=True
-                )  # of a start that was killed at its end
-                return _checked(out)
+                # Left by a process that was killed at the very end.
+                shutil.rmtree(out / WORK, ignore_errors=True)
+                return _verified(out)
             path = out / WORK / TOKENIZER
             content = None if path.exists() else _tokenizer(units, say).serialise()
-            disk.replace(out / RECIPE, noted)  # a tokenizer that cannot be had claims no folder
+            disk.replace(out / RECIPE, noted)  # after the tokenizer, whose failure claims no folder
             (out / WORK).mkdir(exist_ok=True)
             if content is not None:
                 disk.replace(path, content)
@@ -77,7 +87,7 @@ def run(
                 with engines.opened(engine, workers, say) as each:
                     for number, _ in each(Tokenise(out), left):
                         done += sizes[number]
-                        progress("tokenising", done, sum(sizes))
+                        progress("tokenizing", done, sum(sizes))
             answer = _gathered(units, say)
             disk.replace(out / CARD, card(answer, units.sources).encode())
             disk.replace(out / MIX, json.dumps(answer, indent=1).encode())
@@ -90,11 +100,11 @@ def run(
 
 
 def _noted(units: Units) -> bytes:
-    """What recipe.json holds of a mix.
+    """Return the contents of recipe.json.
 
     Raises:
-      ConfigError: where it holds another.
-      DataError: where the folder holds something else.
+      ConfigError: the folder belongs to another mix.
+      DataError: the folder contains something else.
     """
     setting, path = units.mix.tokenizer, units.out / RECIPE
     is_file = setting.endswith(TOKENIZER_FILES) and Path(setting).is_file()
@@ -108,23 +118,23 @@ def _noted(units: Units) -> bytes:
     if path.exists():
         if path.read_bytes() != content:
             raise ConfigError(
-                "the output folder was begun with another mix, or its sources have changed",
+                "the output folder belongs to another mix, or its sources have changed",
                 where=str(path),
-                why="shards of two mixes in one folder would be neither's",
+                why="a folder cannot contain shards of two mixes",
                 fix=shlex.quote(f"--out={units.out}-2"),
             )
     elif any(not each.name.startswith(".") for each in units.out.iterdir()):
         raise DataError(
-            "the output folder holds something else",
+            "the output folder contains other files",
             where=str(units.out),
-            why=f"it has no {RECIPE}, so it was not begun by this command",
+            why=f"it has no {RECIPE}, so this command did not create it",
             fix=shlex.quote(f"--out={units.out}-2"),
         )
     return content
 
 
 def _tokenizer(units: Units, say: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer that the mix names, read or trained."""
+    """Load or train the tokenizer that the mix names."""
     setting = units.mix.tokenizer
     if setting != "bytes" and not setting.endswith(TOKENIZER_FILES):
         say(f"training the tokenizer {setting}")
@@ -134,31 +144,31 @@ def _tokenizer(units: Units, say: Callable[[str], None]) -> Tokenizer:
 def tokenizer_of(
     setting: str, path: str, texts: Callable[[], Iterator[str]] = lambda: iter(())
 ) -> Tokenizer:
-    """The tokenizer that a setting names, read or trained on texts; errors name the setting by its path.
+    """Load a tokenizer, or train it on texts; errors name the setting at `path`.
 
     Raises:
-      JaxlmError: where it cannot be had.
+      JaxlmError: the tokenizer cannot be loaded or trained.
     """
     try:
         if setting.endswith(TOKENIZER_FILES):
             return tokenizer_file.read(setting)
         return train_tokenizer.train(setting, texts())
-    except (ConfigError, DataError, InputMissing) as error:  # which name the setting of a run
+    except (ConfigError, DataError, InputMissing) as error:  # they name the setting data.tokenizer
         parts = (error.where, error.why, error.fix)
         where, why, fix = (part.replace("data.tokenizer", path) for part in parts)
         raise type(error)(error.what, where=where, why=why, fix=fix) from error
 
 
 def _texts(units: Units) -> Iterator[str]:
-    """What a tokenizer is trained on: documents of all sources in turn, so that as much of each is read as it has to give."""
+    """Yield the training texts of a tokenizer: all sources interleaved in proportion to size."""
 
     def texts(source: Source) -> Iterator[str]:
-        for document in source.documents(source.kept, units.sides[TRAIN], Counter()):
+        for document in source.documents(source.files, units.sides[TRAIN], Counter()):
             yield document.text
 
     streams = [texts(source) for source in units.sources]
     sizes = [source.share * source.report["characters"]["kept"] for source in units.sources]
-    waiting = [(0.0, number) for number in range(len(streams))]  # share that was read
+    waiting = [(0.0, number) for number in range(len(streams))]  # share read, source
     while waiting:
         read, number = heapq.heappop(waiting)
         if (text := next(streams[number], None)) is not None:
@@ -167,7 +177,7 @@ def _texts(units: Units) -> Iterator[str]:
 
 
 def _gathered(units: Units, say: Callable[[str], None]) -> dict[str, Any]:
-    """The sets, made of the units."""
+    """Merge the shards of the units into sets."""
     sets: dict[str, dict[str, Any]] = {}
     left_out = {source.name: Counter[str]() for source in units.sources}
     for number, (source, _) in enumerate(units.parts):
@@ -184,18 +194,18 @@ def _gathered(units: Units, say: Callable[[str], None]) -> dict[str, Any]:
                 gather(units.out / side / source.name, parts, left_out[source.name])
                 sets.setdefault(side, {})[source.name] = _described(units.out / side / source.name)
             else:
-                say(f"no document of {source.name} is in {side}: it has few")
+                say(f"the source {source.name} has no document in {side}: it is too small")
         total = sum(each["tokens"] for each in sets.get(side, {}).values())
         for each in sets.get(side, {}).values():
             each["share"] = each["tokens"] / total
     if TRAIN not in sets:
         raise DataError(
-            "there is no document to train on",
+            "no document is left to train on",
             where="held_out and weights",
-            why="all were held out or left out by weight",
+            why="all were held out or dropped by weight",
             fix=f"--config.held_out=0 --out={shlex.quote(str(units.out))}-2    # no validation sets"
             if units.mix.held_out
-            else "weights that leave out fewer documents",
+            else "weights that drop fewer documents",
         )
     made = manifest.read(units.out / TRAIN / next(iter(sets[TRAIN])))
     return {
@@ -218,19 +228,19 @@ def _described(folder: Path) -> dict[str, Any]:
     }
 
 
-def _checked(out: Path) -> dict[str, Any]:
-    """What a finished mix said, once every byte of its shards is found as it was written."""
+def _verified(out: Path) -> dict[str, Any]:
+    """Return the result of a finished mix, after verifying every byte of its shards."""
     path = out / MIX
     try:
         answer = json.loads(path.read_text(encoding="utf-8"))
-        found = {
+        digests = {
             out / side / name: each["manifest"]
             for side, sets in answer["sets"].items()
             for name, each in sets.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise changed(path) from error
-    for folder, digest in found.items():
+    for folder, digest in digests.items():
         Shards.open(folder).verify()
         if hashlib.sha256((folder / manifest.NAME).read_bytes()).hexdigest() != digest:
             raise changed(folder / manifest.NAME)

@@ -1,4 +1,4 @@
-"""One unit of a mix: some files of one source, tokenised to shards of either side."""
+"""Units of a mix: some files of one source, tokenized to shards of each split."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ TRAIN, VALIDATION, COUNTS, TOKENIZER = "train", "validation", "counts.json", "to
 
 @dataclasses.dataclass(frozen=True)
 class Tokenise:
-    """The units of the mix in a folder, in whatever process does them."""
+    """The task that runs units of the mix in a folder; pickled to the process that runs it."""
 
     out: Path
 
@@ -36,7 +36,7 @@ class Tokenise:
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """A mix cut into units. They follow from it, so every process knows them."""
+    """A mix divided into units. They follow from it, so every process derives the same."""
 
     out: Path
     mix: Mix
@@ -44,21 +44,21 @@ class Units:
 
     @functools.cached_property
     def parts(self) -> list[tuple[Source, list[tuple[str, Written]]]]:
-        """Files of a source in order, as many together as hold `unit_bytes`, or one that holds more."""
-        found: list[tuple[Source, list[tuple[str, Written]]]] = []
+        """Files of each source, in order, grouped up to `unit_bytes`."""
+        units: list[tuple[Source, list[tuple[str, Written]]]] = []
         for source in self.sources:
             room = 0
-            for file in source.kept:
-                if file[1].bytes > room or found[-1][0] is not source:
-                    found.append((source, []))
+            for file in source.files:
+                if file[1].bytes > room or units[-1][0] is not source:
+                    units.append((source, []))
                     room = self.mix.unit_bytes
-                found[-1][1].append(file)
+                units[-1][1].append(file)
                 room -= file[1].bytes
-        return found
+        return units
 
     @property
     def sides(self) -> dict[str, Selection]:
-        """Train, and validation where something is held out."""
+        """Train, and validation if documents are held out."""
         if not self.mix.held_out:
             return {TRAIN: Selection()}
         share = self.mix.held_out
@@ -73,24 +73,22 @@ class Units:
         return tokenizer_file.load(path.read_bytes(), str(path))
 
     def tokenised(self, number: int) -> Path:
-        """The folder of a unit until all are done: shards by side."""
+        """Return the folder of a unit until all are done: shards by split."""
         return self.out / WORK / f"{number:05d}"
 
     def tokenise(self, number: int) -> dict[str, float]:
-        """Writes the shards of a unit. Gives a core's seconds."""
+        """Write the shards of a unit; return CPU seconds."""
         begun = time.process_time()
         source, files = self.parts[number]
-        names = [source.named(name) for name, _ in source.kept]
+        names = [source.shard_name(name) for name, _ in source.files]
         with cache.built(self.tokenised(number)) as folder:
             if folder is not None:
                 counts = {side: Counter[str]() for side in self.sides}
                 for side, selection in self.sides.items():
-                    found = source.documents(files, selection, counts[side])
-                    if (first := next(found, None)) is not None:
-                        documents = itertools.chain([first], found)
-                        writer.write(
-                            folder / side, documents, self._tokenizer, Counter(), files=names
-                        )
+                    documents = source.documents(files, selection, counts[side])
+                    if (first := next(documents, None)) is not None:
+                        stream = itertools.chain([first], documents)
+                        writer.write(folder / side, stream, self._tokenizer, Counter(), files=names)
                 (folder / COUNTS).write_text(json.dumps(counts[TRAIN]), encoding="utf-8")
                 faults.point("prepare.tokenise", number)
         return {"tokenise": time.process_time() - begun}
