@@ -1,4 +1,4 @@
-"""Records of files: text, JSON lines, Parquet, perhaps compressed; and what is wrong with each."""
+"""Records for training: text, JSON lines and Parquet, possibly compressed, and their damage."""
 
 import codecs
 import contextlib
@@ -17,39 +17,39 @@ from typing import IO, Any, NamedTuple
 from jaxlm.core.errors import DataError, InputMissing
 from jaxlm.data import parquet
 
-# Why a record is left out; these are broken, and few of them are tolerated.
+# Kinds of broken records; only a small share of them is tolerated.
 NOT_UTF8, NOT_JSON = "not UTF-8", "not JSON"
 NO_TEXT, OTHER_TYPE = "without the text key", "with a text of another type"
-# These hold nothing to train on, and any number of them may be left out.
+# Kinds of records without content; any number of them may be dropped.
 EMPTY, BLANK = "empty", "only white space"
-# What is changed in a document, or strange in one that is kept as it is.
+# Changes to a document, or oddities of one that is kept unchanged.
 SURROGATE = "with a lone surrogate, replaced"
 MARK = "with a byte order mark, removed"
 NUL = "with NUL, kept"
 MENDED = (SURROGATE, MARK, NUL)
 
-# Of a compressed file, without a document in between. A megabyte can unpack to ten thousand of them; a file that is not
-# compressed shows its size.
+# Limit of a compressed file without a document's end in between. A megabyte can unpack to a
+# gigabyte; a file that is not compressed shows its size.
 MOST_UNPACKED = 2**28
 
-PROBED_START = 2**12  # bytes of a file that tell text from other files
-PACKERS = {".gz": "gzip", ".zst": "zstd"}  # the commands
+PROBED_START = 2**12  # bytes of a file that distinguish text from other files
+PACKERS = {".gz": "gzip", ".zst": "zstd"}  # command-line programs
 
 BYTE_ORDER_MARK = "\ufeff".encode()
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Document(NamedTuple):
-    """A text and where it came from."""
+    """A text and its origin."""
 
     text: str
     file: str
     record: int
-    place: int = 0  # bytes of the files, as they lie on disk, that were read up to here
+    place: int = 0  # bytes of the file on disk that were read up to here
 
 
 class Broken(NamedTuple):
-    """A record that cannot be used: why, and the error that it becomes where too many are."""
+    """A record that cannot be used: why, and the error to raise if there are too many."""
 
     reason: str
     error: DataError
@@ -57,26 +57,32 @@ class Broken(NamedTuple):
 
 @dataclasses.dataclass
 class Start:
-    """How much is still to be read where only the start of some files is looked at: records, and bytes of them unpacked."""
+    """What remains to be read if only the start of some files is: records, and unpacked bytes."""
 
     records: int
     bytes: int
 
     @property
     def is_read(self) -> bool:
-        """Whether nothing is left."""
+        """Whether nothing remains."""
         return not (self.records and self.bytes)
 
 
 def read(
     path: Path, name: str, text_key: str, counts: Counter[str], start: Start | None = None
 ) -> Iterator[Document | Broken]:
-    """Every record of a file, as text or as what is wrong with it. What is odd about the file itself is counted.
+    """Yield every record of a file, as a text or as what is wrong with it.
 
-    A `start` gives up the bytes that are read of it. Where they end, so does a text, and a record that they cut is none.
+    Args:
+      path: the file.
+      name: its name in errors.
+      text_key: the field of a record that contains its text.
+      counts: counts of oddities of the file.
+      start: the budget, reduced by the bytes read. Where it ends, a text ends and a record that it
+        cuts is dropped.
 
     Raises:
-      DataError: where the file cannot be read any further.
+      DataError: the rest of the file cannot be read.
     """
     if is_text(path):
         yield _text(path, name, counts, start)
@@ -90,11 +96,11 @@ def read(
         if isinstance(record, Broken):
             yield record
             continue
-        found = record.get(text_key) if isinstance(record, dict) else None
-        if isinstance(found, str):
+        text = record.get(text_key) if isinstance(record, dict) else None
+        if isinstance(text, str):
             if start is not None and kind == ".parquet":
-                start.bytes = max(start.bytes - len(found), 0)
-            yield Document(found, name, number, place)
+                start.bytes = max(start.bytes - len(text), 0)
+            yield Document(text, name, number, place)
         else:
             is_there = isinstance(record, dict) and text_key in record
             yield Broken(
@@ -103,7 +109,7 @@ def read(
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file is one text; it holds records else."""
+    """Return whether a file is one text; otherwise it contains records."""
     return _kind(path) not in (".jsonl", ".json", ".parquet")
 
 
@@ -112,12 +118,12 @@ def _kind(path: Path) -> str:
 
 
 def ending(path: Path) -> str:
-    """Return the end of a file's name that says what it holds, with its packing: `.jsonl.gz`."""
+    """Return the suffix of the format with its compression: `.jsonl.gz`."""
     return f"{_kind(path)}{path.suffix}" if _is_packed(path) else path.suffix
 
 
 def looks_like_text(path: Path) -> bool:
-    """Whether `read` can take a file, as far as its first bytes tell."""
+    """Return whether the first bytes of a file look like something that `read` accepts."""
     if not is_text(path) or _is_packed(path):
         return True
     with open(path, "rb") as file:
@@ -130,7 +136,7 @@ def looks_like_text(path: Path) -> bool:
 
 
 def mended(text: str, counts: Counter[str]) -> str:
-    """JSON can spell halves of surrogate pairs, which UTF-8 cannot: they become U+FFFD. NUL is text like any other."""
+    """Replace lone surrogates, which JSON can express and UTF-8 cannot, by U+FFFD; keep NUL."""
     if "\0" in text:
         counts[NUL] += 1
     if text.isascii() or not _SURROGATES.search(text):
@@ -167,7 +173,7 @@ def _not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
 
 
 def _from_latin1(path: Path) -> str:
-    """The command that makes a file UTF-8 where it lies. The old one stays beside it, under a name that no glob finds."""
+    """Return the command that converts a file to UTF-8; the old one gets a hidden name."""
     hidden = (path.with_name(f".{path.name}.{kind}") for kind in ("utf8", "latin1"))
     file, new, old = (shlex.quote(str(each)) for each in (path, *hidden))
     command = "iconv -f latin1 -t utf-8"
@@ -176,13 +182,13 @@ def _from_latin1(path: Path) -> str:
         command = f"{packer} -dc {file} | {command} | {packer} > {new}"
     else:
         command = f"{command} {file} > {new}"
-    return f"{command} && mv {file} {old} && mv {new} {file}    # where it is Latin-1"
+    return f"{command} && mv {file} {old} && mv {new} {file}    # if it is Latin-1"
 
 
 def _json_lines(
     path: Path, name: str, counts: Counter[str], start: Start | None
 ) -> Iterator[tuple[Any, int]]:
-    """Each record, and the bytes of the file that were read up to its end."""
+    """Yield each record, and the bytes of the file read up to its end."""
     with _whole(name), opened(path) as file:
         unpacked = 0
         for number in itertools.count(1):
@@ -203,7 +209,7 @@ def _json_lines(
                 continue
             unpacked = 0
             try:
-                text, line = line.decode(), b""  # a line may be long, and is not kept three times
+                text, line = line.decode(), b""  # a line may be long and is not held three times
                 record, text = json.loads(text), ""
                 yield record, _place(file)
             except UnicodeDecodeError as error:
@@ -226,21 +232,22 @@ def _is_packed(path: Path) -> bool:
 
 
 def _limit(path: Path, unpacked: int = 0) -> int:
-    """The bytes to ask for: one more than may come, or all of them."""
+    """Return the number of bytes to request: one above the limit, or all."""
     return MOST_UNPACKED + 1 - unpacked if _is_packed(path) else -1
 
 
 def _unpacks_too_far(path: Path, where: str) -> DataError:
     return DataError(
-        "a compressed file unpacks to more than a document may hold",
+        "a compressed file unpacks to more than the limit of a document",
         where=where,
-        why=f"more than {MOST_UNPACKED:,} bytes without a document's end, from a file of {path.stat().st_size:,}",
-        fix="leave it out of the glob\nunpack it, and cut it into documents",
+        why=f"over {MOST_UNPACKED:,} bytes without a document's end,"
+        f" from a file of {path.stat().st_size:,}",
+        fix="leave it out of the glob\nunpack it, and split it into documents",
     )
 
 
 def _place(file: Any) -> int:
-    """Where a file that `opened` gave stands, in bytes on disk."""
+    """Return the position of a file of `opened` in bytes on disk."""
     inner = file.fileobj if isinstance(file, gzip.GzipFile) else file.raw
     return inner.tell() if isinstance(inner, _Zstandard | io.BufferedReader) else file.tell()
 
@@ -254,16 +261,15 @@ def _parquet(path: Path, name: str, text_key: str) -> Iterator[tuple[dict[str, A
 
 @contextlib.contextmanager
 def _whole(name: str) -> Iterator[None]:
-    """Says which file it is that a decompressor or pyarrow cannot read."""
+    """Name the file in an error of a decompressor or of pyarrow."""
     try:
         yield
     except (DataError, InputMissing, GeneratorExit):
         raise
-    except (
-        Exception
-    ) as error:  # zlib.error, EOFError, ZstdError, ArrowInvalid: they share no parent
+    except Exception as error:
+        # zlib.error, EOFError, ZstdError and ArrowInvalid have no common base.
         raise DataError(
-            "a file is damaged or is not what its name says",
+            "a file is damaged or has another format than its name",
             where=name,
             why=f"{type(error).__name__}: {str(error)[:200]}",
             fix="fetch it again\nleave it out of the glob",
@@ -289,7 +295,7 @@ def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
 
 
 def opened(path: Path) -> IO[bytes]:
-    """The bytes of a file; of a `.gz` or `.zst` file as they were before they were packed."""
+    """Open a file; a `.gz` or `.zst` file is unpacked."""
     if path.suffix == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.suffix == ".zst":
@@ -298,12 +304,12 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def frames(file: IO[bytes]) -> IO[bytes]:
-    """The bytes of Zstandard frames as they were before they were packed; closed with `file`."""
+    """Unpack Zstandard frames; closed with `file`."""
     return io.BufferedReader(_Zstandard(file), 2**17)
 
 
 class _Zstandard(io.RawIOBase):
-    """_Zstandard frames, end to end. The library's own reader takes a file that was cut for one that ended."""
+    """Concatenated Zstandard frames. The library's own reader does not report a truncated file."""
 
     def __init__(self, file: IO[bytes]):
         import zstandard
@@ -319,7 +325,7 @@ class _Zstandard(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            # Four bytes can stand for 128 KiB, and what a piece unpacks to is held at once: the pieces are small.
+            # Four bytes can unpack to 128 KiB, and all of a piece's output is held: small pieces.
             data = (self._frame.unused_data if self._frame.eof else b"") or self._file.read(2**11)
             if not data:
                 if self._begun and not self._frame.eof:

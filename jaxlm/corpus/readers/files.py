@@ -1,4 +1,4 @@
-"""Files of any kind as documents and broken records. What is wrong with one never keeps the others from being read."""
+"""Files of any format as documents and broken records; damage to one never stops the others."""
 
 import contextlib
 import functools
@@ -45,35 +45,35 @@ CUTS = {
     **dict.fromkeys(LINES, spans.of_lines),
     ".parquet": spans.of_row_groups,
 }
-WHOLE = texts.plain, texts.html, texts.python, pdf.pdf  # of these a file is one record
+WHOLE = texts.plain, texts.html, texts.python, pdf.pdf  # a file is one record
 ARCHIVES = {".zip": archives.zipped, ".tar": archives.tarred}
 TOO_LARGE, NOT_TEXT, NESTED = "too large", "not text", "an archive in another"
 
 
 def is_one_record(name: str) -> bool:
-    """Whether a file is one record, the first, by its name."""
+    """Return whether a file is one record, by its name."""
     kind = kind_of(remote.path_in(name))
     return kind not in ARCHIVES and READERS.get(kind, texts.plain) in WHOLE
 
 
 def can_cut(name: str) -> bool:
-    """Whether several processes may read a file of this name: one that is here, of lines or rows that are not packed."""
+    """Return whether a file can be divided between processes: local, of lines or rows, unpacked."""
     return not remote.is_remote(name) and not is_packed(name) and kind_of(name) in CUTS
 
 
 def cut(path: Path, name: str, most: int) -> list[Span]:
-    """A file that `can_cut` in spans of `most` bytes, each with the records that begin in them.
+    """Divide a file into spans of `most` bytes, each with the records that begin in it.
 
-    One that is damaged is not cut: whoever reads it says what is wrong.
+    A damaged file is not divided; its reader reports the damage.
 
     Raises:
-      InputMissing: where a package is not there that reads it.
+      InputMissing: a package that reads the format is not installed.
     """
     try:
         return [*CUTS[kind_of(name)](path, most)]
     except JaxlmError:
         raise
-    except Exception:  # pyarrow's have no parent
+    except Exception:  # pyarrow's errors have no common base
         return spans.uncut(path.stat().st_size, most)
 
 
@@ -85,9 +85,18 @@ def read(
     span: Span | None = None,
     is_in: IsIn = lambda file, record: True,
 ) -> Iterator[Document | Broken]:
-    """Every record of a file, or of a span of it; JSON lines are read past where they are not in.
+    """Yield every record of a file, or of a span of it.
 
-    What is no document by its nature, as a request in a WARC file, is only counted. Where a file turns out damaged, the records before the damage are there, and then a broken one.
+    Records that are no documents by nature, such as requests in a WARC file, are only counted. In a
+    damaged file, the records before the damage are followed by a broken one.
+
+    Args:
+      path: the local file.
+      name: its name in the output; a URL is downloaded.
+      recipe: the settings.
+      counts: counts of changes and of records passed over.
+      span: the part to read; None reads the whole file.
+      is_in: selects records; JSON lines outside the selection are not parsed.
     """
     kind = kind_of(remote.path_in(name))
     if span is not None:
@@ -118,7 +127,7 @@ def read(
 
 
 def _of(span: Span, path: Path, kind: str, is_in: IsIn) -> tuple[Opening, Reader]:
-    """What opens a span of a file, and what reads it."""
+    """Return what opens a span of a file, and its reader."""
     if kind == ".parquet":
         return functools.partial(_local, path, ""), functools.partial(tables.parquet, span=span)
     reader = functools.partial(tables.json_lines, before=span.before, is_in=is_in)
@@ -131,7 +140,7 @@ def _local(path: Path, name: str) -> IO[bytes]:
 
 @contextlib.contextmanager
 def _remote(path: Path, name: str) -> Iterator[IO[bytes]]:
-    # What unpacks a stream does not close it.
+    # Closing an unpacked stream does not close the copy.
     with remote.fetched(name) as copy, unpacked(copy, remote.path_in(name)) as stream:
         yield stream
 
@@ -148,7 +157,7 @@ def _guarded(
     counts: Counter[str],
     last: int = 0,
 ) -> Iterator[Document | Broken]:
-    """What a reader finds behind the record `last`, with a broken one in place of what it fails with."""
+    """Yield what a reader yields after the record `last`; its failure becomes a broken record."""
     try:
         with open_stream() as stream:
             for each in reader(stream, name, recipe, counts):
@@ -160,6 +169,6 @@ def _guarded(
         yield Broken(TOO_LARGE, name, last + 1, str(error))
     except NotText as error:
         yield Broken(NOT_TEXT, name, last + 1, str(error))
-    # What zlib, lzma, zstandard, zipfile, tarfile, csv and pyarrow raise shares no parent.
+    # Errors of zlib, lzma, zstandard, zipfile, tarfile, csv and pyarrow have no common base.
     except Exception as error:
         yield Broken(DAMAGED, name, last + 1, f"{type(error).__name__}: {str(error)[:200]}")

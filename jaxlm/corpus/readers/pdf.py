@@ -1,4 +1,4 @@
-"""Text of PDF files. Each is read by a process of its own with a limit of time and memory: what is in one can take any of both."""
+"""Text of PDF files; each is read in a process of its own with limits of CPU time and memory."""
 
 import importlib.util
 import json
@@ -18,16 +18,16 @@ from jaxlm.data.records import mended
 
 TOO_SLOW, TOO_LARGE, DAMAGED = "too slow", "too large", "damaged"
 PROGRAM = Path(__file__).with_name("pdf_program.py")
-_WAITED = 20  # times its own seconds, after which a process that does not compute either is ended
+_WAITED = 20  # times the CPU limit, after which a process that does not compute is ended
 
 
 def pdf(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
 ) -> Iterator[Document | Broken]:
-    """The text of all pages with an empty line between them; the title, if there is one, in the meta.
+    """Yield the text of all pages, separated by empty lines; the title is metadata.
 
     Raises:
-      InputMissing: where pypdf is not installed.
+      InputMissing: pypdf is not installed.
     """
     if importlib.util.find_spec("pypdf") is None:
         raise not_installed("reading PDF", "pypdf", "prepare", where=name)
@@ -49,7 +49,7 @@ def pdf(
 
 
 def _answer(data: bytes, limits: dict[str, int]) -> dict[str, Any]:
-    """What the other process says of a PDF, or how it ended."""
+    """Return the answer of the reading process, or how it ended."""
     words = [sys.executable, "-P", str(PROGRAM), json.dumps(limits)]
     try:
         done = subprocess.run(

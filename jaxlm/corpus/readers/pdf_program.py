@@ -1,4 +1,4 @@
-"""A program of its own: the text of the PDF on its stdin, as JSON on its stdout. It imports nothing of ours, to start fast."""
+"""Program that reads a PDF on stdin and writes its text as JSON; imports no jaxlm, to start fast."""
 
 import io
 import json
@@ -11,20 +11,19 @@ from pypdf.errors import DependencyError, FileNotDecryptedError, LimitReachedErr
 
 
 class TooLarge(Exception):
-    """More pages or text than may be."""
+    """The PDF has more pages or text than the limits allow."""
 
 
 def text_of(data: bytes, limits: dict[str, int]) -> dict[str, Any]:
-    """The text, the title and the number of pages.
+    """Return text, title and number of pages.
 
     Raises:
-      TooLarge: where there are more pages or characters than the limits allow.
+      LimitExceeded: there are more pages or characters than the limits allow.
     """
     reader = PdfReader(io.BytesIO(data))
-    if reader.is_encrypted and not reader.decrypt(
-        ""
-    ):  # an owner's password keeps nobody from reading
-        raise FileNotDecryptedError("it asks for a password")
+    # A PDF with an owner's password only opens with an empty one.
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise FileNotDecryptedError("it needs a password")
     count = len(reader.pages)
     if count > limits["pages"]:
         raise TooLarge(f"{count:,} pages")
@@ -39,7 +38,7 @@ def text_of(data: bytes, limits: dict[str, int]) -> dict[str, Any]:
 
 
 def answer(data: bytes, limits: dict[str, int]) -> dict[str, Any]:
-    """What there is, or the kind of trouble and its detail."""
+    """Return the text, or the kind and detail of a failure."""
     try:
         return text_of(data, limits)
     except (TooLarge, LimitReachedError) as error:
@@ -51,13 +50,13 @@ def answer(data: bytes, limits: dict[str, int]) -> dict[str, Any]:
         }
     except (FileNotDecryptedError, DependencyError) as error:
         return {"kind": "encrypted", "detail": str(error)[:200]}
-    except Exception as error:  # what pypdf raises for damage shares no parent
+    except Exception as error:  # pypdf's errors for damage have no common base
         return {"kind": "damaged", "detail": f"{type(error).__name__}: {str(error)[:200]}"}
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    # At the end of its seconds the system ends the process, whatever it does.
-    resource.setrlimit(resource.RLIMIT_CPU, (given["seconds"], given["seconds"] + 5))
-    resource.setrlimit(resource.RLIMIT_AS, (given["memory"], given["memory"]))
-    print(json.dumps(answer(sys.stdin.buffer.read(), given)))
+    limits = json.loads(sys.argv[1])
+    # The system ends the process at the CPU limit.
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["seconds"], limits["seconds"] + 5))
+    resource.setrlimit(resource.RLIMIT_AS, (limits["memory"], limits["memory"]))
+    print(json.dumps(answer(sys.stdin.buffer.read(), limits)))

@@ -1,4 +1,4 @@
-"""Tables in other encodings than UTF-8, as bytes of UTF-8: a stream is told by its begin, and recoded as it is read."""
+"""Tables in encodings other than UTF-8, recoded to UTF-8 while they are read."""
 
 import codecs
 import io
@@ -7,36 +7,36 @@ from typing import IO, Any
 
 from jaxlm.corpus.readers.encoding import MARKS, NotText, decoded
 
-PROBED = 2**16  # bytes of the begin, by which the encoding of all is told
+PROBED = 2**16  # bytes at the beginning from which the encoding is detected
 _PIECE = 2**17
 
 
 def as_utf8(stream: IO[bytes], counts: Counter[str], *, legacy: bool) -> IO[bytes]:
-    """The bytes of a table in UTF-8: it may be in UTF-16 or UTF-32, and with `legacy` in an encoding of its letters' own.
+    """Recode a table to UTF-8 from UTF-16 or UTF-32, and with `legacy` from legacy encodings.
 
-    A table in UTF-8 with damaged rows has whole letters beside the damaged ones, and stays as it is. Bytes that are none of
-    the encoding that was found become U+FFFD.
+    A UTF-8 table with some damaged rows has more valid than damaged letters and stays unchanged.
+    Bytes that are invalid in the detected encoding become U+FFFD.
     """
-    again = _Again(stream)  # type: ignore[arg-type]  # each that is opened here is buffered
-    if is_utf8(again.begin, legacy=legacy):
-        return io.BufferedReader(again, _PIECE)
-    name = _encoding(again.begin)
+    replayed = _Again(stream)  # type: ignore[arg-type]  # each that is opened here is buffered
+    if is_utf8(replayed.begin, legacy=legacy):
+        return io.BufferedReader(replayed, _PIECE)
+    name = _encoding(replayed.begin)
     counts[f"read as {name}"] += 1
-    return io.BufferedReader(_Recoded(again, name), _PIECE)
+    return io.BufferedReader(_Recoded(replayed, name), _PIECE)
 
 
 def is_utf8(begin: bytes, *, legacy: bool = False) -> bool:
-    """Whether a table that begins so is read as it stands."""
+    """Return whether a table with this beginning is read unchanged."""
     name = _encoding(begin)
     return name == "utf-8" or not (legacy or name.startswith("utf"))
 
 
 def _encoding(begin: bytes) -> str:
-    """What the encoding of a table is, by its begin; UTF-8 where it is no text, which its rows will show."""
+    """Detect the encoding of a table; "utf-8" if it is not text, so that its rows are reported."""
     for mark, name in MARKS:
         if begin.startswith(mark):
             return name
-    # As far as it has whole letters: in UTF-16 an end of a line is not the end of a letter.
+    # Only whole letters: a line end in UTF-16 is not the end of a letter.
     lines = begin[: begin.rfind(b"\n") + 1] or begin
     whole = begin[: len(begin) // 2 * 2] if b"\0" in begin else lines
     try:
@@ -54,9 +54,9 @@ def _encoding(begin: bytes) -> str:
 
 
 class _Again(io.RawIOBase):
-    """A stream that is read from its begin again after a look at that; closed by who opened it.
+    """A stream that is read again from the beginning after a probe; its opener closes it.
 
-    Where it is damaged, all that comes before the damage is read before it is said.
+    If it is damaged, everything before the damage is read before the error is raised.
     """
 
     def __init__(self, stream: io.BufferedIOBase):
@@ -64,10 +64,10 @@ class _Again(io.RawIOBase):
         self._damage: Exception | None = None
         self.begin = b""
         try:
-            # A piece at a time: of several that are read together the damage of one would lose all.
+            # Piece by piece: in a larger read, damage to one piece would lose all.
             while len(self.begin) < PROBED and (piece := stream.read1(PROBED)):
                 self.begin += piece
-        except Exception as error:  # zlib's, lzma's, zstandard's: they share no parent
+        except Exception as error:  # errors of zlib, lzma and zstandard have no common base
             self._damage = error
         self._ready = io.BytesIO(self.begin)
 

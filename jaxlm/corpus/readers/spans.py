@@ -1,4 +1,4 @@
-"""Large files cut between records, so that several processes read one, and a kill costs a part of it."""
+"""Large files divided between records, so that several processes read one, and a kill costs less."""
 
 import io
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ _PIECE = 2**20
 
 
 class Span(NamedTuple):
-    """Records of a file that lie together: its bytes, or its row groups where it is Parquet."""
+    """Adjacent records of a file: a range of bytes, or of row groups in a Parquet file."""
 
     begin: int
     end: int
-    before: int  # records of the file in front of them
+    before: int  # records of the file before them
 
 
 def count(size: int, most: int) -> int:
-    """Into how many spans a file of so many bytes is cut, whatever it holds."""
+    """Return the number of spans of a file of this size, whatever its content."""
     return max(1, -(-size // most))
 
 
 def of_lines(path: Path, most: int) -> Iterator[Span]:
-    """The lines that begin in each `most` bytes of a file: none where a longer line fills them.
+    """Yield the lines that begin in each `most` bytes of a file; none if a longer line fills them.
 
-    In UTF-16 and UTF-32 all lines are in the first, as their ends are not those of bytes.
+    In UTF-16 and UTF-32 all lines are in the first span, as their line ends are not single bytes.
     """
     with open(path, "rb") as file:
         size = file.seek(0, io.SEEK_END)
@@ -42,7 +42,7 @@ def of_lines(path: Path, most: int) -> Iterator[Span]:
             if begin < limit:
                 while (left := limit - 1 - file.tell()) > 0:
                     lines += file.read(min(left, _PIECE)).count(b"\n")
-                # The line that holds the last byte before the limit is the last that begins before it.
+                # The line with the last byte before the limit is the last that begins before it.
                 part = b""
                 while not part.endswith(b"\n") and (part := file.readline(_PIECE)):
                     pass
@@ -51,7 +51,7 @@ def of_lines(path: Path, most: int) -> Iterator[Span]:
 
 
 def of_row_groups(path: Path, most: int) -> Iterator[Span]:
-    """The row groups that begin in each `most` bytes of a Parquet file."""
+    """Yield the row groups that begin in each `most` bytes of a Parquet file."""
     size, groups = path.stat().st_size, parquet.row_groups(path)
     begin = before = 0
     for number in range(1, count(size, most) + 1):
@@ -64,17 +64,17 @@ def of_row_groups(path: Path, most: int) -> Iterator[Span]:
 
 
 def uncut(size: int, most: int) -> list[Span]:
-    """All of a file in the first of its spans."""
+    """Return spans of which the first is the whole file."""
     return [Span(0, size, 0), *[Span(size, size, 0)] * (count(size, most) - 1)]
 
 
 def opened(path: Path, span: Span) -> io.BufferedReader:
-    """The bytes of a span of lines."""
+    """Open a span of lines as a stream."""
     return io.BufferedReader(_Slice(path, span), 2**17)
 
 
 class _Slice(io.RawIOBase):
-    """Some bytes of a file."""
+    """A range of bytes of a file."""
 
     def __init__(self, path: Path, span: Span):
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
@@ -85,9 +85,9 @@ class _Slice(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        found = self._file.readinto(memoryview(buffer)[: self._left]) or 0
-        self._left -= found
-        return found
+        count = self._file.readinto(memoryview(buffer)[: self._left]) or 0
+        self._left -= count
+        return count
 
     def close(self) -> None:
         self._file.close()

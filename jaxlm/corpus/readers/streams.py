@@ -1,4 +1,4 @@
-"""Bytes of files, unpacked where they are packed, of which no more is ever held than was asked for."""
+"""Byte streams of files, unpacked if they are compressed; they hold no more than was requested."""
 
 import bz2
 import gzip
@@ -12,22 +12,22 @@ from jaxlm.corpus.readers.members import members
 from jaxlm.data import records
 
 PACKED = ".gz", ".zst", ".bz2", ".xz"
-MOST_PASSED = 2**30  # bytes of one line that are read past; a bomb unpacks to more
+MOST_PASSED = 2**30  # bytes of a line that are skipped; a decompression bomb has more
 
 
-DAMAGED = "damaged"  # class of what is broken so
-_EMPTY = "it should hold something packed, and is empty"  # what is left of a copy that never began
+DAMAGED = "damaged"  # kind of broken record
+_EMPTY = "it should be compressed data, and is empty"  # left by a copy that never began
 
 
 class TooLarge(Exception):
-    """A document, a line or an archive holds more than it may."""
+    """A document, a line or an archive exceeds its limit."""
 
 
 def opened(path: Path) -> IO[bytes]:
-    """The bytes of a file as they were before they were packed.
+    """Open a file, unpacked.
 
     Raises:
-      EOFError: where it is packed, and empty.
+      EOFError: it is compressed, and empty.
     """
     if is_packed(path.name) and not path.stat().st_size:
         raise EOFError(_EMPTY)
@@ -41,10 +41,10 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def unpacked(stream: IO[bytes], name: str) -> IO[bytes]:
-    """The bytes of a buffered stream as they were before they were packed, as its name says.
+    """Unpack a buffered stream, by the suffix of its name.
 
     Raises:
-      EOFError: where it is packed, and empty.
+      EOFError: it is compressed, and empty.
     """
     if is_packed(name) and not stream.peek(1):  # type: ignore[attr-defined]
         raise EOFError(_EMPTY)
@@ -63,7 +63,7 @@ def unpacked(stream: IO[bytes], name: str) -> IO[bytes]:
 
 
 def kind_of(name: str) -> str:
-    """The ending that says what a file holds, that of its packing left out: `.jsonl` of `a.jsonl.gz`."""
+    """Return the suffix of the format, without compression: `.jsonl` of `a.jsonl.gz`."""
     path = Path(name.lower())
     if path.suffix == ".tgz":
         return ".tar"
@@ -71,7 +71,7 @@ def kind_of(name: str) -> str:
 
 
 def is_packed(name: str) -> bool:
-    """Whether what a file of this name holds is packed."""
+    """Return whether a file of this name is compressed."""
     return Path(name).suffix in (*PACKED, ".tgz")
 
 
@@ -80,10 +80,10 @@ def _is_web_archive(name: str) -> bool:
 
 
 def whole(stream: IO[bytes], most: int) -> bytes:
-    """All that is left of a stream.
+    """Read the rest of a stream.
 
     Raises:
-      TooLarge: where that is more than `most` bytes.
+      TooLarge: it has more than `most` bytes.
     """
     data = stream.read(most + 1)
     if len(data) > most:
@@ -92,10 +92,10 @@ def whole(stream: IO[bytes], most: int) -> bytes:
 
 
 def lines(stream: IO[bytes], most: int, before: int = 0) -> Iterator[tuple[int, bytes | None]]:
-    """Each line and its number behind those `before`; None for one of more than `most` bytes, which is read past.
+    """Yield number and bytes of each line, counted after `before`; None if longer than `most`.
 
     Raises:
-      TooLarge: where a line does not end for a gigabyte.
+      TooLarge: a line does not end within a gigabyte.
     """
     for number in itertools.count(before + 1):
         line = stream.readline(most + 1)
@@ -110,10 +110,10 @@ def lines(stream: IO[bytes], most: int, before: int = 0) -> Iterator[tuple[int, 
 
 
 def rest(stream: IO[bytes], line: bytes, number: int) -> Iterator[bytes]:
-    """A line that is longer than was asked for, from its begin on, a piece at a time.
+    """Yield a line longer than the limit in pieces.
 
     Raises:
-      TooLarge: where it does not end for a gigabyte.
+      TooLarge: it does not end within a gigabyte.
     """
     passed = 0
     while line:

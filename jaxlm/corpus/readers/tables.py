@@ -1,4 +1,7 @@
-"""Readers of files with a document in each row: JSON lines, Parquet, CSV. The other fields of a row are its meta."""
+"""Readers of formats with a document in each row: JSON lines, Parquet, CSV.
+
+The other fields of a row become metadata.
+"""
 
 import csv
 import io
@@ -17,11 +20,11 @@ from jaxlm.corpus.readers.streams import lines, rest, whole
 from jaxlm.data.parquet import rows
 from jaxlm.data.records import BYTE_ORDER_MARK, NO_TEXT, NOT_JSON, NOT_UTF8, OTHER_TYPE, mended
 
-IsIn = Callable[[str, int], bool]  # whether the record of a file is asked for
+IsIn = Callable[[str, int], bool]  # selects a record of a file by its number
 NOT_A_ROW = "with more or fewer fields than the table"
 NOT_CLOSED = "with a quote that is not closed"
 TOO_LARGE = "too large"
-TOO_LONG = "\udfff"  # no byte is decoded to it
+TOO_LONG = "\udfff"  # marks a line over the limit; no byte decodes to it
 
 
 def json_lines(
@@ -32,7 +35,16 @@ def json_lines(
     before: int = 0,
     is_in: IsIn = lambda file, record: True,
 ) -> Iterator[Document | Broken]:
-    """A JSON object a line, in UTF-8, UTF-16 or UTF-32; behind others in UTF-8. Only lines that are in are parsed."""
+    """Yield a document for each JSON object in a line, in UTF-8, UTF-16 or UTF-32.
+
+    Args:
+      stream: the file, or a span of it.
+      name: the name of the file.
+      recipe: the settings.
+      counts: counts of changes.
+      before: the number of lines before the span, which is then in UTF-8.
+      is_in: selects lines; others are not parsed.
+    """
     most = recipe.reading.document_bytes
     plain = stream if before else as_utf8(stream, counts, legacy=False)
     for number, line in lines(plain, most, before):
@@ -60,7 +72,15 @@ def parquet(
     counts: Counter[str],
     span: Span | None = None,
 ) -> Iterator[Document | Broken]:
-    """A row a document, of all row groups or of some."""
+    """Yield a document for each row.
+
+    Args:
+      stream: the file.
+      name: its name.
+      recipe: the settings.
+      counts: counts of changes.
+      span: the row groups to read; None reads all.
+    """
     seekable = (
         stream if stream.seekable() else io.BytesIO(whole(stream, recipe.reading.archive_bytes))
     )
@@ -73,14 +93,14 @@ def parquet(
 def comma_separated(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
 ) -> Iterator[Document | Broken]:
-    """Rows under a first row of names, as RFC 4180 has them, in whatever encoding."""
+    """Yield the rows of a CSV file with a header (RFC 4180), in any encoding."""
     yield from _separated(stream, name, recipe, counts, ",")
 
 
 def tab_separated(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
 ) -> Iterator[Document | Broken]:
-    """The same with tabs."""
+    """Yield the rows of a tab-separated file with a header, in any encoding."""
     yield from _separated(stream, name, recipe, counts, "\t")
 
 
@@ -88,7 +108,7 @@ def _separated(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str], mark: str
 ) -> Iterator[Document | Broken]:
     most = recipe.reading.document_bytes
-    csv.field_size_limit(most)  # of the process; 128 kB otherwise
+    csv.field_size_limit(most)  # of the process; the default is 128 kB
     rows = _Rows(_as_text(as_utf8(stream, counts, legacy=True), most), mark)
     names = next(rows, [])
     if names is None:
@@ -116,14 +136,15 @@ def _separated(
 
 
 class _Rows:
-    """The cells of each row; None for one that the file ends in, or that has a cell beyond the limit: its quote is not closed.
+    """The cells of each row; None for a row with an unclosed quote.
 
-    Of such a row the lines after the first are rows of their own.
+    A quote is unclosed if the file ends in it or its cell exceeds the limit; the lines of such a
+    row after the first are read as rows of their own.
     """
 
     def __init__(self, lines: Iterator[str], mark: str):
         self._lines, self._mark = lines, mark
-        self._again: list[str] = []  # the next one last
+        self._again: list[str] = []  # lines to read again, the next one last
         self._row: list[str] = []  # lines of the row that is being read
         self._is_over = False
         self._rows = csv.reader(self._text(), delimiter=mark)
@@ -155,13 +176,13 @@ class _Rows:
 
 
 def _as_text(stream: IO[bytes], most: int) -> Iterator[str]:
-    """Lines, in which bytes that are not UTF-8 are halves of surrogate pairs, and TOO_LONG stands for a line that is."""
+    """Yield lines; invalid UTF-8 becomes lone surrogates, a line over the limit TOO_LONG."""
     for number in itertools.count(1):
         line = stream.readline(most + 1)
         if not line:
             return
         if len(line) > most:
-            # An odd quote opens or closes a cell of several lines, which other lines belong to.
+            # An odd number of quotes opens or closes a cell that spans several lines.
             quotes = sum(piece.count(b'"') for piece in rest(stream, line, number))
             yield '"' * (quotes % 2) + TOO_LONG + "\n"
             continue
@@ -187,7 +208,7 @@ def _of_row(
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON can hold: it has no NaN and no infinity."""
+    """Convert a value to JSON's types: NaN and infinity become None."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):

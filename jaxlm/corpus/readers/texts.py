@@ -1,4 +1,4 @@
-"""Readers of files that are one document each: plain text, Markdown, source code, HTML."""
+"""Readers of formats with one document in a file: plain text, Markdown, source code, HTML."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ from jaxlm.corpus.readers.streams import whole
 
 
 def plain(stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]) -> Iterator[Document]:
-    """The file, whatever its encoding."""
+    """Yield the file, in any encoding."""
     yield _document(whole(stream, recipe.reading.document_bytes), name, "", counts)
 
 
 def python(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
 ) -> Iterator[Document]:
-    """Python source, in the encoding that it declares."""
+    """Yield Python source, in its declared encoding."""
     data = whole(stream, recipe.reading.document_bytes)
     yield _document(data, name, python_cookie(data), counts)
 
 
 def html(stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]) -> Iterator[Document]:
-    """The main text of a page, its title in the meta."""
+    """Yield the main text of a page; the title is metadata."""
     data = whole(stream, recipe.reading.document_bytes)
     page = _document(data, name, charset(data), counts)
     title, text = main_text(page.text, counts)

@@ -1,7 +1,7 @@
-"""Web archives: pages as a crawler got them (WARC) and their text (WET).
+"""Web archives: pages as a crawler received them (WARC) and their text (WET).
 
-Source: ISO 28500, "The WARC Format 1.1": a record is a version line, named fields, an empty line, Content-Length bytes, two
-empty lines. Packed as `.gz` each record is a member of its own: `readers/members.py`.
+Source: ISO 28500, "The WARC Format 1.1": a record is a version line, named fields, an empty line,
+Content-Length bytes, two empty lines. In a `.gz` each record is a gzip member of its own.
 """
 
 import dataclasses
@@ -21,28 +21,28 @@ from jaxlm.corpus.readers.streams import DAMAGED, TooLarge, whole
 
 NOT_A_RECORD, CUT = "no WARC record", "a WARC record that is cut"
 NOT_HTTP, NOT_TEXT, TOO_LARGE = "no HTTP response", "not text", "too large"
-MOST_FIELDS = 2**16  # bytes of the fields of a record, or of a response
+MOST_FIELDS = 2**16  # bytes of the header fields of a record or response
 TEXTS = "text/plain", "text/markdown"
 PAGES = "text/html", "application/xhtml+xml"
 
 
 class _Cut(Exception):
-    """The end of the file came before the end of a record."""
+    """The file ends inside a record."""
 
 
 def records(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
 ) -> Iterator[Document | Broken]:
-    """The pages and texts of an archive. Records of other kinds, and answers that are no text, are counted."""
+    """Yield the pages and texts of an archive; count other records and responses without text."""
     number = 0
     while True:
         try:
-            for at, each in _records(stream, name, number, recipe, counts):
-                number = at
+            for number_read, each in _records(stream, name, number, recipe, counts):
+                number = number_read
                 if each is not None:
                     yield each
             return
-        except DamagedMember as error:  # the stream goes on behind it
+        except DamagedMember as error:  # the stream continues after it
             number += 1
             yield Broken(DAMAGED, name, number, str(error))
 
@@ -50,13 +50,13 @@ def records(
 def _records(
     stream: IO[bytes], name: str, number: int, recipe: Recipe, counts: Counter[str]
 ) -> Iterator[tuple[int, Document | Broken | None]]:
-    """Each record behind that of a number, with its own; None for one that is no text."""
+    """Yield the records after the given number, with theirs; None for one that is not text."""
     most, is_lost = recipe.reading.document_bytes, False
     while line := stream.readline(MOST_FIELDS):
         if not line.strip():
             continue
         if not line.startswith(b"WARC/"):
-            # Between two records nothing else can stand: one of them lied about its length. The next begins at its version.
+            # Something between two records: a wrong length. The next begins at a version line.
             if not is_lost:
                 number += 1
                 yield number, Broken(NOT_A_RECORD, name, number, f"it begins with {line[:40]!r}")
@@ -131,7 +131,7 @@ class _Page:
 
 
 def _http(block: bytes, most: int) -> _Page:
-    """An HTTP response: RFC 9112 for its shape and for chunks, RFC 9110 §8.4 for how its body is packed."""
+    """Parse an HTTP response: RFC 9112 for format and chunks, RFC 9110 §8.4 for content codings."""
     stream = io.BytesIO(block)
     words = stream.readline(MOST_FIELDS).split(None, 2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/"):
@@ -160,7 +160,7 @@ def _http(block: bytes, most: int) -> _Page:
 
 
 def _unchunked(body: bytes) -> bytes:
-    """A body without the lengths of its chunks. Crawlers take them out and leave the field that tells of them."""
+    """Join the chunks of a body; return it unchanged if a crawler joined them and kept the field."""
     stream, chunks = io.BytesIO(body), []
     while line := stream.readline(MOST_FIELDS):
         try:
@@ -175,7 +175,7 @@ def _unchunked(body: bytes) -> bytes:
 
 
 def _fields(stream: IO[bytes]) -> dict[str, str]:
-    """Named fields up to an empty line, names in lower case."""
+    """Read named fields up to an empty line; names in lower case."""
     fields: dict[str, str] = {}
     size = 0
     while line := stream.readline(MOST_FIELDS):
@@ -190,6 +190,6 @@ def _fields(stream: IO[bytes]) -> dict[str, str]:
 
 
 def _pass(stream: IO[bytes], length: int) -> None:
-    """Reads past bytes without holding them."""
+    """Skip bytes without holding them."""
     while length > 0 and (piece := stream.read(min(length, 2**20))):
         length -= len(piece)
