@@ -37,7 +37,7 @@ POINTS = (
     "prepare.clean",
     "prepare.merge",
     "prepare.finish",
-    "prepare.tokenise",
+    "prepare.tokenize",
     "exit",
 )
 NUMBERS = ("grads", "loss", "batch")

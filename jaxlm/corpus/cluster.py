@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import DataError, InputMissing, JaxlmError, not_installed
-from jaxlm.corpus.task import DEATHS, Opens, Task, Worker, given_up, raised
+from jaxlm.corpus.task import MAX_DEATHS, MakeTask, Task, Worker, error_of, units_failed
 
 PACKAGES = "numpy", "ftfy", "py3langid", "pyarrow", "zstandard", "tokenizers", "sentencepiece"
 
 
 @contextlib.contextmanager
-def connected(workers: int, say: Callable[[str], None]) -> Iterator[Any]:
+def connected(workers: int, log: Callable[[str], None]) -> Iterator[Any]:
     """Connect to the cluster of RAY_ADDRESS or of this machine, else start a local one.
 
     A local one has `workers` processes and is shut down at the end of the block.
@@ -40,32 +40,32 @@ def connected(workers: int, say: Callable[[str], None]) -> Iterator[Any]:
         raise not_installed("the engine ray", "ray", "ray", where="--engine=ray") from error
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address := os.environ.get("RAY_ADDRESS"):
-        _reach(address)
+        _check_reachable(address)
     try:
         ray.init(address="auto", **quiet)
     except ConnectionError as error:
         if address:
-            raise _silent(address, error) from error
+            raise _no_answer(address, error) from error
         ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
     try:
         machines = [node for node in ray.nodes() if node["Alive"]]
         cores = int(ray.cluster_resources().get("CPU", 0))
-        say(f"ray: {len(machines)} machine{'s' * (len(machines) > 1)}, {cores} cores")
+        log(f"ray: {len(machines)} machine{'s' * (len(machines) > 1)}, {cores} cores")
         yield ray
     finally:
         ray.shutdown()
 
 
-def _reach(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Raise InputMissing if HOST:PORT does not answer: Ray tries for minutes, then exits."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=10).close()
     except (OSError, ValueError) as error:
-        raise _silent(address, error) from error
+        raise _no_answer(address, error) from error
 
 
-def _silent(address: str, error: Exception) -> InputMissing:
+def _no_answer(address: str, error: Exception) -> InputMissing:
     return InputMissing(
         "no Ray cluster answered",
         where=f"RAY_ADDRESS = {address}",
@@ -74,8 +74,8 @@ def _silent(address: str, error: Exception) -> InputMissing:
     )
 
 
-def each(
-    make_task: Opens, units: Sequence[int], workers: int, ray: Any
+def run_units(
+    make_task: MakeTask, units: Sequence[int], workers: int, ray: Any
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Run units as `pool.run_units` does, at most `workers` at a time.
 
@@ -109,19 +109,19 @@ def each(
             continue
         except ray.exceptions.RayError as error:
             deaths[number] = deaths.get(number, 0) + 1
-            if deaths[number] < DEATHS:
+            if deaths[number] < MAX_DEATHS:
                 waiting.appendleft(number)
             else:
                 failed_units.append(f"unit {number}, {type(error).__name__}")
             continue
         if "error" in answer:
-            failure = failure or raised(answer["error"])
+            failure = failure or error_of(answer["error"])
         else:
             yield number, answer["seconds"]
     if failure is not None:
         raise failure
     if failed_units:
-        raise given_up(failed_units)
+        raise units_failed(failed_units)
 
 
 def versions() -> tuple[str, ...]:
@@ -137,18 +137,18 @@ def versions() -> tuple[str, ...]:
 
 
 def _answer(
-    make_task: Opens, number: int, folder: str, expected: tuple[str, ...]
+    make_task: MakeTask, number: int, folder: str, expected: tuple[str, ...]
 ) -> dict[str, Any]:
     return _worker(make_task, folder, expected).answer(number)
 
 
 @functools.lru_cache(1)
-def _worker(make_task: Opens, folder: str, expected: tuple[str, ...]) -> Worker:
+def _worker(make_task: MakeTask, folder: str, expected: tuple[str, ...]) -> Worker:
     """Return the worker of this Ray process, which runs many units."""
     return Worker(functools.partial(_opened, make_task, folder, expected))
 
 
-def _opened(make_task: Opens, folder: str, expected: tuple[str, ...]) -> Task:
+def _opened(make_task: MakeTask, folder: str, expected: tuple[str, ...]) -> Task:
     machine = socket.gethostname()
     if differ := sorted(set(expected) ^ set(versions())):
         raise DataError(

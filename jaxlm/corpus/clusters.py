@@ -51,7 +51,7 @@ def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]
         raise DataError(
             "a document of a cluster is missing",
             where=f"{missing[0][0]}, record {missing[0][1]}",
-            why=f"neither {out} nor the folder of {RECIPE}'s against holds it",
+            why=f"it is not in {out} and not in a folder of against in {RECIPE}",
             fix="run the same jaxlm data run with another --out",
         )
     return [

@@ -60,7 +60,7 @@ def compare(job: Job) -> None:
             verdicts[unit - len(before)][what][str(document - begins[unit])] = value
 
         for cluster in result.clusters:
-            file, record = place(cluster.kept)
+            file, record = place(cluster.representative)
             for document, agreement in zip(cluster.removed, cluster.agreement, strict=True):
                 detail = f"{file}, record {record}; agreement {agreement:g}"
                 note(document, "removed", [cluster.kind, detail])
@@ -104,7 +104,7 @@ def _write_clusters(folder: Path, result: Verdict, place: Callable[[int], tuple[
         for cluster in result.clusters:
             line = {
                 "kind": cluster.kind,
-                "kept": _named(place(cluster.kept)),
+                "kept": _named(place(cluster.representative)),
                 "removed": [
                     {**_named(place(document)), "agreement": agreement}
                     for document, agreement in zip(cluster.removed, cluster.agreement, strict=True)

@@ -8,7 +8,6 @@ from jaxlm.core.config import setting
 from jaxlm.corpus.dedup.config import MinHash, Spans, Substrings
 from jaxlm.corpus.filters.config import (
     C4,
-    Code,
     Decontaminate,
     FineWeb,
     Gopher,
@@ -20,9 +19,10 @@ from jaxlm.corpus.filters.config import (
     Pii,
     Quality,
     Repetition,
+    SourceCode,
     Urls,
 )
-from jaxlm.corpus.mix.config import Shards, entry_problems, named
+from jaxlm.corpus.mix.config import ShardSettings, entry_problems, named
 
 StageName = Literal[
     "mojibake",
@@ -47,7 +47,7 @@ DedupName = Literal["exact", "near", "spans", "substrings"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
+class ReadLimits:
     """Limits of a file, above which it counts as damaged or as an attack."""
 
     document_bytes: int = setting(
@@ -69,7 +69,7 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Raw files, the stages that each document passes in order, and the deduplication after them."""
+    """Raw files, the stages that each document passes in order, and deduplication."""
 
     ROOT: ClassVar[str] = "recipe"  # the name of the whole in `jaxlm config explain`
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Document:
+class CorpusDocument:
     """A text, its origin, and the other fields of its record.
 
     A member of an archive has the file name ARCHIVE!MEMBER.
@@ -19,7 +19,7 @@ class Document:
     record: int
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def with_text(self, text: str, **meta: Any) -> "Document":
+    def with_text(self, text: str, **meta: Any) -> "CorpusDocument":
         """Return the document with another text and with `meta` merged into its metadata."""
         return dataclasses.replace(self, text=text, meta={**self.meta, **meta})
 
@@ -33,7 +33,7 @@ class Removed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenRecord:
     """A record that cannot be read as a document: the kind of damage and its detail."""
 
     kind: str
@@ -43,17 +43,17 @@ class Broken:
 
 
 # A stage counts the changes that it makes to documents that pass.
-Stage = Callable[[Document, Counter[str]], Document | Removed]
+Stage = Callable[[CorpusDocument, Counter[str]], CorpusDocument | Removed]
 
 
-def to_line(value: Document | Broken, **more: Any) -> bytes:
+def to_line(value: CorpusDocument | BrokenRecord, **more: Any) -> bytes:
     """Return a line of JSON. Lone surrogates, as in file names, become question marks."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     text = json.dumps(fields | more, ensure_ascii=False, allow_nan=False, default=str)
     return text.encode(errors="replace") + b"\n"
 
 
-def from_line(line: bytes) -> Document:
+def from_line(line: bytes) -> CorpusDocument:
     """Parse the document of a line of `to_line`, without the additional fields."""
     fields = json.loads(line)
-    return Document(fields["text"], fields["file"], fields["record"], fields["meta"])
+    return CorpusDocument(fields["text"], fields["file"], fields["record"], fields["meta"])

@@ -10,7 +10,7 @@ from jaxlm.core import config
 from jaxlm.core.errors import ConfigError, InputMissing
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.dedup.signatures import Signatures
-from jaxlm.corpus.files import Written, changed, is_whole
+from jaxlm.corpus.files import FileDigest, changed, is_whole
 from jaxlm.corpus.job import RECIPE, REPORT
 from jaxlm.corpus.unit import KEPT, SIGNATURES, output
 
@@ -23,12 +23,12 @@ _MADE_BY = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Earlier:
+class EarlierUnit:
     """A unit of an earlier run: its file of kept documents, and their signatures."""
 
     documents: Path
     signatures: Path
-    written: Written
+    written: FileDigest
 
     def read(self) -> Signatures:
         """Read the signatures.
@@ -41,14 +41,14 @@ class Earlier:
         return Signatures.read(self.signatures)
 
 
-def find(recipe: Recipe) -> list[Earlier]:
+def find(recipe: Recipe) -> list[EarlierUnit]:
     """Return every unit of the folders that `against` names, in order.
 
     Raises:
       InputMissing: a pattern matches no folder, or an unfinished one.
       ConfigError: a folder lacks signatures for the recipe's dedup, or made them differently.
     """
-    units: list[Earlier] = []
+    units: list[EarlierUnit] = []
     for pattern in recipe.against:
         folders = sorted(Path(path) for path in glob.glob(pattern, recursive=True))
         if not folders:
@@ -58,7 +58,7 @@ def find(recipe: Recipe) -> list[Earlier]:
     return units
 
 
-def _units(folder: Path, recipe: Recipe) -> list[Earlier]:
+def _units(folder: Path, recipe: Recipe) -> list[EarlierUnit]:
     if not (folder / REPORT).is_file():
         raise _missing(f"{folder} is not a finished run", f"it has no {REPORT}")
     before = config.from_json(Recipe, _object(folder / RECIPE)["recipe"])
@@ -87,7 +87,7 @@ def _units(folder: Path, recipe: Recipe) -> list[Earlier]:
             )
     files = _object(folder / REPORT)["files"]
     units = [
-        Earlier(output(folder, KEPT, int(Path(name).stem)), folder / name, Written(**fields))
+        EarlierUnit(output(folder, KEPT, int(Path(name).stem)), folder / name, FileDigest(**fields))
         for name, fields in sorted(files.items())
         if name.startswith(f"{SIGNATURES}/")
     ]

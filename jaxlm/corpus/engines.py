@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from jaxlm.corpus import cluster, pool
-from jaxlm.corpus.task import Opens
+from jaxlm.corpus.task import MakeTask
 
 EngineName = Literal["processes", "ray"]
 RunUnits = Callable[
@@ -18,7 +18,7 @@ RunUnits = Callable[
 
 
 @contextlib.contextmanager
-def opened(name: EngineName, workers: int, say: Callable[[str], None]) -> Iterator[Each]:
+def opened(name: EngineName, workers: int, log: Callable[[str], None]) -> Iterator[RunUnits]:
     """Open an engine that runs at most `workers` units at a time.
 
     Raises:
@@ -26,7 +26,7 @@ def opened(name: EngineName, workers: int, say: Callable[[str], None]) -> Iterat
     """
     match name:
         case "processes":
-            yield functools.partial(pool.each, workers=workers)
+            yield functools.partial(pool.run_units, workers=workers)
         case "ray":
-            with cluster.connected(workers, say) as ray:
-                yield functools.partial(cluster.each, workers=workers, ray=ray)
+            with cluster.connected(workers, log) as ray:
+                yield functools.partial(cluster.run_units, workers=workers, ray=ray)

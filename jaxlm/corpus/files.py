@@ -10,7 +10,7 @@ from jaxlm.core.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class FileDigest:
     """Size and digest of a file."""
 
     lines: int
@@ -18,7 +18,7 @@ class Written:
     sha256: str
 
     @classmethod
-    def of(cls, path: Path, lines: int) -> "Written":
+    def of(cls, path: Path, lines: int) -> "FileDigest":
         """Compute the digest of a file of `lines` lines."""
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -51,15 +51,15 @@ class LineFiles:
         self._digests[name].update(line)
         self._lines[name] += 1
 
-    def written(self) -> dict[str, Written]:
+    def written(self) -> dict[str, FileDigest]:
         """Return the digest of every file so far, by name."""
         return {
-            name: Written(self._lines[name], self._files[name].tell(), digest.hexdigest())
+            name: FileDigest(self._lines[name], self._files[name].tell(), digest.hexdigest())
             for name, digest in sorted(self._digests.items())
         }
 
 
-def checked_lines(path: Path, expected: Written) -> Iterator[bytes]:
+def checked_lines(path: Path, expected: FileDigest) -> Iterator[bytes]:
     """Yield the lines of a file and verify its digest.
 
     Raises:
@@ -74,7 +74,7 @@ def checked_lines(path: Path, expected: Written) -> Iterator[bytes]:
         raise changed(path)
 
 
-def is_whole(path: Path, expected: Written) -> bool:
+def is_whole(path: Path, expected: FileDigest) -> bool:
     """Return whether a file exists and has the expected size and digest."""
     if not path.is_file() or path.stat().st_size != expected.bytes:
         return False

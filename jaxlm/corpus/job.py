@@ -16,10 +16,10 @@ from jaxlm.corpus import remote
 from jaxlm.corpus.config import WHOLE, Recipe
 from jaxlm.corpus.files import changed
 from jaxlm.corpus.filters.perplexity import MakeScorer
-from jaxlm.corpus.mix.config import Shards, named
+from jaxlm.corpus.mix.config import ShardSettings, named
 from jaxlm.corpus.readers import spans
 from jaxlm.corpus.readers.files import can_cut, cut
-from jaxlm.corpus.readers.spans import Span
+from jaxlm.corpus.readers.spans import FileSpan
 from jaxlm.data.documents import Corpus
 
 FORMAT_VERSION = 2
@@ -29,7 +29,7 @@ MIN_PART_BYTES = 2**20  # a smaller part of a file is not worth output files of 
 VERDICTS, PATHS, SPANS = "verdicts", "paths.json", "spans.json"  # in WORK
 
 
-class Piece(NamedTuple):
+class FilePart(NamedTuple):
     """A file, or a part of one that is read by itself."""
 
     path: Path
@@ -38,11 +38,11 @@ class Piece(NamedTuple):
     span: int | None = None  # number of the part, if the file is divided
 
 
-class Cut(NamedTuple):
+class DividedFile(NamedTuple):
     """The parts of a file at a given modification time."""
 
     written: int  # modification time in nanoseconds
-    spans: tuple[Span, ...]
+    spans: tuple[FileSpan, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Job:
     sample: float  # share of the records to read
     files: tuple[tuple[Path, str, int], ...]  # path, name, bytes
     # Parts of divided files, by name; `claim` records them.
-    cuts: dict[str, Cut] = dataclasses.field(default_factory=dict)
+    cuts: dict[str, DividedFile] = dataclasses.field(default_factory=dict)
     scorer: MakeScorer | None = None  # opens the model of the stage perplexity
 
     @classmethod
@@ -68,7 +68,7 @@ class Job:
           InputMissing: a pattern matches no file.
           ConfigError: a file belongs to no part, or a part has no file.
         """
-        recipe = dataclasses.replace(recipe, shards=Shards())
+        recipe = dataclasses.replace(recipe, shards=ShardSettings())
         files = remote.find(recipe)
         if recipe.parts:
             nonempty = {part_of(recipe.parts, name) for _, name, _ in files}
@@ -86,12 +86,12 @@ class Job:
         return cls(out, recipe, sample, tuple(files))
 
     @property
-    def units(self) -> list[list[Piece]]:
-        """Group files of a part, in order, up to `unit_bytes`; larger files are divided if possible.
+    def units(self) -> list[list[FilePart]]:
+        """Group files of a part, in order, up to `unit_bytes`; divide larger files if possible.
 
         Units depend on names and sizes only: a file rewritten at the same size keeps its units.
         """
-        units: list[list[Piece]] = []
+        units: list[list[FilePart]] = []
         room, before = 0, ""
         for piece in itertools.chain.from_iterable(map(self._pieces, self.files)):
             part = part_of(self.recipe.parts, piece.name)
@@ -107,17 +107,17 @@ class Job:
         """Size above which a file is divided."""
         return max(self.recipe.unit_bytes, MIN_PART_BYTES)
 
-    def _pieces(self, file: tuple[Path, str, int]) -> list[Piece]:
+    def _pieces(self, file: tuple[Path, str, int]) -> list[FilePart]:
         path, name, size = file
         most = self._most
         if size <= most or not can_cut(name):
-            return [Piece(*file)]
+            return [FilePart(*file)]
         return [
-            Piece(path, name, min(most, size - number * most), number)
+            FilePart(path, name, min(most, size - number * most), number)
             for number in range(spans.count(size, most))
         ]
 
-    def span(self, piece: Piece) -> Span | None:
+    def span(self, piece: FilePart) -> FileSpan | None:
         """Return the span of a part of a divided file.
 
         Raises:
@@ -144,7 +144,7 @@ class Job:
         ).digest()
         return int.from_bytes(drawn, "little") < self.sample * 2**64
 
-    def claim(self, say: Callable[[str], None]) -> "Job":
+    def claim(self, log: Callable[[str], None]) -> "Job":
         """Record the job in its folder, or check that the recorded job is the same.
 
         Return the job with its large files divided.
@@ -176,11 +176,11 @@ class Job:
         (self.out / WORK).mkdir(exist_ok=True)
         paths = [os.path.abspath(path) for path, _, _ in self.files]
         disk.replace(self.out / WORK / PATHS, json.dumps(paths).encode())
-        job = dataclasses.replace(self, cuts=self._cut(say))
+        job = dataclasses.replace(self, cuts=self._cut(log))
         disk.replace(self.out / WORK / SPANS, json.dumps(job.cuts).encode())
         return job
 
-    def _cut(self, say: Callable[[str], None]) -> dict[str, Cut]:
+    def _cut(self, log: Callable[[str], None]) -> dict[str, DividedFile]:
         """Divide large files; keep the recorded spans of unchanged files, or of read ones."""
         noted = _cuts(self.out)
         if (self.out / WORK / VERDICTS).exists() or (self.out / REPORT).exists():
@@ -191,9 +191,9 @@ class Job:
                 continue
             before, written = noted.get(piece.name), piece.path.stat().st_mtime_ns
             if before is None or before.written != written:
-                say(f"{piece.name} is divided into parts; counting its records")
+                log(f"{piece.name} is divided into parts; counting its records")
                 parts = cut(piece.path, piece.name, self._most)
-                before = Cut(written, tuple(parts))
+                before = DividedFile(written, tuple(parts))
             cuts[piece.name] = before
         return cuts
 
@@ -245,12 +245,12 @@ def part_of(parts: tuple[str, ...], name: str) -> str:
     return WHOLE
 
 
-def _cuts(out: Path) -> dict[str, Cut]:
+def _cuts(out: Path) -> dict[str, DividedFile]:
     """Return the recorded spans of divided files."""
     path = out / WORK / SPANS
     recorded = json.loads(path.read_bytes()) if path.exists() else {}
     return {
-        name: Cut(written, tuple(Span(*each) for each in each_span))
+        name: DividedFile(written, tuple(FileSpan(*each) for each in each_span))
         for name, (written, each_span) in recorded.items()
     }
 

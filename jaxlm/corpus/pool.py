@@ -10,11 +10,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from jaxlm.core.errors import JaxlmError
-from jaxlm.corpus.task import DEATHS, Opens, Worker, done, given_up, raised
+from jaxlm.corpus.task import MAX_DEATHS, MakeTask, Worker, done, error_of, units_failed
 
 
-def each(
-    make_task: Opens, units: Sequence[int], workers: int
+def run_units(
+    make_task: MakeTask, units: Sequence[int], workers: int
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """Run each unit; yield its number and the seconds by stage, in order of completion.
 
@@ -29,10 +29,10 @@ def each(
         for number in units:
             yield number, done(task, number)
     else:
-        yield from _Crew(make_task, units, min(workers, len(units))).run()
+        yield from _ProcessPool(make_task, units, min(workers, len(units))).run()
 
 
-class _Crew:
+class _ProcessPool:
     """The parent's side: a pipe to each worker carries unit numbers there and JSON back."""
 
     def __init__(self, make_task: MakeTask, units: Sequence[int], size: int):
@@ -57,10 +57,10 @@ class _Crew:
                         EOFError,
                         ConnectionResetError,  # if the worker left a message unread
                     ):
-                        self._mourn(process, number)
+                        self._on_worker_death(process, number)
                         continue
                     if "error" in answer:
-                        failure = failure or raised(answer["error"])
+                        failure = failure or error_of(answer["error"])
                         self._end(pipe, process)
                         continue
                     yield number, answer["seconds"]
@@ -75,7 +75,7 @@ class _Crew:
         if failure is not None:
             raise failure
         if self._lost:
-            raise given_up(self._lost)
+            raise units_failed(self._lost)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -91,10 +91,10 @@ class _Crew:
         with contextlib.suppress(ConnectionError):  # `run` notices that the worker died
             pipe.send_bytes(str(number).encode())
 
-    def _mourn(self, process: Any, number: int) -> None:
+    def _on_worker_death(self, process: Any, number: int) -> None:
         process.join()
         self._deaths[number] = self._deaths.get(number, 0) + 1
-        if self._deaths[number] < DEATHS:
+        if self._deaths[number] < MAX_DEATHS:
             self._waiting.appendleft(number)
         else:
             self._lost.append(f"unit {number}, exit code {process.exitcode}")
@@ -104,7 +104,7 @@ class _Crew:
         process.join()
 
 
-def _serve(pipe: Connection, make_task: Opens) -> None:
+def _serve(pipe: Connection, make_task: MakeTask) -> None:
     """Run units from the pipe until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     worker = Worker(make_task)

@@ -22,7 +22,7 @@ _CHUNK = 2**20
 _T = TypeVar("_T")
 
 
-class Changed(Exception):
+class SizeMismatch(Exception):
     """The size of a transferred file differs from the expected one."""
 
 
@@ -32,7 +32,7 @@ def is_remote(name: str) -> bool:
 
 
 def path_in(name: str) -> str:
-    """Return the part of a name whose suffix tells the format."""
+    """Return the part of a name whose suffix gives the format."""
     return urlsplit(name).path if is_remote(name) else name
 
 

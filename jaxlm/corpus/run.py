@@ -12,7 +12,7 @@ OUT/signatures/NNNNN.bin             signatures of kept documents, for later run
 OUT/units/NNNNN.json                 counts of a unit, digests of its files
 OUT/report.json                      totals; written last, so its presence means finished
 OUT/report.html                      the same for people, with samples
-OUT/shards/                          token shards, if the recipe asks for them: mix/run.py
+OUT/shards/                          token shards, if the recipe requests them: mix/run.py
 OUT/unfinished/                      intermediate files; deleted at the end
 """
 
@@ -34,13 +34,13 @@ from jaxlm.corpus import earlier, engines, page, stages
 from jaxlm.corpus.comparison import compare
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.counts import Counts
-from jaxlm.corpus.engines import Each, EngineName
-from jaxlm.corpus.files import Written, changed, is_whole
+from jaxlm.corpus.engines import EngineName, RunUnits
+from jaxlm.corpus.files import FileDigest, changed, is_whole
 from jaxlm.corpus.filters.perplexity import MakeScorer
 from jaxlm.corpus.job import CLUSTERS, PAGE, REPORT, WORK, Job, part_of
 from jaxlm.corpus.report import report
 from jaxlm.corpus.unit import (
-    Half,
+    CleaningTask,
     Seconds,
     changed_since,
     cleaned,
@@ -71,7 +71,7 @@ def run(
     engine: EngineName = "processes",
     sample: float = 1.0,
     scorer: MakeScorer | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Outcome:
     """Run a recipe, or the unfinished part of it.
@@ -83,7 +83,7 @@ def run(
       engine: the engine that runs them.
       sample: the share of the records to read.
       scorer: opens the model of the stage perplexity; a function of a module, as it is pickled.
-      say: prints a line.
+      log: prints a line.
       progress: shows the progress of a step.
 
     Raises:
@@ -97,12 +97,12 @@ def run(
     try:
         out.mkdir(parents=True, exist_ok=True)
         with owned(out / LOCK):
-            job = job.claim(say)
+            job = job.claim(log)
             left = [n for n in range(len(job.units)) if not finished(job, n).exists()]
             seconds, size = Seconds(float), 0
             if left:
-                with engines.opened(engine, workers, say) as each:
-                    seconds, size = _do(job, left, each, say, progress)
+                with engines.opened(engine, workers, log) as each:
+                    seconds, size = _do(job, left, each, log, progress)
             answer = _concluded(job)
             shutil.rmtree(out / WORK)
     except OSError as error:
@@ -113,7 +113,7 @@ def run(
 
 
 def _do(
-    job: Job, left: list[int], each: Each, say: Callable[[str], None], progress: Progress
+    job: Job, left: list[int], each: RunUnits, log: Callable[[str], None], progress: Progress
 ) -> tuple[Seconds, int]:
     """Run all steps of the unfinished units; return seconds by stage and the bytes read."""
     sizes = [sum(piece.size for piece in unit) for unit in job.units]
@@ -121,13 +121,13 @@ def _do(
     seconds = Seconds(float)
     read = 0
     is_compared = verdict(job, 0).parent.exists()
-    _drop_stale_units(job, is_compared, say)
+    _drop_stale_units(job, is_compared, log)
     if not is_compared:
         dirty = [number for number in numbers if not cleaned(job, number).exists()]
         if len(dirty) < len(numbers):
-            say(f"resuming: {len(numbers) - len(dirty)} of {len(numbers)} units are cleaned")
+            log(f"resuming: {len(numbers) - len(dirty)} of {len(numbers)} units are cleaned")
         done = sum(sizes) - sum(sizes[number] for number in dirty)
-        for number, spent in each(Half(job.out, "clean", job.scorer), dirty):
+        for number, spent in each(CleaningTask(job.out, "clean", job.scorer), dirty):
             _add(seconds, spent)
             read, done = read + sizes[number], done + sizes[number]
             progress("cleaning", done, sum(sizes))
@@ -135,14 +135,14 @@ def _do(
         compare(job)
         seconds["compare"] = time.process_time() - begun
     done = sum(sizes) - sum(sizes[number] for number in left)
-    for number, spent in each(Half(job.out, "finish"), left):
+    for number, spent in each(CleaningTask(job.out, "finish"), left):
         _add(seconds, spent)
         done += sizes[number]
         progress("writing", done, sum(sizes))
     return seconds, read
 
 
-def _drop_stale_units(job: Job, is_compared: bool, say: Callable[[str], None]) -> None:
+def _drop_stale_units(job: Job, is_compared: bool, log: Callable[[str], None]) -> None:
     """Discard cleaned units whose files changed since; warn if it is too late, after comparing."""
     for number, pieces in enumerate(job.units):
         if not cleaned(job, number).exists():
@@ -151,12 +151,12 @@ def _drop_stale_units(job: Job, is_compared: bool, say: Callable[[str], None]) -
             continue
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         if is_compared:
-            say(
+            log(
                 f"{names[0]}{others} changed after it was read; its old contents are kept, because"
                 f" all units are compared. --out={job.out}-2 reads it again"
             )
         else:
-            say(f"{names[0]}{others} changed after it was read: unit {number} is cleaned again")
+            log(f"{names[0]}{others} changed after it was read: unit {number} is cleaned again")
             shutil.rmtree(cleaned(job, number))
 
 
@@ -179,7 +179,7 @@ def _concluded(job: Job) -> dict[str, Any]:
         parts[part_of(job.recipe.parts, pieces[0].name)] += Counts.from_json(unit["counts"])
         for name, fields in unit["files"].items():
             path = output(job.out, name, number)
-            if is_done and not is_whole(path, Written(**fields)):
+            if is_done and not is_whole(path, FileDigest(**fields)):
                 raise changed(path)
             files[path.relative_to(job.out).as_posix()] = fields
     if not is_done:

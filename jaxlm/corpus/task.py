@@ -32,9 +32,9 @@ def done(task: Task, number: int) -> dict[str, float]:
 
 
 class Worker:
-    """The worker's side: runs units one by one and answers in JSON. The task is made at the first."""
+    """The worker's side: runs units one by one, answers in JSON, makes the task at the first."""
 
-    def __init__(self, opens: Opens):
+    def __init__(self, opens: MakeTask):
         self._opens = opens
         self._task: Task | None = None
 
@@ -53,14 +53,14 @@ class Worker:
             return {"error": {"class": "JaxlmError", "what": what, "why": why}}
 
 
-def raised(parts: dict[str, str]) -> JaxlmError:
+def error_of(parts: dict[str, str]) -> JaxlmError:
     """Rebuild the error that a worker answered."""
     kind = getattr(errors, parts["class"], JaxlmError)
     return kind(parts["what"], **{name: parts.get(name, "") for name in ("where", "why", "fix")})
 
 
-def given_up(failed_units: list[str]) -> PeerLost:
-    """Return the error for units whose workers kept dying; each entry names a unit and the cause."""
+def units_failed(failed_units: list[str]) -> PeerLost:
+    """Return the error for units whose workers kept dying; entries name a unit and its cause."""
     return PeerLost(
         f"{MAX_DEATHS} worker processes died on the same unit of work",
         where=failed_units[0],

@@ -18,10 +18,10 @@ from jaxlm.core import faults
 from jaxlm.corpus import stages
 from jaxlm.corpus.counts import Counts
 from jaxlm.corpus.dedup.signatures import Signatures, Signer, ranges, without
-from jaxlm.corpus.document import Broken, Document, Removed, Stage, from_line, to_line
-from jaxlm.corpus.files import LineFiles, Written, checked_lines
+from jaxlm.corpus.document import BrokenRecord, CorpusDocument, Removed, Stage, from_line, to_line
+from jaxlm.corpus.files import FileDigest, LineFiles, checked_lines
 from jaxlm.corpus.filters.perplexity import MakeScorer
-from jaxlm.corpus.job import VERDICTS, WORK, Job, Piece
+from jaxlm.corpus.job import VERDICTS, WORK, FilePart, Job
 from jaxlm.corpus.readers.files import is_one_record, read
 from jaxlm.corpus.remote import is_remote
 from jaxlm.corpus.task import Task
@@ -38,7 +38,7 @@ def cleaned(job: Job, number: int) -> Path:
     return job.out / WORK / f"{number:05d}"
 
 
-def changed_since(job: Job, number: int, pieces: list[Piece]) -> list[str]:
+def changed_since(job: Job, number: int, pieces: list[FilePart]) -> list[str]:
     """Return the files of a cleaned unit that were written since; remote files never count."""
     done = json.loads((cleaned(job, number) / DONE).read_text(encoding="utf-8"))
     now = _times(pieces)
@@ -56,7 +56,7 @@ def verdict(job: Job, number: int) -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class Half:
+class CleaningTask:
     """One half of every unit of the job in a folder; pickled to the process that runs it."""
 
     out: Path
@@ -65,10 +65,10 @@ class Half:
 
     def __call__(self) -> Task:
         job = dataclasses.replace(Job.read(self.out), scorer=self.scorer)
-        return getattr(Units(job), self.name)
+        return getattr(CleaningUnits(job), self.name)
 
 
-class Units:
+class CleaningUnits:
     """Runs units of a job; the stages are made once."""
 
     def __init__(self, job: Job):
@@ -92,7 +92,7 @@ class Units:
             times = _times(self._units[number])
             with LineFiles(folder) as out:
                 for record in self._read(number, counts, seconds):
-                    self._pass(record, counts, signer, out, seconds)
+                    self._process(record, counts, signer, out, seconds)
                 written = out.written()
             signer.finish().write(folder / SIGNATURES)
             counts.check(f"unit {number}")
@@ -105,7 +105,9 @@ class Units:
             faults.point("prepare.clean", number)
         return dict(seconds)
 
-    def _read(self, number: int, counts: Counts, seconds: Seconds) -> Iterator[Document | Broken]:
+    def _read(
+        self, number: int, counts: Counts, seconds: Seconds
+    ) -> Iterator[CorpusDocument | BrokenRecord]:
         for piece in self._units[number]:
             if is_one_record(piece.name) and not self._job.is_in(piece.name, 1):
                 continue  # in a sample, skip the file without opening it
@@ -121,18 +123,18 @@ class Units:
                 if self._job.is_in(record.file, record.record):
                     yield record
 
-    def _pass(
+    def _process(
         self,
-        record: Document | Broken,
+        record: CorpusDocument | BrokenRecord,
         counts: Counts,
         signer: Signer,
         out: LineFiles,
         seconds: Seconds,
     ) -> None:
         """Pass a record through all stages and write it to the file of its outcome."""
-        if isinstance(record, Broken):
+        if isinstance(record, BrokenRecord):
             counts.add("read")
-            counts.add(f"broken.{found.kind}")
+            counts.add(f"broken.{record.kind}")
             out.write(BROKEN, to_line(record))
             return
         counts.add("read", record.text)
@@ -172,7 +174,7 @@ class Units:
         """Write the final files of a unit and its counts."""
         source = cleaned(self._job, number)
         done = json.loads((source / DONE).read_text(encoding="utf-8"))
-        before = {name: Written(**fields) for name, fields in done["files"].items()}
+        before = {name: FileDigest(**fields) for name, fields in done["files"].items()}
         counts = Counts.from_json(done["counts"])
         verdicts = json.loads(verdict(self._job, number).read_text(encoding="utf-8"))
         with LineFiles(folder) as out:
@@ -186,7 +188,7 @@ class Units:
                 self._apply_verdicts(documents, signatures, verdicts, counts, signer, out)
             written = out.written()
         signer.finish().write(folder / SIGNATURES)
-        written[SIGNATURES] = Written.of(folder / SIGNATURES, counts.documents[KEPT])
+        written[SIGNATURES] = FileDigest.of(folder / SIGNATURES, counts.documents[KEPT])
         counts.check(f"unit {number}")
         result = {
             "inputs": [[piece.name, piece.size] for piece in self._units[number]],
@@ -208,7 +210,7 @@ class Units:
         for ordinal, line in enumerate(lines):
             if (fate := verdicts["removed"].get(str(ordinal))) is not None:
                 document = from_line(line)
-                _forget(document, counts)
+                _uncount_kept(document, counts)
                 _remove(document, fate[0], fate[1], counts, out)
             elif str(ordinal) in verdicts["cut"] or str(ordinal) in verdicts["ranges"]:
                 cut = {kind: verdicts[kind].get(str(ordinal), []) for kind in ("cut", "ranges")}
@@ -219,7 +221,7 @@ class Units:
 
     def _shorten(
         self,
-        document: Document,
+        document: CorpusDocument,
         spans: list[int],
         substrings: list[list[int]],
         counts: Counts,
@@ -236,7 +238,7 @@ class Units:
             piece = dataclasses.replace(document, text=document.text[begin:end], meta={})
             out.write(CUT, to_line(piece, kind=kind, begin=begin))
         text = without(document.text, (span for _, *span in cut)).strip("\n")
-        _forget(document, counts)
+        _uncount_kept(document, counts)
         if not text.strip():
             _remove(document, f"{cut[-1][0]}.{NOTHING_LEFT}", "", counts, out)
             return
@@ -268,19 +270,21 @@ def output(out: Path, name: str, number: int) -> Path:
     return out.joinpath(*name.split(".", 1), f"{number:05d}.{ending}")
 
 
-def _times(pieces: list[Piece]) -> dict[str, int | None]:
+def _times(pieces: list[FilePart]) -> dict[str, int | None]:
     """Return the modification time of each local file in nanoseconds."""
     return {
         each.name: None if is_remote(each.name) else each.path.stat().st_mtime_ns for each in pieces
     }
 
 
-def _remove(document: Document, reason: str, detail: str, counts: Counts, out: LineFiles) -> None:
+def _remove(
+    document: CorpusDocument, reason: str, detail: str, counts: Counts, out: LineFiles
+) -> None:
     counts.add(f"removed.{reason}", document.text)
     out.write(f"removed.{reason}", to_line(document, reason=reason, detail=detail))
 
 
-def _forget(document: Document, counts: Counts) -> None:
+def _uncount_kept(document: CorpusDocument, counts: Counts) -> None:
     """Undo the count of a kept document."""
     counts.documents[KEPT] -= 1
     counts.characters[KEPT] -= len(document.text)

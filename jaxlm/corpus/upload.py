@@ -9,12 +9,12 @@ from jaxlm.core.errors import NotWritable
 from jaxlm.corpus.job import CLUSTERS, PAGE, RECIPE, REPORT
 from jaxlm.corpus.mix.after import SHARDS
 from jaxlm.corpus.mix.run import MIX
-from jaxlm.corpus.remote import Changed, open_store, said, tried
+from jaxlm.corpus.remote import SizeMismatch, described, open_store, tried
 from jaxlm.corpus.run import LOCK
 
 
 def copy_to(folder: Path, files: list[str], url: str) -> int:
-    """Copy a finished run, the report last; return the number of files, 0 if all were copied before.
+    """Copy a finished run, the report last; return the number of files, 0 if already done.
 
     Raises:
       InputMissing: the store does not answer.

@@ -57,14 +57,14 @@ class Broken(NamedTuple):
 
 @dataclasses.dataclass
 class Start:
-    """What remains to be read if only the start of some files is: records, and unpacked bytes."""
+    """Budget for reading the start of some files: remaining records and unpacked bytes."""
 
     records: int
     bytes: int
 
     @property
     def is_read(self) -> bool:
-        """Whether nothing remains."""
+        """Return whether nothing remains."""
         return not (self.records and self.bytes)
 
 

@@ -141,8 +141,8 @@ def test_the_bytes_are_the_same_with_any_number_of_processes_and_after_a_kill(so
     assert not Path("out/unfinished").exists()
     for words, point, code in (
         (["--workers=2"], "", 0),
-        ([], "prepare.tokenise:sigkill@2", -signal.SIGKILL),
-        ([], "prepare.tokenise:enospc@1", 73),
+        ([], "prepare.tokenize:sigkill@2", -signal.SIGKILL),
+        ([], "prepare.tokenize:enospc@1", 73),
     ):
         shutil.rmtree("out")
         done = subprocess.run(

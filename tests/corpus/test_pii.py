@@ -318,7 +318,7 @@ def test_what_stands_beside_a_text_is_masked_too_but_for_addresses_of_pages(here
     (document,) = lines("kept/*.jsonl")
     assert document["text"] == prose(1)
     assert document["meta"] == beside | {"author": {"mails": ["<EMAIL>", 7]}}
-    assert answer["notes"] == {"pii: email masked beside a text": 1}
+    assert answer["notes"] == {"pii: email masked in metadata": 1}
 
 
 def test_documents_with_a_find_can_be_removed_instead(here, capsys):

@@ -106,7 +106,7 @@ def test_a_kill_in_tokenising_changes_no_byte(crawl, capsys):
     words = [sys.executable, "-m", "jaxlm", "data", "run", "--config=corpus.py", "--out=out"]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
-        "JAXLM_FAULTS": "prepare.tokenise:sigkill@1",
+        "JAXLM_FAULTS": "prepare.tokenize:sigkill@1",
     }
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -1,8 +1,8 @@
 """Deduplication across all units, in the order of files and records; the first of a cluster stays.
 
 Memory: 16 bytes a document and its place; with near duplicates up to three times
-4 x bands x rows, about 2 kB; 12 bytes a long span; 12 bytes a fingerprint, of which prose has one
-for about 14 words.
+4 x bands x rows, about 2 kB; 12 bytes a long span; 12 bytes a fingerprint (prose has one for about
+14 words).
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Cluster:
     """Duplicates by document number; `agreement` is that of the pair that linked each document."""
 
     kind: str  # exact or near
-    kept: int
+    representative: int
     removed: tuple[int, ...]
     agreement: tuple[float, ...]
 
@@ -57,7 +57,7 @@ def merge(
     clusters: list[Cluster] = []
     if "exact" in recipe.dedup:
         clusters_of_all = _exact(np.concatenate([unit.digests for unit in units]))
-        clusters += _news(clusters_of_all, first_new)
+        clusters += _only_new(clusters_of_all, first_new)
         for cluster in clusters:
             alive[list(cluster.removed)] = False
     if "near" in recipe.dedup:
@@ -66,7 +66,7 @@ def merge(
         clusters_of_all = _near(
             np.concatenate([unit.minhash for unit in units])[rows], rows, recipe
         )
-        near = _news(clusters_of_all, first_new)
+        near = _only_new(clusters_of_all, first_new)
         for cluster in near:
             alive[list(cluster.removed)] = False
         clusters += near
@@ -79,7 +79,7 @@ def merge(
     return verdict
 
 
-def _news(clusters: list[Cluster], first_new: int) -> list[Cluster]:
+def _only_new(clusters: list[Cluster], first_new: int) -> list[Cluster]:
     """Drop duplicates of clusters that belong to an earlier run."""
     new_clusters = []
     for cluster in clusters:
@@ -87,7 +87,7 @@ def _news(clusters: list[Cluster], first_new: int) -> list[Cluster]:
         if any(is_new):
             removed = tuple(itertools.compress(cluster.removed, is_new))
             agreement = tuple(itertools.compress(cluster.agreement, is_new))
-            new_clusters.append(Cluster(cluster.kind, cluster.kept, removed, agreement))
+            new_clusters.append(Cluster(cluster.kind, cluster.representative, removed, agreement))
     return new_clusters
 
 
@@ -100,7 +100,7 @@ def _exact(digests: np.ndarray) -> list[Cluster]:
         for group in groups
         if len(group) > 1
     ]
-    return sorted(clusters, key=lambda cluster: cluster.kept)
+    return sorted(clusters, key=lambda cluster: cluster.representative)
 
 
 def _near(signatures: np.ndarray, rows: np.ndarray, recipe: Recipe) -> list[Cluster]:

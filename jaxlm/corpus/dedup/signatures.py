@@ -12,7 +12,7 @@ from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.dedup.config import Spans
 from jaxlm.corpus.dedup.minhash import signature
 from jaxlm.corpus.dedup.substrings import fingerprints
-from jaxlm.corpus.document import Document
+from jaxlm.corpus.document import CorpusDocument
 
 _EMPTY_LINES = re.compile(r"(\n(?:[ \t]*\n)+)")
 
@@ -53,7 +53,7 @@ class Signer:
         self._owners: list[int] = []
         self._prints: list[np.ndarray] = []
 
-    def add(self, document: Document) -> None:
+    def add(self, document: CorpusDocument) -> None:
         """Add the next document."""
         recipe, number = self._recipe, len(self._digests)
         self._digests.append(digest(document.text, 16))

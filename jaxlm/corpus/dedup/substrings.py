@@ -54,16 +54,16 @@ class Finder:
 
     def later(self, document: int) -> np.ndarray:
         """Return the words at which repeated runs begin, given the documents kept so far."""
-        numbers, (_, seen) = self._mine(document), self._all
+        numbers, (_, seen) = self._runs_of(document), self._all
         repeats = np.ones(len(numbers), bool)
         repeats[np.unique(numbers, return_index=True)[1]] = False
         return self._begins[document][seen[numbers] | repeats]
 
     def keep(self, document: int) -> None:
         """Mark the runs of a kept document as seen."""
-        self._all[1][self._mine(document)] = True
+        self._all[1][self._runs_of(document)] = True
 
-    def _mine(self, document: int) -> np.ndarray:
+    def _runs_of(self, document: int) -> np.ndarray:
         begin = self._offsets[document]
         return self._all[0][begin : begin + len(self._begins[document])]
 

@@ -1,9 +1,9 @@
-"""C4's rules: what is no sentence is cut out of a page, then pages without prose go."""
+"""C4's rules: cut lines that are no sentences out of a page, then remove pages without prose."""
 
 import re
 from collections import Counter
 
-from jaxlm.corpus.document import Document, Removed, Stage
+from jaxlm.corpus.document import CorpusDocument, Removed, Stage
 from jaxlm.corpus.filters.config import C4
 
 TERMINAL = ".", "!", "?", '"', "\u201d"
@@ -20,29 +20,30 @@ _SENTENCE_END = re.compile(r"[.!?][\"'\u201d\u2019)\]]*(?=\s|$)")
 
 
 def c4(config: C4) -> Stage:
-    """Lines that end in terminal punctuation and are long enough stay; pages with few sentences, braces or filler go.
+    """Keep long lines with terminal punctuation; remove pages with few sentences, braces or filler.
 
-    Source: Raffel et al. 2020, JMLR 21(140), §2.2. Its list of words is not here. Sentences are counted by their ends, where
-    it has NLTK; the lines about policies and the marks of citations are those of its program, which its text leaves out.
+    Source: Raffel et al. 2020, JMLR 21(140), §2.2, without its word list. Sentences are counted by
+    their ends, in place of NLTK. Rules on policies and citation marks are those of its program,
+    which the paper omits.
     """
 
-    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
         lower = document.text.lower()
         if "lorem ipsum" in lower:
-            return Removed("lorem_ipsum", "the phrase is there")
+            return Removed("lorem_ipsum", "it contains the phrase")
         if "{" in document.text:
             return Removed("brace", f"at character {document.text.index('{')}")
-        kept, cut = [], Counter[str]()
+        lines, cut = [], Counter[str]()
         for line in document.text.split("\n"):
             line = _CITATION.sub("", line.strip())
             if why := _fault(line, config):
                 cut[why] += 1
             else:
-                kept.append(line)
-        text = "\n".join(kept)
+                lines.append(line)
+        text = "\n".join(lines)
         sentences = len(_SENTENCE_END.findall(text))
         if sentences < config.sentences:
-            return Removed("sentences", f"{sentences} in the lines that stay")
+            return Removed("sentences", f"{sentences} in the kept lines")
         for why, count in cut.items():
             counts[f"c4: lines {why}"] += count
         return document if text == document.text else document.with_text(text)
@@ -51,7 +52,7 @@ def c4(config: C4) -> Stage:
 
 
 def _fault(line: str, config: C4) -> str:
-    """Why a line is cut out; nothing where it stays."""
+    """Return why a line is cut out, or an empty string."""
     if not line.endswith(TERMINAL) or line.endswith("..."):
         return "without terminal punctuation"
     if len(line.split()) < config.line_words:

@@ -1,8 +1,8 @@
-"""What FineWeb added to the rules of Gopher and C4."""
+"""Rules that FineWeb added to those of Gopher and C4."""
 
 from collections import Counter
 
-from jaxlm.corpus.document import Document, Removed, Stage
+from jaxlm.corpus.document import CorpusDocument, Removed, Stage
 from jaxlm.corpus.filters.config import FineWeb
 from jaxlm.corpus.filters.repetition import repeated
 
@@ -10,12 +10,12 @@ PUNCTUATION = ".", "!", "?", '"', "'", "\u201d", "\u2019", "\u3002", "\uff01", "
 
 
 def fineweb(config: FineWeb) -> Stage:
-    """Lists and menus: lines without punctuation, lines that stood before, short lines.
+    """Remove lists and menus: few lines with punctuation, repeated lines, short lines.
 
-    Source: Penedo et al. 2024, arXiv:2406.17557, §3.6. Shares are of lines that hold something.
+    Source: Penedo et al. 2024, arXiv:2406.17557, §3.6. Shares are of nonempty lines.
     """
 
-    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
         lines = [line.strip() for line in document.text.split("\n") if line.strip()]
         if not lines:
             return document

@@ -1,28 +1,28 @@
-"""Where something lies in a text."""
+"""Matches in a text."""
 
 import bisect
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
-class Found(NamedTuple):
-    """Where something lies in a text, and of which kind it is."""
+class PiiMatch(NamedTuple):
+    """The range of a match in a text, and its kind."""
 
     start: int
     end: int
     kind: str
 
 
-def apart(every: Iterable[Found], order: Sequence[str]) -> list[Found]:
-    """What is found, in order, none over another: of two the longer, then the one whose kind comes first."""
+def apart(every: Iterable[PiiMatch], order: Sequence[str]) -> list[PiiMatch]:
+    """Select matches without overlap, in order: the longer of two, then by the order of kinds."""
     ranked = sorted(
         every, key=lambda each: (each.start - each.end, order.index(each.kind), each.start)
     )
-    taken: list[Found] = []  # in order, so that only those on either side can lie over the next
+    selected: list[PiiMatch] = []  # sorted, so only the two adjacent ones can overlap the next
     for each in ranked:
-        at = bisect.bisect(taken, each)
-        if (not at or taken[at - 1].end <= each.start) and (
-            at == len(taken) or each.end <= taken[at].start
+        place = bisect.bisect(selected, each)
+        if (not place or selected[place - 1].end <= each.start) and (
+            place == len(selected) or each.end <= selected[place].start
         ):
-            taken.insert(at, each)
-    return taken
+            selected.insert(place, each)
+    return selected

@@ -1,8 +1,8 @@
-"""Gopher's rules of quality."""
+"""Gopher's quality rules."""
 
 from collections import Counter
 
-from jaxlm.corpus.document import Document, Removed, Stage
+from jaxlm.corpus.document import CorpusDocument, Removed, Stage
 from jaxlm.corpus.filters.config import Gopher
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
@@ -11,13 +11,14 @@ ELLIPSES = "...", "…"
 
 
 def gopher(config: Gopher) -> Stage:
-    """Too few or many words, words too short or long, symbols, bullets, ellipses, no letters, no stop words: in this order.
+    """Remove documents by number and length of words, symbols, bullets, ellipses and stop words.
 
-    Source: Rae et al. 2021, arXiv:2112.11446, §A.1.1 "Quality Filtering". Words are what white space separates. `symbols`
-    holds for each symbol alone, as there; which characters are bullets is not said there.
+    Source: Rae et al. 2021, arXiv:2112.11446, §A.1.1 "Quality Filtering". Words are separated by
+    white space. `symbols` applies to each symbol alone, as in the source, which does not list the
+    characters that are bullets.
     """
 
-    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
         text = document.text
         words = text.split()
         count = len(words)
@@ -29,9 +30,9 @@ def gopher(config: Gopher) -> Stage:
         if not config.word_length_least <= mean <= config.word_length_most:
             return Removed("word_length", f"a mean of {mean:.2f} characters")
         symbols = {"#": text.count("#"), "ellipses": sum(map(text.count, ELLIPSES))}
-        for name, found in symbols.items():
-            if found > config.symbols * count:
-                return Removed("symbols", f"{found} {name} in {count} words")
+        for name, count_of_symbol in symbols.items():
+            if count_of_symbol > config.symbols * count:
+                return Removed("symbols", f"{count_of_symbol} {name} in {count} words")
         lines = [line.strip() for line in text.split("\n") if line.strip()]
         bullets = sum(line.startswith(BULLETS) for line in lines)
         if bullets > config.bullets * len(lines):
@@ -42,15 +43,15 @@ def gopher(config: Gopher) -> Stage:
         alphabetic = sum(any(map(str.isalpha, word)) for word in words)
         if alphabetic < config.alphabetic * count:
             return Removed("alphabetic", f"{alphabetic} of {count} words")
-        # The commonest words are among the first, so few are looked at.
-        found_words = set[str]()
+        # Stop words are frequent, so few words are examined.
+        stop_words = set[str]()
         for word in words:
-            if len(found_words) >= config.stop_words:
+            if len(stop_words) >= config.stop_words:
                 break
             if (plain := word.strip(".,;:!?\"'()").lower()) in STOP_WORDS:
-                found_words.add(plain)
-        if len(found_words) < config.stop_words:
-            return Removed("stop_words", f"{len(found_words)} of the eight")
+                stop_words.add(plain)
+        if len(stop_words) < config.stop_words:
+            return Removed("stop_words", f"{len(stop_words)} of the eight")
         return document
 
     return stage

@@ -1,20 +1,21 @@
-"""Which languages are kept."""
+"""Language identification."""
 
 from collections import Counter
 
 from jaxlm.core.errors import ConfigError, not_installed
-from jaxlm.corpus.document import Document, Removed, Stage
+from jaxlm.corpus.document import CorpusDocument, Removed, Stage
 from jaxlm.corpus.filters.config import Language
 
 
 def language(config: Language) -> Stage:
-    """Documents that a model of byte n-grams takes for one of the languages; code and belief go to the meta.
+    """Keep documents in one of the languages; code and probability become metadata.
 
     Raises:
-      InputMissing: where py3langid is not installed.
-      ConfigError: where it knows one of the languages not.
+      InputMissing: py3langid is not installed.
+      ConfigError: py3langid does not support a language.
 
-    Source: Lui and Baldwin 2012, "langid.py: An Off-the-shelf Language Identification Tool"; the model is in the wheel.
+    Source: Lui and Baldwin 2012, "langid.py: An Off-the-shelf Language Identification Tool", with
+    byte n-grams; the model is in the wheel.
     """
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
@@ -24,20 +25,20 @@ def language(config: Language) -> Stage:
     known = set(identifier.labels)
     if unknown := [code for code in config.keep if code not in known]:
         raise ConfigError(
-            f"py3langid knows no language {unknown[0]!r}",
+            f"py3langid does not support the language {unknown[0]!r}",
             where="language.keep",
-            why=f"it knows {', '.join(sorted(known))}",
+            why=f"it supports {', '.join(sorted(known))}",
             fix="--config.language.keep=en",
         )
 
-    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
-        code, belief = identifier.classify(document.text[: config.read])
-        belief = round(float(belief), 3)
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
+        code, probability = identifier.classify(document.text[: config.read])
+        probability = round(float(probability), 3)
         if code not in config.keep:
-            return Removed("other", f"{code}, {belief}")
-        if belief < config.probability:
-            return Removed("unsure", f"{code}, {belief}")
+            return Removed("other", f"{code}, {probability}")
+        if probability < config.probability:
+            return Removed("unsure", f"{code}, {probability}")
         counts[f"language: {code}"] += 1
-        return document.with_text(document.text, language=code, language_probability=belief)
+        return document.with_text(document.text, language=code, language_probability=probability)
 
     return stage

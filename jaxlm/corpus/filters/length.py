@@ -1,15 +1,15 @@
-"""How long a document may be."""
+"""Length limits."""
 
 from collections import Counter
 
-from jaxlm.corpus.document import Document, Removed, Stage
+from jaxlm.corpus.document import CorpusDocument, Removed, Stage
 from jaxlm.corpus.filters.config import Length
 
 
 def length(config: Length) -> Stage:
-    """Characters between two limits."""
+    """Keep documents with a length between two limits."""
 
-    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
         size = len(document.text)
         if size < config.least:
             return Removed("short", f"{size} characters")

@@ -1,4 +1,4 @@
-"""What tells who or where a person is, and what opens their doors: found by form, and by check digits where there are some."""
+"""Personal data and credentials, found by their form and, if they have one, a check digit."""
 
 import dataclasses
 import functools
@@ -8,80 +8,82 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from jaxlm.corpus.document import Document, Removed, Stage
+from jaxlm.corpus.document import CorpusDocument, Removed, Stage
 from jaxlm.corpus.filters import national, presidio
 from jaxlm.corpus.filters.config import Pii
-from jaxlm.corpus.filters.found import Found, apart
+from jaxlm.corpus.filters.found import PiiMatch, apart
 
 PAGES = ("http://", "https://")
 
 
 def pii(config: Pii) -> Stage:
-    """Each find masked as <EMAIL> and the like, or its document removed.
+    """Mask each match as <EMAIL> and the like, or remove its document.
 
-    What stands beside a text, in its meta, is masked in either case. Addresses of pages there stay: they say where it is from.
+    Metadata is masked in both cases, except URLs, which give its origin.
 
     Raises:
-      InputMissing: where the finder is presidio and not installed, or python-stdnum is not, for national_id.
+      InputMissing: presidio is the finder and not installed, or python-stdnum for national_id.
     """
     if "national_id" in config.kinds:
         national.checks()
-    finder: Callable[[str], list[Found]] = functools.partial(find, kinds=config.kinds)
+    finder: Callable[[str], list[PiiMatch]] = functools.partial(find, kinds=config.kinds)
     if config.finder == "presidio":
         other = presidio.finders(config.kinds, config.score)
-        ours = tuple(kind for kind in config.kinds if kind not in presidio.NAMES)
+        own_kinds = tuple(kind for kind in config.kinds if kind not in presidio.NAMES)
 
-        def finder(text: str) -> list[Found]:
-            return apart([*other(text), *find(text, ours)], list(KINDS))
+        def finder(text: str) -> list[PiiMatch]:
+            return apart([*other(text), *find(text, own_kinds)], list(KINDS))
 
-    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
-        found = finder(document.text)
-        if found and config.action == "remove":
-            return Removed(found[0].kind, f"at character {found[0].start}, {len(found)} in all")
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
+        matches = finder(document.text)
+        if matches and config.action == "remove":
+            return Removed(
+                matches[0].kind, f"at character {matches[0].start}, {len(matches)} in all"
+            )
 
-        def beside(value: Any) -> Any:
+        def masked_meta(value: Any) -> Any:
             if isinstance(value, dict):
-                return {key: beside(each) for key, each in value.items()}
+                return {key: masked_meta(each) for key, each in value.items()}
             if isinstance(value, list):
-                return [beside(each) for each in value]
+                return [masked_meta(each) for each in value]
             if not isinstance(value, str) or value.startswith(PAGES):
                 return value
-            return masked(value, finder(value), "masked beside a text", counts)
+            return masked(value, finder(value), "masked in metadata", counts)
 
         return dataclasses.replace(
             document,
-            text=masked(document.text, found, "masked", counts),
-            meta=beside(document.meta),
+            text=masked(document.text, matches, "masked", counts),
+            meta=masked_meta(document.meta),
         )
 
     return stage
 
 
-def masked(text: str, found: list[Found], what: str, counts: Counter[str]) -> str:
-    """A text with the kind of each find in its place, each counted as `what`."""
+def masked(text: str, matches: list[PiiMatch], what: str, counts: Counter[str]) -> str:
+    """Replace each match by its kind, and count it as `what`."""
     pieces, end = [], 0
-    for each in found:
+    for each in matches:
         counts[f"pii: {each.kind} {what}"] += 1
         pieces += [text[end : each.start], f"<{each.kind.upper()}>"]
         end = each.end
     return "".join(pieces) + text[end:]
 
 
-def find(text: str, kinds: tuple[str, ...]) -> list[Found]:
-    """Everything of these kinds, in order, none over another: of two the longer, then the one that KINDS has first."""
+def find(text: str, kinds: tuple[str, ...]) -> list[PiiMatch]:
+    """Return matches of these kinds, in order, without overlap: the longer, then by KINDS."""
     return apart((each for kind in kinds for each in _of_kind(text, kind)), list(KINDS))
 
 
-def _of_kind(text: str, kind: str) -> Iterator[Found]:
+def _of_kind(text: str, kind: str) -> Iterator[PiiMatch]:
     pieces, pattern, is_right = KINDS[kind]
     for begin, piece in pieces(text):
         for match in pattern.finditer(piece):
             if is_right(match):
-                yield Found(begin + match.start(), begin + match.end(), kind)
+                yield PiiMatch(begin + match.start(), begin + match.end(), kind)
 
 
 def passes_luhn(digits: str) -> bool:
-    """Whether the last digit is the check of the others: ISO/IEC 7812-1, annex B."""
+    """Check the last digit by Luhn's algorithm: ISO/IEC 7812-1, annex B."""
     total = 0
     for place, letter in enumerate(reversed(digits)):
         value = int(letter) * (1 + place % 2)
@@ -90,11 +92,11 @@ def passes_luhn(digits: str) -> bool:
 
 
 def passes_mod97(code: str) -> bool:
-    """Whether an IBAN, without spaces, is 1 modulo 97 as ISO 13616 has it: first four to the end, letters from A = 10."""
+    """Check an IBAN without spaces: 1 modulo 97 (ISO 13616), first four last, A = 10."""
     return int("".join(str(int(letter, 36)) for letter in code[4:] + code[:4])) % 97 == 1
 
 
-# Length of the whole IBAN by country: SWIFT's registry, of which these are the countries of SEPA and a few more.
+# Length of an IBAN by country, from SWIFT's registry: the countries of SEPA and a few more.
 IBAN_LENGTHS = {
     **dict.fromkeys(("NO",), 15),
     **dict.fromkeys(("BE",), 16),
@@ -111,10 +113,10 @@ IBAN_LENGTHS = {
     **dict.fromkeys(("CY", "HU", "PL"), 28),
     **dict.fromkeys(("MT",), 31),
 }
-# Leading digits and lengths that the networks give out: Visa, Mastercard, American Express, Diners, Discover, JCB.
+# Prefixes and lengths of Visa, Mastercard, American Express, Diners, Discover, JCB.
 _CARD = re.compile(
-    r"4\d{12}(?:\d{3}){0,2}|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}|3[47]\d{13}"
-    r"|3(?:0[0-5]|[68]\d)\d{11}|6(?:011|5\d\d)\d{12}|35(?:2[89]|[3-8]\d)\d{12}"
+    r"4\d{12}(?:\d{3}){0,2}|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}"
+    r"|3[47]\d{13}|3(?:0[0-5]|[68]\d)\d{11}|6(?:011|5\d\d)\d{12}|35(?:2[89]|[3-8]\d)\d{12}"
 )
 
 
@@ -128,24 +130,24 @@ def _is_iban(match: re.Match[str]) -> bool:
     return len(code) == IBAN_LENGTHS.get(code[:2]) and passes_mod97(code)
 
 
-# Top-level domains that no array has for an attribute: they end an address whatever follows.
+# Top-level domains that are no attribute of an array: an address with one needs no further check.
 USUAL_DOMAINS = frozenset(
     "com org net edu gov mil int info biz museum "
-    "ar au be bg br ca ch cl cn co cz de dk ee es eu fi fr gr hk hr hu ie il ir jp kr lt lu lv mx my "
-    "nl nz pe ph pl pt ro rs ru se sg si sk th tr tw ua uk us vn za".split()
+    "ar au be bg br ca ch cl cn co cz de dk ee es eu fi fr gr hk hr hu ie il ir jp kr lt lu lv mx"
+    " my nl nz pe ph pl pt ro rs ru se sg si sk th tr tw ua uk us vn za".split()
 )
-# Attributes and methods of arrays that are no top-level domain: `q@k.transpose` is a product.
+# Attributes and methods of arrays, which are no top-level domains: `q@k.transpose` is a product.
 ATTRIBUTES = frozenset(
-    "adjoint array astype bias bfloat clone coef conj conjugate contiguous copy cpu cuda detach diag "
-    "dtype expand flat flatten float grad half imag inv inverse item kernel mH mT mean ndim numpy params "
-    "permute ravel repeat reshape shape size squeeze std sum swapaxes toarray tocsr todense tolist "
+    "adjoint array astype bias bfloat clone coef conj conjugate contiguous copy cpu cuda detach"
+    " diag dtype expand flat flatten float grad half imag inv inverse item kernel mH mT mean ndim"
+    " numpy params permute ravel repeat reshape shape size squeeze std sum swapaxes toarray tocsr todense tolist "
     "transpose unsqueeze value values var view weight weights".split()
 )
-SERVICES = frozenset(("git", "hg", "svn"))  # accounts that everybody pushes to
+SERVICES = frozenset(("git", "hg", "svn"))  # accounts of repositories, not of persons
 
 
 def _is_email(match: re.Match[str]) -> bool:
-    """Return whether it is an address of mail, and no product of arrays or place of a repository."""
+    """Return whether a match is an email address, not a product of arrays or a repository URL."""
     local, domain = match[0].rsplit("@", 1)
     last = domain.rpartition(".")[2]
     after = match.string[match.end() : match.end() + 1]
@@ -157,23 +159,25 @@ def _is_email(match: re.Match[str]) -> bool:
 _CALLED = re.compile(r"(?:\.\w+)*[(\[]")
 
 
-# What stands before the number of a version or of a section. A node may be a machine: there only small numbers are versions.
+# Words before the number of a version or section. `node` may be a machine: after it only small
+# numbers are versions.
 _NUMBERED = re.compile(
-    r"(?:(?:\b(?:version|ver|release|revision|rev|build|section|sect|sec|chapter|clause|paragraph|para"
-    r"|appendix|annex|figure|fig|table|python|java|openssl|chrome|firefox)s?\b|\u00a7)[ .:=(\"']{0,3}"
+    r"(?:(?:\b(?:version|ver|release|revision|rev|build|section|sect|sec|chapter|clause|paragraph"
+    r"|para|appendix|annex|figure|fig|table|python|java|openssl|chrome|firefox)s?\b|\u00a7)"
+    r"[ .:=(\"']{0,3}"
     r"|(?:[<>=!~]=|\^|~>) ?|(?P<node>\bnode(?:\.?js)? ?))$",
     re.IGNORECASE,
 )
-_LARGEST_VERSION = 50  # of each part, behind "node"
-# What IANA has given out of the addresses of version 6 (RFC 4291, section 2.4; RFC 6052, section 2.1).
+_LARGEST_VERSION = 50  # of each part, after "node"
+# Allocated IPv6 ranges (RFC 4291, section 2.4; RFC 6052, section 2.1).
 _GIVEN_OUT = tuple(map(ipaddress.IPv6Network, ("2000::/3", "64:ff9b::/96")))
 
 
 def _is_address(match: re.Match[str]) -> bool:
-    """Return whether it is an address of the internet that could be somebody's.
+    """Return whether a match is a public address that can belong to a person.
 
-    Private, local and documentation ranges are nobody's, nor is `abc::def`, which is in no range
-    that was given out, or the number of a version or a section.
+    Private, local, documentation and unallocated ranges, as in `abc::def`, cannot. Numbers of
+    versions and sections are no addresses.
     """
     try:
         address = ipaddress.ip_address(match[0])
@@ -194,14 +198,14 @@ def _is_phone(match: re.Match[str]) -> bool:
     digits = re.sub(r"\D", "", text)
     if text.startswith("+"):
         return 8 <= len(digits) <= 15  # ITU-T E.164
-    # In North America neither the area nor the exchange begins with 0 or 1, and 555-01xx is for stories.
+    # In North America area and exchange do not begin with 0 or 1, and 555-01xx is for fiction.
     area, exchange, line = digits[-10:-7], digits[-7:-4], digits[-4:]
     is_story = exchange == "555" and line.startswith("01")
     return area[0] > "1" and exchange[0] > "1" and not is_story
 
 
 def _is_ssn(match: re.Match[str]) -> bool:
-    """Number ranges that the United States' Social Security Administration never gave out are none."""
+    """Return whether the ranges are ones the US Social Security Administration issued."""
     area, group, serial = match[0].split("-")
     return area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
 
@@ -215,9 +219,10 @@ def _always(match: re.Match[str]) -> bool:
 
 
 def _lines_with(sign: str) -> Callable[[str], Iterator[tuple[int, str]]]:
-    """The lines in which a short pattern is found, and where they begin: most text is passed over at this price.
+    """Return a function that yields the lines with a short pattern, and their offsets.
 
-    The pattern holds no end of a line. It is found fast where all that it matches begins with one set of characters.
+    It skips most text at this price. The pattern must not match a line end, and is searched fast
+    if its matches begin with one set of characters.
     """
     search = re.compile(sign).search
 
@@ -233,7 +238,7 @@ def _lines_with(sign: str) -> Callable[[str], Iterator[tuple[int, str]]]:
 
 
 def _all_with(*signs: str) -> Callable[[str], Iterator[tuple[int, str]]]:
-    """The text, if it holds one of the signs somewhere."""
+    """Return a function that yields the whole text if it contains one of the signs."""
 
     def pieces(text: str) -> Iterator[tuple[int, str]]:
         if any(sign in text for sign in signs):
@@ -243,13 +248,14 @@ def _all_with(*signs: str) -> Callable[[str], Iterator[tuple[int, str]]]:
 
 
 class _Kind(NamedTuple):
-    pieces: Callable[[str], Iterator[tuple[int, str]]]  # of a text, those that are looked at
+    pieces: Callable[[str], Iterator[tuple[int, str]]]  # the parts of a text to search
     pattern: re.Pattern[str]
     is_right: Callable[[re.Match[str]], bool]
 
 
 _KEYS = (
-    r"-----BEGIN (?:[A-Z]{1,20} ){0,3}PRIVATE KEY-----[A-Za-z0-9+/=\s]{20,10000}-----END (?:[A-Z]{1,20} ){0,3}PRIVATE KEY-----",
+    r"-----BEGIN (?:[A-Z]{1,20} ){0,3}PRIVATE KEY-----[A-Za-z0-9+/=\s]{20,10000}"
+    r"-----END (?:[A-Z]{1,20} ){0,3}PRIVATE KEY-----",
     r"\b(?:AKIA|ASIA)[A-Z2-7]{16}\b",  # Amazon
     r"\bgh[opsur]_[A-Za-z0-9]{36,255}\b|\bgithub_pat_\w{60,255}\b",
     r"\bglpat-[\w-]{20,64}",  # GitLab
@@ -275,14 +281,15 @@ _KEY_SIGNS = (
     ),
     *("AIza", "k_live_", "hf_", "eyJ"),
 )
-# In the order of their claim to a piece of text that several fit.
+# In order of precedence for overlapping matches of equal length.
 KINDS = {
     "key": _Kind(_all_with(*_KEY_SIGNS), re.compile("|".join(_KEYS)), _always),
     "email": _Kind(
         _lines_with("@"),
-        # RFC 5322's dot-atom, as far as people use it.
+        # RFC 5322's dot-atom, in its common forms.
         re.compile(
-            r"(?<![\w.+%-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,5}@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,6}"
+            r"(?<![\w.+%-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,5}"
+            r"@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,6}"
             r"[A-Za-z]{2,24}(?![\w@-])"
         ),
         _is_email,
@@ -290,14 +297,16 @@ KINDS = {
     "iban": _Kind(
         _lines_with(r"[A-Z]{2}\d\d"),
         re.compile(
-            r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?(?![A-Za-z0-9])"
+            r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?"
+            r"(?![A-Za-z0-9])"
         ),
         _is_iban,
     ),
     "card": _Kind(
         _lines_with(r"\d{4}"),
         re.compile(
-            r"(?<![\w.-])(?:\d{4}[ -]?\d{4}[ -]?\d{4}[ -]?\d{1,7}|\d{4}[ -]?\d{6}[ -]?\d{4,5})(?![\w-]|\.\d)"
+            r"(?<![\w.-])(?:\d{4}[ -]?\d{4}[ -]?\d{4}[ -]?\d{1,7}|\d{4}[ -]?\d{6}[ -]?\d{4,5})"
+            r"(?![\w-]|\.\d)"
         ),
         _is_card,
     ),
@@ -308,14 +317,16 @@ KINDS = {
     "ip": _Kind(
         _lines_with(r"[.:](?:(?<=\d\.)\d|(?<=[0-9A-Fa-f]:))"),
         re.compile(
-            r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)|(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![:.]?\w))"
+            r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)"
+            r"|(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![:.]?\w))"
         ),
         _is_address,
     ),
     "phone": _Kind(
         _lines_with(r"\d\d[)]?[ .-]?[(]?\d"),
         re.compile(
-            r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,4})){2,5}|(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4})"
+            r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,4})){2,5}"
+            r"|(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4})"
             r"(?![\w-]|\.\d)"
         ),
         _is_phone,

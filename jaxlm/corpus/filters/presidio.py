@@ -1,15 +1,16 @@
-"""Personal data as Microsoft's Presidio finds it: its recognisers of patterns and check digits, which need no language model.
+"""Personal data as found by Microsoft's Presidio: its recognizers of patterns and check digits.
 
-Its recognisers of names and places do, and are not here. Nothing is fetched: the list of public suffixes is the one in the package.
+Those of names and places need a language model and are not used. Nothing is downloaded: the list of
+public suffixes is the one in the package.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from jaxlm.core.errors import not_installed
-from jaxlm.corpus.filters.found import Found
+from jaxlm.corpus.filters.found import PiiMatch
 
-# What each is called there. Keys are ours alone.
+# Recognizer of each kind. Keys have none in Presidio.
 NAMES = {
     "email": "EmailRecognizer",
     "phone": "PhoneRecognizer",
@@ -20,11 +21,11 @@ NAMES = {
 }
 
 
-def finders(kinds: tuple[str, ...], score: float) -> Callable[[str], list[Found]]:
-    """A function that gives what is found of these kinds with at least this score, however it overlaps.
+def finders(kinds: tuple[str, ...], score: float) -> Callable[[str], list[PiiMatch]]:
+    """Return a function that finds these kinds with at least this score; matches may overlap.
 
     Raises:
-      InputMissing: where presidio-analyzer is not installed.
+      InputMissing: presidio-analyzer is not installed.
     """
     try:
         import tldextract
@@ -36,7 +37,7 @@ def finders(kinds: tuple[str, ...], score: float) -> Callable[[str], list[Found]
     offline = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
 
     class Email(predefined_recognizers.EmailRecognizer):  # type: ignore[misc]
-        """That of Presidio, which would ask the network for the suffixes."""
+        """Presidio's recognizer, which by itself would download the suffixes."""
 
         def validate_result(self, pattern_text: str) -> bool:
             return bool(offline(pattern_text).fqdn)
@@ -47,9 +48,9 @@ def finders(kinds: tuple[str, ...], score: float) -> Callable[[str], list[Found]
         if kind in kinds
     }
 
-    def find(text: str) -> list[Found]:
+    def find(text: str) -> list[PiiMatch]:
         return [
-            Found(each.start, each.end, kind)
+            PiiMatch(each.start, each.end, kind)
             for kind, recogniser in made.items()
             for each in recogniser.analyze(text, recogniser.supported_entities, None)
             if each.score >= score

@@ -1,25 +1,25 @@
-"""Documents that a classifier of one's own takes for good ones."""
+"""Quality classification."""
 
 from collections import Counter
 from pathlib import Path
 
-from jaxlm.corpus.document import Document, Removed, Stage
+from jaxlm.corpus.document import CorpusDocument, Removed, Stage
 from jaxlm.corpus.filters.config import Quality
-from jaxlm.corpus.filters.linear import Linear
+from jaxlm.corpus.filters.linear import LinearClassifier
 
 
 def quality(config: Quality) -> Stage:
-    """Documents whose probability of the label is high enough; it goes to the meta.
+    """Keep documents with a high probability of the label; it becomes metadata.
 
     Raises:
-      InputMissing: where there is no classifier.
-      ConfigError: where it lacks the label.
+      InputMissing: there is no classifier.
+      ConfigError: the classifier lacks the label.
     """
-    model = Linear.read(Path(config.model), "quality.model")
-    wanted = model.number(config.label, "quality.label")
+    model = LinearClassifier.read(Path(config.model), "quality.model")
+    index = model.number(config.label, "quality.label")
 
-    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
-        probability = round(float(model.probabilities(document.text)[wanted]), 4)
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
+        probability = round(float(model.probabilities(document.text)[index]), 4)
         if probability < config.least:
             return Removed("low", f"{config.label} {probability}")
         return document.with_text(document.text, quality=probability)

@@ -1,4 +1,4 @@
-"""Gopher's rules of repetition."""
+"""Gopher's repetition rules."""
 
 import re
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxlm.corpus.document import Document, Removed, Stage
+from jaxlm.corpus.document import CorpusDocument, Removed, Stage
 from jaxlm.corpus.filters.config import Repetition
 from jaxlm.corpus.ngrams import hashed, runs
 
@@ -14,13 +14,14 @@ _PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
 def repetition(config: Repetition) -> Stage:
-    """Too large a share in lines, paragraphs or runs of words that are there more than once.
+    """Remove documents with a large share of repeated lines, paragraphs or runs of words.
 
-    Source: Rae et al. 2021, arXiv:2112.11446, table A1. Of what is repeated the first is not counted, so that a share is what
-    could be cut out; characters of words are counted, not those between them, and those in two runs once.
+    Source: Rae et al. 2021, arXiv:2112.11446, table A1. First occurrences are not counted, so a
+    share is what could be cut out. Characters are those of words, without spaces; a word in two
+    runs counts once.
     """
 
-    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
         for rule, share, most in _shares(document.text, config):
             if share > most:
                 return Removed(rule, f"a share of {share:.3f}")
@@ -30,7 +31,7 @@ def repetition(config: Repetition) -> Stage:
 
 
 def repeated(pieces: list[str]) -> tuple[float, float]:
-    """The share of pieces that stood before, and of their characters in all."""
+    """Return the share of pieces that occurred before, and their share of characters."""
     seen = set[str]()
     count = characters = 0
     for piece in pieces:
@@ -42,7 +43,7 @@ def repeated(pieces: list[str]) -> tuple[float, float]:
 
 
 def _shares(text: str, config: Repetition) -> Iterator[tuple[str, float, float]]:
-    """Each rule, the share that the text has of it, and the largest allowed; cheap ones first."""
+    """Yield each rule, the share in the text, and its limit; cheap rules first."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     share, characters = repeated(lines)
     yield "lines", share, config.lines
@@ -57,28 +58,31 @@ def _shares(text: str, config: Repetition) -> Iterator[tuple[str, float, float]]
     for length, most in enumerate(config.top, 2):
         yield f"top_{length}_gram", top_share(numbers, sizes, length, total), most
     for length, most in enumerate(config.repeated, 5):
-        found = runs(numbers, length)
-        later = np.ones(len(found), bool)
-        later[np.unique(found, return_index=True)[1]] = False
+        hashes = runs(numbers, length)
+        later = np.ones(len(hashes), bool)
+        later[np.unique(hashes, return_index=True)[1]] = False
         yield f"repeated_{length}_grams", _covered(later, sizes, length) / total, most
 
 
 def top_share(numbers: np.ndarray, sizes: np.ndarray, length: int, total: int) -> float:
-    """The share of characters in the commonest run of `length` words; of equals the first. Nothing where all stand once."""
-    found = runs(numbers, length)
-    if not len(found):
+    """Return the share of characters in the most frequent run; 0 if all occur once.
+
+    Of equally frequent runs, the first counts.
+    """
+    hashes = runs(numbers, length)
+    if not len(hashes):
         return 0.0
-    values, first, count = np.unique(found, return_index=True, return_counts=True)
+    values, first, count = np.unique(hashes, return_index=True, return_counts=True)
     if count.max() == 1:
         return 0.0
-    top = min(np.flatnonzero(count == count.max()), key=lambda at: first[at])
-    return _covered(found == values[top], sizes, length) / total
+    top = min(np.flatnonzero(count == count.max()), key=lambda run: first[run])
+    return _covered(hashes == values[top], sizes, length) / total
 
 
 def _covered(starts: np.ndarray, sizes: np.ndarray, length: int) -> int:
-    """The characters of all words that lie in a run of `length` that begins where `starts` is set."""
+    """Count the characters of words in runs of `length` words that begin at `starts`."""
     edges = np.zeros(len(sizes) + 1, np.int64)
-    at = np.flatnonzero(starts)
-    edges[at] += 1
-    edges[at + length] -= 1
+    begins = np.flatnonzero(starts)
+    edges[begins] += 1
+    edges[begins + length] -= 1
     return int(sizes[np.cumsum(edges)[:-1] > 0].sum())

@@ -1,20 +1,22 @@
-"""Places that nothing is taken from."""
+"""URL blocklists."""
 
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from jaxlm.corpus.document import Document, Removed, Stage
+from jaxlm.corpus.document import CorpusDocument, Removed, Stage
 from jaxlm.corpus.filters.config import Urls
 from jaxlm.data.documents import Corpus
 
 
 def urls(config: Urls) -> Stage:
-    """Documents whose URL is in a list. An entry with a slash is the start of URLs, another a domain and all below it.
+    """Remove documents whose URL is blocked.
+
+    An entry with a slash is a URL prefix; others are domains, including their subdomains.
 
     Raises:
-      InputMissing: where a pattern matches no list.
+      InputMissing: a pattern matches no list.
     """
     domains, starts = set[str](), set[str]()
     for path in Corpus.find(config.blocked, "", "urls.blocked").files:
@@ -25,7 +27,7 @@ def urls(config: Urls) -> Stage:
                 domains.add(entry)
     lengths = sorted({len(start) for start in starts})
 
-    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
         url = document.meta.get(config.key)
         if not isinstance(url, str) or not url:
             return document
@@ -47,14 +49,14 @@ def urls(config: Urls) -> Stage:
 
 
 def _entries(path: Path) -> Iterator[str]:
-    """The entries of a list: one a line, all behind a `#` left out."""
+    """Yield the entries of a list: one on a line, without comments after `#`."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if entry := line.partition("#")[0].strip():
             yield _bare(entry)
 
 
 def _bare(url: str) -> str:
-    """A URL without scheme, its host in lower case: a list means a place, however it is reached."""
+    """Return a URL without scheme and with its host in lower case."""
     rest = url.partition("://")[2] or url
     host, slash, path = rest.partition("/")
     return host.lower() + slash + path

@@ -11,7 +11,7 @@ from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.engines import EngineName
 from jaxlm.corpus.mix import run, sources
-from jaxlm.corpus.mix.config import Mix, Shards
+from jaxlm.corpus.mix.config import Mix, ShardSettings
 from jaxlm.corpus.run import Progress
 from jaxlm.data.config import TOKENIZER_FILES
 
@@ -35,7 +35,7 @@ def write(
     *,
     workers: int,
     engine: EngineName,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     progress: Progress,
 ) -> dict[str, Any]:
     """Make shards of a finished output folder, or verify existing ones; return mix.json.
@@ -48,7 +48,7 @@ def write(
       report: its report.
       workers: the number of units that run at a time.
       engine: the engine that runs them.
-      say: prints a line.
+      log: prints a line.
       progress: shows the progress of a step.
 
     Raises:
@@ -56,13 +56,13 @@ def write(
     """
     parts = report.get("parts", {})
     for name in (name for name in parts if not parts[name]["kept"]):
-        say(f"the part {name} kept no documents: it gets no shards")
+        log(f"the part {name} kept no documents: it gets no shards")
     mix = _mix(
         recipe, out, [name for name in recipe.part_names if not parts or parts[name]["kept"]]
     )
     try:
         return run.run(
-            mix, out / SHARDS, workers=workers, engine=engine, say=say, progress=progress
+            mix, out / SHARDS, workers=workers, engine=engine, log=log, progress=progress
         )
     except (ConfigError, DataError) as error:
         flags = _apart(mix, f"{out}-{SHARDS}", error.fix)
@@ -75,14 +75,14 @@ def write(
 
 
 def _apart(mix: Mix, out: str, fix: str) -> str:
-    """Return the flags of `jaxlm data mix` for the same shards in another folder, with a fix merged.
+    """Return flags of `jaxlm data mix` for the same shards elsewhere, merged with a fix.
 
     Return "" if the fix does not consist of such flags.
     """
     first = fix.splitlines()[0]
     if not first.startswith(("--config.", "'--config.", "--out=", "'--out=")):
         return ""
-    names = ["sources", *(field.name for field in dataclasses.fields(Shards))]
+    names = ["sources", *(field.name for field in dataclasses.fields(ShardSettings))]
     flags = [
         f"--config.{name}={values.show(getattr(mix, name))}"
         for name in names
@@ -98,7 +98,8 @@ def _mix(recipe: Recipe, out: Path, names: list[str]) -> Mix:
     """Return the mix of these parts of a recipe's output, or of the whole output."""
     names = names or list(recipe.part_names)  # if nothing was kept, the mix reports it
     fields = {
-        field.name: getattr(recipe.shards, field.name) for field in dataclasses.fields(Shards)
+        field.name: getattr(recipe.shards, field.name)
+        for field in dataclasses.fields(ShardSettings)
     }
     for name in ("weights", "licences"):
         fields[name] = tuple(each for each in fields[name] if each.partition("=")[0] in names)

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxlm.corpus.mix.sources import Source
+from jaxlm.corpus.mix.sources import MixSource
 
 SHOWN = 5  # reasons of a stage, files of a source
 LANGUAGE, PERSONAL = "language: ", "pii: "
 
 
-def card(answer: dict[str, Any], sources: Sequence[Source]) -> str:
+def card(answer: dict[str, Any], sources: Sequence[MixSource]) -> str:
     """The whole card. The same mix gives the same card: it holds no times and no place."""
     parts = ["# Data card", *_sets(answer, sources)]
     for source in sources:
@@ -22,7 +22,7 @@ def card(answer: dict[str, Any], sources: Sequence[Source]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _sets(answer: dict[str, Any], sources: Sequence[Source]) -> Iterator[str]:
+def _sets(answer: dict[str, Any], sources: Sequence[MixSource]) -> Iterator[str]:
     licences = {source.name: source.licence for source in sources}
     rows = [
         (
@@ -45,7 +45,7 @@ def _sets(answer: dict[str, Any], sources: Sequence[Source]) -> Iterator[str]:
         yield f"{lost:,} characters have no id and became `<|unk|>`."
 
 
-def _source(source: Source) -> Iterator[str]:
+def _source(source: MixSource) -> Iterator[str]:
     report, recipe = source.report, source.recipe["recipe"]
     files = [name for name, _ in source.recipe["files"]]
     size = sum(size for _, size in source.recipe["files"])

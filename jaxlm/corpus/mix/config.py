@@ -13,7 +13,7 @@ _NAME = re.compile(r"[A-Za-z]\w*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shards:
+class ShardSettings:
     """Shares and tokenizer with which cleaned documents become token shards."""
 
     weights: tuple[str, ...] = setting(
@@ -64,7 +64,7 @@ class Shards:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mix(Shards):
+class Mix(ShardSettings):
     """Cleaned corpora that become token shards, with their shares and tokenizer."""
 
     ROOT: ClassVar[str] = "mix"  # the name of the whole in `jaxlm config explain`
@@ -122,7 +122,5 @@ def entry_problems(
         yield (
             field,
             what,
-            shlex.quote(f"--config.{setting}={said}")
-            if valid
-            else f"jaxlm config explain {setting}",
+            shlex.quote(f"--config.{flag}={valid}") if valid else f"jaxlm config explain {flag}",
         )

@@ -29,8 +29,8 @@ from jaxlm.corpus.mix import sources
 from jaxlm.corpus.mix.card import card
 from jaxlm.corpus.mix.config import Mix
 from jaxlm.corpus.mix.gather import gather
-from jaxlm.corpus.mix.sources import Source
-from jaxlm.corpus.mix.unit import COUNTS, TOKENIZER, TRAIN, Tokenise, Units
+from jaxlm.corpus.mix.sources import MixSource
+from jaxlm.corpus.mix.unit import COUNTS, TOKENIZER, TRAIN, MixUnits, TokenizeTask
 from jaxlm.corpus.run import LOCK, Progress, owned
 from jaxlm.data import manifest, tokenizer_file, train_tokenizer
 from jaxlm.data.config import TOKENIZER_FILES
@@ -47,7 +47,7 @@ def run(
     *,
     workers: int = 1,
     engine: EngineName = "processes",
-    say: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:
     """Run a mix, or the unfinished part of it; return the contents of mix.json.
@@ -57,14 +57,14 @@ def run(
       out: the output folder.
       workers: the number of units that run at a time.
       engine: the engine that runs them.
-      say: prints a line.
+      log: prints a line.
       progress: shows the progress of a step.
 
     Raises:
       JaxlmError: a source is missing or damaged, the folder belongs to another mix or process, or
         it cannot be written.
     """
-    units = Units(out, mix, sources.find(mix))
+    units = MixUnits(out, mix, sources.find(mix))
     try:
         out.mkdir(parents=True, exist_ok=True)
         with owned(out / LOCK):
@@ -74,21 +74,21 @@ def run(
                 shutil.rmtree(out / WORK, ignore_errors=True)
                 return _verified(out)
             path = out / WORK / TOKENIZER
-            content = None if path.exists() else _tokenizer(units, say).serialise()
+            content = None if path.exists() else _tokenizer(units, log).serialise()
             disk.replace(out / RECIPE, noted)  # after the tokenizer, whose failure claims no folder
             (out / WORK).mkdir(exist_ok=True)
             if content is not None:
                 disk.replace(path, content)
             sizes = [sum(written.bytes for _, written in files) for _, files in units.parts]
             numbers = range(len(sizes))
-            left = [number for number in numbers if not units.tokenised(number).exists()]
+            left = [number for number in numbers if not units.tokenized(number).exists()]
             if left:
                 done = sum(sizes) - sum(sizes[number] for number in left)
-                with engines.opened(engine, workers, say) as each:
-                    for number, _ in each(Tokenise(out), left):
+                with engines.opened(engine, workers, log) as each:
+                    for number, _ in each(TokenizeTask(out), left):
                         done += sizes[number]
                         progress("tokenizing", done, sum(sizes))
-            answer = _gathered(units, say)
+            answer = _gathered(units, log)
             disk.replace(out / CARD, card(answer, units.sources).encode())
             disk.replace(out / MIX, json.dumps(answer, indent=1).encode())
             shutil.rmtree(out / WORK)
@@ -99,7 +99,7 @@ def run(
         ) from error
 
 
-def _noted(units: Units) -> bytes:
+def _noted(units: MixUnits) -> bytes:
     """Return the contents of recipe.json.
 
     Raises:
@@ -133,11 +133,11 @@ def _noted(units: Units) -> bytes:
     return content
 
 
-def _tokenizer(units: Units, say: Callable[[str], None]) -> Tokenizer:
+def _tokenizer(units: MixUnits, log: Callable[[str], None]) -> Tokenizer:
     """Load or train the tokenizer that the mix names."""
     setting = units.mix.tokenizer
     if setting != "bytes" and not setting.endswith(TOKENIZER_FILES):
-        say(f"training the tokenizer {setting}")
+        log(f"training the tokenizer {setting}")
     return tokenizer_of(setting, "tokenizer", lambda: _texts(units))
 
 
@@ -159,10 +159,10 @@ def tokenizer_of(
         raise type(error)(error.what, where=where, why=why, fix=fix) from error
 
 
-def _texts(units: Units) -> Iterator[str]:
+def _texts(units: MixUnits) -> Iterator[str]:
     """Yield the training texts of a tokenizer: all sources interleaved in proportion to size."""
 
-    def texts(source: Source) -> Iterator[str]:
+    def texts(source: MixSource) -> Iterator[str]:
         for document in source.documents(source.files, units.sides[TRAIN], Counter()):
             yield document.text
 
@@ -176,17 +176,17 @@ def _texts(units: Units) -> Iterator[str]:
             heapq.heappush(waiting, (read + len(text) / sizes[number], number))
 
 
-def _gathered(units: Units, say: Callable[[str], None]) -> dict[str, Any]:
+def _gathered(units: MixUnits, log: Callable[[str], None]) -> dict[str, Any]:
     """Merge the shards of the units into sets."""
     sets: dict[str, dict[str, Any]] = {}
     left_out = {source.name: Counter[str]() for source in units.sources}
     for number, (source, _) in enumerate(units.parts):
-        counts = (units.tokenised(number) / COUNTS).read_text(encoding="utf-8")
+        counts = (units.tokenized(number) / COUNTS).read_text(encoding="utf-8")
         left_out[source.name].update(json.loads(counts))
     for side in units.sides:
         for source in units.sources:
             folders = [
-                units.tokenised(number) / side
+                units.tokenized(number) / side
                 for number, (each, _) in enumerate(units.parts)
                 if each is source
             ]
@@ -194,7 +194,7 @@ def _gathered(units: Units, say: Callable[[str], None]) -> dict[str, Any]:
                 gather(units.out / side / source.name, parts, left_out[source.name])
                 sets.setdefault(side, {})[source.name] = _described(units.out / side / source.name)
             else:
-                say(f"the source {source.name} has no document in {side}: it is too small")
+                log(f"the source {source.name} has no document in {side}: it is too small")
         total = sum(each["tokens"] for each in sets.get(side, {}).values())
         for each in sets.get(side, {}).values():
             each["share"] = each["tokens"] / total

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.corpus.files import Written, checked_lines
+from jaxlm.corpus.files import FileDigest, checked_lines
 from jaxlm.corpus.job import RECIPE, REPORT, part_of
 from jaxlm.corpus.mix.config import Mix, named
 from jaxlm.data.parts import Selection
@@ -21,7 +21,7 @@ PART = "!"  # in FOLDER!PART
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class MixSource:
     """A finished output folder of `jaxlm data run`, or one of its parts."""
 
     name: str
@@ -38,7 +38,7 @@ class Source:
         return f"{self.name}/{file}"
 
     def documents(
-        self, files: Sequence[tuple[str, Written]], selection: Selection, counts: Counter[str]
+        self, files: Sequence[tuple[str, FileDigest]], selection: Selection, counts: Counter[str]
     ) -> Iterator[Document]:
         """Yield the documents of some files that are taken and on one side of a split.
 
@@ -59,7 +59,7 @@ class Source:
             begin += written.bytes
 
 
-def find(mix: Mix) -> list[Source]:
+def find(mix: Mix) -> list[MixSource]:
     """Return the sources of a mix, in order.
 
     Raises:
@@ -79,7 +79,7 @@ def find(mix: Mix) -> list[Source]:
     return [dataclasses.replace(each, share=least / room[each.name]) for each in sources]
 
 
-def _source(name: str, place: str, licence: str) -> Source:
+def _source(name: str, place: str, licence: str) -> MixSource:
     before, mark, part = place.rpartition(PART)
     folder = Path(before if mark else place)
     path = folder / REPORT
@@ -96,7 +96,7 @@ def _source(name: str, place: str, licence: str) -> Source:
         recipe = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
         itemgetter("stages", "dedup")(recipe["recipe"])
         files = tuple(
-            (each, Written(**fields))
+            (each, FileDigest(**fields))
             for each, fields in report["files"].items()
             if each.startswith("kept/")
         )
@@ -116,7 +116,7 @@ def _source(name: str, place: str, licence: str) -> Source:
             )
         itemgetter("funnel", "notes", "removed", "sample", "kept", "read")(report)
         digest = hashlib.sha256(content).hexdigest()
-        return Source(name, folder, 1.0, licence, report, recipe, digest, files)
+        return MixSource(name, folder, 1.0, licence, report, recipe, digest, files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"the report of the source {name!r} could not be read",

@@ -9,11 +9,11 @@ from collections import Counter
 from pathlib import Path
 
 from jaxlm.core import config, faults
-from jaxlm.corpus.files import Written
+from jaxlm.corpus.files import FileDigest
 from jaxlm.corpus.job import RECIPE, WORK
 from jaxlm.corpus.mix import sources
 from jaxlm.corpus.mix.config import Mix
-from jaxlm.corpus.mix.sources import Source
+from jaxlm.corpus.mix.sources import MixSource
 from jaxlm.corpus.task import Task
 from jaxlm.data import cache, tokenizer_file, writer
 from jaxlm.data.parts import Selection
@@ -23,7 +23,7 @@ TRAIN, VALIDATION, COUNTS, TOKENIZER = "train", "validation", "counts.json", "to
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokenise:
+class TokenizeTask:
     """The task that runs units of the mix in a folder; pickled to the process that runs it."""
 
     out: Path
@@ -31,21 +31,21 @@ class Tokenise:
     def __call__(self) -> Task:
         noted = json.loads((self.out / RECIPE).read_text(encoding="utf-8"))
         mix = config.from_json(Mix, noted["mix"])
-        return Units(self.out, mix, sources.find(mix)).tokenise
+        return MixUnits(self.out, mix, sources.find(mix)).tokenize
 
 
 @dataclasses.dataclass(frozen=True)
-class Units:
+class MixUnits:
     """A mix divided into units. They follow from it, so every process derives the same."""
 
     out: Path
     mix: Mix
-    sources: list[Source]
+    sources: list[MixSource]
 
     @functools.cached_property
-    def parts(self) -> list[tuple[Source, list[tuple[str, Written]]]]:
+    def parts(self) -> list[tuple[MixSource, list[tuple[str, FileDigest]]]]:
         """Files of each source, in order, grouped up to `unit_bytes`."""
-        units: list[tuple[Source, list[tuple[str, Written]]]] = []
+        units: list[tuple[MixSource, list[tuple[str, FileDigest]]]] = []
         for source in self.sources:
             room = 0
             for file in source.files:
@@ -72,16 +72,16 @@ class Units:
         path = self.out / WORK / TOKENIZER
         return tokenizer_file.load(path.read_bytes(), str(path))
 
-    def tokenised(self, number: int) -> Path:
+    def tokenized(self, number: int) -> Path:
         """Return the folder of a unit until all are done: shards by split."""
         return self.out / WORK / f"{number:05d}"
 
-    def tokenise(self, number: int) -> dict[str, float]:
+    def tokenize(self, number: int) -> dict[str, float]:
         """Write the shards of a unit; return CPU seconds."""
         begun = time.process_time()
         source, files = self.parts[number]
         names = [source.shard_name(name) for name, _ in source.files]
-        with cache.built(self.tokenised(number)) as folder:
+        with cache.built(self.tokenized(number)) as folder:
             if folder is not None:
                 counts = {side: Counter[str]() for side in self.sides}
                 for side, selection in self.sides.items():
@@ -90,5 +90,5 @@ class Units:
                         stream = itertools.chain([first], documents)
                         writer.write(folder / side, stream, self._tokenizer, Counter(), files=names)
                 (folder / COUNTS).write_text(json.dumps(counts[TRAIN]), encoding="utf-8")
-                faults.point("prepare.tokenise", number)
-        return {"tokenise": time.process_time() - begun}
+                faults.point("prepare.tokenize", number)
+        return {"tokenize": time.process_time() - begun}

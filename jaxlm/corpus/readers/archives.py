@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import IO, Any
 
-from jaxlm.corpus.config import Reading
-from jaxlm.corpus.document import Broken
+from jaxlm.corpus.config import ReadLimits
+from jaxlm.corpus.document import BrokenRecord
 from jaxlm.corpus.readers.streams import TooLarge
 
 _ENTRY_BYTES = 512  # of a zip directory, per member: 46 and its name
@@ -51,7 +51,7 @@ class _Metered(io.RawIOBase):
 
 
 class _Budget:
-    def __init__(self, config: Reading):
+    def __init__(self, config: ReadLimits):
         self._config, self._bytes, self._members = config, 0, 0
 
     def member(self) -> None:
@@ -68,7 +68,7 @@ class _Budget:
         return io.BufferedReader(_Metered(stream, self), 2**16)
 
 
-def zipped(stream: IO[bytes], name: str, config: Reading) -> Iterator[Member | Broken]:
+def zipped(stream: IO[bytes], name: str, config: ReadLimits) -> Iterator[Member | BrokenRecord]:
     """Yield the members of a zip file, in order."""
     budget = _Budget(config)
     start, size = _directory(stream)
@@ -84,13 +84,13 @@ def zipped(stream: IO[bytes], name: str, config: Reading) -> Iterator[Member | B
                 continue
             is_link = (entry.external_attr >> 16) & 0o170000 == 0o120000
             if problem := _problem(entry.filename, not is_link):
-                yield Broken(problem, f"{name}!{entry.filename}", 1, "it is not read")
+                yield BrokenRecord(problem, f"{name}!{entry.filename}", 1, "it is not read")
             else:
                 opening = functools.partial(_opened, archive, entry, budget)
                 yield Member(f"{name}!{entry.filename}", opening)
 
 
-def tarred(stream: IO[bytes], name: str, config: Reading) -> Iterator[Member | Broken]:
+def tarred(stream: IO[bytes], name: str, config: ReadLimits) -> Iterator[Member | BrokenRecord]:
     """Yield the members of a tar file, in order, as they are read."""
     budget = _Budget(config)
     with tarfile.open(fileobj=stream, mode="r|") as archive:
@@ -101,7 +101,7 @@ def tarred(stream: IO[bytes], name: str, config: Reading) -> Iterator[Member | B
             content = archive.extractfile(entry) if entry.isreg() else None
             problem = _problem(entry.name, content is not None)
             if problem or content is None:
-                yield Broken(problem, f"{name}!{entry.name}", 1, "it is not read")
+                yield BrokenRecord(problem, f"{name}!{entry.name}", 1, "it is not read")
             else:
                 yield Member(f"{name}!{entry.name}", functools.partial(budget.metered, content))
             archive.members = []  # type: ignore[attr-defined]  # it would keep all of them

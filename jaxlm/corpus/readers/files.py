@@ -11,10 +11,10 @@ from typing import IO
 from jaxlm.core.errors import JaxlmError
 from jaxlm.corpus import remote
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.document import Broken, Document
+from jaxlm.corpus.document import BrokenRecord, CorpusDocument
 from jaxlm.corpus.readers import archives, pdf, spans, tables, texts, warc
 from jaxlm.corpus.readers.encoding import NotText
-from jaxlm.corpus.readers.spans import Span
+from jaxlm.corpus.readers.spans import FileSpan
 from jaxlm.corpus.readers.streams import (
     DAMAGED,
     TooLarge,
@@ -25,8 +25,8 @@ from jaxlm.corpus.readers.streams import (
 )
 from jaxlm.corpus.readers.tables import IsIn
 
-Opening = Callable[[], AbstractContextManager[IO[bytes]]]
-Reader = Callable[[IO[bytes], str, Recipe, Counter[str]], Iterator[Document | Broken]]
+OpenStream = Callable[[], AbstractContextManager[IO[bytes]]]
+Reader = Callable[[IO[bytes], str, Recipe, Counter[str]], Iterator[CorpusDocument | BrokenRecord]]
 LINES = ".jsonl", ".ndjson", ".json"
 READERS: dict[str, Reader] = {
     **dict.fromkeys(LINES, tables.json_lines),
@@ -61,7 +61,7 @@ def can_cut(name: str) -> bool:
     return not remote.is_remote(name) and not is_packed(name) and kind_of(name) in CUTS
 
 
-def cut(path: Path, name: str, most: int) -> list[Span]:
+def cut(path: Path, name: str, most: int) -> list[FileSpan]:
     """Divide a file into spans of `most` bytes, each with the records that begin in it.
 
     A damaged file is not divided; its reader reports the damage.
@@ -82,9 +82,9 @@ def read(
     name: str,
     recipe: Recipe,
     counts: Counter[str],
-    span: Span | None = None,
+    span: FileSpan | None = None,
     is_in: IsIn = lambda file, record: True,
-) -> Iterator[Document | Broken]:
+) -> Iterator[CorpusDocument | BrokenRecord]:
     """Yield every record of a file, or of a span of it.
 
     Records that are no documents by nature, such as requests in a WARC file, are only counted. In a
@@ -111,12 +111,12 @@ def read(
 
     def members(
         stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
-    ) -> Iterator[Document | Broken]:
+    ) -> Iterator[CorpusDocument | BrokenRecord]:
         for member in ARCHIVES[kind](stream, name, recipe.reading):
-            if isinstance(member, Broken):
+            if isinstance(member, BrokenRecord):
                 yield member
             elif (inner := kind_of(member.name)) in ARCHIVES:
-                yield Broken(NESTED, member.name, 1, "it is not opened")
+                yield BrokenRecord(NESTED, member.name, 1, "it is not opened")
             else:
                 reader = readers.get(inner, texts.plain)
                 yield from _guarded(
@@ -126,7 +126,7 @@ def read(
     yield from _guarded(open_file, members, name, recipe, counts)
 
 
-def _of(span: Span, path: Path, kind: str, is_in: IsIn) -> tuple[Opening, Reader]:
+def _of(span: FileSpan, path: Path, kind: str, is_in: IsIn) -> tuple[OpenStream, Reader]:
     """Return what opens a span of a file, and its reader."""
     if kind == ".parquet":
         return functools.partial(_local, path, ""), functools.partial(tables.parquet, span=span)
@@ -150,13 +150,13 @@ def _member(member: archives.Member) -> IO[bytes]:
 
 
 def _guarded(
-    open_stream: Opening,
+    open_stream: OpenStream,
     reader: Reader,
     name: str,
     recipe: Recipe,
     counts: Counter[str],
     last: int = 0,
-) -> Iterator[Document | Broken]:
+) -> Iterator[CorpusDocument | BrokenRecord]:
     """Yield what a reader yields after the record `last`; its failure becomes a broken record."""
     try:
         with open_stream() as stream:
@@ -166,9 +166,9 @@ def _guarded(
     except (GeneratorExit, MemoryError, JaxlmError):
         raise
     except TooLarge as error:
-        yield Broken(TOO_LARGE, name, last + 1, str(error))
+        yield BrokenRecord(TOO_LARGE, name, last + 1, str(error))
     except NotText as error:
-        yield Broken(NOT_TEXT, name, last + 1, str(error))
+        yield BrokenRecord(NOT_TEXT, name, last + 1, str(error))
     # Errors of zlib, lzma, zstandard, zipfile, tarfile, csv and pyarrow have no common base.
     except Exception as error:
-        yield Broken(DAMAGED, name, last + 1, f"{type(error).__name__}: {str(error)[:200]}")
+        yield BrokenRecord(DAMAGED, name, last + 1, f"{type(error).__name__}: {str(error)[:200]}")

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from jaxlm.core.errors import not_installed
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.document import Broken, Document
+from jaxlm.corpus.document import BrokenRecord, CorpusDocument
 from jaxlm.corpus.readers.streams import whole
 from jaxlm.data.records import mended
 
@@ -23,7 +23,7 @@ _WAITED = 20  # times the CPU limit, after which a process that does not compute
 
 def pdf(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
-) -> Iterator[Document | Broken]:
+) -> Iterator[CorpusDocument | BrokenRecord]:
     """Yield the text of all pages, separated by empty lines; the title is metadata.
 
     Raises:
@@ -42,10 +42,12 @@ def pdf(
         },
     )
     if "kind" in answer:
-        yield Broken(answer["kind"], name, 1, answer["detail"])
+        yield BrokenRecord(answer["kind"], name, 1, answer["detail"])
         return
     meta = {"title": mended(answer["title"], counts)} if answer["title"] else {}
-    yield Document(mended(answer["text"], counts), name, 1, {**meta, "pages": answer["pages"]})
+    yield CorpusDocument(
+        mended(answer["text"], counts), name, 1, {**meta, "pages": answer["pages"]}
+    )
 
 
 def _answer(data: bytes, limits: dict[str, int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Program that reads a PDF on stdin and writes its text as JSON; imports no jaxlm, to start fast."""
+"""Program that writes the text of a PDF on stdin as JSON; imports no jaxlm, to start fast."""
 
 import io
 import json
@@ -10,7 +10,7 @@ from pypdf import PdfReader
 from pypdf.errors import DependencyError, FileNotDecryptedError, LimitReachedError
 
 
-class TooLarge(Exception):
+class LimitExceeded(Exception):
     """The PDF has more pages or text than the limits allow."""
 
 
@@ -26,13 +26,13 @@ def text_of(data: bytes, limits: dict[str, int]) -> dict[str, Any]:
         raise FileNotDecryptedError("it needs a password")
     count = len(reader.pages)
     if count > limits["pages"]:
-        raise TooLarge(f"{count:,} pages")
+        raise LimitExceeded(f"{count:,} pages")
     pages, size = [], 0
     for page in reader.pages:
         pages.append(page.extract_text().strip())
         size += len(pages[-1])
         if size > limits["characters"]:
-            raise TooLarge(f"more than {limits['characters']:,} characters")
+            raise LimitExceeded(f"more than {limits['characters']:,} characters")
     title = reader.metadata.title if reader.metadata else None
     return {"text": "\n\n".join(filter(None, pages)), "title": str(title or ""), "pages": count}
 
@@ -41,7 +41,7 @@ def answer(data: bytes, limits: dict[str, int]) -> dict[str, Any]:
     """Return the text, or the kind and detail of a failure."""
     try:
         return text_of(data, limits)
-    except (TooLarge, LimitReachedError) as error:
+    except (LimitExceeded, LimitReachedError) as error:
         return {"kind": "too large", "detail": str(error)}
     except MemoryError:
         return {

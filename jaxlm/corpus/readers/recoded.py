@@ -17,7 +17,7 @@ def as_utf8(stream: IO[bytes], counts: Counter[str], *, legacy: bool) -> IO[byte
     A UTF-8 table with some damaged rows has more valid than damaged letters and stays unchanged.
     Bytes that are invalid in the detected encoding become U+FFFD.
     """
-    replayed = _Again(stream)  # type: ignore[arg-type]  # each that is opened here is buffered
+    replayed = _Replayed(stream)  # type: ignore[arg-type]  # each that is opened here is buffered
     if is_utf8(replayed.begin, legacy=legacy):
         return io.BufferedReader(replayed, _PIECE)
     name = _encoding(replayed.begin)
@@ -53,7 +53,7 @@ def _encoding(begin: bytes) -> str:
     return name
 
 
-class _Again(io.RawIOBase):
+class _Replayed(io.RawIOBase):
     """A stream that is read again from the beginning after a probe; its opener closes it.
 
     If it is damaged, everything before the damage is read before the error is raised.

@@ -1,4 +1,4 @@
-"""Large files divided between records, so that several processes read one, and a kill costs less."""
+"""Large files divided between records: several processes read one, and a kill costs less."""
 
 import io
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from jaxlm.data import parquet
 _PIECE = 2**20
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Adjacent records of a file: a range of bytes, or of row groups in a Parquet file."""
 
     begin: int
@@ -20,11 +20,11 @@ class Span(NamedTuple):
 
 
 def count(size: int, most: int) -> int:
-    """Return the number of spans of a file of this size, whatever its content."""
+    """Return the number of spans of a file of this size; it does not depend on the content."""
     return max(1, -(-size // most))
 
 
-def of_lines(path: Path, most: int) -> Iterator[Span]:
+def of_lines(path: Path, most: int) -> Iterator[FileSpan]:
     """Yield the lines that begin in each `most` bytes of a file; none if a longer line fills them.
 
     In UTF-16 and UTF-32 all lines are in the first span, as their line ends are not single bytes.
@@ -47,10 +47,10 @@ def of_lines(path: Path, most: int) -> Iterator[Span]:
                 while not part.endswith(b"\n") and (part := file.readline(_PIECE)):
                     pass
                 lines += part.endswith(b"\n")
-            yield Span(begin, file.tell(), before)
+            yield FileSpan(begin, file.tell(), before)
 
 
-def of_row_groups(path: Path, most: int) -> Iterator[Span]:
+def of_row_groups(path: Path, most: int) -> Iterator[FileSpan]:
     """Yield the row groups that begin in each `most` bytes of a Parquet file."""
     size, groups = path.stat().st_size, parquet.row_groups(path)
     begin = before = 0
@@ -59,16 +59,16 @@ def of_row_groups(path: Path, most: int) -> Iterator[Span]:
         while end < len(groups) and (groups[end][0] < number * most or number * most >= size):
             rows += groups[end][1]
             end += 1
-        yield Span(begin, end, before)
+        yield FileSpan(begin, end, before)
         begin, before = end, before + rows
 
 
-def uncut(size: int, most: int) -> list[Span]:
-    """Return spans of which the first is the whole file."""
-    return [Span(0, size, 0), *[Span(size, size, 0)] * (count(size, most) - 1)]
+def uncut(size: int, most: int) -> list[FileSpan]:
+    """Return spans whose first is the whole file and whose others are empty."""
+    return [FileSpan(0, size, 0), *[FileSpan(size, size, 0)] * (count(size, most) - 1)]
 
 
-def opened(path: Path, span: Span) -> io.BufferedReader:
+def opened(path: Path, span: FileSpan) -> io.BufferedReader:
     """Open a span of lines as a stream."""
     return io.BufferedReader(_Slice(path, span), 2**17)
 
@@ -76,7 +76,7 @@ def opened(path: Path, span: Span) -> io.BufferedReader:
 class _Slice(io.RawIOBase):
     """A range of bytes of a file."""
 
-    def __init__(self, path: Path, span: Span):
+    def __init__(self, path: Path, span: FileSpan):
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
         self._file.seek(span.begin)
         self._left = span.end - span.begin

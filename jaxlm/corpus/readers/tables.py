@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.document import Broken, Document
+from jaxlm.corpus.document import BrokenRecord, CorpusDocument
 from jaxlm.corpus.readers.recoded import as_utf8
-from jaxlm.corpus.readers.spans import Span
+from jaxlm.corpus.readers.spans import FileSpan
 from jaxlm.corpus.readers.streams import lines, rest, whole
 from jaxlm.data.parquet import rows
 from jaxlm.data.records import BYTE_ORDER_MARK, NO_TEXT, NOT_JSON, NOT_UTF8, OTHER_TYPE, mended
@@ -34,7 +34,7 @@ def json_lines(
     counts: Counter[str],
     before: int = 0,
     is_in: IsIn = lambda file, record: True,
-) -> Iterator[Document | Broken]:
+) -> Iterator[CorpusDocument | BrokenRecord]:
     """Yield a document for each JSON object in a line, in UTF-8, UTF-16 or UTF-32.
 
     Args:
@@ -49,7 +49,7 @@ def json_lines(
     plain = stream if before else as_utf8(stream, counts, legacy=False)
     for number, line in lines(plain, most, before):
         if line is None:
-            yield Broken(TOO_LARGE, name, number, f"a line of more than {most:,} bytes")
+            yield BrokenRecord(TOO_LARGE, name, number, f"a line of more than {most:,} bytes")
             continue
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
@@ -58,9 +58,9 @@ def json_lines(
         try:
             row = json.loads(line.decode(), parse_constant=lambda _: None)
         except UnicodeDecodeError as error:
-            yield Broken(NOT_UTF8, name, number, f"byte {error.start}: {error.reason}")
+            yield BrokenRecord(NOT_UTF8, name, number, f"byte {error.start}: {error.reason}")
         except (ValueError, RecursionError) as error:
-            yield Broken(NOT_JSON, name, number, str(error)[:200])
+            yield BrokenRecord(NOT_JSON, name, number, str(error)[:200])
         else:
             yield _of_row(row, name, number, recipe, counts)
 
@@ -70,8 +70,8 @@ def parquet(
     name: str,
     recipe: Recipe,
     counts: Counter[str],
-    span: Span | None = None,
-) -> Iterator[Document | Broken]:
+    span: FileSpan | None = None,
+) -> Iterator[CorpusDocument | BrokenRecord]:
     """Yield a document for each row.
 
     Args:
@@ -92,45 +92,47 @@ def parquet(
 
 def comma_separated(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
-) -> Iterator[Document | Broken]:
+) -> Iterator[CorpusDocument | BrokenRecord]:
     """Yield the rows of a CSV file with a header (RFC 4180), in any encoding."""
     yield from _separated(stream, name, recipe, counts, ",")
 
 
 def tab_separated(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
-) -> Iterator[Document | Broken]:
+) -> Iterator[CorpusDocument | BrokenRecord]:
     """Yield the rows of a tab-separated file with a header, in any encoding."""
     yield from _separated(stream, name, recipe, counts, "\t")
 
 
 def _separated(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str], mark: str
-) -> Iterator[Document | Broken]:
+) -> Iterator[CorpusDocument | BrokenRecord]:
     most = recipe.reading.document_bytes
     csv.field_size_limit(most)  # of the process; the default is 128 kB
     rows = _Rows(_as_text(as_utf8(stream, counts, legacy=True), most), mark)
     names = next(rows, [])
     if names is None:
-        yield Broken(NOT_CLOSED, name, 0, "in the names of the table, so none of its rows is read")
+        yield BrokenRecord(
+            NOT_CLOSED, name, 0, "in the names of the table, so none of its rows is read"
+        )
         return
     for number, cells in enumerate(rows, 1):
         if cells is None:
-            yield Broken(NOT_CLOSED, name, number, "its lines but the first are read as rows")
+            yield BrokenRecord(NOT_CLOSED, name, number, "its lines but the first are read as rows")
             continue
         if not cells:
             continue
         if any(TOO_LONG in cell for cell in cells if not cell.isascii()):
-            yield Broken(TOO_LARGE, name, number, f"with a line of more than {most:,} bytes")
+            yield BrokenRecord(TOO_LARGE, name, number, f"with a line of more than {most:,} bytes")
         elif len(cells) != len(names):
-            yield Broken(NOT_A_ROW, name, number, f"{len(cells)} of them, not {len(names)}")
+            yield BrokenRecord(NOT_A_ROW, name, number, f"{len(cells)} of them, not {len(names)}")
         elif any(
             "\udc80" <= letter <= "\udcff"
             for cell in cells
             for letter in cell
             if not cell.isascii()
         ):
-            yield Broken(NOT_UTF8, name, number, "a cell of the row")
+            yield BrokenRecord(NOT_UTF8, name, number, "a cell of the row")
         else:
             yield _of_row(dict(zip(names, cells, strict=True)), name, number, recipe, counts)
 
@@ -193,18 +195,20 @@ def _as_text(stream: IO[bytes], most: int) -> Iterator[str]:
 
 def _of_row(
     row: Any, name: str, number: int, recipe: Recipe, counts: Counter[str]
-) -> Document | Broken:
+) -> CorpusDocument | BrokenRecord:
     key = recipe.text_key
     if not isinstance(row, dict):
-        return Broken(NO_TEXT, name, number, f"a {type(row).__name__}, not an object")
+        return BrokenRecord(NO_TEXT, name, number, f"a {type(row).__name__}, not an object")
     if key not in row:
-        return Broken(NO_TEXT, name, number, f"it has {', '.join(map(str, row))[:200]}")
+        return BrokenRecord(NO_TEXT, name, number, f"it has {', '.join(map(str, row))[:200]}")
     text = row.pop(key)
     if not isinstance(text, str):
-        return Broken(OTHER_TYPE, name, number, f"a {type(text).__name__}")
+        return BrokenRecord(OTHER_TYPE, name, number, f"a {type(text).__name__}")
     if len(text) > recipe.reading.document_bytes:
-        return Broken(TOO_LARGE, name, number, f"a text of {len(text):,} characters")
-    return Document(mended(text, counts), name, number, {k: _plain(v) for k, v in row.items()})
+        return BrokenRecord(TOO_LARGE, name, number, f"a text of {len(text):,} characters")
+    return CorpusDocument(
+        mended(text, counts), name, number, {k: _plain(v) for k, v in row.items()}
+    )
 
 
 def _plain(value: Any) -> Any:
