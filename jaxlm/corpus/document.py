@@ -1,10 +1,12 @@
-"""The records that pass through the stages of a recipe, and the results of a stage."""
+"""The records that pass through the stages of a recipe, the results of a stage, and their counts."""
 
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from jaxlm.core.errors import JaxlmError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,3 +59,64 @@ def from_line(line: bytes) -> CorpusDocument:
     """Parse the document of a line of `to_line`, without the additional fields."""
     fields = json.loads(line)
     return CorpusDocument(fields["text"], fields["file"], fields["record"], fields["meta"])
+
+
+@dataclasses.dataclass
+class Counts:
+    """Documents and characters by outcome, and changes made.
+
+    Outcomes are `read`, `kept`, `removed.STAGE.RULE` and `broken.KIND`.
+    """
+
+    documents: Counter[str] = dataclasses.field(default_factory=Counter)
+    characters: Counter[str] = dataclasses.field(default_factory=Counter)
+    notes: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def add(self, outcome: str, text: str = "") -> None:
+        """Count a document."""
+        self.documents[outcome] += 1
+        self.characters[outcome] += len(text)
+
+    def __iadd__(self, other: "Counts") -> "Counts":
+        for field in dataclasses.fields(self):
+            getattr(self, field.name).update(getattr(other, field.name))
+        return self
+
+    def check(self, where: str) -> None:
+        """Check that every document read is kept, removed or broken exactly once.
+
+        Raises:
+          JaxlmError: it is not, which is a bug.
+        """
+        totals = Counter[str]()
+        for outcome, count in self.documents.items():
+            totals[outcome.partition(".")[0]] += count
+        if totals["read"] != totals["kept"] + totals["removed"] + totals["broken"]:
+            numbers = ", ".join(f"{totals[name]} {name}" for name in ("kept", "removed", "broken"))
+            raise JaxlmError(
+                "documents were lost or counted twice",
+                where=where,
+                why=f"{totals['read']} read, but {numbers}",
+                fix="report it with the recipe",
+            )
+
+    def under(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield (suffix, count) of the outcomes below `prefix`, the most frequent first."""
+        counts = {
+            name.removeprefix(f"{prefix}."): count
+            for name, count in self.documents.items()
+            if name.startswith(f"{prefix}.") and count
+        }
+        yield from sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON, sorted by name: equal counts give equal bytes."""
+        return {
+            field.name: dict(sorted(getattr(self, field.name).items()))
+            for field in dataclasses.fields(self)
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Counts":
+        """Restore from `to_json`."""
+        return cls(**{field.name: Counter(data[field.name]) for field in dataclasses.fields(cls)})

@@ -1,20 +1,357 @@
 """Engines that run the units of a job: processes of this machine, or a Ray cluster.
 
-All write the same bytes.
+All write the same bytes. A process that dies is replaced, its unit retried. The pool is not
+`ProcessPoolExecutor`, which cannot name the unit on which a process died.
+
+The machines of a Ray cluster see the output and sources under the same paths. Ray places the units.
+Every machine must have the versions of jaxlm and its packages of the machine that starts: others
+could write other bytes.
 """
 
 import contextlib
 import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import traceback
+import unicodedata
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
 
-from jaxlm.corpus import cluster, pool
-from jaxlm.corpus.task import MakeTask
+from jaxlm.core import errors
+from jaxlm.core.errors import (
+    DataError,
+    InputMissing,
+    JaxlmError,
+    NotWritable,
+    PeerLost,
+    not_installed,
+)
+
+Task = Callable[
+    [int], dict[str, float]
+]  # runs the unit of this number; returns CPU seconds by stage
+MakeTask = Callable[[], Task]  # called in the worker process: pickled, hashed by value
+MAX_DEATHS = 2  # worker processes that may die on a unit before the unit counts as the cause
+
+
+def run_unit(task: Task, number: int) -> dict[str, float]:
+    """Run a unit.
+
+    Raises:
+      NotWritable: the output cannot be written, for example on a full disk.
+    """
+    try:
+        return task(number)
+    except OSError as error:
+        raise NotWritable(
+            "a unit of work could not be written",
+            where=str(error.filename or f"unit {number}"),
+            why=f"{type(error).__name__}: {error.strerror}",
+            fix="free disk space, then run the same command again: finished work is kept",
+        ) from error
+
+
+class Worker:
+    """The worker's side: runs units one by one, answers in JSON, makes the task at the first."""
+
+    def __init__(self, opens: MakeTask):
+        self._opens = opens
+        self._task: Task | None = None
+
+    def answer(self, number: int) -> dict[str, Any]:
+        """Run a unit; return its `seconds`, or `error`."""
+        try:
+            if self._task is None:
+                self._task = self._opens()
+            return {"seconds": run_unit(self._task, number)}
+        except JaxlmError as error:
+            parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
+            return {"error": {"class": type(error).__name__, **parts}}
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            why = traceback.format_exc()[-1500:]
+            return {"error": {"class": "JaxlmError", "what": what, "why": why}}
+
+
+def error_of(parts: dict[str, str]) -> JaxlmError:
+    """Rebuild the error that a worker answered."""
+    kind = getattr(errors, parts["class"], JaxlmError)
+    return kind(parts["what"], **{name: parts.get(name, "") for name in ("where", "why", "fix")})
+
+
+def units_failed(failed_units: list[str]) -> PeerLost:
+    """Return the error for units whose workers kept dying; entries name a unit and its cause."""
+    return PeerLost(
+        f"{MAX_DEATHS} worker processes died on the same unit of work",
+        where=failed_units[0],
+        why=f"all other units are done; {len(failed_units)} failed like this, e.g. out of memory",
+        fix="the same command with --workers=1, which needs less memory",
+    )
+
+
+def run_in_pool(
+    make_task: MakeTask, units: Sequence[int], workers: int
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Run each unit; yield its number and the seconds by stage, in order of completion.
+
+    Raises:
+      NotWritable: the output cannot be written, for example on a full disk.
+      PeerLost: a unit killed several processes; raised once all others are done.
+    """
+    if not units:
+        return
+    if min(workers, len(units)) <= 1:
+        task = make_task()
+        for number in units:
+            yield number, run_unit(task, number)
+    else:
+        yield from _ProcessPool(make_task, units, min(workers, len(units))).run()
+
+
+class _ProcessPool:
+    """The parent's side: a pipe to each worker carries unit numbers there and JSON back."""
+
+    def __init__(self, make_task: MakeTask, units: Sequence[int], size: int):
+        self._make_task, self._size = make_task, size
+        self._waiting = deque(units)
+        self._busy: dict[Connection, tuple[Any, int]] = {}  # process and unit by pipe
+        self._deaths: dict[int, int] = {}
+        self._lost: list[str] = []
+
+    def run(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Run until every unit is done, or until one failed and the running ones are done."""
+        failure: JaxlmError | None = None
+        try:
+            while self._busy or (self._waiting and failure is None):
+                while len(self._busy) < self._size and self._waiting and failure is None:
+                    self._start()
+                for pipe in wait(list(self._busy)):
+                    process, number = self._busy.pop(pipe)  # type: ignore[call-overload]
+                    try:
+                        answer = json.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    except (
+                        EOFError,
+                        ConnectionResetError,  # if the worker left a message unread
+                    ):
+                        self._on_worker_death(process, number)
+                        continue
+                    if "error" in answer:
+                        failure = failure or error_of(answer["error"])
+                        self._end(pipe, process)
+                        continue
+                    yield number, answer["seconds"]
+                    if self._waiting and failure is None:
+                        self._give(pipe, process)  # type: ignore[arg-type]
+                    else:
+                        self._end(pipe, process)
+        finally:
+            for pipe, (process, _) in self._busy.items():
+                process.terminate()
+                self._end(pipe, process)
+        if failure is not None:
+            raise failure
+        if self._lost:
+            raise units_failed(self._lost)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, self._make_task), daemon=True)
+        process.start()
+        theirs.close()
+        self._give(ours, process)
+
+    def _give(self, pipe: Connection, process: Any) -> None:
+        number = self._waiting.popleft()
+        self._busy[pipe] = process, number
+        with contextlib.suppress(ConnectionError):  # `run` notices that the worker died
+            pipe.send_bytes(str(number).encode())
+
+    def _on_worker_death(self, process: Any, number: int) -> None:
+        process.join()
+        self._deaths[number] = self._deaths.get(number, 0) + 1
+        if self._deaths[number] < MAX_DEATHS:
+            self._waiting.appendleft(number)
+        else:
+            self._lost.append(f"unit {number}, exit code {process.exitcode}")
+
+    def _end(self, pipe: Any, process: Any) -> None:
+        pipe.close()
+        process.join()
+
+
+def _serve(pipe: Connection, make_task: MakeTask) -> None:
+    """Run units from the pipe until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    worker = Worker(make_task)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            number = int(pipe.recv_bytes())
+            pipe.send_bytes(json.dumps(worker.answer(number)).encode())
+
+
+PACKAGES = "numpy", "ftfy", "py3langid", "pyarrow", "zstandard", "tokenizers", "sentencepiece"
+
+
+@contextlib.contextmanager
+def connected(workers: int, log: Callable[[str], None]) -> Iterator[Any]:
+    """Connect to the cluster of RAY_ADDRESS or of this machine, else start a local one.
+
+    A local one has `workers` processes and is shut down at the end of the block.
+
+    Raises:
+      InputMissing: Ray is not installed, or does not answer at RAY_ADDRESS.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise not_installed("the engine ray", "ray", "ray", where="--engine=ray") from error
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address := os.environ.get("RAY_ADDRESS"):
+        _check_reachable(address)
+    try:
+        ray.init(address="auto", **quiet)
+    except ConnectionError as error:
+        if address:
+            raise _no_answer(address, error) from error
+        ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
+    try:
+        machines = [node for node in ray.nodes() if node["Alive"]]
+        cores = int(ray.cluster_resources().get("CPU", 0))
+        log(f"ray: {len(machines)} machine{'s' * (len(machines) > 1)}, {cores} cores")
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise InputMissing if HOST:PORT does not answer: Ray tries for minutes, then exits."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise _no_answer(address, error) from error
+
+
+def _no_answer(address: str, error: Exception) -> InputMissing:
+    return InputMissing(
+        "no Ray cluster answered",
+        where=f"RAY_ADDRESS = {address}",
+        why=str(error).partition("\n")[0],
+        fix="ray start --head on one machine, ray start --address=THAT_MACHINE:6379 on the others",
+    )
+
+
+def run_on_ray(
+    make_task: MakeTask, units: Sequence[int], workers: int, ray: Any
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Run units as `run_in_pool` does, at most `workers` at a time.
+
+    Raises:
+      DataError: a machine has other versions.
+      InputMissing: a machine does not see the current folder.
+      NotWritable, PeerLost: as in `run_in_pool`.
+    """
+    # Ray would retry without end if memory is short, so deaths are counted here.
+    answer_remotely = ray.remote(num_cpus=1, max_retries=0)(_run_remotely)
+    here = os.getcwd(), versions()
+    waiting, running = deque(units), dict[Any, int]()
+    deaths: dict[int, int] = {}
+    failed_units: list[str] = []
+    failure: JaxlmError | None = None
+    while running or (waiting and failure is None):
+        while waiting and len(running) < workers and failure is None:
+            number = waiting.popleft()
+            running[answer_remotely.remote(make_task, number, *here)] = number
+        (ready,), _ = ray.wait(list(running), num_returns=1)
+        number = running.pop(ready)
+        try:
+            answer = ray.get(ready)
+        except ray.exceptions.RayTaskError as error:  # before our code could answer
+            failure = failure or InputMissing(
+                "a machine of the cluster cannot run units",
+                where="--engine=ray",
+                why=str(getattr(error, "cause", error)),
+                fix="pip install 'jaxlm[prepare,ray]'    # of this version, on every machine",
+            )
+            continue
+        except ray.exceptions.RayError as error:
+            deaths[number] = deaths.get(number, 0) + 1
+            if deaths[number] < MAX_DEATHS:
+                waiting.appendleft(number)
+            else:
+                failed_units.append(f"unit {number}, {type(error).__name__}")
+            continue
+        if "error" in answer:
+            failure = failure or error_of(answer["error"])
+        else:
+            yield number, answer["seconds"]
+    if failure is not None:
+        raise failure
+    if failed_units:
+        raise units_failed(failed_units)
+
+
+def versions() -> tuple[str, ...]:
+    """Return the versions that determine the output: interpreter, packages, source of jaxlm."""
+    parts = [f"python {sys.version.split()[0]}", f"unicode {unicodedata.unidata_version}"]
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            parts.append(f"{name} {importlib.metadata.version(name)}")
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return (*parts, f"the source of jaxlm {digest.hexdigest()[:12]}")
+
+
+def _answer(
+    make_task: MakeTask, number: int, folder: str, expected: tuple[str, ...]
+) -> dict[str, Any]:
+    return _ray_worker(make_task, folder, expected).answer(number)
+
+
+@functools.lru_cache(1)
+def _ray_worker(make_task: MakeTask, folder: str, expected: tuple[str, ...]) -> Worker:
+    """Return the worker of this Ray process, which runs many units."""
+    return Worker(functools.partial(_task_if_equal, make_task, folder, expected))
+
+
+def _task_if_equal(make_task: MakeTask, folder: str, expected: tuple[str, ...]) -> Task:
+    machine = socket.gethostname()
+    if differ := sorted(set(expected) ^ set(versions())):
+        raise DataError(
+            "a machine of the cluster has other versions",
+            where=machine,
+            why=f"not on both: {', '.join(differ[:6])}",
+            fix="install the same Python, jaxlm and packages on every machine",
+        )
+    try:
+        os.chdir(folder)
+        return make_task()
+    except FileNotFoundError as error:
+        raise InputMissing(
+            "a machine of the cluster does not see a file",
+            where=f"{machine}: {error.filename}",
+            why="work reads and writes the folders of the machine that started it",
+            fix="mount the folder on every machine under this path",
+        ) from error
+
 
 EngineName = Literal["processes", "ray"]
 RunUnits = Callable[
     [MakeTask, Sequence[int]], Iterator[tuple[int, dict[str, float]]]
-]  # see `pool.run_units`
+]  # see `run_in_pool`
 
 
 @contextlib.contextmanager
@@ -26,7 +363,7 @@ def opened(name: EngineName, workers: int, log: Callable[[str], None]) -> Iterat
     """
     match name:
         case "processes":
-            yield functools.partial(pool.run_units, workers=workers)
+            yield functools.partial(run_in_pool, workers=workers)
         case "ray":
-            with cluster.connected(workers, log) as ray:
-                yield functools.partial(cluster.run_units, workers=workers, ray=ray)
+            with connected(workers, log) as ray:
+                yield functools.partial(run_on_ray, workers=workers, ray=ray)

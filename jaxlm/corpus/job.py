@@ -15,7 +15,7 @@ from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.corpus import remote
 from jaxlm.corpus.config import WHOLE, Recipe
 from jaxlm.corpus.files import changed
-from jaxlm.corpus.filters.perplexity import MakeScorer
+from jaxlm.corpus.filters.models import MakeScorer
 from jaxlm.corpus.mix.config import ShardSettings, named
 from jaxlm.corpus.readers import spans
 from jaxlm.corpus.readers.files import can_cut, cut

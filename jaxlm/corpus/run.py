@@ -30,15 +30,15 @@ from typing import Any
 
 from jaxlm.core import disk
 from jaxlm.core.errors import InUse, cannot_write
-from jaxlm.corpus import earlier, engines, page, stages
+from jaxlm.corpus import earlier, engines, stages
 from jaxlm.corpus.comparison import compare
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.counts import Counts
+from jaxlm.corpus.document import Counts
 from jaxlm.corpus.engines import EngineName, RunUnits
 from jaxlm.corpus.files import FileDigest, changed, is_whole
-from jaxlm.corpus.filters.perplexity import MakeScorer
+from jaxlm.corpus.filters.models import MakeScorer
 from jaxlm.corpus.job import CLUSTERS, PAGE, REPORT, WORK, Job, part_of
-from jaxlm.corpus.report import report
+from jaxlm.corpus.report import page, report
 from jaxlm.corpus.unit import (
     CleaningTask,
     Seconds,
@@ -186,7 +186,7 @@ def _concluded(job: Job) -> dict[str, Any]:
         clusters = verdict(job, 0).with_name(CLUSTERS)
         disk.replace(job.out / CLUSTERS, clusters.read_bytes() if clusters.exists() else b"")
     answer = report(job, parts, dict(sorted(files.items())))
-    disk.replace(job.out / PAGE, page.render(job.out, answer).encode())
+    disk.replace(job.out / PAGE, page(job.out, answer).encode())
     disk.replace(job.out / REPORT, json.dumps(answer, indent=1).encode())
     return answer
 

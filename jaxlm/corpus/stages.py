@@ -4,19 +4,12 @@ from collections.abc import Callable
 
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import Stage
-from jaxlm.corpus.filters.c4 import c4
 from jaxlm.corpus.filters.decontaminate import decontaminate, evaluations
-from jaxlm.corpus.filters.fineweb import fineweb
-from jaxlm.corpus.filters.gopher import gopher
-from jaxlm.corpus.filters.harmful import harmful
-from jaxlm.corpus.filters.language import language
-from jaxlm.corpus.filters.length import length
+from jaxlm.corpus.filters.heuristics import c4, fineweb, gopher, length, repetition
 from jaxlm.corpus.filters.licence import licence
+from jaxlm.corpus.filters.models import MakeScorer, harmful, language, perplexity, quality
 from jaxlm.corpus.filters.normalise import mojibake, normalise
-from jaxlm.corpus.filters.perplexity import MakeScorer, perplexity
 from jaxlm.corpus.filters.pii import pii
-from jaxlm.corpus.filters.quality import quality
-from jaxlm.corpus.filters.repetition import repetition
 from jaxlm.corpus.filters.source_code import code
 from jaxlm.corpus.filters.urls import urls
 

@@ -16,15 +16,22 @@ from typing import Any, Literal
 
 from jaxlm.core import faults
 from jaxlm.corpus import stages
-from jaxlm.corpus.counts import Counts
 from jaxlm.corpus.dedup.signatures import Signatures, Signer, ranges, without
-from jaxlm.corpus.document import BrokenRecord, CorpusDocument, Removed, Stage, from_line, to_line
+from jaxlm.corpus.document import (
+    BrokenRecord,
+    CorpusDocument,
+    Counts,
+    Removed,
+    Stage,
+    from_line,
+    to_line,
+)
+from jaxlm.corpus.engines import Task
 from jaxlm.corpus.files import FileDigest, LineFiles, checked_lines
-from jaxlm.corpus.filters.perplexity import MakeScorer
+from jaxlm.corpus.filters.models import MakeScorer
 from jaxlm.corpus.job import VERDICTS, WORK, FilePart, Job
 from jaxlm.corpus.readers.files import is_one_record, read
 from jaxlm.corpus.remote import is_remote
-from jaxlm.corpus.task import Task
 from jaxlm.data import cache
 
 KEPT, BROKEN, PLACES, SIGNATURES, DONE = "kept", "broken", "places", "signatures", "done.json"

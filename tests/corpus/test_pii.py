@@ -11,9 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxlm.corpus.filters.national import NATIONALS, checks, is_national
-from jaxlm.corpus.filters.pii import IBAN_LENGTHS, KINDS, find, passes_luhn, passes_mod97
-from jaxlm.corpus.filters.presidio import NAMES
+from jaxlm.corpus.filters.pii import (
+    IBAN_LENGTHS,
+    KINDS,
+    NAMES,
+    NATIONALS,
+    checks,
+    find,
+    is_national,
+    passes_luhn,
+    passes_mod97,
+)
 from tests.corpus.recipes import kept, lines, prose, removed, run, write_lines
 
 PLACES = ("Write to {} today.", "({})", "contact: {}", "{}", "It was {}, they said", "a\t{}\nb")

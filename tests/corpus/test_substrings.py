@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.corpus.dedup.config import Substrings
+from jaxlm.corpus.config import Substrings
 from jaxlm.corpus.dedup.substrings import fingerprints
 from tests.corpus.recipes import kept, lines, removed, run, tree, write_lines
 

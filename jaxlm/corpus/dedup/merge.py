@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.config import Recipe, Substrings
 from jaxlm.corpus.dedup import minhash
-from jaxlm.corpus.dedup.config import Substrings
 from jaxlm.corpus.dedup.signatures import Signatures
 from jaxlm.corpus.dedup.substrings import Finder, stretches
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxlm.corpus.dedup.config import MinHash
+from jaxlm.corpus.config import MinHash
 from jaxlm.corpus.ngrams import hashed, mixed, runs, words
 
 _CHUNK = 2**9  # runs at a time, so that the products stay in a core's cache

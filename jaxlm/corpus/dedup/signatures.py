@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.dedup.config import Spans
+from jaxlm.corpus.config import Recipe, Spans
 from jaxlm.corpus.dedup.minhash import signature
 from jaxlm.corpus.dedup.substrings import fingerprints
 from jaxlm.corpus.document import CorpusDocument

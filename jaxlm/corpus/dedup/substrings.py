@@ -16,7 +16,7 @@ import re
 
 import numpy as np
 
-from jaxlm.corpus.dedup.config import Substrings
+from jaxlm.corpus.config import Substrings
 from jaxlm.corpus.ngrams import hashed, runs
 
 _WORD = re.compile(r"\w+")

@@ -5,9 +5,8 @@ from collections import Counter
 import numpy as np
 
 from jaxlm.core.errors import DataError
-from jaxlm.corpus.config import Recipe
+from jaxlm.corpus.config import Decontaminate, Recipe
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument, Removed, Stage
-from jaxlm.corpus.filters.config import Decontaminate
 from jaxlm.corpus.ngrams import hashed, runs, words
 from jaxlm.corpus.readers.files import read
 from jaxlm.data.documents import Corpus

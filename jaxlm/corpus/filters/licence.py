@@ -9,8 +9,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from jaxlm.corpus.config import Licence
 from jaxlm.corpus.document import CorpusDocument, Removed, Stage
-from jaxlm.corpus.filters.config import Licence
 
 _TAG = re.compile(r"SPDX-License-Identifier:[ \t]*([A-Za-z0-9.+() \t-]{2,200})")
 _NAME = re.compile(r"[A-Za-z0-9.+-]+")

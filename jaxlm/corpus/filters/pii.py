@@ -1,17 +1,160 @@
 """Personal data and credentials, found by their form and, if they have one, a check digit."""
 
+import bisect
 import dataclasses
 import functools
+import importlib
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jaxlm.core.errors import not_installed
+from jaxlm.corpus.config import Pii
 from jaxlm.corpus.document import CorpusDocument, Removed, Stage
-from jaxlm.corpus.filters import national, presidio
-from jaxlm.corpus.filters.config import Pii
-from jaxlm.corpus.filters.found import PiiMatch, apart
+
+
+class PiiMatch(NamedTuple):
+    """The range of a match in a text, and its kind."""
+
+    start: int
+    end: int
+    kind: str
+
+
+def apart(every: Iterable[PiiMatch], order: Sequence[str]) -> list[PiiMatch]:
+    """Select matches without overlap, in order: the longer of two, then by the order of kinds."""
+    ranked = sorted(
+        every, key=lambda each: (each.start - each.end, order.index(each.kind), each.start)
+    )
+    selected: list[PiiMatch] = []  # sorted, so only the two adjacent ones can overlap the next
+    for each in ranked:
+        place = bisect.bisect(selected, each)
+        if (not place or selected[place - 1].end <= each.start) and (
+            place == len(selected) or each.end <= selected[place].start
+        ):
+            selected.insert(place, each)
+    return selected
+
+
+class NationalNumber(NamedTuple):
+    """The pattern of a state's number, a required context before it, and its check."""
+
+    form: str
+    module: str = ""  # of python-stdnum; empty if the pattern is the only check
+    before: str = ""
+
+
+NATIONALS = {
+    "de_steuer_id": NationalNumber(r"[1-9]\d{10}|[1-9]\d \d{3} \d{3} \d{3}", "de.idnr"),
+    "fr_nir": NationalNumber(r"[12] ?\d\d ?\d\d ?\d[\dAB] ?\d{3} ?\d{3} ?\d\d", "fr.nir"),
+    "es_dni": NationalNumber(r"\d{8}[ -]?[A-HJ-NP-TV-Z]", "es.dni"),
+    "es_nie": NationalNumber(r"[XYZ][ -]?\d{7}[ -]?[A-HJ-NP-TV-Z]", "es.nie"),
+    "it_codice_fiscale": NationalNumber(
+        r"[A-Z]{6}(?:[\dL-V]{2}[A-Z]){2}[\dL-V]{3}[A-Z]", "it.codicefiscale"
+    ),
+    "nl_bsn": NationalNumber(
+        r"\d{9}|\d{4}[. ]\d\d[. ]\d{3}",
+        "nl.bsn",
+        r"(?:(?<=[Bb][Ss][Nn] )|(?<=[Bb][Ss][Nn]: )|(?<=nummer )|(?<=nummer: ))",
+    ),
+    "br_cpf": NationalNumber(r"\d{3}\.\d{3}\.\d{3}-\d\d", "br.cpf"),
+    "in_aadhaar": NationalNumber(r"[2-9]\d{3}(?: \d{4} |-\d{4}-)\d{4}", "in_.aadhaar"),
+    # Only the check of GB 11643: the table of counties in python-stdnum 2.2 lacks most that were
+    # renamed or merged since people were born there.
+    "cn_resident_id": NationalNumber(
+        r"(?:1[1-5]|2[1-3]|3[1-7]|4[1-6]|5[0-4]|6[1-5]|71|8[1-3])\d{4}"
+        r"(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])\d{3}[\dX]",
+        "iso7064.mod_11_2",
+    ),
+    "gb_nino": NationalNumber(
+        r"(?!BG|GB|KN|NK|NT|TN|ZZ)[A-CEGHJ-PR-TW-Z][A-CEGHJ-NPR-TW-Z](?: ?\d\d){3} ?[A-D]"
+    ),
+}
+# Every number contains one of these; a pattern with a common beginning is fast to search.
+NATIONAL_SIGN = r"\d(?:\d{5}| \d\d|\.\d{3}|-\d{4}-|\d[A-Z])"
+_FORMS = "|".join(f"{each.before}(?:{each.form})" for each in NATIONALS.values())
+# Not in paths, longer numbers or hexadecimal tables, where a gigabyte of source code had most of
+# its matches.
+NATIONAL_PATTERN = re.compile(
+    rf"(?<![\w./-])(?<!\d )(?<![\dA-F]{{4}} )(?:{_FORMS})(?![\w-]|[ .]\d| [\dA-F]{{4}}\b)"
+)
+
+
+def is_national(text: str) -> bool:
+    """Return whether a text of one of the forms has valid check digits, dates and places."""
+    return any(form.fullmatch(text) and is_right(text) for form, is_right in national_checks())
+
+
+@functools.cache
+def national_checks() -> list[tuple[re.Pattern[str], Callable[[str], bool]]]:
+    """Return each pattern with its check.
+
+    Raises:
+      InputMissing: python-stdnum is not installed.
+    """
+    patterns = []
+    for each in NATIONALS.values():
+        is_right: Callable[[str], bool] = bool
+        if each.module:
+            try:
+                is_right = importlib.import_module(f"stdnum.{each.module}").is_valid
+            except ImportError as error:
+                what = "the kind national_id of pii"
+                raise not_installed(what, "python-stdnum", "prepare", where="pii.kinds") from error
+        patterns.append((re.compile(each.form), is_right))
+    return patterns
+
+
+# Recognizer of each kind. Keys have none in Presidio.
+PRESIDIO_NAMES = {
+    "email": "EmailRecognizer",
+    "phone": "PhoneRecognizer",
+    "ip": "IpRecognizer",
+    "card": "CreditCardRecognizer",
+    "iban": "IbanRecognizer",
+    "us_ssn": "UsSsnRecognizer",
+}
+
+
+def presidio_finder(kinds: tuple[str, ...], score: float) -> Callable[[str], list[PiiMatch]]:
+    """Return a function that finds these kinds with at least this score; matches may overlap.
+
+    Raises:
+      InputMissing: presidio-analyzer is not installed.
+    """
+    try:
+        import tldextract
+        from presidio_analyzer import predefined_recognizers
+    except ImportError as error:
+        raise not_installed(
+            "pii.finder=presidio", "presidio-analyzer", "presidio", where="pii.finder"
+        ) from error
+    offline = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
+
+    class Email(predefined_recognizers.EmailRecognizer):  # type: ignore[misc]
+        """Presidio's recognizer, which by itself would download the suffixes."""
+
+        def validate_result(self, pattern_text: str) -> bool:
+            return bool(offline(pattern_text).fqdn)
+
+    made: dict[str, Any] = {
+        kind: Email() if kind == "email" else getattr(predefined_recognizers, name)()
+        for kind, name in PRESIDIO_NAMES.items()
+        if kind in kinds
+    }
+
+    def find(text: str) -> list[PiiMatch]:
+        return [
+            PiiMatch(each.start, each.end, kind)
+            for kind, recogniser in made.items()
+            for each in recogniser.analyze(text, recogniser.supported_entities, None)
+            if each.score >= score
+        ]
+
+    return find
+
 
 PAGES = ("http://", "https://")
 
@@ -25,11 +168,11 @@ def pii(config: Pii) -> Stage:
       InputMissing: presidio is the finder and not installed, or python-stdnum for national_id.
     """
     if "national_id" in config.kinds:
-        national.checks()
+        national_checks()
     finder: Callable[[str], list[PiiMatch]] = functools.partial(find, kinds=config.kinds)
     if config.finder == "presidio":
-        other = presidio.finders(config.kinds, config.score)
-        own_kinds = tuple(kind for kind in config.kinds if kind not in presidio.NAMES)
+        other = presidio_finder(config.kinds, config.score)
+        own_kinds = tuple(kind for kind in config.kinds if kind not in PRESIDIO_NAMES)
 
         def finder(text: str) -> list[PiiMatch]:
             return apart([*other(text), *find(text, own_kinds)], list(KINDS))
@@ -211,7 +354,7 @@ def _is_ssn(match: re.Match[str]) -> bool:
 
 
 def _is_national(match: re.Match[str]) -> bool:
-    return national.is_national(match[0])
+    return is_national(match[0])
 
 
 def _always(match: re.Match[str]) -> bool:
@@ -313,7 +456,7 @@ KINDS = {
     "us_ssn": _Kind(
         _lines_with(r"\d-\d"), re.compile(r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)"), _is_ssn
     ),
-    "national_id": _Kind(_lines_with(national.SIGN), national.PATTERN, _is_national),
+    "national_id": _Kind(_lines_with(NATIONAL_SIGN), NATIONAL_PATTERN, _is_national),
     "ip": _Kind(
         _lines_with(r"[.:](?:(?<=\d\.)\d|(?<=[0-9A-Fa-f]:))"),
         re.compile(

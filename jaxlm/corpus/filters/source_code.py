@@ -5,8 +5,8 @@ import warnings
 from collections import Counter
 from pathlib import PurePath
 
+from jaxlm.corpus.config import SourceCode
 from jaxlm.corpus.document import CorpusDocument, Removed, Stage
-from jaxlm.corpus.filters.config import SourceCode
 from jaxlm.corpus.readers.streams import kind_of
 
 ENDINGS = frozenset(

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from jaxlm.corpus.config import Urls
 from jaxlm.corpus.document import CorpusDocument, Removed, Stage
-from jaxlm.corpus.filters.config import Urls
 from jaxlm.data.documents import Corpus
 
 

@@ -9,13 +9,15 @@ OUT/recipe.json                       the mix, and the digests of its inputs
 OUT/unfinished/                       intermediate files; deleted at the end
 """
 
+import contextlib
 import hashlib
 import heapq
 import json
+import os
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,11 @@ from jaxlm.corpus.job import RECIPE, WORK
 from jaxlm.corpus.mix import sources
 from jaxlm.corpus.mix.card import card
 from jaxlm.corpus.mix.config import Mix
-from jaxlm.corpus.mix.gather import gather
-from jaxlm.corpus.mix.sources import MixSource
-from jaxlm.corpus.mix.unit import COUNTS, TOKENIZER, TRAIN, MixUnits, TokenizeTask
+from jaxlm.corpus.mix.sources import COUNTS, TOKENIZER, TRAIN, MixSource, MixUnits, TokenizeTask
 from jaxlm.corpus.run import LOCK, Progress, owned
-from jaxlm.data import manifest, tokenizer_file, train_tokenizer
+from jaxlm.data import cache, manifest, tokenizer_file, train_tokenizer
 from jaxlm.data.config import TOKENIZER_FILES
+from jaxlm.data.manifest import Manifest, Shard
 from jaxlm.data.shards import Shards
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -245,3 +246,53 @@ def _verified(out: Path) -> dict[str, Any]:
         if hashlib.sha256((folder / manifest.NAME).read_bytes()).hexdigest() != digest:
             raise changed(folder / manifest.NAME)
     return answer
+
+
+def gather(target: Path, parts: Sequence[Path], left_out: Counter[str]) -> None:
+    """Merge folders of token shards with one tokenizer and one list of files; links, not copies.
+
+    Raises:
+      DataError: a folder is damaged.
+    """
+    with cache.built(target) as folder:
+        if folder is None:
+            return
+        manifests = [manifest.read(part) for part in parts]
+        shards: list[Shard] = []
+        for part, each in zip(parts, manifests, strict=True):
+            for number, shard in enumerate(each.shards):
+                renamed = {
+                    name(number): name(len(shards))
+                    for name in (
+                        manifest.tokens_name,
+                        manifest.documents_name,
+                        manifest.checks_name,
+                    )
+                }
+                for before, after in renamed.items():
+                    _link(part / before, folder / after)
+                shards.append(shard)
+        for name in (manifest.FILES, manifest.TOKENIZER):
+            _link(parts[0] / name, folder / name)
+        files = (folder / manifest.FILES).read_bytes()
+        first = manifests[0]
+        Manifest(
+            tokenizer=first.tokenizer,
+            vocab=first.vocab,
+            dtype=first.dtype,
+            documents=sum(each.documents for each in manifests),
+            tokens=sum(each.tokens for each in manifests),
+            bytes=sum(each.bytes for each in manifests),
+            left_out=dict(sorted(left_out.items())),
+            unknown=sum(each.unknown for each in manifests),
+            files_sha256=hashlib.sha256(files).hexdigest(),
+            shards=tuple(shards),
+        ).write(folder)
+
+
+def _link(path: Path, target: Path) -> None:
+    """Hard-link a file, or copy it if the file system has no hard links."""
+    with contextlib.suppress(OSError):
+        os.link(path, target)
+        return
+    shutil.copyfile(path, target)

@@ -12,7 +12,7 @@ from jaxlm.core.errors import JaxlmError
 from jaxlm.corpus import remote
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument
-from jaxlm.corpus.readers import archives, pdf, spans, tables, texts, warc
+from jaxlm.corpus.readers import archives, spans, tables, texts, warc
 from jaxlm.corpus.readers.encoding import NotText
 from jaxlm.corpus.readers.spans import FileSpan
 from jaxlm.corpus.readers.streams import (
@@ -39,13 +39,13 @@ READERS: dict[str, Reader] = {
     ".warc": warc.records,
     ".wet": warc.records,
     ".py": texts.python,
-    ".pdf": pdf.pdf,
+    ".pdf": texts.pdf,
 }
 CUTS = {
     **dict.fromkeys(LINES, spans.of_lines),
     ".parquet": spans.of_row_groups,
 }
-WHOLE = texts.plain, texts.html, texts.python, pdf.pdf  # a file is one record
+WHOLE = texts.plain, texts.html, texts.python, texts.pdf  # a file is one record
 ARCHIVES = {".zip": archives.zipped, ".tar": archives.tarred}
 TOO_LARGE, NOT_TEXT, NESTED = "too large", "not text", "an archive in another"
 

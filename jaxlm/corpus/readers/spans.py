@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxlm.corpus.readers.recoded import PROBED, is_utf8
+from jaxlm.corpus.readers.encoding import PROBED, is_utf8
 from jaxlm.data import parquet
 
 _PIECE = 2**20

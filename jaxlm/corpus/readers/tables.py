@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument
-from jaxlm.corpus.readers.recoded import as_utf8
+from jaxlm.corpus.readers.encoding import as_utf8
 from jaxlm.corpus.readers.spans import FileSpan
 from jaxlm.corpus.readers.streams import lines, rest, whole
 from jaxlm.data.parquet import rows

@@ -16,8 +16,7 @@ from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument
 from jaxlm.corpus.readers.encoding import NotText, decoded
 from jaxlm.corpus.readers.main_text import charset, main_text
-from jaxlm.corpus.readers.members import DamagedMember
-from jaxlm.corpus.readers.streams import DAMAGED, TooLarge, whole
+from jaxlm.corpus.readers.streams import DAMAGED, DamagedMember, TooLarge, whole
 
 NOT_A_RECORD, CUT = "no WARC record", "a WARC record that is cut"
 NOT_HTTP, NOT_TEXT, TOO_LARGE = "no HTTP response", "not text", "too large"
