@@ -37,7 +37,7 @@ POINTS = (
     "prepare.clean",
     "prepare.merge",
     "prepare.finish",
-    "prepare.tokenize",
+    "prepare.tokenise",
     "exit",
 )
 NUMBERS = ("grads", "loss", "batch")

@@ -147,7 +147,7 @@ def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
         raise changed(path) from None
 
 
-def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_texts_at(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the text of each document. Documents of earlier runs are read from their folder.
 
     Raises:
@@ -156,7 +156,7 @@ def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]
     places = {
         _place(each) for cluster in selected for each in (cluster["kept"], *cluster["removed"])
     }
-    texts = dict(_texts(out, places))
+    texts = dict(_texts_at(out, places))
     for file in sorted({file for file, record in places - texts.keys()}):
         records = {record for name, record in places - texts.keys() if name == file}
         texts |= {(file, record): text for record, text in _lines(Path(file), records)}
@@ -181,7 +181,7 @@ def _place(document: dict[str, Any]) -> Place:
     return document["file"], document["record"]
 
 
-def _texts(out: Path, places: set[Place]) -> Iterator[tuple[Place, str]]:
+def _texts_at(out: Path, places: set[Place]) -> Iterator[tuple[Place, str]]:
     """Yield the texts of the places, including documents that were removed later."""
     for path in sorted([*out.glob("kept/*.jsonl"), *out.glob("removed/*/*.jsonl")]):
         for row in _rows(path):

@@ -315,7 +315,7 @@ def versions() -> tuple[str, ...]:
     return (*parts, f"the source of jaxlm {digest.hexdigest()[:12]}")
 
 
-def _answer(
+def _run_remotely(
     make_task: MakeTask, number: int, folder: str, expected: tuple[str, ...]
 ) -> dict[str, Any]:
     return _ray_worker(make_task, folder, expected).answer(number)

@@ -3,22 +3,28 @@
 import codecs
 import contextlib
 import dataclasses
-import gzip
-import io
-import itertools
-import json
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data import parquet
+from jaxlm.data.formats import (
+    BYTE_ORDER_MARK,
+    COMPRESSIONS,
+    FORMATS,
+    NOT_JSON,
+    NOT_UTF8,
+    Fault,
+    ReadOptions,
+    is_packed,
+    kind_of,
+    unpacked,
+)
 
-# Kinds of broken records; only a small share of them is tolerated.
-NOT_UTF8, NOT_JSON = "not UTF-8", "not JSON"
+# Kinds of broken records beside NOT_UTF8 and NOT_JSON; only a small share of them is tolerated.
 NO_TEXT, OTHER_TYPE = "without the text key", "with a text of another type"
 # Kinds of records without content; any number of them may be dropped.
 EMPTY, BLANK = "empty", "only white space"
@@ -28,14 +34,11 @@ MARK = "with a byte order mark, removed"
 NUL = "with NUL, kept"
 MENDED = (SURROGATE, MARK, NUL)
 
-# Limit of a compressed file without a document's end in between. A megabyte can unpack to a
-# gigabyte; a file that is not compressed shows its size.
+# Unpacked bytes of a compressed file without a document's end: a megabyte can unpack to ten
+# thousand documents. A file that is not compressed shows its size.
 MOST_UNPACKED = 2**28
 
 PROBED_START = 2**12  # bytes of a file that distinguish text from other files
-PACKERS = {".gz": "gzip", ".zst": "zstd"}  # command-line programs
-
-BYTE_ORDER_MARK = "\ufeff".encode()
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -56,7 +59,7 @@ class Broken(NamedTuple):
 
 
 @dataclasses.dataclass
-class Start:
+class ReadBudget:
     """Budget for reading the start of some files: remaining records and unpacked bytes."""
 
     records: int
@@ -69,7 +72,7 @@ class Start:
 
 
 def read(
-    path: Path, name: str, text_key: str, counts: Counter[str], start: Start | None = None
+    path: Path, name: str, text_key: str, counts: Counter[str], start: ReadBudget | None = None
 ) -> Iterator[Document | Broken]:
     """Yield every record of a file, as a text or as what is wrong with it.
 
@@ -87,44 +90,78 @@ def read(
     if is_text(path):
         yield _text(path, name, counts, start)
         return
-    kind = _kind(path)
-    if kind != ".parquet":
-        records = _json_lines(path, name, counts, start)
-    else:
-        records = _parquet(path, name, text_key)
-    for number, (record, place) in enumerate(records):
-        if isinstance(record, Broken):
-            yield record
-            continue
-        text = record.get(text_key) if isinstance(record, dict) else None
-        if isinstance(text, str):
-            if start is not None and kind == ".parquet":
-                start.bytes = max(start.bytes - len(text), 0)
-            yield Document(text, name, number, place)
-        else:
-            is_there = isinstance(record, dict) and text_key in record
-            yield Broken(
-                OTHER_TYPE if is_there else NO_TEXT, _no_text(record, name, number, text_key)
-            )
+    format, size = FORMATS[kind_of(path.name)], path.stat().st_size
+    with _damage_named(name), open(path, "rb") as file, contextlib.ExitStack() as opened:
+        stream: IO[bytes] = file
+        if format.is_lines:
+            plain = opened.enter_context(unpacked(file, path.name))
+            stream = cast(IO[bytes], _LimitedLines(plain, path, name, counts, start))
+        records = format.read(stream, ReadOptions(name, column=text_key))
+        for number, (line, value, share) in enumerate(records):
+            if isinstance(value, Fault):
+                yield _broken(value, name, line)
+                continue
+            text = value.get(text_key) if isinstance(value, dict) else None
+            if isinstance(text, str):
+                if start is not None and not format.is_lines:
+                    start.bytes = max(start.bytes - len(text), 0)
+                place = file.tell() if share is None else int(size * share)
+                yield Document(text, name, number, place)
+            else:
+                is_there = isinstance(value, dict) and text_key in value
+                kind = OTHER_TYPE if is_there else NO_TEXT
+                yield Broken(kind, _no_text(value, name, number, text_key))
+
+
+class _LimitedLines:
+    """Lines of a file within a budget, and within the limit of a compressed document."""
+
+    def __init__(
+        self,
+        stream: IO[bytes],
+        path: Path,
+        name: str,
+        counts: Counter[str],
+        start: ReadBudget | None,
+    ):
+        self._stream, self._path, self._name = stream, path, name
+        self._counts, self._start = counts, start
+        self._number = self._unpacked = 0  # lines, and bytes since the last one that was not blank
+
+    def readline(self, _: int = -1) -> bytes:
+        """Return the next line; empty at the end of the file or of the budget, which may cut it."""
+        start = self._start
+        line = self._stream.readline(
+            _limit(self._path, self._unpacked) if start is None else start.bytes
+        )
+        self._number += 1
+        if start is not None:
+            start.bytes -= len(line)
+            if not start.bytes:
+                return b""
+        self._unpacked += len(line)
+        if self._unpacked > MOST_UNPACKED and is_packed(self._path.name):
+            raise _unpacks_too_far(self._path, f"{self._name}:{self._number}")
+        if self._number == 1 and line.startswith(BYTE_ORDER_MARK):
+            self._counts[MARK] += 1
+        if line.removeprefix(BYTE_ORDER_MARK).strip():
+            self._unpacked = 0
+        return line
 
 
 def is_text(path: Path) -> bool:
     """Return whether a file is one text; otherwise it contains records."""
-    return _kind(path) not in (".jsonl", ".json", ".parquet")
-
-
-def _kind(path: Path) -> str:
-    return Path(path.stem).suffix if _is_packed(path) else path.suffix
+    return kind_of(path.name) not in FORMATS
 
 
 def ending(path: Path) -> str:
     """Return the suffix of the format with its compression: `.jsonl.gz`."""
-    return f"{_kind(path)}{path.suffix}" if _is_packed(path) else path.suffix
+    return "".join(path.suffixes[-2:]) if is_packed(path.name) else path.suffix
 
 
 def looks_like_text(path: Path) -> bool:
     """Return whether the first bytes of a file look like something that `read` accepts."""
-    if not is_text(path) or _is_packed(path):
+    if not is_text(path) or is_packed(path.name):
         return True
     with open(path, "rb") as file:
         start = file.read(PROBED_START)
@@ -145,11 +182,13 @@ def mended(text: str, counts: Counter[str]) -> str:
     return _SURROGATES.sub("\ufffd", text)
 
 
-def _text(path: Path, name: str, counts: Counter[str], start: Start | None) -> Document | Broken:
-    with _whole(name), opened(path) as file:
-        data = file.read(_limit(path) if start is None else start.bytes)
-        if len(data) > MOST_UNPACKED and _is_packed(path):
-            raise _unpacks_too_far(path, name)
+def _text(
+    path: Path, name: str, counts: Counter[str], start: ReadBudget | None
+) -> Document | Broken:
+    with _damage_named(name), open(path, "rb") as file, unpacked(file, path.name) as stream:
+        data = stream.read(_limit(path) if start is None else start.bytes)
+    if len(data) > MOST_UNPACKED and is_packed(path.name):
+        raise _unpacks_too_far(path, name)
     if data.startswith(BYTE_ORDER_MARK):
         counts[MARK] += 1
     is_whole = start is None or len(data) < start.bytes
@@ -161,6 +200,18 @@ def _text(path: Path, name: str, counts: Counter[str], start: Start | None) -> D
         return Document(text, name, 0, path.stat().st_size)
     except UnicodeDecodeError as error:
         return Broken(NOT_UTF8, _not_utf8(name, error, "byte"))
+
+
+def _broken(fault: Fault, name: str, line: int) -> Broken:
+    if isinstance(fault.error, UnicodeDecodeError):
+        return Broken(NOT_UTF8, _not_utf8(name, fault.error, f"line {line}, byte"))
+    damage = DataError(
+        "a line is not JSON",
+        where=f"{name}:{line}",
+        why=str(fault.error),
+        fix="one JSON object a line\na name that ends in .txt",
+    )
+    return Broken(NOT_JSON, damage)
 
 
 def _not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
@@ -177,63 +228,17 @@ def _from_latin1(path: Path) -> str:
     hidden = (path.with_name(f".{path.name}.{kind}") for kind in ("utf8", "latin1"))
     file, new, old = (shlex.quote(str(each)) for each in (path, *hidden))
     command = "iconv -f latin1 -t utf-8"
-    if path.suffix in PACKERS:
-        packer = PACKERS[path.suffix]
+    if path.suffix in COMPRESSIONS:
+        packer = COMPRESSIONS[path.suffix]
         command = f"{packer} -dc {file} | {command} | {packer} > {new}"
     else:
         command = f"{command} {file} > {new}"
     return f"{command} && mv {file} {old} && mv {new} {file}    # if it is Latin-1"
 
 
-def _json_lines(
-    path: Path, name: str, counts: Counter[str], start: Start | None
-) -> Iterator[tuple[Any, int]]:
-    """Yield each record, and the bytes of the file read up to its end."""
-    with _whole(name), opened(path) as file:
-        unpacked = 0
-        for number in itertools.count(1):
-            line = file.readline(_limit(path, unpacked) if start is None else start.bytes)
-            if not line:
-                break
-            if start is not None:
-                start.bytes -= len(line)
-                if not start.bytes:
-                    break  # it may be cut
-            unpacked += len(line)
-            if unpacked > MOST_UNPACKED and _is_packed(path):
-                raise _unpacks_too_far(path, f"{name}:{number}")
-            if number == 1 and line.startswith(BYTE_ORDER_MARK):
-                counts[MARK] += 1
-                line = line.removeprefix(BYTE_ORDER_MARK)
-            if not line.strip():
-                continue
-            unpacked = 0
-            try:
-                text, line = line.decode(), b""  # a line may be long and is not held three times
-                record, text = json.loads(text), ""
-                yield record, _place(file)
-            except UnicodeDecodeError as error:
-                yield (
-                    Broken(NOT_UTF8, _not_utf8(name, error, f"line {number}, byte")),
-                    _place(file),
-                )
-            except (ValueError, RecursionError) as error:
-                damage = DataError(
-                    "a line is not JSON",
-                    where=f"{name}:{number}",
-                    why=str(error),
-                    fix="one JSON object a line\na name that ends in .txt",
-                )
-                yield Broken(NOT_JSON, damage), _place(file)
-
-
-def _is_packed(path: Path) -> bool:
-    return path.suffix in PACKERS
-
-
 def _limit(path: Path, unpacked: int = 0) -> int:
     """Return the number of bytes to request: one above the limit, or all."""
-    return MOST_UNPACKED + 1 - unpacked if _is_packed(path) else -1
+    return MOST_UNPACKED + 1 - unpacked if is_packed(path.name) else -1
 
 
 def _unpacks_too_far(path: Path, where: str) -> DataError:
@@ -246,21 +251,8 @@ def _unpacks_too_far(path: Path, where: str) -> DataError:
     )
 
 
-def _place(file: Any) -> int:
-    """Return the position of a file of `opened` in bytes on disk."""
-    inner = file.fileobj if isinstance(file, gzip.GzipFile) else file.raw
-    return inner.tell() if isinstance(inner, _Zstandard | io.BufferedReader) else file.tell()
-
-
-def _parquet(path: Path, name: str, text_key: str) -> Iterator[tuple[dict[str, Any], int]]:
-    size = path.stat().st_size
-    with _whole(name):
-        for row in parquet.rows(path, name, text_key):
-            yield row.fields, int(size * row.share)
-
-
 @contextlib.contextmanager
-def _whole(name: str) -> Iterator[None]:
+def _damage_named(name: str) -> Iterator[None]:
     """Name the file in an error of a decompressor or of pyarrow."""
     try:
         yield
@@ -277,72 +269,15 @@ def _whole(name: str) -> Iterator[None]:
 
 
 def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
-    keys = (
-        [key for key, value in record.items() if isinstance(value, str)]
-        if isinstance(record, dict)
-        else []
-    )
+    is_object = isinstance(record, dict)
+    keys = [k for k, value in record.items() if isinstance(value, str)] if is_object else []
     return DataError(
         f"a record has no text under {text_key!r}",
         where=f"{name}, record {number}",
         why=f"its fields with text: {', '.join(keys) or 'none'}"
-        if isinstance(record, dict)
+        if is_object
         else f"it is a {type(record).__name__}, not an object",
         fix=f"--config.data.text_key={keys[0]}"
         if keys
         else "one JSON object a line, with its text in one field",
     )
-
-
-def opened(path: Path) -> IO[bytes]:
-    """Open a file; a `.gz` or `.zst` file is unpacked."""
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix == ".zst":
-        return frames(open(path, "rb"))
-    return open(path, "rb")
-
-
-def frames(file: IO[bytes]) -> IO[bytes]:
-    """Unpack Zstandard frames; closed with `file`."""
-    return io.BufferedReader(_Zstandard(file), 2**17)
-
-
-class _Zstandard(io.RawIOBase):
-    """Concatenated Zstandard frames. The library's own reader does not report a truncated file."""
-
-    def __init__(self, file: IO[bytes]):
-        import zstandard
-
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._file = file  # closed with this reader
-        self._frame = self._decompressor.decompressobj()
-        self._ready = memoryview(b"")
-        self._begun = False
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            # Four bytes can unpack to 128 KiB, and all of a piece's output is held: small pieces.
-            data = (self._frame.unused_data if self._frame.eof else b"") or self._file.read(2**11)
-            if not data:
-                if self._begun and not self._frame.eof:
-                    raise EOFError("the last frame is cut")
-                return 0
-            if self._frame.eof:
-                self._frame = self._decompressor.decompressobj()
-            self._begun = True
-            self._ready = memoryview(self._frame.decompress(data))
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

@@ -20,7 +20,7 @@ from jaxlm.core.errors import DataError, InputMissing, NotWritable, PeerLost
 from jaxlm.corpus import engines
 from tests.corpus.recipes import RECIPE, prose, run, tree, write_lines
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SETTINGS = [
     "--config.source=in/*.jsonl",
     "--config.stages=normalise,length,gopher,repetition,pii",

@@ -17,7 +17,7 @@ from jaxlm.data import manifest
 from jaxlm.data.shards import Shards
 from tests.corpus.recipes import prose, tree, write_lines
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SOURCES = "--config.sources=web=web,code=code"
 SETTINGS = [SOURCES, "--config.tokenizer=bytes", "--config.unit_bytes=20000"]
 

@@ -20,10 +20,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from jaxlm.corpus.readers import streams
 from tests.corpus.recipes import RECIPE, kept, lines, prose, run, write_lines
 from tests.faults import harness
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PLAIN = ["--config.stages=()", "--config.dedup=()"]
 PAGE = f"""<!doctype html><html><head><title>A  title</title><meta charset="utf-8"><style>p {{}}</style></head>
 <body><nav><a href="/">Home</a> <a href="/b">Everything else that is in this menu and is longer than a word</a></nav>

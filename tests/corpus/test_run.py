@@ -25,7 +25,7 @@ from tests.corpus.recipes import (
     write_lines,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ALL = [
     "--config.source=in/*.jsonl",
     "--config.stages=normalise,length,gopher,repetition,pii",

@@ -15,7 +15,7 @@ from jaxlm.cli.main import main
 from jaxlm.data.shards import Shards
 from tests.corpus.recipes import kept, lines, prose, run, tree, write_lines
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 RECIPE = """
 from jaxlm.core import config
 from jaxlm.corpus.config import Recipe

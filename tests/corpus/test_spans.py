@@ -19,7 +19,7 @@ from jaxlm.corpus.job import Job
 from jaxlm.corpus.readers import spans
 from tests.corpus.recipes import RECIPE, lines, run, tree
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ALL = ["--config.source=in/*", "--config.stages=length", "--config.dedup=exact"]
 CUT = [*ALL, "--config.unit_bytes=1048576"]
 WHOLE = [*ALL, "--config.unit_bytes=10000000"]

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from jaxlm.corpus.config import ReadLimits
 from jaxlm.corpus.document import BrokenRecord
-from jaxlm.corpus.readers.streams import TooLarge
+from jaxlm.data.formats import TooLarge
 
 _ENTRY_BYTES = 512  # of a zip directory, per member: 46 and its name
 NO_FILE, LEADS_OUT = "no plain file of an archive", "a name that leads out of its archive"

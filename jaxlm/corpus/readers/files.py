@@ -15,22 +15,13 @@ from jaxlm.corpus.document import BrokenRecord, CorpusDocument
 from jaxlm.corpus.readers import archives, spans, tables, texts, warc
 from jaxlm.corpus.readers.encoding import NotText
 from jaxlm.corpus.readers.spans import FileSpan
-from jaxlm.corpus.readers.streams import (
-    DAMAGED,
-    TooLarge,
-    is_packed,
-    kind_of,
-    opened,
-    unpacked,
-)
+from jaxlm.corpus.readers.streams import DAMAGED, is_packed, kind_of, unpacked
 from jaxlm.corpus.readers.tables import IsIn
+from jaxlm.data.formats import FORMATS, TOO_LARGE, TooLarge
 
 OpenStream = Callable[[], AbstractContextManager[IO[bytes]]]
 Reader = Callable[[IO[bytes], str, Recipe, Counter[str]], Iterator[CorpusDocument | BrokenRecord]]
-LINES = ".jsonl", ".ndjson", ".json"
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(LINES, tables.json_lines),
-    ".parquet": tables.parquet,
     ".csv": tables.comma_separated,
     ".tsv": tables.tab_separated,
     ".html": texts.html,
@@ -42,18 +33,18 @@ READERS: dict[str, Reader] = {
     ".pdf": texts.pdf,
 }
 CUTS = {
-    **dict.fromkeys(LINES, spans.of_lines),
+    **{kind: spans.of_lines for kind, format in FORMATS.items() if format.is_lines},
     ".parquet": spans.of_row_groups,
 }
 WHOLE = texts.plain, texts.html, texts.python, texts.pdf  # a file is one record
 ARCHIVES = {".zip": archives.zipped, ".tar": archives.tarred}
-TOO_LARGE, NOT_TEXT, NESTED = "too large", "not text", "an archive in another"
+NOT_TEXT, NESTED = "not text", "an archive in another"
 
 
 def is_one_record(name: str) -> bool:
     """Return whether a file is one record, by its name."""
     kind = kind_of(remote.path_in(name))
-    return kind not in ARCHIVES and READERS.get(kind, texts.plain) in WHOLE
+    return kind not in (*ARCHIVES, *FORMATS) and READERS.get(kind, texts.plain) in WHOLE
 
 
 def can_cut(name: str) -> bool:
@@ -99,48 +90,55 @@ def read(
       is_in: selects records; JSON lines outside the selection are not parsed.
     """
     kind = kind_of(remote.path_in(name))
+    open_file: OpenStream = functools.partial(
+        _remote if remote.is_remote(name) else _local, path, name
+    )
+    before = 0
     if span is not None:
-        if span.begin < span.end:
-            yield from _guarded(*_of(span, path, kind, is_in), name, recipe, counts, span.before)
-        return
-    open_file = functools.partial(_remote if remote.is_remote(name) else _local, path, name)
-    readers = READERS | dict.fromkeys(LINES, functools.partial(tables.json_lines, is_in=is_in))
-    if kind not in ARCHIVES:
-        yield from _guarded(open_file, readers.get(kind, texts.plain), name, recipe, counts)
-        return
-
-    def members(
-        stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
-    ) -> Iterator[CorpusDocument | BrokenRecord]:
-        for member in ARCHIVES[kind](stream, name, recipe.reading):
-            if isinstance(member, BrokenRecord):
-                yield member
-            elif (inner := kind_of(member.name)) in ARCHIVES:
-                yield BrokenRecord(NESTED, member.name, 1, "it is not opened")
-            else:
-                reader = readers.get(inner, texts.plain)
-                yield from _guarded(
-                    functools.partial(_member, member), reader, member.name, recipe, counts
-                )
-
-    yield from _guarded(open_file, members, name, recipe, counts)
+        if span.begin == span.end:
+            return
+        before = span.before
+        if FORMATS[kind].is_lines:
+            open_file = functools.partial(spans.opened, path, span)
+    reader = _reader(kind, is_in, span)
+    if kind in ARCHIVES:
+        reader = functools.partial(_members, kind=kind, is_in=is_in)
+    yield from _guarded(open_file, reader, name, recipe, counts, before)
 
 
-def _of(span: FileSpan, path: Path, kind: str, is_in: IsIn) -> tuple[OpenStream, Reader]:
-    """Return what opens a span of a file, and its reader."""
-    if kind == ".parquet":
-        return functools.partial(_local, path, ""), functools.partial(tables.parquet, span=span)
-    reader = functools.partial(tables.json_lines, before=span.before, is_in=is_in)
-    return functools.partial(spans.opened, path, span), reader
+def _reader(kind: str, is_in: IsIn, span: FileSpan | None = None) -> Reader:
+    if kind in FORMATS:
+        return functools.partial(tables.records, format=FORMATS[kind], span=span, is_in=is_in)
+    return READERS.get(kind, texts.plain)
 
 
-def _local(path: Path, name: str) -> IO[bytes]:
-    return opened(path)
+def _members(
+    stream: IO[bytes],
+    name: str,
+    recipe: Recipe,
+    counts: Counter[str],
+    *,
+    kind: str,
+    is_in: IsIn,
+) -> Iterator[CorpusDocument | BrokenRecord]:
+    for member in ARCHIVES[kind](stream, name, recipe.reading):
+        if isinstance(member, BrokenRecord):
+            yield member
+        elif (inner := kind_of(member.name)) in ARCHIVES:
+            yield BrokenRecord(NESTED, member.name, 1, "it is not opened")
+        else:
+            open_member = functools.partial(_member, member)
+            yield from _guarded(open_member, _reader(inner, is_in), member.name, recipe, counts)
+
+
+@contextlib.contextmanager
+def _local(path: Path, name: str) -> Iterator[IO[bytes]]:
+    with open(path, "rb") as file, unpacked(file, path.name) as stream:
+        yield stream
 
 
 @contextlib.contextmanager
 def _remote(path: Path, name: str) -> Iterator[IO[bytes]]:
-    # Closing an unpacked stream does not close the copy.
     with remote.fetched(name) as copy, unpacked(copy, remote.path_in(name)) as stream:
         yield stream
 

@@ -1,83 +1,49 @@
-"""Byte streams of files, unpacked if they are compressed; they hold no more than was requested."""
+"""Byte streams of files, unpacked if they are compressed; they hold no more than was requested.
 
-import bz2
-import gzip
+A compressed web archive has a gzip member for each record: a damaged member affects no other.
+Source: RFC 1952, §2.2 and §2.3, for members and their header; ISO 28500, annex D, for a record in
+each.
+"""
+
 import io
-import itertools
-import lzma
 import zlib
-from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
-from jaxlm.data import records
-
-PACKED = ".gz", ".zst", ".bz2", ".xz"
-MOST_PASSED = 2**30  # bytes of a line that are skipped; a decompression bomb has more
-
+from jaxlm.data import formats
+from jaxlm.data.formats import TooLarge
 
 DAMAGED = "damaged"  # kind of broken record
-_EMPTY = "it should be compressed data, and is empty"  # left by a copy that never began
-
-
-class TooLarge(Exception):
-    """A document, a line or an archive exceeds its limit."""
-
-
-def opened(path: Path) -> IO[bytes]:
-    """Open a file, unpacked.
-
-    Raises:
-      EOFError: it is compressed, and empty.
-    """
-    if is_packed(path.name) and not path.stat().st_size:
-        raise EOFError(_EMPTY)
-    if _is_web_archive(path.name):
-        return unpacked(open(path, "rb"), path.name)
-    if path.suffix == ".bz2":
-        return bz2.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")  # type: ignore[return-value]
-    return gzip.open(path, "rb") if path.suffix == ".tgz" else records.opened(path)  # type: ignore[return-value]
+_BEGIN = b"\x1f\x8b\x08"  # of a member: the magic number of gzip, and deflate, the only method
+_RECORD = b"WARC/"  # begin of a member's content
+_HEAD_BYTES = 2**10  # of a member; they unpack to the first bytes of its record
+_CHUNK = 2**16
+# Bytes of a member that are searched for the next: a flipped bit can make a member swallow its
+# successors, but not for long.
+_LOOKED_BACK = 2**24
+_GZIP = 16 + zlib.MAX_WBITS  # makes zlib expect gzip's header and checksum
 
 
 def unpacked(stream: IO[bytes], name: str) -> IO[bytes]:
-    """Unpack a buffered stream, by the suffix of its name.
+    """Unpack a buffered stream by the suffix of its name; the caller closes both.
 
     Raises:
-      EOFError: it is compressed, and empty.
+      EOFError: it is compressed, and empty, as is a copy that never began.
     """
     if is_packed(name) and not stream.peek(1):  # type: ignore[attr-defined]
-        raise EOFError(_EMPTY)
-    if _is_web_archive(name):
+        raise EOFError("it should be compressed data, and is empty")
+    if name.endswith(".gz") and kind_of(name) in (".warc", ".wet"):
         return members(stream)
-    match Path(name).suffix:
-        case ".gz" | ".tgz":
-            return gzip.GzipFile(fileobj=stream)  # type: ignore[return-value]
-        case ".bz2":
-            return bz2.BZ2File(stream)  # type: ignore[return-value]
-        case ".xz":
-            return lzma.LZMAFile(stream)  # type: ignore[return-value]
-        case ".zst":
-            return records.frames(stream)
-    return stream
+    return formats.unpacked(stream, f"{name}.gz" if name.endswith(".tgz") else name)
 
 
 def kind_of(name: str) -> str:
     """Return the suffix of the format, without compression: `.jsonl` of `a.jsonl.gz`."""
-    path = Path(name.lower())
-    if path.suffix == ".tgz":
-        return ".tar"
-    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+    return ".tar" if name.lower().endswith(".tgz") else formats.kind_of(name)
 
 
 def is_packed(name: str) -> bool:
     """Return whether a file of this name is compressed."""
-    return Path(name).suffix in (*PACKED, ".tgz")
-
-
-def _is_web_archive(name: str) -> bool:
-    return name.endswith(".gz") and kind_of(name) in (".warc", ".wet")
+    return name.endswith(".tgz") or formats.is_packed(name)
 
 
 def whole(stream: IO[bytes], most: int) -> bytes:
@@ -90,51 +56,6 @@ def whole(stream: IO[bytes], most: int) -> bytes:
     if len(data) > most:
         raise TooLarge(f"more than {most:,} bytes")
     return data
-
-
-def lines(stream: IO[bytes], most: int, before: int = 0) -> Iterator[tuple[int, bytes | None]]:
-    """Yield number and bytes of each line, counted after `before`; None if longer than `most`.
-
-    Raises:
-      TooLarge: a line does not end within a gigabyte.
-    """
-    for number in itertools.count(before + 1):
-        line = stream.readline(most + 1)
-        if not line:
-            return
-        if len(line) <= most:
-            yield number, line
-        else:
-            for _ in rest(stream, line, number):
-                pass
-            yield number, None
-
-
-def rest(stream: IO[bytes], line: bytes, number: int) -> Iterator[bytes]:
-    """Yield a line longer than the limit in pieces.
-
-    Raises:
-      TooLarge: it does not end within a gigabyte.
-    """
-    passed = 0
-    while line:
-        yield line
-        if line.endswith(b"\n"):
-            return
-        line = stream.readline(2**20)
-        passed += len(line)
-        if passed > MOST_PASSED:
-            raise TooLarge(f"line {number} has more than {MOST_PASSED:,} bytes")
-
-
-_BEGIN = b"\x1f\x8b\x08"  # of a member: the magic number of gzip, and deflate, the only method
-_RECORD = b"WARC/"  # begin of a member's content
-_HEAD_BYTES = 2**10  # of a member; they unpack to the first bytes of its record
-_CHUNK = 2**16
-# Bytes of a member that are searched for the next: a flipped bit can make a member swallow its
-# successors, but not for long.
-_LOOKED_BACK = 2**24
-_GZIP = 16 + zlib.MAX_WBITS  # makes zlib expect gzip's header and checksum
 
 
 class DamagedMember(Exception):

@@ -1,12 +1,12 @@
-"""Readers of formats with a document in each row: JSON lines, Parquet, CSV.
+"""Readers of formats with a document in each row: those of `data.formats`, and CSV.
 
 The other fields of a row become metadata.
 """
 
 import csv
+import functools
 import io
 import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,78 +16,71 @@ from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument
 from jaxlm.corpus.readers.encoding import as_utf8
 from jaxlm.corpus.readers.spans import FileSpan
-from jaxlm.corpus.readers.streams import lines, rest, whole
-from jaxlm.data.parquet import rows
-from jaxlm.data.records import BYTE_ORDER_MARK, NO_TEXT, NOT_JSON, NOT_UTF8, OTHER_TYPE, mended
+from jaxlm.corpus.readers.streams import whole
+from jaxlm.data.formats import (
+    BYTE_ORDER_MARK,
+    NOT_UTF8,
+    TOO_LARGE,
+    Fault,
+    Format,
+    ReadOptions,
+    rest,
+)
+from jaxlm.data.records import NO_TEXT, OTHER_TYPE, mended
 
 IsIn = Callable[[str, int], bool]  # selects a record of a file by its number
 NOT_A_ROW = "with more or fewer fields than the table"
 NOT_CLOSED = "with a quote that is not closed"
-TOO_LARGE = "too large"
 TOO_LONG = "\udfff"  # marks a line over the limit; no byte decodes to it
 
 
-def json_lines(
+def records(
     stream: IO[bytes],
     name: str,
     recipe: Recipe,
     counts: Counter[str],
-    before: int = 0,
+    *,
+    format: Format,
+    span: FileSpan | None = None,
     is_in: IsIn = lambda file, record: True,
 ) -> Iterator[CorpusDocument | BrokenRecord]:
-    """Yield a document for each JSON object in a line, in UTF-8, UTF-16 or UTF-32.
+    """Yield a document for each record of a format that training reads, too.
 
     Args:
-      stream: the file, or a span of it.
+      stream: the file, or the bytes of a span of lines.
       name: the name of the file.
       recipe: the settings.
       counts: counts of changes.
-      before: the number of lines before the span, which is then in UTF-8.
+      format: the format of the records.
+      span: the part of the file to read; None reads all.
       is_in: selects lines; others are not parsed.
     """
-    most = recipe.reading.document_bytes
-    plain = stream if before else as_utf8(stream, counts, legacy=False)
-    for number, line in lines(plain, most, before):
-        if line is None:
-            yield BrokenRecord(TOO_LARGE, name, number, f"a line of more than {most:,} bytes")
-            continue
-        if number == 1:
-            line = line.removeprefix(BYTE_ORDER_MARK)
-        if not is_in(name, number) or not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode(), parse_constant=lambda _: None)
-        except UnicodeDecodeError as error:
-            yield BrokenRecord(NOT_UTF8, name, number, f"byte {error.start}: {error.reason}")
-        except (ValueError, RecursionError) as error:
-            yield BrokenRecord(NOT_JSON, name, number, str(error)[:200])
-        else:
-            yield _of_row(row, name, number, recipe, counts)
-
-
-def parquet(
-    stream: IO[bytes],
-    name: str,
-    recipe: Recipe,
-    counts: Counter[str],
-    span: FileSpan | None = None,
-) -> Iterator[CorpusDocument | BrokenRecord]:
-    """Yield a document for each row.
-
-    Args:
-      stream: the file.
-      name: its name.
-      recipe: the settings.
-      counts: counts of changes.
-      span: the row groups to read; None reads all.
-    """
-    seekable = (
-        stream if stream.seekable() else io.BytesIO(whole(stream, recipe.reading.archive_bytes))
+    limits, before, groups = recipe.reading, span.before if span else 0, None
+    if format.is_lines:
+        # Spans after the first are in UTF-8: other files are not divided.
+        stream = stream if before else as_utf8(stream, counts, legacy=False)
+    else:
+        groups = range(span.begin, span.end) if span else None
+        if not stream.seekable():
+            stream = io.BytesIO(whole(stream, limits.archive_bytes))
+    options = ReadOptions(
+        name,
+        max_line=limits.document_bytes,
+        before=before,
+        groups=groups,
+        is_in=functools.partial(is_in, name),
     )
-    groups = None if span is None else range(span.begin, span.end)
-    first = 1 + (0 if span is None else span.before)
-    for number, row in enumerate(rows(seekable, name, groups=groups), first):
-        yield _of_row(row.fields, name, number, recipe, counts)
+    for number, value, _ in format.read(stream, options):
+        if isinstance(value, Fault):
+            yield BrokenRecord(value.kind, name, number, _detail(value.error))
+        else:
+            yield _of_row(value, name, number, recipe, counts)
+
+
+def _detail(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start}: {error.reason}"
+    return str(error)[:200]
 
 
 def comma_separated(

@@ -15,7 +15,7 @@ from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument
 from jaxlm.corpus.readers.encoding import decoded, python_cookie
 from jaxlm.corpus.readers.main_text import charset, main_text
-from jaxlm.corpus.readers.streams import whole
+from jaxlm.corpus.readers.streams import DAMAGED, whole
 from jaxlm.data.records import mended
 
 
@@ -52,7 +52,7 @@ def _document(data: bytes, name: str, declared: str, counts: Counter[str]) -> Co
     return CorpusDocument(text, name, 1, {"encoding": encoding})
 
 
-TOO_SLOW, TOO_LARGE, DAMAGED = "too slow", "too large", "damaged"
+TOO_SLOW = "too slow"
 PROGRAM = Path(__file__).with_name("pdf_program.py")
 _WAITED = 20  # times the CPU limit, after which a process that does not compute is ended
 

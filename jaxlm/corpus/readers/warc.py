@@ -16,10 +16,11 @@ from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import BrokenRecord, CorpusDocument
 from jaxlm.corpus.readers.encoding import NotText, decoded
 from jaxlm.corpus.readers.main_text import charset, main_text
-from jaxlm.corpus.readers.streams import DAMAGED, DamagedMember, TooLarge, whole
+from jaxlm.corpus.readers.streams import DAMAGED, DamagedMember, whole
+from jaxlm.data.formats import TOO_LARGE, TooLarge
 
 NOT_A_RECORD, CUT = "no WARC record", "a WARC record that is cut"
-NOT_HTTP, NOT_TEXT, TOO_LARGE = "no HTTP response", "not text", "too large"
+NOT_HTTP, NOT_TEXT = "no HTTP response", "not text"
 MOST_FIELDS = 2**16  # bytes of the header fields of a record or response
 TEXTS = "text/plain", "text/markdown"
 PAGES = "text/html", "application/xhtml+xml"
