@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core import faults
-from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.core.errors import DataError
 from jaxlm.corpus import earlier
 from jaxlm.corpus.dedup.merge import Verdict, merge
 from jaxlm.corpus.dedup.signatures import Signatures
 from jaxlm.corpus.files import LineFiles, changed
-from jaxlm.corpus.job import CLUSTERS, RECIPE, REPORT, Job
+from jaxlm.corpus.job import CLUSTERS, RECIPE, Job, require_finished
 from jaxlm.corpus.unit import KEPT, PLACES, SIGNATURES, cleaned, verdict
 from jaxlm.data import cache
 
@@ -132,13 +132,7 @@ def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
       InputMissing: the folder contains no finished run.
       DataError: the file of clusters was changed.
     """
-    if not (out / REPORT).is_file():
-        raise InputMissing(
-            f"{out} is no finished run",
-            where="jaxlm data clusters",
-            why=f"it has no {REPORT}",
-            fix=f"find . -name {REPORT}",
-        )
+    require_finished(out, f"{out} is not a finished run", "jaxlm data clusters")
     path = out / CLUSTERS
     try:
         selected = [cluster for cluster in _rows(path) if kind in ("all", cluster["kind"])]
@@ -147,7 +141,7 @@ def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
         raise changed(path) from None
 
 
-def with_texts_at(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the text of each document. Documents of earlier runs are read from their folder.
 
     Raises:

@@ -179,8 +179,7 @@ class Harmful:
     )
     hits: int = setting(2, "largest number of matches of a list in a document", low=0)
     model: str = setting(
-        "",
-        "folder of a classifier of categories, made by `jaxlm data train-classifier`",
+        "", "folder of a classifier of categories, made by `jaxlm data train-classifier`"
     )
     harmless: str = setting("harmless", "label of harmless text")
     most: float = setting(0.5, "highest probability of a category", low=0.0, high=1.0)
@@ -191,8 +190,7 @@ class Licence:
     """Licenses that texts state."""
 
     drop: tuple[str, ...] = setting(
-        (),
-        "SPDX names to drop; GPL means every GPL-..., LicenseRef those without an SPDX name",
+        (), "SPDX names to drop; GPL means every GPL-..., LicenseRef those without an SPDX name"
     )
     unknown: Literal["keep", "remove"] = setting("keep", "action on a text without a license")
     read: int = setting(4000, "length of the beginning to examine", unit="characters", low=1)
@@ -362,36 +360,24 @@ class Recipe:
                 "shards are configured, but without a tokenizer none are written",
                 "jaxlm config explain shards.tokenizer",
             )
-        if "decontaminate" in self.stages and not self.decontaminate.against:
-            yield (
+        needs = {
+            "decontaminate": (
                 "decontaminate.against",
-                "the stage decontaminate needs evaluation sets",
-                "jaxlm config explain decontaminate.against",
-            )
-        if "quality" in self.stages and not self.quality.model:
-            yield (
-                "quality.model",
-                "the stage quality needs a classifier",
-                "jaxlm config explain quality.model",
-            )
-        if "perplexity" in self.stages and not self.perplexity.run:
-            yield (
-                "perplexity.run",
-                "the stage perplexity needs a trained run",
-                "jaxlm config explain perplexity.run",
-            )
-        if "harmful" in self.stages and not (self.harmful.words or self.harmful.model):
-            yield (
+                self.decontaminate.against,
+                "evaluation sets",
+            ),
+            "quality": ("quality.model", self.quality.model, "a classifier"),
+            "perplexity": ("perplexity.run", self.perplexity.run, "a trained run"),
+            "harmful": (
                 "harmful.words",
-                "the stage harmful needs word lists or a classifier",
-                "jaxlm config explain harmful.words",
-            )
-        if "urls" in self.stages and not self.urls.blocked:
-            yield (
-                "urls.blocked",
-                "the stage urls needs a blocklist",
-                "jaxlm config explain urls.blocked",
-            )
+                self.harmful.words or self.harmful.model,
+                "word lists or a classifier",
+            ),
+            "urls": ("urls.blocked", self.urls.blocked, "a blocklist"),
+        }
+        for stage, (field, value, what) in needs.items():
+            if stage in self.stages and not value:
+                yield field, f"the stage {stage} needs {what}", f"jaxlm config explain {field}"
 
     @property
     def part_names(self) -> tuple[str, ...]:

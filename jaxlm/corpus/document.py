@@ -1,4 +1,4 @@
-"""The records that pass through the stages of a recipe, the results of a stage, and their counts."""
+"""Records that pass through the stages of a recipe, results of a stage, and their counts."""
 
 import dataclasses
 import json

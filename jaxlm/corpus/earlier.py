@@ -11,7 +11,7 @@ from jaxlm.core.errors import ConfigError, InputMissing
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.dedup.signatures import Signatures
 from jaxlm.corpus.files import FileDigest, changed, is_whole
-from jaxlm.corpus.job import RECIPE, REPORT
+from jaxlm.corpus.job import RECIPE, REPORT, require_finished
 from jaxlm.corpus.unit import KEPT, SIGNATURES, output
 
 # Settings that signatures depend on, by kind of duplicate.
@@ -59,8 +59,7 @@ def find(recipe: Recipe) -> list[EarlierUnit]:
 
 
 def _units(folder: Path, recipe: Recipe) -> list[EarlierUnit]:
-    if not (folder / REPORT).is_file():
-        raise _missing(f"{folder} is not a finished run", f"it has no {REPORT}")
+    require_finished(folder, f"{folder} is not a finished run", "against")
     before = config.from_json(Recipe, _object(folder / RECIPE)["recipe"])
     for kind in recipe.dedup:
         if kind not in before.dedup and kind in _MADE_BY:

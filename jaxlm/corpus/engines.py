@@ -21,7 +21,7 @@ import socket
 import sys
 import traceback
 import unicodedata
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -37,9 +37,7 @@ from jaxlm.core.errors import (
     not_installed,
 )
 
-Task = Callable[
-    [int], dict[str, float]
-]  # runs the unit of this number; returns CPU seconds by stage
+Task = Callable[[int], dict[str, float]]  # runs a unit by its number; returns CPU seconds by stage
 MakeTask = Callable[[], Task]  # called in the worker process: pickled, hashed by value
 MAX_DEATHS = 2  # worker processes that may die on a unit before the unit counts as the cause
 
@@ -64,15 +62,15 @@ def run_unit(task: Task, number: int) -> dict[str, float]:
 class Worker:
     """The worker's side: runs units one by one, answers in JSON, makes the task at the first."""
 
-    def __init__(self, opens: MakeTask):
-        self._opens = opens
+    def __init__(self, make_task: MakeTask):
+        self._make_task = make_task
         self._task: Task | None = None
 
     def answer(self, number: int) -> dict[str, Any]:
         """Run a unit; return its `seconds`, or `error`."""
         try:
             if self._task is None:
-                self._task = self._opens()
+                self._task = self._make_task()
             return {"seconds": run_unit(self._task, number)}
         except JaxlmError as error:
             parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
@@ -89,14 +87,47 @@ def error_of(parts: dict[str, str]) -> JaxlmError:
     return kind(parts["what"], **{name: parts.get(name, "") for name in ("where", "why", "fix")})
 
 
-def units_failed(failed_units: list[str]) -> PeerLost:
-    """Return the error for units whose workers kept dying; entries name a unit and its cause."""
-    return PeerLost(
-        f"{MAX_DEATHS} worker processes died on the same unit of work",
-        where=failed_units[0],
-        why=f"all other units are done; {len(failed_units)} failed like this, e.g. out of memory",
-        fix="the same command with --workers=1, which needs less memory",
-    )
+class _Queue:
+    """The units that wait for a worker, and the failures so far."""
+
+    def __init__(self, units: Sequence[int]):
+        self._waiting = deque(units)
+        self._deaths = Counter[int]()
+        self._failed_units: list[str] = []  # each with its cause
+        self._failure: JaxlmError | None = None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether another unit is to be started: after a failure, only running ones are finished."""
+        return bool(self._waiting) and self._failure is None
+
+    def take(self) -> int:
+        """Remove and return the next unit."""
+        return self._waiting.popleft()
+
+    def died(self, number: int, cause: str) -> None:
+        """Retry a unit whose worker died, unless it died MAX_DEATHS times."""
+        self._deaths[number] += 1
+        if self._deaths[number] < MAX_DEATHS:
+            self._waiting.appendleft(number)
+        else:
+            self._failed_units.append(f"unit {number}, {cause}")
+
+    def failed(self, error: JaxlmError) -> None:
+        """Record an error; the first is raised at the end."""
+        self._failure = self._failure or error
+
+    def finish(self) -> None:
+        """Raise the failure of the units, if there is one."""
+        if self._failure is not None:
+            raise self._failure
+        if lost := self._failed_units:
+            raise PeerLost(
+                f"{MAX_DEATHS} worker processes died on the same unit of work",
+                where=lost[0],
+                why=f"all other units are done; {len(lost)} failed like this, e.g. out of memory",
+                fix="the same command with --workers=1, which needs less memory",
+            )
 
 
 def run_in_pool(
@@ -115,42 +146,36 @@ def run_in_pool(
         for number in units:
             yield number, run_unit(task, number)
     else:
-        yield from _ProcessPool(make_task, units, min(workers, len(units))).run()
+        yield from _ProcessPool(make_task, units).run(min(workers, len(units)))
 
 
 class _ProcessPool:
     """The parent's side: a pipe to each worker carries unit numbers there and JSON back."""
 
-    def __init__(self, make_task: MakeTask, units: Sequence[int], size: int):
-        self._make_task, self._size = make_task, size
-        self._waiting = deque(units)
+    def __init__(self, make_task: MakeTask, units: Sequence[int]):
+        self._make_task, self._queue = make_task, _Queue(units)
         self._busy: dict[Connection, tuple[Any, int]] = {}  # process and unit by pipe
-        self._deaths: dict[int, int] = {}
-        self._lost: list[str] = []
 
-    def run(self) -> Iterator[tuple[int, dict[str, float]]]:
+    def run(self, size: int) -> Iterator[tuple[int, dict[str, float]]]:
         """Run until every unit is done, or until one failed and the running ones are done."""
-        failure: JaxlmError | None = None
+        queue = self._queue
         try:
-            while self._busy or (self._waiting and failure is None):
-                while len(self._busy) < self._size and self._waiting and failure is None:
+            while self._busy or queue.has_more:
+                while len(self._busy) < size and queue.has_more:
                     self._start()
                 for pipe in wait(list(self._busy)):
                     process, number = self._busy.pop(pipe)  # type: ignore[call-overload]
                     try:
                         answer = json.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-                    except (
-                        EOFError,
-                        ConnectionResetError,  # if the worker left a message unread
-                    ):
+                    except (EOFError, ConnectionResetError):  # reset: it left a message unread
                         self._on_worker_death(process, number)
                         continue
                     if "error" in answer:
-                        failure = failure or error_of(answer["error"])
+                        queue.failed(error_of(answer["error"]))
                         self._end(pipe, process)
                         continue
                     yield number, answer["seconds"]
-                    if self._waiting and failure is None:
+                    if queue.has_more:
                         self._give(pipe, process)  # type: ignore[arg-type]
                     else:
                         self._end(pipe, process)
@@ -158,10 +183,7 @@ class _ProcessPool:
             for pipe, (process, _) in self._busy.items():
                 process.terminate()
                 self._end(pipe, process)
-        if failure is not None:
-            raise failure
-        if self._lost:
-            raise units_failed(self._lost)
+        queue.finish()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -172,18 +194,14 @@ class _ProcessPool:
         self._give(ours, process)
 
     def _give(self, pipe: Connection, process: Any) -> None:
-        number = self._waiting.popleft()
+        number = self._queue.take()
         self._busy[pipe] = process, number
         with contextlib.suppress(ConnectionError):  # `run` notices that the worker died
             pipe.send_bytes(str(number).encode())
 
     def _on_worker_death(self, process: Any, number: int) -> None:
         process.join()
-        self._deaths[number] = self._deaths.get(number, 0) + 1
-        if self._deaths[number] < MAX_DEATHS:
-            self._waiting.appendleft(number)
-        else:
-            self._lost.append(f"unit {number}, exit code {process.exitcode}")
+        self._queue.died(number, f"exit code {process.exitcode}")
 
     def _end(self, pipe: Any, process: Any) -> None:
         pipe.close()
@@ -266,41 +284,31 @@ def run_on_ray(
     # Ray would retry without end if memory is short, so deaths are counted here.
     answer_remotely = ray.remote(num_cpus=1, max_retries=0)(_run_remotely)
     here = os.getcwd(), versions()
-    waiting, running = deque(units), dict[Any, int]()
-    deaths: dict[int, int] = {}
-    failed_units: list[str] = []
-    failure: JaxlmError | None = None
-    while running or (waiting and failure is None):
-        while waiting and len(running) < workers and failure is None:
-            number = waiting.popleft()
+    queue, running = _Queue(units), dict[Any, int]()
+    while running or queue.has_more:
+        while queue.has_more and len(running) < workers:
+            number = queue.take()
             running[answer_remotely.remote(make_task, number, *here)] = number
         (ready,), _ = ray.wait(list(running), num_returns=1)
         number = running.pop(ready)
         try:
             answer = ray.get(ready)
         except ray.exceptions.RayTaskError as error:  # before our code could answer
-            failure = failure or InputMissing(
+            failure = InputMissing(
                 "a machine of the cluster cannot run units",
                 where="--engine=ray",
                 why=str(getattr(error, "cause", error)),
                 fix="pip install 'jaxlm[prepare,ray]'    # of this version, on every machine",
             )
-            continue
+            queue.failed(failure)
         except ray.exceptions.RayError as error:
-            deaths[number] = deaths.get(number, 0) + 1
-            if deaths[number] < MAX_DEATHS:
-                waiting.appendleft(number)
-            else:
-                failed_units.append(f"unit {number}, {type(error).__name__}")
-            continue
-        if "error" in answer:
-            failure = failure or error_of(answer["error"])
+            queue.died(number, type(error).__name__)
         else:
-            yield number, answer["seconds"]
-    if failure is not None:
-        raise failure
-    if failed_units:
-        raise units_failed(failed_units)
+            if "error" in answer:
+                queue.failed(error_of(answer["error"]))
+            else:
+                yield number, answer["seconds"]
+    queue.finish()
 
 
 def versions() -> tuple[str, ...]:

@@ -6,12 +6,13 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.core import config, disk
-from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.corpus import remote
 from jaxlm.corpus.config import WHOLE, Recipe
 from jaxlm.corpus.files import changed
@@ -154,22 +155,17 @@ class Job:
           DataError: the folder contains something else.
         """
         noted = self.out / RECIPE
-        mine = {
+        mine: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "sample": self.sample,
             "recipe": config.to_json(self.recipe),
-            "beside": _inputs_digests(self.recipe),
+            **dict(beside=_inputs_digests(self.recipe)),
             "files": [[name, size] for _, name, size in self.files],
         }
         if noted.exists():
             self._compare(mine, _noted(noted))
         elif any(not path.name.startswith(".") for path in self.out.iterdir()):
-            raise DataError(
-                "the output folder contains other files",
-                where=str(self.out),
-                why=f"it has no {RECIPE}, so this command did not create it",
-                fix=f"--out={self.out}-2",
-            )
+            raise other_files(self.out)
         # Written first, so that the folder is recognized even if the process is killed next.
         if not noted.exists():
             disk.replace(noted, json.dumps(mine, indent=1).encode())
@@ -224,6 +220,27 @@ class Job:
             why=why,
             fix=f"--out={self.out}-2",
         )
+
+
+def other_files(out: Path) -> DataError:
+    """Return the error for an output folder that this command did not create."""
+    return DataError(
+        "the output folder contains other files",
+        where=str(out),
+        why=f"it has no {RECIPE}, so this command did not create it",
+        fix=shlex.quote(f"--out={out}-2"),
+    )
+
+
+def require_finished(folder: Path, what: str, where: str) -> None:
+    """Check that a folder contains a finished run.
+
+    Raises:
+      InputMissing: it does not; the error is `what`.
+    """
+    if not (folder / REPORT).is_file():
+        fix = f"find . -name {REPORT}"
+        raise InputMissing(what, where=where, why=f"it has no {REPORT}", fix=fix)
 
 
 def part_of(parts: tuple[str, ...], name: str) -> str:

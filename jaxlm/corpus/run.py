@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
-import os
+import shlex
 import shutil
 import time
 from collections import defaultdict
@@ -94,26 +94,20 @@ def run(
     job = dataclasses.replace(Job.find(recipe, out, sample), scorer=scorer)
     stages.build(recipe, scorer)  # reports missing packages and files before anything is written
     earlier.find(recipe)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with owned(out / LOCK):
-            job = job.claim(log)
-            left = [n for n in range(len(job.units)) if not finished(job, n).exists()]
-            seconds, size = Seconds(float), 0
-            if left:
-                with engines.opened(engine, workers, log) as each:
-                    seconds, size = _do(job, left, each, log, progress)
-            answer = _concluded(job)
-            shutil.rmtree(out / WORK)
-    except OSError as error:
-        raise cannot_write(
-            "the output folder", error.filename or out, error, fix=f"--out={out}-2"
-        ) from error
+    with output_folder(out):
+        job = job.claim(log)
+        left = [n for n in range(len(job.units)) if not finished(job, n).exists()]
+        seconds, size = Seconds(float), 0
+        if left:
+            with engines.opened(engine, workers, log) as run_units:
+                seconds, size = _do(job, left, run_units, log, progress)
+        answer = _concluded(job)
+        shutil.rmtree(out / WORK)
     return Outcome(answer, time.perf_counter() - begun, dict(seconds), size)
 
 
 def _do(
-    job: Job, left: list[int], each: RunUnits, log: Callable[[str], None], progress: Progress
+    job: Job, left: list[int], run_units: RunUnits, log: Callable[[str], None], progress: Progress
 ) -> tuple[Seconds, int]:
     """Run all steps of the unfinished units; return seconds by stage and the bytes read."""
     sizes = [sum(piece.size for piece in unit) for unit in job.units]
@@ -127,7 +121,7 @@ def _do(
         if len(dirty) < len(numbers):
             log(f"resuming: {len(numbers) - len(dirty)} of {len(numbers)} units are cleaned")
         done = sum(sizes) - sum(sizes[number] for number in dirty)
-        for number, spent in each(CleaningTask(job.out, "clean", job.scorer), dirty):
+        for number, spent in run_units(CleaningTask(job.out, "clean", job.scorer), dirty):
             _add(seconds, spent)
             read, done = read + sizes[number], done + sizes[number]
             progress("cleaning", done, sum(sizes))
@@ -135,7 +129,7 @@ def _do(
         compare(job)
         seconds["compare"] = time.process_time() - begun
     done = sum(sizes) - sum(sizes[number] for number in left)
-    for number, spent in each(CleaningTask(job.out, "finish"), left):
+    for number, spent in run_units(CleaningTask(job.out, "finish"), left):
         _add(seconds, spent)
         done += sizes[number]
         progress("writing", done, sum(sizes))
@@ -192,23 +186,22 @@ def _concluded(job: Job) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def owned(path: Path) -> Iterator[None]:
-    """Hold the lock of an output folder; the system releases it when the process ends.
+def output_folder(out: Path) -> Iterator[None]:
+    """Create and lock an output folder; the system releases the lock when the process ends.
 
     Raises:
-      InUse: another process holds it.
+      InUse: another process holds the lock.
+      NotWritable: the folder cannot be written.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fix = shlex.quote(f"--out={out}-2")
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InUse(
-                "another process is writing to the output folder",
-                where=str(path.parent),
-                why="it holds the lock",
-                fix=f"--out={path.parent}-2",
-            ) from None
-        yield
-    finally:
-        os.close(handle)
+        out.mkdir(parents=True, exist_ok=True)
+        with open(out / LOCK, "ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                what, why = "another process is writing to the output folder", "it holds the lock"
+                raise InUse(what, where=str(out), why=why, fix=fix) from None
+            yield
+    except OSError as error:
+        raise cannot_write("the output folder", error.filename or out, error, fix=fix) from error

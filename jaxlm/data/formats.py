@@ -39,7 +39,7 @@ class Record(NamedTuple):
 
     number: int
     value: Any  # or a Fault
-    share: float | None = None  # of the file read so far, if the format knows it
+    share: float | None = None  # of the file read so far, if the format can compute it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,38 +147,53 @@ def unpacked(stream: IO[bytes], name: str) -> IO[bytes]:
     return stream
 
 
-class _Zstandard(io.RawIOBase):
-    """Concatenated Zstandard frames. The library's own reader does not report a truncated file."""
+class ByteReader(io.RawIOBase):
+    """A stream computed from another one, which it closes if it owns it."""
 
-    def __init__(self, file: IO[bytes]):
-        import zstandard
+    def __init__(self, source: Any, *, is_owner: bool = True):
+        self._source, self._is_owner = source, is_owner
 
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._file = file  # closed with this reader
-        self._frame = self._decompressor.decompressobj()
-        self._ready = memoryview(b"")
-        self._begun = False
+    def pull(self, size: int) -> bytes | memoryview:
+        """Return the next bytes, at most `size`; empty at the end."""
+        raise NotImplementedError
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
+        data = self.pull(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if self._is_owner:
+            self._source.close()
+        super().close()
+
+
+class _Zstandard(ByteReader):
+    """Concatenated Zstandard frames. The library's own reader does not report a truncated file."""
+
+    def __init__(self, source: IO[bytes]):
+        super().__init__(source)
+        import zstandard
+
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame = self._decompressor.decompressobj()
+        self._ready = memoryview(b"")
+        self._begun = False
+
+    def pull(self, size: int) -> memoryview:
         while not self._ready:
             # Four bytes can unpack to 128 KiB, and all of a piece's output is held: small pieces.
-            data = (self._frame.unused_data if self._frame.eof else b"") or self._file.read(2**11)
+            data = (self._frame.unused_data if self._frame.eof else b"") or self._source.read(2**11)
             if not data:
                 if self._begun and not self._frame.eof:
                     raise EOFError("the last frame is cut")
-                return 0
+                break
             if self._frame.eof:
                 self._frame = self._decompressor.decompressobj()
             self._begun = True
             self._ready = memoryview(self._frame.decompress(data))
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+        data, self._ready = self._ready[:size], self._ready[size:]
+        return data

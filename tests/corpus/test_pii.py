@@ -14,11 +14,11 @@ import pytest
 from jaxlm.corpus.filters.pii import (
     IBAN_LENGTHS,
     KINDS,
-    NAMES,
     NATIONALS,
-    checks,
+    PRESIDIO_NAMES,
     find,
     is_national,
+    national_checks,
     passes_luhn,
     passes_mod97,
 )
@@ -284,7 +284,7 @@ def test_a_chinese_number_needs_a_province_a_date_and_its_check(value, is_found)
 def test_without_stdnum_it_is_said_what_to_install(here, capsys, monkeypatch):
     write_lines(here / "in/a.jsonl", [{"text": prose(1)}])
     monkeypatch.setitem(sys.modules, "stdnum.de.idnr", None)
-    checks.cache_clear()
+    national_checks.cache_clear()
     words = ("--config.source=in/a.jsonl", "--config.stages=pii", "--config.pii.kinds=national_id")
     assert "jaxlm[prepare]" in run(capsys, *words, code=66)["error"]["fix"]
     assert not (here / "out").exists()
@@ -379,7 +379,7 @@ def stand_in(monkeypatch):
     words = {"email": ("mailing", 1.0), "phone": ("ring", 0.4), "ip": ("ding", 0.3)}
     classes = {
         name: type(name, (Recogniser,), {"word": word, "score": score})
-        for kind, name in NAMES.items()
+        for kind, name in PRESIDIO_NAMES.items()
         for word, score in [words.get(kind, ("#", 1.0))]
     }
     inner = SimpleNamespace(**classes)

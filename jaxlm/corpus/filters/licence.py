@@ -56,16 +56,7 @@ WORDS = {
 }
 # Every pattern contains one of these.
 SIGNS = (
-    *(
-        "licen",
-        "gpl",
-        "permission",
-        "redistribution",
-        "warranty",
-        "unencumbered",
-        "domain",
-        "creative",
-    ),
+    *"licen gpl permission redistribution warranty unencumbered domain creative".split(),
     *("cc by", "cc-by", "cc0", "proprietary", "unauthorized"),
 )
 # Names that are implied by a more specific one.

@@ -283,8 +283,8 @@ USUAL_DOMAINS = frozenset(
 ATTRIBUTES = frozenset(
     "adjoint array astype bias bfloat clone coef conj conjugate contiguous copy cpu cuda detach"
     " diag dtype expand flat flatten float grad half imag inv inverse item kernel mH mT mean ndim"
-    " numpy params permute ravel repeat reshape shape size squeeze std sum swapaxes toarray tocsr todense tolist "
-    "transpose unsqueeze value values var view weight weights".split()
+    " numpy params permute ravel repeat reshape shape size squeeze std sum swapaxes toarray tocsr"
+    " todense tolist transpose unsqueeze value values var view weight weights".split()
 )
 SERVICES = frozenset(("git", "hg", "svn"))  # accounts of repositories, not of persons
 
@@ -409,20 +409,8 @@ _KEYS = (
     r"\beyJ[\w-]{10,2000}\.eyJ[\w-]{10,4000}\.[\w-]{10,2000}",  # RFC 7519
 )
 _KEY_SIGNS = (
-    *(
-        "PRIVATE KEY",
-        "AKIA",
-        "ASIA",
-        "gho_",
-        "ghp_",
-        "ghs_",
-        "ghu_",
-        "ghr_",
-        "github_pat_",
-        "glpat-",
-        "xox",
-    ),
-    *("AIza", "k_live_", "hf_", "eyJ"),
+    "PRIVATE KEY",
+    *"AKIA ASIA gho_ ghp_ ghs_ ghu_ ghr_ github_pat_ glpat- xox AIza k_live_ hf_ eyJ".split(),
 )
 # In order of precedence for overlapping matches of equal length.
 KINDS = {

@@ -70,8 +70,7 @@ class Mix(ShardSettings):
     ROOT: ClassVar[str] = "mix"  # the name of the whole in `jaxlm config explain`
 
     sources: tuple[str, ...] = setting(
-        (),
-        "NAME=FOLDER of each output folder of jaxlm data run; NAME=FOLDER!PART for one part",
+        (), "NAME=FOLDER of each output folder of jaxlm data run; NAME=FOLDER!PART for one part"
     )
     tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)
 

@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core import config, disk
-from jaxlm.core.errors import ConfigError, DataError, InputMissing, cannot_write
+from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.corpus import engines
 from jaxlm.corpus.engines import EngineName
 from jaxlm.corpus.files import changed
-from jaxlm.corpus.job import RECIPE, WORK
+from jaxlm.corpus.job import RECIPE, WORK, other_files
 from jaxlm.corpus.mix import sources
 from jaxlm.corpus.mix.card import card
 from jaxlm.corpus.mix.config import Mix
 from jaxlm.corpus.mix.sources import COUNTS, TOKENIZER, TRAIN, MixSource, MixUnits, TokenizeTask
-from jaxlm.corpus.run import LOCK, Progress, owned
+from jaxlm.corpus.run import Progress, output_folder
 from jaxlm.data import cache, manifest, tokenizer_file, train_tokenizer
 from jaxlm.data.config import TOKENIZER_FILES
 from jaxlm.data.manifest import Manifest, Shard
@@ -66,38 +66,32 @@ def run(
         it cannot be written.
     """
     units = MixUnits(out, mix, sources.find(mix))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with owned(out / LOCK):
-            noted = _noted(units)
-            if (out / MIX).exists():
-                # Left by a process that was killed at the very end.
-                shutil.rmtree(out / WORK, ignore_errors=True)
-                return _verified(out)
-            path = out / WORK / TOKENIZER
-            content = None if path.exists() else _tokenizer(units, log).serialise()
-            disk.replace(out / RECIPE, noted)  # after the tokenizer, whose failure claims no folder
-            (out / WORK).mkdir(exist_ok=True)
-            if content is not None:
-                disk.replace(path, content)
-            sizes = [sum(written.bytes for _, written in files) for _, files in units.parts]
-            numbers = range(len(sizes))
-            left = [number for number in numbers if not units.tokenized(number).exists()]
-            if left:
-                done = sum(sizes) - sum(sizes[number] for number in left)
-                with engines.opened(engine, workers, log) as each:
-                    for number, _ in each(TokenizeTask(out), left):
-                        done += sizes[number]
-                        progress("tokenizing", done, sum(sizes))
-            answer = _gathered(units, log)
-            disk.replace(out / CARD, card(answer, units.sources).encode())
-            disk.replace(out / MIX, json.dumps(answer, indent=1).encode())
-            shutil.rmtree(out / WORK)
-            return answer
-    except OSError as error:
-        raise cannot_write(
-            "the output folder", error.filename or out, error, fix=shlex.quote(f"--out={out}-2")
-        ) from error
+    with output_folder(out):
+        noted = _noted(units)
+        if (out / MIX).exists():
+            # Left by a process that was killed at the very end.
+            shutil.rmtree(out / WORK, ignore_errors=True)
+            return _verified(out)
+        path = out / WORK / TOKENIZER
+        content = None if path.exists() else _tokenizer(units, log).serialise()
+        disk.replace(out / RECIPE, noted)  # after the tokenizer, whose failure claims no folder
+        (out / WORK).mkdir(exist_ok=True)
+        if content is not None:
+            disk.replace(path, content)
+        sizes = [sum(written.bytes for _, written in files) for _, files in units.parts]
+        numbers = range(len(sizes))
+        left = [number for number in numbers if not units.tokenized(number).exists()]
+        if left:
+            done = sum(sizes) - sum(sizes[number] for number in left)
+            with engines.opened(engine, workers, log) as run_units:
+                for number, _ in run_units(TokenizeTask(out), left):
+                    done += sizes[number]
+                    progress("tokenizing", done, sum(sizes))
+        answer = _gathered(units, log)
+        disk.replace(out / CARD, card(answer, units.sources).encode())
+        disk.replace(out / MIX, json.dumps(answer, indent=1).encode())
+        shutil.rmtree(out / WORK)
+        return answer
 
 
 def _noted(units: MixUnits) -> bytes:
@@ -125,12 +119,7 @@ def _noted(units: MixUnits) -> bytes:
                 fix=shlex.quote(f"--out={units.out}-2"),
             )
     elif any(not each.name.startswith(".") for each in units.out.iterdir()):
-        raise DataError(
-            "the output folder contains other files",
-            where=str(units.out),
-            why=f"it has no {RECIPE}, so this command did not create it",
-            fix=shlex.quote(f"--out={units.out}-2"),
-        )
+        raise other_files(units.out)
     return content
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxlm.core import config, faults
-from jaxlm.core.errors import DataError, InputMissing
+from jaxlm.core.errors import DataError
 from jaxlm.corpus.engines import Task
 from jaxlm.corpus.files import FileDigest, checked_lines
-from jaxlm.corpus.job import RECIPE, REPORT, WORK, part_of
+from jaxlm.corpus.job import RECIPE, REPORT, WORK, part_of, require_finished
 from jaxlm.corpus.mix.config import Mix, named
 from jaxlm.data import cache, tokenizer_file, writer
 from jaxlm.data.parts import Selection
@@ -90,13 +90,7 @@ def _source(name: str, place: str, licence: str) -> MixSource:
     before, mark, part = place.rpartition(PART)
     folder = Path(before if mark else place)
     path = folder / REPORT
-    if not path.is_file():
-        raise InputMissing(
-            f"the source {name!r} is not a finished corpus",
-            where=str(folder),
-            why=f"it has no {REPORT}",
-            fix=f"find . -name {REPORT}",
-        )
+    require_finished(folder, f"the source {name!r} is not a finished corpus", str(folder))
     try:
         content = path.read_bytes()
         report = json.loads(content)

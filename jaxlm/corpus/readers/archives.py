@@ -12,11 +12,11 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import IO
 
 from jaxlm.corpus.config import ReadLimits
 from jaxlm.corpus.document import BrokenRecord
-from jaxlm.data.formats import TooLarge
+from jaxlm.data.formats import ByteReader, TooLarge
 
 _ENTRY_BYTES = 512  # of a zip directory, per member: 46 and its name
 NO_FILE, LEADS_OUT = "no plain file of an archive", "a name that leads out of its archive"
@@ -30,24 +30,17 @@ class Member:
     open: Callable[[], IO[bytes]]
 
 
-class _Metered(io.RawIOBase):
+class _Metered(ByteReader):
     """A member's bytes, counted against the limit of the archive: sizes in headers can be wrong."""
 
-    def __init__(self, stream: IO[bytes], budget: "_Budget"):
-        self._stream, self._budget = stream, budget
+    def __init__(self, source: IO[bytes], budget: "_Budget"):
+        super().__init__(source)
+        self._budget = budget
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(len(buffer))
+    def pull(self, size: int) -> bytes:
+        data = self._source.read(size)
         self._budget.take(len(data))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
+        return data
 
 
 class _Budget:

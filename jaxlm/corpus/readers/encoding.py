@@ -6,7 +6,9 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO
+
+from jaxlm.data.formats import ByteReader
 
 # The longer marks first: the one of UTF-32 begins with the one of UTF-16.
 MARKS = (
@@ -18,24 +20,12 @@ MARKS = (
 )
 LAST_RESORT = "cp1252"  # the most common encoding of text without mark, declaration or UTF-8
 # Other legacy encodings: of Europe and the Middle East, then those of several bytes a character.
-LEGACY = [
-    *(
-        LAST_RESORT,
-        "cp1250",
-        "iso8859_2",
-        "cp1251",
-        "koi8_r",
-        "koi8_u",
-        "iso8859_5",
-        "cp866",
-        "cp1253",
-        "iso8859_7",
-        "cp1257",
-    ),
-    *("cp1254", "cp1255", "cp1256", "cp932", "euc_jp", "gb18030", "big5", "cp949"),
-]
+LEGACY = (
+    f"{LAST_RESORT} cp1250 iso8859_2 cp1251 koi8_r koi8_u iso8859_5 cp866 cp1253 iso8859_7 cp1257"
+    " cp1254 cp1255 cp1256 cp932 euc_jp gb18030 big5 cp949"
+).split()
 UNMARKED = "utf-16-le", "utf-16-be"
-_PROBED = 2**16
+PROBED = 2**16  # bytes from which an encoding is detected
 _CONTROLS = bytes(set(range(32)) - {9, 10, 12, 13, 27})
 _NO_TEXT = ("Cc", "Cn", "Co")  # categories of Unicode: controls, unassigned, private use
 _MAGIC = (b"%PDF-", b"PK\x03\x04", b"\x1f\x8b", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"\x7fELF")
@@ -109,9 +99,9 @@ def _legacy(data: bytes, start: int) -> str:
     import charset_normalizer
 
     # The first lines may name an encoding. If they are many, they are ASCII without information.
-    begin = 0 if start < _PROBED // 2 else data.rfind(b"\n", 0, start) + 1
-    probe = data[begin : begin + _PROBED]
-    if begin + _PROBED < len(data):  # a line end never splits a character of several bytes
+    begin = 0 if start < PROBED // 2 else data.rfind(b"\n", 0, start) + 1
+    probe = data[begin : begin + PROBED]
+    if begin + PROBED < len(data):  # a line end never splits a character of several bytes
         probe = probe[: probe.rfind(b"\n") + 1] or probe
     matches = charset_normalizer.from_bytes(probe, cp_isolation=LEGACY, enable_fallback=False)
     best = matches.best()
@@ -148,11 +138,10 @@ def _unmarked(data: bytes) -> str:
 
 
 def _share_of_controls(data: bytes) -> float:
-    probe = data[:_PROBED]
+    probe = data[:PROBED]
     return 1 - len(probe.translate(None, _CONTROLS)) / len(probe) if probe else 0.0
 
 
-PROBED = 2**16  # bytes at the beginning from which the encoding is detected
 _PIECE = 2**17
 
 
@@ -198,52 +187,43 @@ def _encoding(begin: bytes) -> str:
     return name
 
 
-class _Replayed(io.RawIOBase):
+class _Replayed(ByteReader):
     """A stream that is read again from the beginning after a probe; its opener closes it.
 
     If it is damaged, everything before the damage is read before the error is raised.
     """
 
-    def __init__(self, stream: io.BufferedIOBase):
-        self._stream = stream
+    def __init__(self, source: io.BufferedIOBase):
+        super().__init__(source, is_owner=False)
         self._damage: Exception | None = None
         self.begin = b""
         try:
             # Piece by piece: in a larger read, damage to one piece would lose all.
-            while len(self.begin) < PROBED and (piece := stream.read1(PROBED)):
+            while len(self.begin) < PROBED and (piece := source.read1(PROBED)):
                 self.begin += piece
         except Exception as error:  # errors of zlib, lzma and zstandard have no common base
             self._damage = error
         self._ready = io.BytesIO(self.begin)
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._ready.read(len(buffer))
+    def pull(self, size: int) -> bytes:
+        data = self._ready.read(size)
         if not data and self._damage is not None:
             raise self._damage
-        data = data or self._stream.read1(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+        return data or self._source.read1(size)
 
 
-class _Recoded(io.RawIOBase):
+class _Recoded(ByteReader):
     """The same text in UTF-8."""
 
-    def __init__(self, stream: io.RawIOBase, name: str):
-        self._stream = stream
+    def __init__(self, source: io.RawIOBase, name: str):
+        super().__init__(source, is_owner=False)
         self._decoder = codecs.getincrementaldecoder(name)("replace")
         self._ready = io.BytesIO()
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not (data := self._ready.read(len(buffer))):
-            piece = self._stream.read(_PIECE)
+    def pull(self, size: int) -> bytes:
+        while not (data := self._ready.read(size)):
+            piece = self._source.read(_PIECE)
             self._ready = io.BytesIO(self._decoder.decode(piece or b"", final=not piece).encode())
             if not piece and not self._ready.getbuffer():
-                return 0
-        buffer[: len(data)] = data
-        return len(data)
+                break
+        return data

@@ -113,13 +113,7 @@ def _reader(kind: str, is_in: IsIn, span: FileSpan | None = None) -> Reader:
 
 
 def _members(
-    stream: IO[bytes],
-    name: str,
-    recipe: Recipe,
-    counts: Counter[str],
-    *,
-    kind: str,
-    is_in: IsIn,
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str], *, kind: str, is_in: IsIn
 ) -> Iterator[CorpusDocument | BrokenRecord]:
     for member in ARCHIVES[kind](stream, name, recipe.reading):
         if isinstance(member, BrokenRecord):

@@ -3,10 +3,11 @@
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxlm.corpus.readers.encoding import PROBED, is_utf8
 from jaxlm.data import parquet
+from jaxlm.data.formats import ByteReader
 
 _PIECE = 2**20
 
@@ -73,22 +74,15 @@ def opened(path: Path, span: FileSpan) -> io.BufferedReader:
     return io.BufferedReader(_Slice(path, span), 2**17)
 
 
-class _Slice(io.RawIOBase):
+class _Slice(ByteReader):
     """A range of bytes of a file."""
 
     def __init__(self, path: Path, span: FileSpan):
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
-        self._file.seek(span.begin)
+        super().__init__(open(path, "rb", buffering=0))  # noqa: SIM115 - closed by `close`
+        self._source.seek(span.begin)
         self._left = span.end - span.begin
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(memoryview(buffer)[: self._left]) or 0
-        self._left -= count
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    def pull(self, size: int) -> bytes:
+        data = self._source.read(min(size, self._left))
+        self._left -= len(data)
+        return data

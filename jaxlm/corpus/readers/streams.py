@@ -10,7 +10,7 @@ import zlib
 from typing import IO, Any
 
 from jaxlm.data import formats
-from jaxlm.data.formats import TooLarge
+from jaxlm.data.formats import ByteReader, TooLarge
 
 DAMAGED = "damaged"  # kind of broken record
 _BEGIN = b"\x1f\x8b\x08"  # of a member: the magic number of gzip, and deflate, the only method
@@ -71,17 +71,14 @@ def members(stream: IO[bytes]) -> IO[bytes]:
     return io.BufferedReader(_Members(stream), 2**17)
 
 
-class _Members(io.RawIOBase):
-    def __init__(self, stream: IO[bytes]):
-        self._stream = stream
+class _Members(ByteReader):
+    def __init__(self, source: IO[bytes]):
+        super().__init__(source)
         self._packed = b""  # input not unpacked yet
         self._seen = bytearray()  # the member so far, or its last part, and what follows
         self._unpacker: Any = None
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
+    def pull(self, size: int) -> bytes:
         while self._packed or self._fill():
             if self._unpacker is None:
                 self._packed = self._packed.lstrip(b"\0")  # zeros that pad a file
@@ -90,7 +87,7 @@ class _Members(io.RawIOBase):
                 self._unpacker = zlib.decompressobj(_GZIP)
                 self._seen = bytearray(self._packed)
             try:
-                data = self._unpacker.decompress(self._packed, len(buffer))
+                data = self._unpacker.decompress(self._packed, size)
             except zlib.error as error:
                 raise self._damaged(str(error)) from None
             if self._unpacker.eof:
@@ -98,15 +95,14 @@ class _Members(io.RawIOBase):
             else:
                 self._packed = self._unpacker.unconsumed_tail
             if data:
-                buffer[: len(data)] = data
-                return len(data)
+                return data
         if self._unpacker is not None:
             raise self._damaged("the file ends in it")
-        return 0
+        return b""
 
     def _fill(self) -> bool:
         """Read more input; return whether there was any."""
-        self._packed = self._stream.read(_CHUNK)
+        self._packed = self._source.read(_CHUNK)
         self._seen += self._packed
         del self._seen[:-_LOOKED_BACK]
         return bool(self._packed)
@@ -123,16 +119,12 @@ class _Members(io.RawIOBase):
                     break
                 begin = offset + 1
             elif more:
-                more = self._stream.read(_CHUNK)
+                more = self._source.read(_CHUNK)
                 rest = offset if offset >= 0 else max(begin, len(packed) + 1 - len(_BEGIN))
                 packed, begin = packed[rest:] + more, 0
             else:
                 break
         return DamagedMember(f"a gzip member: {why}")
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
 
 
 def _holds_record(head: bytes) -> bool:
