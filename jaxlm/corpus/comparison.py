@@ -81,8 +81,7 @@ def compare(job: Job) -> None:
 def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> Iterator[str]:
     """Yield the texts of documents by ascending number; each file is read once.
 
-    Raises:
-      DataError: a file of an earlier run has changed.
+    Raises DataError if a file of an earlier run has changed.
     """
     for unit, group in itertools.groupby(documents, lambda each: bisect_right(begins, each) - 1):
         with open(files[unit], "rb") as file:
@@ -144,8 +143,7 @@ def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
 def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add the text of each document. Documents of earlier runs are read from their folder.
 
-    Raises:
-      DataError: a document is missing.
+    Raises DataError if a document is missing.
     """
     places = {
         _place(each) for cluster in selected for each in (cluster["kept"], *cluster["removed"])

@@ -92,16 +92,10 @@ class C4:
 class FineWeb:
     """Rules that FineWeb added to those of Gopher and C4."""
 
-    punctuated: float = setting(
-        0.12, "share of lines ending in punctuation; it must be larger", low=0, high=1
-    )
-    duplicated: float = setting(
-        0.1, "share of characters in repeated lines; it must be smaller", low=0, high=1
-    )
-    short: float = setting(0.67, "share of short lines; it must be smaller", low=0, high=1)
-    short_characters: int = setting(
-        30, "length below which a line is short", unit="characters", low=1
-    )
+    punctuated: float = setting(0.12, "smallest share of punctuated lines, exclusive", low=0, high=1)
+    duplicated: float = setting(0.1, "largest share of repeated text, exclusive", low=0, high=1)
+    short: float = setting(0.67, "largest share of short lines, exclusive", low=0, high=1)
+    short_characters: int = setting(30, "length of short lines", unit="characters", low=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,9 +115,7 @@ class Pii:
         ("email", "phone", "ip", "card", "iban", "us_ssn", "key"),
         "kinds to find; national_id, of ten states, needs jaxlm[prepare]",
     )
-    action: Literal["mask", "remove"] = setting(
-        "mask", "replace a match by <EMAIL> and the like, or remove the document"
-    )
+    action: Literal["mask", "remove"] = setting("mask", "write e.g. <EMAIL>, or remove documents")
     finder: Literal["forms", "presidio"] = setting(
         "forms", "patterns and check digits of jaxlm or of Presidio; keys are always jaxlm's"
     )
@@ -213,30 +205,16 @@ class Spans:
     """Lines or paragraphs that occurred before, in any document, are cut out."""
 
     unit: Literal["line", "paragraph"] = setting("paragraph", "unit; empty lines end paragraphs")
-    characters: int = setting(
-        100,
-        "smallest length; shorter ones are kept, as they often repeat",
-        unit="characters",
-        low=1,
-    )
+    characters: int = setting(100, "smallest length to cut", unit="characters", low=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Substrings:
     """Runs of words that occurred before, in any document and at any position."""
 
-    words: int = setting(
-        50, "length of a run in words; characters between words are ignored", low=2
-    )
-    action: Literal["cut", "remove"] = setting(
-        "cut", "cut repeated runs out, or remove documents that mostly consist of them"
-    )
-    share: float = setting(
-        0.5,
-        "largest share of words in repeated runs; documents above it are removed",
-        low=0,
-        high=1,
-    )
+    words: int = setting(50, "length of a run; only words are compared", low=2)
+    action: Literal["cut", "remove"] = setting("cut", "cut runs out, or remove whole documents")
+    share: float = setting(0.5, "largest share of words in runs, if removing", low=0, high=1)
 
 
 StageName = Literal[
@@ -265,20 +243,12 @@ DedupName = Literal["exact", "near", "spans", "substrings"]
 class ReadLimits:
     """Limits of a file, above which it counts as damaged or as an attack."""
 
-    document_bytes: int = setting(
-        2**26, "largest document, and longest line of a table", unit="bytes", low=1
-    )
-    archive_bytes: int = setting(
-        2**34, "largest total size of the unpacked members of one archive", unit="bytes", low=1
-    )
+    document_bytes: int = setting(2**26, "largest document or line", unit="bytes", low=1)
+    archive_bytes: int = setting(2**34, "unpacked size of an archive", unit="bytes", low=1)
     archive_members: int = setting(100_000, "largest number of members of one archive", low=1)
     pdf_pages: int = setting(5_000, "largest number of pages of a PDF file", low=1)
-    pdf_seconds: int = setting(
-        60,
-        "CPU time limit of a PDF file; a file that takes about as long may or may not be read",
-        unit="seconds",
-        low=1,
-    )
+    # A file that takes about as long may or may not be read.
+    pdf_seconds: int = setting(60, "CPU time limit of a PDF file", unit="seconds", low=1)
     pdf_memory: int = setting(2**31, "memory limit of a PDF file", unit="bytes", low=2**28)
 
 

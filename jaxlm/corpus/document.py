@@ -85,8 +85,7 @@ class Counts:
     def check(self, where: str) -> None:
         """Check that every document read is kept, removed or broken exactly once.
 
-        Raises:
-          JaxlmError: it is not, which is a bug.
+        Raises JaxlmError otherwise, which is a bug.
         """
         totals = Counter[str]()
         for outcome, count in self.documents.items():

@@ -31,11 +31,7 @@ class EarlierUnit:
     written: FileDigest
 
     def read(self) -> Signatures:
-        """Read the signatures.
-
-        Raises:
-          DataError: the file is not the one that run wrote.
-        """
+        """Read the signatures. Raises DataError if the file is not the one that run wrote."""
         if not is_whole(self.signatures, self.written):
             raise changed(self.signatures)
         return Signatures.read(self.signatures)

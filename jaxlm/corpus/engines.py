@@ -45,8 +45,7 @@ MAX_DEATHS = 2  # worker processes that may die on a unit before the unit counts
 def run_unit(task: Task, number: int) -> dict[str, float]:
     """Run a unit.
 
-    Raises:
-      NotWritable: the output cannot be written, for example on a full disk.
+    Raises NotWritable if the output cannot be written, for example on a full disk.
     """
     try:
         return task(number)
@@ -225,10 +224,8 @@ PACKAGES = "numpy", "ftfy", "py3langid", "pyarrow", "zstandard", "tokenizers", "
 def connected(workers: int, log: Callable[[str], None]) -> Iterator[Any]:
     """Connect to the cluster of RAY_ADDRESS or of this machine, else start a local one.
 
-    A local one has `workers` processes and is shut down at the end of the block.
-
-    Raises:
-      InputMissing: Ray is not installed, or does not answer at RAY_ADDRESS.
+    A local one has `workers` processes and is shut down at the end of the block. Raises
+    InputMissing if Ray is not installed, or does not answer at RAY_ADDRESS.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
@@ -366,8 +363,7 @@ RunUnits = Callable[
 def opened(name: EngineName, workers: int, log: Callable[[str], None]) -> Iterator[RunUnits]:
     """Open an engine that runs at most `workers` units at a time.
 
-    Raises:
-      InputMissing: its package is not installed, or its cluster does not answer.
+    Raises InputMissing if its package is not installed, or its cluster does not answer.
     """
     match name:
         case "processes":

@@ -62,8 +62,7 @@ class LineFiles:
 def checked_lines(path: Path, expected: FileDigest) -> Iterator[bytes]:
     """Yield the lines of a file and verify its digest.
 
-    Raises:
-      DataError: at the end, if the digest differs.
+    Raises DataError at the end if the digest differs.
     """
     digest = hashlib.sha256()
     with open(path, "rb") as file:

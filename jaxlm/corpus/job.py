@@ -121,8 +121,7 @@ class Job:
     def span(self, piece: FilePart) -> FileSpan | None:
         """Return the span of a part of a divided file.
 
-        Raises:
-          DataError: the file was written after it was divided.
+        Raises DataError if the file was written after it was divided.
         """
         if piece.span is None:
             return None
@@ -235,8 +234,7 @@ def other_files(out: Path) -> DataError:
 def require_finished(folder: Path, what: str, where: str) -> None:
     """Check that a folder contains a finished run.
 
-    Raises:
-      InputMissing: it does not; the error is `what`.
+    Raises InputMissing with the message `what` if it does not.
     """
     if not (folder / REPORT).is_file():
         fix = f"find . -name {REPORT}"
@@ -246,8 +244,7 @@ def require_finished(folder: Path, what: str, where: str) -> None:
 def part_of(parts: tuple[str, ...], name: str) -> str:
     """Return the part of a file: the first whose pattern matches its name; * crosses folders.
 
-    Raises:
-      ConfigError: no pattern matches.
+    Raises ConfigError if no pattern matches.
     """
     for part, pattern in named(parts).items():
         if fnmatch.fnmatchcase(name, pattern):

@@ -162,8 +162,7 @@ def _add(seconds: Seconds, spent: dict[str, float]) -> None:
 def _concluded(job: Job) -> dict[str, Any]:
     """Write the report, or verify every file of a finished run; return the report.
 
-    Raises:
-      DataError: a file differs from the one written.
+    Raises DataError if a file differs from the one written.
     """
     parts: defaultdict[str, Counts] = defaultdict(Counts)
     files: dict[str, dict[str, Any]] = {}

@@ -37,9 +37,7 @@ MAKERS: dict[str, Callable[[Recipe, MakeScorer | None], Stage]] = {
 def build(recipe: Recipe, scorer: MakeScorer | None = None) -> list[tuple[str, Stage]]:
     """Return the name and function of each stage, in the recipe's order.
 
-    `scorer` opens the model of the stage perplexity.
-
-    Raises:
-      InputMissing: a file or package that a stage needs is missing.
+    `scorer` opens the model of the stage perplexity. Raises InputMissing if a file or package that
+    a stage needs is missing.
     """
     return [(name, MAKERS[name](recipe, scorer)) for name in recipe.stages]

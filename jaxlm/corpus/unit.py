@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from jaxlm.core import faults
 from jaxlm.corpus import stages
+from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.dedup.signatures import Signatures, Signer, ranges, without
 from jaxlm.corpus.document import (
     BrokenRecord,
@@ -95,30 +96,23 @@ class CleaningUnits:
         with cache.built(cleaned(self._job, number)) as folder:
             if folder is None:
                 return {}
-            counts, signer = Counts(), Signer(self._job.recipe)
             times = _times(self._units[number])
-            with LineFiles(folder) as out:
-                for record in self._read(number, counts, seconds):
-                    self._process(record, counts, signer, out, seconds)
-                written = out.written()
-            signer.finish().write(folder / SIGNATURES)
-            counts.check(f"unit {number}")
-            done = {
-                "times": times,
-                "counts": counts.to_json(),
-                "files": {name: dataclasses.asdict(each) for name, each in written.items()},
-            }
-            (folder / DONE).write_text(json.dumps(done), encoding="utf-8")
+            unit = _UnitOutput(folder, self._job.recipe)
+            with unit.files:
+                for record in self._read(number, unit.counts, seconds):
+                    self._process(record, unit, seconds)
+                unit.write_signatures()
+                unit.write_record(number, {"times": times})
             faults.point("prepare.clean", number)
         return dict(seconds)
 
     def _read(
         self, number: int, counts: Counts, seconds: Seconds
     ) -> Iterator[CorpusDocument | BrokenRecord]:
+        job = self._job
         for piece in self._units[number]:
-            if is_one_record(piece.name) and not self._job.is_in(piece.name, 1):
+            if is_one_record(piece.name) and not job.is_in(piece.name, 1):
                 continue  # in a sample, skip the file without opening it
-            job = self._job
             span = job.span(piece)
             records = read(piece.path, piece.name, job.recipe, counts.notes, span, job.is_in)
             while True:
@@ -127,45 +121,41 @@ class CleaningUnits:
                 seconds["read"] += time.process_time() - begun
                 if record is None:
                     break
-                if self._job.is_in(record.file, record.record):
+                if job.is_in(record.file, record.record):
                     yield record
 
     def _process(
-        self,
-        record: CorpusDocument | BrokenRecord,
-        counts: Counts,
-        signer: Signer,
-        out: LineFiles,
-        seconds: Seconds,
+        self, record: CorpusDocument | BrokenRecord, unit: "_UnitOutput", seconds: Seconds
     ) -> None:
         """Pass a record through all stages and write it to the file of its outcome."""
         if isinstance(record, BrokenRecord):
-            counts.add("read")
-            counts.add(f"broken.{record.kind}")
-            out.write(BROKEN, to_line(record))
+            unit.counts.add("read")
+            unit.counts.add(f"broken.{record.kind}")
+            unit.files.write(BROKEN, to_line(record))
             return
-        counts.add("read", record.text)
-        document = record
+        unit.counts.add("read", record.text)
         if not record.text.strip():
-            _remove(document, BLANK, "", counts, out)
+            unit.remove(record, BLANK)
             return
+        document = record
         for name, stage in self._stages:
             begun = time.process_time()
-            after = stage(document, counts.notes)
+            after = stage(document, unit.counts.notes)
             seconds[name] += time.process_time() - begun
             if isinstance(after, Removed):
-                _remove(document, f"{name}.{after.rule}", after.detail, counts, out)
+                unit.remove(document, f"{name}.{after.rule}", after.detail)
                 return
             if not after.text.strip():
-                _remove(document, f"{name}.{NOTHING_LEFT}", "", counts, out)
+                unit.remove(document, f"{name}.{NOTHING_LEFT}")
                 return
             document = after
         begun = time.process_time()
-        signer.add(document)
+        unit.signer.add(document)
         seconds["signatures"] += time.process_time() - begun
-        counts.add(KEPT, document.text)
-        out.write(KEPT, to_line(document))
-        out.write(PLACES, json.dumps([document.file, document.record]).encode() + b"\n")
+        unit.counts.add(KEPT, document.text)
+        unit.files.write(KEPT, to_line(document))
+        place = json.dumps([document.file, document.record])
+        unit.files.write(PLACES, place.encode() + b"\n")
 
     def finish(self, number: int) -> dict[str, float]:
         """Write the final files of a unit: kept documents without duplicates, and removed ones."""
@@ -182,77 +172,66 @@ class CleaningUnits:
         source = cleaned(self._job, number)
         done = json.loads((source / DONE).read_text(encoding="utf-8"))
         before = {name: FileDigest(**fields) for name, fields in done["files"].items()}
-        counts = Counts.from_json(done["counts"])
         verdicts = json.loads(verdict(self._job, number).read_text(encoding="utf-8"))
-        with LineFiles(folder) as out:
+        unit = _UnitOutput(folder, self._job.recipe, Counts.from_json(done["counts"]))
+        with unit.files:
             for name in sorted(before.keys() - {KEPT, PLACES}):
                 for line in checked_lines(source / name, before[name]):
-                    out.write(name, line)
-            signer = Signer(self._job.recipe)
+                    unit.files.write(name, line)
             if KEPT in before:
                 documents = checked_lines(source / KEPT, before[KEPT])
                 signatures = Signatures.read(source / SIGNATURES)
-                self._apply_verdicts(documents, signatures, verdicts, counts, signer, out)
-            written = out.written()
-        signer.finish().write(folder / SIGNATURES)
-        written[SIGNATURES] = FileDigest.of(folder / SIGNATURES, counts.documents[KEPT])
-        counts.check(f"unit {number}")
-        result = {
-            "inputs": [[piece.name, piece.size] for piece in self._units[number]],
-            "counts": counts.to_json(),
-            "files": {name: dataclasses.asdict(each) for name, each in written.items()},
-        }
-        (folder / DONE).write_text(json.dumps(result, indent=1), encoding="utf-8")
+                self._apply_verdicts(documents, signatures, verdicts, unit)
+            inputs = [[piece.name, piece.size] for piece in self._units[number]]
+            digests = {SIGNATURES: unit.write_signatures()}
+            unit.write_record(number, {"inputs": inputs}, digests, indent=1)
 
     def _apply_verdicts(
         self,
         lines: Iterator[bytes],
         signatures: Signatures,
         verdicts: dict[str, Any],
-        counts: Counts,
-        signer: Signer,
-        out: LineFiles,
+        unit: "_UnitOutput",
     ) -> None:
         """Apply the verdicts to the documents that the stages kept; write them and signatures."""
         for ordinal, line in enumerate(lines):
-            if (fate := verdicts["removed"].get(str(ordinal))) is not None:
+            removed, spans, substrings = (
+                verdicts[name].get(str(ordinal)) for name in ("removed", "cut", "ranges")
+            )
+            if removed is not None:
                 document = from_line(line)
-                _uncount_kept(document, counts)
-                _remove(document, fate[0], fate[1], counts, out)
-            elif str(ordinal) in verdicts["cut"] or str(ordinal) in verdicts["ranges"]:
-                cut = {kind: verdicts[kind].get(str(ordinal), []) for kind in ("cut", "ranges")}
-                self._shorten(from_line(line), cut["cut"], cut["ranges"], counts, signer, out)
+                unit.uncount_kept(document)
+                unit.remove(document, *removed)
+            elif spans is not None or substrings is not None:
+                self._shorten(from_line(line), spans or [], substrings or [], unit)
             else:
-                signer.add_signed(signatures, ordinal)
-                out.write(KEPT, line)
+                unit.signer.add_signed(signatures, ordinal)
+                unit.files.write(KEPT, line)
 
     def _shorten(
         self,
         document: CorpusDocument,
         spans: list[int],
         substrings: list[list[int]],
-        counts: Counts,
-        signer: Signer,
-        out: LineFiles,
+        unit: "_UnitOutput",
     ) -> None:
         """Write a document without its repeated passages, and the passages themselves."""
-        cut = [
-            ("spans", *span) for span in ranges(document.text, self._job.recipe.spans, set(spans))
-        ]
+        settings = self._job.recipe.spans
+        cut = [("spans", *span) for span in ranges(document.text, settings, set(spans))]
         cut += [("substrings", begin, end) for begin, end in substrings]
         for kind, begin, end in cut:
-            counts.notes[f"{kind}: cut out"] += 1
+            unit.counts.notes[f"{kind}: cut out"] += 1
             piece = dataclasses.replace(document, text=document.text[begin:end], meta={})
-            out.write(CUT, to_line(piece, kind=kind, begin=begin))
+            unit.files.write(CUT, to_line(piece, kind=kind, begin=begin))
         text = without(document.text, (span for _, *span in cut)).strip("\n")
-        _uncount_kept(document, counts)
+        unit.uncount_kept(document)
         if not text.strip():
-            _remove(document, f"{cut[-1][0]}.{NOTHING_LEFT}", "", counts, out)
+            unit.remove(document, f"{cut[-1][0]}.{NOTHING_LEFT}")
             return
-        counts.add(KEPT, text)
+        unit.counts.add(KEPT, text)
         shorter = document.with_text(text)
-        signer.add(shorter)
-        out.write(KEPT, to_line(shorter))
+        unit.signer.add(shorter)
+        unit.files.write(KEPT, to_line(shorter))
 
     def _move_to_output(self, folder: Path, number: int) -> None:
         """Move the files of a folder to their final places, the record last; can be repeated."""
@@ -266,6 +245,47 @@ class CleaningUnits:
         finished(self._job, number).parent.mkdir(exist_ok=True)
         os.replace(folder / DONE, finished(self._job, number))
         folder.rmdir()
+
+
+class _UnitOutput:
+    """Files, counts and signatures of one half of a unit."""
+
+    def __init__(self, folder: Path, recipe: Recipe, counts: Counts | None = None):
+        self._folder = folder
+        self.files = LineFiles(folder)
+        self.counts = counts or Counts()
+        self.signer = Signer(recipe)
+
+    def remove(self, document: CorpusDocument, reason: str, detail: str = "") -> None:
+        """Count and write a removed document."""
+        self.counts.add(f"removed.{reason}", document.text)
+        line = to_line(document, reason=reason, detail=detail)
+        self.files.write(f"removed.{reason}", line)
+
+    def uncount_kept(self, document: CorpusDocument) -> None:
+        """Undo the count of a kept document."""
+        self.counts.documents[KEPT] -= 1
+        self.counts.characters[KEPT] -= len(document.text)
+
+    def write_signatures(self) -> FileDigest:
+        """Write the signatures of the kept documents."""
+        path = self._folder / SIGNATURES
+        self.signer.finish().write(path)
+        return FileDigest.of(path, self.counts.documents[KEPT])
+
+    def write_record(
+        self,
+        number: int,
+        fields: dict[str, Any],
+        digests: dict[str, FileDigest] | None = None,
+        indent: int | None = None,
+    ) -> None:
+        """Write the record that makes the unit complete, with its counts and digests."""
+        self.counts.check(f"unit {number}")
+        digests = self.files.written() | (digests or {})
+        files = {name: dataclasses.asdict(each) for name, each in digests.items()}
+        record = {**fields, "counts": self.counts.to_json(), "files": files}
+        (self._folder / DONE).write_text(json.dumps(record, indent=indent), encoding="utf-8")
 
 
 def output(out: Path, name: str, number: int) -> Path:
@@ -282,16 +302,3 @@ def _times(pieces: list[FilePart]) -> dict[str, int | None]:
     return {
         each.name: None if is_remote(each.name) else each.path.stat().st_mtime_ns for each in pieces
     }
-
-
-def _remove(
-    document: CorpusDocument, reason: str, detail: str, counts: Counts, out: LineFiles
-) -> None:
-    counts.add(f"removed.{reason}", document.text)
-    out.write(f"removed.{reason}", to_line(document, reason=reason, detail=detail))
-
-
-def _uncount_kept(document: CorpusDocument, counts: Counts) -> None:
-    """Undo the count of a kept document."""
-    counts.documents[KEPT] -= 1
-    counts.characters[KEPT] -= len(document.text)

@@ -64,8 +64,7 @@ class Format(NamedTuple):
 def json_lines(stream: IO[bytes], options: ReadOptions) -> Iterator[Record]:
     """Yield the value of each line that is not blank.
 
-    Raises:
-      TooLarge: a line does not end within a gigabyte.
+    Raises TooLarge if a line does not end within a gigabyte.
     """
     limit = options.max_line
     for number in itertools.count(options.before + 1):
@@ -108,8 +107,7 @@ FORMATS = {
 def rest(stream: IO[bytes], line: bytes, number: int) -> Iterator[bytes]:
     """Yield a line longer than the limit in pieces; `line` is the first.
 
-    Raises:
-      TooLarge: it does not end within a gigabyte.
+    Raises TooLarge if it does not end within a gigabyte.
     """
     passed = 0
     while line:

@@ -78,7 +78,7 @@ def test_every_document_is_kept_removed_or_broken_and_the_files_hold_what_the_co
 
 def test_a_document_that_is_lost_on_the_way_ends_the_run_with_70(crawl, capsys, monkeypatch):
     """A stage that forgets to write what it removes, as a mistake of ours would."""
-    monkeypatch.setattr("jaxlm.corpus.unit._remove", lambda *_: None)
+    monkeypatch.setattr("jaxlm.corpus.unit._UnitOutput.remove", lambda *_: None)
     error = run(capsys, *ALL, code=70)["error"]
     assert error["where"] == "unit 0"
     assert "0 removed" in error["why"]

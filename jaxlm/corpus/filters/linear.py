@@ -112,8 +112,7 @@ class LinearClassifier:
     def number(self, label: str, setting: str) -> int:
         """Return the index of a label.
 
-        Raises:
-          ConfigError: the classifier, which `setting` names, lacks the label.
+        Raises ConfigError if the classifier, which `setting` names, lacks the label.
         """
         if label not in self.labels:
             near = nearest(label, self.labels)

@@ -89,11 +89,7 @@ def is_national(text: str) -> bool:
 
 @functools.cache
 def national_checks() -> list[tuple[re.Pattern[str], Callable[[str], bool]]]:
-    """Return each pattern with its check.
-
-    Raises:
-      InputMissing: python-stdnum is not installed.
-    """
+    """Return each pattern with its check. Raises InputMissing if python-stdnum is not installed."""
     patterns = []
     for each in NATIONALS.values():
         is_right: Callable[[str], bool] = bool
@@ -121,8 +117,7 @@ PRESIDIO_NAMES = {
 def presidio_finder(kinds: tuple[str, ...], score: float) -> Callable[[str], list[PiiMatch]]:
     """Return a function that finds these kinds with at least this score; matches may overlap.
 
-    Raises:
-      InputMissing: presidio-analyzer is not installed.
+    Raises InputMissing if presidio-analyzer is not installed.
     """
     try:
         import tldextract
@@ -162,10 +157,8 @@ PAGES = ("http://", "https://")
 def pii(config: Pii) -> Stage:
     """Mask each match as <EMAIL> and the like, or remove its document.
 
-    Metadata is masked in both cases, except URLs, which give its origin.
-
-    Raises:
-      InputMissing: presidio is the finder and not installed, or python-stdnum for national_id.
+    Metadata is masked in both cases, except URLs, which give its origin. Raises InputMissing if
+    presidio is the finder and not installed, or python-stdnum for national_id.
     """
     if "national_id" in config.kinds:
         national_checks()

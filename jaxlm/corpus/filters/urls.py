@@ -13,10 +13,8 @@ from jaxlm.data.documents import Corpus
 def urls(config: Urls) -> Stage:
     """Remove documents whose URL is blocked.
 
-    An entry with a slash is a URL prefix; others are domains, including their subdomains.
-
-    Raises:
-      InputMissing: a pattern matches no list.
+    An entry with a slash is a URL prefix; others are domains, including their subdomains. Raises
+    InputMissing if a pattern matches no list.
     """
     domains, starts = set[str](), set[str]()
     for path in Corpus.find(config.blocked, "", "urls.blocked").files:

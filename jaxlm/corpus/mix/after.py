@@ -21,8 +21,7 @@ SHARDS = "shards"
 def check(recipe: Recipe) -> None:
     """Check the tokenizer of the shards, before hours of cleaning.
 
-    Raises:
-      JaxlmError: the tokenizer is a file that cannot be read.
+    Raises JaxlmError if the tokenizer is a file that cannot be read.
     """
     if recipe.shards.tokenizer.endswith(TOKENIZER_FILES):
         run.tokenizer_of(recipe.shards.tokenizer, "shards.tokenizer")

@@ -136,8 +136,7 @@ def tokenizer_of(
 ) -> Tokenizer:
     """Load a tokenizer, or train it on texts; errors name the setting at `path`.
 
-    Raises:
-      JaxlmError: the tokenizer cannot be loaded or trained.
+    Raises JaxlmError if the tokenizer cannot be loaded or trained.
     """
     try:
         if setting.endswith(TOKENIZER_FILES):
@@ -240,8 +239,7 @@ def _verified(out: Path) -> dict[str, Any]:
 def gather(target: Path, parts: Sequence[Path], left_out: Counter[str]) -> None:
     """Merge folders of token shards with one tokenizer and one list of files; links, not copies.
 
-    Raises:
-      DataError: a folder is damaged.
+    Raises DataError if a folder is damaged.
     """
     with cache.built(target) as folder:
         if folder is None:

@@ -41,9 +41,7 @@ def decoded(data: bytes, declared: str = "") -> tuple[str, str]:
     """Return the text of bytes and its encoding.
 
     In this order: byte order mark, UTF-8, the declared encoding, statistics of letters, cp1252.
-
-    Raises:
-      NotText: the bytes look like a picture, a program or other binary data.
+    Raises NotText if the bytes look like a picture, a program or other binary data.
     """
     for mark, name in MARKS:
         if data.startswith(mark):

@@ -55,10 +55,8 @@ def can_cut(name: str) -> bool:
 def cut(path: Path, name: str, most: int) -> list[FileSpan]:
     """Divide a file into spans of `most` bytes, each with the records that begin in it.
 
-    A damaged file is not divided; its reader reports the damage.
-
-    Raises:
-      InputMissing: a package that reads the format is not installed.
+    A damaged file is not divided; its reader reports the damage. Raises InputMissing if a package
+    that reads the format is not installed.
     """
     try:
         return [*CUTS[kind_of(name)](path, most)]

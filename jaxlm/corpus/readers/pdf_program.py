@@ -17,8 +17,7 @@ class LimitExceeded(Exception):
 def text_of(data: bytes, limits: dict[str, int]) -> dict[str, Any]:
     """Return text, title and number of pages.
 
-    Raises:
-      LimitExceeded: there are more pages or characters than the limits allow.
+    Raises LimitExceeded if there are more pages or characters than the limits allow.
     """
     reader = PdfReader(io.BytesIO(data))
     # A PDF with an owner's password only opens with an empty one.

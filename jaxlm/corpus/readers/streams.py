@@ -26,8 +26,7 @@ _GZIP = 16 + zlib.MAX_WBITS  # makes zlib expect gzip's header and checksum
 def unpacked(stream: IO[bytes], name: str) -> IO[bytes]:
     """Unpack a buffered stream by the suffix of its name; the caller closes both.
 
-    Raises:
-      EOFError: it is compressed, and empty, as is a copy that never began.
+    Raises EOFError if it is compressed, and empty, as is a copy that never began.
     """
     if is_packed(name) and not stream.peek(1):  # type: ignore[attr-defined]
         raise EOFError("it should be compressed data, and is empty")
@@ -47,11 +46,7 @@ def is_packed(name: str) -> bool:
 
 
 def whole(stream: IO[bytes], most: int) -> bytes:
-    """Read the rest of a stream.
-
-    Raises:
-      TooLarge: it has more than `most` bytes.
-    """
+    """Read the rest of a stream. Raises TooLarge if it has more than `most` bytes."""
     data = stream.read(most + 1)
     if len(data) > most:
         raise TooLarge(f"more than {most:,} bytes")

@@ -62,8 +62,7 @@ def pdf(
 ) -> Iterator[CorpusDocument | BrokenRecord]:
     """Yield the text of all pages, separated by empty lines; the title is metadata.
 
-    Raises:
-      InputMissing: pypdf is not installed.
+    Raises InputMissing if pypdf is not installed.
     """
     if importlib.util.find_spec("pypdf") is None:
         raise not_installed("reading PDF", "pypdf", "prepare", where=name)
