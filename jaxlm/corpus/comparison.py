@@ -1,10 +1,13 @@
 """Comparison of all units with each other and with earlier runs.
 
 This is the only step that sees all units. It reads signatures and writes a verdict for each unit,
-and the clusters of duplicates, which can be inspected afterwards.
+and the clusters of duplicates, which can be inspected afterwards. New documents that earlier runs
+kept are duplicates, too.
 """
 
+import dataclasses
 import functools
+import glob
 import itertools
 import json
 from bisect import bisect_right
@@ -12,15 +15,115 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core import faults
-from jaxlm.core.errors import DataError
-from jaxlm.corpus import earlier
+from jaxlm.core import config, faults
+from jaxlm.core.errors import ConfigError, DataError, InputMissing
+from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.dedup.merge import Verdict, merge
 from jaxlm.corpus.dedup.signatures import Signatures
-from jaxlm.corpus.files import LineFiles, changed
-from jaxlm.corpus.job import CLUSTERS, RECIPE, Job, require_finished
-from jaxlm.corpus.unit import KEPT, PLACES, SIGNATURES, cleaned, verdict
+from jaxlm.corpus.files import FileDigest, LineFiles, changed, is_whole
+from jaxlm.corpus.job import CLUSTERS, RECIPE, REPORT, Job, require_finished
+from jaxlm.corpus.unit import KEPT, PLACES, SIGNATURES, cleaned, output, verdict
 from jaxlm.data import cache
+
+# Settings that signatures depend on, by kind of duplicate.
+_MADE_BY = {
+    "near": ("words", "bands", "rows"),
+    "spans": ("unit", "characters"),
+    "substrings": ("words",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlierUnit:
+    """A unit of an earlier run: its file of kept documents, and their signatures."""
+
+    documents: Path
+    signatures: Path
+    written: FileDigest
+
+    def read(self) -> Signatures:
+        """Read the signatures. Raises DataError if the file is not the one that run wrote."""
+        if not is_whole(self.signatures, self.written):
+            raise changed(self.signatures)
+        return Signatures.read(self.signatures)
+
+
+def find_earlier(recipe: Recipe) -> list[EarlierUnit]:
+    """Return every unit of the folders that `against` names, in order.
+
+    Raises:
+      InputMissing: a pattern matches no folder, or an unfinished one.
+      ConfigError: a folder lacks signatures for the recipe's dedup, or made them differently.
+    """
+    units: list[EarlierUnit] = []
+    for pattern in recipe.against:
+        folders = sorted(Path(path) for path in glob.glob(pattern, recursive=True))
+        if not folders:
+            raise _missing(f"no folder matches {pattern}", "it must be the --out of a finished run")
+        for folder in folders:
+            units += _earlier_units(folder, recipe)
+    return units
+
+
+def _earlier_units(folder: Path, recipe: Recipe) -> list[EarlierUnit]:
+    require_finished(folder, f"{folder} is not a finished run", "against")
+    before = config.from_json(Recipe, _object(folder / RECIPE)["recipe"])
+    for kind in recipe.dedup:
+        if kind not in before.dedup and kind in _MADE_BY:
+            left = ",".join(each for each in recipe.dedup if each != kind) or "()"
+            raise _unlike(
+                folder,
+                kind,
+                why=f"dedup was {before.dedup} in that run, without {kind}",
+                fix=f"run the recipe of {folder} again with {kind} in its dedup\n"
+                f"'--config.dedup={left}'    # skips {kind} duplicates",
+            )
+        pairs = {
+            f"{kind}.{name}": [getattr(getattr(each, kind), name) for each in (before, recipe)]
+            for name in _MADE_BY.get(kind, ())
+        }
+        if differ := {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}:
+            raise _unlike(
+                folder,
+                kind,
+                why=", ".join(
+                    f"{path} was {a} in that run and is {b} now" for path, (a, b) in differ.items()
+                ),
+                fix=" ".join(f"--config.{path}={theirs}" for path, (theirs, _) in differ.items()),
+            )
+    files = _object(folder / REPORT)["files"]
+    units = [
+        EarlierUnit(output(folder, KEPT, int(Path(name).stem)), folder / name, FileDigest(**fields))
+        for name, fields in sorted(files.items())
+        if name.startswith(f"{SIGNATURES}/")
+    ]
+    if not units:
+        raise _missing(f"{folder} has no {SIGNATURES}", "an older version of jaxlm wrote it")
+    return units
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise changed(path) from None
+    if not isinstance(content, dict):
+        raise changed(path)
+    return content
+
+
+def _missing(what: str, why: str) -> InputMissing:
+    return InputMissing(what, where="against", why=why, fix="find . -name report.json")
+
+
+def _unlike(folder: Path, kind: str, why: str, fix: str) -> ConfigError:
+    return ConfigError(
+        f"documents cannot be compared with those of {folder}",
+        where=f"against, dedup={kind}",
+        why=why,
+        fix=fix,
+    )
+
 
 REPEATED = "substrings.repeated"
 
@@ -32,7 +135,7 @@ def compare(job: Job) -> None:
     with cache.built(target) as folder:
         if folder is None:
             return
-        before = earlier.find(job.recipe)
+        before = find_earlier(job.recipe)
         signatures = [
             *(unit.read() for unit in before),
             *(Signatures.read(cleaned(job, number) / SIGNATURES) for number in range(count)),

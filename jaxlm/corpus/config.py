@@ -92,7 +92,9 @@ class C4:
 class FineWeb:
     """Rules that FineWeb added to those of Gopher and C4."""
 
-    punctuated: float = setting(0.12, "smallest share of punctuated lines, exclusive", low=0, high=1)
+    punctuated: float = setting(
+        0.12, "smallest share of punctuated lines, exclusive", low=0, high=1
+    )
     duplicated: float = setting(0.1, "largest share of repeated text, exclusive", low=0, high=1)
     short: float = setting(0.67, "largest share of short lines, exclusive", low=0, high=1)
     short_characters: int = setting(30, "length of short lines", unit="characters", low=1)

@@ -37,7 +37,7 @@ from jaxlm.core.errors import (
     not_installed,
 )
 
-Task = Callable[[int], dict[str, float]]  # runs a unit by its number; returns CPU seconds by stage
+Task = Callable[[int], dict[str, float]]  # runs a unit, by number; returns CPU seconds by stage
 MakeTask = Callable[[], Task]  # called in the worker process: pickled, hashed by value
 MAX_DEATHS = 2  # worker processes that may die on a unit before the unit counts as the cause
 
@@ -97,7 +97,7 @@ class _Queue:
 
     @property
     def has_more(self) -> bool:
-        """Whether another unit is to be started: after a failure, only running ones are finished."""
+        """Return whether to start another unit; after a failure only running ones are finished."""
         return bool(self._waiting) and self._failure is None
 
     def take(self) -> int:

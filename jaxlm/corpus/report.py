@@ -13,7 +13,7 @@ from jaxlm.core.quoting import cut, printable
 from jaxlm.corpus.config import DedupName
 from jaxlm.corpus.dedup.minhash import recall
 from jaxlm.corpus.document import Counts
-from jaxlm.corpus.filters.decontaminate import evaluations
+from jaxlm.corpus.filters.blocklists import evaluations
 from jaxlm.corpus.job import FORMAT_VERSION, Job, part_of
 from jaxlm.monitor.report import STYLE
 
@@ -112,9 +112,11 @@ def interval(count: int, of: int) -> tuple[float, float]:
 
 
 def _summary(answer: dict[str, Any]) -> str:
-    kept, read = answer["characters"]["kept"], answer["characters"]["read"]
-    documents = f"kept {answer['kept']:,} of {answer['read']:,} documents"
-    return f"{documents}, {kept:,} of {read:,} characters"
+    characters = answer["characters"]
+    return (
+        f"kept {answer['kept']:,} of {answer['read']:,} documents,"
+        f" {characters['kept']:,} of {characters['read']:,} characters"
+    )
 
 
 def _shown_share(row: dict[str, Any]) -> str:

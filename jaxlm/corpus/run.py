@@ -30,8 +30,8 @@ from typing import Any
 
 from jaxlm.core import disk
 from jaxlm.core.errors import InUse, cannot_write
-from jaxlm.corpus import earlier, engines, stages
-from jaxlm.corpus.comparison import compare
+from jaxlm.corpus import engines, stages
+from jaxlm.corpus.comparison import compare, find_earlier
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import Counts
 from jaxlm.corpus.engines import EngineName, RunUnits
@@ -93,7 +93,7 @@ def run(
     begun = time.perf_counter()
     job = dataclasses.replace(Job.find(recipe, out, sample), scorer=scorer)
     stages.build(recipe, scorer)  # reports missing packages and files before anything is written
-    earlier.find(recipe)
+    find_earlier(recipe)
     with output_folder(out):
         job = job.claim(log)
         left = [n for n in range(len(job.units)) if not finished(job, n).exists()]

@@ -4,19 +4,17 @@ from collections.abc import Callable
 
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import Stage
-from jaxlm.corpus.filters.decontaminate import decontaminate, evaluations
-from jaxlm.corpus.filters.heuristics import c4, fineweb, gopher, length, repetition
+from jaxlm.corpus.filters.blocklists import decontaminate, evaluations, urls
+from jaxlm.corpus.filters.heuristics import c4, code, fineweb, gopher, length, repetition
 from jaxlm.corpus.filters.licence import licence
 from jaxlm.corpus.filters.models import MakeScorer, harmful, language, perplexity, quality
-from jaxlm.corpus.filters.normalise import mojibake, normalise
+from jaxlm.corpus.filters.normalize import mojibake, normalize
 from jaxlm.corpus.filters.pii import pii
-from jaxlm.corpus.filters.source_code import code
-from jaxlm.corpus.filters.urls import urls
 
 # A stage loads its lists, models and evaluation sets when it is made.
 MAKERS: dict[str, Callable[[Recipe, MakeScorer | None], Stage]] = {
     "mojibake": lambda recipe, _: mojibake(),
-    "normalise": lambda recipe, _: normalise(),
+    "normalise": lambda recipe, _: normalize(),
     "length": lambda recipe, _: length(recipe.length),
     "urls": lambda recipe, _: urls(recipe.urls),
     "language": lambda recipe, _: language(recipe.language),

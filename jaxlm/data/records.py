@@ -24,7 +24,7 @@ from jaxlm.data.formats import (
     unpacked,
 )
 
-# Kinds of broken records, in addition to NOT_UTF8 and NOT_JSON; only a small share of them is tolerated.
+# Kinds of broken records, like NOT_UTF8 and NOT_JSON; only a small share of them is tolerated.
 NO_TEXT, OTHER_TYPE = "without the text key", "with a text of another type"
 # Kinds of records without content; any number of them may be dropped.
 EMPTY, BLANK = "empty", "only white space"

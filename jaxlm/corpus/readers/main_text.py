@@ -20,7 +20,8 @@ SKIPPED = frozenset(
 )
 BREAKS = frozenset(
     "address article blockquote body br caption dd div dl dt fieldset figcaption figure h1 h2 h3 h4"
-    " h5 h6 head header hr html li main ol p pre section table tbody td tfoot th thead title tr ul".split()
+    " h5 h6 head header hr html li main ol p pre section table tbody td tfoot th thead title tr"
+    " ul".split()
 )
 HEADINGS = frozenset(("h1", "h2", "h3", "h4", "h5", "h6"))
 LONG_WORDS = 15  # a block with this many is prose

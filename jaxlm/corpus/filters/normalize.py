@@ -16,7 +16,7 @@ _EMPTY_LINES = re.compile(r"\n{4,}")
 _LAST_LINES = re.compile(r"\n{2,}\Z")
 
 
-def normalise() -> Stage:
+def normalize() -> Stage:
     """Apply Unicode NFC (UAX #15), line feeds, at most two empty lines, no trailing spaces.
 
     Invisible characters are removed.
