@@ -171,13 +171,13 @@ def test_a_file_that_was_written_while_the_run_was_stopped_is_read_again_or_told
     done = command("--out=out")
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
-    begun = "in/0.jsonl was written since it was read"
+    begun = "in/0.jsonl changed after it was read"
     if point.startswith("prepare.finish"):
-        assert f"{begun}, and stays as it was then" in said
+        assert f"{begun}; its old contents are kept" in said
         assert "--out=out-2" in said
         assert not any("Reach at" in text for text in kept())
         return
-    assert f"{begun}: unit 0 is done again" in said
+    assert f"{begun}: unit 0 is cleaned again" in said
     whole = tree(Path("out"))
     assert any("Reach at" in text for text in kept())
     shutil.rmtree("out")
@@ -362,7 +362,7 @@ def test_of_a_sample_the_share_of_duplicates_is_a_lower_bound_and_said_to_be(her
     assert "interval" not in row
     assert row["share"] < 0.25, "half of all are duplicates"
     assert (
-        "duplicates of what is not in the sample are not seen"
+        "duplicates of records outside the sample are not found"
         in Path("out/report.html").read_text()
     )
 

@@ -127,7 +127,7 @@ def test_other_shards_need_no_other_cleaning(crawl, capsys):
     made(capsys)
     cleaned = {name: data for name, data in tree(Path("out")).items() if name[:7] != "shards/"}
     error = made(capsys, "--config.shards.held_out=0.1", code=2)["error"]
-    assert "begun with another mix" in error["what"]
+    assert "belongs to another mix" in error["what"]
     assert error["fix"].startswith("jaxlm data mix '--config.sources=web=out!web,books=out!books'")
     assert "--config.held_out=0.1" in error["fix"]
     command = shlex.split(error["fix"])[1:]
@@ -145,7 +145,7 @@ def test_a_part_of_which_nothing_stays_has_no_shards_and_is_said(crawl, capsys):
     assert answer["parts"]["books"]["kept"] == 0
     shutil.rmtree("out")
     assert main(["data", "run", "--config=corpus.py", "--out=out"]) == 0
-    assert "nothing of the part books stays: it has no shards" in capsys.readouterr().out
+    assert "the part books kept no documents: it gets no shards" in capsys.readouterr().out
     write_lines(crawl / "in/a.jsonl", [{"text": "short"}])
     words = ("--config.source=in/*", "--config.shards.tokenizer=bytes", "--out=none")
     assert "kept nothing" in run(capsys, *words, code=65)["error"]["what"]
@@ -170,13 +170,13 @@ def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "said", "fix"),
     [
-        (["shards.tokenizer=words"], 2, "none of", "jaxlm config explain shards.tokenizer"),
+        (["shards.tokenizer=words"], 2, "not one of", "jaxlm config explain shards.tokenizer"),
         (["shards.tokenizer=none.model"], 66, "", "find . -name '*.model'"),
-        (["shards.weights=web=1"], 2, "'books' has none", "--config.shards.weights=web=1,books=1"),
+        (["shards.weights=web=1"], 2, "'books' has no weight", "--config.shards.weights=web=1,books=1"),
         (
             ["shards.licences=wiki=MIT"],
             2,
-            "'wiki' is no source; there are web, books",
+            "'wiki' is not a source; the sources are web, books",
             "--config.shards.licences=()",
         ),
         (["shards.tokenizer="], 2, "without a tokenizer", "jaxlm config explain shards.tokenizer"),
@@ -190,7 +190,7 @@ def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
         (
             ["parts=web=*,books=*.txt"],
             2,
-            "no file is in the part 'books'",
+            "the part 'books' has no file",
             "--config.parts='web=*'",
         ),
     ],
