@@ -172,7 +172,12 @@ def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
     [
         (["shards.tokenizer=words"], 2, "not one of", "jaxlm config explain shards.tokenizer"),
         (["shards.tokenizer=none.model"], 66, "", "find . -name '*.model'"),
-        (["shards.weights=web=1"], 2, "'books' has no weight", "--config.shards.weights=web=1,books=1"),
+        (
+            ["shards.weights=web=1"],
+            2,
+            "'books' has no weight",
+            "--config.shards.weights=web=1,books=1",
+        ),
         (
             ["shards.licences=wiki=MIT"],
             2,
