@@ -51,7 +51,7 @@ class ReadOptions:
     max_line: int | None = None  # bytes; a longer line is a fault
     before: int = 0  # records before the part
     groups: range | None = None  # row groups of the part
-    is_in: Callable[[int], bool] = lambda number: True  # lines to parse, by number
+    is_in: Callable[[int], bool] | None = None  # selects lines to parse, by number
 
 
 class Format(NamedTuple):
@@ -66,9 +66,10 @@ def json_lines(stream: IO[bytes], options: ReadOptions) -> Iterator[Record]:
 
     Raises TooLarge if a line does not end within a gigabyte.
     """
-    limit = options.max_line
+    limit, is_in = options.max_line, options.is_in
+    size = -1 if limit is None else limit + 1
     for number in itertools.count(options.before + 1):
-        line = stream.readline(-1 if limit is None else limit + 1)
+        line = stream.readline(size)
         if not line:
             return
         if limit is not None and len(line) > limit:
@@ -79,7 +80,7 @@ def json_lines(stream: IO[bytes], options: ReadOptions) -> Iterator[Record]:
             continue
         if number == 1:
             line = line.removeprefix(BYTE_ORDER_MARK)
-        if not options.is_in(number) or not line.strip():
+        if line.isspace() or not line or (is_in is not None and not is_in(number)):
             continue
         try:
             text, line = line.decode(), b""  # a line may be long and is not held three times

@@ -94,8 +94,12 @@ def read(
     with _damage_named(name), open(path, "rb") as file, contextlib.ExitStack() as opened:
         stream: IO[bytes] = file
         if format.is_lines:
-            plain = opened.enter_context(unpacked(file, path.name))
-            stream = cast(IO[bytes], _LimitedLines(plain, path, name, counts, start))
+            stream = opened.enter_context(unpacked(file, path.name))
+            lines = _LimitedLines(stream, path, name, counts, start)
+            if start is not None or is_packed(path.name):
+                stream = cast(IO[bytes], lines)
+            elif stream.peek(3).startswith(BYTE_ORDER_MARK):  # type: ignore[attr-defined]
+                counts[MARK] += 1
         records = format.read(stream, ReadOptions(name, column=text_key))
         for number, (line, value, share) in enumerate(records):
             if isinstance(value, Fault):
@@ -144,7 +148,7 @@ class _LimitedLines:
             raise _unpacks_too_far(self._path, f"{self._name}:{self._number}")
         if self._number == 1 and line.startswith(BYTE_ORDER_MARK):
             self._counts[MARK] += 1
-        if line.removeprefix(BYTE_ORDER_MARK).strip():
+        if not line.removeprefix(BYTE_ORDER_MARK).isspace():
             self._unpacked = 0
         return line
 
