@@ -120,6 +120,8 @@ _NAME = re.compile(r"[\w-]{1,60}")  # a category is also a folder of the output
 def harmful(config: Harmful) -> Stage:
     """Remove documents with more than `hits` matches of a list, or with a category of a classifier.
 
+    Lists and classifier come from the user; none are included.
+
     An entry of one or more words matches regardless of case and of the characters between words,
     in languages with spaces between words.
 

@@ -237,7 +237,7 @@ def _verified(out: Path) -> dict[str, Any]:
 
 
 def gather(target: Path, parts: Sequence[Path], left_out: Counter[str]) -> None:
-    """Merge folders of token shards with one tokenizer and one list of files; links, not copies.
+    """Merge folders of token shards, in order, with one tokenizer and list of files; by links.
 
     Raises DataError if a folder is damaged.
     """
