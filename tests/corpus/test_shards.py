@@ -148,7 +148,7 @@ def test_a_part_of_which_nothing_stays_has_no_shards_and_is_said(crawl, capsys):
     assert "the part books kept no documents: it gets no shards" in capsys.readouterr().out
     write_lines(crawl / "in/a.jsonl", [{"text": "short"}])
     words = ("--config.source=in/*", "--config.shards.tokenizer=bytes", "--out=none")
-    assert "kept nothing" in run(capsys, *words, code=65)["error"]["what"]
+    assert "kept no documents" in run(capsys, *words, code=65)["error"]["what"]
 
 
 def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
