@@ -1,56 +1,162 @@
-"""All units compared, with each other and with earlier runs: the one step that sees them together.
+"""Comparison of all units with each other and with earlier runs.
 
-It reads signatures, and writes a verdict for each unit.
+This is the only step that sees all units. It reads signatures and writes a verdict for each unit,
+and the clusters of duplicates, which can be inspected afterwards. New documents that earlier runs
+kept are duplicates, too.
 """
 
+import dataclasses
 import functools
+import glob
 import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from jaxlm.core import faults
-from jaxlm.corpus import earlier
+from jaxlm.core import config, faults
+from jaxlm.core.errors import ConfigError, DataError, InputMissing
+from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.dedup.merge import Verdict, merge
 from jaxlm.corpus.dedup.signatures import Signatures
-from jaxlm.corpus.files import LineFiles, changed
-from jaxlm.corpus.job import CLUSTERS, Job
-from jaxlm.corpus.unit import KEPT, PLACES, SIGNATURES, cleaned, verdict
+from jaxlm.corpus.files import FileDigest, LineFiles, changed, is_whole
+from jaxlm.corpus.job import CLUSTERS, RECIPE, REPORT, Job, require_finished
+from jaxlm.corpus.unit import KEPT, PLACES, SIGNATURES, cleaned, output, verdict
 from jaxlm.data import cache
+
+# Settings that signatures depend on, by kind of duplicate.
+_MADE_BY = {
+    "near": ("words", "bands", "rows"),
+    "spans": ("unit", "characters"),
+    "substrings": ("words",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlierUnit:
+    """A unit of an earlier run: its file of kept documents, and their signatures."""
+
+    documents: Path
+    signatures: Path
+    written: FileDigest
+
+    def read(self) -> Signatures:
+        """Read the signatures. Raises DataError if the file is not the one that run wrote."""
+        if not is_whole(self.signatures, self.written):
+            raise changed(self.signatures)
+        return Signatures.read(self.signatures)
+
+
+def find_earlier(recipe: Recipe) -> list[EarlierUnit]:
+    """Return every unit of the folders that `against` names, in order.
+
+    Raises:
+      InputMissing: a pattern matches no folder, or an unfinished one.
+      ConfigError: a folder lacks signatures for the recipe's dedup, or made them differently.
+    """
+    units: list[EarlierUnit] = []
+    for pattern in recipe.against:
+        folders = sorted(Path(path) for path in glob.glob(pattern, recursive=True))
+        if not folders:
+            raise _missing(f"no folder matches {pattern}", "it must be the --out of a finished run")
+        for folder in folders:
+            units += _earlier_units(folder, recipe)
+    return units
+
+
+def _earlier_units(folder: Path, recipe: Recipe) -> list[EarlierUnit]:
+    require_finished(folder, f"{folder} is not a finished run", "against")
+    before = config.from_json(Recipe, _object(folder / RECIPE)["recipe"])
+    for kind in recipe.dedup:
+        if kind not in before.dedup and kind in _MADE_BY:
+            left = ",".join(each for each in recipe.dedup if each != kind) or "()"
+            raise _unlike(
+                folder,
+                kind,
+                why=f"dedup was {before.dedup} in that run, without {kind}",
+                fix=f"run the recipe of {folder} again with {kind} in its dedup\n"
+                f"'--config.dedup={left}'    # skips {kind} duplicates",
+            )
+        pairs = {
+            f"{kind}.{name}": [getattr(getattr(each, kind), name) for each in (before, recipe)]
+            for name in _MADE_BY.get(kind, ())
+        }
+        if differ := {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}:
+            raise _unlike(
+                folder,
+                kind,
+                why=", ".join(
+                    f"{path} was {a} in that run and is {b} now" for path, (a, b) in differ.items()
+                ),
+                fix=" ".join(f"--config.{path}={theirs}" for path, (theirs, _) in differ.items()),
+            )
+    files = _object(folder / REPORT)["files"]
+    units = [
+        EarlierUnit(output(folder, KEPT, int(Path(name).stem)), folder / name, FileDigest(**fields))
+        for name, fields in sorted(files.items())
+        if name.startswith(f"{SIGNATURES}/")
+    ]
+    if not units:
+        raise _missing(f"{folder} has no {SIGNATURES}", "an older version of jaxlm wrote it")
+    return units
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise changed(path) from None
+    if not isinstance(content, dict):
+        raise changed(path)
+    return content
+
+
+def _missing(what: str, why: str) -> InputMissing:
+    return InputMissing(what, where="against", why=why, fix="find . -name report.json")
+
+
+def _unlike(folder: Path, kind: str, why: str, fix: str) -> ConfigError:
+    return ConfigError(
+        f"documents cannot be compared with those of {folder}",
+        where=f"against, dedup={kind}",
+        why=why,
+        fix=fix,
+    )
+
 
 REPEATED = "substrings.repeated"
 
 
 def compare(job: Job) -> None:
-    """Writes which documents of each unit are duplicates, and clusters.jsonl, unless that is done."""
+    """Write the verdict of each unit and clusters.jsonl, unless that is done."""
     count = len(job.units)
     target = verdict(job, 0).parent
     with cache.built(target) as folder:
         if folder is None:
             return
-        before = earlier.find(job.recipe)
+        before = find_earlier(job.recipe)
         signatures = [
             *(unit.read() for unit in before),
             *(Signatures.read(cleaned(job, number) / SIGNATURES) for number in range(count)),
         ]
-        # Documents are numbered through all units, those of earlier runs first.
+        # Documents are numbered across all units, those of earlier runs first.
         begins = [0, *itertools.accumulate(len(each.digests) for each in signatures)]
-        settled = begins[len(before)]
+        first_new = begins[len(before)]
         files = [unit.documents for unit in before]
         files += [cleaned(job, number) / KEPT for number in range(count)]
         texts = functools.partial(_texts, files, begins)
-        found = merge(signatures, job.recipe, settled, texts)
+        result = merge(signatures, job.recipe, first_new, texts)
         del signatures
-        ours = [place for number in range(count) for place in _places(job, number)]
+        places = [place for number in range(count) for place in _places(job, number)]
 
         def place(document: int) -> tuple[str, int]:
-            if document >= settled:
-                return ours[document - settled]
+            if document >= first_new:
+                return places[document - first_new]
             unit = bisect_right(begins, document) - 1
             return str(before[unit].documents), document - begins[unit] + 1
 
-        _write_clusters(folder, found, place)
+        _write_clusters(folder, result, place)
         verdicts: list[dict[str, dict[str, object]]] = [
             {"removed": {}, "cut": {}, "ranges": {}} for _ in job.units
         ]
@@ -59,27 +165,26 @@ def compare(job: Job) -> None:
             unit = bisect_right(begins, document) - 1
             verdicts[unit - len(before)][what][str(document - begins[unit])] = value
 
-        for cluster in found.clusters:
-            file, record = place(cluster.kept)
+        for cluster in result.clusters:
+            file, record = place(cluster.representative)
             for document, agreement in zip(cluster.removed, cluster.agreement, strict=True):
                 detail = f"{file}, record {record}; agreement {agreement:g}"
                 note(document, "removed", [cluster.kind, detail])
-        for document, spans in found.cut.items():
+        for document, spans in result.cut.items():
             note(document, "cut", sorted(spans))
-        for document, ranges in found.ranges.items():
+        for document, ranges in result.ranges.items():
             note(document, "ranges", ranges)
-        for document, share in found.repeated.items():
-            note(document, "removed", [REPEATED, f"{share:.1%} of its words stand elsewhere"])
+        for document, share in result.repeated.items():
+            note(document, "removed", [REPEATED, f"{share:.1%} of its words occur elsewhere"])
         for number, fates in enumerate(verdicts):
             (folder / f"{number:05d}.json").write_text(json.dumps(fates), encoding="utf-8")
         faults.point("prepare.merge")
 
 
 def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> Iterator[str]:
-    """The texts of documents, by their numbers in order; each file that holds one is read once.
+    """Yield the texts of documents by ascending number; each file is read once.
 
-    Raises:
-      DataError: where a file that an earlier run wrote has other lines now.
+    Raises DataError if a file of an earlier run has changed.
     """
     for unit, group in itertools.groupby(documents, lambda each: bisect_right(begins, each) - 1):
         with open(files[unit], "rb") as file:
@@ -94,17 +199,17 @@ def _texts(files: list[Path], begins: list[int], documents: Sequence[int]) -> It
 
 def _places(job: Job, number: int) -> Iterator[tuple[str, int]]:
     path = cleaned(job, number) / PLACES
-    if path.exists():  # else the unit kept nothing
+    if path.exists():  # a unit that kept nothing has none
         with open(path, encoding="utf-8") as file:
             yield from (tuple(json.loads(line)) for line in file)  # type: ignore[misc]
 
 
-def _write_clusters(folder: Path, found: Verdict, place: Callable[[int], tuple[str, int]]) -> None:
+def _write_clusters(folder: Path, result: Verdict, place: Callable[[int], tuple[str, int]]) -> None:
     with LineFiles(folder) as out:
-        for cluster in found.clusters:
+        for cluster in result.clusters:
             line = {
                 "kind": cluster.kind,
-                "kept": _named(place(cluster.kept)),
+                "kept": _named(place(cluster.representative)),
                 "removed": [
                     {**_named(place(document)), "agreement": agreement}
                     for document, agreement in zip(cluster.removed, cluster.agreement, strict=True)
@@ -117,3 +222,77 @@ def _write_clusters(folder: Path, found: Verdict, place: Callable[[int], tuple[s
 
 def _named(place: tuple[str, int]) -> dict[str, object]:
     return {"file": place[0], "record": place[1]}
+
+
+Place = tuple[str, int]  # file and record
+
+
+def clusters(out: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the clusters of a kind ("all" for any), the largest first, ties in file order.
+
+    Raises:
+      InputMissing: the folder contains no finished run.
+      DataError: the file of clusters was changed.
+    """
+    require_finished(out, f"{out} is not a finished run", "jaxlm data clusters")
+    path = out / CLUSTERS
+    try:
+        selected = [cluster for cluster in _rows(path) if kind in ("all", cluster["kind"])]
+        return sorted(selected, key=lambda cluster: -len(cluster["removed"]))
+    except (OSError, KeyError, TypeError):
+        raise changed(path) from None
+
+
+def with_texts(out: Path, selected: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add the text of each document. Documents of earlier runs are read from their folder.
+
+    Raises DataError if a document is missing.
+    """
+    places = {
+        _place(each) for cluster in selected for each in (cluster["kept"], *cluster["removed"])
+    }
+    texts = dict(_texts_at(out, places))
+    for file in sorted({file for file, record in places - texts.keys()}):
+        records = {record for name, record in places - texts.keys() if name == file}
+        texts |= {(file, record): text for record, text in _lines(Path(file), records)}
+    if missing := sorted(places - texts.keys()):
+        raise DataError(
+            "a document of a cluster is missing",
+            where=f"{missing[0][0]}, record {missing[0][1]}",
+            why=f"it is not in {out} and not in a folder of against in {RECIPE}",
+            fix="run the same jaxlm data run with another --out",
+        )
+    return [
+        {
+            **cluster,
+            "kept": {**cluster["kept"], "text": texts[_place(cluster["kept"])]},
+            "removed": [{**each, "text": texts[_place(each)]} for each in cluster["removed"]],
+        }
+        for cluster in selected
+    ]
+
+
+def _place(document: dict[str, Any]) -> Place:
+    return document["file"], document["record"]
+
+
+def _texts_at(out: Path, places: set[Place]) -> Iterator[tuple[Place, str]]:
+    """Yield the texts of the places, including documents that were removed later."""
+    for path in sorted([*out.glob("kept/*.jsonl"), *out.glob("removed/*/*.jsonl")]):
+        for row in _rows(path):
+            if (place := _place(row)) in places:
+                yield place, row["text"]
+
+
+def _lines(path: Path, records: set[int]) -> Iterator[tuple[int, str]]:
+    """Yield documents of a file that an earlier run kept, by line number."""
+    if path.is_file():
+        yield from ((n, row["text"]) for n, row in enumerate(_rows(path), 1) if n in records)
+
+
+def _rows(path: Path) -> Iterable[dict[str, Any]]:
+    with open(path, "rb") as file:
+        try:
+            yield from map(json.loads, file)
+        except ValueError:
+            raise changed(path) from None

@@ -1,28 +1,223 @@
-"""Settings of a recipe: from raw files to a clean corpus."""
+"""Settings of a cleaning recipe: from raw files to a clean corpus.
+
+Defaults of the filters are those of the sources that the filters cite.
+"""
 
 import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
 
 from jaxlm.core.config import setting
-from jaxlm.corpus.dedup.config import MinHash, Spans, Substrings
-from jaxlm.corpus.filters.config import (
-    C4,
-    Code,
-    Decontaminate,
-    FineWeb,
-    Gopher,
-    Harmful,
-    Language,
-    Length,
-    Licence,
-    Perplexity,
-    Pii,
-    Quality,
-    Repetition,
-    Urls,
-)
-from jaxlm.corpus.mix.config import Shards, entry_problems, named
+from jaxlm.corpus.mix.config import ShardSettings, entry_problems, named
+
+PiiKind = Literal["email", "phone", "ip", "card", "iban", "us_ssn", "national_id", "key"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Length:
+    """Length limits of a document."""
+
+    least: int = setting(200, "shortest text", unit="characters", low=0)
+    most: int = setting(10_000_000, "longest text", unit="characters", low=1)
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Check that the limits are in order."""
+        if self.least > self.most:
+            yield "least", f"it is above most = {self.most}", f"--config.length.least={self.most}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Urls:
+    """Blocked URLs."""
+
+    blocked: tuple[str, ...] = setting(
+        (), "globs of blocklists: on each line a domain, with its subdomains, or a URL prefix"
+    )
+    key: str = setting("url", "field of a record that contains its URL")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Language:
+    """Languages to keep, as identified by py3langid."""
+
+    keep: tuple[str, ...] = setting(("en",), "ISO 639-1 codes")
+    probability: float = setting(0.65, "lowest probability of the language", low=0.0, high=1.0)
+    read: int = setting(10_000, "length of the text to examine", unit="characters", low=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gopher:
+    """Gopher's quality rules, meant for English prose."""
+
+    words_least: int = setting(50, "fewest words", low=0)
+    words_most: int = setting(100_000, "most words", low=1)
+    word_length_least: float = setting(3.0, "smallest mean word length", unit="characters", low=0)
+    word_length_most: float = setting(10.0, "largest mean word length", unit="characters", above=0)
+    symbols: float = setting(0.1, "largest ratio of # to words, and of ellipses to words", low=0)
+    bullets: float = setting(0.9, "largest share of lines that start with a bullet", low=0, high=1)
+    ellipses: float = setting(0.3, "largest share of lines that end in an ellipsis", low=0, high=1)
+    alphabetic: float = setting(0.8, "smallest share of words with a letter", low=0, high=1)
+    stop_words: int = setting(2, "fewest of the eight stop words", low=0, high=8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """Gopher's repetition rules: the largest shares allowed."""
+
+    lines: float = setting(0.30, "share of repeated lines", low=0, high=1)
+    paragraphs: float = setting(0.30, "share of repeated paragraphs", low=0, high=1)
+    line_characters: float = setting(0.20, "share of characters in repeated lines", low=0, high=1)
+    paragraph_characters: float = setting(
+        0.20, "share of characters in repeated paragraphs", low=0, high=1
+    )
+    top: tuple[float, float, float] = setting(
+        (0.20, 0.18, 0.16), "share of characters in the most frequent 2-, 3-, 4-gram", low=0
+    )
+    repeated: tuple[float, float, float, float, float, float] = setting(
+        (0.15, 0.14, 0.13, 0.12, 0.11, 0.10),
+        "share of characters in repeated 5- to 10-grams of words",
+        low=0,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class C4:
+    """C4's rules: lines are cut out, then whole documents removed."""
+
+    line_words: int = setting(3, "fewest words of a line", low=0)
+    sentences: int = setting(5, "fewest sentences of a document", low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FineWeb:
+    """Rules that FineWeb added to those of Gopher and C4."""
+
+    punctuated: float = setting(
+        0.12, "smallest share of punctuated lines, exclusive", low=0, high=1
+    )
+    duplicated: float = setting(0.1, "largest share of repeated text, exclusive", low=0, high=1)
+    short: float = setting(0.67, "largest share of short lines, exclusive", low=0, high=1)
+    short_characters: int = setting(30, "length of short lines", unit="characters", low=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceCode:
+    """Rules for source code; other files pass."""
+
+    line_mean: float = setting(100.0, "largest mean line length", unit="characters", above=0)
+    line_most: int = setting(1000, "longest line", unit="characters", low=1)
+    alphanumeric: float = setting(0.25, "smallest share of letters and digits", low=0, high=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pii:
+    """Personal data and credentials."""
+
+    kinds: tuple[PiiKind, ...] = setting(
+        ("email", "phone", "ip", "card", "iban", "us_ssn", "key"),
+        "kinds to find; national_id, of ten states, needs jaxlm[prepare]",
+    )
+    action: Literal["mask", "remove"] = setting("mask", "write e.g. <EMAIL>, or remove documents")
+    finder: Literal["forms", "presidio"] = setting(
+        "forms", "patterns and check digits of jaxlm or of Presidio; keys are always jaxlm's"
+    )
+    score: float = setting(0.4, "lowest score of a Presidio match", low=0.0, high=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decontaminate:
+    """Evaluation sets that must not occur in the corpus."""
+
+    against: tuple[str, ...] = setting((), "globs of evaluation sets, in any format of the source")
+    words: int = setting(13, "length of a run of words", low=1)
+    most: int = setting(0, "largest number of shared runs", low=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quality:
+    """Threshold of a classifier made by `jaxlm data train-classifier`."""
+
+    model: str = setting("", "the classifier's folder")
+    label: str = setting("good", "label whose probability is compared")
+    least: float = setting(0.5, "lowest probability to keep", low=0.0, high=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """Perplexity limits under a run of `jaxlm train`.
+
+    On an accelerator use `--workers=1`: each process loads the model.
+    """
+
+    run: str = setting("", "directory of the run; its newest checkpoint is used")
+    tokens: int = setting(4096, "number of tokens of a document to score", low=2)
+    least: float = setting(0.0, "lowest perplexity; memorized text is below", low=0)
+    most: float = setting(1000.0, "highest perplexity; text that is no language is above", above=0)
+
+    def problems(self) -> Iterator[tuple[str, str, str]]:
+        """Check that the limits are in order."""
+        if self.least > self.most:
+            yield (
+                "least",
+                f"it is above most = {self.most}",
+                f"--config.perplexity.least={self.most}",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Harmful:
+    """Word lists and a classifier of harmful text."""
+
+    words: tuple[str, ...] = setting(
+        (), "globs of lists with one or more words on each line; the file name is the category"
+    )
+    hits: int = setting(2, "largest number of matches of a list in a document", low=0)
+    model: str = setting(
+        "", "folder of a classifier of categories, made by `jaxlm data train-classifier`"
+    )
+    harmless: str = setting("harmless", "label of harmless text")
+    most: float = setting(0.5, "highest probability of a category", low=0.0, high=1.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Licence:
+    """Licenses that texts state."""
+
+    drop: tuple[str, ...] = setting(
+        (), "SPDX names to drop; GPL means every GPL-..., LicenseRef those without an SPDX name"
+    )
+    unknown: Literal["keep", "remove"] = setting("keep", "action on a text without a license")
+    read: int = setting(4000, "length of the beginning to examine", unit="characters", low=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MinHash:
+    """Near duplicates. `dedup.minhash.recall` computes the share of them that is found."""
+
+    words: int = setting(5, "length of the compared runs of words", low=1)
+    bands: int = setting(16, "bands of a signature; more find more pairs", low=1, high=256)
+    rows: int = setting(8, "values in a band; more compare fewer dissimilar pairs", low=1, high=64)
+    jaccard: float = setting(
+        0.7, "smallest share of equal signature values of near duplicates", low=0, high=1
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spans:
+    """Lines or paragraphs that occurred before, in any document, are cut out."""
+
+    unit: Literal["line", "paragraph"] = setting("paragraph", "unit; empty lines end paragraphs")
+    characters: int = setting(100, "smallest length to cut", unit="characters", low=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Substrings:
+    """Runs of words that occurred before, in any document and at any position."""
+
+    words: int = setting(50, "length of a run; only words are compared", low=2)
+    action: Literal["cut", "remove"] = setting("cut", "cut runs out, or remove whole documents")
+    share: float = setting(0.5, "largest share of words in runs, if removing", low=0, high=1)
+
 
 StageName = Literal[
     "mojibake",
@@ -42,142 +237,126 @@ StageName = Literal[
     "harmful",
     "licence",
 ]
-WHOLE = "text"  # name of a corpus that has no parts, as a source of shards
+WHOLE = "text"  # name of a corpus without parts, when it is a source of shards
 DedupName = Literal["exact", "near", "spans", "substrings"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What a file may hold before it is taken for damage or for an attack."""
+class ReadLimits:
+    """Limits of a file, above which it counts as damaged or as an attack."""
 
-    document_bytes: int = setting(
-        2**26, "largest document, and longest line of a file of lines", unit="bytes", low=1
-    )
-    archive_bytes: int = setting(
-        2**34, "most that the members of one archive may unpack to", unit="bytes", low=1
-    )
-    archive_members: int = setting(100_000, "most members of one archive", low=1)
-    pdf_pages: int = setting(5_000, "most pages of a PDF file", low=1)
-    pdf_seconds: int = setting(
-        60,
-        "most time of a core for a PDF file: what takes about as long may be read or not",
-        unit="seconds",
-        low=1,
-    )
-    pdf_memory: int = setting(2**31, "most memory for a PDF file", unit="bytes", low=2**28)
+    document_bytes: int = setting(2**26, "largest document or line", unit="bytes", low=1)
+    archive_bytes: int = setting(2**34, "unpacked size of an archive", unit="bytes", low=1)
+    archive_members: int = setting(100_000, "largest number of members of one archive", low=1)
+    pdf_pages: int = setting(5_000, "largest number of pages of a PDF file", low=1)
+    # A file that takes about as long may or may not be read.
+    pdf_seconds: int = setting(60, "CPU time limit of a PDF file", unit="seconds", low=1)
+    pdf_memory: int = setting(2**31, "memory limit of a PDF file", unit="bytes", low=2**28)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Raw files, the stages that each document passes in this order, and what is then found twice."""
+    """Raw files, the stages that each document passes in order, and deduplication."""
 
-    ROOT: ClassVar[str] = "recipe"  # what `jaxlm config explain` calls all of it
+    ROOT: ClassVar[str] = "recipe"  # the name of the whole in `jaxlm config explain`
 
     source: tuple[str, ...] = setting(
         ("stdlib:train",),
-        "globs of files to clean, or URLs such as s3://bucket/*.gz; stdlib:train and stdlib:validation are Python's library",
+        "globs of files to clean, or URLs such as s3://bucket/*.gz; stdlib:train and"
+        " stdlib:validation are the sources of Python's library",
     )
     parts: tuple[str, ...] = setting(
         (),
-        "NAME=PATTERN, as web=crawl/*: a file belongs to the first whose pattern its name matches, is read after those of the "
-        "parts before, and counted with its part; what --config.shards.weights weighs",
+        "NAME=PATTERN, such as web=crawl/*: a file belongs to the first part whose pattern matches"
+        " its name; parts are read in order, counted separately and weighed by"
+        " --config.shards.weights",
     )
-    text_key: str = setting("text", "field of a record that holds its text")
+    text_key: str = setting("text", "field of a record that contains its text")
     unit_bytes: int = setting(
         2**26,
-        "files are worked on together until they hold this much: what is done again after a kill",
+        "size of a unit of work: files are grouped up to it; a killed process repeats one unit",
         unit="bytes",
         low=1,
     )
-    reading: Reading = setting(Reading(), "what a file may hold")
+    reading: ReadLimits = setting(ReadLimits(), "limits of input files")
     stages: tuple[StageName, ...] = setting(
-        ("normalise", "length"), "what each document passes, in this order"
+        ("normalise", "length"), "stages that each document passes, in this order"
     )
     dedup: tuple[DedupName, ...] = setting(
-        ("exact",), "what is looked for across all documents that the stages kept"
+        ("exact",), "kinds of duplicates removed among all documents that the stages keep"
     )
     against: tuple[str, ...] = setting(
-        (), "globs of folders that earlier runs wrote: what they kept is no longer new"
+        (), "globs of output folders of earlier runs; documents kept there count as duplicates"
     )
-    length: Length = setting(Length(), "how long a document may be")
-    urls: Urls = setting(Urls(), "places that nothing is taken from")
-    language: Language = setting(Language(), "which languages are kept")
+    length: Length = setting(Length(), "length limits of a document")
+    urls: Urls = setting(Urls(), "blocked URLs")
+    language: Language = setting(Language(), "languages to keep")
     gopher: Gopher = setting(Gopher(), "Gopher's rules of quality")
     repetition: Repetition = setting(Repetition(), "Gopher's rules of repetition")
     c4: C4 = setting(C4(), "C4's rules")
     fineweb: FineWeb = setting(FineWeb(), "FineWeb's rules")
-    code: Code = setting(Code(), "what source code must be")
+    code: SourceCode = setting(SourceCode(), "rules for source code")
     pii: Pii = setting(Pii(), "personal data")
     decontaminate: Decontaminate = setting(
-        Decontaminate(), "evaluation sets that nothing may be shared with"
+        Decontaminate(), "evaluation sets that must not occur in the corpus"
     )
-    quality: Quality = setting(Quality(), "what a classifier of one's own thinks")
-    perplexity: Perplexity = setting(Perplexity(), "how surprising it is to a model")
-    harmful: Harmful = setting(Harmful(), "what does harm")
-    licence: Licence = setting(Licence(), "what it may be used for")
+    quality: Quality = setting(Quality(), "threshold of a trained classifier")
+    perplexity: Perplexity = setting(Perplexity(), "perplexity limits under a trained model")
+    harmful: Harmful = setting(Harmful(), "word lists and classifier of harmful text")
+    licence: Licence = setting(Licence(), "licenses to drop")
     near: MinHash = setting(MinHash(), "near duplicates")
-    spans: Spans = setting(Spans(), "lines or paragraphs that are there twice")
-    substrings: Substrings = setting(Substrings(), "runs of words that are there twice")
-    shards: Shards = setting(Shards(), "token shards of what is kept, in the folder shards")
+    spans: Spans = setting(Spans(), "repeated lines or paragraphs")
+    substrings: Substrings = setting(Substrings(), "repeated runs of words")
+    shards: ShardSettings = setting(
+        ShardSettings(), "token shards of the kept documents, written to the folder shards"
+    )
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """A stage stands once, and has what it cannot do without."""
+        """Check that each stage is listed once and has the inputs it needs."""
         for name in ("stages", "dedup"):
             twice = sorted(
                 {each for each in getattr(self, name) if getattr(self, name).count(each) > 1}
             )
             if twice:
                 once = ",".join(dict.fromkeys(getattr(self, name)))
-                yield name, f"{twice[0]} stands there twice", f"--config.{name}={once}"
+                yield name, f"{twice[0]} is listed twice", f"--config.{name}={once}"
         if not self.source:
-            yield "source", "nothing to read", "jaxlm config explain source"
+            yield "source", "no input files", "jaxlm config explain source"
         yield from entry_problems("parts", self.parts)
         if self.shards.tokenizer:
             for field, why, fix in self.shards.problems_with(self.part_names, "shards."):
                 yield f"shards.{field}", why, fix
-        elif self.shards != Shards():
+        elif self.shards != ShardSettings():
             yield (
                 "shards.tokenizer",
-                "shards are described, and none are written without a tokenizer",
+                "shards are configured, but without a tokenizer none are written",
                 "jaxlm config explain shards.tokenizer",
             )
-        if "decontaminate" in self.stages and not self.decontaminate.against:
-            yield (
+        needs = {
+            "decontaminate": (
                 "decontaminate.against",
-                "the stage decontaminate has nothing to compare with",
-                "jaxlm config explain decontaminate.against",
-            )
-        if "quality" in self.stages and not self.quality.model:
-            yield (
-                "quality.model",
-                "the stage quality has no classifier",
-                "jaxlm config explain quality.model",
-            )
-        if "perplexity" in self.stages and not self.perplexity.run:
-            yield (
-                "perplexity.run",
-                "the stage perplexity has no model",
-                "jaxlm config explain perplexity.run",
-            )
-        if "harmful" in self.stages and not (self.harmful.words or self.harmful.model):
-            yield (
+                self.decontaminate.against,
+                "evaluation sets",
+            ),
+            "quality": ("quality.model", self.quality.model, "a classifier"),
+            "perplexity": ("perplexity.run", self.perplexity.run, "a trained run"),
+            "harmful": (
                 "harmful.words",
-                "the stage harmful has neither lists nor a classifier",
-                "jaxlm config explain harmful.words",
-            )
-        if "urls" in self.stages and not self.urls.blocked:
-            yield (
-                "urls.blocked",
-                "the stage urls has no list",
-                "jaxlm config explain urls.blocked",
-            )
+                self.harmful.words or self.harmful.model,
+                "word lists or a classifier",
+            ),
+            "urls": ("urls.blocked", self.urls.blocked, "a blocklist"),
+        }
+        for stage, (field, value, what) in needs.items():
+            if stage in self.stages and not value:
+                yield field, f"the stage {stage} needs {what}", f"jaxlm config explain {field}"
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The names of the parts; that of the whole where there are none."""
+        """Names of the parts; (WHOLE,) if there are none."""
         return tuple(named(self.parts)) or (WHOLE,)
 
     @property
     def order(self) -> tuple[str, ...]:
-        """Every place where a document can be lost, in the order in which it comes by."""
+        """Stages at which a document can be dropped, in the order it passes them."""
         return ("read", *self.stages, *(name for name in get_args(DedupName) if name in self.dedup))

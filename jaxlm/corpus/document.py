@@ -1,37 +1,42 @@
-"""What flows through the stages of a recipe: documents, and what becomes of those that do not reach its end."""
+"""Records that pass through the stages of a recipe, results of a stage, and their counts."""
 
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from jaxlm.core.errors import JaxlmError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Document:
-    """A text, where it came from, and what else its record said. A member of an archive is in the file ARCHIVE!MEMBER."""
+class CorpusDocument:
+    """A text, its origin, and the other fields of its record.
+
+    A member of an archive has the file name ARCHIVE!MEMBER.
+    """
 
     text: str
     file: str
     record: int
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def with_text(self, text: str, **meta: Any) -> "Document":
-        """The same document with another text, and with more in its meta."""
+    def with_text(self, text: str, **meta: Any) -> "CorpusDocument":
+        """Return the document with another text and with `meta` merged into its metadata."""
         return dataclasses.replace(self, text=text, meta={**self.meta, **meta})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Removed:
-    """Why a stage lets a document go no further: the rule, and the numbers that broke it."""
+    """The rule by which a stage removed a document, and the values that violated it."""
 
     rule: str
     detail: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Broken:
-    """A record that cannot be read as a document: its class, and what was found."""
+class BrokenRecord:
+    """A record that cannot be read as a document: the kind of damage and its detail."""
 
     kind: str
     file: str
@@ -39,18 +44,78 @@ class Broken:
     detail: str
 
 
-# What a stage changes in the documents that it lets pass, it counts.
-Stage = Callable[[Document, Counter[str]], Document | Removed]
+# A stage counts the changes that it makes to documents that pass.
+Stage = Callable[[CorpusDocument, Counter[str]], CorpusDocument | Removed]
 
 
-def to_line(value: Document | Broken, **more: Any) -> bytes:
-    """A line of JSON. What UTF-8 cannot spell, as halves of surrogate pairs in names, becomes a question mark."""
+def to_line(value: CorpusDocument | BrokenRecord, **more: Any) -> bytes:
+    """Return a line of JSON. Lone surrogates, as in file names, become question marks."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     text = json.dumps(fields | more, ensure_ascii=False, allow_nan=False, default=str)
     return text.encode(errors="replace") + b"\n"
 
 
-def from_line(line: bytes) -> Document:
-    """The document that `to_line` wrote, without what was added to it."""
+def from_line(line: bytes) -> CorpusDocument:
+    """Parse the document of a line of `to_line`, without the additional fields."""
     fields = json.loads(line)
-    return Document(fields["text"], fields["file"], fields["record"], fields["meta"])
+    return CorpusDocument(fields["text"], fields["file"], fields["record"], fields["meta"])
+
+
+@dataclasses.dataclass
+class Counts:
+    """Documents and characters by outcome, and changes made.
+
+    Outcomes are `read`, `kept`, `removed.STAGE.RULE` and `broken.KIND`.
+    """
+
+    documents: Counter[str] = dataclasses.field(default_factory=Counter)
+    characters: Counter[str] = dataclasses.field(default_factory=Counter)
+    notes: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def add(self, outcome: str, text: str = "") -> None:
+        """Count a document."""
+        self.documents[outcome] += 1
+        self.characters[outcome] += len(text)
+
+    def __iadd__(self, other: "Counts") -> "Counts":
+        for field in dataclasses.fields(self):
+            getattr(self, field.name).update(getattr(other, field.name))
+        return self
+
+    def check(self, where: str) -> None:
+        """Check that every document read is kept, removed or broken exactly once.
+
+        Raises JaxlmError otherwise, which is a bug.
+        """
+        totals = Counter[str]()
+        for outcome, count in self.documents.items():
+            totals[outcome.partition(".")[0]] += count
+        if totals["read"] != totals["kept"] + totals["removed"] + totals["broken"]:
+            numbers = ", ".join(f"{totals[name]} {name}" for name in ("kept", "removed", "broken"))
+            raise JaxlmError(
+                "documents were lost or counted twice",
+                where=where,
+                why=f"{totals['read']} read, but {numbers}",
+                fix="report it with the recipe",
+            )
+
+    def under(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Yield (suffix, count) of the outcomes below `prefix`, the most frequent first."""
+        counts = {
+            name.removeprefix(f"{prefix}."): count
+            for name, count in self.documents.items()
+            if name.startswith(f"{prefix}.") and count
+        }
+        yield from sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert to JSON, sorted by name: equal counts give equal bytes."""
+        return {
+            field.name: dict(sorted(getattr(self, field.name).items()))
+            for field in dataclasses.fields(self)
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Counts":
+        """Restore from `to_json`."""
+        return cls(**{field.name: Counter(data[field.name]) for field in dataclasses.fields(cls)})

@@ -1,27 +1,373 @@
-"""What does the units of a job: processes of this machine, or the machines of a cluster. The bytes are the same."""
+"""Engines that run the units of a job: processes of this machine, or a Ray cluster.
+
+All write the same bytes. A process that dies is replaced, its unit retried. The pool is not
+`ProcessPoolExecutor`, which cannot name the unit on which a process died.
+
+The machines of a Ray cluster see the output and sources under the same paths. Ray places the units.
+Every machine must have the versions of jaxlm and its packages of the machine that starts: others
+could write other bytes.
+"""
 
 import contextlib
 import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import traceback
+import unicodedata
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
 
-from jaxlm.corpus import cluster, pool
-from jaxlm.corpus.task import Opens
+from jaxlm.core import errors
+from jaxlm.core.errors import (
+    DataError,
+    InputMissing,
+    JaxlmError,
+    NotWritable,
+    PeerLost,
+    not_installed,
+)
 
-EngineName = Literal["processes", "ray"]
-Each = Callable[[Opens, Sequence[int]], Iterator[tuple[int, dict[str, float]]]]  # as `pool.each`
+Task = Callable[[int], dict[str, float]]  # runs a unit, by number; returns CPU seconds by stage
+MakeTask = Callable[[], Task]  # called in the worker process: pickled, hashed by value
+MAX_DEATHS = 2  # worker processes that may die on a unit before the unit counts as the cause
+
+
+def run_unit(task: Task, number: int) -> dict[str, float]:
+    """Run a unit.
+
+    Raises NotWritable if the output cannot be written, for example on a full disk.
+    """
+    try:
+        return task(number)
+    except OSError as error:
+        raise NotWritable(
+            "a unit of work could not be written",
+            where=str(error.filename or f"unit {number}"),
+            why=f"{type(error).__name__}: {error.strerror}",
+            fix="free disk space, then run the same command again: finished work is kept",
+        ) from error
+
+
+class Worker:
+    """The worker's side: runs units one by one, answers in JSON, makes the task at the first."""
+
+    def __init__(self, make_task: MakeTask):
+        self._make_task = make_task
+        self._task: Task | None = None
+
+    def answer(self, number: int) -> dict[str, Any]:
+        """Run a unit; return its `seconds`, or `error`."""
+        try:
+            if self._task is None:
+                self._task = self._make_task()
+            return {"seconds": run_unit(self._task, number)}
+        except JaxlmError as error:
+            parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
+            return {"error": {"class": type(error).__name__, **parts}}
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            why = traceback.format_exc()[-1500:]
+            return {"error": {"class": "JaxlmError", "what": what, "why": why}}
+
+
+def error_of(parts: dict[str, str]) -> JaxlmError:
+    """Rebuild the error that a worker answered."""
+    kind = getattr(errors, parts["class"], JaxlmError)
+    return kind(parts["what"], **{name: parts.get(name, "") for name in ("where", "why", "fix")})
+
+
+class _Queue:
+    """The units that wait for a worker, and the failures so far."""
+
+    def __init__(self, units: Sequence[int]):
+        self._waiting = deque(units)
+        self._deaths = Counter[int]()
+        self._failed_units: list[str] = []  # each with its cause
+        self._failure: JaxlmError | None = None
+
+    @property
+    def has_more(self) -> bool:
+        """Return whether to start another unit; after a failure only running ones are finished."""
+        return bool(self._waiting) and self._failure is None
+
+    def take(self) -> int:
+        """Remove and return the next unit."""
+        return self._waiting.popleft()
+
+    def died(self, number: int, cause: str) -> None:
+        """Retry a unit whose worker died, unless it died MAX_DEATHS times."""
+        self._deaths[number] += 1
+        if self._deaths[number] < MAX_DEATHS:
+            self._waiting.appendleft(number)
+        else:
+            self._failed_units.append(f"unit {number}, {cause}")
+
+    def failed(self, error: JaxlmError) -> None:
+        """Record an error; the first is raised at the end."""
+        self._failure = self._failure or error
+
+    def finish(self) -> None:
+        """Raise the failure of the units, if there is one."""
+        if self._failure is not None:
+            raise self._failure
+        if lost := self._failed_units:
+            raise PeerLost(
+                f"{MAX_DEATHS} worker processes died on the same unit of work",
+                where=lost[0],
+                why=f"all other units are done; {len(lost)} failed like this, e.g. out of memory",
+                fix="the same command with --workers=1, which needs less memory",
+            )
+
+
+def run_in_pool(
+    make_task: MakeTask, units: Sequence[int], workers: int
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Run each unit; yield its number and the seconds by stage, in order of completion.
+
+    Raises:
+      NotWritable: the output cannot be written, for example on a full disk.
+      PeerLost: a unit killed several processes; raised once all others are done.
+    """
+    if not units:
+        return
+    if min(workers, len(units)) <= 1:
+        task = make_task()
+        for number in units:
+            yield number, run_unit(task, number)
+    else:
+        yield from _ProcessPool(make_task, units).run(min(workers, len(units)))
+
+
+class _ProcessPool:
+    """The parent's side: a pipe to each worker carries unit numbers there and JSON back."""
+
+    def __init__(self, make_task: MakeTask, units: Sequence[int]):
+        self._make_task, self._queue = make_task, _Queue(units)
+        self._busy: dict[Connection, tuple[Any, int]] = {}  # process and unit by pipe
+
+    def run(self, size: int) -> Iterator[tuple[int, dict[str, float]]]:
+        """Run until every unit is done, or until one failed and the running ones are done."""
+        queue = self._queue
+        try:
+            while self._busy or queue.has_more:
+                while len(self._busy) < size and queue.has_more:
+                    self._start()
+                for pipe in wait(list(self._busy)):
+                    process, number = self._busy.pop(pipe)  # type: ignore[call-overload]
+                    try:
+                        answer = json.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    except (EOFError, ConnectionResetError):  # reset: it left a message unread
+                        self._on_worker_death(process, number)
+                        continue
+                    if "error" in answer:
+                        queue.failed(error_of(answer["error"]))
+                        self._end(pipe, process)
+                        continue
+                    yield number, answer["seconds"]
+                    if queue.has_more:
+                        self._give(pipe, process)  # type: ignore[arg-type]
+                    else:
+                        self._end(pipe, process)
+        finally:
+            for pipe, (process, _) in self._busy.items():
+                process.terminate()
+                self._end(pipe, process)
+        queue.finish()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, self._make_task), daemon=True)
+        process.start()
+        theirs.close()
+        self._give(ours, process)
+
+    def _give(self, pipe: Connection, process: Any) -> None:
+        number = self._queue.take()
+        self._busy[pipe] = process, number
+        with contextlib.suppress(ConnectionError):  # `run` notices that the worker died
+            pipe.send_bytes(str(number).encode())
+
+    def _on_worker_death(self, process: Any, number: int) -> None:
+        process.join()
+        self._queue.died(number, f"exit code {process.exitcode}")
+
+    def _end(self, pipe: Any, process: Any) -> None:
+        pipe.close()
+        process.join()
+
+
+def _serve(pipe: Connection, make_task: MakeTask) -> None:
+    """Run units from the pipe until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
+    worker = Worker(make_task)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            number = int(pipe.recv_bytes())
+            pipe.send_bytes(json.dumps(worker.answer(number)).encode())
+
+
+PACKAGES = "numpy", "ftfy", "py3langid", "pyarrow", "zstandard", "tokenizers", "sentencepiece"
 
 
 @contextlib.contextmanager
-def opened(name: EngineName, workers: int, say: Callable[[str], None]) -> Iterator[Each]:
-    """An engine that does at most `workers` units at a time.
+def connected(workers: int, log: Callable[[str], None]) -> Iterator[Any]:
+    """Connect to the cluster of RAY_ADDRESS or of this machine, else start a local one.
+
+    A local one has `workers` processes and is shut down at the end of the block. Raises
+    InputMissing if Ray is not installed, or does not answer at RAY_ADDRESS.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise not_installed("the engine ray", "ray", "ray", where="--engine=ray") from error
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address := os.environ.get("RAY_ADDRESS"):
+        _check_reachable(address)
+    try:
+        ray.init(address="auto", **quiet)
+    except ConnectionError as error:
+        if address:
+            raise _no_answer(address, error) from error
+        ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
+    try:
+        machines = [node for node in ray.nodes() if node["Alive"]]
+        cores = int(ray.cluster_resources().get("CPU", 0))
+        log(f"ray: {len(machines)} machine{'s' * (len(machines) > 1)}, {cores} cores")
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise InputMissing if HOST:PORT does not answer: Ray tries for minutes, then exits."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, ValueError) as error:
+        raise _no_answer(address, error) from error
+
+
+def _no_answer(address: str, error: Exception) -> InputMissing:
+    return InputMissing(
+        "no Ray cluster answered",
+        where=f"RAY_ADDRESS = {address}",
+        why=str(error).partition("\n")[0],
+        fix="ray start --head on one machine, ray start --address=THAT_MACHINE:6379 on the others",
+    )
+
+
+def run_on_ray(
+    make_task: MakeTask, units: Sequence[int], workers: int, ray: Any
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Run units as `run_in_pool` does, at most `workers` at a time.
 
     Raises:
-      InputMissing: where its package or its cluster is not there.
+      DataError: a machine has other versions.
+      InputMissing: a machine does not see the current folder.
+      NotWritable, PeerLost: as in `run_in_pool`.
+    """
+    # Ray would retry without end if memory is short, so deaths are counted here.
+    answer_remotely = ray.remote(num_cpus=1, max_retries=0)(_run_remotely)
+    here = os.getcwd(), versions()
+    queue, running = _Queue(units), dict[Any, int]()
+    while running or queue.has_more:
+        while queue.has_more and len(running) < workers:
+            number = queue.take()
+            running[answer_remotely.remote(make_task, number, *here)] = number
+        (ready,), _ = ray.wait(list(running), num_returns=1)
+        number = running.pop(ready)
+        try:
+            answer = ray.get(ready)
+        except ray.exceptions.RayTaskError as error:  # before our code could answer
+            failure = InputMissing(
+                "a machine of the cluster cannot run units",
+                where="--engine=ray",
+                why=str(getattr(error, "cause", error)),
+                fix="pip install 'jaxlm[prepare,ray]'    # of this version, on every machine",
+            )
+            queue.failed(failure)
+        except ray.exceptions.RayError as error:
+            queue.died(number, type(error).__name__)
+        else:
+            if "error" in answer:
+                queue.failed(error_of(answer["error"]))
+            else:
+                yield number, answer["seconds"]
+    queue.finish()
+
+
+def versions() -> tuple[str, ...]:
+    """Return the versions that determine the output: interpreter, packages, source of jaxlm."""
+    parts = [f"python {sys.version.split()[0]}", f"unicode {unicodedata.unidata_version}"]
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            parts.append(f"{name} {importlib.metadata.version(name)}")
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return (*parts, f"the source of jaxlm {digest.hexdigest()[:12]}")
+
+
+def _run_remotely(
+    make_task: MakeTask, number: int, folder: str, expected: tuple[str, ...]
+) -> dict[str, Any]:
+    return _ray_worker(make_task, folder, expected).answer(number)
+
+
+@functools.lru_cache(1)
+def _ray_worker(make_task: MakeTask, folder: str, expected: tuple[str, ...]) -> Worker:
+    """Return the worker of this Ray process, which runs many units."""
+    return Worker(functools.partial(_task_if_equal, make_task, folder, expected))
+
+
+def _task_if_equal(make_task: MakeTask, folder: str, expected: tuple[str, ...]) -> Task:
+    machine = socket.gethostname()
+    if differ := sorted(set(expected) ^ set(versions())):
+        raise DataError(
+            "a machine of the cluster has other versions",
+            where=machine,
+            why=f"not on both: {', '.join(differ[:6])}",
+            fix="install the same Python, jaxlm and packages on every machine",
+        )
+    try:
+        os.chdir(folder)
+        return make_task()
+    except FileNotFoundError as error:
+        raise InputMissing(
+            "a machine of the cluster does not see a file",
+            where=f"{machine}: {error.filename}",
+            why="work reads and writes the folders of the machine that started it",
+            fix="mount the folder on every machine under this path",
+        ) from error
+
+
+EngineName = Literal["processes", "ray"]
+RunUnits = Callable[
+    [MakeTask, Sequence[int]], Iterator[tuple[int, dict[str, float]]]
+]  # see `run_in_pool`
+
+
+@contextlib.contextmanager
+def opened(name: EngineName, workers: int, log: Callable[[str], None]) -> Iterator[RunUnits]:
+    """Open an engine that runs at most `workers` units at a time.
+
+    Raises InputMissing if its package is not installed, or its cluster does not answer.
     """
     match name:
         case "processes":
-            yield functools.partial(pool.each, workers=workers)
+            yield functools.partial(run_in_pool, workers=workers)
         case "ray":
-            with cluster.connected(workers, say) as ray:
-                yield functools.partial(cluster.each, workers=workers, ray=ray)
+            with connected(workers, log) as ray:
+                yield functools.partial(run_on_ray, workers=workers, ray=ray)

@@ -1,4 +1,4 @@
-"""Files of lines that are written together, with the digest of each."""
+"""Files of lines that are written together, with their digests."""
 
 import dataclasses
 import hashlib
@@ -10,23 +10,23 @@ from jaxlm.core.errors import DataError
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
-    """What tells a file from others."""
+class FileDigest:
+    """Size and digest of a file."""
 
     lines: int
     bytes: int
     sha256: str
 
     @classmethod
-    def of(cls, path: Path, lines: int) -> "Written":
-        """That of a file, of which it is known what it holds."""
+    def of(cls, path: Path, lines: int) -> "FileDigest":
+        """Compute the digest of a file of `lines` lines."""
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return cls(lines, path.stat().st_size, digest)
 
 
 class LineFiles:
-    """Files in a folder, each opened with its first line. It closes them at the end of its block."""
+    """Files in a folder, each opened at its first line and closed at the end of the block."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -42,7 +42,7 @@ class LineFiles:
             file.close()
 
     def write(self, name: str, line: bytes) -> None:
-        """Adds a line to a file."""
+        """Append a line to a file."""
         if name not in self._files:
             self._files[name] = open(self._folder / name, "wb")  # noqa: SIM115 - closed in __exit__
             self._digests[name] = hashlib.sha256()
@@ -51,19 +51,18 @@ class LineFiles:
         self._digests[name].update(line)
         self._lines[name] += 1
 
-    def written(self) -> dict[str, Written]:
-        """Every file so far, by name."""
+    def written(self) -> dict[str, FileDigest]:
+        """Return the digest of every file so far, by name."""
         return {
-            name: Written(self._lines[name], self._files[name].tell(), digest.hexdigest())
+            name: FileDigest(self._lines[name], self._files[name].tell(), digest.hexdigest())
             for name, digest in sorted(self._digests.items())
         }
 
 
-def checked_lines(path: Path, expected: Written) -> Iterator[bytes]:
-    """The lines of a file that was written before.
+def checked_lines(path: Path, expected: FileDigest) -> Iterator[bytes]:
+    """Yield the lines of a file and verify its digest.
 
-    Raises:
-      DataError: at its end, where they are not those that were written.
+    Raises DataError at the end if the digest differs.
     """
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -74,8 +73,8 @@ def checked_lines(path: Path, expected: Written) -> Iterator[bytes]:
         raise changed(path)
 
 
-def is_whole(path: Path, expected: Written) -> bool:
-    """Whether a file is there and is what was written."""
+def is_whole(path: Path, expected: FileDigest) -> bool:
+    """Return whether a file exists and has the expected size and digest."""
     if not path.is_file() or path.stat().st_size != expected.bytes:
         return False
     with open(path, "rb") as file:
@@ -83,10 +82,10 @@ def is_whole(path: Path, expected: Written) -> bool:
 
 
 def changed(path: Path) -> DataError:
-    """That a file is not what this command wrote."""
+    """Return the error for a file that is not the one this command wrote."""
     return DataError(
         "a file was changed after it was written",
         where=str(path),
-        why="its sha256 differs from the one noted with it",
+        why="its sha256 differs from the recorded one",
         fix="the same command with another --out",
     )

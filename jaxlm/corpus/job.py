@@ -1,4 +1,4 @@
-"""What a folder of output is made of: the recipe, its files, and how they are cut into units of work."""
+"""The job of an output folder: the recipe, its files, and how they are divided into units."""
 
 import dataclasses
 import fnmatch
@@ -6,93 +6,93 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxlm.core import config, disk
-from jaxlm.core.errors import ConfigError, DataError
+from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.corpus import remote
 from jaxlm.corpus.config import WHOLE, Recipe
 from jaxlm.corpus.files import changed
-from jaxlm.corpus.filters.perplexity import MakeScorer
-from jaxlm.corpus.mix.config import Shards, named
+from jaxlm.corpus.filters.models import MakeScorer
+from jaxlm.corpus.mix.config import ShardSettings, named
 from jaxlm.corpus.readers import spans
 from jaxlm.corpus.readers.files import can_cut, cut
-from jaxlm.corpus.readers.spans import Span
+from jaxlm.corpus.readers.spans import FileSpan
 from jaxlm.data.documents import Corpus
 
 FORMAT_VERSION = 2
 RECIPE, WORK, CLUSTERS = "recipe.json", "unfinished", "clusters.jsonl"
 REPORT, PAGE = "report.json", "report.html"
-LEAST_CUT = 2**20  # bytes: of less a part of a file is not worth its own files
+MIN_PART_BYTES = 2**20  # a smaller part of a file is not worth output files of its own
 VERDICTS, PATHS, SPANS = "verdicts", "paths.json", "spans.json"  # in WORK
 
 
-class Piece(NamedTuple):
-    """A file, or the part of one that is read by itself."""
+class FilePart(NamedTuple):
+    """A file, or a part of one that is read by itself."""
 
     path: Path
     name: str
     size: int  # bytes
-    span: int | None = None  # its number, where the file is cut
+    span: int | None = None  # number of the part, if the file is divided
 
 
-class Cut(NamedTuple):
-    """How a file is cut, as it was at a time."""
+class DividedFile(NamedTuple):
+    """The parts of a file at a given modification time."""
 
-    written: int  # when it was last, in nanoseconds
-    spans: tuple[Span, ...]
+    written: int  # modification time in nanoseconds
+    spans: tuple[FileSpan, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A recipe over files that are there. The units follow from it, so every process knows them.
+    """A recipe over existing files. Its units follow from it, so every process derives the same.
 
-    What is made of the clean documents afterwards is not in it: other shards need no other cleaning.
+    The settings of shards are not included: other shards need no new cleaning.
     """
 
     out: Path
     recipe: Recipe
-    sample: float  # share of the records that is read
+    sample: float  # share of the records to read
     files: tuple[tuple[Path, str, int], ...]  # path, name, bytes
-    # Of files that are cut, by name; noted by `claim`.
-    cuts: dict[str, Cut] = dataclasses.field(default_factory=dict)
+    # Parts of divided files, by name; `claim` records them.
+    cuts: dict[str, DividedFile] = dataclasses.field(default_factory=dict)
     scorer: MakeScorer | None = None  # opens the model of the stage perplexity
 
     @classmethod
     def find(cls, recipe: Recipe, out: Path, sample: float) -> "Job":
-        """The job of a recipe on the files that its patterns find now.
+        """Return the job of a recipe on the files that its patterns match now.
 
         Raises:
-          InputMissing: where a pattern matches no file.
-          ConfigError: where a file is in no part, or a part has no file.
+          InputMissing: a pattern matches no file.
+          ConfigError: a file belongs to no part, or a part has no file.
         """
-        recipe = dataclasses.replace(recipe, shards=Shards())
+        recipe = dataclasses.replace(recipe, shards=ShardSettings())
         files = remote.find(recipe)
         if recipe.parts:
-            found = {part_of(recipe.parts, name) for _, name, _ in files}
-            if empty := [name for name in recipe.part_names if name not in found]:
-                others = [each for each in recipe.parts if each.partition("=")[0] in found]
+            nonempty = {part_of(recipe.parts, name) for _, name, _ in files}
+            if empty := [name for name in recipe.part_names if name not in nonempty]:
+                others = [each for each in recipe.parts if each.partition("=")[0] in nonempty]
                 raise ConfigError(
-                    f"no file is in the part {empty[0]!r}",
+                    f"the part {empty[0]!r} has no file",
                     where="parts",
-                    why="its pattern matches no name, or only names that a part before it has",
+                    why="its pattern matches no name, or only names of parts before it",
                     fix=f"--config.parts='{','.join(others)}'",
                 )
             order = {name: number for number, name in enumerate(recipe.part_names)}
-            files.sort(
-                key=lambda file: order[part_of(recipe.parts, file[1])]
-            )  # stable: by name in each
+            # The sort is stable: files of a part stay in order of their names.
+            files.sort(key=lambda file: order[part_of(recipe.parts, file[1])])
         return cls(out, recipe, sample, tuple(files))
 
     @property
-    def units(self) -> list[list[Piece]]:
-        """Files of a part in order, as many together as hold `unit_bytes`; one that holds more is cut where it can be.
+    def units(self) -> list[list[FilePart]]:
+        """Group files of a part, in order, up to `unit_bytes`; divide larger files if possible.
 
-        They follow from names and sizes: a file that is written anew in as many bytes is in the same units.
+        Units depend on names and sizes only: a file rewritten at the same size keeps its units.
         """
-        units: list[list[Piece]] = []
+        units: list[list[FilePart]] = []
         room, before = 0, ""
         for piece in itertools.chain.from_iterable(map(self._pieces, self.files)):
             part = part_of(self.recipe.parts, piece.name)
@@ -105,39 +105,38 @@ class Job:
 
     @property
     def _most(self) -> int:
-        """Bytes of a file above which it is cut."""
-        return max(self.recipe.unit_bytes, LEAST_CUT)
+        """Size above which a file is divided."""
+        return max(self.recipe.unit_bytes, MIN_PART_BYTES)
 
-    def _pieces(self, file: tuple[Path, str, int]) -> list[Piece]:
+    def _pieces(self, file: tuple[Path, str, int]) -> list[FilePart]:
         path, name, size = file
         most = self._most
         if size <= most or not can_cut(name):
-            return [Piece(*file)]
+            return [FilePart(*file)]
         return [
-            Piece(path, name, min(most, size - number * most), number)
+            FilePart(path, name, min(most, size - number * most), number)
             for number in range(spans.count(size, most))
         ]
 
-    def span(self, piece: Piece) -> Span | None:
-        """What is read of a file that is cut.
+    def span(self, piece: FilePart) -> FileSpan | None:
+        """Return the span of a part of a divided file.
 
-        Raises:
-          DataError: where the file was written since it was cut.
+        Raises DataError if the file was written after it was divided.
         """
         if piece.span is None:
             return None
         noted = self.cuts[piece.name]
         if piece.path.stat().st_mtime_ns != noted.written:
             raise DataError(
-                "a file was written while it is read",
+                "a file changed while it was read",
                 where=str(piece.path),
-                why="it was cut into parts before, which begin elsewhere now",
-                fix="the same command again, once it stays as it is",
+                why="it was divided before the change, and its records may begin elsewhere now",
+                fix="the same command again, once the file no longer changes",
             )
         return noted.spans[piece.span]
 
     def is_in(self, file: str, record: int) -> bool:
-        """Whether a record is in the sample: by a number drawn from its place, the same in every run."""
+        """Return whether a record is in the sample, by a hash of its file and number."""
         if self.sample >= 1:
             return True
         drawn = hashlib.blake2b(
@@ -145,42 +144,39 @@ class Job:
         ).digest()
         return int.from_bytes(drawn, "little") < self.sample * 2**64
 
-    def claim(self, say: Callable[[str], None]) -> "Job":
-        """Notes what is made here, or finds that it is what was noted before. Gives the job with its files cut.
+    def claim(self, log: Callable[[str], None]) -> "Job":
+        """Record the job in its folder, or check that the recorded job is the same.
+
+        Return the job with its large files divided.
 
         Raises:
-          ConfigError: where another recipe or other files were.
-          DataError: where the folder holds something else.
+          ConfigError: the folder belongs to another recipe or other files.
+          DataError: the folder contains something else.
         """
         noted = self.out / RECIPE
-        mine = {
+        mine: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "sample": self.sample,
             "recipe": config.to_json(self.recipe),
-            "beside": _beside(self.recipe),
+            **dict(beside=_inputs_digests(self.recipe)),
             "files": [[name, size] for _, name, size in self.files],
         }
         if noted.exists():
             self._compare(mine, _noted(noted))
         elif any(not path.name.startswith(".") for path in self.out.iterdir()):
-            raise DataError(
-                "the output folder holds something else",
-                where=str(self.out),
-                why=f"it has no {RECIPE}, so it was not begun by this command",
-                fix=f"--out={self.out}-2",
-            )
-        # First of all: by it the folder is known to be ours, whenever a kill comes.
+            raise other_files(self.out)
+        # Written first, so that the folder is recognized even if the process is killed next.
         if not noted.exists():
             disk.replace(noted, json.dumps(mine, indent=1).encode())
         (self.out / WORK).mkdir(exist_ok=True)
         paths = [os.path.abspath(path) for path, _, _ in self.files]
         disk.replace(self.out / WORK / PATHS, json.dumps(paths).encode())
-        job = dataclasses.replace(self, cuts=self._cut(say))
+        job = dataclasses.replace(self, cuts=self._cut(log))
         disk.replace(self.out / WORK / SPANS, json.dumps(job.cuts).encode())
         return job
 
-    def _cut(self, say: Callable[[str], None]) -> dict[str, Cut]:
-        """How each large file is cut: as it was noted where it was not written since, or where all are read."""
+    def _cut(self, log: Callable[[str], None]) -> dict[str, DividedFile]:
+        """Divide large files; keep the recorded spans of unchanged files, or of read ones."""
         noted = _cuts(self.out)
         if (self.out / WORK / VERDICTS).exists() or (self.out / REPORT).exists():
             return noted
@@ -190,15 +186,15 @@ class Job:
                 continue
             before, written = noted.get(piece.name), piece.path.stat().st_mtime_ns
             if before is None or before.written != written:
-                say(f"{piece.name} is cut into parts, for which its records are counted")
+                log(f"{piece.name} is divided into parts; counting its records")
                 parts = cut(piece.path, piece.name, self._most)
-                before = Cut(written, tuple(parts))
+                before = DividedFile(written, tuple(parts))
             cuts[piece.name] = before
         return cuts
 
     @classmethod
     def read(cls, out: Path) -> "Job":
-        """The job that a folder was claimed for, as its workers read it."""
+        """Load the job of a claimed folder, in a worker."""
         noted = json.loads((out / RECIPE).read_text(encoding="utf-8"))
         paths = json.loads((out / WORK / PATHS).read_text(encoding="utf-8"))
         files = tuple(
@@ -218,25 +214,44 @@ class Job:
             changes = config.diff(before, self.recipe)
             why = "; ".join(map(str, changes[:5]))
         raise ConfigError(
-            "the output folder was begun with another recipe or other files",
+            "the output folder belongs to another recipe or other files",
             where=str(self.out / RECIPE),
             why=why,
             fix=f"--out={self.out}-2",
         )
 
 
-def part_of(parts: tuple[str, ...], name: str) -> str:
-    """The part that a file belongs to, by its name: the first whose pattern matches, in which * crosses folders.
+def other_files(out: Path) -> DataError:
+    """Return the error for an output folder that this command did not create."""
+    return DataError(
+        "the output folder contains other files",
+        where=str(out),
+        why=f"it has no {RECIPE}, so this command did not create it",
+        fix=shlex.quote(f"--out={out}-2"),
+    )
 
-    Raises:
-      ConfigError: where none does.
+
+def require_finished(folder: Path, what: str, where: str) -> None:
+    """Check that a folder contains a finished run.
+
+    Raises InputMissing with the message `what` if it does not.
+    """
+    if not (folder / REPORT).is_file():
+        fix = f"find . -name {REPORT}"
+        raise InputMissing(what, where=where, why=f"it has no {REPORT}", fix=fix)
+
+
+def part_of(parts: tuple[str, ...], name: str) -> str:
+    """Return the part of a file: the first whose pattern matches its name; * crosses folders.
+
+    Raises ConfigError if no pattern matches.
     """
     for part, pattern in named(parts).items():
         if fnmatch.fnmatchcase(name, pattern):
             return part
     if parts:
         raise ConfigError(
-            "a file is in no part",
+            "a file belongs to no part",
             where="parts",
             why=f"{name} matches none of {', '.join(named(parts).values())}",
             fix=f"--config.parts='{','.join((*parts, 'other=*'))}'",
@@ -244,44 +259,44 @@ def part_of(parts: tuple[str, ...], name: str) -> str:
     return WHOLE
 
 
-def _cuts(out: Path) -> dict[str, Cut]:
-    """How files were cut, as it was noted."""
+def _cuts(out: Path) -> dict[str, DividedFile]:
+    """Return the recorded spans of divided files."""
     path = out / WORK / SPANS
-    found = json.loads(path.read_bytes()) if path.exists() else {}
+    recorded = json.loads(path.read_bytes()) if path.exists() else {}
     return {
-        name: Cut(written, tuple(Span(*each) for each in each_span))
-        for name, (written, each_span) in found.items()
+        name: DividedFile(written, tuple(FileSpan(*each) for each in each_span))
+        for name, (written, each_span) in recorded.items()
     }
 
 
 def _noted(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
     except ValueError:
         pass
     raise changed(path)
 
 
-def _beside(recipe: Recipe) -> dict[str, str]:
-    """The digest of every list and evaluation set that the stages read, and of earlier reports."""
-    asked = {"urls": ("urls.blocked", recipe.urls.blocked)}
-    asked["decontaminate"] = ("decontaminate.against", recipe.decontaminate.against)
-    asked["against"] = ("against", tuple(f"{folder}/{REPORT}" for folder in recipe.against))
-    asked["quality"] = ("quality.model", (f"{recipe.quality.model}/*",))
+def _inputs_digests(recipe: Recipe) -> dict[str, str]:
+    """Digest every list, model and evaluation set that the stages read, and earlier reports."""
+    inputs = {"urls": ("urls.blocked", recipe.urls.blocked)}
+    inputs["decontaminate"] = ("decontaminate.against", recipe.decontaminate.against)
+    inputs["against"] = ("against", tuple(f"{folder}/{REPORT}" for folder in recipe.against))
+    inputs["quality"] = ("quality.model", (f"{recipe.quality.model}/*",))
     run = recipe.perplexity.run
-    asked["perplexity"] = (
+    inputs["perplexity"] = (
         "perplexity.run",
         (f"{run}/config.json", f"{run}/checkpoints/*/digests.json"),
     )
     lists = recipe.harmful.words
     judge = (f"{recipe.harmful.model}/*",) if recipe.harmful.model else ()
-    asked["harmful"] = ("harmful.words", (*lists, *judge))
-    found = {}
-    for stage, (setting, patterns) in asked.items():
+    inputs["harmful"] = ("harmful.words", (*lists, *judge))
+    digests = {}
+    for stage, (setting, patterns) in inputs.items():
         if stage in (*recipe.stages, "against"):
             corpus = Corpus.find(patterns, recipe.text_key, setting)
             for path, name in zip(corpus.files, corpus.names, strict=True):
-                found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+                digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests

@@ -1,6 +1,6 @@
 """Files in object stores and behind other URLs, through fsspec.
 
-A file is fetched before anything in it is read, so that a connection that breaks is never taken for a file that is damaged.
+A file is downloaded whole before it is parsed, so a lost connection never looks like damage.
 """
 
 import errno
@@ -17,57 +17,57 @@ from jaxlm.core.errors import ConfigError, DataError, InputMissing, NotWritable,
 from jaxlm.corpus.config import Recipe
 from jaxlm.data.documents import Corpus
 
-TRIES, WAIT_SECONDS = 3, 1.0  # the wait doubles with each
+TRIES, WAIT_SECONDS = 3, 1.0  # the wait doubles after each try
 _CHUNK = 2**20
 _T = TypeVar("_T")
 
 
-class Changed(Exception):
-    """A file that came or went has another size than it was said to have."""
+class SizeMismatch(Exception):
+    """The size of a transferred file differs from the expected one."""
 
 
 def is_remote(name: str) -> bool:
-    """Whether a pattern or the name of a file is a URL."""
+    """Return whether a pattern or file name is a URL."""
     return "://" in name
 
 
 def path_in(name: str) -> str:
-    """The part of a name whose ending says what the file holds."""
+    """Return the part of a name whose suffix gives the format."""
     return urlsplit(name).path if is_remote(name) else name
 
 
 def find(recipe: Recipe) -> list[tuple[Path, str, int]]:
-    """Path, name and bytes of every file of a recipe's source, by name. Of one behind a URL the name is the URL.
+    """Return path, name and size of every source file of a recipe, by name; a URL is its own name.
 
     Raises:
-      InputMissing: where a pattern matches no file, or a store cannot be asked.
-      DataError: where a file is found twice.
+      InputMissing: a pattern matches no file, or a store does not answer.
+      DataError: two patterns match one file.
     """
     local = tuple(pattern for pattern in recipe.source if not is_remote(pattern))
     corpus = Corpus.find(local, recipe.text_key, "source")
-    found = {
+    files = {
         name: (path, name, path.stat().st_size)
         for path, name in zip(corpus.files, corpus.names, strict=True)
     }
     for pattern in filter(is_remote, recipe.source):
         for name, size in _matches(pattern, recipe.source):
-            if name in found:
+            if name in files:
                 raise DataError(
                     "a file is listed twice",
                     where="source",
-                    why=f"{pattern} finds {name}, as a pattern before it does",
+                    why=f"{pattern} matches {name}, as does a pattern before it",
                     fix="patterns that do not overlap",
                 )
-            found[name] = Path(name), name, size
-    return [found[name] for name in sorted(found)]
+            files[name] = Path(name), name, size
+    return [files[name] for name in sorted(files)]
 
 
 def fetched(name: str) -> IO[bytes]:
-    """The bytes of a file behind a URL, in a temporary file that is gone when it is closed.
+    """Download the file behind a URL into a temporary file, which is deleted when it is closed.
 
     Raises:
-      InputMissing: where it cannot be read, after several tries.
-      NotWritable: where there is no room for it.
+      InputMissing: it cannot be read after several tries.
+      NotWritable: the disk is full.
     """
     store, path = open_store(name)
 
@@ -79,7 +79,7 @@ def fetched(name: str) -> IO[bytes]:
                 while data := source.read(_CHUNK):
                     _write(copy, data)
             if size is not None and copy.tell() != size:
-                raise Changed(f"{copy.tell():,} of {size:,} bytes came")
+                raise SizeMismatch(f"{copy.tell():,} of {size:,} bytes arrived")
             copy.seek(0)
         except BaseException:
             copy.close()
@@ -90,12 +90,12 @@ def fetched(name: str) -> IO[bytes]:
         return tried(fetch)
     except NotWritable:
         raise
-    except Exception as error:  # each store has errors of its own
+    except Exception as error:  # errors of stores have no common base
         raise InputMissing(
-            f"a file cannot be read, {TRIES} times",
+            f"a file could not be downloaded in {TRIES} tries",
             where=name,
-            why=said(error),
-            fix="the same command again: it goes on where it stopped",
+            why=described(error),
+            fix="the same command again: finished work is kept",
         ) from error
 
 
@@ -104,22 +104,22 @@ def _matches(pattern: str, source: tuple[str, ...]) -> list[tuple[str, int]]:
     store, path = open_store(pattern, problems.flag("source", plain))
     try:
         listed = store.glob(path, detail=True) if _has_magic(path) else {path: store.info(path)}
-        found = [
-            (store.unstrip_protocol(each), about.get("size") or 0)
-            for each, about in listed.items()
-            if about["type"] == "file"
+        matches = [
+            (store.unstrip_protocol(each), info.get("size") or 0)
+            for each, info in listed.items()
+            if info["type"] == "file"
         ]
     except FileNotFoundError:
-        found = []
-    except Exception as error:  # each store has errors of its own
-        raise _missing(f"{pattern} cannot be asked for files", said(error)) from error
-    if not found:
+        matches = []
+    except Exception as error:  # errors of stores have no common base
+        raise _missing(f"{pattern} could not be listed", described(error)) from error
+    if not matches:
         raise _missing(f"no file matches {pattern}", "the store has none of this name")
-    return found
+    return matches
 
 
 def _has_magic(path: str) -> bool:
-    """Whether a path is a pattern."""
+    """Return whether a path contains wildcards."""
     return any(letter in path for letter in "*?[")
 
 
@@ -127,19 +127,19 @@ def open_store(url: str, fix: str = "") -> tuple[Any, str]:
     """Return the file system behind a URL, and the path in it.
 
     Args:
-      url: what a user named, with its protocol.
-      fix: the flag that names what a chain ends in; by default that of a place to copy to.
+      url: a URL with its protocol.
+      fix: the flag that fixes a chained URL; by default `--copy_to` with its last part.
 
     Raises:
-      InputMissing: where a package for it is not installed.
-      ConfigError: where it is a chain of them.
+      InputMissing: a package for the protocol is not installed.
+      ConfigError: the URL is a chain of file systems.
     """
     protocol = url.partition("://")[0]
     if "::" in url:
         raise ConfigError(
-            "a chain of file systems is not followed",
+            "chained file systems are not supported",
             where=url,
-            why="archives are opened by themselves",
+            why="archives are opened automatically",
             fix=fix or shlex.quote(f"--copy_to={url.rpartition('::')[2]}"),
         )
     try:
@@ -150,18 +150,18 @@ def open_store(url: str, fix: str = "") -> tuple[Any, str]:
         return fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise InputMissing(
-            f"nothing reads {protocol}://",
+            f"no installed package reads {protocol}://",
             where=url,
-            why=said(error),
+            why=described(error),
             fix=f"pip install 'fsspec[{protocol}]'",
         ) from error
 
 
-def tried(what: Callable[[], _T]) -> _T:
-    """What a function gives that asks a store, which may fail a few times; the last failure is raised."""
+def tried(request: Callable[[], _T]) -> _T:
+    """Return the result of a request to a store; retry a few times, then raise the last error."""
     for number in range(TRIES):
         try:
-            return what()
+            return request()
         except NotWritable:
             raise
         except Exception:
@@ -178,15 +178,15 @@ def _write(copy: IO[bytes], data: bytes) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise NotWritable(
-            "there is no room for a file that is fetched",
+            "the disk is too full for a download",
             where=tempfile.gettempdir(),
             why=f"{type(error).__name__}: {error.strerror}",
-            fix='export TMPDIR="$PWD/tmp" && mkdir -p "$TMPDIR"    # or another folder on a larger disk',
+            fix='export TMPDIR="$PWD/tmp" && mkdir -p "$TMPDIR"    # or a folder on a larger disk',
         ) from error
 
 
-def said(error: Exception) -> str:
-    """What an error of a store says, in a line or so."""
+def described(error: Exception) -> str:
+    """Return class and message of an error of a store, shortened."""
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 

@@ -1,24 +1,36 @@
-"""What a recipe did: the funnel of its stages, as data and as a table."""
+"""The report of a recipe: counts and funnel of its stages as JSON, as a table and as a page."""
 
+import functools
+import itertools
+import json
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, get_args
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
+from jaxlm.core.quoting import cut, printable
 from jaxlm.corpus.config import DedupName
-from jaxlm.corpus.counts import Counts
 from jaxlm.corpus.dedup.minhash import recall
-from jaxlm.corpus.filters.decontaminate import evaluations
+from jaxlm.corpus.document import Counts
+from jaxlm.corpus.filters.blocklists import evaluations
 from jaxlm.corpus.job import FORMAT_VERSION, Job, part_of
+from jaxlm.monitor.report import STYLE
 
-SHOWN = 3  # reasons of a stage in the table
+if TYPE_CHECKING:
+    import jinja2
+
+SHOWN = 3  # reasons of a stage shown in the table
 SIMILARITIES = 0.7, 0.75, 0.8, 0.85, 0.9
+SAMPLES = 3  # documents shown of each reason
+MAX_REASONS = 40  # shown on the page
+MAX_BYTES = 1500  # shown of a document
 
 
 def report(
     job: Job, parts: Mapping[str, Counts], files: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Everything that was counted. The same input gives the same report: it holds no times and no places of this machine."""
+    """Return all counts. They contain no times and no paths: equal input gives an equal report."""
     counts = Counts()
     for each in parts.values():
         counts += each
@@ -26,13 +38,13 @@ def report(
     answer: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "sample": job.sample,
-        **_sums(job, counts),
+        **_totals(job, counts),
         "files": files,
     }
     if job.recipe.parts:
         of_units = [part_of(job.recipe.parts, unit[0].name) for unit in job.units]
         answer["parts"] = {
-            name: _sums(job, parts[name])
+            name: _totals(job, parts[name])
             | {"units": [number for number, part in enumerate(of_units) if part == name]}
             for name in job.recipe.part_names
         }
@@ -46,7 +58,7 @@ def report(
     return answer
 
 
-def _sums(job: Job, counts: Counts) -> dict[str, Any]:
+def _totals(job: Job, counts: Counts) -> dict[str, Any]:
     return {
         **{name: counts.documents[name] for name in ("read", "kept")},
         "removed": dict(counts.under("removed")),
@@ -58,9 +70,10 @@ def _sums(job: Job, counts: Counts) -> dict[str, Any]:
 
 
 def funnel(job: Job, counts: Counts) -> list[dict[str, Any]]:
-    """For each stage: documents that came, that went on, and why the others did not.
+    """Return for each stage: documents in, documents out, and reasons of removal.
 
-    Of a sample, `interval` is where the share of all lies with 95%; the share of duplicates is `at_least` as large in all.
+    In a sample, `interval` is the 95% interval of the share among all records. The share of
+    duplicates has none; it is `at_least` as large among all.
     """
     lost: dict[str, Counter[str]] = {name: Counter() for name in job.recipe.order}
     for reason, count in counts.under("removed"):
@@ -75,7 +88,7 @@ def funnel(job: Job, counts: Counts) -> list[dict[str, Any]]:
         share = gone / left if left else 0.0
         row: dict[str, Any] = {"stage": name, "in": left, "out": left - gone, "share": share}
         if job.sample < 1 and name in get_args(DedupName):
-            row["at_least"] = True  # a duplicate is seen where both are in the sample
+            row["at_least"] = True  # a duplicate is seen only if both documents are sampled
         elif job.sample < 1:
             row["interval"] = interval(gone, left)
         rows.append({**row, "reasons": dict(reasons.most_common())})
@@ -83,33 +96,31 @@ def funnel(job: Job, counts: Counts) -> list[dict[str, Any]]:
     return rows
 
 
-def not_looked_for(answer: dict[str, Any]) -> str:
-    """What of the evaluation sets is too short to be found in documents; nothing where all of it is long enough."""
-    sets = answer.get("evaluations")
-    if not (sets and sets["too_short"]):
-        return ""
-    return (
-        f"decontaminate: {sets['too_short']:,} of {sets['records']:,} records of the evaluation sets are shorter than a run of "
-        "words, and were not looked for"
-    )
+def interval(count: int, of: int) -> tuple[float, float]:
+    """Return the 95% confidence interval of a share; it also holds for a count of 0.
 
-
-def interval(found: int, of: int) -> tuple[float, float]:
-    """The 95% interval of a share: (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n) with z = 1.96.
-
-    Source: Wilson 1927, "Probable Inference, the Law of Succession, and Statistical Inference". It holds where nothing was found.
+    (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n) with z = 1.96.
+    Source: Wilson 1927, "Probable Inference, the Law of Succession, and Statistical Inference".
     """
     if not of:
         return 0.0, 1.0
-    share, z = found / of, 1.96
+    share, z = count / of, 1.96
     middle = share + z**2 / (2 * of)
     half = z * math.sqrt(share * (1 - share) / of + z**2 / (4 * of**2))
     scale = 1 + z**2 / of
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
-def shown_share(row: dict[str, Any]) -> str:
-    """What a row of the funnel removes, and how sure that is of a sample."""
+def _summary(answer: dict[str, Any]) -> str:
+    characters = answer["characters"]
+    return (
+        f"kept {answer['kept']:,} of {answer['read']:,} documents,"
+        f" {characters['kept']:,} of {characters['read']:,} characters"
+    )
+
+
+def _shown_share(row: dict[str, Any]) -> str:
+    """Format the removed share of a funnel row, with its uncertainty in a sample."""
     share = f"{row['share']:.2%}"
     if "interval" in row:
         low, high = row["interval"]
@@ -117,31 +128,89 @@ def shown_share(row: dict[str, Any]) -> str:
     return f"at least {share}" if "at_least" in row else share
 
 
-def table(answer: dict[str, Any]) -> str:
-    """The funnel for people."""
-    is_sample = answer["sample"] < 1
-    lines = [f"{'stage':<14}{'in':>12}{'out':>12}{'removed':>{26 if is_sample else 10}}  why"]
-    for row in answer["funnel"]:
-        reasons = [f"{name} {count:,}" for name, count in row["reasons"].items()]
-        more = f", {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
-        lines.append(
-            f"{row['stage']:<14}{row['in']:>12,}{row['out']:>12,}{shown_share(row):>{26 if is_sample else 10}}  "
-            f"{', '.join(reasons[:SHOWN])}{more}".rstrip()
-        )
-    kept, read = answer["characters"]["kept"], answer["characters"]["read"]
-    lines.append(
-        f"kept {answer['kept']:,} of {answer['read']:,} documents, {kept:,} of {read:,} characters"
+def shown_reasons(row: dict[str, Any], most: int = SHOWN) -> str:
+    """Format the most frequent reasons of a funnel row."""
+    reasons = [f"{name} {count:,}" for name, count in row["reasons"].items()]
+    more = f", {len(reasons) - most} more" if len(reasons) > most else ""
+    return ", ".join(reasons[:most]) + more
+
+
+def _too_short(answer: dict[str, Any]) -> str:
+    """Return a sentence on evaluation records that are too short to search for, or ""."""
+    sets = answer.get("evaluations")
+    if not (sets and sets["too_short"]):
+        return ""
+    return (
+        f"decontaminate: {sets['too_short']:,} of {sets['records']:,} records of the evaluation"
+        " sets are shorter than a run of words and were not searched for"
     )
-    for name, part in answer.get("parts", {}).items():
-        kept, read = part["characters"]["kept"], part["characters"]["read"]
-        lines.append(
-            f"{name}: kept {part['kept']:,} of {part['read']:,} documents, {kept:,} of {read:,} characters"
-        )
+
+
+def table(answer: dict[str, Any]) -> str:
+    """Format the funnel for the terminal."""
+    width = 26 if answer["sample"] < 1 else 10
+    lines = [f"{'stage':<14}{'in':>12}{'out':>12}{'removed':>{width}}  why"]
+    for row in answer["funnel"]:
+        numbers = f"{row['in']:>12,}{row['out']:>12,}{_shown_share(row):>{width}}"
+        lines.append(f"{row['stage']:<14}{numbers}  {shown_reasons(row)}".rstrip())
+    lines.append(_summary(answer))
+    lines += [f"{name}: {_summary(part)}" for name, part in answer.get("parts", {}).items()]
     lines += [f"{count:,} {what}" for what, count in answer["notes"].items()]
-    if said := not_looked_for(answer):
-        lines.append(said)
-    if is_sample:
+    if note := _too_short(answer):
+        lines.append(note)
+    if answer["sample"] < 1:
         lines.append(
-            f"a sample of {answer['sample']:.2%} of the records: duplicates of what is not in it are not seen"
+            f"a sample of {answer['sample']:.2%} of the records: duplicates of records outside the"
+            " sample are not found"
         )
     return "\n".join(lines)
+
+
+def page(out: Path, answer: dict[str, Any]) -> str:
+    """Render the page of a finished folder; equal folders give equal pages."""
+    import markupsafe
+
+    return template("report.html.jinja", autoescape=True).render(
+        answer=answer,
+        max_reasons=MAX_REASONS,
+        note=_too_short(answer),
+        samples_of=functools.partial(_samples, out, answer),
+        style=markupsafe.Markup(STYLE),
+        summary=_summary(answer),
+    )
+
+
+def template(
+    name: str, *, autoescape: bool, finalize: Callable[[Any], Any] | None = None
+) -> "jinja2.Template":
+    """Load a template of this package; `finalize` converts every value in its output."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=autoescape,
+        finalize=finalize,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["n"] = lambda number: f"{number:,}"
+    environment.filters["share"] = _shown_share
+    environment.filters["shown"] = lambda text: printable(cut(text, MAX_BYTES))
+    environment.filters["reasons"] = shown_reasons
+    return environment.get_template(name)
+
+
+def _samples(out: Path, answer: dict[str, Any], folder: str) -> Iterator[dict[str, str | None]]:
+    """Yield some documents of a folder, from files far apart."""
+    files = [name for name in answer["files"] if name.startswith(f"{folder}/")]
+    chosen = files[:: max(1, -(-len(files) // SAMPLES))]
+    each = -(-SAMPLES // max(1, len(chosen)))
+    for name in chosen:
+        with open(out / name, "rb") as file:
+            for line in itertools.islice(file, each):
+                record = json.loads(line)
+                place = f"{record['file']}, record {record['record']}"
+                why = [str(record[k]) for k in ("reason", "kind", "detail") if record.get(k)]
+                yield {"origin": " · ".join([place, *why]), "text": record.get("text")}

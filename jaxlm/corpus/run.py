@@ -1,24 +1,26 @@
-"""From a recipe to a folder with a clean corpus: each unit cleaned, all compared, each written. Stopped anywhere, it goes on.
+"""From a recipe to a folder with a clean corpus: clean each unit, compare all, write each.
 
-OUT/recipe.json                      the recipe, its files, the share that is read
-OUT/kept/NNNNN.jsonl                 documents that stay: text, file, record, meta
-OUT/removed/STAGE.RULE/NNNNN.jsonl   each other document as it was there, with reason and detail
-OUT/cut/NNNNN.jsonl                  what was cut out of documents that stay, and where
-OUT/broken/NNNNN.jsonl               where a record could not be read, and why
-OUT/clusters.jsonl                   duplicates, and which of each was kept
-OUT/signatures/NNNNN.bin             what later runs compare with those that stay
+A run that was stopped anywhere continues with the same command.
+
+OUT/recipe.json                      the recipe, its files, the share of records that is read
+OUT/kept/NNNNN.jsonl                 kept documents: text, file, record, meta
+OUT/removed/STAGE.RULE/NNNNN.jsonl   removed documents, unchanged, with reason and detail
+OUT/cut/NNNNN.jsonl                  passages cut out of kept documents, with their positions
+OUT/broken/NNNNN.jsonl               records that could not be read, and why
+OUT/clusters.jsonl                   duplicates, and which of each cluster was kept
+OUT/signatures/NNNNN.bin             signatures of kept documents, for later runs
 OUT/units/NNNNN.json                 counts of a unit, digests of its files
-OUT/report.json                      sums of all; it is there when all is done
+OUT/report.json                      totals; written last, so its presence means finished
 OUT/report.html                      the same for people, with samples
-OUT/shards/                          token shards of it, where the recipe asks for them: mix/run.py
-OUT/unfinished/                      what is between the steps; gone at the end
+OUT/shards/                          token shards, if the recipe requests them: mix/run.py
+OUT/unfinished/                      intermediate files; deleted at the end
 """
 
 import contextlib
 import dataclasses
 import fcntl
 import json
-import os
+import shlex
 import shutil
 import time
 from collections import defaultdict
@@ -28,17 +30,17 @@ from typing import Any
 
 from jaxlm.core import disk
 from jaxlm.core.errors import InUse, cannot_write
-from jaxlm.corpus import earlier, engines, page, stages
-from jaxlm.corpus.comparison import compare
+from jaxlm.corpus import engines, stages
+from jaxlm.corpus.comparison import compare, find_earlier
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.counts import Counts
-from jaxlm.corpus.engines import Each, EngineName
-from jaxlm.corpus.files import Written, changed, is_whole
-from jaxlm.corpus.filters.perplexity import MakeScorer
+from jaxlm.corpus.document import Counts
+from jaxlm.corpus.engines import EngineName, RunUnits
+from jaxlm.corpus.files import FileDigest, changed, is_whole
+from jaxlm.corpus.filters.models import MakeScorer
 from jaxlm.corpus.job import CLUSTERS, PAGE, REPORT, WORK, Job, part_of
-from jaxlm.corpus.report import report
+from jaxlm.corpus.report import page, report
 from jaxlm.corpus.unit import (
-    Half,
+    CleaningTask,
     Seconds,
     changed_since,
     cleaned,
@@ -48,18 +50,16 @@ from jaxlm.corpus.unit import (
 )
 
 LOCK = ".lock"
-Progress = Callable[
-    [str, int, int], None
-]  # what, bytes of the files that are done, and of how many
+Progress = Callable[[str, int, int], None]  # name of the step, bytes of files done, bytes in all
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What `report.json` holds, and what this start of the command took."""
+    """Contents of `report.json`, and the cost of this start of the command."""
 
     report: dict[str, Any]
     seconds: float
-    stage_seconds: dict[str, float]  # of a core, whatever else it did meanwhile
+    stage_seconds: dict[str, float]  # CPU seconds
     bytes: int  # of the files that this start read
 
 
@@ -71,52 +71,57 @@ def run(
     engine: EngineName = "processes",
     sample: float = 1.0,
     scorer: MakeScorer | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda what, done, total: None,
 ) -> Outcome:
-    """Does what a recipe says, or what is left of it to do. `scorer`, a function of a module, opens what the stage perplexity asks.
+    """Run a recipe, or the unfinished part of it.
+
+    Args:
+      recipe: the settings.
+      out: the output folder.
+      workers: the number of units that run at a time.
+      engine: the engine that runs them.
+      sample: the share of the records to read.
+      scorer: opens the model of the stage perplexity; a function of a module, as it is pickled.
+      log: prints a line.
+      progress: shows the progress of a step.
 
     Raises:
-      JaxlmError: where input or a package is missing, the folder belongs to another recipe or process, or cannot be written.
+      JaxlmError: input or a package is missing, the folder belongs to another recipe or process,
+        or it cannot be written.
     """
     begun = time.perf_counter()
     job = dataclasses.replace(Job.find(recipe, out, sample), scorer=scorer)
-    stages.build(recipe, scorer)  # what is missing is said before anything is written
-    earlier.find(recipe)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with owned(out / LOCK):
-            job = job.claim(say)
-            left = [n for n in range(len(job.units)) if not finished(job, n).exists()]
-            seconds, size = Seconds(float), 0
-            if left:
-                with engines.opened(engine, workers, say) as each:
-                    seconds, size = _do(job, left, each, say, progress)
-            answer = _concluded(job)
-            shutil.rmtree(out / WORK)
-    except OSError as error:
-        raise cannot_write(
-            "the output folder", error.filename or out, error, fix=f"--out={out}-2"
-        ) from error
+    stages.build(recipe, scorer)  # reports missing packages and files before anything is written
+    find_earlier(recipe)
+    with output_folder(out):
+        job = job.claim(log)
+        left = [n for n in range(len(job.units)) if not finished(job, n).exists()]
+        seconds, size = Seconds(float), 0
+        if left:
+            with engines.opened(engine, workers, log) as run_units:
+                seconds, size = _do(job, left, run_units, log, progress)
+        answer = _concluded(job)
+        shutil.rmtree(out / WORK)
     return Outcome(answer, time.perf_counter() - begun, dict(seconds), size)
 
 
 def _do(
-    job: Job, left: list[int], each: Each, say: Callable[[str], None], progress: Progress
+    job: Job, left: list[int], run_units: RunUnits, log: Callable[[str], None], progress: Progress
 ) -> tuple[Seconds, int]:
-    """All steps of the units that are left. Gives the seconds of the stages, and the bytes of the files that were read."""
+    """Run all steps of the unfinished units; return seconds by stage and the bytes read."""
     sizes = [sum(piece.size for piece in unit) for unit in job.units]
     numbers = range(len(sizes))
     seconds = Seconds(float)
     read = 0
     is_compared = verdict(job, 0).parent.exists()
-    _check_times(job, is_compared, say)
+    _drop_stale_units(job, is_compared, log)
     if not is_compared:
         dirty = [number for number in numbers if not cleaned(job, number).exists()]
         if len(dirty) < len(numbers):
-            say(f"going on: {len(numbers) - len(dirty)} of {len(numbers)} units are cleaned")
+            log(f"resuming: {len(numbers) - len(dirty)} of {len(numbers)} units are cleaned")
         done = sum(sizes) - sum(sizes[number] for number in dirty)
-        for number, spent in each(Half(job.out, "clean", job.scorer), dirty):
+        for number, spent in run_units(CleaningTask(job.out, "clean", job.scorer), dirty):
             _add(seconds, spent)
             read, done = read + sizes[number], done + sizes[number]
             progress("cleaning", done, sum(sizes))
@@ -124,15 +129,15 @@ def _do(
         compare(job)
         seconds["compare"] = time.process_time() - begun
     done = sum(sizes) - sum(sizes[number] for number in left)
-    for number, spent in each(Half(job.out, "finish"), left):
+    for number, spent in run_units(CleaningTask(job.out, "finish"), left):
         _add(seconds, spent)
         done += sizes[number]
         progress("writing", done, sum(sizes))
     return seconds, read
 
 
-def _check_times(job: Job, is_compared: bool, say: Callable[[str], None]) -> None:
-    """Lets units be cleaned again whose files were written since they were, and says so; once all are compared, that it is too late."""
+def _drop_stale_units(job: Job, is_compared: bool, log: Callable[[str], None]) -> None:
+    """Discard cleaned units whose files changed since; warn if it is too late, after comparing."""
     for number, pieces in enumerate(job.units):
         if not cleaned(job, number).exists():
             continue
@@ -140,11 +145,12 @@ def _check_times(job: Job, is_compared: bool, say: Callable[[str], None]) -> Non
             continue
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         if is_compared:
-            say(
-                f"{names[0]}{others} was written since it was read, and stays as it was then: all are compared; --out={job.out}-2 reads it again"
+            log(
+                f"{names[0]}{others} changed after it was read; its old contents are kept, because"
+                f" all units are compared. --out={job.out}-2 reads it again"
             )
         else:
-            say(f"{names[0]}{others} was written since it was read: unit {number} is done again")
+            log(f"{names[0]}{others} changed after it was read: unit {number} is cleaned again")
             shutil.rmtree(cleaned(job, number))
 
 
@@ -154,10 +160,9 @@ def _add(seconds: Seconds, spent: dict[str, float]) -> None:
 
 
 def _concluded(job: Job) -> dict[str, Any]:
-    """The report: written, or as it was, once every file is found as it was written.
+    """Write the report, or verify every file of a finished run; return the report.
 
-    Raises:
-      DataError: where one is not.
+    Raises DataError if a file differs from the one written.
     """
     parts: defaultdict[str, Counts] = defaultdict(Counts)
     files: dict[str, dict[str, Any]] = {}
@@ -167,36 +172,35 @@ def _concluded(job: Job) -> dict[str, Any]:
         parts[part_of(job.recipe.parts, pieces[0].name)] += Counts.from_json(unit["counts"])
         for name, fields in unit["files"].items():
             path = output(job.out, name, number)
-            if is_done and not is_whole(path, Written(**fields)):
+            if is_done and not is_whole(path, FileDigest(**fields)):
                 raise changed(path)
             files[path.relative_to(job.out).as_posix()] = fields
     if not is_done:
-        found = verdict(job, 0).with_name(CLUSTERS)
-        disk.replace(job.out / CLUSTERS, found.read_bytes() if found.exists() else b"")
+        clusters = verdict(job, 0).with_name(CLUSTERS)
+        disk.replace(job.out / CLUSTERS, clusters.read_bytes() if clusters.exists() else b"")
     answer = report(job, parts, dict(sorted(files.items())))
-    disk.replace(job.out / PAGE, page.render(job.out, answer).encode())
+    disk.replace(job.out / PAGE, page(job.out, answer).encode())
     disk.replace(job.out / REPORT, json.dumps(answer, indent=1).encode())
     return answer
 
 
 @contextlib.contextmanager
-def owned(path: Path) -> Iterator[None]:
-    """Holds the lock of an output folder; the system lets go of it when the process ends, however that happens.
+def output_folder(out: Path) -> Iterator[None]:
+    """Create and lock an output folder; the system releases the lock when the process ends.
 
     Raises:
-      InUse: where another process holds it.
+      InUse: another process holds the lock.
+      NotWritable: the folder cannot be written.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fix = shlex.quote(f"--out={out}-2")
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InUse(
-                "another process writes to the output folder",
-                where=str(path.parent),
-                why="it holds the lock",
-                fix=f"--out={path.parent}-2",
-            ) from None
-        yield
-    finally:
-        os.close(handle)
+        out.mkdir(parents=True, exist_ok=True)
+        with open(out / LOCK, "ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                what, why = "another process is writing to the output folder", "it holds the lock"
+                raise InUse(what, where=str(out), why=why, fix=fix) from None
+            yield
+    except OSError as error:
+        raise cannot_write("the output folder", error.filename or out, error, fix=fix) from error

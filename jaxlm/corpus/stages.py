@@ -4,26 +4,17 @@ from collections.abc import Callable
 
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.document import Stage
-from jaxlm.corpus.filters.c4 import c4
-from jaxlm.corpus.filters.decontaminate import decontaminate, evaluations
-from jaxlm.corpus.filters.fineweb import fineweb
-from jaxlm.corpus.filters.gopher import gopher
-from jaxlm.corpus.filters.harmful import harmful
-from jaxlm.corpus.filters.language import language
-from jaxlm.corpus.filters.length import length
+from jaxlm.corpus.filters.blocklists import decontaminate, evaluations, urls
+from jaxlm.corpus.filters.heuristics import c4, code, fineweb, gopher, length, repetition
 from jaxlm.corpus.filters.licence import licence
-from jaxlm.corpus.filters.normalise import mojibake, normalise
-from jaxlm.corpus.filters.perplexity import MakeScorer, perplexity
+from jaxlm.corpus.filters.models import MakeScorer, harmful, language, perplexity, quality
+from jaxlm.corpus.filters.normalize import mojibake, normalize
 from jaxlm.corpus.filters.pii import pii
-from jaxlm.corpus.filters.quality import quality
-from jaxlm.corpus.filters.repetition import repetition
-from jaxlm.corpus.filters.source_code import code
-from jaxlm.corpus.filters.urls import urls
 
-# What a stage needs is read when it is made: lists, models, evaluation sets.
+# A stage loads its lists, models and evaluation sets when it is made.
 MAKERS: dict[str, Callable[[Recipe, MakeScorer | None], Stage]] = {
     "mojibake": lambda recipe, _: mojibake(),
-    "normalise": lambda recipe, _: normalise(),
+    "normalise": lambda recipe, _: normalize(),
     "length": lambda recipe, _: length(recipe.length),
     "urls": lambda recipe, _: urls(recipe.urls),
     "language": lambda recipe, _: language(recipe.language),
@@ -42,9 +33,9 @@ MAKERS: dict[str, Callable[[Recipe, MakeScorer | None], Stage]] = {
 
 
 def build(recipe: Recipe, scorer: MakeScorer | None = None) -> list[tuple[str, Stage]]:
-    """The name of each stage and what it does, in the recipe's order. `scorer` opens a model, where a stage asks one.
+    """Return the name and function of each stage, in the recipe's order.
 
-    Raises:
-      InputMissing: where a stage needs a file or a package that is not there.
+    `scorer` opens the model of the stage perplexity. Raises InputMissing if a file or package that
+    a stage needs is missing.
     """
     return [(name, MAKERS[name](recipe, scorer)) for name in recipe.stages]

@@ -1,7 +1,7 @@
-"""One unit of work: its files read and cleaned, and later, when all units are compared, written as they stay.
+"""One unit of work: clean its files, and after the comparison of all units write the rest.
 
-Both halves write under a name that nobody reads and rename at the end, so a unit is there whole or not at all. What they write
-follows from the recipe and the files alone.
+Both halves write under a temporary name and rename at the end, so a unit exists whole or not at
+all. The output depends on the recipe and the files alone.
 """
 
 import dataclasses
@@ -16,48 +16,56 @@ from typing import Any, Literal
 
 from jaxlm.core import faults
 from jaxlm.corpus import stages
-from jaxlm.corpus.counts import Counts
+from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.dedup.signatures import Signatures, Signer, ranges, without
-from jaxlm.corpus.document import Broken, Document, Removed, Stage, from_line, to_line
-from jaxlm.corpus.files import LineFiles, Written, checked_lines
-from jaxlm.corpus.filters.perplexity import MakeScorer
-from jaxlm.corpus.job import VERDICTS, WORK, Job, Piece
+from jaxlm.corpus.document import (
+    BrokenRecord,
+    CorpusDocument,
+    Counts,
+    Removed,
+    Stage,
+    from_line,
+    to_line,
+)
+from jaxlm.corpus.engines import Task
+from jaxlm.corpus.files import FileDigest, LineFiles, checked_lines
+from jaxlm.corpus.filters.models import MakeScorer
+from jaxlm.corpus.job import VERDICTS, WORK, FilePart, Job
 from jaxlm.corpus.readers.files import is_one_record, read
 from jaxlm.corpus.remote import is_remote
-from jaxlm.corpus.task import Task
 from jaxlm.data import cache
 
 KEPT, BROKEN, PLACES, SIGNATURES, DONE = "kept", "broken", "places", "signatures", "done.json"
 CUT, NOTHING_LEFT, BLANK = "cut", "nothing_left", "read.blank"
 
-Seconds = defaultdict[str, float]  # of a core, by stage
+Seconds = defaultdict[str, float]  # CPU seconds by stage
 
 
 def cleaned(job: Job, number: int) -> Path:
-    """The folder of a unit between its two halves."""
+    """Return the folder of a unit between its two halves."""
     return job.out / WORK / f"{number:05d}"
 
 
-def changed_since(job: Job, number: int, pieces: list[Piece]) -> list[str]:
-    """The files of a unit that is cleaned which have been written since; of those behind a URL that is not known."""
+def changed_since(job: Job, number: int, pieces: list[FilePart]) -> list[str]:
+    """Return the files of a cleaned unit that were written since; remote files never count."""
     done = json.loads((cleaned(job, number) / DONE).read_text(encoding="utf-8"))
     now = _times(pieces)
     return [name for name, before in done["times"].items() if now[name] != before]
 
 
 def finished(job: Job, number: int) -> Path:
-    """The file that says that a unit is done, and what it became."""
+    """Return the file that marks a unit finished and contains its counts and digests."""
     return job.out / "units" / f"{number:05d}.json"
 
 
 def verdict(job: Job, number: int) -> Path:
-    """The file that says which documents of a unit are duplicates."""
+    """Return the file that lists the duplicates of a unit."""
     return job.out / WORK / VERDICTS / f"{number:05d}.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Half:
-    """One of the two halves of every unit of the job in a folder, in whatever process does it."""
+class CleaningTask:
+    """One half of every unit of the job in a folder; pickled to the process that runs it."""
 
     out: Path
     name: Literal["clean", "finish"]
@@ -65,11 +73,11 @@ class Half:
 
     def __call__(self) -> Task:
         job = dataclasses.replace(Job.read(self.out), scorer=self.scorer)
-        return getattr(Units(job), self.name)
+        return getattr(CleaningUnits(job), self.name)
 
 
-class Units:
-    """Does units of a job, one after another; what its stages need is made once."""
+class CleaningUnits:
+    """Runs units of a job; the stages are made once."""
 
     def __init__(self, job: Job):
         self._job = job
@@ -80,168 +88,153 @@ class Units:
         return stages.build(self._job.recipe, self._job.scorer)
 
     def clean(self, number: int) -> dict[str, float]:
-        """Reads the files of a unit, and passes each document through the stages. Gives a core's seconds by stage."""
+        """Read the files of a unit and pass each document through the stages.
+
+        Return CPU seconds by stage.
+        """
         seconds = Seconds(float)
         with cache.built(cleaned(self._job, number)) as folder:
             if folder is None:
                 return {}
-            counts, signer = Counts(), Signer(self._job.recipe)
             times = _times(self._units[number])
-            with LineFiles(folder) as out:
-                for found in self._read(number, counts, seconds):
-                    self._pass(found, counts, signer, out, seconds)
-                written = out.written()
-            signer.finish().write(folder / SIGNATURES)
-            counts.check(f"unit {number}")
-            done = {
-                "times": times,
-                "counts": counts.to_json(),
-                "files": {name: dataclasses.asdict(each) for name, each in written.items()},
-            }
-            (folder / DONE).write_text(json.dumps(done), encoding="utf-8")
+            unit = _UnitOutput(folder, self._job.recipe)
+            with unit.files:
+                for record in self._read(number, unit.counts, seconds):
+                    self._process(record, unit, seconds)
+                unit.write_signatures()
+                unit.write_record(number, {"times": times})
             faults.point("prepare.clean", number)
         return dict(seconds)
 
-    def _read(self, number: int, counts: Counts, seconds: Seconds) -> Iterator[Document | Broken]:
+    def _read(
+        self, number: int, counts: Counts, seconds: Seconds
+    ) -> Iterator[CorpusDocument | BrokenRecord]:
+        job = self._job
         for piece in self._units[number]:
-            if is_one_record(piece.name) and not self._job.is_in(piece.name, 1):
-                continue  # a preview need not open it
-            job = self._job
+            if is_one_record(piece.name) and not job.is_in(piece.name, 1):
+                continue  # in a sample, skip the file without opening it
             span = job.span(piece)
             records = read(piece.path, piece.name, job.recipe, counts.notes, span, job.is_in)
             while True:
                 begun = time.process_time()
-                found = next(records, None)
+                record = next(records, None)
                 seconds["read"] += time.process_time() - begun
-                if found is None:
+                if record is None:
                     break
-                if self._job.is_in(found.file, found.record):
-                    yield found
+                if job.is_in(record.file, record.record):
+                    yield record
 
-    def _pass(
-        self,
-        found: Document | Broken,
-        counts: Counts,
-        signer: Signer,
-        out: LineFiles,
-        seconds: Seconds,
+    def _process(
+        self, record: CorpusDocument | BrokenRecord, unit: "_UnitOutput", seconds: Seconds
     ) -> None:
-        """One record through all stages, and to the file where it ends."""
-        if isinstance(found, Broken):
-            counts.add("read")
-            counts.add(f"broken.{found.kind}")
-            out.write(BROKEN, to_line(found))
+        """Pass a record through all stages and write it to the file of its outcome."""
+        if isinstance(record, BrokenRecord):
+            unit.counts.add("read")
+            unit.counts.add(f"broken.{record.kind}")
+            unit.files.write(BROKEN, to_line(record))
             return
-        counts.add("read", found.text)
-        document = found
-        if not found.text.strip():
-            _remove(document, BLANK, "", counts, out)
+        unit.counts.add("read", record.text)
+        if not record.text.strip():
+            unit.remove(record, BLANK)
             return
+        document = record
         for name, stage in self._stages:
             begun = time.process_time()
-            after = stage(document, counts.notes)
+            after = stage(document, unit.counts.notes)
             seconds[name] += time.process_time() - begun
             if isinstance(after, Removed):
-                _remove(document, f"{name}.{after.rule}", after.detail, counts, out)
+                unit.remove(document, f"{name}.{after.rule}", after.detail)
                 return
             if not after.text.strip():
-                _remove(document, f"{name}.{NOTHING_LEFT}", "", counts, out)
+                unit.remove(document, f"{name}.{NOTHING_LEFT}")
                 return
             document = after
         begun = time.process_time()
-        signer.add(document)
+        unit.signer.add(document)
         seconds["signatures"] += time.process_time() - begun
-        counts.add(KEPT, document.text)
-        out.write(KEPT, to_line(document))
-        out.write(PLACES, json.dumps([document.file, document.record]).encode() + b"\n")
+        unit.counts.add(KEPT, document.text)
+        unit.files.write(KEPT, to_line(document))
+        place = json.dumps([document.file, document.record])
+        unit.files.write(PLACES, place.encode() + b"\n")
 
     def finish(self, number: int) -> dict[str, float]:
-        """Writes the output of a unit: what the comparison of all left of it, and what was removed on the way."""
+        """Write the final files of a unit: kept documents without duplicates, and removed ones."""
         begun = time.process_time()
         target = cleaned(self._job, number).with_name(f"{number:05d}-out")
         with cache.built(target) as folder:
             if folder is not None:
                 self._write(number, folder)
-        self._hand_over(target, number)
+        self._move_to_output(target, number)
         return {"write": time.process_time() - begun}
 
     def _write(self, number: int, folder: Path) -> None:
-        """Every file of a unit as it stays, and what it became."""
+        """Write the final files of a unit and its counts."""
         source = cleaned(self._job, number)
         done = json.loads((source / DONE).read_text(encoding="utf-8"))
-        before = {name: Written(**fields) for name, fields in done["files"].items()}
-        counts = Counts.from_json(done["counts"])
-        found = json.loads(verdict(self._job, number).read_text(encoding="utf-8"))
-        with LineFiles(folder) as out:
+        before = {name: FileDigest(**fields) for name, fields in done["files"].items()}
+        verdicts = json.loads(verdict(self._job, number).read_text(encoding="utf-8"))
+        unit = _UnitOutput(folder, self._job.recipe, Counts.from_json(done["counts"]))
+        with unit.files:
             for name in sorted(before.keys() - {KEPT, PLACES}):
                 for line in checked_lines(source / name, before[name]):
-                    out.write(name, line)
-            signer = Signer(self._job.recipe)
+                    unit.files.write(name, line)
             if KEPT in before:
                 documents = checked_lines(source / KEPT, before[KEPT])
                 signatures = Signatures.read(source / SIGNATURES)
-                self._settle(documents, signatures, found, counts, signer, out)
-            written = out.written()
-        signer.finish().write(folder / SIGNATURES)
-        written[SIGNATURES] = Written.of(folder / SIGNATURES, counts.documents[KEPT])
-        counts.check(f"unit {number}")
-        result = {
-            "inputs": [[piece.name, piece.size] for piece in self._units[number]],
-            "counts": counts.to_json(),
-            "files": {name: dataclasses.asdict(each) for name, each in written.items()},
-        }
-        (folder / DONE).write_text(json.dumps(result, indent=1), encoding="utf-8")
+                self._apply_verdicts(documents, signatures, verdicts, unit)
+            inputs = [[piece.name, piece.size] for piece in self._units[number]]
+            digests = {SIGNATURES: unit.write_signatures()}
+            unit.write_record(number, {"inputs": inputs}, digests, indent=1)
 
-    def _settle(
+    def _apply_verdicts(
         self,
         lines: Iterator[bytes],
         signatures: Signatures,
-        found: dict[str, Any],
-        counts: Counts,
-        signer: Signer,
-        out: LineFiles,
+        verdicts: dict[str, Any],
+        unit: "_UnitOutput",
     ) -> None:
-        """What of the documents that the stages kept stays now, and its signatures."""
+        """Apply the verdicts to the documents that the stages kept; write them and signatures."""
         for ordinal, line in enumerate(lines):
-            if (fate := found["removed"].get(str(ordinal))) is not None:
+            removed, spans, substrings = (
+                verdicts[name].get(str(ordinal)) for name in ("removed", "cut", "ranges")
+            )
+            if removed is not None:
                 document = from_line(line)
-                _forget(document, counts)
-                _remove(document, fate[0], fate[1], counts, out)
-            elif str(ordinal) in found["cut"] or str(ordinal) in found["ranges"]:
-                cut = {kind: found[kind].get(str(ordinal), []) for kind in ("cut", "ranges")}
-                self._shorten(from_line(line), cut["cut"], cut["ranges"], counts, signer, out)
+                unit.uncount_kept(document)
+                unit.remove(document, *removed)
+            elif spans is not None or substrings is not None:
+                self._shorten(from_line(line), spans or [], substrings or [], unit)
             else:
-                signer.add_again(signatures, ordinal)
-                out.write(KEPT, line)
+                unit.signer.add_signed(signatures, ordinal)
+                unit.files.write(KEPT, line)
 
     def _shorten(
         self,
-        document: Document,
+        document: CorpusDocument,
         spans: list[int],
         substrings: list[list[int]],
-        counts: Counts,
-        signer: Signer,
-        out: LineFiles,
+        unit: "_UnitOutput",
     ) -> None:
-        """Writes a document without what stood before, and that beside it."""
-        cut = [("spans", *at) for at in ranges(document.text, self._job.recipe.spans, set(spans))]
+        """Write a document without its repeated passages, and the passages themselves."""
+        settings = self._job.recipe.spans
+        cut = [("spans", *span) for span in ranges(document.text, settings, set(spans))]
         cut += [("substrings", begin, end) for begin, end in substrings]
         for kind, begin, end in cut:
-            counts.notes[f"{kind}: cut out"] += 1
+            unit.counts.notes[f"{kind}: cut out"] += 1
             piece = dataclasses.replace(document, text=document.text[begin:end], meta={})
-            out.write(CUT, to_line(piece, kind=kind, begin=begin))
-        text = without(document.text, (at for _, *at in cut)).strip("\n")
-        _forget(document, counts)
+            unit.files.write(CUT, to_line(piece, kind=kind, begin=begin))
+        text = without(document.text, (span for _, *span in cut)).strip("\n")
+        unit.uncount_kept(document)
         if not text.strip():
-            _remove(document, f"{cut[-1][0]}.{NOTHING_LEFT}", "", counts, out)
+            unit.remove(document, f"{cut[-1][0]}.{NOTHING_LEFT}")
             return
-        counts.add(KEPT, text)
+        unit.counts.add(KEPT, text)
         shorter = document.with_text(text)
-        signer.add(shorter)
-        out.write(KEPT, to_line(shorter))
+        unit.signer.add(shorter)
+        unit.files.write(KEPT, to_line(shorter))
 
-    def _hand_over(self, folder: Path, number: int) -> None:
-        """Moves what is in a folder to where it stays; a second time it moves what is left. Its note comes last."""
+    def _move_to_output(self, folder: Path, number: int) -> None:
+        """Move the files of a folder to their final places, the record last; can be repeated."""
         out = self._job.out
         for path in sorted(folder.iterdir()):
             if path.name != DONE:
@@ -254,25 +247,58 @@ class Units:
         folder.rmdir()
 
 
+class _UnitOutput:
+    """Files, counts and signatures of one half of a unit."""
+
+    def __init__(self, folder: Path, recipe: Recipe, counts: Counts | None = None):
+        self._folder = folder
+        self.files = LineFiles(folder)
+        self.counts = counts or Counts()
+        self.signer = Signer(recipe)
+
+    def remove(self, document: CorpusDocument, reason: str, detail: str = "") -> None:
+        """Count and write a removed document."""
+        self.counts.add(f"removed.{reason}", document.text)
+        line = to_line(document, reason=reason, detail=detail)
+        self.files.write(f"removed.{reason}", line)
+
+    def uncount_kept(self, document: CorpusDocument) -> None:
+        """Undo the count of a kept document."""
+        self.counts.documents[KEPT] -= 1
+        self.counts.characters[KEPT] -= len(document.text)
+
+    def write_signatures(self) -> FileDigest:
+        """Write the signatures of the kept documents."""
+        path = self._folder / SIGNATURES
+        self.signer.finish().write(path)
+        return FileDigest.of(path, self.counts.documents[KEPT])
+
+    def write_record(
+        self,
+        number: int,
+        fields: dict[str, Any],
+        digests: dict[str, FileDigest] | None = None,
+        indent: int | None = None,
+    ) -> None:
+        """Write the record that makes the unit complete, with its counts and digests."""
+        self.counts.check(f"unit {number}")
+        digests = self.files.written() | (digests or {})
+        files = {name: dataclasses.asdict(each) for name, each in digests.items()}
+        record = {**fields, "counts": self.counts.to_json(), "files": files}
+        (self._folder / DONE).write_text(json.dumps(record, indent=indent), encoding="utf-8")
+
+
 def output(out: Path, name: str, number: int) -> Path:
-    """Where a file of a unit stays: `removed.STAGE.RULE` in removed/STAGE.RULE/NNNNN.jsonl."""
+    """Return the final path of a file of a unit.
+
+    `removed.STAGE.RULE` becomes removed/STAGE.RULE/NNNNN.jsonl.
+    """
     ending = "bin" if name == SIGNATURES else "jsonl"
     return out.joinpath(*name.split(".", 1), f"{number:05d}.{ending}")
 
 
-def _times(pieces: list[Piece]) -> dict[str, int | None]:
-    """When each file was last written, in nanoseconds."""
+def _times(pieces: list[FilePart]) -> dict[str, int | None]:
+    """Return the modification time of each local file in nanoseconds."""
     return {
         each.name: None if is_remote(each.name) else each.path.stat().st_mtime_ns for each in pieces
     }
-
-
-def _remove(document: Document, reason: str, detail: str, counts: Counts, out: LineFiles) -> None:
-    counts.add(f"removed.{reason}", document.text)
-    out.write(f"removed.{reason}", to_line(document, reason=reason, detail=detail))
-
-
-def _forget(document: Document, counts: Counts) -> None:
-    """Takes back that a document was kept."""
-    counts.documents[KEPT] -= 1
-    counts.characters[KEPT] -= len(document.text)

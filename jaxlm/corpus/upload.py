@@ -1,4 +1,4 @@
-"""A finished folder, copied to an object store or any other place that fsspec writes to."""
+"""Copies of a finished folder in an object store, or wherever fsspec can write."""
 
 import functools
 import shlex
@@ -9,16 +9,16 @@ from jaxlm.core.errors import NotWritable
 from jaxlm.corpus.job import CLUSTERS, PAGE, RECIPE, REPORT
 from jaxlm.corpus.mix.after import SHARDS
 from jaxlm.corpus.mix.run import MIX
-from jaxlm.corpus.remote import Changed, open_store, said, tried
+from jaxlm.corpus.remote import SizeMismatch, described, open_store, tried
 from jaxlm.corpus.run import LOCK
 
 
 def copy_to(folder: Path, files: list[str], url: str) -> int:
-    """Copies a finished run, its report when all else is there, and gives how many files; none where they all are.
+    """Copy a finished run, the report last; return the number of files, 0 if already done.
 
     Raises:
-      InputMissing: where the store cannot be asked.
-      NotWritable: where something else is there, or a file cannot be written after several tries.
+      InputMissing: the store does not answer.
+      NotWritable: the target contains other files, or a file cannot be written in several tries.
     """
     url = url.rstrip("/")
     other = shlex.quote(f"--copy_to={url}-2")
@@ -33,23 +33,23 @@ def copy_to(folder: Path, files: list[str], url: str) -> int:
 
 
 def _copied(folder: Path, names: list[str], url: str, other: str) -> int:
-    """Copies files, of which the first says what they all are, and the last that they are all there.
+    """Copy files. The first identifies the copy, the last marks it complete.
 
-    `other` is the flag of a place that holds nothing yet.
+    `other` is the flag for another, empty target.
     """
     store, root = open_store(url)
     first, last = names[0], names[-1]
     try:
         for name in (last, first):
-            there = store.cat_file(f"{root}/{name}") if store.exists(f"{root}/{name}") else None
-            if there is not None and there != (folder / name).read_bytes():
+            content = store.cat_file(f"{root}/{name}") if store.exists(f"{root}/{name}") else None
+            if content is not None and content != (folder / name).read_bytes():
                 raise NotWritable(
-                    "the place holds something else",
+                    "the target contains other files",
                     where=f"{url}/{name}",
-                    why="nothing is overwritten",
+                    why="existing files are never overwritten",
                     fix=other,
                 )
-            if name == last and there is not None:
+            if name == last and content is not None:
                 return 0
         for name in names:
             tried(functools.partial(_put, store, folder / name, f"{root}/{name}"))
@@ -59,8 +59,8 @@ def _copied(folder: Path, names: list[str], url: str, other: str) -> int:
         raise NotWritable(
             "the output cannot be copied",
             where=url,
-            why=said(error),
-            fix="the same command again: it is done but for the copy",
+            why=described(error),
+            fix="the same command again: only the copy is left to do",
         ) from error
     return len(names)
 
@@ -69,4 +69,4 @@ def _put(store: Any, path: Path, target: str) -> None:
     store.makedirs(target.rpartition("/")[0], exist_ok=True)
     store.put_file(str(path), target)
     if (size := store.info(target)["size"]) != path.stat().st_size:
-        raise Changed(f"{size:,} of {path.stat().st_size:,} bytes are there")
+        raise SizeMismatch(f"{size:,} of {path.stat().st_size:,} bytes arrived")

@@ -1,4 +1,4 @@
-"""Rows of a Parquet file, in bounded memory whatever it unpacks to."""
+"""Rows of a Parquet file, in bounded memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,26 +6,26 @@ from typing import IO, Any, NamedTuple
 
 from jaxlm.core.errors import not_installed
 
-# A column of a row group that is packed tighter than any text, and large, was made to fill a memory. Repeated text
-# that is real packs to a hundredth.
+# A large column of a row group with a higher compression ratio than any text is a decompression
+# bomb. Real repetitive text compresses to a hundredth.
 TIGHTEST = 1000
-MOST_UNPACKED = 2**28  # bytes; below it a column may pack as tightly as it likes
-ROWS = 16  # made into Python's objects at once: one value of a dictionary can stand in each of a thousand rows
+MOST_UNPACKED = 2**28  # bytes; a smaller column may have any compression ratio
+ROWS = 16  # converted at once: a dictionary value can occur in each of a thousand rows
 
 
 class Row(NamedTuple):
-    """A row, and the share of the file's rows up to its end."""
+    """A row, and the share of the file's rows read so far."""
 
     fields: dict[str, Any]
     share: float
 
 
 def row_groups(path: Path) -> list[tuple[int, int]]:
-    """Where each row group begins, in bytes, and its rows.
+    """Return offset in bytes and number of rows of each row group.
 
     Raises:
-      InputMissing: where pyarrow is not there.
-      Exception: pyarrow's own, where the file is damaged.
+      InputMissing: pyarrow is not installed.
+      Exception: pyarrow's own, for a damaged file.
     """
     with _opened(path, str(path)) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
@@ -33,7 +33,7 @@ def row_groups(path: Path) -> list[tuple[int, int]]:
 
 
 def _begin(group: Any) -> int:
-    """The first byte of a row group; its own field for that is left 0 by some writers."""
+    """Return the offset of a row group; some writers leave its own field 0."""
     columns = [group.column(i) for i in range(group.num_columns)]
     return min(c.dictionary_page_offset or c.data_page_offset for c in columns)
 
@@ -44,14 +44,14 @@ def rows(
     column: str | None = None,
     groups: range | None = None,
 ) -> Iterator[Row]:
-    """Every row, or those of some row groups, with this column alone where there is one of that name.
+    """Yield every row, or those of some row groups; only `column` if it exists.
 
-    A page says itself what it unpacks to, and is held whole: one that lies about it may take up to 2 GiB, the most
-    that the format can say.
+    A page states its own unpacked size and is held whole: a false one can take up to 2 GiB, the
+    limit of the format.
 
     Raises:
-      InputMissing: where pyarrow is not there.
-      ValueError: where a column unpacks to far more than text does, before it is.
+      InputMissing: pyarrow is not installed.
+      ValueError: a column would unpack to far more than text does; raised before it does.
     """
     with _opened(source, name) as file:
         columns = [column] if column and column in file.schema_arrow.names else None
@@ -74,7 +74,7 @@ def _opened(source: Path | IO[bytes], name: str) -> Any:
     except ImportError as error:
         raise not_installed("reading Parquet", "pyarrow", "parquet", where=name) from error
     schema = parquet.ParquetFile(source).schema_arrow
-    # Kept as indices, what is said once is held once.
+    # Read as indices, a repeated text is held once.
     texts = [field.name for field in schema if types.is_string(field.type)]
     return parquet.ParquetFile(source, read_dictionary=texts)
 
@@ -88,5 +88,6 @@ def _refuse_bombs(metadata: Any, columns: list[str] | None, groups: range) -> No
             packed, unpacked = chunk.total_compressed_size, chunk.total_uncompressed_size
             if unpacked > MOST_UNPACKED and unpacked > TIGHTEST * packed:
                 raise ValueError(
-                    f"column {chunk.path_in_schema!r} of row group {group} unpacks from {packed:,} to {unpacked:,} bytes"
+                    f"column {chunk.path_in_schema!r} of row group {group} unpacks from"
+                    f" {packed:,} to {unpacked:,} bytes"
                 )

@@ -1,124 +1,171 @@
-"""Records of files: text, JSON lines, Parquet, perhaps compressed; and what is wrong with each."""
+"""Records for training: text, JSON lines and Parquet, possibly compressed, and their damage."""
 
 import codecs
 import contextlib
 import dataclasses
-import gzip
-import io
-import itertools
-import json
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.data import parquet
+from jaxlm.data.formats import (
+    BYTE_ORDER_MARK,
+    COMPRESSIONS,
+    FORMATS,
+    NOT_JSON,
+    NOT_UTF8,
+    Fault,
+    ReadOptions,
+    is_packed,
+    kind_of,
+    unpacked,
+)
 
-# Why a record is left out; these are broken, and few of them are tolerated.
-NOT_UTF8, NOT_JSON = "not UTF-8", "not JSON"
+# Kinds of broken records, like NOT_UTF8 and NOT_JSON; only a small share of them is tolerated.
 NO_TEXT, OTHER_TYPE = "without the text key", "with a text of another type"
-# These hold nothing to train on, and any number of them may be left out.
+# Kinds of records without content; any number of them may be dropped.
 EMPTY, BLANK = "empty", "only white space"
-# What is changed in a document, or strange in one that is kept as it is.
+# Changes to a document, or oddities of one that is kept unchanged.
 SURROGATE = "with a lone surrogate, replaced"
 MARK = "with a byte order mark, removed"
 NUL = "with NUL, kept"
 MENDED = (SURROGATE, MARK, NUL)
 
-# Of a compressed file, without a document in between. A megabyte can unpack to ten thousand of them; a file that is not
-# compressed shows its size.
+# Unpacked bytes of a compressed file without a document's end: a megabyte can unpack to ten
+# thousand documents. A file that is not compressed shows its size.
 MOST_UNPACKED = 2**28
 
-PROBED_START = 2**12  # bytes of a file that tell text from other files
-PACKERS = {".gz": "gzip", ".zst": "zstd"}  # the commands
-
-BYTE_ORDER_MARK = "\ufeff".encode()
+PROBED_START = 2**12  # bytes of a file that distinguish text from other files
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Document(NamedTuple):
-    """A text and where it came from."""
+    """A text and its origin."""
 
     text: str
     file: str
     record: int
-    place: int = 0  # bytes of the files, as they lie on disk, that were read up to here
+    place: int = 0  # bytes of the file on disk that were read up to here
 
 
 class Broken(NamedTuple):
-    """A record that cannot be used: why, and the error that it becomes where too many are."""
+    """A record that cannot be used: why, and the error to raise if there are too many."""
 
     reason: str
     error: DataError
 
 
 @dataclasses.dataclass
-class Start:
-    """How much is still to be read where only the start of some files is looked at: records, and bytes of them unpacked."""
+class ReadBudget:
+    """Budget for reading the start of some files: remaining records and unpacked bytes."""
 
     records: int
     bytes: int
 
     @property
     def is_read(self) -> bool:
-        """Whether nothing is left."""
+        """Return whether nothing remains."""
         return not (self.records and self.bytes)
 
 
 def read(
-    path: Path, name: str, text_key: str, counts: Counter[str], start: Start | None = None
+    path: Path, name: str, text_key: str, counts: Counter[str], start: ReadBudget | None = None
 ) -> Iterator[Document | Broken]:
-    """Every record of a file, as text or as what is wrong with it. What is odd about the file itself is counted.
+    """Yield every record of a file, as a text or as what is wrong with it.
 
-    A `start` gives up the bytes that are read of it. Where they end, so does a text, and a record that they cut is none.
+    Args:
+      path: the file.
+      name: its name in errors.
+      text_key: the field of a record that contains its text.
+      counts: counts of oddities of the file.
+      start: the budget, reduced by the bytes read. Where it ends, a text ends and a record that it
+        cuts is dropped.
 
     Raises:
-      DataError: where the file cannot be read any further.
+      DataError: the rest of the file cannot be read.
     """
     if is_text(path):
         yield _text(path, name, counts, start)
         return
-    kind = _kind(path)
-    if kind != ".parquet":
-        records = _json_lines(path, name, counts, start)
-    else:
-        records = _parquet(path, name, text_key)
-    for number, (record, place) in enumerate(records):
-        if isinstance(record, Broken):
-            yield record
-            continue
-        found = record.get(text_key) if isinstance(record, dict) else None
-        if isinstance(found, str):
-            if start is not None and kind == ".parquet":
-                start.bytes = max(start.bytes - len(found), 0)
-            yield Document(found, name, number, place)
-        else:
-            is_there = isinstance(record, dict) and text_key in record
-            yield Broken(
-                OTHER_TYPE if is_there else NO_TEXT, _no_text(record, name, number, text_key)
-            )
+    format, size = FORMATS[kind_of(path.name)], path.stat().st_size
+    with _damage_named(name), open(path, "rb") as file, contextlib.ExitStack() as opened:
+        stream: IO[bytes] = file
+        if format.is_lines:
+            stream = opened.enter_context(unpacked(file, path.name))
+            lines = _LimitedLines(stream, path, name, counts, start)
+            if start is not None or is_packed(path.name):
+                stream = cast(IO[bytes], lines)
+            elif stream.peek(3).startswith(BYTE_ORDER_MARK):  # type: ignore[attr-defined]
+                counts[MARK] += 1
+        records = format.read(stream, ReadOptions(name, column=text_key))
+        for number, (line, value, share) in enumerate(records):
+            if isinstance(value, Fault):
+                yield _broken(value, name, line)
+                continue
+            text = value.get(text_key) if isinstance(value, dict) else None
+            if isinstance(text, str):
+                if start is not None and not format.is_lines:
+                    start.bytes = max(start.bytes - len(text), 0)
+                place = file.tell() if share is None else int(size * share)
+                yield Document(text, name, number, place)
+            else:
+                is_there = isinstance(value, dict) and text_key in value
+                kind = OTHER_TYPE if is_there else NO_TEXT
+                yield Broken(kind, _no_text(value, name, number, text_key))
+
+
+class _LimitedLines:
+    """Lines of a file within a budget, and within the limit of a compressed document."""
+
+    def __init__(
+        self,
+        stream: IO[bytes],
+        path: Path,
+        name: str,
+        counts: Counter[str],
+        start: ReadBudget | None,
+    ):
+        self._stream, self._path, self._name = stream, path, name
+        self._counts, self._start = counts, start
+        self._number = self._unpacked = 0  # lines, and bytes since the last one that was not blank
+
+    def readline(self, _: int = -1) -> bytes:
+        """Return the next line; empty at the end of the file or of the budget, which may cut it."""
+        start = self._start
+        line = self._stream.readline(
+            _limit(self._path, self._unpacked) if start is None else start.bytes
+        )
+        self._number += 1
+        if start is not None:
+            start.bytes -= len(line)
+            if not start.bytes:
+                return b""
+        self._unpacked += len(line)
+        if self._unpacked > MOST_UNPACKED and is_packed(self._path.name):
+            raise _unpacks_too_far(self._path, f"{self._name}:{self._number}")
+        if self._number == 1 and line.startswith(BYTE_ORDER_MARK):
+            self._counts[MARK] += 1
+        if not line.removeprefix(BYTE_ORDER_MARK).isspace():
+            self._unpacked = 0
+        return line
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file is one text; it holds records else."""
-    return _kind(path) not in (".jsonl", ".json", ".parquet")
-
-
-def _kind(path: Path) -> str:
-    return Path(path.stem).suffix if _is_packed(path) else path.suffix
+    """Return whether a file is one text; otherwise it contains records."""
+    return kind_of(path.name) not in FORMATS
 
 
 def ending(path: Path) -> str:
-    """Return the end of a file's name that says what it holds, with its packing: `.jsonl.gz`."""
-    return f"{_kind(path)}{path.suffix}" if _is_packed(path) else path.suffix
+    """Return the suffix of the format with its compression: `.jsonl.gz`."""
+    return "".join(path.suffixes[-2:]) if is_packed(path.name) else path.suffix
 
 
 def looks_like_text(path: Path) -> bool:
-    """Whether `read` can take a file, as far as its first bytes tell."""
-    if not is_text(path) or _is_packed(path):
+    """Return whether the first bytes of a file look like something that `read` accepts."""
+    if not is_text(path) or is_packed(path.name):
         return True
     with open(path, "rb") as file:
         start = file.read(PROBED_START)
@@ -130,7 +177,7 @@ def looks_like_text(path: Path) -> bool:
 
 
 def mended(text: str, counts: Counter[str]) -> str:
-    """JSON can spell halves of surrogate pairs, which UTF-8 cannot: they become U+FFFD. NUL is text like any other."""
+    """Replace lone surrogates, which JSON can express and UTF-8 cannot, by U+FFFD; keep NUL."""
     if "\0" in text:
         counts[NUL] += 1
     if text.isascii() or not _SURROGATES.search(text):
@@ -139,11 +186,13 @@ def mended(text: str, counts: Counter[str]) -> str:
     return _SURROGATES.sub("\ufffd", text)
 
 
-def _text(path: Path, name: str, counts: Counter[str], start: Start | None) -> Document | Broken:
-    with _whole(name), opened(path) as file:
-        data = file.read(_limit(path) if start is None else start.bytes)
-        if len(data) > MOST_UNPACKED and _is_packed(path):
-            raise _unpacks_too_far(path, name)
+def _text(
+    path: Path, name: str, counts: Counter[str], start: ReadBudget | None
+) -> Document | Broken:
+    with _damage_named(name), open(path, "rb") as file, unpacked(file, path.name) as stream:
+        data = stream.read(_limit(path) if start is None else start.bytes)
+    if len(data) > MOST_UNPACKED and is_packed(path.name):
+        raise _unpacks_too_far(path, name)
     if data.startswith(BYTE_ORDER_MARK):
         counts[MARK] += 1
     is_whole = start is None or len(data) < start.bytes
@@ -157,6 +206,18 @@ def _text(path: Path, name: str, counts: Counter[str], start: Start | None) -> D
         return Broken(NOT_UTF8, _not_utf8(name, error, "byte"))
 
 
+def _broken(fault: Fault, name: str, line: int) -> Broken:
+    if isinstance(fault.error, UnicodeDecodeError):
+        return Broken(NOT_UTF8, _not_utf8(name, fault.error, f"line {line}, byte"))
+    damage = DataError(
+        "a line is not JSON",
+        where=f"{name}:{line}",
+        why=str(fault.error),
+        fix="one JSON object a line\na name that ends in .txt",
+    )
+    return Broken(NOT_JSON, damage)
+
+
 def _not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
     return DataError(
         "a file is not UTF-8",
@@ -167,103 +228,44 @@ def _not_utf8(name: str, error: UnicodeDecodeError, unit: str) -> DataError:
 
 
 def _from_latin1(path: Path) -> str:
-    """The command that makes a file UTF-8 where it lies. The old one stays beside it, under a name that no glob finds."""
+    """Return the command that converts a file to UTF-8; the old one gets a hidden name."""
     hidden = (path.with_name(f".{path.name}.{kind}") for kind in ("utf8", "latin1"))
     file, new, old = (shlex.quote(str(each)) for each in (path, *hidden))
     command = "iconv -f latin1 -t utf-8"
-    if path.suffix in PACKERS:
-        packer = PACKERS[path.suffix]
+    if path.suffix in COMPRESSIONS:
+        packer = COMPRESSIONS[path.suffix]
         command = f"{packer} -dc {file} | {command} | {packer} > {new}"
     else:
         command = f"{command} {file} > {new}"
-    return f"{command} && mv {file} {old} && mv {new} {file}    # where it is Latin-1"
-
-
-def _json_lines(
-    path: Path, name: str, counts: Counter[str], start: Start | None
-) -> Iterator[tuple[Any, int]]:
-    """Each record, and the bytes of the file that were read up to its end."""
-    with _whole(name), opened(path) as file:
-        unpacked = 0
-        for number in itertools.count(1):
-            line = file.readline(_limit(path, unpacked) if start is None else start.bytes)
-            if not line:
-                break
-            if start is not None:
-                start.bytes -= len(line)
-                if not start.bytes:
-                    break  # it may be cut
-            unpacked += len(line)
-            if unpacked > MOST_UNPACKED and _is_packed(path):
-                raise _unpacks_too_far(path, f"{name}:{number}")
-            if number == 1 and line.startswith(BYTE_ORDER_MARK):
-                counts[MARK] += 1
-                line = line.removeprefix(BYTE_ORDER_MARK)
-            if not line.strip():
-                continue
-            unpacked = 0
-            try:
-                text, line = line.decode(), b""  # a line may be long, and is not kept three times
-                record, text = json.loads(text), ""
-                yield record, _place(file)
-            except UnicodeDecodeError as error:
-                yield (
-                    Broken(NOT_UTF8, _not_utf8(name, error, f"line {number}, byte")),
-                    _place(file),
-                )
-            except (ValueError, RecursionError) as error:
-                damage = DataError(
-                    "a line is not JSON",
-                    where=f"{name}:{number}",
-                    why=str(error),
-                    fix="one JSON object a line\na name that ends in .txt",
-                )
-                yield Broken(NOT_JSON, damage), _place(file)
-
-
-def _is_packed(path: Path) -> bool:
-    return path.suffix in PACKERS
+    return f"{command} && mv {file} {old} && mv {new} {file}    # if it is Latin-1"
 
 
 def _limit(path: Path, unpacked: int = 0) -> int:
-    """The bytes to ask for: one more than may come, or all of them."""
-    return MOST_UNPACKED + 1 - unpacked if _is_packed(path) else -1
+    """Return the number of bytes to request: one above the limit, or all."""
+    return MOST_UNPACKED + 1 - unpacked if is_packed(path.name) else -1
 
 
 def _unpacks_too_far(path: Path, where: str) -> DataError:
     return DataError(
-        "a compressed file unpacks to more than a document may hold",
+        "a compressed file unpacks to more than the limit of a document",
         where=where,
-        why=f"more than {MOST_UNPACKED:,} bytes without a document's end, from a file of {path.stat().st_size:,}",
-        fix="leave it out of the glob\nunpack it, and cut it into documents",
+        why=f"over {MOST_UNPACKED:,} bytes without a document's end,"
+        f" from a file of {path.stat().st_size:,}",
+        fix="leave it out of the glob\nunpack it, and split it into documents",
     )
 
 
-def _place(file: Any) -> int:
-    """Where a file that `opened` gave stands, in bytes on disk."""
-    inner = file.fileobj if isinstance(file, gzip.GzipFile) else file.raw
-    return inner.tell() if isinstance(inner, _Zstandard | io.BufferedReader) else file.tell()
-
-
-def _parquet(path: Path, name: str, text_key: str) -> Iterator[tuple[dict[str, Any], int]]:
-    size = path.stat().st_size
-    with _whole(name):
-        for row in parquet.rows(path, name, text_key):
-            yield row.fields, int(size * row.share)
-
-
 @contextlib.contextmanager
-def _whole(name: str) -> Iterator[None]:
-    """Says which file it is that a decompressor or pyarrow cannot read."""
+def _damage_named(name: str) -> Iterator[None]:
+    """Name the file in an error of a decompressor or of pyarrow."""
     try:
         yield
     except (DataError, InputMissing, GeneratorExit):
         raise
-    except (
-        Exception
-    ) as error:  # zlib.error, EOFError, ZstdError, ArrowInvalid: they share no parent
+    except Exception as error:
+        # zlib.error, EOFError, ZstdError and ArrowInvalid have no common base.
         raise DataError(
-            "a file is damaged or is not what its name says",
+            "a file is damaged or has another format than its name",
             where=name,
             why=f"{type(error).__name__}: {str(error)[:200]}",
             fix="fetch it again\nleave it out of the glob",
@@ -271,72 +273,15 @@ def _whole(name: str) -> Iterator[None]:
 
 
 def _no_text(record: Any, name: str, number: int, text_key: str) -> DataError:
-    keys = (
-        [key for key, value in record.items() if isinstance(value, str)]
-        if isinstance(record, dict)
-        else []
-    )
+    is_object = isinstance(record, dict)
+    keys = [k for k, value in record.items() if isinstance(value, str)] if is_object else []
     return DataError(
         f"a record has no text under {text_key!r}",
         where=f"{name}, record {number}",
         why=f"its fields with text: {', '.join(keys) or 'none'}"
-        if isinstance(record, dict)
+        if is_object
         else f"it is a {type(record).__name__}, not an object",
         fix=f"--config.data.text_key={keys[0]}"
         if keys
         else "one JSON object a line, with its text in one field",
     )
-
-
-def opened(path: Path) -> IO[bytes]:
-    """The bytes of a file; of a `.gz` or `.zst` file as they were before they were packed."""
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix == ".zst":
-        return frames(open(path, "rb"))
-    return open(path, "rb")
-
-
-def frames(file: IO[bytes]) -> IO[bytes]:
-    """The bytes of Zstandard frames as they were before they were packed; closed with `file`."""
-    return io.BufferedReader(_Zstandard(file), 2**17)
-
-
-class _Zstandard(io.RawIOBase):
-    """_Zstandard frames, end to end. The library's own reader takes a file that was cut for one that ended."""
-
-    def __init__(self, file: IO[bytes]):
-        import zstandard
-
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._file = file  # closed with this reader
-        self._frame = self._decompressor.decompressobj()
-        self._ready = memoryview(b"")
-        self._begun = False
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            # Four bytes can stand for 128 KiB, and what a piece unpacks to is held at once: the pieces are small.
-            data = (self._frame.unused_data if self._frame.eof else b"") or self._file.read(2**11)
-            if not data:
-                if self._begun and not self._frame.eof:
-                    raise EOFError("the last frame is cut")
-                return 0
-            if self._frame.eof:
-                self._frame = self._decompressor.decompressobj()
-            self._begun = True
-            self._ready = memoryview(self._frame.decompress(data))
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()

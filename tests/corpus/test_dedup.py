@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.corpus.dedup.config import MinHash, Spans
+from jaxlm.corpus.config import MinHash, Spans
 from jaxlm.corpus.dedup.minhash import recall, signature, similar
 from jaxlm.corpus.dedup.signatures import ranges, spans, without
 from jaxlm.corpus.ngrams import words

@@ -97,7 +97,7 @@ def test_gophers_rules_of_repetition_name_what_is_repeated(capsys):
 def test_shares_of_repetition_are_those_counted_by_hand():
     import numpy as np
 
-    from jaxlm.corpus.filters.repetition import repeated, top_share
+    from jaxlm.corpus.filters.heuristics import repeated, top_share
     from jaxlm.corpus.ngrams import hashed
 
     assert repeated(["ab", "c", "ab", "ab"]) == (0.5, 4 / 7)

@@ -17,7 +17,7 @@ from jaxlm.data import manifest
 from jaxlm.data.shards import Shards
 from tests.corpus.recipes import prose, tree, write_lines
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SOURCES = "--config.sources=web=web,code=code"
 SETTINGS = [SOURCES, "--config.tokenizer=bytes", "--config.unit_bytes=20000"]
 
@@ -106,7 +106,7 @@ def test_a_source_with_nothing_on_a_side_is_said(sources, capsys):
     words = ["data", "mix", "--out=out", *SETTINGS, "--config.held_out=1e-6"]
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "no document of code is in validation: it has few" in said
+    assert "the source code has no document in validation: it is too small" in said
     assert "'--config.data.validation=()'" in said
     assert re.search(
         r"next: jaxlm train .* --config\.data\.tokenizer=out/train/\w+/tokenizer\n", said
@@ -141,8 +141,8 @@ def test_the_bytes_are_the_same_with_any_number_of_processes_and_after_a_kill(so
     assert not Path("out/unfinished").exists()
     for words, point, code in (
         (["--workers=2"], "", 0),
-        ([], "prepare.tokenise:sigkill@2", -signal.SIGKILL),
-        ([], "prepare.tokenise:enospc@1", 73),
+        ([], "prepare.tokenize:sigkill@2", -signal.SIGKILL),
+        ([], "prepare.tokenize:enospc@1", 73),
     ):
         shutil.rmtree("out")
         done = subprocess.run(
@@ -213,13 +213,13 @@ def test_a_report_of_another_shape_is_bad_data(sources, capsys):
 @pytest.mark.parametrize(
     ("setting", "said", "fix"),
     [
-        ("weights=web=1", "'code' has none", "--config.weights=web=1,code=1"),
-        ("weights=web=1,code=0", "no number above 0", "--config.weights=web=1,code=1"),
-        ("licences=wiki=CC0-1.0", "'wiki' is no source", "--config.licences=()"),
+        ("weights=web=1", "'code' has no weight", "--config.weights=web=1,code=1"),
+        ("weights=web=1,code=0", "not a number above 0", "--config.weights=web=1,code=1"),
+        ("licences=wiki=CC0-1.0", "'wiki' is not a source", "--config.licences=()"),
         ("sources=web", "'web' is not NAME=VALUE", "jaxlm config explain sources"),
-        ("sources=web=a,web=b", "'web' stands there twice", "--config.sources=web=a"),
-        ("sources=()", "nothing to read", "jaxlm config explain sources"),
-        ("tokenizer=words", "'words' is none of", "jaxlm config explain tokenizer"),
+        ("sources=web=a,web=b", "'web' is listed twice", "--config.sources=web=a"),
+        ("sources=()", "no sources", "jaxlm config explain sources"),
+        ("tokenizer=words", "'words' is not one of", "jaxlm config explain tokenizer"),
     ],
 )
 def test_what_is_wrong_with_a_mix_is_said_with_what_to_paste(sources, capsys, setting, said, fix):

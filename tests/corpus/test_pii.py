@@ -11,9 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxlm.corpus.filters.national import NATIONALS, checks, is_national
-from jaxlm.corpus.filters.pii import IBAN_LENGTHS, KINDS, find, passes_luhn, passes_mod97
-from jaxlm.corpus.filters.presidio import NAMES
+from jaxlm.corpus.filters.pii import (
+    IBAN_LENGTHS,
+    KINDS,
+    NATIONALS,
+    PRESIDIO_NAMES,
+    find,
+    is_national,
+    national_checks,
+    passes_luhn,
+    passes_mod97,
+)
 from tests.corpus.recipes import kept, lines, prose, removed, run, write_lines
 
 PLACES = ("Write to {} today.", "({})", "contact: {}", "{}", "It was {}, they said", "a\t{}\nb")
@@ -276,7 +284,7 @@ def test_a_chinese_number_needs_a_province_a_date_and_its_check(value, is_found)
 def test_without_stdnum_it_is_said_what_to_install(here, capsys, monkeypatch):
     write_lines(here / "in/a.jsonl", [{"text": prose(1)}])
     monkeypatch.setitem(sys.modules, "stdnum.de.idnr", None)
-    checks.cache_clear()
+    national_checks.cache_clear()
     words = ("--config.source=in/a.jsonl", "--config.stages=pii", "--config.pii.kinds=national_id")
     assert "jaxlm[prepare]" in run(capsys, *words, code=66)["error"]["fix"]
     assert not (here / "out").exists()
@@ -318,7 +326,7 @@ def test_what_stands_beside_a_text_is_masked_too_but_for_addresses_of_pages(here
     (document,) = lines("kept/*.jsonl")
     assert document["text"] == prose(1)
     assert document["meta"] == beside | {"author": {"mails": ["<EMAIL>", 7]}}
-    assert answer["notes"] == {"pii: email masked beside a text": 1}
+    assert answer["notes"] == {"pii: email masked in metadata": 1}
 
 
 def test_documents_with_a_find_can_be_removed_instead(here, capsys):
@@ -371,7 +379,7 @@ def stand_in(monkeypatch):
     words = {"email": ("mailing", 1.0), "phone": ("ring", 0.4), "ip": ("ding", 0.3)}
     classes = {
         name: type(name, (Recogniser,), {"word": word, "score": score})
-        for kind, name in NAMES.items()
+        for kind, name in PRESIDIO_NAMES.items()
         for word, score in [words.get(kind, ("#", 1.0))]
     }
     inner = SimpleNamespace(**classes)

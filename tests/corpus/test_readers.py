@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from jaxlm.corpus.readers import members
+from jaxlm.corpus.readers import streams
 from tests.corpus.recipes import RECIPE, kept, lines, prose, run, write_lines
 from tests.faults import harness
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PLAIN = ["--config.stages=()", "--config.dedup=()"]
 PAGE = f"""<!doctype html><html><head><title>A  title</title><meta charset="utf-8"><style>p {{}}</style></head>
 <body><nav><a href="/">Home</a> <a href="/b">Everything else that is in this menu and is longer than a word</a></nav>
@@ -436,11 +436,11 @@ def test_a_damaged_member_of_a_web_archive_costs_no_other(into, capsys, how):
 def test_what_only_begins_as_members_do_is_passed_over_once():
     """300,000 such places before the next member: seconds, as each is looked at where it lies."""
     good = gzip.compress(warc("conversion", prose(1).encode()))
-    stream = members.members(
+    stream = streams.members(
         io.BytesIO(damaged(good, 12, "zeroed") + b"\x1f\x8b\x08" * 300_000 + good)
     )
     begun = time.process_time()
-    with pytest.raises(members.DamagedMember):
+    with pytest.raises(streams.DamagedMember):
         stream.read()
     assert stream.read() == gzip.decompress(good)
     assert time.process_time() - begun < harness.allowed(5)

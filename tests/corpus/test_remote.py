@@ -107,7 +107,7 @@ def test_a_connection_that_breaks_is_tried_again_and_is_no_damaged_file(server, 
     words = (f"--config.source={server}/a.jsonl.gz", *SET, "--out=other")
     error = run(capsys, *words, code=66)["error"]
     Flaky.breaks = 0
-    assert error["what"] == "a file cannot be read, 3 times"
+    assert error["what"] == "a file could not be downloaded in 3 tries"
     assert "the same command again" in error["fix"]
     first = tree(Path("out"))
     run(capsys, *words)
@@ -169,7 +169,7 @@ def test_a_file_that_shrank_since_it_was_listed_is_no_whole_file(here, memory, c
     )
     monkeypatch.setattr(type(memory), "info", longer)
     error = run(capsys, "--config.source=memory://crawl/*.txt", code=66)["error"]
-    assert "of 1,000,000 bytes came" in error["why"]
+    assert "of 1,000,000 bytes arrived" in error["why"]
 
 
 def test_a_full_disk_ends_with_73_and_is_no_damaged_file(here, memory, capsys, monkeypatch):

@@ -25,7 +25,7 @@ from tests.corpus.recipes import (
     write_lines,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ALL = [
     "--config.source=in/*.jsonl",
     "--config.stages=normalise,length,gopher,repetition,pii",
@@ -78,7 +78,7 @@ def test_every_document_is_kept_removed_or_broken_and_the_files_hold_what_the_co
 
 def test_a_document_that_is_lost_on_the_way_ends_the_run_with_70(crawl, capsys, monkeypatch):
     """A stage that forgets to write what it removes, as a mistake of ours would."""
-    monkeypatch.setattr("jaxlm.corpus.unit._remove", lambda *_: None)
+    monkeypatch.setattr("jaxlm.corpus.unit._UnitOutput.remove", lambda *_: None)
     error = run(capsys, *ALL, code=70)["error"]
     assert error["where"] == "unit 0"
     assert "0 removed" in error["why"]
@@ -171,13 +171,13 @@ def test_a_file_that_was_written_while_the_run_was_stopped_is_read_again_or_told
     done = command("--out=out")
     assert done.returncode == 0, done.stderr
     said = done.stdout + done.stderr
-    begun = "in/0.jsonl was written since it was read"
+    begun = "in/0.jsonl changed after it was read"
     if point.startswith("prepare.finish"):
-        assert f"{begun}, and stays as it was then" in said
+        assert f"{begun}; its old contents are kept" in said
         assert "--out=out-2" in said
         assert not any("Reach at" in text for text in kept())
         return
-    assert f"{begun}: unit 0 is done again" in said
+    assert f"{begun}: unit 0 is cleaned again" in said
     whole = tree(Path("out"))
     assert any("Reach at" in text for text in kept())
     shutil.rmtree("out")
@@ -362,7 +362,7 @@ def test_of_a_sample_the_share_of_duplicates_is_a_lower_bound_and_said_to_be(her
     assert "interval" not in row
     assert row["share"] < 0.25, "half of all are duplicates"
     assert (
-        "duplicates of what is not in the sample are not seen"
+        "duplicates of records outside the sample are not found"
         in Path("out/report.html").read_text()
     )
 

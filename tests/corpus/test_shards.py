@@ -15,7 +15,7 @@ from jaxlm.cli.main import main
 from jaxlm.data.shards import Shards
 from tests.corpus.recipes import kept, lines, prose, run, tree, write_lines
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 RECIPE = """
 from jaxlm.core import config
 from jaxlm.corpus.config import Recipe
@@ -106,7 +106,7 @@ def test_a_kill_in_tokenising_changes_no_byte(crawl, capsys):
     words = [sys.executable, "-m", "jaxlm", "data", "run", "--config=corpus.py", "--out=out"]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
-        "JAXLM_FAULTS": "prepare.tokenise:sigkill@1",
+        "JAXLM_FAULTS": "prepare.tokenize:sigkill@1",
     }
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -127,7 +127,7 @@ def test_other_shards_need_no_other_cleaning(crawl, capsys):
     made(capsys)
     cleaned = {name: data for name, data in tree(Path("out")).items() if name[:7] != "shards/"}
     error = made(capsys, "--config.shards.held_out=0.1", code=2)["error"]
-    assert "begun with another mix" in error["what"]
+    assert "belongs to another mix" in error["what"]
     assert error["fix"].startswith("jaxlm data mix '--config.sources=web=out!web,books=out!books'")
     assert "--config.held_out=0.1" in error["fix"]
     command = shlex.split(error["fix"])[1:]
@@ -145,10 +145,10 @@ def test_a_part_of_which_nothing_stays_has_no_shards_and_is_said(crawl, capsys):
     assert answer["parts"]["books"]["kept"] == 0
     shutil.rmtree("out")
     assert main(["data", "run", "--config=corpus.py", "--out=out"]) == 0
-    assert "nothing of the part books stays: it has no shards" in capsys.readouterr().out
+    assert "the part books kept no documents: it gets no shards" in capsys.readouterr().out
     write_lines(crawl / "in/a.jsonl", [{"text": "short"}])
     words = ("--config.source=in/*", "--config.shards.tokenizer=bytes", "--out=none")
-    assert "kept nothing" in run(capsys, *words, code=65)["error"]["what"]
+    assert "kept no documents" in run(capsys, *words, code=65)["error"]["what"]
 
 
 def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
@@ -170,13 +170,18 @@ def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "said", "fix"),
     [
-        (["shards.tokenizer=words"], 2, "none of", "jaxlm config explain shards.tokenizer"),
+        (["shards.tokenizer=words"], 2, "not one of", "jaxlm config explain shards.tokenizer"),
         (["shards.tokenizer=none.model"], 66, "", "find . -name '*.model'"),
-        (["shards.weights=web=1"], 2, "'books' has none", "--config.shards.weights=web=1,books=1"),
+        (
+            ["shards.weights=web=1"],
+            2,
+            "'books' has no weight",
+            "--config.shards.weights=web=1,books=1",
+        ),
         (
             ["shards.licences=wiki=MIT"],
             2,
-            "'wiki' is no source; there are web, books",
+            "'wiki' is not a source; the sources are web, books",
             "--config.shards.licences=()",
         ),
         (["shards.tokenizer="], 2, "without a tokenizer", "jaxlm config explain shards.tokenizer"),
@@ -190,7 +195,7 @@ def test_a_recipe_without_parts_makes_one_set_and_copies_it(here, capsys):
         (
             ["parts=web=*,books=*.txt"],
             2,
-            "no file is in the part 'books'",
+            "the part 'books' has no file",
             "--config.parts='web=*'",
         ),
     ],

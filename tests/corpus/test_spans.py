@@ -19,7 +19,7 @@ from jaxlm.corpus.job import Job
 from jaxlm.corpus.readers import spans
 from tests.corpus.recipes import RECIPE, lines, run, tree
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ALL = ["--config.source=in/*", "--config.stages=length", "--config.dedup=exact"]
 CUT = [*ALL, "--config.unit_bytes=1048576"]
 WHOLE = [*ALL, "--config.unit_bytes=10000000"]
@@ -124,12 +124,12 @@ def test_a_file_that_is_written_while_it_is_read_is_refused(large, capsys):
     recipe = Recipe(source=("in/*",), unit_bytes=2**20)
     said = []
     job = Job.find(recipe, Path("out"), 1.0).claim(said.append)
-    assert said == [f"in/{large.name} is cut into parts, for which its records are counted"]
+    assert said == [f"in/{large.name} is divided into parts; counting its records"]
     pieces = [piece for unit in job.units for piece in unit if piece.span is not None]
     assert job.cuts == Job.read(Path("out")).cuts
     assert [job.span(piece) for piece in pieces] == list(job.cuts[pieces[0].name].spans)
     os.utime(large, ns=(1, 1))
-    with pytest.raises(DataError, match="was written while it is read"):
+    with pytest.raises(DataError, match="changed while it was read"):
         job.span(pieces[0])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxlm.corpus.dedup.config import Substrings
+from jaxlm.corpus.config import Substrings
 from jaxlm.corpus.dedup.substrings import fingerprints
 from tests.corpus.recipes import kept, lines, removed, run, tree, write_lines
 
@@ -105,7 +105,7 @@ def test_documents_that_consist_of_what_stood_before_can_be_removed_whole(here, 
     # What is in the second alone went with it, so the third is the first to say it.
     assert kept() == [one, two]
     assert answer["removed"] == {"substrings.repeated": 3}
-    assert removed()["substrings.repeated"][0]["detail"] == "50.0% of its words stand elsewhere"
+    assert removed()["substrings.repeated"][0]["detail"] == "50.0% of its words occur elsewhere"
 
 
 def test_spans_and_runs_of_words_are_cut_out_of_one_text(here, capsys):

@@ -174,13 +174,13 @@ class Counted:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Counted]:
     """The files of text that were opened."""
     files: list[Counted] = []
-    whole = records.opened
+    whole = records.unpacked
 
-    def opened(path: Path) -> Any:
-        files.append(Counted(whole(path)))
+    def unpacked(file: Any, name: str) -> Any:
+        files.append(Counted(whole(file, name)))
         return files[-1]
 
-    monkeypatch.setattr(records, "opened", opened)
+    monkeypatch.setattr(records, "unpacked", unpacked)
     return files
 
 

@@ -1,4 +1,4 @@
-"""What a unit of work says of its documents, for all units to be compared without their text."""
+"""Signatures of the documents of a unit, with which units are compared without their texts."""
 
 import dataclasses
 import hashlib
@@ -8,42 +8,41 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.dedup.config import Spans
+from jaxlm.corpus.config import Recipe, Spans
 from jaxlm.corpus.dedup.minhash import signature
 from jaxlm.corpus.dedup.substrings import fingerprints
-from jaxlm.corpus.document import Document
+from jaxlm.corpus.document import CorpusDocument
 
 _EMPTY_LINES = re.compile(r"(\n(?:[ \t]*\n)+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Signatures:
-    """Of each document of a unit, in order: a digest, a MinHash signature, its long spans, its fingerprints."""
+    """For each document, in order: a digest, a MinHash signature, long spans and fingerprints."""
 
     digests: np.ndarray  # u64[documents, 2]
     minhash: np.ndarray  # u32[documents or 0, bands x rows]
-    has_words: np.ndarray  # bool[documents or 0]: others have no signature
+    has_words: np.ndarray  # bool[documents or 0]: false if there is no signature
     spans: np.ndarray  # u64[spans]
     owners: np.ndarray  # u32[spans]: the document of each
     prints: np.ndarray  # u64[fingerprints]
     print_owners: np.ndarray  # u32[fingerprints]
 
     def write(self, path: Path) -> None:
-        """Arrays one behind another, as NumPy writes them: an .npz would hold the time."""
+        """Write the arrays one after another; an .npz would contain the time."""
         with open(path, "wb") as file:
             for field in dataclasses.fields(self):
                 np.save(file, getattr(self, field.name), allow_pickle=False)
 
     @classmethod
     def read(cls, path: Path) -> "Signatures":
-        """What `write` wrote."""
+        """Read arrays of `write`."""
         with open(path, "rb") as file:
             return cls(*(np.load(file, allow_pickle=False) for _ in dataclasses.fields(cls)))
 
 
 class Signer:
-    """Gathers the signatures of documents, those that the recipe's dedup asks for."""
+    """Computes the signatures that the recipe's dedup needs."""
 
     def __init__(self, recipe: Recipe):
         self._recipe = recipe
@@ -53,8 +52,8 @@ class Signer:
         self._owners: list[int] = []
         self._prints: list[np.ndarray] = []
 
-    def add(self, document: Document) -> None:
-        """The next document."""
+    def add(self, document: CorpusDocument) -> None:
+        """Add the next document."""
         recipe, number = self._recipe, len(self._digests)
         self._digests.append(digest(document.text, 16))
         if "near" in recipe.dedup:
@@ -67,8 +66,8 @@ class Signer:
         if "substrings" in recipe.dedup:
             self._prints.append(fingerprints(document.text, recipe.substrings))
 
-    def add_again(self, signatures: Signatures, number: int) -> None:
-        """A document as it was signed before."""
+    def add_signed(self, signatures: Signatures, number: int) -> None:
+        """Add the next document, signed before."""
         size = len(self._digests)
         self._digests.append(signatures.digests[number].tobytes())
         if "near" in self._recipe.dedup:
@@ -82,7 +81,7 @@ class Signer:
             self._prints.append(signatures.prints[begin:end])
 
     def finish(self) -> Signatures:
-        """All of them as arrays."""
+        """Return all signatures as arrays."""
         size = self._recipe.near.bands * self._recipe.near.rows
         none = np.zeros(size, np.uint32)
         rows = [none if each is None else each for each in self._minhash]
@@ -100,12 +99,12 @@ class Signer:
 
 
 def digest(text: str, size: int) -> bytes:
-    """The first bytes of what tells a text from others."""
+    """Return the first bytes of the BLAKE2b digest of a text."""
     return hashlib.blake2b(text.encode(errors="replace"), digest_size=size).digest()
 
 
 def spans(text: str, config: Spans) -> Iterator[str]:
-    """Lines with their ends, or paragraphs with the empty lines after them; together they are the text."""
+    """Split into lines with their ends, or paragraphs with the empty lines after them."""
     if config.unit == "line":
         yield from text.splitlines(keepends=True)
         return
@@ -115,7 +114,7 @@ def spans(text: str, config: Spans) -> Iterator[str]:
 
 
 def ranges(text: str, config: Spans, cut: set[int]) -> Iterator[tuple[int, int]]:
-    """Where some of the long spans of a text lie, which are numbered from 0."""
+    """Yield the ranges of the long spans of a text whose numbers, from 0, are in `cut`."""
     number = end = 0
     for span in spans(text, config):
         begin, end = end, end + len(span)
@@ -126,12 +125,12 @@ def ranges(text: str, config: Spans, cut: set[int]) -> Iterator[tuple[int, int]]
 
 
 def without(text: str, cut: Iterable[Sequence[int]]) -> str:
-    """A text without ranges of its characters, which may overlap."""
-    kept, end = [], 0
+    """Remove ranges of characters, which may overlap, from a text."""
+    pieces, end = [], 0
     for begin, after in sorted(map(tuple, cut)):
-        kept.append(text[end:begin])
+        pieces.append(text[end:begin])
         end = max(end, after)
-    return "".join([*kept, text[end:]])
+    return "".join([*pieces, text[end:]])
 
 
 def _is_long(span: str, config: Spans) -> bool:

@@ -1,64 +1,65 @@
-"""Under which licence a text says that it stands: by SPDX's tag, else by the words that licences ask to be put on top of files.
+"""The license that a text states: its SPDX tag, else the words of license notices.
 
-Names are those of SPDX's list. What has no name there gets one with `LicenseRef-` in front, as SPDX has it.
-Source: SPDX specification 2.3, annex D (expressions) and annex E (short identifiers in source files).
+Names are those of SPDX's list; others begin with `LicenseRef-`, as SPDX defines.
+Source: SPDX specification 2.3, annex D (expressions) and annex E (short identifiers in source
+files).
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterator
 
-from jaxlm.corpus.document import Document, Removed, Stage
-from jaxlm.corpus.filters.config import Licence
+from jaxlm.corpus.config import Licence
+from jaxlm.corpus.document import CorpusDocument, Removed, Stage
 
 _TAG = re.compile(r"SPDX-License-Identifier:[ \t]*([A-Za-z0-9.+() \t-]{2,200})")
 _NAME = re.compile(r"[A-Za-z0-9.+-]+")
 _BETWEEN = re.compile(r"[^a-z0-9.+]+")
 OPERATORS = ("AND", "OR", "WITH")
 
-# Looked for in lower case, with one space for all that is no letter, digit, point or plus.
+# Searched in lower case, with runs of other characters than letters, digits, . and + as a space.
 WORDS = {
-    "Apache-2.0": r"licensed under the (?:terms of the )?apache licen[sc]e v(?:ersion|\.)? ?2|licen[sc]e apache(?: licen[sc]e)?(?: version)? ?2",
+    "Apache-2.0": r"licensed under the (?:terms of the )?apache licen[sc]e v(?:ersion|\.)? ?2"
+    r"|licen[sc]e apache(?: licen[sc]e)?(?: version)? ?2",
     "MIT": r"permission is hereby granted free of charge to any person obtaining a copy"
-    r"|(?:licen[sc]ed|released|distributed|available) under (?:the )?(?:terms of the )?mit licen[sc]e|licen[sc]e mit\b",
-    "BSD-4-Clause": r"redistribution and use in source and binary forms.{0,900}?all advertising materials mentioning",
-    "BSD-3-Clause": r"redistribution and use in source and binary forms.{0,1500}?(?:neither the names? of|names? of (?:its|the)"
-    r"(?: copyright)? (?:holders?|contributors|authors?).{0,40} may)"
-    r"|(?:3 clause|new|modified|revised) bsd licen[sc]e",
-    "BSD-2-Clause": r"redistribution and use in source and binary forms|(?:2 clause|simplified) bsd licen[sc]e",
-    "LicenseRef-BSD-style": r"governed by a bsd style licen[sc]e|under (?:the|a) bsd(?: style)? licen[sc]e|and the bsd licen[sc]e|licen[sc]e bsd\b",
+    r"|(?:licen[sc]ed|released|distributed|available) under (?:the )?(?:terms of the )?mit"
+    r" licen[sc]e|licen[sc]e mit\b",
+    "BSD-4-Clause": r"redistribution and use in source and binary forms.{0,900}?all advertising"
+    r" materials mentioning",
+    "BSD-3-Clause": r"redistribution and use in source and binary forms.{0,1500}?(?:neither the"
+    r" names? of|names? of (?:its|the)(?: copyright)? (?:holders?|contributors|authors?).{0,40}"
+    r" may)|(?:3 clause|new|modified|revised) bsd licen[sc]e",
+    "BSD-2-Clause": r"redistribution and use in source and binary forms|(?:2 clause|simplified)"
+    r" bsd licen[sc]e",
+    "LicenseRef-BSD-style": r"governed by a bsd style licen[sc]e|under (?:the|a) bsd(?: style)?"
+    r" licen[sc]e|and the bsd licen[sc]e|licen[sc]e bsd\b",
     "MPL-2.0": r"terms of the mozilla public licen[sc]e v(?:ersion|\.)? ?2",
     "MPL-1.1": r"mozilla public licen[sc]e (?:v|version )?1\.1",
-    "ISC": r"permission to use copy modify and ?(?:or )?distribute this software for any purpose with or without fee is hereby "
-    r"granted provided",
-    "0BSD": r"permission to use copy modify and ?(?:or )?distribute this software for any purpose with or without fee is hereby "
-    r"granted\. ",
+    "ISC": r"permission to use copy modify and ?(?:or )?distribute this software for any"
+    r" purpose with or without fee is hereby granted provided",
+    "0BSD": r"permission to use copy modify and ?(?:or )?distribute this software for any"
+    r" purpose with or without fee is hereby granted\. ",
     "Unlicense": r"this is free and unencumbered software released into the public domain",
     "CC0-1.0": r"cc0 1\.0 universal|creativecommons\.org publicdomain zero 1\.0",
     "BSL-1.0": r"boost software licen[sc]e version 1\.0",
     "EPL-2.0": r"(?:terms of|under) the eclipse public licen[sc]e (?:v|version )?(?:v\. )?2",
     "EPL-1.0": r"(?:terms of|under) the eclipse public licen[sc]e (?:v|version )?(?:v\. )?1",
-    "PSF-2.0": r"licen[sc]ed to (?:psf|the python software foundation) under a contributor agreement|under the psf licen[sc]e",
-    "Zlib": r"provided as is without any express or implied warranty\. in no event will the authors? be held liable",
+    "PSF-2.0": r"licen[sc]ed to (?:psf|the python software foundation) under a contributor"
+    r" agreement|under the psf licen[sc]e",
+    "Zlib": r"provided as is without any express or implied warranty\. in no event will the"
+    r" authors? be held liable",
     "WTFPL": r"do what the fuck you want to public licen[sc]e",
-    "LicenseRef-public-domain": r"(?:placed in|released (?:in)?to|is in|dedicated to) the public domain",
-    "LicenseRef-proprietary": r"proprietary and confidential|confidential and proprietary|unauthorized copying of this file",
+    "LicenseRef-public-domain": r"(?:placed in|released (?:in)?to|is in|dedicated to) the"
+    r" public domain",
+    "LicenseRef-proprietary": r"proprietary and confidential|confidential and proprietary"
+    r"|unauthorized copying of this file",
 }
-# Every pattern holds one of these.
+# Every pattern contains one of these.
 SIGNS = (
-    *(
-        "licen",
-        "gpl",
-        "permission",
-        "redistribution",
-        "warranty",
-        "unencumbered",
-        "domain",
-        "creative",
-    ),
+    *"licen gpl permission redistribution warranty unencumbered domain creative".split(),
     *("cc by", "cc-by", "cc0", "proprietary", "unauthorized"),
 )
-# A name that says less than another that is found too.
+# Names that are implied by a more specific one.
 WEAKER = {
     "BSD-2-Clause": ("BSD-3-Clause", "BSD-4-Clause"),
     "BSD-3-Clause": ("BSD-4-Clause",),
@@ -67,59 +68,67 @@ WEAKER = {
 }
 _PATTERNS = {name: re.compile(words) for name, words in WORDS.items()}
 _GNU = re.compile(
-    r"(?:terms of|licen[sc]ed under|released under|distributed under|subject to) (?:either )?(?:the )?"
+    r"(?:terms of|licen[sc]ed under|released under|distributed under|subject to)"
+    r" (?:either )?(?:the )?"
     r"(?:(?:version|v) ?(?P<before>\d(?:\.\d)?) (?:or any later version )?of the )?"
-    r"(?:gnu (?P<kind>lesser |library |affero )?general public licen[sc]e|(?:gnu )?(?P<short>[al]?)gpl)(?P<rest>.{0,220})"
+    r"(?:gnu (?P<kind>lesser |library |affero )?general public licen[sc]e"
+    r"|(?:gnu )?(?P<short>[al]?)gpl)(?P<rest>.{0,220})"
 )
 _VERSION = re.compile(r"^.{0,60}?\bv(?:ersion)?\.? ?(\d(?:\.\d)?)|^ ?v?(\d(?:\.\d)?)")
 _LATER = re.compile(r"any later version|or later|or newer|^ ?v?\d(?:\.\d)?\+")
 _CREATIVE = re.compile(
     r"creativecommons\.org licen[sc]es (by(?: nc)?(?: nd| sa)?) (\d\.\d)"
-    r"|creative commons (attribution(?: non ?commercial)?(?: share ?alike| no ?deriv(?:ative)?s?)?) (?:licen[sc]e )?(?:version )?(\d\.\d)"
+    r"|creative commons (attribution(?: non ?commercial)?"
+    r"(?: share ?[a]like| no ?deriv(?:ative)?s?)?)"
+    r" (?:licen[sc]e )?(?:version )?(\d\.\d)"
     r"|\bcc (by(?: nc)?(?: nd| sa)?) (\d\.\d)"
 )
 _PARTS = {"attribution": "BY", "noncommercial": "NC", "sharealike": "SA"}
 
 
 def licence(config: Licence) -> Stage:
-    """Documents whose licence is not in the list of those to drop; it goes to the meta, and nothing where none is found."""
+    """Drop documents by license; a license found becomes metadata."""
 
-    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
-        found = find(document.text[: config.read])
-        if not found:
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
+        expression = find(document.text[: config.read])
+        if not expression:
             counts["licence: none found"] += 1
             return Removed("none", "") if config.unknown == "remove" else document
-        if is_dropped(found, config.drop):
-            return Removed("dropped", found)
-        counts[f"licence: {found}"] += 1
-        return document.with_text(document.text, licence=found)
+        if is_dropped(expression, config.drop):
+            return Removed("dropped", expression)
+        counts[f"licence: {expression}"] += 1
+        return document.with_text(document.text, licence=expression)
 
     return stage
 
 
 def find(text: str) -> str:
-    """An expression of SPDX; nothing where a text says nothing. Without a tag, several licences hold at once unless it says `dual`."""
+    """Return an SPDX expression, empty if the text states no license.
+
+    Without a tag, several licenses are joined by AND, or by OR if the text contains "dual".
+    """
     if tags := [tag for match in _TAG.finditer(text) if (tag := _expression(match[1]))]:
-        each = list(dict.fromkeys(tags))
+        tags_once = list(dict.fromkeys(tags))
         return (
-            each[0]
-            if len(each) == 1
-            else " AND ".join(f"({tag})" if " " in tag else tag for tag in each)
+            tags_once[0]
+            if len(tags_once) == 1
+            else " AND ".join(f"({tag})" if " " in tag else tag for tag in tags_once)
         )
     lower = text.lower()
     if not any(sign in lower for sign in SIGNS):
-        return ""  # as most texts: to look for all of them takes time
+        return ""  # most texts; searching all patterns is slow
     plain = _BETWEEN.sub(" ", lower)
-    found = {name for name, pattern in _PATTERNS.items() if pattern.search(plain)}
-    found |= set(_gnu(plain)) | set(_creative(plain))
-    names = sorted(name for name in found if not found.intersection(WEAKER.get(name, ())))
-    return (" OR " if "dual licen" in plain else " AND ").join(names)
+    names = {name for name, pattern in _PATTERNS.items() if pattern.search(plain)}
+    names |= set(_gnu(plain)) | set(_creative(plain))
+    specific = sorted(name for name in names if not names.intersection(WEAKER.get(name, ())))
+    return (" OR " if "dual licen" in plain else " AND ").join(specific)
 
 
 def is_dropped(expression: str, drop: tuple[str, ...]) -> bool:
-    """Whether no choice that an expression leaves is free of the names in a list; with brackets, whether it holds one.
+    """Return whether every choice of an expression contains a listed name.
 
-    A name in the list stands for all that begin with it and a hyphen, as GPL for GPL-3.0-only.
+    With parentheses, return whether the expression contains one. A listed name matches all that
+    begin with it and a hyphen: GPL matches GPL-3.0-only.
     """
     choices = [expression] if "(" in expression else expression.split(" OR ")
     return all(
@@ -133,22 +142,22 @@ def is_dropped(expression: str, drop: tuple[str, ...]) -> bool:
 
 
 def _expression(text: str) -> str:
-    """The longest start of a text that is an expression: what follows on the line may close a comment."""
+    """Return the longest prefix that is an expression; a comment may end on the same line."""
     pieces = re.findall(r"[()]|[A-Za-z0-9.+-]+", text)
-    taken: list[str] = []
+    expression: list[str] = []
     wants_name = True
     for piece in pieces:
         is_operator = piece in OPERATORS
         if piece in "()":
-            taken.append(piece)
+            expression.append(piece)
         elif wants_name == is_operator or not re.search(r"[A-Za-z]", piece):
             break
         else:
-            taken.append(piece)
+            expression.append(piece)
             wants_name = is_operator
-    while taken and (taken[-1] in (*OPERATORS, "(")):
-        taken.pop()
-    joined = " ".join(taken).replace("( ", "(").replace(" )", ")")
+    while expression and (expression[-1] in (*OPERATORS, "(")):
+        expression.pop()
+    joined = " ".join(expression).replace("( ", "(").replace(" )", ")")
     return joined if joined.count("(") == joined.count(")") else ""
 
 
@@ -179,9 +188,7 @@ def _creative(plain: str) -> Iterator[str]:
     for match in _CREATIVE.finditer(plain):
         short, long, version = match[1] or match[5], match[3], match[2] or match[4] or match[6]
         if long:
-            words = long.replace("non commercial", "noncommercial").replace(
-                "share alike", "sharealike"
-            )
+            words = re.sub(r"\b(non|share) ", r"\1", long)
             short = " ".join(
                 _PARTS.get(word, "ND") for word in words.replace("no deriv", "noderiv").split()
             )

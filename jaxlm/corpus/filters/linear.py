@@ -1,6 +1,7 @@
-"""A linear classifier of text: numpy alone applies it, so that cleaning needs no accelerator. `recipes.train_classifier` makes one.
+"""A linear classifier of text; numpy alone applies it, so cleaning needs no accelerator.
 
-A folder holds classifier.safetensors (weights, bias) and classifier.json (labels, how text is read, what was measured).
+`recipes.train_classifier` makes one. Its folder contains classifier.safetensors (weights, bias) and
+classifier.json (labels, features, measured accuracy).
 """
 
 import dataclasses
@@ -21,25 +22,25 @@ TENSORS, ABOUT = "classifier.safetensors", "classifier.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Features:
-    """How a text becomes numbers of buckets."""
+    """Features of a text: hashed runs of words."""
 
-    buckets: int = 2**18  # of the table that runs of words are hashed into
+    buckets: int = 2**18  # size of the hash table
     run: int = 2  # words of the longest run
-    words: int = 2000  # of a text's beginning, which are looked at
+    words: int = 2000  # words of the beginning that are used
 
     def of(self, text: str) -> np.ndarray:
-        """i64[n]: the buckets of all runs of 1 to `run` words, each once, in order."""
+        """Return i64[n]: the sorted unique buckets of all runs of 1 to `run` words."""
         numbers = hashed(words(text)[: self.words])
         every = [runs(numbers, length) for length in range(1, self.run + 1)]
         return np.unique(np.concatenate(every) % np.uint64(self.buckets)).astype(np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class LinearClassifier:
     """Probabilities softmax(bias + sum of the weights of a text's n buckets / sqrt(n)).
 
-    Source: Joulin et al. 2017, "Bag of Tricks for Efficient Text Classification", §2, with hashed runs of words; here without
-    a layer between, and scaled by the square root of n in place of n.
+    Source: Joulin et al. 2017, "Bag of Tricks for Efficient Text Classification", §2, with hashed
+    runs of words; here without a hidden layer, and divided by sqrt(n) instead of n.
     """
 
     labels: tuple[str, ...]
@@ -48,54 +49,54 @@ class Linear:
     bias: np.ndarray  # f32[labels]
 
     def probabilities(self, text: str) -> np.ndarray:
-        """f64[labels]; those of the bias alone for a text without words."""
-        found = self.features.of(text)
-        logits = self.weights[found].sum(axis=0, dtype=np.float64) / max(1, len(found)) ** 0.5
+        """Return f64[labels]; a text without words has those of the bias."""
+        buckets = self.features.of(text)
+        logits = self.weights[buckets].sum(axis=0, dtype=np.float64) / max(1, len(buckets)) ** 0.5
         logits += self.bias
         powers = np.exp(logits - logits.max())
         return powers / powers.sum()
 
     def write(self, folder: Path, about: dict[str, Any]) -> None:
-        """Both files, the one that names the other last; `about` is what else is known of it."""
+        """Write both files, the description last; `about` is added to it."""
         from safetensors.numpy import save
 
         data = save({"weights": self.weights, "bias": self.bias})
         (folder / TENSORS).write_bytes(data)
-        noted = {
+        description = {
             "labels": self.labels,
             "features": dataclasses.asdict(self.features),
             "sha256": hashlib.sha256(data).hexdigest(),
             **about,
         }
-        (folder / ABOUT).write_text(json.dumps(noted, indent=1) + "\n", encoding="utf-8")
+        (folder / ABOUT).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path, setting: str) -> "Linear":
-        """What `write` wrote.
+    def read(cls, folder: Path, setting: str) -> "LinearClassifier":
+        """Read a classifier that `write` wrote.
 
         Raises:
-          InputMissing: where there is no classifier; `setting` named it.
-          DataError: where it is not what was written.
+          InputMissing: there is none in the folder that `setting` names.
+          DataError: the files are damaged.
         """
         if not (folder / ABOUT).is_file():
             raise InputMissing(
-                f"there is no classifier in {folder}",
+                f"the folder {folder} contains no classifier",
                 where=setting,
                 why=f"it has no {ABOUT}",
                 fix=f"find . -name {ABOUT}",
             )
         try:
             return cls._read(folder)
-        except Exception as error:  # JSON, safetensors and the file system share no parent
+        except Exception as error:  # errors of JSON, safetensors and files have no common base
             raise DataError(
-                "a classifier cannot be read",
+                "a classifier could not be read",
                 where=str(folder),
                 why=f"{type(error).__name__}: {str(error)[:200]}",
                 fix="train it again",
             ) from error
 
     @classmethod
-    def _read(cls, folder: Path) -> "Linear":
+    def _read(cls, folder: Path) -> "LinearClassifier":
         from safetensors.numpy import load
 
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
@@ -109,19 +110,18 @@ class Linear:
         return cls(labels, features, tensors["weights"], tensors["bias"])
 
     def number(self, label: str, setting: str) -> int:
-        """The place of a label.
+        """Return the index of a label.
 
-        Raises:
-          ConfigError: where the classifier has no such label; `setting` named it.
+        Raises ConfigError if the classifier, which `setting` names, lacks the label.
         """
         if label not in self.labels:
             near = nearest(label, self.labels)
             raise ConfigError(
-                f"the classifier knows no label {label!r}",
+                f"the classifier has no label {label!r}",
                 where=setting,
-                why=f"it knows {', '.join(self.labels)}",
+                why=f"its labels are {', '.join(self.labels)}",
                 fix=shlex.quote(f"--config.{setting}={near}")
                 if near
-                else f"name the label that is meant: {', '.join(self.labels)}",
+                else f"name one of its labels: {', '.join(self.labels)}",
             )
         return self.labels.index(label)

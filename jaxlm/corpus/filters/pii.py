@@ -1,87 +1,231 @@
-"""What tells who or where a person is, and what opens their doors: found by form, and by check digits where there are some."""
+"""Personal data and credentials, found by their form and, if they have one, a check digit."""
 
+import bisect
 import dataclasses
 import functools
+import importlib
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jaxlm.corpus.document import Document, Removed, Stage
-from jaxlm.corpus.filters import national, presidio
-from jaxlm.corpus.filters.config import Pii
-from jaxlm.corpus.filters.found import Found, apart
+from jaxlm.core.errors import not_installed
+from jaxlm.corpus.config import Pii
+from jaxlm.corpus.document import CorpusDocument, Removed, Stage
+
+
+class PiiMatch(NamedTuple):
+    """The range of a match in a text, and its kind."""
+
+    start: int
+    end: int
+    kind: str
+
+
+def apart(every: Iterable[PiiMatch], order: Sequence[str]) -> list[PiiMatch]:
+    """Select matches without overlap, in order: the longer of two, then by the order of kinds."""
+    ranked = sorted(
+        every, key=lambda each: (each.start - each.end, order.index(each.kind), each.start)
+    )
+    selected: list[PiiMatch] = []  # sorted, so only the two adjacent ones can overlap the next
+    for each in ranked:
+        place = bisect.bisect(selected, each)
+        if (not place or selected[place - 1].end <= each.start) and (
+            place == len(selected) or each.end <= selected[place].start
+        ):
+            selected.insert(place, each)
+    return selected
+
+
+class NationalNumber(NamedTuple):
+    """The pattern of a state's number, a required context before it, and its check."""
+
+    form: str
+    module: str = ""  # of python-stdnum; empty if the pattern is the only check
+    before: str = ""
+
+
+# A bare run of digits is matched only with a strong check or after its name: one in eleven numbers
+# of nine digits passes the Dutch check. Checks: python-stdnum. The British number has none; its
+# letters are those of HMRC's manual, NIM39110.
+NATIONALS = {
+    "de_steuer_id": NationalNumber(r"[1-9]\d{10}|[1-9]\d \d{3} \d{3} \d{3}", "de.idnr"),
+    "fr_nir": NationalNumber(r"[12] ?\d\d ?\d\d ?\d[\dAB] ?\d{3} ?\d{3} ?\d\d", "fr.nir"),
+    "es_dni": NationalNumber(r"\d{8}[ -]?[A-HJ-NP-TV-Z]", "es.dni"),
+    "es_nie": NationalNumber(r"[XYZ][ -]?\d{7}[ -]?[A-HJ-NP-TV-Z]", "es.nie"),
+    "it_codice_fiscale": NationalNumber(
+        r"[A-Z]{6}(?:[\dL-V]{2}[A-Z]){2}[\dL-V]{3}[A-Z]", "it.codicefiscale"
+    ),
+    "nl_bsn": NationalNumber(
+        r"\d{9}|\d{4}[. ]\d\d[. ]\d{3}",
+        "nl.bsn",
+        r"(?:(?<=[Bb][Ss][Nn] )|(?<=[Bb][Ss][Nn]: )|(?<=nummer )|(?<=nummer: ))",
+    ),
+    "br_cpf": NationalNumber(r"\d{3}\.\d{3}\.\d{3}-\d\d", "br.cpf"),
+    "in_aadhaar": NationalNumber(r"[2-9]\d{3}(?: \d{4} |-\d{4}-)\d{4}", "in_.aadhaar"),
+    # Only the check of GB 11643: the table of counties in python-stdnum 2.2 lacks most that were
+    # renamed or merged since people were born there.
+    "cn_resident_id": NationalNumber(
+        r"(?:1[1-5]|2[1-3]|3[1-7]|4[1-6]|5[0-4]|6[1-5]|71|8[1-3])\d{4}"
+        r"(?:19|20)\d\d(?:0[1-9]|1[0-2])(?:0[1-9]|[12]\d|3[01])\d{3}[\dX]",
+        "iso7064.mod_11_2",
+    ),
+    "gb_nino": NationalNumber(
+        r"(?!BG|GB|KN|NK|NT|TN|ZZ)[A-CEGHJ-PR-TW-Z][A-CEGHJ-NPR-TW-Z](?: ?\d\d){3} ?[A-D]"
+    ),
+}
+# Every number contains one of these; a pattern with a common beginning is fast to search.
+NATIONAL_SIGN = r"\d(?:\d{5}| \d\d|\.\d{3}|-\d{4}-|\d[A-Z])"
+_FORMS = "|".join(f"{each.before}(?:{each.form})" for each in NATIONALS.values())
+# Not in paths, longer numbers or hexadecimal tables, where a gigabyte of source code had most of
+# its matches.
+NATIONAL_PATTERN = re.compile(
+    rf"(?<![\w./-])(?<!\d )(?<![\dA-F]{{4}} )(?:{_FORMS})(?![\w-]|[ .]\d| [\dA-F]{{4}}\b)"
+)
+
+
+def is_national(text: str) -> bool:
+    """Return whether a text of one of the forms has valid check digits, dates and places."""
+    return any(form.fullmatch(text) and is_right(text) for form, is_right in national_checks())
+
+
+@functools.cache
+def national_checks() -> list[tuple[re.Pattern[str], Callable[[str], bool]]]:
+    """Return each pattern with its check. Raises InputMissing if python-stdnum is not installed."""
+    patterns = []
+    for each in NATIONALS.values():
+        is_right: Callable[[str], bool] = bool
+        if each.module:
+            try:
+                is_right = importlib.import_module(f"stdnum.{each.module}").is_valid
+            except ImportError as error:
+                what = "the kind national_id of pii"
+                raise not_installed(what, "python-stdnum", "prepare", where="pii.kinds") from error
+        patterns.append((re.compile(each.form), is_right))
+    return patterns
+
+
+# Recognizer of each kind. Keys have none in Presidio.
+PRESIDIO_NAMES = {
+    "email": "EmailRecognizer",
+    "phone": "PhoneRecognizer",
+    "ip": "IpRecognizer",
+    "card": "CreditCardRecognizer",
+    "iban": "IbanRecognizer",
+    "us_ssn": "UsSsnRecognizer",
+}
+
+
+def presidio_finder(kinds: tuple[str, ...], score: float) -> Callable[[str], list[PiiMatch]]:
+    """Return a function that finds these kinds with at least this score; matches may overlap.
+
+    It uses Presidio's recognizers of patterns and check digits; those of names and places need a
+    language model. Nothing is downloaded: the public suffixes are those in the package.
+
+    Raises InputMissing if presidio-analyzer is not installed.
+    """
+    try:
+        import tldextract
+        from presidio_analyzer import predefined_recognizers
+    except ImportError as error:
+        raise not_installed(
+            "pii.finder=presidio", "presidio-analyzer", "presidio", where="pii.finder"
+        ) from error
+    offline = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
+
+    class Email(predefined_recognizers.EmailRecognizer):  # type: ignore[misc]
+        """Presidio's recognizer, which by itself would download the suffixes."""
+
+        def validate_result(self, pattern_text: str) -> bool:
+            return bool(offline(pattern_text).fqdn)
+
+    made: dict[str, Any] = {
+        kind: Email() if kind == "email" else getattr(predefined_recognizers, name)()
+        for kind, name in PRESIDIO_NAMES.items()
+        if kind in kinds
+    }
+
+    def find(text: str) -> list[PiiMatch]:
+        return [
+            PiiMatch(each.start, each.end, kind)
+            for kind, recogniser in made.items()
+            for each in recogniser.analyze(text, recogniser.supported_entities, None)
+            if each.score >= score
+        ]
+
+    return find
+
 
 PAGES = ("http://", "https://")
 
 
 def pii(config: Pii) -> Stage:
-    """Each find masked as <EMAIL> and the like, or its document removed.
+    """Mask each match as <EMAIL> and the like, or remove its document.
 
-    What stands beside a text, in its meta, is masked in either case. Addresses of pages there stay: they say where it is from.
-
-    Raises:
-      InputMissing: where the finder is presidio and not installed, or python-stdnum is not, for national_id.
+    Metadata is masked in both cases, except URLs, which give its origin. Raises InputMissing if
+    presidio is the finder and not installed, or python-stdnum for national_id.
     """
     if "national_id" in config.kinds:
-        national.checks()
-    finder: Callable[[str], list[Found]] = functools.partial(find, kinds=config.kinds)
+        national_checks()
+    finder: Callable[[str], list[PiiMatch]] = functools.partial(find, kinds=config.kinds)
     if config.finder == "presidio":
-        other = presidio.finders(config.kinds, config.score)
-        ours = tuple(kind for kind in config.kinds if kind not in presidio.NAMES)
+        other = presidio_finder(config.kinds, config.score)
+        own_kinds = tuple(kind for kind in config.kinds if kind not in PRESIDIO_NAMES)
 
-        def finder(text: str) -> list[Found]:
-            return apart([*other(text), *find(text, ours)], list(KINDS))
+        def finder(text: str) -> list[PiiMatch]:
+            return apart([*other(text), *find(text, own_kinds)], list(KINDS))
 
-    def stage(document: Document, counts: Counter[str]) -> Document | Removed:
-        found = finder(document.text)
-        if found and config.action == "remove":
-            return Removed(found[0].kind, f"at character {found[0].start}, {len(found)} in all")
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument | Removed:
+        matches = finder(document.text)
+        if matches and config.action == "remove":
+            return Removed(
+                matches[0].kind, f"at character {matches[0].start}, {len(matches)} in all"
+            )
 
-        def beside(value: Any) -> Any:
+        def masked_meta(value: Any) -> Any:
             if isinstance(value, dict):
-                return {key: beside(each) for key, each in value.items()}
+                return {key: masked_meta(each) for key, each in value.items()}
             if isinstance(value, list):
-                return [beside(each) for each in value]
+                return [masked_meta(each) for each in value]
             if not isinstance(value, str) or value.startswith(PAGES):
                 return value
-            return masked(value, finder(value), "masked beside a text", counts)
+            return masked(value, finder(value), "masked in metadata", counts)
 
         return dataclasses.replace(
             document,
-            text=masked(document.text, found, "masked", counts),
-            meta=beside(document.meta),
+            text=masked(document.text, matches, "masked", counts),
+            meta=masked_meta(document.meta),
         )
 
     return stage
 
 
-def masked(text: str, found: list[Found], what: str, counts: Counter[str]) -> str:
-    """A text with the kind of each find in its place, each counted as `what`."""
+def masked(text: str, matches: list[PiiMatch], what: str, counts: Counter[str]) -> str:
+    """Replace each match by its kind, and count it as `what`."""
     pieces, end = [], 0
-    for each in found:
+    for each in matches:
         counts[f"pii: {each.kind} {what}"] += 1
         pieces += [text[end : each.start], f"<{each.kind.upper()}>"]
         end = each.end
     return "".join(pieces) + text[end:]
 
 
-def find(text: str, kinds: tuple[str, ...]) -> list[Found]:
-    """Everything of these kinds, in order, none over another: of two the longer, then the one that KINDS has first."""
+def find(text: str, kinds: tuple[str, ...]) -> list[PiiMatch]:
+    """Return matches of these kinds, in order, without overlap: the longer, then by KINDS."""
     return apart((each for kind in kinds for each in _of_kind(text, kind)), list(KINDS))
 
 
-def _of_kind(text: str, kind: str) -> Iterator[Found]:
+def _of_kind(text: str, kind: str) -> Iterator[PiiMatch]:
     pieces, pattern, is_right = KINDS[kind]
     for begin, piece in pieces(text):
         for match in pattern.finditer(piece):
             if is_right(match):
-                yield Found(begin + match.start(), begin + match.end(), kind)
+                yield PiiMatch(begin + match.start(), begin + match.end(), kind)
 
 
 def passes_luhn(digits: str) -> bool:
-    """Whether the last digit is the check of the others: ISO/IEC 7812-1, annex B."""
+    """Check the last digit by Luhn's algorithm: ISO/IEC 7812-1, annex B."""
     total = 0
     for place, letter in enumerate(reversed(digits)):
         value = int(letter) * (1 + place % 2)
@@ -90,11 +234,11 @@ def passes_luhn(digits: str) -> bool:
 
 
 def passes_mod97(code: str) -> bool:
-    """Whether an IBAN, without spaces, is 1 modulo 97 as ISO 13616 has it: first four to the end, letters from A = 10."""
+    """Check an IBAN without spaces: 1 modulo 97 (ISO 13616), first four last, A = 10."""
     return int("".join(str(int(letter, 36)) for letter in code[4:] + code[:4])) % 97 == 1
 
 
-# Length of the whole IBAN by country: SWIFT's registry, of which these are the countries of SEPA and a few more.
+# Length of an IBAN by country, from SWIFT's registry: the countries of SEPA and a few more.
 IBAN_LENGTHS = {
     **dict.fromkeys(("NO",), 15),
     **dict.fromkeys(("BE",), 16),
@@ -111,10 +255,10 @@ IBAN_LENGTHS = {
     **dict.fromkeys(("CY", "HU", "PL"), 28),
     **dict.fromkeys(("MT",), 31),
 }
-# Leading digits and lengths that the networks give out: Visa, Mastercard, American Express, Diners, Discover, JCB.
+# Prefixes and lengths of Visa, Mastercard, American Express, Diners, Discover, JCB.
 _CARD = re.compile(
-    r"4\d{12}(?:\d{3}){0,2}|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}|3[47]\d{13}"
-    r"|3(?:0[0-5]|[68]\d)\d{11}|6(?:011|5\d\d)\d{12}|35(?:2[89]|[3-8]\d)\d{12}"
+    r"4\d{12}(?:\d{3}){0,2}|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}"
+    r"|3[47]\d{13}|3(?:0[0-5]|[68]\d)\d{11}|6(?:011|5\d\d)\d{12}|35(?:2[89]|[3-8]\d)\d{12}"
 )
 
 
@@ -128,24 +272,24 @@ def _is_iban(match: re.Match[str]) -> bool:
     return len(code) == IBAN_LENGTHS.get(code[:2]) and passes_mod97(code)
 
 
-# Top-level domains that no array has for an attribute: they end an address whatever follows.
+# Top-level domains that are no attribute of an array: an address with one needs no further check.
 USUAL_DOMAINS = frozenset(
     "com org net edu gov mil int info biz museum "
-    "ar au be bg br ca ch cl cn co cz de dk ee es eu fi fr gr hk hr hu ie il ir jp kr lt lu lv mx my "
-    "nl nz pe ph pl pt ro rs ru se sg si sk th tr tw ua uk us vn za".split()
+    "ar au be bg br ca ch cl cn co cz de dk ee es eu fi fr gr hk hr hu ie il ir jp kr lt lu lv mx"
+    " my nl nz pe ph pl pt ro rs ru se sg si sk th tr tw ua uk us vn za".split()
 )
-# Attributes and methods of arrays that are no top-level domain: `q@k.transpose` is a product.
+# Attributes and methods of arrays, which are no top-level domains: `q@k.transpose` is a product.
 ATTRIBUTES = frozenset(
-    "adjoint array astype bias bfloat clone coef conj conjugate contiguous copy cpu cuda detach diag "
-    "dtype expand flat flatten float grad half imag inv inverse item kernel mH mT mean ndim numpy params "
-    "permute ravel repeat reshape shape size squeeze std sum swapaxes toarray tocsr todense tolist "
-    "transpose unsqueeze value values var view weight weights".split()
+    "adjoint array astype bias bfloat clone coef conj conjugate contiguous copy cpu cuda detach"
+    " diag dtype expand flat flatten float grad half imag inv inverse item kernel mH mT mean ndim"
+    " numpy params permute ravel repeat reshape shape size squeeze std sum swapaxes toarray tocsr"
+    " todense tolist transpose unsqueeze value values var view weight weights".split()
 )
-SERVICES = frozenset(("git", "hg", "svn"))  # accounts that everybody pushes to
+SERVICES = frozenset(("git", "hg", "svn"))  # accounts of repositories, not of persons
 
 
 def _is_email(match: re.Match[str]) -> bool:
-    """Return whether it is an address of mail, and no product of arrays or place of a repository."""
+    """Return whether a match is an email address, not a product of arrays or a repository URL."""
     local, domain = match[0].rsplit("@", 1)
     last = domain.rpartition(".")[2]
     after = match.string[match.end() : match.end() + 1]
@@ -157,23 +301,25 @@ def _is_email(match: re.Match[str]) -> bool:
 _CALLED = re.compile(r"(?:\.\w+)*[(\[]")
 
 
-# What stands before the number of a version or of a section. A node may be a machine: there only small numbers are versions.
+# Words before the number of a version or section. `node` may be a machine: after it only small
+# numbers are versions.
 _NUMBERED = re.compile(
-    r"(?:(?:\b(?:version|ver|release|revision|rev|build|section|sect|sec|chapter|clause|paragraph|para"
-    r"|appendix|annex|figure|fig|table|python|java|openssl|chrome|firefox)s?\b|\u00a7)[ .:=(\"']{0,3}"
+    r"(?:(?:\b(?:version|ver|release|revision|rev|build|section|sect|sec|chapter|clause|paragraph"
+    r"|para|appendix|annex|figure|fig|table|python|java|openssl|chrome|firefox)s?\b|\u00a7)"
+    r"[ .:=(\"']{0,3}"
     r"|(?:[<>=!~]=|\^|~>) ?|(?P<node>\bnode(?:\.?js)? ?))$",
     re.IGNORECASE,
 )
-_LARGEST_VERSION = 50  # of each part, behind "node"
-# What IANA has given out of the addresses of version 6 (RFC 4291, section 2.4; RFC 6052, section 2.1).
+_LARGEST_VERSION = 50  # of each part, after "node"
+# Allocated IPv6 ranges (RFC 4291, section 2.4; RFC 6052, section 2.1).
 _GIVEN_OUT = tuple(map(ipaddress.IPv6Network, ("2000::/3", "64:ff9b::/96")))
 
 
 def _is_address(match: re.Match[str]) -> bool:
-    """Return whether it is an address of the internet that could be somebody's.
+    """Return whether a match is a public address that can belong to a person.
 
-    Private, local and documentation ranges are nobody's, nor is `abc::def`, which is in no range
-    that was given out, or the number of a version or a section.
+    Private, local, documentation and unallocated ranges, as in `abc::def`, cannot. Numbers of
+    versions and sections are no addresses.
     """
     try:
         address = ipaddress.ip_address(match[0])
@@ -194,20 +340,20 @@ def _is_phone(match: re.Match[str]) -> bool:
     digits = re.sub(r"\D", "", text)
     if text.startswith("+"):
         return 8 <= len(digits) <= 15  # ITU-T E.164
-    # In North America neither the area nor the exchange begins with 0 or 1, and 555-01xx is for stories.
+    # In North America area and exchange do not begin with 0 or 1, and 555-01xx is for fiction.
     area, exchange, line = digits[-10:-7], digits[-7:-4], digits[-4:]
     is_story = exchange == "555" and line.startswith("01")
     return area[0] > "1" and exchange[0] > "1" and not is_story
 
 
 def _is_ssn(match: re.Match[str]) -> bool:
-    """Number ranges that the United States' Social Security Administration never gave out are none."""
+    """Return whether the ranges are ones the US Social Security Administration issued."""
     area, group, serial = match[0].split("-")
     return area not in ("000", "666") and area < "900" and group != "00" and serial != "0000"
 
 
 def _is_national(match: re.Match[str]) -> bool:
-    return national.is_national(match[0])
+    return is_national(match[0])
 
 
 def _always(match: re.Match[str]) -> bool:
@@ -215,9 +361,10 @@ def _always(match: re.Match[str]) -> bool:
 
 
 def _lines_with(sign: str) -> Callable[[str], Iterator[tuple[int, str]]]:
-    """The lines in which a short pattern is found, and where they begin: most text is passed over at this price.
+    """Return a function that yields the lines with a short pattern, and their offsets.
 
-    The pattern holds no end of a line. It is found fast where all that it matches begins with one set of characters.
+    It skips most text at this price. The pattern must not match a line end, and is searched fast
+    if its matches begin with one set of characters.
     """
     search = re.compile(sign).search
 
@@ -233,7 +380,7 @@ def _lines_with(sign: str) -> Callable[[str], Iterator[tuple[int, str]]]:
 
 
 def _all_with(*signs: str) -> Callable[[str], Iterator[tuple[int, str]]]:
-    """The text, if it holds one of the signs somewhere."""
+    """Return a function that yields the whole text if it contains one of the signs."""
 
     def pieces(text: str) -> Iterator[tuple[int, str]]:
         if any(sign in text for sign in signs):
@@ -243,13 +390,14 @@ def _all_with(*signs: str) -> Callable[[str], Iterator[tuple[int, str]]]:
 
 
 class _Kind(NamedTuple):
-    pieces: Callable[[str], Iterator[tuple[int, str]]]  # of a text, those that are looked at
+    pieces: Callable[[str], Iterator[tuple[int, str]]]  # the parts of a text to search
     pattern: re.Pattern[str]
     is_right: Callable[[re.Match[str]], bool]
 
 
 _KEYS = (
-    r"-----BEGIN (?:[A-Z]{1,20} ){0,3}PRIVATE KEY-----[A-Za-z0-9+/=\s]{20,10000}-----END (?:[A-Z]{1,20} ){0,3}PRIVATE KEY-----",
+    r"-----BEGIN (?:[A-Z]{1,20} ){0,3}PRIVATE KEY-----[A-Za-z0-9+/=\s]{20,10000}"
+    r"-----END (?:[A-Z]{1,20} ){0,3}PRIVATE KEY-----",
     r"\b(?:AKIA|ASIA)[A-Z2-7]{16}\b",  # Amazon
     r"\bgh[opsur]_[A-Za-z0-9]{36,255}\b|\bgithub_pat_\w{60,255}\b",
     r"\bglpat-[\w-]{20,64}",  # GitLab
@@ -260,29 +408,18 @@ _KEYS = (
     r"\beyJ[\w-]{10,2000}\.eyJ[\w-]{10,4000}\.[\w-]{10,2000}",  # RFC 7519
 )
 _KEY_SIGNS = (
-    *(
-        "PRIVATE KEY",
-        "AKIA",
-        "ASIA",
-        "gho_",
-        "ghp_",
-        "ghs_",
-        "ghu_",
-        "ghr_",
-        "github_pat_",
-        "glpat-",
-        "xox",
-    ),
-    *("AIza", "k_live_", "hf_", "eyJ"),
+    "PRIVATE KEY",
+    *"AKIA ASIA gho_ ghp_ ghs_ ghu_ ghr_ github_pat_ glpat- xox AIza k_live_ hf_ eyJ".split(),
 )
-# In the order of their claim to a piece of text that several fit.
+# In order of precedence for overlapping matches of equal length.
 KINDS = {
     "key": _Kind(_all_with(*_KEY_SIGNS), re.compile("|".join(_KEYS)), _always),
     "email": _Kind(
         _lines_with("@"),
-        # RFC 5322's dot-atom, as far as people use it.
+        # RFC 5322's dot-atom, in its common forms.
         re.compile(
-            r"(?<![\w.+%-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,5}@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,6}"
+            r"(?<![\w.+%-])[A-Za-z0-9_%+-]{1,64}(?:\.[A-Za-z0-9_%+-]{1,64}){0,5}"
+            r"@(?:[A-Za-z0-9][A-Za-z0-9-]{0,62}\.){1,6}"
             r"[A-Za-z]{2,24}(?![\w@-])"
         ),
         _is_email,
@@ -290,32 +427,36 @@ KINDS = {
     "iban": _Kind(
         _lines_with(r"[A-Z]{2}\d\d"),
         re.compile(
-            r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?(?![A-Za-z0-9])"
+            r"(?<![A-Za-z0-9])[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?"
+            r"(?![A-Za-z0-9])"
         ),
         _is_iban,
     ),
     "card": _Kind(
         _lines_with(r"\d{4}"),
         re.compile(
-            r"(?<![\w.-])(?:\d{4}[ -]?\d{4}[ -]?\d{4}[ -]?\d{1,7}|\d{4}[ -]?\d{6}[ -]?\d{4,5})(?![\w-]|\.\d)"
+            r"(?<![\w.-])(?:\d{4}[ -]?\d{4}[ -]?\d{4}[ -]?\d{1,7}|\d{4}[ -]?\d{6}[ -]?\d{4,5})"
+            r"(?![\w-]|\.\d)"
         ),
         _is_card,
     ),
     "us_ssn": _Kind(
         _lines_with(r"\d-\d"), re.compile(r"(?<![\w.-])\d{3}-\d{2}-\d{4}(?![\w-]|\.\d)"), _is_ssn
     ),
-    "national_id": _Kind(_lines_with(national.SIGN), national.PATTERN, _is_national),
+    "national_id": _Kind(_lines_with(NATIONAL_SIGN), NATIONAL_PATTERN, _is_national),
     "ip": _Kind(
         _lines_with(r"[.:](?:(?<=\d\.)\d|(?<=[0-9A-Fa-f]:))"),
         re.compile(
-            r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)|(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![:.]?\w))"
+            r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?!\.?\d)"
+            r"|(?:[0-9A-Fa-f]{0,4}:){2,7}[0-9A-Fa-f]{1,4}(?![:.]?\w))"
         ),
         _is_address,
     ),
     "phone": _Kind(
         _lines_with(r"\d\d[)]?[ .-]?[(]?\d"),
         re.compile(
-            r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,4})){2,5}|(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4})"
+            r"(?<![\w.+-])(?:\+\d{1,3}(?:[ .-]?(?:\(\d{1,4}\)|\d{1,4})){2,5}"
+            r"|(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[ .-]\d{4})"
             r"(?![\w-]|\.\d)"
         ),
         _is_phone,

@@ -1,4 +1,4 @@
-"""The last step of a recipe: token shards of what it kept, in the folder `shards` of its output."""
+"""The last step of a recipe: token shards of the kept documents, in the subfolder `shards`."""
 
 import dataclasses
 import shlex
@@ -11,7 +11,7 @@ from jaxlm.core.errors import ConfigError, DataError
 from jaxlm.corpus.config import Recipe
 from jaxlm.corpus.engines import EngineName
 from jaxlm.corpus.mix import run, sources
-from jaxlm.corpus.mix.config import Mix, Shards
+from jaxlm.corpus.mix.config import Mix, ShardSettings
 from jaxlm.corpus.run import Progress
 from jaxlm.data.config import TOKENIZER_FILES
 
@@ -19,10 +19,9 @@ SHARDS = "shards"
 
 
 def check(recipe: Recipe) -> None:
-    """Says what keeps shards from being written, before hours of cleaning.
+    """Check the tokenizer of the shards, before hours of cleaning.
 
-    Raises:
-      JaxlmError: where the tokenizer is a file that cannot be read.
+    Raises JaxlmError if the tokenizer is a file that cannot be read.
     """
     if recipe.shards.tokenizer.endswith(TOKENIZER_FILES):
         run.tokenizer_of(recipe.shards.tokenizer, "shards.tokenizer")
@@ -35,45 +34,54 @@ def write(
     *,
     workers: int,
     engine: EngineName,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     progress: Progress,
 ) -> dict[str, Any]:
-    """Makes shards of a finished output folder, or finds that they are there. Gives what mix.json holds.
+    """Make shards of a finished output folder, or verify existing ones; return mix.json.
 
-    A part of which nothing stays has none, and is said.
+    A part without kept documents gets no shards, which is reported.
+
+    Args:
+      recipe: the recipe with its settings of shards.
+      out: the finished output folder.
+      report: its report.
+      workers: the number of units that run at a time.
+      engine: the engine that runs them.
+      log: prints a line.
+      progress: shows the progress of a step.
 
     Raises:
-      JaxlmError: as `run.run`. Where the shards that are asked for cannot be had of this corpus, the fix is a mix apart from it.
+      JaxlmError: as `run.run`. If these shards cannot be made here, the fix is a separate mix.
     """
     parts = report.get("parts", {})
     for name in (name for name in parts if not parts[name]["kept"]):
-        say(f"nothing of the part {name} stays: it has no shards")
+        log(f"the part {name} kept no documents: it gets no shards")
     mix = _mix(
         recipe, out, [name for name in recipe.part_names if not parts or parts[name]["kept"]]
     )
     try:
         return run.run(
-            mix, out / SHARDS, workers=workers, engine=engine, say=say, progress=progress
+            mix, out / SHARDS, workers=workers, engine=engine, log=log, progress=progress
         )
     except (ConfigError, DataError) as error:
         flags = _apart(mix, f"{out}-{SHARDS}", error.fix)
         raise type(error)(
             error.what,
             where=error.where,
-            why=f"{error.why}; the cleaned corpus is done, and stays",
+            why=f"{error.why}; the cleaned corpus is finished and unaffected",
             fix=f"jaxlm data mix {flags}" if flags else error.fix,
         ) from error
 
 
 def _apart(mix: Mix, out: str, fix: str) -> str:
-    """Return the flags that make the same shards in a folder of their own, mended by those of a fix.
+    """Return flags of `jaxlm data mix` for the same shards elsewhere, merged with a fix.
 
-    There are none if the fix is not made of flags of `jaxlm data mix`.
+    Return "" if the fix does not consist of such flags.
     """
     first = fix.splitlines()[0]
     if not first.startswith(("--config.", "'--config.", "--out=", "'--out=")):
         return ""
-    names = ["sources", *(field.name for field in dataclasses.fields(Shards))]
+    names = ["sources", *(field.name for field in dataclasses.fields(ShardSettings))]
     flags = [
         f"--config.{name}={values.show(getattr(mix, name))}"
         for name in names
@@ -81,15 +89,16 @@ def _apart(mix: Mix, out: str, fix: str) -> str:
     ]
     mended = [flag for flag in shlex.split(first, comments=True) if not flag.startswith("--out=")]
     changed = {flag.partition("=")[0] for flag in mended}
-    kept = [flag for flag in flags if flag.partition("=")[0] not in changed]
-    return shlex.join([*kept, *mended, f"--out={out}"])
+    unchanged = [flag for flag in flags if flag.partition("=")[0] not in changed]
+    return shlex.join([*unchanged, *mended, f"--out={out}"])
 
 
 def _mix(recipe: Recipe, out: Path, names: list[str]) -> Mix:
-    """The mix of these parts of a recipe's own output, or of the whole of it."""
-    names = names or list(recipe.part_names)  # where nothing stays, the mix says so
+    """Return the mix of these parts of a recipe's output, or of the whole output."""
+    names = names or list(recipe.part_names)  # if nothing was kept, the mix reports it
     fields = {
-        field.name: getattr(recipe.shards, field.name) for field in dataclasses.fields(Shards)
+        field.name: getattr(recipe.shards, field.name)
+        for field in dataclasses.fields(ShardSettings)
     }
     for name in ("weights", "licences"):
         fields[name] = tuple(each for each in fields[name] if each.partition("=")[0] in names)

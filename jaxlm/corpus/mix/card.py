@@ -1,105 +1,44 @@
-"""The data card of a mix: what it was made of, under which licences, and what was done to it, as Markdown.
+"""The data card of a mix, as Markdown: its sources, their licenses, and how they were cleaned.
 
-Source: Gebru et al. 2021, "Datasheets for Datasets": composition, collection, preprocessing. It holds what was counted, and
-says what nobody looked at; who made the texts and who may use them for what, only a person can say.
+It contains counts only, and names what was not examined; authorship and permitted use cannot be
+computed. Source: Gebru et al. 2021, "Datasheets for Datasets": composition, collection,
+preprocessing.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from jaxlm.corpus.mix.sources import Source
-
-SHOWN = 5  # reasons of a stage, files of a source
-LANGUAGE, PERSONAL = "language: ", "pii: "
+from jaxlm.corpus.mix.sources import MixSource
+from jaxlm.corpus.report import template
 
 
-def card(answer: dict[str, Any], sources: Sequence[Source]) -> str:
-    """The whole card. The same mix gives the same card: it holds no times and no place."""
-    parts = ["# Data card", *_sets(answer, sources)]
-    for source in sources:
-        parts += [f"## {_plain(source.name)}", *_source(source)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _sets(answer: dict[str, Any], sources: Sequence[Source]) -> Iterator[str]:
-    licences = {source.name: source.licence for source in sources}
-    rows = [
-        (
-            side,
-            name,
-            licences[name] or "not stated",
-            f"{each['documents']:,}",
-            f"{each['tokens']:,}",
-            f"{each['share']:.1%}",
-            f"{each['bytes'] / each['tokens']:.2f}",
-        )
-        for side, sets in answer["sets"].items()
-        for name, each in sets.items()
-    ]
-    head = "set", "source", "licence", "documents", "tokens", "share", "bytes a token"
-    yield _table(head, rows)
-    made = answer["tokenizer"]
-    yield f"Tokenizer: {made['size']:,} ids, sha256 `{made['sha256']}`. A document's begin and end count as tokens."
-    if lost := sum(each["unknown"] for sets in answer["sets"].values() for each in sets.values()):
-        yield f"{lost:,} characters have no id and became `<|unk|>`."
-
-
-def _source(source: Source) -> Iterator[str]:
-    report, recipe = source.report, source.recipe["recipe"]
-    files = [name for name, _ in source.recipe["files"]]
-    size = sum(size for _, size in source.recipe["files"])
-    more = f" and {len(files) - SHOWN:,} more" if len(files) > SHOWN else ""
-    yield f"Licence: {_plain(source.licence or 'not stated')}."
-    yield f"Raw: {len(files):,} files, {size:,} bytes: {', '.join(map(_plain, files[:SHOWN]))}{more}."
-    kept, read = report["characters"]["kept"], report["characters"]["read"]
-    said = (
-        f"Cleaned: {report['kept']:,} of {report['read']:,} documents, {kept:,} of {read:,} characters; "
-        f"stages {', '.join(recipe['stages']) or 'none'}; duplicates {', '.join(recipe['dedup']) or 'not looked for'}."
+def card(answer: dict[str, Any], sources: Sequence[MixSource]) -> str:
+    """Render the card; it contains no times and no paths, so equal mixes give equal cards."""
+    return template("mix/card.md.jinja", autoescape=False, finalize=_escaped).render(
+        answer=answer,
+        counted=_counted,
+        licences={source.name: source.licence for source in sources},
+        sources=sources,
+        unknown=sum(each["unknown"] for sets in answer["sets"].values() for each in sets.values()),
     )
-    if source.share < 1:
-        said += f" A share of {source.share:.2%} of these documents was taken, for the weights."
-    yield said
-    if report["sample"] < 1:
-        yield f"This is a sample of {report['sample']:.2%} of the records: duplicates of what is not in it were not seen."
-    rows = []
-    for row in report["funnel"]:
-        reasons = [f"{name} {count:,}" for name, count in row["reasons"].items()]
-        more = f", {len(reasons) - SHOWN} more" if len(reasons) > SHOWN else ""
-        why = ", ".join(reasons[:SHOWN]) + more
-        rows.append((row["stage"], f"{row['in']:,}", f"{row['out']:,}", f"{row['share']:.2%}", why))
-    yield _table(("stage", "in", "out", "removed", "why"), rows)
-    yield from _counted(report, recipe)
 
 
-def _counted(report: dict[str, Any], recipe: dict[str, Any]) -> Iterator[str]:
-    notes = report["notes"]
-    for what, stage, prefix in (
-        ("Languages", "language", LANGUAGE),
-        ("Personal data", "pii", PERSONAL),
-    ):
-        found = {
-            name.removeprefix(prefix): n for name, n in notes.items() if name.startswith(prefix)
-        }
-        ordered = sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))
-        listed = ", ".join(f"{_plain(name)} {count:,}" for name, count in ordered)
-        removed = report["removed"].items()
-        gone = sum(count for reason, count in removed if reason.startswith(f"{stage}."))
-        if gone:
-            listed = f"{listed or 'none left'}; {gone:,} documents removed"
-        yield f"{what}: {listed or 'none found' if stage in recipe['stages'] else 'not looked at'}."
-    rest = {n: c for n, c in notes.items() if not n.startswith((LANGUAGE, PERSONAL))}
-    if rest:
-        yield "\n".join(f"- {_plain(name)}: {count:,}" for name, count in rest.items())
+def _counted(source: MixSource, stage: str, prefix: str) -> str:
+    """List the counts of a stage, the most frequent first, or report that it was not run."""
+    if stage not in source.recipe["recipe"]["stages"]:
+        return "not looked at"
+    notes = source.report["notes"]
+    counts = {name.removeprefix(prefix): n for name, n in notes.items() if name.startswith(prefix)}
+    ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    listed = ", ".join(f"{name} {count:,}" for name, count in ordered)
+    removed = source.report["removed"].items()
+    if gone := sum(count for reason, count in removed if reason.startswith(f"{stage}.")):
+        return f"{listed or 'none left'}; {gone:,} documents removed"
+    return listed or "none found"
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [tuple(head), *map(tuple, rows)]
-    lines.insert(1, ("---",) * len(lines[0]))
-    return "\n".join(f"| {' | '.join(map(_plain, line))} |" for line in lines)
-
-
-def _plain(text: str) -> str:
-    """Text that Markdown shows as it is: names of files come from others."""
-    shown = "".join(c if c.isprintable() else "\ufffd" for c in text)
+def _escaped(value: Any) -> str:
+    """Escape a value for Markdown: names of files are arbitrary."""
+    shown = "".join(c if c.isprintable() else "\ufffd" for c in str(value))
     return re.sub(r"([\\`*_{}\[\]<>#|])", r"\\\1", shown)

@@ -1,4 +1,4 @@
-"""Settings of token shards: of a mix of cleaned corpora, and of a recipe that goes on to them."""
+"""Settings of token shards: those of a mix of cleaned corpora, and those of a recipe."""
 
 import dataclasses
 import re
@@ -13,22 +13,20 @@ _NAME = re.compile(r"[A-Za-z]\w*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shards:
-    """In which shares cleaned documents become token shards, with which tokenizer."""
+class ShardSettings:
+    """Shares and tokenizer with which cleaned documents become token shards."""
 
     weights: tuple[str, ...] = setting(
         (),
-        "NAME=WEIGHT for each source: documents are left out until the sources stand in these shares of characters; "
-        "none takes all documents",
+        "NAME=WEIGHT of each source: documents are dropped until characters are in these"
+        " proportions; () keeps all",
     )
-    licences: tuple[str, ...] = setting((), "NAME=LICENCE, for the data card")
-    tokenizer: str = setting("", f"{TOKENIZERS}; nothing writes no shards")
-    held_out: float = setting(
-        0.0, "share of the documents that goes to the validation sets", low=0.0, below=1.0
-    )
+    licences: tuple[str, ...] = setting((), "NAME=LICENCE of each source, for the data card")
+    tokenizer: str = setting("", f"{TOKENIZERS}; an empty name writes no shards")
+    held_out: float = setting(0.0, "share of documents for the validation sets", low=0.0, below=1.0)
     unit_bytes: int = setting(
         2**28,
-        "files of one source are worked on together until they hold this much",
+        "size of a unit of work: files of one source are grouped up to it",
         unit="bytes",
         low=1,
     )
@@ -36,7 +34,7 @@ class Shards:
     def problems_with(
         self, sources: Sequence[str], path: str = ""
     ) -> Iterator[tuple[str, str, str]]:
-        """What does not go with these sources; `path` leads to this section, `shards.` in a recipe."""
+        """Yield the settings that do not fit these sources; `path` is the prefix of the section."""
         for name in ("weights", "licences"):
             yield from entry_problems(name, getattr(self, name), known=sources, path=path)
         for name, text in named(self.weights).items():
@@ -46,13 +44,13 @@ class Shards:
                 )
                 yield (
                     "weights",
-                    f"the weight {text!r} of {name!r} is no number above 0",
+                    f"the weight {text!r} of {name!r} is not a number above 0",
                     f"--config.{path}weights={fix}",
                 )
         if self.weights and (without := set(sources) - named(self.weights).keys()):
             missing = sorted(without)[0]
             fix = f"--config.{path}weights={','.join((*self.weights, f'{missing}=1'))}"
-            yield "weights", f"{missing!r} has none", fix
+            yield "weights", f"{missing!r} has no weight", fix
         kind, _, size = self.tokenizer.partition(":")
         is_trained = kind == "sentencepiece" and size.isdigit() and int(size) >= 512
         if not (
@@ -60,33 +58,32 @@ class Shards:
         ) and not self.tokenizer.endswith(TOKENIZER_FILES):
             yield (
                 "tokenizer",
-                f"{self.tokenizer!r} is none of: {TOKENIZERS}",
+                f"{self.tokenizer!r} is not one of: {TOKENIZERS}",
                 near_tokenizer(f"{path}tokenizer", self.tokenizer),
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mix(Shards):
-    """Which cleaned corpora become token shards, and how."""
+class Mix(ShardSettings):
+    """Cleaned corpora that become token shards, with their shares and tokenizer."""
 
-    ROOT: ClassVar[str] = "mix"  # what `jaxlm config explain` calls all of it
+    ROOT: ClassVar[str] = "mix"  # the name of the whole in `jaxlm config explain`
 
     sources: tuple[str, ...] = setting(
-        (),
-        "NAME=FOLDER, each a folder that jaxlm data run wrote, or NAME=FOLDER!PART for one of its parts",
+        (), "NAME=FOLDER of each output folder of jaxlm data run; NAME=FOLDER!PART for one part"
     )
     tokenizer: str = setting("sentencepiece:4096", TOKENIZERS)
 
     def problems(self) -> Iterator[tuple[str, str, str]]:
-        """Each source has one name, each weight and licence a source, and the tokenizer is one of those there are."""
+        """Check that names are unique, weights and licences have a source, the tokenizer exists."""
         if not self.sources:
-            yield "sources", "nothing to read", "jaxlm config explain sources"
+            yield "sources", "no sources", "jaxlm config explain sources"
         yield from entry_problems("sources", self.sources, "")
         yield from self.problems_with(tuple(named(self.sources)))
 
 
 def named(entries: tuple[str, ...]) -> dict[str, str]:
-    """What a setting of entries NAME=VALUE says, by name."""
+    """Parse the entries NAME=VALUE of a setting."""
     return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
 
 
@@ -97,8 +94,14 @@ def entry_problems(
     known: Sequence[str] | None = None,
     path: str = "",
 ) -> Iterator[tuple[str, str, str]]:
-    """Entries that are not NAME=VALUE, whose name is there twice, or is none of the known; `nothing` is set if none is right,
-    or what the setting takes is explained.
+    """Yield a problem for each entry that is no NAME=VALUE, is repeated or has an unknown name.
+
+    Args:
+      field: the setting.
+      entries: its value.
+      nothing: the value in the fix if no entry is valid; "" points to the setting's explanation.
+      known: the allowed names; None allows any.
+      path: the prefix of the section in flags.
     """
     right: list[str] = []
     wrong: list[str] = []
@@ -107,18 +110,16 @@ def entry_problems(
         if not (_NAME.fullmatch(name) and equals and value):
             wrong.append(f"{entry!r} is not NAME=VALUE")
         elif known is not None and name not in known:
-            wrong.append(f"{name!r} is no source; there are {', '.join(known)}")
+            wrong.append(f"{name!r} is not a source; the sources are {', '.join(known)}")
         elif name in named(tuple(right)):
-            wrong.append(f"{name!r} stands there twice")
+            wrong.append(f"{name!r} is listed twice")
         else:
             right.append(entry)
     for what in wrong:
-        said = ",".join(right) or nothing
-        setting = f"{path}{field}"
+        valid = ",".join(right) or nothing
+        flag = f"{path}{field}"
         yield (
             field,
             what,
-            shlex.quote(f"--config.{setting}={said}")
-            if said
-            else f"jaxlm config explain {setting}",
+            shlex.quote(f"--config.{flag}={valid}") if valid else f"jaxlm config explain {flag}",
         )

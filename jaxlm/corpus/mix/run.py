@@ -1,37 +1,40 @@
-"""From cleaned corpora to token shards, one set for each source and side. Stopped anywhere, it goes on.
+"""From cleaned corpora to token shards, one set for each source and split.
 
-OUT/train/NAME, OUT/validation/NAME   token shards, as the trainer reads them
-OUT/mix.json                          tokens, documents and share of each, the tokenizer's digest; there when all is done
+A run that was stopped anywhere continues with the same command.
+
+OUT/train/NAME, OUT/validation/NAME   token shards, in the trainer's format
+OUT/mix.json                          tokens, documents and shares, tokenizer digest; written last
 OUT/CARD.md                           the data card
-OUT/recipe.json                       the mix, and the digests of what it reads
-OUT/unfinished/                       what is between the steps; gone at the end
+OUT/recipe.json                       the mix, and the digests of its inputs
+OUT/unfinished/                       intermediate files; deleted at the end
 """
 
+import contextlib
 import hashlib
 import heapq
 import json
+import os
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxlm.core import config, disk
-from jaxlm.core.errors import ConfigError, DataError, InputMissing, cannot_write
+from jaxlm.core.errors import ConfigError, DataError, InputMissing
 from jaxlm.corpus import engines
 from jaxlm.corpus.engines import EngineName
 from jaxlm.corpus.files import changed
-from jaxlm.corpus.job import RECIPE, WORK
+from jaxlm.corpus.job import RECIPE, WORK, other_files
 from jaxlm.corpus.mix import sources
 from jaxlm.corpus.mix.card import card
 from jaxlm.corpus.mix.config import Mix
-from jaxlm.corpus.mix.gather import gather
-from jaxlm.corpus.mix.sources import Source
-from jaxlm.corpus.mix.unit import COUNTS, TOKENIZER, TRAIN, Tokenise, Units
-from jaxlm.corpus.run import LOCK, Progress, owned
-from jaxlm.data import manifest, tokenizer_file, train_tokenizer
+from jaxlm.corpus.mix.sources import COUNTS, TOKENIZER, TRAIN, MixSource, MixUnits, TokenizeTask
+from jaxlm.corpus.run import Progress, output_folder
+from jaxlm.data import cache, manifest, tokenizer_file, train_tokenizer
 from jaxlm.data.config import TOKENIZER_FILES
+from jaxlm.data.manifest import Manifest, Shard
 from jaxlm.data.shards import Shards
 from jaxlm.data.tokenizer import Tokenizer
 
@@ -45,56 +48,58 @@ def run(
     *,
     workers: int = 1,
     engine: EngineName = "processes",
-    say: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
     progress: Progress = lambda what, done, total: None,
 ) -> dict[str, Any]:
-    """Does what a mix says, or what is left of it to do. Gives what mix.json holds.
+    """Run a mix, or the unfinished part of it; return the contents of mix.json.
+
+    Args:
+      mix: the settings.
+      out: the output folder.
+      workers: the number of units that run at a time.
+      engine: the engine that runs them.
+      log: prints a line.
+      progress: shows the progress of a step.
 
     Raises:
-      JaxlmError: where a source is missing or damaged, the folder belongs to another mix or process, or cannot be written.
+      JaxlmError: a source is missing or damaged, the folder belongs to another mix or process, or
+        it cannot be written.
     """
-    units = Units(out, mix, sources.find(mix))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with owned(out / LOCK):
-            noted = _noted(units)
-            if (out / MIX).exists():
-                shutil.rmtree(
-                    out / WORK, ignore_errors=True
-                )  # of a start that was killed at its end
-                return _checked(out)
-            path = out / WORK / TOKENIZER
-            content = None if path.exists() else _tokenizer(units, say).serialise()
-            disk.replace(out / RECIPE, noted)  # a tokenizer that cannot be had claims no folder
-            (out / WORK).mkdir(exist_ok=True)
-            if content is not None:
-                disk.replace(path, content)
-            sizes = [sum(written.bytes for _, written in files) for _, files in units.parts]
-            numbers = range(len(sizes))
-            left = [number for number in numbers if not units.tokenised(number).exists()]
-            if left:
-                done = sum(sizes) - sum(sizes[number] for number in left)
-                with engines.opened(engine, workers, say) as each:
-                    for number, _ in each(Tokenise(out), left):
-                        done += sizes[number]
-                        progress("tokenising", done, sum(sizes))
-            answer = _gathered(units, say)
-            disk.replace(out / CARD, card(answer, units.sources).encode())
-            disk.replace(out / MIX, json.dumps(answer, indent=1).encode())
-            shutil.rmtree(out / WORK)
-            return answer
-    except OSError as error:
-        raise cannot_write(
-            "the output folder", error.filename or out, error, fix=shlex.quote(f"--out={out}-2")
-        ) from error
+    units = MixUnits(out, mix, sources.find(mix))
+    with output_folder(out):
+        noted = _noted(units)
+        if (out / MIX).exists():
+            # Left by a process that was killed at the very end.
+            shutil.rmtree(out / WORK, ignore_errors=True)
+            return _verified(out)
+        path = out / WORK / TOKENIZER
+        content = None if path.exists() else _tokenizer(units, log).serialise()
+        disk.replace(out / RECIPE, noted)  # after the tokenizer, whose failure claims no folder
+        (out / WORK).mkdir(exist_ok=True)
+        if content is not None:
+            disk.replace(path, content)
+        sizes = [sum(written.bytes for _, written in files) for _, files in units.parts]
+        numbers = range(len(sizes))
+        left = [number for number in numbers if not units.tokenized(number).exists()]
+        if left:
+            done = sum(sizes) - sum(sizes[number] for number in left)
+            with engines.opened(engine, workers, log) as run_units:
+                for number, _ in run_units(TokenizeTask(out), left):
+                    done += sizes[number]
+                    progress("tokenizing", done, sum(sizes))
+        answer = _gathered(units, log)
+        disk.replace(out / CARD, card(answer, units.sources).encode())
+        disk.replace(out / MIX, json.dumps(answer, indent=1).encode())
+        shutil.rmtree(out / WORK)
+        return answer
 
 
-def _noted(units: Units) -> bytes:
-    """What recipe.json holds of a mix.
+def _noted(units: MixUnits) -> bytes:
+    """Return the contents of recipe.json.
 
     Raises:
-      ConfigError: where it holds another.
-      DataError: where the folder holds something else.
+      ConfigError: the folder belongs to another mix.
+      DataError: the folder contains something else.
     """
     setting, path = units.mix.tokenizer, units.out / RECIPE
     is_file = setting.endswith(TOKENIZER_FILES) and Path(setting).is_file()
@@ -108,57 +113,51 @@ def _noted(units: Units) -> bytes:
     if path.exists():
         if path.read_bytes() != content:
             raise ConfigError(
-                "the output folder was begun with another mix, or its sources have changed",
+                "the output folder belongs to another mix, or its sources have changed",
                 where=str(path),
-                why="shards of two mixes in one folder would be neither's",
+                why="a folder cannot contain shards of two mixes",
                 fix=shlex.quote(f"--out={units.out}-2"),
             )
     elif any(not each.name.startswith(".") for each in units.out.iterdir()):
-        raise DataError(
-            "the output folder holds something else",
-            where=str(units.out),
-            why=f"it has no {RECIPE}, so it was not begun by this command",
-            fix=shlex.quote(f"--out={units.out}-2"),
-        )
+        raise other_files(units.out)
     return content
 
 
-def _tokenizer(units: Units, say: Callable[[str], None]) -> Tokenizer:
-    """The tokenizer that the mix names, read or trained."""
+def _tokenizer(units: MixUnits, log: Callable[[str], None]) -> Tokenizer:
+    """Load or train the tokenizer that the mix names."""
     setting = units.mix.tokenizer
     if setting != "bytes" and not setting.endswith(TOKENIZER_FILES):
-        say(f"training the tokenizer {setting}")
+        log(f"training the tokenizer {setting}")
     return tokenizer_of(setting, "tokenizer", lambda: _texts(units))
 
 
 def tokenizer_of(
     setting: str, path: str, texts: Callable[[], Iterator[str]] = lambda: iter(())
 ) -> Tokenizer:
-    """The tokenizer that a setting names, read or trained on texts; errors name the setting by its path.
+    """Load a tokenizer, or train it on texts; errors name the setting at `path`.
 
-    Raises:
-      JaxlmError: where it cannot be had.
+    Raises JaxlmError if the tokenizer cannot be loaded or trained.
     """
     try:
         if setting.endswith(TOKENIZER_FILES):
             return tokenizer_file.read(setting)
         return train_tokenizer.train(setting, texts())
-    except (ConfigError, DataError, InputMissing) as error:  # which name the setting of a run
+    except (ConfigError, DataError, InputMissing) as error:  # they name the setting data.tokenizer
         parts = (error.where, error.why, error.fix)
         where, why, fix = (part.replace("data.tokenizer", path) for part in parts)
         raise type(error)(error.what, where=where, why=why, fix=fix) from error
 
 
-def _texts(units: Units) -> Iterator[str]:
-    """What a tokenizer is trained on: documents of all sources in turn, so that as much of each is read as it has to give."""
+def _texts(units: MixUnits) -> Iterator[str]:
+    """Yield the training texts of a tokenizer: all sources interleaved in proportion to size."""
 
-    def texts(source: Source) -> Iterator[str]:
-        for document in source.documents(source.kept, units.sides[TRAIN], Counter()):
+    def texts(source: MixSource) -> Iterator[str]:
+        for document in source.documents(source.files, units.sides[TRAIN], Counter()):
             yield document.text
 
     streams = [texts(source) for source in units.sources]
     sizes = [source.share * source.report["characters"]["kept"] for source in units.sources]
-    waiting = [(0.0, number) for number in range(len(streams))]  # share that was read
+    waiting = [(0.0, number) for number in range(len(streams))]  # share read, source
     while waiting:
         read, number = heapq.heappop(waiting)
         if (text := next(streams[number], None)) is not None:
@@ -166,17 +165,17 @@ def _texts(units: Units) -> Iterator[str]:
             heapq.heappush(waiting, (read + len(text) / sizes[number], number))
 
 
-def _gathered(units: Units, say: Callable[[str], None]) -> dict[str, Any]:
-    """The sets, made of the units."""
+def _gathered(units: MixUnits, log: Callable[[str], None]) -> dict[str, Any]:
+    """Merge the shards of the units into sets."""
     sets: dict[str, dict[str, Any]] = {}
     left_out = {source.name: Counter[str]() for source in units.sources}
     for number, (source, _) in enumerate(units.parts):
-        counts = (units.tokenised(number) / COUNTS).read_text(encoding="utf-8")
+        counts = (units.tokenized(number) / COUNTS).read_text(encoding="utf-8")
         left_out[source.name].update(json.loads(counts))
     for side in units.sides:
         for source in units.sources:
             folders = [
-                units.tokenised(number) / side
+                units.tokenized(number) / side
                 for number, (each, _) in enumerate(units.parts)
                 if each is source
             ]
@@ -184,18 +183,18 @@ def _gathered(units: Units, say: Callable[[str], None]) -> dict[str, Any]:
                 gather(units.out / side / source.name, parts, left_out[source.name])
                 sets.setdefault(side, {})[source.name] = _described(units.out / side / source.name)
             else:
-                say(f"no document of {source.name} is in {side}: it has few")
+                log(f"the source {source.name} has no document in {side}: it is too small")
         total = sum(each["tokens"] for each in sets.get(side, {}).values())
         for each in sets.get(side, {}).values():
             each["share"] = each["tokens"] / total
     if TRAIN not in sets:
         raise DataError(
-            "there is no document to train on",
+            "no document is left to train on",
             where="held_out and weights",
-            why="all were held out or left out by weight",
+            why="all were held out or dropped by weight",
             fix=f"--config.held_out=0 --out={shlex.quote(str(units.out))}-2    # no validation sets"
             if units.mix.held_out
-            else "weights that leave out fewer documents",
+            else "weights that drop fewer documents",
         )
     made = manifest.read(units.out / TRAIN / next(iter(sets[TRAIN])))
     return {
@@ -218,20 +217,69 @@ def _described(folder: Path) -> dict[str, Any]:
     }
 
 
-def _checked(out: Path) -> dict[str, Any]:
-    """What a finished mix said, once every byte of its shards is found as it was written."""
+def _verified(out: Path) -> dict[str, Any]:
+    """Return the result of a finished mix, after verifying every byte of its shards."""
     path = out / MIX
     try:
         answer = json.loads(path.read_text(encoding="utf-8"))
-        found = {
+        digests = {
             out / side / name: each["manifest"]
             for side, sets in answer["sets"].items()
             for name, each in sets.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise changed(path) from error
-    for folder, digest in found.items():
+    for folder, digest in digests.items():
         Shards.open(folder).verify()
         if hashlib.sha256((folder / manifest.NAME).read_bytes()).hexdigest() != digest:
             raise changed(folder / manifest.NAME)
     return answer
+
+
+def gather(target: Path, parts: Sequence[Path], left_out: Counter[str]) -> None:
+    """Merge folders of token shards, in order, with one tokenizer and list of files; by links.
+
+    Raises DataError if a folder is damaged.
+    """
+    with cache.built(target) as folder:
+        if folder is None:
+            return
+        manifests = [manifest.read(part) for part in parts]
+        shards: list[Shard] = []
+        for part, each in zip(parts, manifests, strict=True):
+            for number, shard in enumerate(each.shards):
+                renamed = {
+                    name(number): name(len(shards))
+                    for name in (
+                        manifest.tokens_name,
+                        manifest.documents_name,
+                        manifest.checks_name,
+                    )
+                }
+                for before, after in renamed.items():
+                    _link(part / before, folder / after)
+                shards.append(shard)
+        for name in (manifest.FILES, manifest.TOKENIZER):
+            _link(parts[0] / name, folder / name)
+        files = (folder / manifest.FILES).read_bytes()
+        first = manifests[0]
+        Manifest(
+            tokenizer=first.tokenizer,
+            vocab=first.vocab,
+            dtype=first.dtype,
+            documents=sum(each.documents for each in manifests),
+            tokens=sum(each.tokens for each in manifests),
+            bytes=sum(each.bytes for each in manifests),
+            left_out=dict(sorted(left_out.items())),
+            unknown=sum(each.unknown for each in manifests),
+            files_sha256=hashlib.sha256(files).hexdigest(),
+            shards=tuple(shards),
+        ).write(folder)
+
+
+def _link(path: Path, target: Path) -> None:
+    """Hard-link a file, or copy it if the file system has no hard links."""
+    with contextlib.suppress(OSError):
+        os.link(path, target)
+        return
+    shutil.copyfile(path, target)

@@ -1,125 +1,126 @@
-"""Cleaned corpora as a mix reads them: their reports, their kept files, and which of their documents are taken."""
+"""Cleaned corpora as sources of a mix, and the units of work into which a mix divides them."""
 
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from jaxlm.core.errors import DataError, InputMissing
-from jaxlm.corpus.files import Written, checked_lines
-from jaxlm.corpus.job import RECIPE, REPORT, part_of
+from jaxlm.core import config, faults
+from jaxlm.core.errors import DataError
+from jaxlm.corpus.engines import Task
+from jaxlm.corpus.files import FileDigest, checked_lines
+from jaxlm.corpus.job import RECIPE, REPORT, WORK, part_of, require_finished
 from jaxlm.corpus.mix.config import Mix, named
+from jaxlm.data import cache, tokenizer_file, writer
 from jaxlm.data.parts import Selection
 from jaxlm.data.records import Document
+from jaxlm.data.tokenizer import Tokenizer
 
-BY_WEIGHT = "by its source's weight"
+BY_WEIGHT = "by its source's weight"  # reason for a dropped document
 PART = "!"  # in FOLDER!PART
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """A folder of `jaxlm data run`, finished, or a part of one."""
+class MixSource:
+    """A finished output folder of `jaxlm data run`, or one of its parts."""
 
     name: str
     folder: Path
-    share: float  # of its documents that is taken
+    share: float  # of its documents that are taken
     licence: str
     report: dict[str, Any]  # with the counts of the part
     recipe: dict[str, Any]  # recipe.json: the recipe, the files of the part
-    sha256: str  # of its report, which holds the digest of every file
-    kept: tuple[tuple[str, Written], ...]  # path in the folder
+    sha256: str  # of its report, which contains the digest of every file
+    files: tuple[tuple[str, FileDigest], ...]  # kept documents: path in the folder
 
-    def named(self, file: str) -> str:
-        """What shards call a file of its folder: by the source, as where the folder lies must not change a byte of them."""
+    def shard_name(self, file: str) -> str:
+        """Return the name of a file in shards: independent of the folder's location."""
         return f"{self.name}/{file}"
 
     def documents(
-        self, files: Sequence[tuple[str, Written]], selection: Selection, counts: Counter[str]
+        self, files: Sequence[tuple[str, FileDigest]], selection: Selection, counts: Counter[str]
     ) -> Iterator[Document]:
-        """The documents of some of its files that are taken and lie on one side of a split; the others are counted.
+        """Yield the documents of some files that are taken and on one side of a split.
 
-        Raises:
-          DataError: where a file is not the one that was written.
+        The others are counted. Raises:
+          DataError: a file has changed.
         """
-        before = 0
+        begin = 0
         for name, written in files:
             path = self.folder / name
-            place = before
+            offset = begin
             for number, line in enumerate(checked_lines(path, written)):
-                place += len(line)
+                offset += len(line)
                 text = json.loads(line)["text"]
                 if self.share < 1 and _drawn(text) >= self.share:
                     counts[BY_WEIGHT] += 1
                 elif selection.take(text):
-                    yield Document(text, self.named(name), number, place)
-            before += written.bytes
+                    yield Document(text, self.shard_name(name), number, offset)
+            begin += written.bytes
 
 
-def find(mix: Mix) -> list[Source]:
-    """The sources of a mix, in its order.
+def find(mix: Mix) -> list[MixSource]:
+    """Return the sources of a mix, in order.
 
     Raises:
-      InputMissing: where a folder holds no finished run.
-      DataError: where its report cannot be read, or nothing was kept there.
+      InputMissing: a folder contains no finished run.
+      DataError: its report cannot be read, or it kept nothing.
     """
     licences = named(mix.licences)
-    found = [
+    sources = [
         _source(name, folder, licences.get(name, "")) for name, folder in named(mix.sources).items()
     ]
     weights = {name: float(text) for name, text in named(mix.weights).items()}
     if not weights:
-        return found
-    # The source that has least for its weight is taken whole.
-    room = {each.name: each.report["characters"]["kept"] / weights[each.name] for each in found}
+        return sources
+    # The source with the least text relative to its weight is taken whole.
+    room = {each.name: each.report["characters"]["kept"] / weights[each.name] for each in sources}
     least = min(room.values())
-    return [dataclasses.replace(each, share=least / room[each.name]) for each in found]
+    return [dataclasses.replace(each, share=least / room[each.name]) for each in sources]
 
 
-def _source(name: str, place: str, licence: str) -> Source:
+def _source(name: str, place: str, licence: str) -> MixSource:
     before, mark, part = place.rpartition(PART)
     folder = Path(before if mark else place)
     path = folder / REPORT
-    if not path.is_file():
-        raise InputMissing(
-            f"the source {name!r} is no finished corpus",
-            where=str(folder),
-            why=f"it has no {REPORT}",
-            fix=f"find . -name {REPORT}",
-        )
+    require_finished(folder, f"the source {name!r} is not a finished corpus", str(folder))
     try:
         content = path.read_bytes()
         report = json.loads(content)
         recipe = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
         itemgetter("stages", "dedup")(recipe["recipe"])
-        kept = tuple(
-            (each, Written(**fields))
+        files = tuple(
+            (each, FileDigest(**fields))
             for each, fields in report["files"].items()
             if each.startswith("kept/")
         )
         if mark:
             report |= report["parts"][part]
-            kept = tuple(file for file in kept if int(Path(file[0]).stem) in report["units"])
+            files = tuple(file for file in files if int(Path(file[0]).stem) in report["units"])
             parts = recipe["recipe"]["parts"]
             recipe["files"] = [file for file in recipe["files"] if part_of(parts, file[0]) == part]
-        if not kept or not report["characters"]["kept"] > 0:
+        if not files or not report["characters"]["kept"] > 0:
             raise DataError(
-                f"the source {name!r} kept nothing",
+                f"the source {name!r} kept no documents",
                 where=str(path),
-                why=f"it read {report['characters']['read']:,} characters"
+                why=f"of {report['characters']['read']:,} characters read"
                 if "read" in report["characters"]
-                else "its report names no kept files",
+                else "its report lists no kept files",
                 fix="leave it out of --config.sources",
             )
         itemgetter("funnel", "notes", "removed", "sample", "kept", "read")(report)
         digest = hashlib.sha256(content).hexdigest()
-        return Source(name, folder, 1.0, licence, report, recipe, digest, kept)
+        return MixSource(name, folder, 1.0, licence, report, recipe, digest, files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"the report of the source {name!r} cannot be read",
+            f"the report of the source {name!r} could not be read",
             where=str(path),
             why=f"{type(error).__name__}: {error}",
             fix="the same jaxlm data run with another --out",
@@ -127,6 +128,81 @@ def _source(name: str, place: str, licence: str) -> Source:
 
 
 def _drawn(text: str) -> float:
-    """A number from 0 to 1 that follows from a text, and is independent of the one that holds out."""
+    """Hash a text to [0, 1), independently of the hash that selects held-out documents."""
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8, person=b"weight")
     return int.from_bytes(digest.digest(), "little") / 2**64
+
+
+TRAIN, VALIDATION, COUNTS, TOKENIZER = "train", "validation", "counts.json", "tokenizer"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizeTask:
+    """The task that runs units of the mix in a folder; pickled to the process that runs it."""
+
+    out: Path
+
+    def __call__(self) -> Task:
+        noted = json.loads((self.out / RECIPE).read_text(encoding="utf-8"))
+        mix = config.from_json(Mix, noted["mix"])
+        return MixUnits(self.out, mix, find(mix)).tokenize
+
+
+@dataclasses.dataclass(frozen=True)
+class MixUnits:
+    """A mix divided into units. They follow from it, so every process derives the same."""
+
+    out: Path
+    mix: Mix
+    sources: list[MixSource]
+
+    @functools.cached_property
+    def parts(self) -> list[tuple[MixSource, list[tuple[str, FileDigest]]]]:
+        """Files of each source, in order, grouped up to `unit_bytes`."""
+        units: list[tuple[MixSource, list[tuple[str, FileDigest]]]] = []
+        for source in self.sources:
+            room = 0
+            for file in source.files:
+                if file[1].bytes > room or units[-1][0] is not source:
+                    units.append((source, []))
+                    room = self.mix.unit_bytes
+                units[-1][1].append(file)
+                room -= file[1].bytes
+        return units
+
+    @property
+    def sides(self) -> dict[str, Selection]:
+        """Train, and validation if documents are held out."""
+        if not self.mix.held_out:
+            return {TRAIN: Selection()}
+        share = self.mix.held_out
+        return {
+            TRAIN: Selection("documents", share, False),
+            VALIDATION: Selection("documents", share, True),
+        }
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer:
+        path = self.out / WORK / TOKENIZER
+        return tokenizer_file.load(path.read_bytes(), str(path))
+
+    def tokenized(self, number: int) -> Path:
+        """Return the folder of a unit until all are done: shards by split."""
+        return self.out / WORK / f"{number:05d}"
+
+    def tokenize(self, number: int) -> dict[str, float]:
+        """Write the shards of a unit; return CPU seconds."""
+        begun = time.process_time()
+        source, files = self.parts[number]
+        names = [source.shard_name(name) for name, _ in source.files]
+        with cache.built(self.tokenized(number)) as folder:
+            if folder is not None:
+                counts = {side: Counter[str]() for side in self.sides}
+                for side, selection in self.sides.items():
+                    documents = source.documents(files, selection, counts[side])
+                    if (first := next(documents, None)) is not None:
+                        stream = itertools.chain([first], documents)
+                        writer.write(folder / side, stream, self._tokenizer, Counter(), files=names)
+                (folder / COUNTS).write_text(json.dumps(counts[TRAIN]), encoding="utf-8")
+                faults.point("prepare.tokenize", number)
+        return {"tokenize": time.process_time() - begun}

@@ -1,4 +1,8 @@
-"""Members of archives, as streams. Nothing is ever unpacked to disk, so a name leads nowhere; what is no plain file is refused."""
+"""Members of archives, as streams.
+
+Nothing is unpacked to disk, so no member name can point anywhere; members that are not plain files
+are refused.
+"""
 
 import dataclasses
 import functools
@@ -8,13 +12,13 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import IO
 
-from jaxlm.corpus.config import Reading
-from jaxlm.corpus.document import Broken
-from jaxlm.corpus.readers.streams import TooLarge
+from jaxlm.corpus.config import ReadLimits
+from jaxlm.corpus.document import BrokenRecord
+from jaxlm.data.formats import ByteReader, TooLarge
 
-_ENTRY_BYTES = 512  # of a directory, for a member: 46 and its name
+_ENTRY_BYTES = 512  # of a zip directory, per member: 46 and its name
 NO_FILE, LEADS_OUT = "no plain file of an archive", "a name that leads out of its archive"
 
 
@@ -26,28 +30,21 @@ class Member:
     open: Callable[[], IO[bytes]]
 
 
-class _Metered(io.RawIOBase):
-    """A member's bytes, counted against what the whole archive may hold: sizes in headers can lie."""
+class _Metered(ByteReader):
+    """A member's bytes, counted against the limit of the archive: sizes in headers can be wrong."""
 
-    def __init__(self, stream: IO[bytes], budget: "_Budget"):
-        self._stream, self._budget = stream, budget
+    def __init__(self, source: IO[bytes], budget: "_Budget"):
+        super().__init__(source)
+        self._budget = budget
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(len(buffer))
+    def pull(self, size: int) -> bytes:
+        data = self._source.read(size)
         self._budget.take(len(data))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
+        return data
 
 
 class _Budget:
-    def __init__(self, config: Reading):
+    def __init__(self, config: ReadLimits):
         self._config, self._bytes, self._members = config, 0, 0
 
     def member(self) -> None:
@@ -58,14 +55,14 @@ class _Budget:
     def take(self, count: int) -> None:
         self._bytes += count
         if self._bytes > self._config.archive_bytes:
-            raise TooLarge(f"its members hold more than {self._config.archive_bytes:,} bytes")
+            raise TooLarge(f"its members unpack to more than {self._config.archive_bytes:,} bytes")
 
     def metered(self, stream: IO[bytes]) -> IO[bytes]:
         return io.BufferedReader(_Metered(stream, self), 2**16)
 
 
-def zipped(stream: IO[bytes], name: str, config: Reading) -> Iterator[Member | Broken]:
-    """The members of a zip file, in its order."""
+def zipped(stream: IO[bytes], name: str, config: ReadLimits) -> Iterator[Member | BrokenRecord]:
+    """Yield the members of a zip file, in order."""
     budget = _Budget(config)
     start, size = _directory(stream)
     if size > config.archive_members * _ENTRY_BYTES:
@@ -80,27 +77,27 @@ def zipped(stream: IO[bytes], name: str, config: Reading) -> Iterator[Member | B
                 continue
             is_link = (entry.external_attr >> 16) & 0o170000 == 0o120000
             if problem := _problem(entry.filename, not is_link):
-                yield Broken(problem, f"{name}!{entry.filename}", 1, "it is not read")
+                yield BrokenRecord(problem, f"{name}!{entry.filename}", 1, "it is not read")
             else:
                 opening = functools.partial(_opened, archive, entry, budget)
                 yield Member(f"{name}!{entry.filename}", opening)
 
 
-def tarred(stream: IO[bytes], name: str, config: Reading) -> Iterator[Member | Broken]:
-    """The members of a tar file, in its order, read as it comes."""
+def tarred(stream: IO[bytes], name: str, config: ReadLimits) -> Iterator[Member | BrokenRecord]:
+    """Yield the members of a tar file, in order, as they are read."""
     budget = _Budget(config)
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for entry in archive:
             budget.member()
             if entry.isdir():
                 continue
-            found = archive.extractfile(entry) if entry.isreg() else None
-            problem = _problem(entry.name, found is not None)
-            if problem or found is None:
-                yield Broken(problem, f"{name}!{entry.name}", 1, "it is not read")
+            content = archive.extractfile(entry) if entry.isreg() else None
+            problem = _problem(entry.name, content is not None)
+            if problem or content is None:
+                yield BrokenRecord(problem, f"{name}!{entry.name}", 1, "it is not read")
             else:
-                yield Member(f"{name}!{entry.name}", functools.partial(budget.metered, found))
-            archive.members = []  # type: ignore[attr-defined]  # it would remember all of them
+                yield Member(f"{name}!{entry.name}", functools.partial(budget.metered, content))
+            archive.members = []  # type: ignore[attr-defined]  # it would keep all of them
 
 
 def _opened(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, budget: _Budget) -> IO[bytes]:
@@ -108,15 +105,16 @@ def _opened(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, budget: _Budget) -
 
 
 def _directory(stream: IO[bytes]) -> tuple[int, int]:
-    """Where a zip file's directory begins, and its bytes. Python reads all of it, and makes an object of every entry, before it gives the first.
+    """Return the offset and size of a zip file's directory.
 
-    Source: PKWARE's APPNOTE 6.3, §4.3.14 to §4.3.16: the record at the end, and that of ZIP64 where there is one.
+    zipfile reads all of it and makes an object of every entry before it yields the first.
+    Source: PKWARE's APPNOTE 6.3, §4.3.14 to §4.3.16: the end record, and that of ZIP64 if present.
     """
     begin = stream.seek(max(0, stream.seek(0, io.SEEK_END) - 2**16 - 64))
     tail = stream.read()
     end = tail.rfind(b"PK\x05\x06")
     if end < 0 or end + 16 > len(tail):
-        return 0, 0  # zipfile says what is wrong with it
+        return 0, 0  # zipfile reports the damage
     size, stop = struct.unpack_from("<L", tail, end + 12)[0], begin + end
     if end >= 20 and tail.startswith(b"PK\x06\x07", end - 20):
         stream.seek(struct.unpack_from("<Q", tail, end - 12)[0])
@@ -127,14 +125,14 @@ def _directory(stream: IO[bytes]) -> tuple[int, int]:
 
 
 def _entries(stream: IO[bytes], start: int, size: int) -> Iterator[None]:
-    """One None an entry of the directory, as far as it has whole ones. Source: the same, §4.3.12."""
-    at = max(start, 0)
-    while at + 46 <= start + size:
-        stream.seek(at)
+    """Yield None for each whole entry of the directory. Source: the same, §4.3.12."""
+    offset = max(start, 0)
+    while offset + 46 <= start + size:
+        stream.seek(offset)
         head = stream.read(46)
         if len(head) < 46 or not head.startswith(b"PK\x01\x02"):
             return
-        at += 46 + sum(struct.unpack_from("<3H", head, 28))
+        offset += 46 + sum(struct.unpack_from("<3H", head, 28))
         yield
 
 

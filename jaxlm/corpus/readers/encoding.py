@@ -1,11 +1,16 @@
-"""Text of bytes whose encoding nobody is sure of."""
+"""Decoding of text whose encoding is unknown, whole or as a stream."""
 
 import codecs
+import io
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator
+from typing import IO
 
-# The longer marks first: that of UTF-32 begins as that of UTF-16 does.
+from jaxlm.data.formats import ByteReader
+
+# The longer marks first: the one of UTF-32 begins with the one of UTF-16.
 MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -13,46 +18,30 @@ MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-LAST_RESORT = "cp1252"  # which most text that is neither marked, declared nor UTF-8 was written in
-# What else such text was written in: Europe's, the Middle East's, then those of several bytes a character.
-LEGACY = [
-    *(
-        LAST_RESORT,
-        "cp1250",
-        "iso8859_2",
-        "cp1251",
-        "koi8_r",
-        "koi8_u",
-        "iso8859_5",
-        "cp866",
-        "cp1253",
-        "iso8859_7",
-        "cp1257",
-    ),
-    *("cp1254", "cp1255", "cp1256", "cp932", "euc_jp", "gb18030", "big5", "cp949"),
-]
+LAST_RESORT = "cp1252"  # the most common encoding of text without mark, declaration or UTF-8
+# Other legacy encodings: of Europe and the Middle East, then those of several bytes a character.
+LEGACY = (
+    f"{LAST_RESORT} cp1250 iso8859_2 cp1251 koi8_r koi8_u iso8859_5 cp866 cp1253 iso8859_7 cp1257"
+    " cp1254 cp1255 cp1256 cp932 euc_jp gb18030 big5 cp949"
+).split()
 UNMARKED = "utf-16-le", "utf-16-be"
-_PROBED = 2**16
+PROBED = 2**16  # bytes from which an encoding is detected
 _CONTROLS = bytes(set(range(32)) - {9, 10, 12, 13, 27})
-_NO_TEXT = (
-    "Cc",
-    "Cn",
-    "Co",
-)  # categories of Unicode: controls, characters that are none, of private use
+_NO_TEXT = ("Cc", "Cn", "Co")  # categories of Unicode: controls, unassigned, private use
 _MAGIC = (b"%PDF-", b"PK\x03\x04", b"\x1f\x8b", b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"\x7fELF")
-_FEW = 8  # letters that are not ASCII, which say nothing of their encoding
+_FEW = 8  # letters outside ASCII; fewer do not identify an encoding
 _COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")  # PEP 263
 
 
 class NotText(Exception):
-    """Bytes that are no text in any encoding that was tried."""
+    """Bytes that are not text in any encoding that was tried."""
 
 
 def decoded(data: bytes, declared: str = "") -> tuple[str, str]:
-    """The text of bytes and the encoding it was in: by mark, UTF-8, as declared, by its letters, or else cp1252.
+    """Return the text of bytes and its encoding.
 
-    Raises:
-      NotText: where they look like a picture, a program or the like.
+    In this order: byte order mark, UTF-8, the declared encoding, statistics of letters, cp1252.
+    Raises NotText if the bytes look like a picture, a program or other binary data.
     """
     for mark, name in MARKS:
         if data.startswith(mark):
@@ -66,7 +55,7 @@ def decoded(data: bytes, declared: str = "") -> tuple[str, str]:
         text = data.decode()
     except UnicodeDecodeError as error:
         return _guessed(data, declared, error.start)
-    # JSON and text may hold a control character or two; binary files are full of them.
+    # JSON and text may contain a control character or two; binary files are full of them.
     if _share_of_controls(data) > 0.05:
         if name := _unmarked(data):
             return data.decode(name), name
@@ -75,7 +64,7 @@ def decoded(data: bytes, declared: str = "") -> tuple[str, str]:
 
 
 def python_cookie(data: bytes) -> str:
-    """The encoding that the first two lines of Python source declare; nothing where they do not."""
+    """Return the encoding declared in the first two lines of Python source, or an empty string."""
     for line in data.split(b"\n", 2)[:2]:
         if match := _COOKIE.match(line):
             return match[1].decode()
@@ -83,17 +72,17 @@ def python_cookie(data: bytes) -> str:
 
 
 def _guessed(data: bytes, declared: str, start: int) -> tuple[str, str]:
-    """What is not UTF-8 from the byte `start` on."""
+    """Decode bytes that are not UTF-8 from the offset `start` on."""
     if _share_of_controls(data) > 0:
         if name := _unmarked(data):
             return data.decode(name), name
-        raise NotText("it holds control characters and is not UTF-8")
+        raise NotText("it contains control characters and is not UTF-8")
     for name in _names(data, declared, start):
         try:
             return data.decode(name), name.lower()
-        except (LookupError, ValueError):  # no such encoding, no encoding of text, not in it
+        except (LookupError, ValueError):  # unknown encoding, not one of text, or not decodable
             continue
-    raise NotText(f"it is neither UTF-8 nor {LAST_RESORT}")
+    raise NotText(f"it is not UTF-8 and not {LAST_RESORT}")
 
 
 def _names(data: bytes, declared: str, start: int) -> Iterator[str]:
@@ -104,36 +93,36 @@ def _names(data: bytes, declared: str, start: int) -> Iterator[str]:
 
 
 def _legacy(data: bytes, start: int) -> str:
-    """The encoding in which text looks most like a language, or cp1252 where none does more than it."""
+    """Return the encoding in which the text is most coherent; cp1252 unless one is better."""
     import charset_normalizer
 
-    # Its first lines may name an encoding. Where there are many, they are ASCII, and tell nothing else.
-    begin = 0 if start < _PROBED // 2 else data.rfind(b"\n", 0, start) + 1
-    probe = data[begin : begin + _PROBED]
-    if begin + _PROBED < len(data):  # a character of several bytes is cut at no line's end
+    # The first lines may name an encoding. If they are many, they are ASCII without information.
+    begin = 0 if start < PROBED // 2 else data.rfind(b"\n", 0, start) + 1
+    probe = data[begin : begin + PROBED]
+    if begin + PROBED < len(data):  # a line end never splits a character of several bytes
         probe = probe[: probe.rfind(b"\n") + 1] or probe
-    found = charset_normalizer.from_bytes(probe, cp_isolation=LEGACY, enable_fallback=False)
-    best = found.best()
+    matches = charset_normalizer.from_bytes(probe, cp_isolation=LEGACY, enable_fallback=False)
+    best = matches.best()
     others = len(probe) - len(probe.translate(None, bytes(range(128, 256))))
     if best is None or others < min(_FEW, len(probe) / 4):
-        return LAST_RESORT  # a word or two in other letters fit any
-    for match in found:
+        return LAST_RESORT  # a word or two in other letters fit any encoding
+    for match in matches:
         is_last_resort = LAST_RESORT in match.could_be_from_charset
         if is_last_resort and match.coherence >= best.coherence and match.chaos <= best.chaos:
             return LAST_RESORT
-    # The two differ in letters that cp1250 has from 0x80 to 0x9f, where ISO 8859 has none.
+    # The two differ in letters that cp1250 has from 0x80 to 0x9f, which ISO 8859 lacks.
     has_upper = len(probe) != len(probe.translate(None, bytes(range(128, 160))))
     is_either = best.encoding == "cp1250" and not has_upper
     return "iso8859_2" if is_either else best.encoding
 
 
 def _unmarked(data: bytes) -> str:
-    """Which UTF-16 bytes without a mark are; nothing where some character would be a control, or of no alphabet.
+    """Return which UTF-16 the bytes without a mark are; empty if a character would not be text.
 
-    Text in the wrong order of bytes is almost always one or the other; where it is not, spaces and ends of lines decide. These
-    have a byte of zero, and no text is without.
+    Text in the wrong byte order almost always has a control or unassigned character; if not, spaces
+    and line ends decide. These have a zero byte, and every text contains some.
     """
-    found = []
+    candidates = []
     if b"\0" not in data:
         return ""
     for name in UNMARKED:
@@ -142,10 +131,97 @@ def _unmarked(data: bytes) -> str:
         except UnicodeDecodeError:
             continue
         if all(c in "\t\n\f\r\x1b" or unicodedata.category(c) not in _NO_TEXT for c in set(text)):
-            found.append((text.count(" ") + text.count("\n"), name))
-    return max(found)[1] if found else ""
+            candidates.append((text.count(" ") + text.count("\n"), name))
+    return max(candidates)[1] if candidates else ""
 
 
 def _share_of_controls(data: bytes) -> float:
-    probe = data[:_PROBED]
+    probe = data[:PROBED]
     return 1 - len(probe.translate(None, _CONTROLS)) / len(probe) if probe else 0.0
+
+
+_PIECE = 2**17
+
+
+def as_utf8(stream: IO[bytes], counts: Counter[str], *, legacy: bool) -> IO[bytes]:
+    """Recode a table to UTF-8 from UTF-16 or UTF-32, and with `legacy` from legacy encodings.
+
+    A UTF-8 table with some damaged rows has more valid than damaged letters and stays unchanged.
+    Bytes that are invalid in the detected encoding become U+FFFD.
+    """
+    replayed = _Replayed(stream)  # type: ignore[arg-type]  # each that is opened here is buffered
+    if is_utf8(replayed.begin, legacy=legacy):
+        return io.BufferedReader(replayed, _PIECE)
+    name = _encoding(replayed.begin)
+    counts[f"read as {name}"] += 1
+    return io.BufferedReader(_Recoded(replayed, name), _PIECE)
+
+
+def is_utf8(begin: bytes, *, legacy: bool = False) -> bool:
+    """Return whether a table with this beginning is read unchanged."""
+    name = _encoding(begin)
+    return name == "utf-8" or not (legacy or name.startswith("utf"))
+
+
+def _encoding(begin: bytes) -> str:
+    """Detect the encoding of a table; "utf-8" if it is not text, so that its rows are reported."""
+    for mark, name in MARKS:
+        if begin.startswith(mark):
+            return name
+    # Only whole letters: a line end in UTF-16 is not the end of a letter.
+    lines = begin[: begin.rfind(b"\n") + 1] or begin
+    whole = begin[: len(begin) // 2 * 2] if b"\0" in begin else lines
+    try:
+        _, name = decoded(whole)
+    except NotText:
+        return "utf-8"
+    if not name.startswith("utf"):
+        escaped = sum(
+            "\udc80" <= each <= "\udcff" for each in whole.decode(errors="surrogateescape")
+        )
+        others = sum(each > "\x7f" for each in whole.decode(errors="ignore"))
+        if others >= escaped:
+            return "utf-8"
+    return name
+
+
+class _Replayed(ByteReader):
+    """A stream that is read again from the beginning after a probe; its opener closes it.
+
+    If it is damaged, everything before the damage is read before the error is raised.
+    """
+
+    def __init__(self, source: io.BufferedIOBase):
+        super().__init__(source, is_owner=False)
+        self._damage: Exception | None = None
+        self.begin = b""
+        try:
+            # Piece by piece: in a larger read, damage to one piece would lose all.
+            while len(self.begin) < PROBED and (piece := source.read1(PROBED)):
+                self.begin += piece
+        except Exception as error:  # errors of zlib, lzma and zstandard have no common base
+            self._damage = error
+        self._ready = io.BytesIO(self.begin)
+
+    def pull(self, size: int) -> bytes:
+        data = self._ready.read(size)
+        if not data and self._damage is not None:
+            raise self._damage
+        return data or self._source.read1(size)
+
+
+class _Recoded(ByteReader):
+    """The same text in UTF-8."""
+
+    def __init__(self, source: io.RawIOBase, name: str):
+        super().__init__(source, is_owner=False)
+        self._decoder = codecs.getincrementaldecoder(name)("replace")
+        self._ready = io.BytesIO()
+
+    def pull(self, size: int) -> bytes:
+        while not (data := self._ready.read(size)):
+            piece = self._source.read(_PIECE)
+            self._ready = io.BytesIO(self._decoder.decode(piece or b"", final=not piece).encode())
+            if not piece and not self._ready.getbuffer():
+                break
+        return data

@@ -1,4 +1,4 @@
-"""Files of any kind as documents and broken records. What is wrong with one never keeps the others from being read."""
+"""Files of any format as documents and broken records; damage to one never stops the others."""
 
 import contextlib
 import functools
@@ -11,26 +11,17 @@ from typing import IO
 from jaxlm.core.errors import JaxlmError
 from jaxlm.corpus import remote
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.document import Broken, Document
-from jaxlm.corpus.readers import archives, pdf, spans, tables, texts, warc
+from jaxlm.corpus.document import BrokenRecord, CorpusDocument
+from jaxlm.corpus.readers import archives, spans, tables, texts, warc
 from jaxlm.corpus.readers.encoding import NotText
-from jaxlm.corpus.readers.spans import Span
-from jaxlm.corpus.readers.streams import (
-    DAMAGED,
-    TooLarge,
-    is_packed,
-    kind_of,
-    opened,
-    unpacked,
-)
+from jaxlm.corpus.readers.spans import FileSpan
+from jaxlm.corpus.readers.streams import DAMAGED, is_packed, kind_of, unpacked
 from jaxlm.corpus.readers.tables import IsIn
+from jaxlm.data.formats import FORMATS, TOO_LARGE, TooLarge
 
-Opening = Callable[[], AbstractContextManager[IO[bytes]]]
-Reader = Callable[[IO[bytes], str, Recipe, Counter[str]], Iterator[Document | Broken]]
-LINES = ".jsonl", ".ndjson", ".json"
+OpenStream = Callable[[], AbstractContextManager[IO[bytes]]]
+Reader = Callable[[IO[bytes], str, Recipe, Counter[str]], Iterator[CorpusDocument | BrokenRecord]]
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(LINES, tables.json_lines),
-    ".parquet": tables.parquet,
     ".csv": tables.comma_separated,
     ".tsv": tables.tab_separated,
     ".html": texts.html,
@@ -39,41 +30,39 @@ READERS: dict[str, Reader] = {
     ".warc": warc.records,
     ".wet": warc.records,
     ".py": texts.python,
-    ".pdf": pdf.pdf,
+    ".pdf": texts.pdf,
 }
 CUTS = {
-    **dict.fromkeys(LINES, spans.of_lines),
+    **{kind: spans.of_lines for kind, format in FORMATS.items() if format.is_lines},
     ".parquet": spans.of_row_groups,
 }
-WHOLE = texts.plain, texts.html, texts.python, pdf.pdf  # of these a file is one record
+WHOLE = texts.plain, texts.html, texts.python, texts.pdf  # a file is one record
 ARCHIVES = {".zip": archives.zipped, ".tar": archives.tarred}
-TOO_LARGE, NOT_TEXT, NESTED = "too large", "not text", "an archive in another"
+NOT_TEXT, NESTED = "not text", "an archive in another"
 
 
 def is_one_record(name: str) -> bool:
-    """Whether a file is one record, the first, by its name."""
+    """Return whether a file is one record, by its name."""
     kind = kind_of(remote.path_in(name))
-    return kind not in ARCHIVES and READERS.get(kind, texts.plain) in WHOLE
+    return kind not in (*ARCHIVES, *FORMATS) and READERS.get(kind, texts.plain) in WHOLE
 
 
 def can_cut(name: str) -> bool:
-    """Whether several processes may read a file of this name: one that is here, of lines or rows that are not packed."""
+    """Return whether a file can be divided between processes: local, of lines or rows, unpacked."""
     return not remote.is_remote(name) and not is_packed(name) and kind_of(name) in CUTS
 
 
-def cut(path: Path, name: str, most: int) -> list[Span]:
-    """A file that `can_cut` in spans of `most` bytes, each with the records that begin in them.
+def cut(path: Path, name: str, most: int) -> list[FileSpan]:
+    """Divide a file into spans of `most` bytes, each with the records that begin in it.
 
-    One that is damaged is not cut: whoever reads it says what is wrong.
-
-    Raises:
-      InputMissing: where a package is not there that reads it.
+    A damaged file is not divided; its reader reports the damage. Raises InputMissing if a package
+    that reads the format is not installed.
     """
     try:
         return [*CUTS[kind_of(name)](path, most)]
     except JaxlmError:
         raise
-    except Exception:  # pyarrow's have no parent
+    except Exception:  # pyarrow's errors have no common base
         return spans.uncut(path.stat().st_size, most)
 
 
@@ -82,56 +71,66 @@ def read(
     name: str,
     recipe: Recipe,
     counts: Counter[str],
-    span: Span | None = None,
+    span: FileSpan | None = None,
     is_in: IsIn = lambda file, record: True,
-) -> Iterator[Document | Broken]:
-    """Every record of a file, or of a span of it; JSON lines are read past where they are not in.
+) -> Iterator[CorpusDocument | BrokenRecord]:
+    """Yield every record of a file, or of a span of it.
 
-    What is no document by its nature, as a request in a WARC file, is only counted. Where a file turns out damaged, the records before the damage are there, and then a broken one.
+    Records that are no documents by nature, such as requests in a WARC file, are only counted. In a
+    damaged file, the records before the damage are followed by a broken one.
+
+    Args:
+      path: the local file.
+      name: its name in the output; a URL is downloaded.
+      recipe: the settings.
+      counts: counts of changes and of records passed over.
+      span: the part to read; None reads the whole file.
+      is_in: selects records; JSON lines outside the selection are not parsed.
     """
     kind = kind_of(remote.path_in(name))
+    open_file: OpenStream = functools.partial(
+        _remote if remote.is_remote(name) else _local, path, name
+    )
+    before = 0
     if span is not None:
-        if span.begin < span.end:
-            yield from _guarded(*_of(span, path, kind, is_in), name, recipe, counts, span.before)
-        return
-    open_file = functools.partial(_remote if remote.is_remote(name) else _local, path, name)
-    readers = READERS | dict.fromkeys(LINES, functools.partial(tables.json_lines, is_in=is_in))
-    if kind not in ARCHIVES:
-        yield from _guarded(open_file, readers.get(kind, texts.plain), name, recipe, counts)
-        return
-
-    def members(
-        stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
-    ) -> Iterator[Document | Broken]:
-        for member in ARCHIVES[kind](stream, name, recipe.reading):
-            if isinstance(member, Broken):
-                yield member
-            elif (inner := kind_of(member.name)) in ARCHIVES:
-                yield Broken(NESTED, member.name, 1, "it is not opened")
-            else:
-                reader = readers.get(inner, texts.plain)
-                yield from _guarded(
-                    functools.partial(_member, member), reader, member.name, recipe, counts
-                )
-
-    yield from _guarded(open_file, members, name, recipe, counts)
+        if span.begin == span.end:
+            return
+        before = span.before
+        if FORMATS[kind].is_lines:
+            open_file = functools.partial(spans.opened, path, span)
+    reader = _reader(kind, is_in, span)
+    if kind in ARCHIVES:
+        reader = functools.partial(_members, kind=kind, is_in=is_in)
+    yield from _guarded(open_file, reader, name, recipe, counts, before)
 
 
-def _of(span: Span, path: Path, kind: str, is_in: IsIn) -> tuple[Opening, Reader]:
-    """What opens a span of a file, and what reads it."""
-    if kind == ".parquet":
-        return functools.partial(_local, path, ""), functools.partial(tables.parquet, span=span)
-    reader = functools.partial(tables.json_lines, before=span.before, is_in=is_in)
-    return functools.partial(spans.opened, path, span), reader
+def _reader(kind: str, is_in: IsIn, span: FileSpan | None = None) -> Reader:
+    if kind in FORMATS:
+        return functools.partial(tables.records, format=FORMATS[kind], span=span, is_in=is_in)
+    return READERS.get(kind, texts.plain)
 
 
-def _local(path: Path, name: str) -> IO[bytes]:
-    return opened(path)
+def _members(
+    stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str], *, kind: str, is_in: IsIn
+) -> Iterator[CorpusDocument | BrokenRecord]:
+    for member in ARCHIVES[kind](stream, name, recipe.reading):
+        if isinstance(member, BrokenRecord):
+            yield member
+        elif (inner := kind_of(member.name)) in ARCHIVES:
+            yield BrokenRecord(NESTED, member.name, 1, "it is not opened")
+        else:
+            open_member = functools.partial(_member, member)
+            yield from _guarded(open_member, _reader(inner, is_in), member.name, recipe, counts)
+
+
+@contextlib.contextmanager
+def _local(path: Path, name: str) -> Iterator[IO[bytes]]:
+    with open(path, "rb") as file, unpacked(file, path.name) as stream:
+        yield stream
 
 
 @contextlib.contextmanager
 def _remote(path: Path, name: str) -> Iterator[IO[bytes]]:
-    # What unpacks a stream does not close it.
     with remote.fetched(name) as copy, unpacked(copy, remote.path_in(name)) as stream:
         yield stream
 
@@ -141,14 +140,14 @@ def _member(member: archives.Member) -> IO[bytes]:
 
 
 def _guarded(
-    open_stream: Opening,
+    open_stream: OpenStream,
     reader: Reader,
     name: str,
     recipe: Recipe,
     counts: Counter[str],
     last: int = 0,
-) -> Iterator[Document | Broken]:
-    """What a reader finds behind the record `last`, with a broken one in place of what it fails with."""
+) -> Iterator[CorpusDocument | BrokenRecord]:
+    """Yield what a reader yields after the record `last`; its failure becomes a broken record."""
     try:
         with open_stream() as stream:
             for each in reader(stream, name, recipe, counts):
@@ -157,9 +156,9 @@ def _guarded(
     except (GeneratorExit, MemoryError, JaxlmError):
         raise
     except TooLarge as error:
-        yield Broken(TOO_LARGE, name, last + 1, str(error))
+        yield BrokenRecord(TOO_LARGE, name, last + 1, str(error))
     except NotText as error:
-        yield Broken(NOT_TEXT, name, last + 1, str(error))
-    # What zlib, lzma, zstandard, zipfile, tarfile, csv and pyarrow raise shares no parent.
+        yield BrokenRecord(NOT_TEXT, name, last + 1, str(error))
+    # Errors of zlib, lzma, zstandard, zipfile, tarfile, csv and pyarrow have no common base.
     except Exception as error:
-        yield Broken(DAMAGED, name, last + 1, f"{type(error).__name__}: {str(error)[:200]}")
+        yield BrokenRecord(DAMAGED, name, last + 1, f"{type(error).__name__}: {str(error)[:200]}")

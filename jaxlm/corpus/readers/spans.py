@@ -1,33 +1,34 @@
-"""Large files cut between records, so that several processes read one, and a kill costs a part of it."""
+"""Large files divided between records: several processes read one, and a kill costs less."""
 
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jaxlm.corpus.readers.recoded import PROBED, is_utf8
+from jaxlm.corpus.readers.encoding import PROBED, is_utf8
 from jaxlm.data import parquet
+from jaxlm.data.formats import ByteReader
 
 _PIECE = 2**20
 
 
-class Span(NamedTuple):
-    """Records of a file that lie together: its bytes, or its row groups where it is Parquet."""
+class FileSpan(NamedTuple):
+    """Adjacent records of a file: a range of bytes, or of row groups in a Parquet file."""
 
     begin: int
     end: int
-    before: int  # records of the file in front of them
+    before: int  # records of the file before them
 
 
 def count(size: int, most: int) -> int:
-    """Into how many spans a file of so many bytes is cut, whatever it holds."""
+    """Return the number of spans of a file of this size; it does not depend on the content."""
     return max(1, -(-size // most))
 
 
-def of_lines(path: Path, most: int) -> Iterator[Span]:
-    """The lines that begin in each `most` bytes of a file: none where a longer line fills them.
+def of_lines(path: Path, most: int) -> Iterator[FileSpan]:
+    """Yield the lines that begin in each `most` bytes of a file; none if a longer line fills them.
 
-    In UTF-16 and UTF-32 all lines are in the first, as their ends are not those of bytes.
+    In UTF-16 and UTF-32 all lines are in the first span, as their line ends are not single bytes.
     """
     with open(path, "rb") as file:
         size = file.seek(0, io.SEEK_END)
@@ -42,16 +43,16 @@ def of_lines(path: Path, most: int) -> Iterator[Span]:
             if begin < limit:
                 while (left := limit - 1 - file.tell()) > 0:
                     lines += file.read(min(left, _PIECE)).count(b"\n")
-                # The line that holds the last byte before the limit is the last that begins before it.
+                # The line with the last byte before the limit is the last that begins before it.
                 part = b""
                 while not part.endswith(b"\n") and (part := file.readline(_PIECE)):
                     pass
                 lines += part.endswith(b"\n")
-            yield Span(begin, file.tell(), before)
+            yield FileSpan(begin, file.tell(), before)
 
 
-def of_row_groups(path: Path, most: int) -> Iterator[Span]:
-    """The row groups that begin in each `most` bytes of a Parquet file."""
+def of_row_groups(path: Path, most: int) -> Iterator[FileSpan]:
+    """Yield the row groups that begin in each `most` bytes of a Parquet file."""
     size, groups = path.stat().st_size, parquet.row_groups(path)
     begin = before = 0
     for number in range(1, count(size, most) + 1):
@@ -59,36 +60,29 @@ def of_row_groups(path: Path, most: int) -> Iterator[Span]:
         while end < len(groups) and (groups[end][0] < number * most or number * most >= size):
             rows += groups[end][1]
             end += 1
-        yield Span(begin, end, before)
+        yield FileSpan(begin, end, before)
         begin, before = end, before + rows
 
 
-def uncut(size: int, most: int) -> list[Span]:
-    """All of a file in the first of its spans."""
-    return [Span(0, size, 0), *[Span(size, size, 0)] * (count(size, most) - 1)]
+def uncut(size: int, most: int) -> list[FileSpan]:
+    """Return spans whose first is the whole file and whose others are empty."""
+    return [FileSpan(0, size, 0), *[FileSpan(size, size, 0)] * (count(size, most) - 1)]
 
 
-def opened(path: Path, span: Span) -> io.BufferedReader:
-    """The bytes of a span of lines."""
+def opened(path: Path, span: FileSpan) -> io.BufferedReader:
+    """Open a span of lines as a stream."""
     return io.BufferedReader(_Slice(path, span), 2**17)
 
 
-class _Slice(io.RawIOBase):
-    """Some bytes of a file."""
+class _Slice(ByteReader):
+    """A range of bytes of a file."""
 
-    def __init__(self, path: Path, span: Span):
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by `close`
-        self._file.seek(span.begin)
+    def __init__(self, path: Path, span: FileSpan):
+        super().__init__(open(path, "rb", buffering=0))  # noqa: SIM115 - closed by `close`
+        self._source.seek(span.begin)
         self._left = span.end - span.begin
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._file.readinto(memoryview(buffer)[: self._left]) or 0
-        self._left -= found
-        return found
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+    def pull(self, size: int) -> bytes:
+        data = self._source.read(min(size, self._left))
+        self._left -= len(data)
+        return data

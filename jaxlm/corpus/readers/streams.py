@@ -1,126 +1,129 @@
-"""Bytes of files, unpacked where they are packed, of which no more is ever held than was asked for."""
+"""Byte streams of files, unpacked if they are compressed; they hold no more than was requested.
 
-import bz2
-import gzip
-import itertools
-import lzma
-from collections.abc import Iterator
-from pathlib import Path
-from typing import IO
+A compressed web archive has a gzip member for each record: a damaged member affects no other.
+Source: RFC 1952, §2.2 and §2.3, for members and their header; ISO 28500, annex D, for a record in
+each.
+"""
 
-from jaxlm.corpus.readers.members import members
-from jaxlm.data import records
+import io
+import zlib
+from typing import IO, Any
 
-PACKED = ".gz", ".zst", ".bz2", ".xz"
-MOST_PASSED = 2**30  # bytes of one line that are read past; a bomb unpacks to more
+from jaxlm.data import formats
+from jaxlm.data.formats import ByteReader, TooLarge
 
-
-DAMAGED = "damaged"  # class of what is broken so
-_EMPTY = "it should hold something packed, and is empty"  # what is left of a copy that never began
-
-
-class TooLarge(Exception):
-    """A document, a line or an archive holds more than it may."""
-
-
-def opened(path: Path) -> IO[bytes]:
-    """The bytes of a file as they were before they were packed.
-
-    Raises:
-      EOFError: where it is packed, and empty.
-    """
-    if is_packed(path.name) and not path.stat().st_size:
-        raise EOFError(_EMPTY)
-    if _is_web_archive(path.name):
-        return unpacked(open(path, "rb"), path.name)
-    if path.suffix == ".bz2":
-        return bz2.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")  # type: ignore[return-value]
-    return gzip.open(path, "rb") if path.suffix == ".tgz" else records.opened(path)  # type: ignore[return-value]
+DAMAGED = "damaged"  # kind of broken record
+_BEGIN = b"\x1f\x8b\x08"  # of a member: the magic number of gzip, and deflate, the only method
+_RECORD = b"WARC/"  # begin of a member's content
+_HEAD_BYTES = 2**10  # of a member; they unpack to the first bytes of its record
+_CHUNK = 2**16
+# Bytes of a member that are searched for the next: a flipped bit can make a member swallow its
+# successors, but not for long.
+_LOOKED_BACK = 2**24
+_GZIP = 16 + zlib.MAX_WBITS  # makes zlib expect gzip's header and checksum
 
 
 def unpacked(stream: IO[bytes], name: str) -> IO[bytes]:
-    """The bytes of a buffered stream as they were before they were packed, as its name says.
+    """Unpack a buffered stream by the suffix of its name; the caller closes both.
 
-    Raises:
-      EOFError: where it is packed, and empty.
+    Raises EOFError if it is compressed, and empty, as is a copy that never began.
     """
     if is_packed(name) and not stream.peek(1):  # type: ignore[attr-defined]
-        raise EOFError(_EMPTY)
-    if _is_web_archive(name):
+        raise EOFError("it should be compressed data, and is empty")
+    if name.endswith(".gz") and kind_of(name) in (".warc", ".wet"):
         return members(stream)
-    match Path(name).suffix:
-        case ".gz" | ".tgz":
-            return gzip.GzipFile(fileobj=stream)  # type: ignore[return-value]
-        case ".bz2":
-            return bz2.BZ2File(stream)  # type: ignore[return-value]
-        case ".xz":
-            return lzma.LZMAFile(stream)  # type: ignore[return-value]
-        case ".zst":
-            return records.frames(stream)
-    return stream
+    return formats.unpacked(stream, f"{name}.gz" if name.endswith(".tgz") else name)
 
 
 def kind_of(name: str) -> str:
-    """The ending that says what a file holds, that of its packing left out: `.jsonl` of `a.jsonl.gz`."""
-    path = Path(name.lower())
-    if path.suffix == ".tgz":
-        return ".tar"
-    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+    """Return the suffix of the format, without compression: `.jsonl` of `a.jsonl.gz`."""
+    return ".tar" if name.lower().endswith(".tgz") else formats.kind_of(name)
 
 
 def is_packed(name: str) -> bool:
-    """Whether what a file of this name holds is packed."""
-    return Path(name).suffix in (*PACKED, ".tgz")
-
-
-def _is_web_archive(name: str) -> bool:
-    return name.endswith(".gz") and kind_of(name) in (".warc", ".wet")
+    """Return whether a file of this name is compressed."""
+    return name.endswith(".tgz") or formats.is_packed(name)
 
 
 def whole(stream: IO[bytes], most: int) -> bytes:
-    """All that is left of a stream.
-
-    Raises:
-      TooLarge: where that is more than `most` bytes.
-    """
+    """Read the rest of a stream. Raises TooLarge if it has more than `most` bytes."""
     data = stream.read(most + 1)
     if len(data) > most:
         raise TooLarge(f"more than {most:,} bytes")
     return data
 
 
-def lines(stream: IO[bytes], most: int, before: int = 0) -> Iterator[tuple[int, bytes | None]]:
-    """Each line and its number behind those `before`; None for one of more than `most` bytes, which is read past.
+class DamagedMember(Exception):
+    """A member that cannot be unpacked."""
 
-    Raises:
-      TooLarge: where a line does not end for a gigabyte.
+
+def members(stream: IO[bytes]) -> IO[bytes]:
+    """Return a stream of the unpacked members; closed with `stream`.
+
+    At a damaged member a read raises DamagedMember, once; the next read continues with the next
+    member that contains a record.
     """
-    for number in itertools.count(before + 1):
-        line = stream.readline(most + 1)
-        if not line:
-            return
-        if len(line) <= most:
-            yield number, line
-        else:
-            for _ in rest(stream, line, number):
-                pass
-            yield number, None
+    return io.BufferedReader(_Members(stream), 2**17)
 
 
-def rest(stream: IO[bytes], line: bytes, number: int) -> Iterator[bytes]:
-    """A line that is longer than was asked for, from its begin on, a piece at a time.
+class _Members(ByteReader):
+    def __init__(self, source: IO[bytes]):
+        super().__init__(source)
+        self._packed = b""  # input not unpacked yet
+        self._seen = bytearray()  # the member so far, or its last part, and what follows
+        self._unpacker: Any = None
 
-    Raises:
-      TooLarge: where it does not end for a gigabyte.
-    """
-    passed = 0
-    while line:
-        yield line
-        if line.endswith(b"\n"):
-            return
-        line = stream.readline(2**20)
-        passed += len(line)
-        if passed > MOST_PASSED:
-            raise TooLarge(f"line {number} has more than {MOST_PASSED:,} bytes")
+    def pull(self, size: int) -> bytes:
+        while self._packed or self._fill():
+            if self._unpacker is None:
+                self._packed = self._packed.lstrip(b"\0")  # zeros that pad a file
+                if not self._packed:
+                    continue
+                self._unpacker = zlib.decompressobj(_GZIP)
+                self._seen = bytearray(self._packed)
+            try:
+                data = self._unpacker.decompress(self._packed, size)
+            except zlib.error as error:
+                raise self._damaged(str(error)) from None
+            if self._unpacker.eof:
+                self._packed, self._unpacker = self._unpacker.unused_data, None
+            else:
+                self._packed = self._unpacker.unconsumed_tail
+            if data:
+                return data
+        if self._unpacker is not None:
+            raise self._damaged("the file ends in it")
+        return b""
+
+    def _fill(self) -> bool:
+        """Read more input; return whether there was any."""
+        self._packed = self._source.read(_CHUNK)
+        self._seen += self._packed
+        del self._seen[:-_LOOKED_BACK]
+        return bool(self._packed)
+
+    def _damaged(self, why: str) -> DamagedMember:
+        """Seek the next member after this one's begin that unpacks to a record."""
+        packed, begin, more = bytes(self._seen[1:]), 0, b"?"
+        self._packed, self._unpacker = b"", None
+        while True:
+            offset = packed.find(_BEGIN, begin)
+            if offset >= 0 and (len(packed) - offset >= _HEAD_BYTES or not more):
+                if _holds_record(packed[offset : offset + _HEAD_BYTES]):
+                    self._packed = packed[offset:]
+                    break
+                begin = offset + 1
+            elif more:
+                more = self._source.read(_CHUNK)
+                rest = offset if offset >= 0 else max(begin, len(packed) + 1 - len(_BEGIN))
+                packed, begin = packed[rest:] + more, 0
+            else:
+                break
+        return DamagedMember(f"a gzip member: {why}")
+
+
+def _holds_record(head: bytes) -> bool:
+    try:
+        return zlib.decompressobj(_GZIP).decompress(head, len(_RECORD)) == _RECORD
+    except zlib.error:
+        return False

@@ -1,129 +1,145 @@
-"""Readers of files with a document in each row: JSON lines, Parquet, CSV. The other fields of a row are its meta."""
+"""Readers of formats with a document in each row: those of `data.formats`, and CSV.
+
+The other fields of a row become metadata.
+"""
 
 import csv
+import functools
 import io
 import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.document import Broken, Document
-from jaxlm.corpus.readers.recoded import as_utf8
-from jaxlm.corpus.readers.spans import Span
-from jaxlm.corpus.readers.streams import lines, rest, whole
-from jaxlm.data.parquet import rows
-from jaxlm.data.records import BYTE_ORDER_MARK, NO_TEXT, NOT_JSON, NOT_UTF8, OTHER_TYPE, mended
+from jaxlm.corpus.document import BrokenRecord, CorpusDocument
+from jaxlm.corpus.readers.encoding import as_utf8
+from jaxlm.corpus.readers.spans import FileSpan
+from jaxlm.corpus.readers.streams import whole
+from jaxlm.data.formats import (
+    BYTE_ORDER_MARK,
+    NOT_UTF8,
+    TOO_LARGE,
+    Fault,
+    Format,
+    ReadOptions,
+    rest,
+)
+from jaxlm.data.records import NO_TEXT, OTHER_TYPE, mended
 
-IsIn = Callable[[str, int], bool]  # whether the record of a file is asked for
+IsIn = Callable[[str, int], bool]  # selects a record of a file by its number
 NOT_A_ROW = "with more or fewer fields than the table"
 NOT_CLOSED = "with a quote that is not closed"
-TOO_LARGE = "too large"
-TOO_LONG = "\udfff"  # no byte is decoded to it
+TOO_LONG = "\udfff"  # marks a line over the limit; no byte decodes to it
 
 
-def json_lines(
+def records(
     stream: IO[bytes],
     name: str,
     recipe: Recipe,
     counts: Counter[str],
-    before: int = 0,
+    *,
+    format: Format,
+    span: FileSpan | None = None,
     is_in: IsIn = lambda file, record: True,
-) -> Iterator[Document | Broken]:
-    """A JSON object a line, in UTF-8, UTF-16 or UTF-32; behind others in UTF-8. Only lines that are in are parsed."""
-    most = recipe.reading.document_bytes
-    plain = stream if before else as_utf8(stream, counts, legacy=False)
-    for number, line in lines(plain, most, before):
-        if line is None:
-            yield Broken(TOO_LARGE, name, number, f"a line of more than {most:,} bytes")
-            continue
-        if number == 1:
-            line = line.removeprefix(BYTE_ORDER_MARK)
-        if not is_in(name, number) or not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode(), parse_constant=lambda _: None)
-        except UnicodeDecodeError as error:
-            yield Broken(NOT_UTF8, name, number, f"byte {error.start}: {error.reason}")
-        except (ValueError, RecursionError) as error:
-            yield Broken(NOT_JSON, name, number, str(error)[:200])
-        else:
-            yield _of_row(row, name, number, recipe, counts)
+) -> Iterator[CorpusDocument | BrokenRecord]:
+    """Yield a document for each record of a format that training reads, too.
 
-
-def parquet(
-    stream: IO[bytes],
-    name: str,
-    recipe: Recipe,
-    counts: Counter[str],
-    span: Span | None = None,
-) -> Iterator[Document | Broken]:
-    """A row a document, of all row groups or of some."""
-    seekable = (
-        stream if stream.seekable() else io.BytesIO(whole(stream, recipe.reading.archive_bytes))
+    Args:
+      stream: the file, or the bytes of a span of lines.
+      name: the name of the file.
+      recipe: the settings.
+      counts: counts of changes.
+      format: the format of the records.
+      span: the part of the file to read; None reads all.
+      is_in: selects lines; others are not parsed.
+    """
+    limits, before, groups = recipe.reading, span.before if span else 0, None
+    if format.is_lines:
+        # Spans after the first are in UTF-8: other files are not divided.
+        stream = stream if before else as_utf8(stream, counts, legacy=False)
+    else:
+        groups = range(span.begin, span.end) if span else None
+        if not stream.seekable():
+            stream = io.BytesIO(whole(stream, limits.archive_bytes))
+    options = ReadOptions(
+        name,
+        max_line=limits.document_bytes,
+        before=before,
+        groups=groups,
+        is_in=functools.partial(is_in, name),
     )
-    groups = None if span is None else range(span.begin, span.end)
-    first = 1 + (0 if span is None else span.before)
-    for number, row in enumerate(rows(seekable, name, groups=groups), first):
-        yield _of_row(row.fields, name, number, recipe, counts)
+    for number, value, _ in format.read(stream, options):
+        if isinstance(value, Fault):
+            yield BrokenRecord(value.kind, name, number, _detail(value.error))
+        else:
+            yield _of_row(value, name, number, recipe, counts)
+
+
+def _detail(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start}: {error.reason}"
+    return str(error)[:200]
 
 
 def comma_separated(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
-) -> Iterator[Document | Broken]:
-    """Rows under a first row of names, as RFC 4180 has them, in whatever encoding."""
+) -> Iterator[CorpusDocument | BrokenRecord]:
+    """Yield the rows of a CSV file with a header (RFC 4180), in any encoding."""
     yield from _separated(stream, name, recipe, counts, ",")
 
 
 def tab_separated(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
-) -> Iterator[Document | Broken]:
-    """The same with tabs."""
+) -> Iterator[CorpusDocument | BrokenRecord]:
+    """Yield the rows of a tab-separated file with a header, in any encoding."""
     yield from _separated(stream, name, recipe, counts, "\t")
 
 
 def _separated(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str], mark: str
-) -> Iterator[Document | Broken]:
+) -> Iterator[CorpusDocument | BrokenRecord]:
     most = recipe.reading.document_bytes
-    csv.field_size_limit(most)  # of the process; 128 kB otherwise
+    csv.field_size_limit(most)  # of the process; the default is 128 kB
     rows = _Rows(_as_text(as_utf8(stream, counts, legacy=True), most), mark)
     names = next(rows, [])
     if names is None:
-        yield Broken(NOT_CLOSED, name, 0, "in the names of the table, so none of its rows is read")
+        yield BrokenRecord(
+            NOT_CLOSED, name, 0, "in the names of the table, so none of its rows is read"
+        )
         return
     for number, cells in enumerate(rows, 1):
         if cells is None:
-            yield Broken(NOT_CLOSED, name, number, "its lines but the first are read as rows")
+            yield BrokenRecord(NOT_CLOSED, name, number, "its lines but the first are read as rows")
             continue
         if not cells:
             continue
         if any(TOO_LONG in cell for cell in cells if not cell.isascii()):
-            yield Broken(TOO_LARGE, name, number, f"with a line of more than {most:,} bytes")
+            yield BrokenRecord(TOO_LARGE, name, number, f"with a line of more than {most:,} bytes")
         elif len(cells) != len(names):
-            yield Broken(NOT_A_ROW, name, number, f"{len(cells)} of them, not {len(names)}")
+            yield BrokenRecord(NOT_A_ROW, name, number, f"{len(cells)} of them, not {len(names)}")
         elif any(
             "\udc80" <= letter <= "\udcff"
             for cell in cells
             for letter in cell
             if not cell.isascii()
         ):
-            yield Broken(NOT_UTF8, name, number, "a cell of the row")
+            yield BrokenRecord(NOT_UTF8, name, number, "a cell of the row")
         else:
             yield _of_row(dict(zip(names, cells, strict=True)), name, number, recipe, counts)
 
 
 class _Rows:
-    """The cells of each row; None for one that the file ends in, or that has a cell beyond the limit: its quote is not closed.
+    """The cells of each row; None for a row with an unclosed quote.
 
-    Of such a row the lines after the first are rows of their own.
+    A quote is unclosed if the file ends in it or its cell exceeds the limit; the lines of such a
+    row after the first are read as rows of their own.
     """
 
     def __init__(self, lines: Iterator[str], mark: str):
         self._lines, self._mark = lines, mark
-        self._again: list[str] = []  # the next one last
+        self._again: list[str] = []  # lines to read again, the next one last
         self._row: list[str] = []  # lines of the row that is being read
         self._is_over = False
         self._rows = csv.reader(self._text(), delimiter=mark)
@@ -155,13 +171,13 @@ class _Rows:
 
 
 def _as_text(stream: IO[bytes], most: int) -> Iterator[str]:
-    """Lines, in which bytes that are not UTF-8 are halves of surrogate pairs, and TOO_LONG stands for a line that is."""
+    """Yield lines; invalid UTF-8 becomes lone surrogates, a line over the limit TOO_LONG."""
     for number in itertools.count(1):
         line = stream.readline(most + 1)
         if not line:
             return
         if len(line) > most:
-            # An odd quote opens or closes a cell of several lines, which other lines belong to.
+            # An odd number of quotes opens or closes a cell that spans several lines.
             quotes = sum(piece.count(b'"') for piece in rest(stream, line, number))
             yield '"' * (quotes % 2) + TOO_LONG + "\n"
             continue
@@ -172,22 +188,24 @@ def _as_text(stream: IO[bytes], most: int) -> Iterator[str]:
 
 def _of_row(
     row: Any, name: str, number: int, recipe: Recipe, counts: Counter[str]
-) -> Document | Broken:
+) -> CorpusDocument | BrokenRecord:
     key = recipe.text_key
     if not isinstance(row, dict):
-        return Broken(NO_TEXT, name, number, f"a {type(row).__name__}, not an object")
+        return BrokenRecord(NO_TEXT, name, number, f"a {type(row).__name__}, not an object")
     if key not in row:
-        return Broken(NO_TEXT, name, number, f"it has {', '.join(map(str, row))[:200]}")
+        return BrokenRecord(NO_TEXT, name, number, f"it has {', '.join(map(str, row))[:200]}")
     text = row.pop(key)
     if not isinstance(text, str):
-        return Broken(OTHER_TYPE, name, number, f"a {type(text).__name__}")
+        return BrokenRecord(OTHER_TYPE, name, number, f"a {type(text).__name__}")
     if len(text) > recipe.reading.document_bytes:
-        return Broken(TOO_LARGE, name, number, f"a text of {len(text):,} characters")
-    return Document(mended(text, counts), name, number, {k: _plain(v) for k, v in row.items()})
+        return BrokenRecord(TOO_LARGE, name, number, f"a text of {len(text):,} characters")
+    return CorpusDocument(
+        mended(text, counts), name, number, {k: _plain(v) for k, v in row.items()}
+    )
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON can hold: it has no NaN and no infinity."""
+    """Convert a value to JSON's types: NaN and infinity become None."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
-"""Web archives: pages as a crawler got them (WARC) and their text (WET).
+"""Web archives: pages as a crawler received them (WARC) and their text (WET).
 
-Source: ISO 28500, "The WARC Format 1.1": a record is a version line, named fields, an empty line, Content-Length bytes, two
-empty lines. Packed as `.gz` each record is a member of its own: `readers/members.py`.
+Source: ISO 28500, "The WARC Format 1.1": a record is a version line, named fields, an empty line,
+Content-Length bytes, two empty lines. In a `.gz` each record is a gzip member of its own.
 """
 
 import dataclasses
@@ -13,53 +13,56 @@ from collections.abc import Iterator
 from typing import IO
 
 from jaxlm.corpus.config import Recipe
-from jaxlm.corpus.document import Broken, Document
+from jaxlm.corpus.document import BrokenRecord, CorpusDocument
 from jaxlm.corpus.readers.encoding import NotText, decoded
 from jaxlm.corpus.readers.main_text import charset, main_text
-from jaxlm.corpus.readers.members import DamagedMember
-from jaxlm.corpus.readers.streams import DAMAGED, TooLarge, whole
+from jaxlm.corpus.readers.streams import DAMAGED, DamagedMember, whole
+from jaxlm.data.formats import TOO_LARGE, TooLarge
 
 NOT_A_RECORD, CUT = "no WARC record", "a WARC record that is cut"
-NOT_HTTP, NOT_TEXT, TOO_LARGE = "no HTTP response", "not text", "too large"
-MOST_FIELDS = 2**16  # bytes of the fields of a record, or of a response
+NOT_HTTP, NOT_TEXT = "no HTTP response", "not text"
+MOST_FIELDS = 2**16  # bytes of the header fields of a record or response
 TEXTS = "text/plain", "text/markdown"
 PAGES = "text/html", "application/xhtml+xml"
 
 
-class _Cut(Exception):
-    """The end of the file came before the end of a record."""
+class _Truncated(Exception):
+    """The file ends inside a record."""
 
 
 def records(
     stream: IO[bytes], name: str, recipe: Recipe, counts: Counter[str]
-) -> Iterator[Document | Broken]:
-    """The pages and texts of an archive. Records of other kinds, and answers that are no text, are counted."""
+) -> Iterator[CorpusDocument | BrokenRecord]:
+    """Yield the pages and texts of an archive; count other records and responses without text."""
     number = 0
     while True:
         try:
-            for at, each in _records(stream, name, number, recipe, counts):
-                number = at
+            for number_read, each in _records(stream, name, number, recipe, counts):
+                number = number_read
                 if each is not None:
                     yield each
             return
-        except DamagedMember as error:  # the stream goes on behind it
+        except DamagedMember as error:  # the stream continues after it
             number += 1
-            yield Broken(DAMAGED, name, number, str(error))
+            yield BrokenRecord(DAMAGED, name, number, str(error))
 
 
 def _records(
     stream: IO[bytes], name: str, number: int, recipe: Recipe, counts: Counter[str]
-) -> Iterator[tuple[int, Document | Broken | None]]:
-    """Each record behind that of a number, with its own; None for one that is no text."""
+) -> Iterator[tuple[int, CorpusDocument | BrokenRecord | None]]:
+    """Yield the records after the given number, with theirs; None for one that is not text."""
     most, is_lost = recipe.reading.document_bytes, False
     while line := stream.readline(MOST_FIELDS):
         if not line.strip():
             continue
         if not line.startswith(b"WARC/"):
-            # Between two records nothing else can stand: one of them lied about its length. The next begins at its version.
+            # Something between two records: a wrong length. The next begins at a version line.
             if not is_lost:
                 number += 1
-                yield number, Broken(NOT_A_RECORD, name, number, f"it begins with {line[:40]!r}")
+                yield (
+                    number,
+                    BrokenRecord(NOT_A_RECORD, name, number, f"it begins with {line[:40]!r}"),
+                )
             is_lost = True
             continue
         number, is_lost = number + 1, False
@@ -69,26 +72,29 @@ def _records(
             if length < 0:
                 raise ValueError(f"a length of {length}")
         except ValueError as error:
-            yield number, Broken(NOT_A_RECORD, name, number, str(error)[:200])
+            yield number, BrokenRecord(NOT_A_RECORD, name, number, str(error)[:200])
             is_lost = True
             continue
-        except _Cut:
-            yield number, Broken(CUT, name, number, "the file ends among its fields")
+        except _Truncated:
+            yield number, BrokenRecord(CUT, name, number, "the file ends among its fields")
             return
         if length > most:
-            yield number, Broken(TOO_LARGE, name, number, f"{length:,} bytes")
+            yield number, BrokenRecord(TOO_LARGE, name, number, f"{length:,} bytes")
             _pass(stream, length)
             continue
         block = stream.read(length)
         if len(block) < length:
-            yield number, Broken(CUT, name, number, f"{len(block):,} of {length:,} bytes are there")
+            yield (
+                number,
+                BrokenRecord(CUT, name, number, f"{len(block):,} of {length:,} bytes are there"),
+            )
             return
         yield number, _document(fields, block, name, number, most, counts)
 
 
 def _document(
     fields: dict[str, str], block: bytes, name: str, number: int, most: int, counts: Counter[str]
-) -> Document | Broken | None:
+) -> CorpusDocument | BrokenRecord | None:
     kind = fields.get("warc-type", "")
     meta = {
         "url": fields.get("warc-target-uri", "").strip("<>"),
@@ -96,17 +102,17 @@ def _document(
     }
     try:
         if kind == "conversion":
-            return Document(decoded(block)[0], name, number, meta)
+            return CorpusDocument(decoded(block)[0], name, number, meta)
         if kind != "response":
             counts[f"passed over: WARC {kind}"] += 1
             return None
         page = _http(block, most)
     except NotText as error:
-        return Broken(NOT_TEXT, name, number, str(error))
+        return BrokenRecord(NOT_TEXT, name, number, str(error))
     except TooLarge as error:
-        return Broken(TOO_LARGE, name, number, str(error))
+        return BrokenRecord(TOO_LARGE, name, number, str(error))
     except (ValueError, EOFError, OSError, zlib.error) as error:
-        return Broken(NOT_HTTP, name, number, f"{type(error).__name__}: {str(error)[:200]}")
+        return BrokenRecord(NOT_HTTP, name, number, f"{type(error).__name__}: {str(error)[:200]}")
     if page.status != 200 or page.kind not in (*TEXTS, *PAGES):
         what = page.kind or "of no type" if page.status == 200 else f"status {page.status}"
         counts[f"passed over: answer {what}"] += 1
@@ -114,31 +120,31 @@ def _document(
     try:
         text, encoding = decoded(page.body, page.charset or charset(page.body))
     except NotText as error:
-        return Broken(NOT_TEXT, name, number, str(error))
+        return BrokenRecord(NOT_TEXT, name, number, str(error))
     if encoding != "utf-8":
         meta["encoding"] = encoding
     if page.kind in PAGES:
         meta["title"], text = main_text(text, counts)
-    return Document(text, name, number, meta)
+    return CorpusDocument(text, name, number, meta)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Page:
+class _HttpResponse:
     status: int
     kind: str
     charset: str
     body: bytes
 
 
-def _http(block: bytes, most: int) -> _Page:
-    """An HTTP response: RFC 9112 for its shape and for chunks, RFC 9110 §8.4 for how its body is packed."""
+def _http(block: bytes, most: int) -> _HttpResponse:
+    """Parse an HTTP response: RFC 9112 for format and chunks, RFC 9110 §8.4 for content codings."""
     stream = io.BytesIO(block)
     words = stream.readline(MOST_FIELDS).split(None, 2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/"):
         raise ValueError("no status line")
     try:
         fields = _fields(stream)
-    except _Cut:
+    except _Truncated:
         raise ValueError("it ends among its fields") from None
     body = stream.read()
     if "chunked" in fields.get("transfer-encoding", "").lower():
@@ -156,11 +162,11 @@ def _http(block: bytes, most: int) -> _Page:
         raise ValueError(f"packed as {coding}")
     kind, _, parameters = fields.get("content-type", "").partition(";")
     encoding = parameters.lower().partition("charset=")[2].partition(";")[0].strip(" \"'")
-    return _Page(int(words[1]), kind.strip().lower(), encoding, body)
+    return _HttpResponse(int(words[1]), kind.strip().lower(), encoding, body)
 
 
 def _unchunked(body: bytes) -> bytes:
-    """A body without the lengths of its chunks. Crawlers take them out and leave the field that tells of them."""
+    """Join the chunks of a body; crawlers may have joined them and kept the field."""
     stream, chunks = io.BytesIO(body), []
     while line := stream.readline(MOST_FIELDS):
         try:
@@ -175,7 +181,7 @@ def _unchunked(body: bytes) -> bytes:
 
 
 def _fields(stream: IO[bytes]) -> dict[str, str]:
-    """Named fields up to an empty line, names in lower case."""
+    """Read named fields up to an empty line; names in lower case."""
     fields: dict[str, str] = {}
     size = 0
     while line := stream.readline(MOST_FIELDS):
@@ -186,10 +192,10 @@ def _fields(stream: IO[bytes]) -> dict[str, str]:
         if not colon or size > MOST_FIELDS:
             raise ValueError(f"a field reads {line[:40]!r}")
         fields[name.strip().lower()] = value.strip()
-    raise _Cut
+    raise _Truncated
 
 
 def _pass(stream: IO[bytes], length: int) -> None:
-    """Reads past bytes without holding them."""
+    """Skip bytes without holding them."""
     while length > 0 and (piece := stream.read(min(length, 2**20))):
         length -= len(piece)

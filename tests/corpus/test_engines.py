@@ -17,10 +17,10 @@ import pytest
 from jaxlm.cli import data_engine
 from jaxlm.cli.main import main
 from jaxlm.core.errors import DataError, InputMissing, NotWritable, PeerLost
-from jaxlm.corpus import cluster, engines
+from jaxlm.corpus import engines
 from tests.corpus.recipes import RECIPE, prose, run, tree, write_lines
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SETTINGS = [
     "--config.source=in/*.jsonl",
     "--config.stages=normalise,length,gopher,repetition,pii",
@@ -80,7 +80,7 @@ class Opens:
 
 
 def numbers(ray, opens=None, units=range(6), workers=2):
-    return [number for number, _ in cluster.each(opens or Opens(), units, workers, ray)]
+    return [number for number, _ in engines.run_on_ray(opens or Opens(), units, workers, ray)]
 
 
 def test_units_are_done_once_and_never_more_at_a_time_than_asked_for():
@@ -95,7 +95,7 @@ def test_a_unit_whose_process_died_is_done_again_and_one_that_kills_two_is_named
     assert sorted(numbers(ray)) == list(range(6))
     done = []
     with pytest.raises(PeerLost) as caught:
-        for number, _ in cluster.each(Opens(), range(6), 2, StandIn(deaths=[3, 3])):
+        for number, _ in engines.run_on_ray(Opens(), range(6), 2, StandIn(deaths=[3, 3])):
             done.append(number)
     assert sorted(done) == [0, 1, 2, 4, 5]
     assert caught.value.where == "unit 3, Died"
@@ -104,7 +104,7 @@ def test_a_unit_whose_process_died_is_done_again_and_one_that_kills_two_is_named
 def test_a_full_disk_ends_it_when_what_was_begun_is_done():
     ray, done = StandIn(), []
     with pytest.raises(NotWritable) as caught:
-        for number, _ in cluster.each(Opens(full=2), range(6), 2, ray):
+        for number, _ in engines.run_on_ray(Opens(full=2), range(6), 2, ray):
             done.append(number)
     assert done == [0, 1, 3]
     assert caught.value.where == "units/00002.json"
@@ -113,7 +113,7 @@ def test_a_full_disk_ends_it_when_what_was_begun_is_done():
 def test_a_machine_without_jaxlm_is_said_when_what_was_begun_is_done():
     done = []
     with pytest.raises(InputMissing) as caught:
-        for number, _ in cluster.each(Opens(), range(6), 2, StandIn(without_jaxlm=2)):
+        for number, _ in engines.run_on_ray(Opens(), range(6), 2, StandIn(without_jaxlm=2)):
             done.append(number)
     assert done == [0, 1, 3]
     assert "No module named 'jaxlm'" in caught.value.why
@@ -130,15 +130,15 @@ def test_the_command_line_offers_every_engine():
 
 
 def test_a_machine_with_other_versions_or_without_the_folder_is_refused():
-    theirs = tuple(cluster.versions())
+    theirs = tuple(engines.versions())
     here = os.getcwd()
-    assert cluster._opened(Opens(), here, theirs)(0) == {"clean": 1.0}
+    assert engines._task_if_equal(Opens(), here, theirs)(0) == {"clean": 1.0}
     with pytest.raises(DataError) as caught:
-        cluster._opened(Opens(), here, ("python 2.7", *theirs[1:]))
+        engines._task_if_equal(Opens(), here, ("python 2.7", *theirs[1:]))
     assert "python 2.7" in caught.value.why
     assert f"python {sys.version.split()[0]}" in caught.value.why
     with pytest.raises(InputMissing) as missing:
-        cluster._opened(Opens(), "/nowhere/at/all", theirs)
+        engines._task_if_equal(Opens(), "/nowhere/at/all", theirs)
     assert missing.value.where == f"{socket.gethostname()}: /nowhere/at/all"
 
 

@@ -1,14 +1,14 @@
-"""Text in one format: Unicode composed, line ends of one kind, nothing invisible; and mojibake undone."""
+"""Normalization of text: composed Unicode, uniform line ends, no invisible characters; mojibake."""
 
 import re
 import unicodedata
 from collections import Counter
 
 from jaxlm.core.errors import not_installed
-from jaxlm.corpus.document import Document, Stage
+from jaxlm.corpus.document import CorpusDocument, Stage
 
-# Control characters but tab and line feed, zero-width space, word joiner, byte order mark. Joiners (U+200C, U+200D) are
-# part of how Persian, Hindi and emoji are written.
+# Control characters except tab and line feed, zero-width space, word joiner, byte order mark.
+# Joiners (U+200C, U+200D) are needed to write Persian, Hindi and emoji.
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u2060\ufeff]")
 _LINE_ENDS = re.compile(r"\r\n?|[\u2028\u2029\x0b\x0c\x85]")
 _TRAILING = re.compile(r"[ \t\u00a0]+$", re.MULTILINE)
@@ -16,10 +16,13 @@ _EMPTY_LINES = re.compile(r"\n{4,}")
 _LAST_LINES = re.compile(r"\n{2,}\Z")
 
 
-def normalise() -> Stage:
-    """Unicode in form C (UAX #15), line feeds, no invisible characters, no spaces before line ends, at most two empty lines."""
+def normalize() -> Stage:
+    """Apply Unicode NFC (UAX #15), line feeds, at most two empty lines, no trailing spaces.
 
-    def stage(document: Document, counts: Counter[str]) -> Document:
+    Invisible characters are removed.
+    """
+
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument:
         text = unicodedata.normalize("NFC", _LINE_ENDS.sub("\n", document.text))
         text, hidden = _INVISIBLE.subn("", text)
         text = _EMPTY_LINES.sub("\n\n\n", _TRAILING.sub("", text)).lstrip("\n")
@@ -35,19 +38,19 @@ def normalise() -> Stage:
 
 
 def mojibake() -> Stage:
-    """Lines that were written in one encoding and read in another, read again as they were meant.
+    """Repair lines that were decoded in the wrong encoding.
 
     Raises:
-      InputMissing: where ftfy is not installed.
+      InputMissing: ftfy is not installed.
 
-    Source: Speer 2019, ftfy, `fix_encoding`; none of its other changes is made.
+    Source: Speer 2019, ftfy, `fix_encoding`, without its other changes.
     """
     try:
         import ftfy
     except ImportError as error:
         raise not_installed("the stage mojibake", "ftfy", "prepare", where="stages") from error
 
-    def stage(document: Document, counts: Counter[str]) -> Document:
+    def stage(document: CorpusDocument, counts: Counter[str]) -> CorpusDocument:
         if document.text.isascii():
             return document
         before = document.text.split("\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxlm.corpus.filters.linear import Features, Linear
+from jaxlm.corpus.filters.linear import Features, LinearClassifier
 from tests.corpus.recipes import WORDS, kept, prose, removed, run, write_lines
 
 STAGE = ("--config.source=in/*.jsonl", "--config.stages=harmful", "--config.dedup=()")
@@ -67,7 +67,7 @@ def write_classifier(folder: Path, labels: tuple[str, ...]) -> None:
     for number, label in enumerate(labels):
         weights[features.of(label), number] = 30.0
     folder.mkdir()
-    Linear(labels, features, weights, np.zeros(len(labels), np.float32)).write(folder, {})
+    LinearClassifier(labels, features, weights, np.zeros(len(labels), np.float32)).write(folder, {})
 
 
 def test_a_classifier_names_the_category_and_what_is_harmless_stays(lists, capsys):

@@ -81,7 +81,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(before, h
     error = run(capsys, *NEW, "--config.against=exact", code=2)["error"]
     assert error["fix"].splitlines() == [
         "run the recipe of exact again with near in its dedup",
-        "'--config.dedup=exact,spans'    # does not look for near duplicates",
+        "'--config.dedup=exact,spans'    # skips near duplicates",
     ]
     signatures = before / "signatures/00000.bin"
     signatures.write_bytes(signatures.read_bytes()[:-1] + b"?")
