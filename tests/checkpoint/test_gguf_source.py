@@ -35,7 +35,7 @@ def test_a_file_has_the_settings_and_tensors_of_the_folder(name, tmp_path):
     family = FAMILIES[name]
     ggufs.write(tmp_path / "model.gguf", family)
     source = Gguf(tmp_path / "model.gguf")
-    read, dtype = hub_architecture.described(source, lambda _: None)
+    read, dtype = hub_architecture.read_family(source, lambda _: None)
     assert read.build() == family.build()
     assert dtype == "float32"
     wanted = {each.name: each.shape for each in weights.tensors(family)}
@@ -79,13 +79,13 @@ def test_only_the_blocks_that_hold_the_columns_are_dequantised(tmp_path, monkeyp
         dataclasses.replace(LLAMA, width=256, depth=1, hidden=256),
         storage="Q8_0",
     )
-    read, seen = gguf_file._dequantised, []
+    read, seen = gguf_file._dequantize, []
 
     def dequantised(rows, name, path):
         seen.append(rows.shape)
         return read(rows, name, path)
 
-    monkeypatch.setattr(gguf_file, "_dequantised", dequantised)
+    monkeypatch.setattr(gguf_file, "_dequantize", dequantised)
     with Gguf(tmp_path / "model.gguf").opened() as fetch:
         fetch("model.layers.0.self_attn.v_proj.weight", (slice(0, 9), slice(70, 130)))
     assert seen == [(9, 3 * 34)]  # columns 64 to 159, of 256
@@ -135,7 +135,7 @@ def test_what_changes_nothing_is_taken(tmp_path):
         writer.add_add_space_prefix(False)
 
     ggufs.write(tmp_path / "model.gguf", LLAMA, change=change)
-    read, _ = hub_architecture.described(Gguf(tmp_path / "model.gguf"), lambda _: None)
+    read, _ = hub_architecture.read_family(Gguf(tmp_path / "model.gguf"), lambda _: None)
     assert read.build() == LLAMA.build()
 
 
@@ -149,7 +149,7 @@ def test_the_end_of_a_turn_ends_an_answer_too(tmp_path):
 @pytest.mark.parametrize(("storage", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "float32")])  # fmt: skip
 def test_numbers_are_called_what_the_matrices_are_kept_as(storage, dtype, tmp_path):
     ggufs.write(tmp_path / "model.gguf", dataclasses.replace(LLAMA, hidden=64), storage=storage)
-    assert hub_architecture.described(Gguf(tmp_path / "model.gguf"), lambda _: None)[1] == dtype
+    assert hub_architecture.read_family(Gguf(tmp_path / "model.gguf"), lambda _: None)[1] == dtype
 
 
 def test_a_header_with_changed_bytes_is_read_or_refused_and_nothing_else(tmp_path):
@@ -166,7 +166,7 @@ def test_a_header_with_changed_bytes_is_read_or_refused_and_nothing_else(tmp_pat
         path.write_bytes(content)
         try:
             source = Gguf(path)
-            hub_architecture.described(source, lambda _: None)
+            hub_architecture.read_family(source, lambda _: None)
             import_model.read_tokenizer(source)
             codes[0] += 1
         except JaxlmError as error:

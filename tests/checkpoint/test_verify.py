@@ -161,7 +161,7 @@ def test_a_step_whose_record_another_process_cannot_read_is_damaged(step, monkey
 
 
 def test_a_long_verification_says_how_far_it_is(step, monkeypatch):
-    monkeypatch.setattr(formatting, "SECONDS", 0.0)
+    monkeypatch.setattr(formatting, "PROGRESS_SECONDS", 0.0)
     monkeypatch.setattr(records, "CHUNK_BYTES", 64)
     said, moved = [], []
     assert Verifier(say=said.append, moved=lambda: moved.append(1)).problems(step) == []

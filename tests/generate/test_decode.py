@@ -225,7 +225,7 @@ def test_no_step_is_made_once_all_rows_have_ended(llama):
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_some_tokens_at_a_time_are_the_tokens_of_one_program(built, monkeypatch, is_prepared):
     """Where the weights need no preparing, as on accelerators, they are not copied."""
-    monkeypatch.setattr(decode, "is_prepared", lambda: is_prepared)
+    monkeypatch.setattr(decode, "needs_relayout", lambda: is_prepared)
     blueprint, params = built
     whole = program(blueprint, params, temperature=1.3, ends=(END,), is_scored=True)(PROMPTS)
     draw = functools.partial(sampling.draw, temperature=1.3)
