@@ -70,7 +70,7 @@ def generate(
         raise ConfigError(
             "an encoder-decoder does not support --chat",
             where="--chat",
-            why=f"{opened.run.model.family} does not continue its input; --chat needs a decoder-only model",
+            why=f"{opened.run.model.family} does not continue its input",
             fix="without --chat a prompt is read as it is",
         )
     tokenizer = chat_tokenizer(opened.tokenizer, workdir) if is_chat else opened.tokenizer
