@@ -68,9 +68,9 @@ def generate(
         )
     if is_chat and opened.run.architecture == "encoder-decoder":
         raise ConfigError(
-            "--chat needs a decoder-only model",
+            "an encoder-decoder does not support --chat",
             where="--chat",
-            why=f"{opened.run.model.family} is an encoder-decoder and does not continue its input",
+            why=f"{opened.run.model.family} does not continue its input",
             fix="without --chat a prompt is read as it is",
         )
     tokenizer = chat_tokenizer(opened.tokenizer, workdir) if is_chat else opened.tokenizer
