@@ -28,6 +28,10 @@ KV_HEADS = ("batch", "length", "kv_heads", "head_dim")
 LATENT = ("batch", "length", "rank")
 
 
+# Queries [B, T, N, H], keys [B, S, K, H] and values [B, S, K, U].
+QKV = tuple[Array, Array, Array]
+
+
 class CrossInputs(NamedTuple):
     """Inputs of a decoder's cross-attention: the encoder's outputs, and their visibility.
 
@@ -88,15 +92,7 @@ class AttentionBase(nnx.Module):
         return cache, keys, values, dataclasses.replace(inputs.mask, key_index=index)
 
     def _attend(
-        self,
-        query: Float[Array, "B T N H"],
-        keys: Float[Array, "B S K H"],
-        values: Float[Array, "B S K U"],
-        mask: Mask,
-        key: Array | None,
-        *,
-        kernel: Kernel,
-        is_cached: bool,
+        self, qkv: QKV, mask: Mask, key: Array | None, *, kernel: Kernel, is_cached: bool
     ) -> Float[Array, "B T N U"]:
         precision = self.precision
         if is_cached:
@@ -104,9 +100,7 @@ class AttentionBase(nnx.Module):
             # than it saves, and XLA has no batched product of bfloat16 there (jax 0.12).
             precision = dataclasses.replace(precision, compute=precision.activations)
         return attention(
-            query,
-            keys,
-            values,
+            *qkv,
             mask,
             precision,
             scale=self._scale,
@@ -117,20 +111,13 @@ class AttentionBase(nnx.Module):
         )
 
     def _self_attend(
-        self,
-        query: Float[Array, "B T N H"],
-        keys: Float[Array, "B S K H"],
-        values: Float[Array, "B S K U"],
-        mask: Mask,
-        key: Array | None,
-        *,
-        is_cached: bool,
+        self, qkv: QKV, mask: Mask, key: Array | None, *, is_cached: bool
     ) -> Float[Array, "B T D"]:
         """Attend by the config's kernel, over a cache by the reference, and project the result."""
         mask = dataclasses.replace(mask, window=self.config.window)
-        self._record(query, keys, mask)
+        self._record(*qkv[:2], mask)
         kernel = "reference" if is_cached else self.config.kernel
-        heads = self._attend(query, keys, values, mask, key, kernel=kernel, is_cached=is_cached)
+        heads = self._attend(qkv, mask, key, kernel=kernel, is_cached=is_cached)
         return self._out_projection(heads)
 
     def _out_projection(self, heads: Float[Array, "B T N U"]) -> Float[Array, "B T D"]:
@@ -204,7 +191,8 @@ class Attention(AttentionBase):
         mask = inputs.mask
         if cache is not None:
             cache, keys, values, mask = self._append(cache, keys, values, inputs)
-        return self._self_attend(query, keys, values, mask, key, is_cached=cache is not None), cache
+        qkv = query, keys, values
+        return self._self_attend(qkv, mask, key, is_cached=cache is not None), cache
 
     def _keys_values(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
         return constrain(self.key(x), *KV_HEADS), constrain(self.value(x), *KV_HEADS)
@@ -230,9 +218,8 @@ class CrossAttention(Attention):
             assert memory.values is not None
             cross_kv = self.cross_kv(memory.values)
         query = constrain(self.query(x), *HEADS)
-        heads = self._attend(
-            query, *cross_kv, memory.mask, key, kernel="reference", is_cached=is_cached
-        )
+        qkv = query, *cross_kv
+        heads = self._attend(qkv, memory.mask, key, kernel="reference", is_cached=is_cached)
         return self._out_projection(heads)
 
 
@@ -316,12 +303,14 @@ class LatentAttention(AttentionBase):
             query = jnp.concatenate((self.key.absorb_query(plain), rotated), axis=-1)
             values = latent[:, :, None]
             keys = jnp.concatenate((values, rotary_key), axis=-1)
-            heads = self._attend(query, keys, values, mask, key, kernel="reference", is_cached=True)
+            qkv = query, keys, values
+            heads = self._attend(qkv, mask, key, kernel="reference", is_cached=True)
             return self._out_projection(self.value.project_heads(heads)), cache
         query = jnp.concatenate((plain, rotated), axis=-1)
         length = "length" if cache is None else None
         keys, values = self._keys_values(latent, rotary_key, length)
-        return self._self_attend(query, keys, values, mask, key, is_cached=cache is not None), cache
+        qkv = query, keys, values
+        return self._self_attend(qkv, mask, key, is_cached=cache is not None), cache
 
     def _keys_values(
         self, latent: Float[Array, "B S R"], rotary_key: Float[Array, "B S 1 h"], length: str | None

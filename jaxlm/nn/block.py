@@ -1,6 +1,7 @@
 """One layer: attention and MLP wired to the residual stream."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +12,7 @@ from jaxtyping import Array, Float
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.nn import intermediates
-from jaxlm.nn.attention import (
-    Attention,
-    CrossAttention,
-    CrossInputs,
-    LatentAttention,
-    LayerInputs,
-)
+from jaxlm.nn.attention import Attention, CrossAttention, CrossInputs, LatentAttention, LayerInputs
 from jaxlm.nn.cache import EncoderKV, LayerCache
 from jaxlm.nn.config import BlockConfig, MoeConfig, norms_of
 from jaxlm.nn.dropout import dropout
@@ -50,7 +45,7 @@ class Block(nnx.Module):
         precision: Precision,
     ):
         self.config = config
-        made = functools.partial(dict, init=init, precision=precision)
+        made = functools.partial(dict[str, Any], init=init, precision=precision)
         attention_key, mlp_key = jax.random.split(key)
         attention = Attention if config.attention.latent is None else LatentAttention
         self.attention = attention(width, config.attention, **made(key=attention_key))

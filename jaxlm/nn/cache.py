@@ -17,11 +17,11 @@ NOWHERE = jnp.iinfo(jnp.int32).max  # index of an empty slot: no query sees as f
 
 
 class VisibleKV(NamedTuple):
-    """Keys and values that new queries attend to, and the index of each in its row."""
+    """Keys and values that new queries attend to, and their indices in the row."""
 
     keys: Float[Array, "B S K H"]
     values: Float[Array, "B S K U"]
-    index: Int[Array, "B S"] | Int[Array, "1 S"]
+    indices: Int[Array, "B S"] | Int[Array, "1 S"]
 
 
 @functools.partial(
@@ -61,8 +61,7 @@ class LayerCache:
         """Return a cache of zeros, a ring if the window is shorter than the row.
 
         Args:
-          rows: sequences.
-          slots: largest sequence length.
+          rows, slots: number of sequences, and their largest length.
           sizes: heads, key size and value size, as `AttentionConfig.cached`.
           dtype: of keys and values; int8 adds scales.
           window: keys visible to a query; by default (None) all.
@@ -144,20 +143,15 @@ class LayerCache:
         return VisibleKV(keys.swapaxes(1, 2), values.swapaxes(1, 2), index)
 
 
-def _write_slots(cache: Array, new: Array, start: Array) -> Array:
-    """Write each row's new entries from its slot `start` on."""
-
-    def write(row: Array, part: Array, slot: Array) -> Array:
-        return jax.lax.dynamic_update_slice(row, part, (0, slot, 0))
-
-    return jax.vmap(write)(cache, new, start)
+@jax.vmap
+def _write_slots(row: Array, new: Array, start: Array) -> Array:
+    return jax.lax.dynamic_update_slice(row, new, (0, start, 0))
 
 
-def _overwrite_oldest(ring: Array, new: Array, slots: Array) -> Array:
-    """Write each row's new entries into their slots; entries with an invalid slot are dropped."""
-    return jax.vmap(lambda row, part, slot: row.at[:, slot].set(part, mode="drop"))(
-        ring, new, slots
-    )
+@jax.vmap
+def _overwrite_oldest(row: Array, new: Array, slots: Array) -> Array:
+    """Write new entries of a ring; those with an invalid slot are dropped."""
+    return row.at[:, slots].set(new, mode="drop")
 
 
 def _ring_index(length: Array, slots: int) -> Int[Array, "B S"]:

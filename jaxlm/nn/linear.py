@@ -1,5 +1,6 @@
 """Linear maps: the one place where a weight meets an activation."""
 
+import functools
 import math
 
 import jax
@@ -128,9 +129,7 @@ class GroupedLinear(nnx.Module):
         self.axes = ("experts", *ins, *outs)
         shape = (math.prod(ins.values()), math.prod(outs.values()))
 
-        def weight(key: Array) -> Array:
-            return init.weight(key, shape, ends_on_residual=ends_on_residual)
-
+        weight = functools.partial(init.weight, shape=shape, ends_on_residual=ends_on_residual)
         self.weight = parameter(jax.vmap(weight)(jax.random.split(key, experts)), *self.axes)
 
     def relayout_for_decode(self) -> None:

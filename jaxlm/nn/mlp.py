@@ -35,19 +35,13 @@ def gated(activation: Callable[[Array], Array], gate: Array, up: Array) -> Array
     return activation(gate) * up
 
 
-def _gated_forward(
-    activation: Callable[[Array], Array], gate: Array, up: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return activation(gate) * up, (gate, up)
-
-
 def _gated_backward(
     activation: Callable[[Array], Array], residuals: tuple[Array, Array], grad: Array
 ) -> tuple[Array, Array]:
     return jax.vjp(lambda gate, up: activation(gate) * up, *residuals)[1](grad)
 
 
-gated.defvjp(_gated_forward, _gated_backward)
+gated.defvjp(lambda activation, gate, up: (activation(gate) * up, (gate, up)), _gated_backward)
 
 
 class Mlp(nnx.Module):

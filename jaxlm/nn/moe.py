@@ -75,11 +75,8 @@ class Moe(nnx.Module):
         6 D F k FLOPs a token, 2 D E for the router, 6 D for each unit of the shared hidden size;
         the routed experts' times the capacity or, without one, times `models.routed.multiple`.
 
-        Args:
-          x: the stream.
-          counted: 1 for a token, 0 for padding.
-          is_whole: rows are complete; decoding passes false, which disables the capacity.
-          is_zigzag: as in the `Mask`.
+        `counted` is 1 for a token and 0 for padding. Decoding passes `is_whole` false, as its rows
+        are incomplete, which disables the capacity. `is_zigzag` is the mask's.
         """
         config = self.config
         with jax.default_matmul_precision("highest"):
@@ -106,21 +103,13 @@ class Moe(nnx.Module):
         """Return the experts' sum, and 1 for each choice with a place, None without drops."""
         config, layers = self.config, (self.gate, self.up, self.down)
         weights = tuple(layer.weight[...] for layer in layers)
-        axes = tuple(layer.axes for layer in layers)
+        experts = expert.ExpertLayer(self._rows, weights, tuple(layer.axes for layer in layers))
         if config.capacity is None or counted is None:
-            y = expert.dropless(self._rows, x, routes.choices, routes.shares, weights, axes)
-            return y, None
+            return expert.dropless(experts, x, routes.choices, routes.shares), None
         places = math.ceil(config.capacity * x.shape[1] * config.top_k / config.experts)
+        choices, shares = routes.choices, routes.shares
         return expert.limited(
-            self._rows,
-            x,
-            routes.choices,
-            routes.shares,
-            counted,
-            weights,
-            axes,
-            capacity=places,
-            is_zigzag=is_zigzag,
+            experts, x, choices, shares, counted, capacity=places, is_zigzag=is_zigzag
         )
 
     def _rows(self, x: Array, sizes: Array | None, weights: tuple[Array, ...]) -> Array:

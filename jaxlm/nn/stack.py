@@ -192,8 +192,9 @@ class Stack(nnx.Module):
                 microbatches,
             )
             positions = rows.pop("positions")
+            fold_in = jax.vmap(jax.random.fold_in, (0, None))
             layers = {
-                name: (state, keys if keys is None else _fold_in(keys, microbatch), drops)
+                name: (state, keys if keys is None else fold_in(keys, microbatch), drops)
                 for name, (state, keys, drops) in layers.items()
             }
             own_inputs = LayerInputs(positions, dataclasses.replace(inputs.mask, **rows))
@@ -243,8 +244,9 @@ class Stack(nnx.Module):
             losses = []
             for i, number in enumerate(numbers):
                 name, policy = str(number % self.kinds), policies[number % len(policies)]
-                layer = functools.partial(run, name)
-                layer = rematerialize(layer, policy, looped=looped, mapped=mapped)
+                layer = rematerialize(
+                    functools.partial(run, name), policy, looped=looped, mapped=mapped
+                )
                 x, of_layer, added = layer(x, *layers[name][i // self.kinds])
                 captured[name].append(of_layer)
                 losses.append(added)
@@ -314,10 +316,6 @@ def _per_row(mask: Mask, rows: int) -> dict[str, Array]:
         for name, part in vars(mask).items()
         if isinstance(part, Array) and part.shape[0] == rows > 1
     }
-
-
-def _fold_in(keys: Array, microbatch: Array) -> Array:
-    return jax.vmap(jax.random.fold_in, (0, None))(keys, microbatch)
 
 
 def _unstack(tree: Any) -> list[Any]:

@@ -40,9 +40,7 @@ def attention(
     Scores and softmax are float32.
 
     Args:
-      query: queries.
-      key: keys.
-      value: values.
+      query, key, value: Q, K and V.
       mask: visibility of the keys, and the bias.
       precision: the operands of both products are in its `compute`.
       scale: of the scores.
@@ -79,15 +77,15 @@ def attention(
     elif kernel == "blockwise":
         return blockwise(query, key, value, mask, low, scale=scale, cap=cap)
     elif kernel in PLATFORMS:
-        padded = _pad_heads(query, key, value)
+        q, k, v = _pad_heads(query, key, value)
         if kernel == "splash":
             from jaxlm.ops.splash import splash  # importing Pallas takes a tenth of a second
 
-            out = splash(*padded, mask, low, scale=scale, cap=cap)
+            out = splash(q, k, v, mask, low, scale=scale, cap=cap)
         elif cap is not None:
             raise ValueError("cudnn attention has no softcap")
         else:
-            out = cudnn(*padded, mask, low, scale=scale)
+            out = cudnn(q, k, v, mask, low, scale=scale)
         return out[..., : value.shape[-1]]
     q_bkgth = by_head((query * scale).astype(low), key)
     k_bksh, v_bksu = (jnp.swapaxes(x, 1, 2).astype(low) for x in (key, value))
@@ -114,10 +112,6 @@ def _product(x: Float[Array, "B K G T C"], y: Float[Array, "B K C S"]) -> Float[
     return jnp.einsum("bkgtc,bkcs->bkgts", x, y, preferred_element_type=jnp.float32)
 
 
-def _product_forward(x: Array, y: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, y), (x, y)
-
-
 def _product_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     x, y = residuals
     low = grad.astype(x.dtype)
@@ -135,7 +129,7 @@ def _product_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Arra
     return _product(low, transposed(y)).astype(x.dtype), y_grad.astype(y.dtype)
 
 
-_product.defvjp(_product_forward, _product_backward)
+_product.defvjp(lambda *inputs: (_product(*inputs), inputs), _product_backward)
 
 
 def _pad_heads(query: Array, key: Array, value: Array) -> list[Array]:
@@ -153,17 +147,12 @@ def _softmax(x: Float[Array, "*N S"]) -> Float[Array, "*N S"]:
     return jax.nn.softmax(x, axis=-1)
 
 
-def _softmax_forward(x: Array) -> tuple[Array, Array]:
-    y = _softmax(x)
-    return y, y
-
-
 def _softmax_backward(y: Array, grad: Array) -> tuple[Array]:
     weighted = y * grad
     return (weighted - y * weighted.sum(-1, keepdims=True),)
 
 
-_softmax.defvjp(_softmax_forward, _softmax_backward)
+_softmax.defvjp(lambda x: (_softmax(x),) * 2, _softmax_backward)
 
 
 def attention_figures(

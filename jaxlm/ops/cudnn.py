@@ -1,6 +1,7 @@
 """Attention of whole rows by cuDNN's flash kernel, on NVIDIA GPUs."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -51,7 +52,7 @@ def _local_rows(query: Array, key: Array, value: Array, slots: Slots, **options:
     """Attend in the rows and heads of a device, a few rows at a time if their mask is large."""
     rows, length = query.shape[:2]
     group = rows_at_a_time(rows, length, query.dtype.itemsize)
-    attend = functools.partial(_attend, **options)
+    attend: Callable[..., Array] = functools.partial(_attend, **options)
     if group == rows or all(each is None for each in slots):
         return attend(query, key, value, slots)
 

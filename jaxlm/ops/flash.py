@@ -39,7 +39,7 @@ class Queries(NamedTuple):
     """Scaled queries in the compute dtype; each of K key heads serves G query heads."""
 
     q: Float[Array, "B K G T H"]
-    index: Int[Array, "B 1 1 T"]
+    indices: Int[Array, "B 1 1 T"]
     segments: Int[Array, "B 1 1 T"] | None
     visible_until: Int[Array, "B 1 1 T"] | None
 
@@ -49,7 +49,7 @@ class Keys(NamedTuple):
 
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K U"]
-    index: Int[Array, "B S"]
+    indices: Int[Array, "B S"]
     segments: Int[Array, "B S"] | None
 
 
@@ -173,8 +173,8 @@ def _scores(static: StaticArgs, queries: Queries, keys: Keys) -> tuple[Array, Ar
         capped = jnp.tanh(scores / static.cap)
         scores, slope = static.cap * capped, 1.0 - jnp.square(capped)
     mask = Mask(
-        query_index=queries.index[:, 0, 0],
-        key_index=keys.index,
+        query_index=queries.indices[:, 0, 0],
+        key_index=keys.indices,
         query_segments=None if queries.segments is None else queries.segments[:, 0, 0],
         key_segments=keys.segments,
         visible_until=None if queries.visible_until is None else queries.visible_until[:, 0, 0],
@@ -245,8 +245,7 @@ def blockwise(
 
     Args: as in `ops.attention.attention`, and the size of a block.
 
-    Raises:
-      ValueError: if the mask is not one of whole rows.
+    Raises ValueError if the mask is not one of whole rows.
 
     Source: Dao et al. 2022, arXiv:2205.14135, section 3.1 and appendix B.2; the order of loops of
     Rabe and Staats 2021, arXiv:2112.05682.
@@ -360,8 +359,7 @@ def ring_attention(
 
     Args: as in `ops.attention.attention`.
 
-    Raises:
-      ValueError: if the slots cannot be split evenly.
+    Raises ValueError if the slots cannot be split evenly.
 
     Source: Liu et al. 2023, arXiv:2310.01889; striped balance Brandon et al. 2023,
     arXiv:2311.09431, there token by token; online softmax and backward pass Dao et al. 2022,
@@ -425,11 +423,11 @@ def _ring_backward(static: StaticArgs, *inputs: Any) -> tuple[Array, Array, Arra
                 grads = k_slice.into(grads, jax.tree.map(jnp.add, k_slice.of(grads), tuple(added)))
             return (q_grad, (keys, grads)), None
 
-        q_grad, *grads = _block_gradients(static, queries, keys, residuals)
-        carry, _ = lax.scan(run_hop, (q_grad, (keys, tuple(grads))), jnp.arange(1, parts))
-        q_grad, (_, grads) = carry
-        grads = context.ring_permute(grads, parts)  # back to the keys' own device
-        return _cast_gradients(static, (q_grad, *grads), query, key, value)
+        q_grad, *local_grads = _block_gradients(static, queries, keys, residuals)
+        start = (q_grad, (keys, tuple(local_grads)))
+        (q_grad, (_, grads)), _ = lax.scan(run_hop, start, jnp.arange(1, parts))
+        k_grad, v_grad = context.ring_permute(grads, parts)  # back to the keys' own device
+        return _cast_gradients(static, (q_grad, k_grad, v_grad), query, key, value)
 
     specs, stats = _specs(*inputs[:5])
     return context.on_each(local, (*specs, specs[0], stats, specs[0]), specs[:3])(*inputs)

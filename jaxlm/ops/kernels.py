@@ -28,7 +28,7 @@ class Target(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
+class AttentionWork:
     """The attention of a layer on one device, over whole rows."""
 
     rows: int
@@ -56,7 +56,7 @@ class Misfit(NamedTuple):
     fix: str | None = None
 
 
-def choose(setting: KernelSetting, target: Target, work: Work) -> Choice:
+def choose(setting: KernelSetting, target: Target, work: AttentionWork) -> Choice:
     """Return the kernel that the setting names, capable or not; for auto the best capable one."""
     if setting != "auto":
         return Choice(setting, f"set by train.attention{_mask_cost(setting, work)}")
@@ -83,7 +83,7 @@ def choose(setting: KernelSetting, target: Target, work: Work) -> Choice:
     return Choice("blockwise", reason + excluded)
 
 
-def misfits(kernel: Kernel, target: Target, work: Work) -> Iterator[Misfit]:
+def misfits(kernel: Kernel, target: Target, work: AttentionWork) -> Iterator[Misfit]:
     """Yield the reasons why a kernel cannot compute this; none if it can."""
     platform = PLATFORMS.get(kernel)
     if platform is not None and platform != target.platform:
@@ -111,13 +111,13 @@ def rows_at_a_time(rows: int, length: int, item_bytes: int) -> int:
     return max(each for each in divisors(rows) if each <= most)
 
 
-def mask_bytes(work: Work) -> int:
+def mask_bytes(work: AttentionWork) -> int:
     """Return the bytes of one cuDNN call's mask of segments, which all heads share."""
     item_bytes = ITEM_BYTES[work.compute]
     return item_bytes * rows_at_a_time(work.rows, work.length, item_bytes) * work.length**2
 
 
-def _mask_cost(kernel: Kernel, work: Work) -> str:
+def _mask_cost(kernel: Kernel, work: AttentionWork) -> str:
     if kernel != "cudnn":
         return ""
     rows = rows_at_a_time(work.rows, work.length, ITEM_BYTES[work.compute])
@@ -125,7 +125,7 @@ def _mask_cost(kernel: Kernel, work: Work) -> str:
     return f"; segments as a mask of {formatting.size(mask_bytes(work))} a device{part}"
 
 
-def _splash_misfits(work: Work) -> Iterator[Misfit]:
+def _splash_misfits(work: AttentionWork) -> Iterator[Misfit]:
     if work.both_ways:
         yield Misfit("its mask is the same for all rows, and these have bidirectional parts")
     if work.length % LANES:
@@ -136,7 +136,7 @@ def _splash_misfits(work: Work) -> Iterator[Misfit]:
         yield Misfit("a TPU has no unit for float16", "precision.compute=bfloat16")
 
 
-def _cudnn_misfits(target: Target, work: Work) -> Iterator[Misfit]:
+def _cudnn_misfits(target: Target, work: AttentionWork) -> Iterator[Misfit]:
     if target.capability is None:
         yield Misfit("it needs an NVIDIA GPU, and this GPU reports no compute capability")
         return

@@ -1,7 +1,7 @@
 """The matrix product under every weight, and the memory layouts that make it fast on CPU."""
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,11 +52,7 @@ def decode_layout(weight: Array, side: Side) -> tuple[Array, Side]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def matmul(
-    x: Array,
-    weight: Array,
-    precision: Precision,
-    result: jnp.dtype | None = None,
-    side: Side = 0,
+    x: Array, weight: Array, precision: Precision, result: jnp.dtype | None = None, side: Side = 0
 ) -> Array:
     """Return x[..., I] @ weight[I, O] with float32 sums, forward and backward.
 
@@ -88,11 +84,7 @@ def _forward(
 
 
 def _backward(
-    precision: Precision,
-    result: jnp.dtype | None,
-    side: Side,
-    residuals: tuple[Array, Array],
-    out_grad: Array,
+    precision: Precision, _result: Any, side: Side, residuals: tuple[Array, Array], out_grad: Array
 ) -> tuple[Array, Array]:
     x_low, weight = residuals
     grad_low = out_grad.astype(precision.compute)
@@ -109,11 +101,9 @@ def _backward(
     elif precision.compute == jnp.bfloat16 and is_one_cpu():
         # XLA would merge a transpose of the result into the product, in a form that it compiles
         # and cannot run: hence the barrier.
+        axes = (((1,), (0,)), ((), ()))
         product = lax.dot_general(
-            transposed(one),
-            other,
-            (((1,), (0,)), ((), ())),
-            preferred_element_type=precision.reduce,
+            transposed(one), other, axes, preferred_element_type=precision.reduce
         )
         weight_grad = lax.optimization_barrier(product)
     else:
@@ -169,16 +159,12 @@ def grouped_matmul(x: Array, weights: Array, sizes: Array | None, precision: Pre
     return _grouped_forward(x, weights, sizes, precision)[0]
 
 
-def _grouped_forward(
-    x: Array, weights: Array, sizes: Array | None, precision: Precision
-) -> tuple[Array, tuple[Array, Array, Array | None]]:
+def _grouped_forward(x: Array, weights: Array, sizes: Array | None, precision: Precision) -> Any:
     x_low, low = x.astype(precision.compute), weights.astype(precision.compute)
     return _grouped(x_low, low, sizes, precision.activations), (x_low, weights, sizes)
 
 
-def _grouped_backward(
-    precision: Precision, residuals: tuple[Array, Array, Array | None], out_grad: Array
-) -> tuple[Array, Array, None]:
+def _grouped_backward(precision: Precision, residuals: Any, out_grad: Array) -> Any:
     x_low, weights, sizes = residuals
     grad_low = out_grad.astype(precision.compute)
     weights_low = jnp.swapaxes(weights.astype(precision.compute), 1, 2)

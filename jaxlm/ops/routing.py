@@ -45,7 +45,7 @@ def route(
       logits: the router's output.
       bias: added to s for the choice only.
       top_k: experts of a token.
-      router: makes s of the logits.
+      router: function from logits to s.
       normalized: divide the shares by their sum.
       scale: multiplier of the shares.
       groups: equal runs of consecutive experts.

@@ -1,6 +1,7 @@
 """Attention of whole rows by JAX's splash kernel, on TPUs."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,41 +47,31 @@ def splash(
         raise ValueError("splash attention has no bidirectional segments")
     if query.shape[1] % LANES:
         raise ValueError(f"splash attention of {query.shape[1]} tokens, no multiple of {LANES}")
-    run = functools.partial(
-        _local_rows, causal=mask.causal, window=mask.window, cap=cap, interpret=interpret
-    )
+    options: dict[str, Any] = {"attn_logits_soft_cap": cap, "interpret": interpret}
+    run = functools.partial(_local_rows, mask=mask, **options)
     low = ((query * scale).astype(compute), key.astype(compute), value.astype(compute))
     out = context.of_rows(run)(*low, mask.query_segments)
     return out.astype(query.dtype)
 
 
 def _local_rows(
-    query: Array,
-    key: Array,
-    value: Array,
-    segments: Array | None,
-    *,
-    causal: bool,
-    window: int | None,
-    cap: float | None,
-    interpret: bool,
+    query: Array, key: Array, value: Array, segments: Array | None, *, mask: Mask, **options: Any
 ) -> Array:
     """Attend in the rows and heads of a device."""
     _, length, heads, _ = query.shape
     block = next(size for size in BLOCKS if length % size == 0)
     shape = (length, length)
-    if window is not None:
-        mask = masks.LocalMask(shape, (window - 1, 0 if causal else None), 0)
-    else:
-        mask = masks.CausalMask(shape) if causal else masks.FullMask(shape)
-    sizes = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    visible: masks.Mask = masks.CausalMask(shape) if mask.causal else masks.FullMask(shape)
+    if mask.window is not None:
+        visible = masks.LocalMask(shape, (mask.window - 1, 0 if mask.causal else None), 0)
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes: dict[str, Any] = dict.fromkeys(names, block)
     kernel = splash_attention.make_splash_mha(
-        masks.MultiHeadMask([mask] * heads),
-        block_sizes=splash_attention.BlockSizes(**dict.fromkeys(sizes, block)),
+        masks.MultiHeadMask([visible] * heads),
+        block_sizes=splash_attention.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,
-        attn_logits_soft_cap=cap,
-        interpret=interpret,
+        **options,
     )
     ids = None if segments is None else splash_attention.SegmentIds(segments, segments)
     by_head = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))

@@ -83,8 +83,7 @@ def process_spec(
 
     A count of 1 without other flags is one process in any environment.
 
-    Raises:
-      CommandError: if a cluster's variables are incomplete, or there is no coordinator.
+    Raises CommandError if a cluster's variables are incomplete, or there is no coordinator.
     """
     overrides = (coordinator, count, rank)
     if overrides == (None, 1, None):
@@ -127,8 +126,7 @@ def detect(environment: Environment) -> _Detected | str:
     TPU pods come before JobSet, under which they run too. Open MPI comes before Slurm, where
     `mpirun` starts its daemons as a step whose ranks are not those of the processes.
 
-    Raises:
-      CommandError: if only some of a cluster's variables are set; names the others.
+    Raises CommandError if only some of a cluster's variables are set; names the others.
     """
     for detector in (_tpu, _jobset, _open_mpi, _slurm, _pmi):
         if (detected := detector(environment)) is not None:
@@ -153,9 +151,8 @@ def port(job: str) -> int:
 def _tpu(environment: Environment) -> _Detected | None:
     pod = ("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
     is_multislice = any(map(environment.get, MEGASCALE))
-    if not is_multislice and not any(map(environment.get, pod)):
+    if not _has_all("a TPU pod", environment, pod + MEGASCALE if is_multislice else pod):
         return None
-    _need("a TPU pod", environment, pod + MEGASCALE if is_multislice else pod)
     hosts = [host.strip() for host in environment[pod[1]].split(",")]
     worker = _number(environment, pod[0])
     source, slices, number, main = f"TPU pod, worker {worker} of {len(hosts)}", 1, 0, hosts[0]
@@ -170,13 +167,12 @@ def _tpu(environment: Environment) -> _Detected | None:
 def _jobset(environment: Environment) -> _Detected | None:
     """Read the names by which scripts/launch/jobset.yaml and xpk pass a pod's annotations."""
     names = ("JOBSET_NAME", "REPLICATED_JOB_NAME", "JOB_COMPLETION_INDEX", "PROCESSES_IN_JOB")
-    if not any(map(environment.get, names)):
+    if not _has_all("a Kubernetes JobSet", environment, names):
         return None
-    _need("a Kubernetes JobSet", environment, names)
     group = ("JOB_INDEX", "REPLICATED_JOB_REPLICAS")
     jobs, job = 1, 0
-    if environment.get(group[1]) or environment.get(group[0], "0") != "0":
-        _need("a JobSet of several jobs", environment, group)
+    if environment.get(group[1]) or (environment.get(group[0]) or "0") != "0":
+        _has_all("a JobSet of several jobs", environment, group)
         job, jobs = (_number(environment, name) for name in group)
     name, replicated = environment[names[0]], environment[names[1]]
     pods, pod = _number(environment, names[3]), _number(environment, names[2])
@@ -187,9 +183,8 @@ def _jobset(environment: Environment) -> _Detected | None:
 
 def _open_mpi(environment: Environment) -> _Detected | None:
     names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-    if not any(map(environment.get, names)):
+    if not _has_all("Open MPI", environment, names):
         return None
-    _need("Open MPI", environment, names)
     # The host of mpirun, which also runs rank 0 unless another host was requested.
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")  # up to Open MPI 4
     space = environment.get("PMIX_NAMESPACE", "")  # from 5 on: prterun-HOST-PID@1
@@ -210,7 +205,7 @@ def _slurm(environment: Environment) -> _Detected | None:
     by_mpi = [environment.get(name) for name in ("PMI_SIZE", "PMI_RANK")]
     if all(by_mpi) and by_mpi != [environment.get(name) for name in names[1:3]]:
         return None  # mpiexec started this process, and srun only the daemon that did so
-    _need("a Slurm step", environment, names)
+    _has_all("a Slurm step", environment, names)
     job = f"{environment[names[3]]}.{environment.get('SLURM_STEP_ID', '0')}"
     on_hosts = re.sub(r"\(x\d+\)", "", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))  # 2(x3),1
     most = max(map(int, re.findall(r"\d+", on_hosts)), default=1)
@@ -222,18 +217,18 @@ def _slurm(environment: Environment) -> _Detected | None:
 
 def _pmi(environment: Environment) -> _Detected | None:
     names = ("PMI_SIZE", "PMI_RANK")
-    if not any(map(environment.get, names)):
+    if not _has_all("PMI", environment, names):
         return None
-    _need("PMI", environment, names)
     count, rank = (_number(environment, name) for name in names)
     local = _local(environment, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     return _Detected("PMI (mpiexec)", None, f"pmi {count}", count, rank, local)
 
 
-def _need(cluster: str, environment: Environment, names: tuple[str, ...]) -> None:
+def _has_all(cluster: str, environment: Environment, names: tuple[str, ...]) -> bool:
+    """Return whether all variables of a cluster are set; raise CommandError if only some are."""
     missing = [name for name in names if not environment.get(name)]
-    if missing:
-        present = [f"{name}={environment[name]}" for name in names if environment.get(name)]
+    present = [f"{name}={environment[name]}" for name in names if environment.get(name)]
+    if missing and present:
         unset = " and ".join(missing)
         raise CommandError(
             f"the variables of {cluster} are incomplete: {unset} "
@@ -243,6 +238,7 @@ def _need(cluster: str, environment: Environment, names: tuple[str, ...]) -> Non
             fix="--num_processes=1    # if this is the only process\n"
             f"if there are several: set {unset} as the cluster numbers its processes",
         )
+    return not missing
 
 
 def _number(environment: Environment, name: str) -> int:

@@ -52,8 +52,7 @@ class MeshConfig:
     def sizes(self, devices: int) -> dict[str, int]:
         """Return the size of each axis on `devices` devices, with `auto` filled in.
 
-        Raises:
-          ConfigError: if the product is not the number of devices; names the nearest sizes.
+        Raises ConfigError if the product is not the number of devices; names the nearest sizes.
         """
         named = {axis: getattr(self, axis) for axis in AXES}
         fixed = math.prod(size for size in named.values() if size != "auto")

@@ -1,7 +1,7 @@
 """Expert parallelism: tokens to the devices of their experts, and back."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,22 @@ from jax.sharding import PartitionSpec
 from jaxlm.parallel import rules
 from jaxlm.parallel.logical import LogicalAxes
 
-# (rows, sizes of the groups of rows or None for [E, C, D], weights) -> rows. Under a mesh the
-# weights are a device's own experts, and the result is a part of a sum over the tensor axis.
-Experts = Callable[[Array, Array | None, tuple[Array, ...]], Array]
 TOKENS: LogicalAxes = ("batch", "length", None)
 
 
-def dropless(
-    experts: Experts,
-    x: Array,
-    choices: Array,
-    shares: Array,
-    weights: tuple[Array, ...],
-    axes: tuple[LogicalAxes, ...],
-) -> Array:
+class ExpertLayer(NamedTuple):
+    """A function of (rows, sizes of the groups of rows or None for [E, C, D], weights).
+
+    `weights` are those of all experts, stacked, and `axes` their logical axes. Under a mesh the
+    function gets a device's own experts, and returns a part of a sum over the tensor axis.
+    """
+
+    run: Callable[[Array, Array | None, tuple[Array, ...]], Array]
+    weights: tuple[Array, ...]
+    axes: tuple[LogicalAxes, ...]
+
+
+def dropless(experts: ExpertLayer, x: Array, choices: Array, shares: Array) -> Array:
     """Return sum_i shares[b, t, i] expert_{choices[b, t, i]}(x[b, t]): no token is dropped.
 
     Each device sorts its tokens by expert. Over an expert axis of X devices, tokens are gathered,
@@ -34,16 +36,8 @@ def dropless(
     a ragged one, which sends k / X, is not implemented on CPU. For the same reason X n
     min(k, E / X) rows are multiplied for n tokens a device, about k n of them real; only TPUs skip
     the others (`ops.matmul.grouped_matmul`).
-
-    Args:
-      experts: the experts' function.
-      x: tokens [B, T, D].
-      choices: experts of each token [B, T, k].
-      shares: weight of each choice [B, T, k].
-      weights: of all experts, stacked.
-      axes: logical axes of the weights.
     """
-    count = weights[0].shape[0]
+    count = experts.weights[0].shape[0]
 
     def run(x: Array, choices: Array, shares: Array, *weights: Array) -> Array:
         top_k, local = choices.shape[-1], weights[0].shape[0]
@@ -64,7 +58,7 @@ def dropless(
         # Repeated first: each row is read once, and its gradient written once, in a fixed order.
         repeated = jnp.repeat(tokens, top_k, axis=0)
         rows = repeated.at[order].get(unique_indices=True, mode="promise_in_bounds")
-        out = experts(jnp.where(is_real, rows, 0), sizes, weights)
+        out = experts.run(jnp.where(is_real, rows, 0), sizes, weights)
         out = jnp.where(is_real, out, 0)
         back = jnp.zeros((len(expert), out.shape[-1]), out.dtype)
         back = back.at[order].set(out, unique_indices=True, mode="promise_in_bounds")
@@ -73,17 +67,16 @@ def dropless(
             summed = lax.psum_scatter(summed, "expert", scatter_dimension=0, tiled=True)
         return _sum_over_tensor(summed).reshape(x.shape)
 
-    return _mapped(run, (TOKENS, TOKENS, TOKENS, *axes), TOKENS)(x, choices, shares, *weights)
+    ins = (TOKENS, TOKENS, TOKENS, *experts.axes)
+    return _mapped(run, ins, TOKENS)(x, choices, shares, *experts.weights)
 
 
 def limited(
-    experts: Experts,
+    experts: ExpertLayer,
     x: Array,
     choices: Array,
     shares: Array,
     counted: Array,
-    weights: tuple[Array, ...],
-    axes: tuple[LogicalAxes, ...],
     *,
     capacity: int,
     is_zigzag: bool,
@@ -100,7 +93,7 @@ def limited(
       capacity: places of an expert in each row.
       is_zigzag: a device's part of a row is an early and a late chunk, see `parallel.context`.
     """
-    count = weights[0].shape[0]
+    count = experts.weights[0].shape[0]
 
     def run(
         x: Array, choices: Array, shares: Array, counted: Array, *weights: Array
@@ -125,7 +118,7 @@ def limited(
         groups = jnp.swapaxes(buffer, 0, 1).reshape(count, rows * places, width)
         if ways > 1:
             groups = lax.all_to_all(groups, "expert", 0, 1, tiled=True)
-        groups = experts(groups, None, weights)
+        groups = experts.run(groups, None, weights)
         if ways > 1:
             groups = lax.all_to_all(groups, "expert", 1, 0, tiled=True)
         buffer = jnp.swapaxes(groups.reshape(count, rows, places, width), 0, 1)
@@ -134,9 +127,9 @@ def limited(
         placed = has_place.reshape(rows, length, top_k).astype(jnp.float32)
         return _sum_over_tensor(summed), placed
 
-    return _mapped(run, (TOKENS, TOKENS, TOKENS, TOKENS[:2], *axes), (TOKENS, TOKENS))(
-        x, choices, shares, counted.astype(jnp.int32), *weights
-    )
+    ins = (TOKENS, TOKENS, TOKENS, TOKENS[:2], *experts.axes)
+    inputs = (x, choices, shares, counted.astype(jnp.int32), *experts.weights)
+    return _mapped(run, ins, (TOKENS, TOKENS))(*inputs)
 
 
 @jax.custom_vjp
@@ -149,10 +142,6 @@ def _weighted_sum(parts: Array, shares: Array) -> Array:
     return jnp.sum(wide, axis=-2).astype(parts.dtype)
 
 
-def _weighted_sum_forward(parts: Array, shares: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _weighted_sum(parts, shares), (parts, shares)
-
-
 def _weighted_sum_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
     parts, shares = residuals
     wide = grad.astype(jnp.float32)[..., None, :]
@@ -160,7 +149,7 @@ def _weighted_sum_backward(residuals: tuple[Array, Array], grad: Array) -> tuple
     return parts_grad, jnp.sum(wide * parts.astype(jnp.float32), axis=-1).astype(shares.dtype)
 
 
-_weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)
+_weighted_sum.defvjp(lambda *inputs: (_weighted_sum(*inputs), inputs), _weighted_sum_backward)
 
 
 def _mapped(run: Callable[..., Any], ins: tuple[LogicalAxes, ...], outs: Any) -> Callable[..., Any]:

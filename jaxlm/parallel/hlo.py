@@ -65,7 +65,7 @@ class Shape(NamedTuple):
         return f"{self.dtype}[{','.join(map(str, self.sizes))}]"
 
 
-class Result(NamedTuple):
+class HloResult(NamedTuple):
     """An array computed on one device; `op_name` is its path in the traced program."""
 
     op: str
@@ -82,7 +82,7 @@ class Operation(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class DeviceGroups:
     """Sets of devices that exchange data, by number in the mesh; (from, to) for a permutation."""
 
     members: tuple[tuple[int, ...], ...]
@@ -114,7 +114,7 @@ class Collective:
     kind: str
     name: str
     shapes: tuple[Shape, ...]
-    groups: Groups
+    groups: DeviceGroups
     times: int | None
     op: str
     source: str
@@ -262,8 +262,7 @@ def read_collectives(text: str, package: str = "/jaxlm/") -> list[Collective]:
     Source lines are those in files whose path contains `package`. Every branch of a conditional
     counts.
 
-    Raises:
-      ValueError: if the text is not a program, or a collective cannot be parsed.
+    Raises ValueError if the text is not a program, or a collective cannot be parsed.
     """
     program = _Program(text, package)
     times = program.run_counts()
@@ -290,14 +289,14 @@ def read_collectives(text: str, package: str = "/jaxlm/") -> list[Collective]:
     return collectives
 
 
-def read_results(text: str, package: str = "/jaxlm/") -> list[Result]:
+def read_results(text: str, package: str = "/jaxlm/") -> list[HloResult]:
     """Return every array that an optimized program computes on a device, in any computation.
 
     `package` and errors are as in `read_collectives`.
     """
     program = _Program(text, package)
     return [
-        Result(match["op"], shape, _op_name(line), program.source(line))
+        HloResult(match["op"], shape, _op_name(line), program.source(line))
         for _, line, match in program.instructions()
         for shape in _arrays(match["type"])
     ]
@@ -366,7 +365,7 @@ def _table(text: str, title: str, entry: str) -> dict[str, tuple[str, ...]]:
     return {row[1]: tuple(group or "" for group in row.groups()[1:]) for row in rows}
 
 
-def read_groups(line: str, devices: int) -> Groups:
+def read_groups(line: str, devices: int) -> DeviceGroups:
     """Return the device groups of an instruction, which XLA writes in one of four forms.
 
     - listed: `replica_groups={{0,1},{2,3}}`, or `{}` for all devices together, or
@@ -376,18 +375,17 @@ def read_groups(line: str, devices: int) -> Groups:
       part of b, 2 devices long, with 1 before it
     - mesh axes with `device_ids=([2,2]T(1,0))` or `device_ids=(0,2,1,3)`: the order of the devices
 
-    Raises:
-      ValueError: for any other form.
+    Raises ValueError for any other form.
     """
     pairs = re.search(rf"source_target_pairs={_LISTED}", line)
     text = re.search(r"replica_groups=(.*)", line)
     if pairs:
-        return Groups(_listed(pairs[1]))
+        return DeviceGroups(_listed(pairs[1]))
     if text is None:
         raise ValueError(f"no replica_groups in {line.strip()[:200]!r}")
     rest = text[1]
     if listed := re.match(_LISTED, rest):
-        return Groups(_listed(listed[1]) or (tuple(range(devices)),))
+        return DeviceGroups(_listed(listed[1]) or (tuple(range(devices)),))
     if iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", rest):
         return _rows(_iota(iota[2]).reshape(_numbers(iota[1])))
     if meshed := re.match(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(([^{]*)\))?\s*\{([^}]*)\}", rest):
@@ -411,7 +409,7 @@ def _iota(text: str) -> np.ndarray:
     return iota.transpose(_numbers(order.strip("()"))) if order else iota
 
 
-def _mesh_groups(mesh: str, ids: str | None, axes: str) -> Groups:
+def _mesh_groups(mesh: str, ids: str | None, axes: str) -> DeviceGroups:
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.-]+)'?=(\d+)", mesh)}
     order = np.arange(math.prod(sizes.values()))
     if ids:
@@ -436,5 +434,5 @@ def _mesh_groups(mesh: str, ids: str | None, axes: str) -> Groups:
     return _rows(grid.transpose(along + across).reshape(-1, length))
 
 
-def _rows(groups: np.ndarray) -> Groups:
-    return Groups(tuple(map(tuple, groups.reshape(-1, groups.shape[-1]).tolist())))
+def _rows(groups: np.ndarray) -> DeviceGroups:
+    return DeviceGroups(tuple(map(tuple, groups.reshape(-1, groups.shape[-1]).tolist())))

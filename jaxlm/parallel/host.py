@@ -79,9 +79,7 @@ def put(mesh: Mesh, rows: Any) -> Any:
 
 
 def by_parts(
-    shape: tuple[int, ...],
-    sharding: Sharding,
-    read: Callable[[tuple[slice, ...]], np.ndarray],
+    shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
     """Return a global array while only one part of it is on the host at a time.
 

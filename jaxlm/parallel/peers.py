@@ -170,8 +170,7 @@ def start(
 
     Args:
       address: host and port of the coordinator.
-      rank: of this process.
-      count: number of processes.
+      rank, count: number of this process, and of all.
       devices: local GPUs of this process; all by default.
       join_seconds: timeout of the rendezvous.
       heartbeat_seconds: timeout after which a silent rank is lost.

@@ -14,7 +14,7 @@ from jaxlm.parallel.logical import RULES, LogicalAxes, ways
 # Compiler options by platform that were measured to pay; numbers are in scripts/LOG.md.
 COMPILER_OPTIONS = {
     # XLA for CPU copies each array of a donated state that is read twice before its overwrite.
-    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True},
+    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True}
 }
 
 
@@ -50,8 +50,7 @@ def shardings(mesh: Mesh, axes: Any, abstract: Any, *, is_split: bool = True) ->
 
     Without `is_split`, fsdp holds copies instead of parts, as ZeRO 1 and 2 do with parameters.
 
-    Raises:
-      ConfigError: if dimensions do not divide by their mesh axes; lists every such leaf.
+    Raises ConfigError if dimensions do not divide by their mesh axes; lists every such leaf.
     """
     misfits: list[tuple[str, str, int, int]] = []
 

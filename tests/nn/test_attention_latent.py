@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.nn.attention import LatentAttention, LayerInputs
 from jaxlm.nn.cache import LayerCache
 from jaxlm.nn.config import AttentionConfig, LatentConfig, NormConfig
-from jaxlm.nn.attention import LatentAttention, LayerInputs
 from jaxlm.nn.rotary import Rope
 from jaxlm.ops import masks
 from jaxlm.ops.masks import Mask

@@ -11,7 +11,7 @@ KEYS, VALUES = jax.random.normal(jax.random.key(0), (2, ROWS, SLOTS, HEADS, SIZE
 
 def seen(read, last):
     """Keys and values by index, of those that a query at `last` of each row sees in its window."""
-    places = np.broadcast_to(read.index, (ROWS, read.keys.shape[1]))
+    places = np.broadcast_to(read.indices, (ROWS, read.keys.shape[1]))
     found = []
     for row, at in enumerate(last):
         slots = [np.flatnonzero(places[row] == i) for i in range(max(0, at - WINDOW + 1), at + 1)]

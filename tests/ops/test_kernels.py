@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from jaxlm.ops import kernels
-from jaxlm.ops.kernels import Target, Work
+from jaxlm.ops.kernels import AttentionWork, Target
 
 CPU, TPU, H100, A100 = Target("cpu"), Target("tpu"), Target("gpu", 9.0), Target("gpu", 8.0)
-LONG = Work(rows=2, length=4096, head_dim=64, compute="bfloat16")
+LONG = AttentionWork(rows=2, length=4096, head_dim=64, compute="bfloat16")
 
 
 def of(**changed):
@@ -70,7 +70,9 @@ def test_on_an_accelerator_its_own_kernel_is_chosen_where_it_can(target, work, k
 def test_kernels_of_other_platforms_and_what_they_cannot_do_are_told_together():
     assert why("splash", CPU, LONG) == "it is for a tpu, and this is a cpu"
     assert why("cudnn", TPU, LONG) == "it is for a gpu, and this is a tpu"
-    assert why("splash", H100, of(length=100)).endswith("rows of 100 tokens are not a multiple of 128")
+    assert why("splash", H100, of(length=100)).endswith(
+        "rows of 100 tokens are not a multiple of 128"
+    )
     assert why("blockwise", CPU, of(dropout=0.1)).startswith("it has no attention dropout")
     assert not why("reference", CPU, of(dropout=0.1))
 

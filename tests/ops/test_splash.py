@@ -142,7 +142,12 @@ def test_what_it_cannot_do_is_refused():
         with pytest.raises(ValueError, match="needs a mask of whole rows"):
             call(query, key, value, cache)
         with pytest.raises(ValueError, match="no bidirectional segments"):
-            call(query, key, value, masks.causal(128, visible_until=jnp.zeros((2, 128), jnp.int32) + 127))
+            call(
+                query,
+                key,
+                value,
+                masks.causal(128, visible_until=jnp.zeros((2, 128), jnp.int32) + 127),
+            )
         with pytest.raises(ValueError, match="of 100 tokens, no multiple of 128"):
             call(*(x[:, :100] for x in (query, key, value)), masks.causal(100))
         with pytest.raises(ValueError, match="splash has no attention dropout"):

@@ -4,7 +4,15 @@ import math
 import pytest
 
 from jaxlm.core.errors import ConfigError
-from jaxlm.parallel.config import AXES, MeshConfig, factorizations, mesh_flags, nearest_layouts, layout_fixes, format_mesh
+from jaxlm.parallel.config import (
+    AXES,
+    MeshConfig,
+    factorizations,
+    format_mesh,
+    layout_fixes,
+    mesh_flags,
+    nearest_layouts,
+)
 
 
 def test_auto_takes_the_devices_that_are_left():
@@ -40,7 +48,9 @@ def test_all_layouts_that_are_as_near_as_the_nearest_are_offered():
     assert lines == ["--config.mesh.pipe=4 --config.mesh.tensor=4", two, four], (
         "one alone is nearest"
     )
-    some = layout_fixes(wanted, nearest_layouts(wanted, 16), lambda fit: line(fit) if fit["pipe"] < 4 else "")
+    some = layout_fixes(
+        wanted, nearest_layouts(wanted, 16), lambda fit: line(fit) if fit["pipe"] < 4 else ""
+    )
     assert some[0] == two
 
 
@@ -57,7 +67,9 @@ def test_two_automatic_axes_are_a_problem():
 
 def test_flags_name_what_changes():
     fit = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 4}
-    assert mesh_flags(fit, {"data": 3, "tensor": 3}) == "--config.mesh.data=2 --config.mesh.tensor=4"
+    assert (
+        mesh_flags(fit, {"data": 3, "tensor": 3}) == "--config.mesh.data=2 --config.mesh.tensor=4"
+    )
     assert mesh_flags(fit, {"data": "auto", "tensor": 3}) == "--config.mesh.tensor=4"
 
 

@@ -7,8 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlm.parallel import hlo, mesh
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.parallel.hlo import Shape
-from jaxlm.parallel.hlo import read_groups
+from jaxlm.parallel.hlo import Shape, read_groups
 
 P = PartitionSpec
 
