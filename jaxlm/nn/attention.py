@@ -1,31 +1,41 @@
-"""Multi-head attention with its projections."""
+"""Multi-head attention with its projections: self-attention, cross-attention, latent attention."""
 
 import dataclasses
+import functools
+import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxlm.core.precision import Precision
 from jaxlm.nn import intermediates
 from jaxlm.nn.cache import EncoderKV, LayerCache
-from jaxlm.nn.config import AttentionConfig
+from jaxlm.nn.config import AttentionConfig, RelativeBias
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.linear import Linear
+from jaxlm.nn.linear import HeadLinear, Linear, parameter
 from jaxlm.nn.norm import Norm
-from jaxlm.ops import attention as ops
 from jaxlm.ops import rope
-from jaxlm.ops.attention_figures import attention_figures
+from jaxlm.ops.attention import attention, attention_figures
 from jaxlm.ops.kernels import Kernel
 from jaxlm.ops.masks import Mask
 from jaxlm.parallel.rules import constrain
 
+HEADS = ("batch", "length", "heads", "head_dim")
+KV_HEADS = ("batch", "length", "kv_heads", "head_dim")
+LATENT = ("batch", "length", "rank")
+
+
+# Queries [B, T, N, H], keys [B, S, K, H] and values [B, S, K, U].
+QKV = tuple[Array, Array, Array]
+
 
 class CrossInputs(NamedTuple):
-    """What a decoder attends to across: what an encoder made of its tokens, and which of it each query sees.
+    """Inputs of a decoder's cross-attention: the encoder's outputs, and their visibility.
 
-    Without `values` the keys and values of every layer are known already, by kind.
+    Without `values`, `layers` has the keys and values of every layer, by kind.
     """
 
     mask: Mask
@@ -33,8 +43,20 @@ class CrossInputs(NamedTuple):
     layers: dict[str, tuple[EncoderKV, ...]] | None = None
 
 
+class LayerInputs(NamedTuple):
+    """Inputs that all layers of a stack share, besides the stream.
+
+    `start` is the slot of each row at which new tokens are written into a KV cache.
+    """
+
+    positions: Int[Array, "B T"]
+    mask: Mask
+    memory: CrossInputs | None = None
+    start: Int[Array, "B"] | None = None
+
+
 class AttentionBase(nnx.Module):
-    """What every kind of attention does once there are queries, keys and values: a subclass has made them, and `out`."""
+    """Attention over given queries, keys and values; subclasses project them and set `out`."""
 
     config: AttentionConfig
     precision: Precision
@@ -46,11 +68,11 @@ class AttentionBase(nnx.Module):
         return config.head_dim**-0.5 if config.scale is None else config.scale
 
     def _apply_rope(self, positions: Int[Array, "B T"], size: int, *vectors: Array) -> list[Array]:
-        """Vectors of heads of this size, rotated by their positions where the config says so."""
+        """Rotate heads of this size by their positions, if the config has rotary embeddings."""
         rotary = self.config.rotary
         if rotary is None:
             return list(vectors)
-        turns = rope.angles(
+        angles = rope.angles(
             positions,
             rotary.dims(size),
             rotary.theta,
@@ -58,29 +80,27 @@ class AttentionBase(nnx.Module):
             amplitude=rotary.scaling.amplitude,
             beyond=rotary.beyond,
         )
-        return [rope.rotate(each, *turns, pairs=rotary.pairs) for each in vectors]
+        return [rope.rotate(each, *angles, interleaved=rotary.interleaved) for each in vectors]
+
+    def _append(
+        self, cache: LayerCache, keys: Array, values: Array, inputs: LayerInputs
+    ) -> tuple[LayerCache, Array, Array, Mask]:
+        """Append to the KV cache; return it with the visible keys and values, and their mask."""
+        assert inputs.start is not None
+        count = inputs.mask.query_count
+        cache, (keys, values, index) = cache.append(keys, values, inputs.start, count)
+        return cache, keys, values, dataclasses.replace(inputs.mask, key_index=index)
 
     def _attend(
-        self,
-        query: Float[Array, "B T N H"],
-        keys: Float[Array, "B S K H"],
-        values: Float[Array, "B S K U"],
-        mask: Mask,
-        key: Array | None,
-        *,
-        kernel: Kernel,
-        is_cached: bool,
+        self, qkv: QKV, mask: Mask, key: Array | None, *, kernel: Kernel, is_cached: bool
     ) -> Float[Array, "B T N U"]:
-        """What queries read of the values."""
         precision = self.precision
         if is_cached:
-            # A cache is as activations are. On CPU casting it for every token costs more than it saves, and XLA has no
-            # product of bfloat16 in batches there (jax 0.12).
+            # A cache has the dtype of activations. To cast it for every token costs more on CPU
+            # than it saves, and XLA has no batched product of bfloat16 there (jax 0.12).
             precision = dataclasses.replace(precision, compute=precision.activations)
-        return ops.attention(
-            query,
-            keys,
-            values,
+        return attention(
+            *qkv,
             mask,
             precision,
             scale=self._scale,
@@ -91,27 +111,20 @@ class AttentionBase(nnx.Module):
         )
 
     def _self_attend(
-        self,
-        query: Float[Array, "B T N H"],
-        keys: Float[Array, "B S K H"],
-        values: Float[Array, "B S K U"],
-        mask: Mask,
-        key: Array | None,
-        *,
-        is_cached: bool,
+        self, qkv: QKV, mask: Mask, key: Array | None, *, is_cached: bool
     ) -> Float[Array, "B T D"]:
-        """What queries of the same tokens read, on the stream; by the config's kernel, of a cache by the reference."""
-        self._note(query, keys, mask)
+        """Attend by the config's kernel, over a cache by the reference, and project the result."""
+        mask = dataclasses.replace(mask, window=self.config.window)
+        self._record(*qkv[:2], mask)
         kernel = "reference" if is_cached else self.config.kernel
-        read = self._attend(query, keys, values, mask, key, kernel=kernel, is_cached=is_cached)
-        return self._out_projection(read)
+        heads = self._attend(qkv, mask, key, kernel=kernel, is_cached=is_cached)
+        return self._out_projection(heads)
 
     def _out_projection(self, heads: Float[Array, "B T N U"]) -> Float[Array, "B T D"]:
-        """What heads have read, on the stream."""
-        return self.out(constrain(heads, "batch", "length", "heads", "head_dim"))
+        return self.out(constrain(heads, *HEADS))
 
-    def _note(self, query: Array, keys: Array, mask: Mask) -> None:
-        """Each head's largest score and its entropy, of queries that are not padding."""
+    def _record(self, query: Array, keys: Array, mask: Mask) -> None:
+        """Record each head's largest score and entropy, over queries that are not padding."""
         entropy = intermediates.is_captured("entropy")
         if not (entropy or intermediates.is_captured("logits")):
             return
@@ -131,7 +144,7 @@ class AttentionBase(nnx.Module):
 
 
 class Attention(AttentionBase):
-    """Queries, keys and values of the same tokens; grouped, rotated, normed and capped as the config says."""
+    """Self-attention, with grouped heads, rotary embeddings, norms and softcap by the config."""
 
     def __init__(
         self,
@@ -144,87 +157,213 @@ class Attention(AttentionBase):
     ):
         self.config, self.precision = config, precision
         keys = jax.random.split(key, 4)
+        linear = functools.partial(Linear, init=init, precision=precision)
         stream = {"embed": width}
         queries = {"heads": config.heads, "head_dim": config.head_dim}
         shared = {"kv_heads": config.kv_heads, "head_dim": config.head_dim}
-        self.query = Linear(
-            stream, queries, key=keys[0], init=init, precision=precision, bias=config.bias
-        )
-        self.key = Linear(
-            stream, shared, key=keys[1], init=init, precision=precision, bias=config.bias
-        )
-        self.value = Linear(
-            stream, shared, key=keys[2], init=init, precision=precision, bias=config.bias
-        )
-        self.out = Linear(
-            queries,
-            stream,
-            key=keys[3],
-            init=init,
-            precision=precision,
-            bias=config.out_bias,
-            ends_on_residual=True,
-        )
+        self.query = linear(stream, queries, key=keys[0], bias=config.bias)
+        self.key = linear(stream, shared, key=keys[1], bias=config.bias)
+        self.value = linear(stream, shared, key=keys[2], bias=config.bias)
+        self.out = linear(queries, stream, key=keys[3], bias=config.out_bias, ends_on_residual=True)
 
         def norm(dims: dict[str, int]) -> Norm | None:
             if config.qk_norm is None:
                 return None
-            over = {"head_dim": config.head_dim} if config.qk_norm_over == "head" else dims
-            return Norm(over, config.qk_norm, dtype=init.dtype)
+            axes = {"head_dim": config.head_dim} if config.qk_norm_over == "head" else dims
+            return Norm(axes, config.qk_norm, dtype=init.dtype)
 
         self.query_norm, self.key_norm = norm(queries), norm(shared)
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
+        inputs: LayerInputs,
         *,
-        positions: Int[Array, "B T"],
-        mask: Mask,
         cache: LayerCache | None = None,
-        start: Int[Array, "B"] | None = None,
         key: Array | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
-        """Attends over `x`, or over the cache once `x` is written into it from slot `start` on."""
-        config = self.config
-        query = constrain(self.query(x), "batch", "length", "heads", "head_dim")
-        keys, values = self._keys(x)
+        """Attend over `x`, or over the cache after `x` is appended to it."""
+        query = constrain(self.query(x), *HEADS)
+        keys, values = self._keys_values(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, keys = self.query_norm(query), self.key_norm(keys)
-        query, keys = self._apply_rope(positions, config.head_dim, query, keys)
+        query, keys = self._apply_rope(inputs.positions, self.config.head_dim, query, keys)
+        mask = inputs.mask
         if cache is not None:
-            assert start is not None
-            cache, (keys, values, index) = cache.extended(keys, values, start, mask.query_count)
-            mask = dataclasses.replace(mask, key_index=index)
-        mask = dataclasses.replace(mask, window=config.window)
-        return self._self_attend(query, keys, values, mask, key, is_cached=cache is not None), cache
+            cache, keys, values, mask = self._append(cache, keys, values, inputs)
+        qkv = query, keys, values
+        return self._self_attend(qkv, mask, key, is_cached=cache is not None), cache
 
-    def _keys(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
-        """Keys and values, as they are projected."""
-        axes = ("batch", "length", "kv_heads", "head_dim")
-        return constrain(self.key(x), *axes), constrain(self.value(x), *axes)
+    def _keys_values(self, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+        return constrain(self.key(x), *KV_HEADS), constrain(self.value(x), *KV_HEADS)
 
 
 class CrossAttention(Attention):
-    """Queries of a decoder's tokens, keys and values of what an encoder has read; positions play no part."""
+    """Queries of a decoder's tokens, keys and values of an encoder's outputs, no positions."""
 
     def cross_kv(self, values: Float[Array, "B S D"]) -> EncoderKV:
-        """The keys and values of what the encoder made of its tokens."""
-        return self._keys(values)
+        """Return keys and values of the encoder's outputs."""
+        return self._keys_values(values)
 
     def cross_attend(
         self,
         x: Float[Array, "B T D"],
         memory: CrossInputs,
-        known: EncoderKV | None,
+        cross_kv: EncoderKV | None,
         key: Array | None,
     ) -> Float[Array, "B T D"]:
-        """What `x` reads of the memory, whose keys and values may be `known`."""
-        is_cached = known is not None
-        if known is None:
+        """Attend over the encoder's outputs; `cross_kv` are their keys and values if cached."""
+        is_cached = cross_kv is not None
+        if cross_kv is None:
             assert memory.values is not None
-            known = self.cross_kv(memory.values)
-        query = constrain(self.query(x), "batch", "length", "heads", "head_dim")
-        read = self._attend(
-            query, *known, memory.mask, key, kernel="reference", is_cached=is_cached
+            cross_kv = self.cross_kv(memory.values)
+        query = constrain(self.query(x), *HEADS)
+        qkv = query, *cross_kv
+        heads = self._attend(qkv, memory.mask, key, kernel="reference", is_cached=is_cached)
+        return self._out_projection(heads)
+
+
+class LatentAttention(AttentionBase):
+    """Multi-head latent attention (MLA): R numbers a token make keys and values of all heads.
+
+        c = norm(x latent),   keys_n = [c key_n; rotated(x rotary_key)],   values_n = c value_n
+        q = norm(x query_latent), or x,   queries_n = q query_n, whose last features are rotated
+
+    The KV cache holds c and the rotated key, which all heads share. A few new tokens attend to c
+    directly (weight absorption): a score is (key_n queries_n) . c, and a head's result is value_n
+    times the weighted sum of c. For many tokens, as of a prompt, it is less work to project keys
+    and values from c.
+
+    Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 and appendix C.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        config: AttentionConfig,
+        *,
+        key: Array,
+        init: Initializer,
+        precision: Precision,
+    ):
+        latent = config.latent
+        assert latent is not None
+        self.config, self.precision, self.latent_config = config, precision, latent
+        names = ("query_latent", "query", "latent", "rotary_key", "key", "value", "out")
+        keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+        linear = functools.partial(Linear, init=init, precision=precision)
+        stream, rank = {"embed": width}, latent.query_rank
+
+        def heads(size: int) -> dict[str, int]:
+            return {"heads": config.heads, "head_dim": size}
+
+        def per_head(name: str, size: int) -> HeadLinear:
+            ins = {"latent": latent.rank}
+            return HeadLinear(ins, heads(size), key=keys[name], init=init, precision=precision)
+
+        query_ins = stream if rank is None else {"latent": rank}
+        rank_dims = {} if rank is None else {"rank": rank}
+        self.query_latent = (
+            linear(stream, rank_dims, key=keys["query_latent"]) if rank_dims else None
         )
-        return self._out_projection(read)
+        self.query_norm = Norm(rank_dims, latent.norm, dtype=init.dtype) if rank_dims else None
+        self.query = linear(query_ins, heads(config.head_dim), key=keys["query"])
+        self.latent = linear(stream, {"rank": latent.rank}, key=keys["latent"])
+        self.latent_norm = Norm({"rank": latent.rank}, latent.norm, dtype=init.dtype)
+        self.rotary_key = linear(stream, {"rank": latent.rotary_dim}, key=keys["rotary_key"])
+        self.key = per_head("key", config.head_dim - latent.rotary_dim)
+        self.value = per_head("value", latent.value_dim)
+        self.out = linear(heads(latent.value_dim), stream, key=keys["out"], ends_on_residual=True)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        inputs: LayerInputs,
+        *,
+        cache: LayerCache | None = None,
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """Attend over `x`, or over the cache after `x` is appended to it."""
+        size = self.latent_config.rotary_dim
+        query_in = x
+        if self.query_latent is not None and self.query_norm is not None:
+            query_in = self.query_norm(constrain(self.query_latent(x), *LATENT))
+        query = constrain(self.query(query_in), *HEADS)
+        latent = self.latent_norm(constrain(self.latent(x), *LATENT))
+        rotary_key = constrain(self.rotary_key(x), *LATENT)[:, :, None]
+        plain, rotated = query[..., :-size], query[..., -size:]
+        rotated, rotary_key = self._apply_rope(inputs.positions, size, rotated, rotary_key)
+        mask = inputs.mask
+        if cache is not None:
+            latent = latent[:, :, None]
+            cache, rotary_key, values, mask = self._append(cache, rotary_key, latent, inputs)
+            latent = values[:, :, 0]
+        if cache is not None and self._is_absorbed(x.shape[1]):
+            mask = dataclasses.replace(mask, window=self.config.window)
+            query = jnp.concatenate((self.key.absorb_query(plain), rotated), axis=-1)
+            values = latent[:, :, None]
+            keys = jnp.concatenate((values, rotary_key), axis=-1)
+            qkv = query, keys, values
+            heads = self._attend(qkv, mask, key, kernel="reference", is_cached=True)
+            return self._out_projection(self.value.project_heads(heads)), cache
+        query = jnp.concatenate((plain, rotated), axis=-1)
+        length = "length" if cache is None else None
+        keys, values = self._keys_values(latent, rotary_key, length)
+        qkv = query, keys, values
+        return self._self_attend(qkv, mask, key, is_cached=cache is not None), cache
+
+    def _keys_values(
+        self, latent: Float[Array, "B S R"], rotary_key: Float[Array, "B S 1 h"], length: str | None
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N U"]]:
+        """Project keys and values of all heads; `length` is the logical axis of S."""
+        axes = ("batch", length, "heads", "head_dim")
+        keys, values = constrain(self.key(latent), *axes), constrain(self.value(latent), *axes)
+        # Broadcast in float32: the gradient of the shared key is the sum over all heads.
+        shape = (*keys.shape[:3], rotary_key.shape[-1])
+        shared = jnp.broadcast_to(rotary_key.astype(jnp.float32), shape).astype(keys.dtype)
+        return jnp.concatenate((keys, shared), axis=-1), values
+
+    def _is_absorbed(self, length: int) -> bool:
+        """Return whether weight absorption costs `length` queries fewer FLOPs than projection.
+
+        For each cached latent and head: 2 T (2 R + h) against 2 R (H - h + U) + 2 T (H + U).
+        """
+        latent, size = self.latent_config, self.config.head_dim
+        plain = size - latent.rotary_dim + latent.value_dim
+        return length * (2 * latent.rank - plain) < latent.rank * plain
+
+
+class RelativePositions(nnx.Module):
+    """A bias for each head and bucket of distances; all layers of a stack share the table.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
+    """
+
+    def __init__(self, heads: int, config: RelativeBias, *, key: Array, init: Initializer):
+        self.config = config
+        self.table = parameter(init.table(key, (config.buckets, heads)), "positions", "heads")
+
+    def __call__(self, query: Int[Array, "B T"], key: Int[Array, "B S"]) -> Float[Array, "B N T S"]:
+        """Return the biases of these indices, float32; the batch axis is 1 if all rows agree."""
+        distance = key[:, None, :] - query[:, :, None]
+        table = self.table[...].astype(jnp.float32)
+        biases = table.at[bucket(distance, self.config)].get(mode="promise_in_bounds")
+        rows = "batch" if distance.shape[0] > 1 else None
+        return constrain(jnp.moveaxis(biases, -1, 1), rows, "heads", None, None)
+
+
+def bucket(distance: Int[Array, "..."], config: RelativeBias) -> Int[Array, "..."]:
+    """Return the bucket of each distance, key minus query.
+
+    Of n buckets for one direction, a distance d below n / 2 has its own; larger ones share
+    floor(n/2 + n/2 log(d / (n/2)) / log(farthest / (n/2))), at most n - 1. With `both_ways` each
+    direction has half of the buckets; otherwise a key after its query counts as distance 0.
+    """
+    count = config.buckets // 2 if config.both_ways else config.buckets
+    first = jnp.where(distance > 0, count, 0) if config.both_ways else jnp.zeros_like(distance)
+    distance = jnp.abs(distance) if config.both_ways else jnp.maximum(-distance, 0)
+    exact = count // 2
+    share = jnp.log(jnp.maximum(distance, 1).astype(jnp.float32) / exact)
+    share = share / math.log(config.farthest / exact) * (count - exact)
+    shared = jnp.minimum(exact + share.astype(jnp.int32), count - 1)
+    return first + jnp.where(distance < exact, distance, shared)

@@ -1,20 +1,22 @@
-"""One layer: how attention and MLP are wired to the residual stream."""
+"""One layer: attention and MLP wired to the residual stream."""
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxlm.core.mean import Mean
 from jaxlm.core.precision import Precision
 from jaxlm.nn import intermediates
-from jaxlm.nn.attention import Attention, CrossAttention, CrossInputs
+from jaxlm.nn.attention import Attention, CrossAttention, CrossInputs, LatentAttention, LayerInputs
 from jaxlm.nn.cache import EncoderKV, LayerCache
 from jaxlm.nn.config import BlockConfig, MoeConfig, norms_of
 from jaxlm.nn.dropout import dropout
 from jaxlm.nn.init import Initializer
-from jaxlm.nn.latent import LatentAttention
 from jaxlm.nn.mlp import Mlp
 from jaxlm.nn.moe import Moe
 from jaxlm.nn.norm import Norm
@@ -23,14 +25,14 @@ from jaxlm.parallel.rules import constrain
 
 
 class Block(nnx.Module):
-    """Attention f and MLP g on the stream x, with norms n, wired in one of these ways.
+    """Attention f and MLP g on the stream x, with norms n, wired by `residual`.
 
-    - pre: x + f(n(x)), then + g(n(x)); pre_mlp leaves out the first n, where x was normed already
+    - pre: x + f(n(x)), then + g(n(x)); pre_mlp omits the first n, for an x normalized already
     - post: n(x + f(x)), then n(x + g(x))
     - output: x + n(f(x)), then + n(g(x))      - sandwich: x + n(f(n(x))), then the same with g
-    - parallel: x + f(n(x)) + g(n(x)), one norm for both; each has its own in parallel_norms
+    - parallel: x + f(n(x)) + g(n(x)), one norm for both; parallel_norms has one for each
 
-    A layer with cross attention c reads + c(n(x)) between f and g, by a norm of its own.
+    A layer with cross-attention c adds c(n(x)) between f and g, with a norm of its own.
     """
 
     def __init__(
@@ -43,27 +45,19 @@ class Block(nnx.Module):
         precision: Precision,
     ):
         self.config = config
+        made = functools.partial(dict[str, Any], init=init, precision=precision)
         attention_key, mlp_key = jax.random.split(key)
-        attends = Attention if config.attention.latent is None else LatentAttention
-        self.attention = attends(
-            width, config.attention, key=attention_key, init=init, precision=precision
-        )
+        attention = Attention if config.attention.latent is None else LatentAttention
+        self.attention = attention(width, config.attention, **made(key=attention_key))
         self.mlp = (
-            Moe(width, config.mlp, key=mlp_key, init=init, precision=precision)
+            Moe(width, config.mlp, **made(key=mlp_key))
             if isinstance(config.mlp, MoeConfig)
-            else Mlp(width, config.mlp, key=mlp_key, init=init, precision=precision)
+            else Mlp(width, config.mlp, **made(key=mlp_key))
         )
-
         self.cross = (
             None
             if config.cross is None
-            else CrossAttention(
-                width,
-                config.cross,
-                key=jax.random.fold_in(key, 2),
-                init=init,
-                precision=precision,
-            )
+            else CrossAttention(width, config.cross, **made(key=jax.random.fold_in(key, 2)))
         )
 
         def norm(name: str) -> Norm | None:
@@ -73,93 +67,80 @@ class Block(nnx.Module):
 
         self.attention_norm, self.mlp_norm = norm("attention_norm"), norm("mlp_norm")
         self.cross_norm = norm("cross_norm")
-        self.attention_out_norm, self.mlp_out_norm = (
-            norm("attention_out_norm"),
-            norm("mlp_out_norm"),
-        )
+        self.attention_out_norm = norm("attention_out_norm")
+        self.mlp_out_norm = norm("mlp_out_norm")
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
+        inputs: LayerInputs,
         *,
-        positions: Int[Array, "B T"],
-        mask: Mask,
-        memory: CrossInputs | None = None,
-        known: EncoderKV | None = None,
+        cross_kv: EncoderKV | None = None,
         cache: LayerCache | None = None,
-        start: Int[Array, "B"] | None = None,
         key: Array | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerCache | None, dict[str, Mean]]:
-        """The stream after this layer, the layer's cache with these tokens in it, and what it adds to the objective."""
+        """Return the stream, the cache with the new tokens, and terms of the objective."""
         keys = (None, None, None) if key is None else jax.random.split(key, 3)
-        residual, rate = self.config.residual, self.config.dropout
+        residual, rate, mask = self.config.residual, self.config.dropout, inputs.mask
         is_whole, is_post = cache is None, residual == "post"
         x = checkpoint_name(x, "layer_in")
-        read = _normed(None if is_post else self.attention_norm, x)
-        added, cache = self.attention(
-            read, positions=positions, mask=mask, cache=cache, start=start, key=keys[0]
-        )
-        added = _normed(self.attention_out_norm, added)
-        _note("attention_out", added, mask)
+        normed = _normalize(None if is_post else self.attention_norm, x)
+        added, cache = self.attention(normed, inputs, cache=cache, key=keys[0])
+        added = _normalize(self.attention_out_norm, added)
+        _record("attention_out", added, mask)
         added = dropout(checkpoint_name(added, "attention_out"), rate, keys[1])
         if residual in ("parallel", "parallel_norms"):
-            read = read if self.mlp_norm is None else self.mlp_norm(x)
-            beside, losses = self._feed_forward(read, mask, is_whole)
-            _note("mlp_out", beside, mask)
-            x = self._stream(x + added + dropout(beside, rate, keys[2]))
-            _note("stream", x, mask)
+            normed = normed if self.mlp_norm is None else self.mlp_norm(x)
+            mlp_added, losses = self._feed_forward(normed, mask, is_whole)
+            _record("mlp_out", mlp_added, mask)
+            x = _stream(x + added + dropout(mlp_added, rate, keys[2]))
+            _record("stream", x, mask)
             return x, cache, losses
-        x = self._stream(x + added)
+        x = _stream(x + added)
         if self.cross is not None:
-            x = self._stream(x + self._across(x, memory, known, key, rate))
-        x = _normed(self.attention_norm if is_post else None, x)
-        added, losses = self._feed_forward(
-            _normed(None if is_post else self.mlp_norm, x), mask, is_whole
-        )
-        added = _normed(self.mlp_out_norm, added)
-        _note("mlp_out", added, mask)
-        x = self._stream(x + dropout(added, rate, keys[2]))
-        x = _normed(self.mlp_norm if is_post else None, x)
-        _note("stream", x, mask)
+            x = _stream(x + self._cross_attend(x, inputs.memory, cross_kv, key))
+        x = _normalize(self.attention_norm if is_post else None, x)
+        normed = _normalize(None if is_post else self.mlp_norm, x)
+        added, losses = self._feed_forward(normed, mask, is_whole)
+        added = _normalize(self.mlp_out_norm, added)
+        _record("mlp_out", added, mask)
+        x = _stream(x + dropout(added, rate, keys[2]))
+        x = _normalize(self.mlp_norm if is_post else None, x)
+        _record("stream", x, mask)
         return x, cache, losses
 
-    def _across(
-        self,
-        x: Array,
-        memory: CrossInputs | None,
-        known: EncoderKV | None,
-        key: Array | None,
-        rate: float,
+    def _cross_attend(
+        self, x: Array, memory: CrossInputs | None, cross_kv: EncoderKV | None, key: Array | None
     ) -> Array:
-        """What the layer reads of what the encoder has read."""
         assert self.cross is not None
         assert memory is not None
         keys = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 3))
-        added = self.cross.cross_attend(_normed(self.cross_norm, x), memory, known, keys[0])
-        return dropout(checkpoint_name(added, "attention_out"), rate, keys[1])
+        normed = _normalize(self.cross_norm, x)
+        added = self.cross.cross_attend(normed, memory, cross_kv, keys[0])
+        return dropout(checkpoint_name(added, "attention_out"), self.config.dropout, keys[1])
 
     def _feed_forward(self, x: Array, mask: Mask, is_whole: bool) -> tuple[Array, dict[str, Mean]]:
         losses: dict[str, Mean] = {}
         if isinstance(self.mlp, Moe):
             segments = mask.query_segments
             counted = jnp.ones(x.shape[:2]) if segments is None else segments > 0
-            x, losses = self.mlp(
-                x, counted.astype(jnp.float32), is_whole=is_whole, is_dealt=mask.is_dealt
-            )
+            counted = counted.astype(jnp.float32)
+            x, losses = self.mlp(x, counted, is_whole=is_whole, is_zigzag=mask.is_zigzag)
         else:
             x = self.mlp(x)
         return checkpoint_name(x, "mlp_out"), losses
 
-    def _stream(self, x: Array) -> Array:
-        return constrain(x, "batch", "length", None)
+
+def _stream(x: Array) -> Array:
+    return constrain(x, "batch", "length", None)
 
 
-def _normed(norm: Norm | None, x: Array) -> Array:
+def _normalize(norm: Norm | None, x: Array) -> Array:
     return x if norm is None else norm(x)
 
 
-def _note(name: str, x: Array, mask: Mask) -> None:
-    """The mean square of each token, summed over those that are not padding; and their number, with the stream's."""
+def _record(name: str, x: Array, mask: Mask) -> None:
+    """Record each token's mean square, summed over tokens; with the stream also their number."""
     if not intermediates.is_captured("activations"):
         return
     segments = mask.query_segments

@@ -1,4 +1,4 @@
-"""What a block is made of: frozen, hashable, and free of JAX."""
+"""Frozen, hashable descriptions of a layer. Free of JAX."""
 
 import dataclasses
 from typing import Literal
@@ -8,7 +8,7 @@ from jaxlm.ops.kernels import Kernel
 
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu_squared"]
 Init = Literal["gpt2", "normal", "xavier", "he"]
-# Where the norms of a layer sit.
+# Placements of the norms around attention and MLP; `nn.block.Block` gives the formulas.
 Residual = Literal["pre", "pre_mlp", "post", "sandwich", "output", "parallel", "parallel_norms"]
 NORMS: dict[Residual, tuple[str, ...]] = {
     "pre": ("attention_norm", "mlp_norm"),
@@ -19,11 +19,11 @@ NORMS: dict[Residual, tuple[str, ...]] = {
     "parallel": ("attention_norm",),
     "parallel_norms": ("attention_norm", "mlp_norm"),
 }
-REMAT_NAMES = ("layer_in", "attention_out", "mlp_out")  # what a remat policy "save:..." can name
+REMAT_NAMES = ("layer_in", "attention_out", "mlp_out")  # arrays that "save:..." can name
 
 
 def is_remat(policy: str) -> bool:
-    """Whether there is such a policy of what the backward pass computes again; `nn.remat` says what each does."""
+    """Return whether the text names a rematerialization policy; `nn.remat` explains each."""
     kind, _, names = policy.partition(":")
     return policy in ("none", "dots", "full") or (
         kind in ("save", "offload") and set(names.split(",")) <= set(REMAT_NAMES)
@@ -36,60 +36,58 @@ class NormConfig:
 
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-5
-    bias: bool = False  # of the layer norm
-    offset: float = 0.0  # what is added to the stored scale, which starts at 1 - offset; 1 in Gemma
+    bias: bool = False  # layer norm only
+    offset: float = 0.0  # added to the stored scale, which starts at 1 - offset; 1 in Gemma
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RelativeBias:
-    """What is added to scores by the distance of key and query, in `buckets` of distances; `nn.relative` says how."""
+    """Bias of attention scores by the distance of key and query, see `RelativePositions`."""
 
     buckets: int
-    farthest: int  # distance from which on all share the last bucket
+    farthest: int  # all distances from this one on share the last bucket
     both_ways: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """What heads are made of in multi-head latent attention; `nn.latent` says how (arXiv:2405.04434, section 2.1)."""
+    """Sizes of multi-head latent attention (MLA; arXiv:2405.04434, section 2.1)."""
 
-    rank: int  # of the latent that keys and values of all heads are made of
-    query_rank: int | None  # of the one that queries are made of; None makes them of the stream
-    rotary_dim: int  # features of a head that are rotated, with one key for all heads
+    rank: int  # size of the latent that keys and values of all heads are projected from
+    query_rank: int | None  # size of the query latent; None projects queries from the stream
+    rotary_dim: int  # rotated features of a head, with one key for all heads
     value_dim: int  # size of a head's value
     norm: NormConfig  # of both latents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Multi-head attention; `kv_heads` below `heads` is grouped-query attention (arXiv:2305.13245)."""
+    """Multi-head attention; `kv_heads` below `heads` is grouped-query attention (2305.13245)."""
 
     heads: int
     kv_heads: int
-    head_dim: int  # size of a head's query and key, and of its value but with a latent
-    latent: LatentConfig | None = None  # None makes keys and values of the stream
+    head_dim: int  # size of a head's query and key; without a latent also of its value
+    latent: LatentConfig | None = None  # None projects keys and values from the stream
     rotary: Rope | None = None
-    relative: RelativeBias | None = None  # whose table all layers of a stack share
-    window: int | None = None  # keys that a query sees, itself included; None sees all before it
+    relative: RelativeBias | None = None  # all layers of a stack share one table
+    window: int | None = None  # keys visible to a query, its own included; None sees all
     qk_norm: NormConfig | None = None
-    qk_norm_over: Literal["head", "heads"] = (
-        "head"  # each head by itself, or all of a token together
-    )
-    scale: float | None = None  # None is head_dim ** -0.5
-    cap: float | None = None  # scores become cap * tanh(scores / cap)
+    qk_norm_over: Literal["head", "heads"] = "head"  # each head alone, or all heads of a token
+    scale: float | None = None  # head_dim ** -0.5 if None
+    cap: float | None = None  # softcap: scores become cap * tanh(scores / cap)
     bias: bool = False  # of queries, keys and values
     out_bias: bool = False
     dropout: float = 0.0  # of the attention weights
-    kernel: Kernel = "reference"  # what computes it; the same function
+    kernel: Kernel = "reference"  # every kernel computes the same function
 
     def __post_init__(self) -> None:
-        """Raises ValueError where heads that are made of a latent share keys, or have what their projections lack."""
+        """Raise ValueError if latent attention is grouped or has biases or query-key norms."""
         if self.latent is None:
             return
         if self.kv_heads != self.heads:
-            raise ValueError(f"kv_heads = {self.kv_heads} of heads = {self.heads} with a latent")
+            raise ValueError(f"latent attention: kv_heads = {self.kv_heads}, heads = {self.heads}")
         if self.bias or self.out_bias or self.qk_norm or self.relative:
-            raise ValueError("biases, or norms of heads, in attention with a latent")
+            raise ValueError("latent attention has no biases and no query-key norms")
 
     @property
     def value_dim(self) -> int:
@@ -98,7 +96,7 @@ class AttentionConfig:
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """What a cache keeps of a token: heads, and the sizes of a key and of a value. Of a latent, itself as the value."""
+        """Heads, key size and value size of a KV cache entry; the value of MLA is the latent."""
         if self.latent is None:
             return self.kv_heads, self.head_dim, self.head_dim
         return 1, self.latent.rotary_dim, self.latent.rank
@@ -106,9 +104,9 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlpConfig:
-    """Two projections around an activation; gated ones multiply by a third (arXiv:2002.05202)."""
+    """Two projections around an activation; a gated MLP has a third (arXiv:2002.05202)."""
 
-    hidden: int
+    hidden: int  # hidden size
     activation: Activation
     gated: bool
     bias: bool = False
@@ -116,27 +114,29 @@ class MlpConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoeConfig:
-    """A router and its experts, each a gated MLP; `top_k` of them see a token, and the shared ones see all tokens."""
+    """A router and gated MLPs as experts: `top_k` for each token, and shared ones for all tokens.
+
+    A group is a run of consecutive experts. All experts of a token are in its `top_groups` best
+    groups, ranked as in `ops.routing`.
+    """
 
     experts: int
     top_k: int
-    hidden: int  # of each expert
-    shared: int = 0  # hidden units of the shared experts, all together
+    hidden: int  # hidden size of each expert
+    shared: int = 0  # hidden size of all shared experts together
     activation: Activation = "silu"
     router: Literal["softmax", "sigmoid"] = "softmax"
-    normalised: bool = True  # the shares of a token's experts sum to `scale`
+    normalised: bool = True  # the weights of a token's experts sum to `scale`
     scale: float = 1.0
-    balance: float = 0.0  # of the balance loss, a mean over all tokens but padding
-    router_z: float = 0.0  # of the squared log normalizer of the router, likewise a mean
-    groups: int = 1  # into which the experts are parted, as many in each
-    top_groups: int = 1  # of them, in which all experts of a token are; the best by `ops.routing`
-    bias_rate: float | None = (
-        None  # by how much a bias moves that takes part in the choice; None has none
-    )
-    capacity: float | None = None  # places in each row, over top_k T / experts; None drops no token
+    balance: float = 0.0  # weight of the balance loss, a mean over all tokens but padding
+    router_z: float = 0.0  # weight of the mean squared log normalizer of the router
+    groups: int = 1
+    top_groups: int = 1
+    bias_rate: float | None = None  # step of the bias that balances the choice; None has no bias
+    capacity: float | None = None  # places in a row over top_k T / experts; None drops no token
 
     def __post_init__(self) -> None:
-        """Raises ValueError where a token is to see more experts than there are, or groups are of different sizes."""
+        """Raise ValueError if groups differ in size or `top_k` exceeds the experts to choose."""
         if self.experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ValueError(f"top_groups = {self.top_groups} of groups = {self.groups}")
         if not 1 <= self.top_k <= self.experts // self.groups * self.top_groups:
@@ -145,21 +145,21 @@ class MoeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """One layer; `nn.block` says what each `residual` wires. With `cross` it attends to what an encoder has read, too."""
+    """One layer, wired by `residual` as `nn.block` shows; `cross` adds cross-attention."""
 
     attention: AttentionConfig
     mlp: MlpConfig | MoeConfig
     norm: NormConfig
     cross: AttentionConfig | None = None
     residual: Residual = "pre"
-    dropout: float = 0.0  # of what each part adds to the residual stream
+    dropout: float = 0.0  # of the output of each part, before it is added to the stream
 
     def __post_init__(self) -> None:
-        """Raises ValueError where a layer that attends to an encoder is wired in another way than `pre`."""
+        """Raise ValueError if a layer with cross-attention is not wired as `pre`."""
         if self.cross is not None and self.residual != "pre":
-            raise ValueError(f"cross attention in a layer that is wired as {self.residual}")
+            raise ValueError(f"cross-attention in a layer wired as {self.residual}")
 
 
 def norms_of(block: BlockConfig) -> tuple[str, ...]:
-    """The norms of a layer."""
+    """Return the names of a layer's norms."""
     return NORMS[block.residual] + (() if block.cross is None else ("cross_norm",))

@@ -8,14 +8,15 @@ from jaxtyping import Array, Float, Int
 from jaxlm.core.precision import Precision
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.linear import parameter
-from jaxlm.ops import layouts
-from jaxlm.ops.layouts import Side
-from jaxlm.ops.matmul import matmul
+from jaxlm.ops.matmul import Side, decode_layout, matmul
 from jaxlm.parallel.rules import constrain
 
 
 class Embedding(nnx.Module):
-    """A table with one row for each id. Ids must lie in the table: JAX would clamp the others silently, so the host checks."""
+    """A table with one row for each id.
+
+    The host checks that ids are in range: JAX would silently clamp the others.
+    """
 
     def __init__(
         self,
@@ -29,45 +30,40 @@ class Embedding(nnx.Module):
     ):
         self.precision, self.axis = precision, axis
         self.table = parameter(init.table(key, (rows, width)), axis, "embed")
-        self._settled: Array | None = None  # the table again, as `unembed` reads it
+        self._decode_table: Array | None = None  # a copy in the layout that `unembed` reads
         self._side: Side = 1
 
     def __call__(self, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The rows of `ids`.
+        """Return the rows of `ids`.
 
-        Each device looks its own ids up in its part of the vocabulary, and the parts are summed. The width is made whole
-        before: the compiler would rather look up a part of it for the ids of all fsdp devices, and send activations.
+        Each device looks all ids up in its part of the vocabulary, and the parts are summed. The
+        width is gathered first: XLA would rather look up a part of the width for the ids of all
+        fsdp devices, and send activations.
         """
-        table = constrain(self.table[...], self.axis, None)
-        return _rows(table, ids)
+        return _lookup(constrain(self.table[...], self.axis, None), ids)
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """The dot product of `x` with every row, in float32: the tied output layer."""
-        table = self.table[...] if self._settled is None else self._settled
+        """Return the dot products of `x` with every row, in float32: the tied output layer."""
+        table = self.table[...] if self._decode_table is None else self._decode_table
         return matmul(x, table, self.precision, jnp.dtype(jnp.float32), self._side)
 
-    def settle(self) -> None:
-        """Keeps the table also as this CPU multiplies a few rows with it fastest, as `Linear.settle` does; for a trace."""
-        cast = self.table[...].astype(self.precision.compute)
-        settled, self._side = layouts.for_few_rows(cast, 1)
-        self._settled = nnx.data(settled)
+    def relayout_for_decode(self) -> None:
+        """Add a copy of the table as in `Linear.relayout_for_decode`; for a trace."""
+        table, self._side = decode_layout(self.table[...].astype(self.precision.compute), 1)
+        self._decode_table = nnx.data(table)
 
 
 @jax.custom_vjp
-def _rows(table: Float[Array, "V D"], ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Return the rows of `ids`; their gradients are summed in float32, whatever the table's dtype."""
+def _lookup(table: Float[Array, "V D"], ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Return the rows of `ids`; their gradients are summed in float32 for any dtype."""
     return table.at[ids].get(mode="promise_in_bounds")
 
 
-def _rows_forward(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _rows(table, ids), (table, ids)
-
-
-def _rows_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, None]:
-    table, ids = kept  # of the table only its shape and dtype, so it is not kept in memory
+def _lookup_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, None]:
+    table, ids = residuals  # only shape and dtype of the table are read, so it is not stored
     summed = jnp.zeros(table.shape, jnp.float32)
     summed = summed.at[ids].add(grad.astype(jnp.float32), mode="promise_in_bounds")
     return summed.astype(table.dtype), None
 
 
-_rows.defvjp(_rows_forward, _rows_backward)
+_lookup.defvjp(lambda *inputs: (_lookup(*inputs), inputs), _lookup_backward)

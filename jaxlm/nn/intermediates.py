@@ -1,8 +1,7 @@
-"""What layers note about themselves while a program is traced, where somebody asked for it.
+"""Intermediates that layers record while a program is traced (Flax: `sow`).
 
-Nobody asks in training, evaluation and generation: there the program is the one without notes. A note is an array of the
-program that is traced, so whoever takes notes gives them back from the very function that he traces, before a scan or a
-gradient ends.
+Capturing is off by default; then the traced program is unchanged. Captured values are tracers:
+return them from the function being traced, before a scan or a gradient ends.
 """
 
 import contextlib
@@ -18,10 +17,10 @@ Kind = Literal["activations", "entropy", "logits"]
 
 
 class Intermediates(NamedTuple):
-    """Arrays by name; in a stack those of all layers of a kind, [L, ...], under `stack/0/name`."""
+    """Arrays by name; those of a stack are `stack/0/name`, [L, ...] for all layers of a kind."""
 
-    sums: dict[str, Array]  # micro-batches add theirs
-    peaks: dict[str, Array]  # the largest counts
+    sums: dict[str, Array]  # added up over micro-batches
+    peaks: dict[str, Array]  # maximum over micro-batches
 
     def __add__(self, other: Self) -> Self:  # type: ignore[override]
         return type(self)(
@@ -30,57 +29,59 @@ class Intermediates(NamedTuple):
         )
 
 
-_open: ContextVar[tuple[frozenset[Kind], Intermediates] | None] = ContextVar("notes", default=None)
+_active: ContextVar[tuple[frozenset[Kind], Intermediates] | None] = ContextVar(
+    "intermediates", default=None
+)
 
 
 @contextlib.contextmanager
 def capture(kinds: Collection[Kind]) -> Iterator[Intermediates]:
-    """Notes of these kinds, which are whole when the block ends."""
-    notes = Intermediates({}, {})
-    token = _open.set((frozenset(kinds), notes) if kinds else None)
+    """Capture intermediates of these kinds; they are complete when the block ends."""
+    captured = Intermediates({}, {})
+    token = _active.set((frozenset(kinds), captured) if kinds else None)
     try:
-        yield notes
+        yield captured
     finally:
-        _open.reset(token)
+        _active.reset(token)
 
 
 @contextlib.contextmanager
 def capture_layer() -> Iterator[Intermediates]:
-    """What is noted in the block apart from the rest, of the kinds that are asked for."""
-    asked = _open.get()
-    with capture(asked[0] if asked else ()) as notes:
-        yield notes
+    """Capture the intermediates of one layer separately, of the kinds captured outside."""
+    active = _active.get()
+    with capture(active[0] if active else ()) as captured:
+        yield captured
 
 
 def is_captured(kind: Kind) -> bool:
-    """Whether somebody takes notes of this kind."""
-    asked = _open.get()
-    return asked is not None and kind in asked[0]
+    """Return whether intermediates of this kind are captured."""
+    active = _active.get()
+    return active is not None and kind in active[0]
 
 
 def record_sum(name: str, value: Array) -> None:
-    """Notes a sum; only where it is asked for."""
-    _put("sums", name, value)
+    """Record a sum; call it only if its kind is captured."""
+    _record("sums", name, value)
 
 
 def record_peak(name: str, value: Array) -> None:
-    """Notes a maximum; only where it is asked for."""
-    _put("peaks", name, value)
+    """Record a maximum; call it only if its kind is captured."""
+    _record("peaks", name, value)
 
 
-def put(stack: str, kinds: Mapping[str, Intermediates]) -> None:
-    """Notes what the layers of a stack noted, by their kind."""
-    for kind, notes in kinds.items():
-        for name, value in notes.sums.items():
+def record_stack(stack: str, kinds: Mapping[str, Intermediates]) -> None:
+    """Record the intermediates of a stack's layers, given by kind of layer."""
+    for kind, layers in kinds.items():
+        for name, value in layers.sums.items():
             record_sum(f"{stack}/{kind}/{name}", value)
-        for name, value in notes.peaks.items():
+        for name, value in layers.peaks.items():
             record_peak(f"{stack}/{kind}/{name}", value)
 
 
-def _put(part: Literal["sums", "peaks"], name: str, value: Array) -> None:
-    asked = _open.get()
-    assert asked is not None, f"nobody asked for {name}"
-    notes = getattr(asked[1], part)
-    if name in notes:
-        raise ValueError(f"{name} is noted twice")
-    notes[name] = lax.stop_gradient(value)
+def _record(part: Literal["sums", "peaks"], name: str, value: Array) -> None:
+    active = _active.get()
+    assert active is not None, f"{name} is not captured"
+    values = getattr(active[1], part)
+    if name in values:
+        raise ValueError(f"intermediate {name} is recorded twice")
+    values[name] = lax.stop_gradient(value)

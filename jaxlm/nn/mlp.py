@@ -27,31 +27,25 @@ ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated(activation: Callable[[Array], Array], gate: Array, up: Array) -> Array:
-    """act(gate) x up, of which the backward pass keeps the two alone.
+    """Return act(gate) x up, storing only `gate` and `up` for the backward pass.
 
-    Not by `recomputed`: jax.checkpoint cannot stand in a shard_map that a pipeline runs for all its stages at once, as
-    that of experts is (jax 0.12).
+    `recomputed` cannot do this: jax.checkpoint fails in a shard_map that a pipeline maps over its
+    stages, as the one of experts is (jax 0.12).
     """
     return activation(gate) * up
 
 
-def _gated_forward(
-    activation: Callable[[Array], Array], gate: Array, up: Array
-) -> tuple[Array, tuple[Array, Array]]:
-    return activation(gate) * up, (gate, up)
-
-
 def _gated_backward(
-    activation: Callable[[Array], Array], kept: tuple[Array, Array], grad: Array
+    activation: Callable[[Array], Array], residuals: tuple[Array, Array], grad: Array
 ) -> tuple[Array, Array]:
-    return jax.vjp(lambda gate, up: activation(gate) * up, *kept)[1](grad)
+    return jax.vjp(lambda gate, up: activation(gate) * up, *residuals)[1](grad)
 
 
-gated.defvjp(_gated_forward, _gated_backward)
+gated.defvjp(lambda activation, gate, up: (activation(gate) * up, (gate, up)), _gated_backward)
 
 
 class Mlp(nnx.Module):
-    """down(act(up(x))), or down(act(gate(x)) * up(x)) where gated (Shazeer 2020, arXiv:2002.05202)."""
+    """down(act(up(x))), or if gated down(act(gate(x)) * up(x)) (Shazeer 2020, 2002.05202)."""
 
     def __init__(
         self, width: int, config: MlpConfig, *, key: Array, init: Initializer, precision: Precision
@@ -59,24 +53,13 @@ class Mlp(nnx.Module):
         self.config = config
         keys = jax.random.split(key, 3)
         stream, hidden = {"embed": width}, {"mlp": config.hidden}
-
-        def into_hidden(key: Array) -> Linear:
-            return Linear(stream, hidden, key=key, init=init, precision=precision, bias=config.bias)
-
-        self.gate = into_hidden(keys[0]) if config.gated else None
-        self.up = into_hidden(keys[1])
-        self.down = Linear(
-            hidden,
-            stream,
-            key=keys[2],
-            init=init,
-            precision=precision,
-            bias=config.bias,
-            ends_on_residual=True,
-        )
+        linear = functools.partial(Linear, init=init, precision=precision, bias=config.bias)
+        self.gate = linear(stream, hidden, key=keys[0]) if config.gated else None
+        self.up = linear(stream, hidden, key=keys[1])
+        self.down = linear(hidden, stream, key=keys[2], ends_on_residual=True)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Two or three products of 2 D F FLOPs a token."""
+        """Costs two or three products of 2 D F FLOPs a token."""
         activation = ACTIVATIONS[self.config.activation]
         hidden = self.up(x)
         gate = hidden if self.gate is None else self.gate(x)

@@ -1,6 +1,7 @@
-"""Mixture of experts: the feed-forward part in which a token is multiplied with a few of many weights."""
+"""Mixture of experts: a feed-forward part that multiplies a token with a few of many weights."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -19,17 +20,16 @@ from jaxlm.ops import routing
 from jaxlm.ops.routing import Routes
 from jaxlm.parallel import expert
 
-ADDED = "moe_loss"  # the one of a layer's means that is minimised with the objective
-QUIET = (
-    2.0**-30
-)  # keeps the bias's gradient, of which only the sign is read, out of the norm of the others
+ADDED = "moe_loss"  # the mean of a layer that is added to the objective
+# Scale of the bias's gradient: small in the global norm, and the optimizer reads only its sign.
+BIAS_GRAD_SCALE = 2.0**-30
 
 
 class Moe(nnx.Module):
-    """y = shared(x) + sum_i shares_i expert_i(x) over the top k, each expert down(act(gate(x)) * up(x)).
+    """y = shared(x) + sum_i shares_i expert_i(x) over the top k experts, each a gated MLP.
 
-    Source: Shazeer et al. 2017, arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088 (experts of this form); Dai et
-    al. 2024, arXiv:2401.06066 (shared experts).
+    Source: Shazeer et al. 2017, arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088 (experts of
+    this form); Dai et al. 2024, arXiv:2401.06066 (shared experts).
     """
 
     def __init__(
@@ -37,45 +37,25 @@ class Moe(nnx.Module):
     ):
         self.config = config
         keys = jax.random.split(key, 5)
-        exact = dataclasses.replace(precision.exact, compute=jnp.dtype(jnp.float32))
         self.router = Linear(
             {"embed": width},
             {"routes": config.experts},
             key=keys[0],
             init=init,
-            precision=exact,
+            precision=dataclasses.replace(precision.exact, compute=jnp.dtype(jnp.float32)),
             ends_outside=True,
             result=jnp.dtype(jnp.float32),
         )
         stream, hidden = {"embed": width}, {"mlp": config.hidden}
-
-        def grouped(
-            key: Array, ins: dict[str, int], outs: dict[str, int], ends: bool = False
-        ) -> GroupedLinear:
-            return GroupedLinear(
-                config.experts,
-                ins,
-                outs,
-                key=key,
-                init=init,
-                precision=precision,
-                ends_on_residual=ends,
-            )
-
-        self.gate = grouped(keys[1], stream, hidden)
-        self.up = grouped(keys[2], stream, hidden)
-        self.down = grouped(keys[3], hidden, stream, True)
+        grouped = functools.partial(GroupedLinear, config.experts, init=init, precision=precision)
+        self.gate = grouped(stream, hidden, key=keys[1])
+        self.up = grouped(stream, hidden, key=keys[2])
+        self.down = grouped(hidden, stream, key=keys[3], ends_on_residual=True)
         shared = MlpConfig(hidden=config.shared, activation=config.activation, gated=True)
-        self.shared = (
-            Mlp(width, shared, key=keys[4], init=init, precision=precision)
-            if config.shared
-            else None
-        )
-        self.bias = (
-            parameter(jnp.zeros((config.experts,), jnp.float32), "balance")
-            if config.bias_rate is not None
-            else None
-        )
+        mlp = functools.partial(Mlp, width, shared, init=init, precision=precision)
+        self.shared = mlp(key=keys[4]) if config.shared else None
+        bias = jnp.zeros((config.experts,), jnp.float32)
+        self.bias = None if config.bias_rate is None else parameter(bias, "balance")
 
     def __call__(
         self,
@@ -83,57 +63,53 @@ class Moe(nnx.Module):
         counted: Float[Array, "B T"],
         *,
         is_whole: bool = True,
-        is_dealt: bool = False,
+        is_zigzag: bool = False,
     ) -> tuple[Float[Array, "B T D"], dict[str, Mean]]:
-        """The sum of each token's experts, and the layer's means over the tokens that count (1; padding 0).
+        """Return the sum over each token's experts, and means over the counted tokens.
 
-        `moe_balance` and `moe_z` are the bare losses, `moe_loss` their weighted sum, which is minimised with the objective:
-        its mean over the tokens that count, whichever of them the objective trains on; `moe_load_max` is the largest expert's share of a row times E, 1 at best; `moe_dropped` the share of
-        choices that found no place. With `is_whole` a row is the whole of what an expert has to take: without it, in
-        decoding, there is no capacity. `is_dealt` is the mask's.
+        `moe_balance` and `moe_z` are the unweighted losses. `moe_loss`, their weighted sum, is
+        minimized with the objective as a mean over the counted tokens, on whichever of them the
+        objective trains. `moe_load_max` is the largest expert's share of a row times E, 1 at best;
+        `moe_dropped` is the share of choices without a place.
 
-        6 D F k FLOPs a token, 2 D E for the router, 6 D for each shared hidden unit; those of the
-        routed experts times the capacity or, without one, times `models.routed.multiple`.
+        6 D F k FLOPs a token, 2 D E for the router, 6 D for each unit of the shared hidden size;
+        the routed experts' times the capacity or, without one, times `models.routed.multiple`.
+
+        `counted` is 1 for a token and 0 for padding. Decoding passes `is_whole` false, as its rows
+        are incomplete, which disables the capacity. `is_zigzag` is the mask's.
         """
         config = self.config
         with jax.default_matmul_precision("highest"):
-            # Cast out here, so that its gradient is cast back to the dtype of activations.
+            # Cast here, so that the gradient is cast back to the dtype of activations.
             logits = self.router(x.astype(jnp.float32))
         routes = routing.route(
             logits,
             None if self.bias is None else jax.lax.stop_gradient(self.bias[...]),
             top_k=config.top_k,
             router=config.router,
-            normalised=config.normalised,
+            normalized=config.normalised,
             scale=config.scale,
             groups=config.groups,
             top_groups=config.top_groups,
         )
-        y, kept = self._experts(x, routes, counted if is_whole else None, is_dealt)
+        y, placed = self._experts(x, routes, counted if is_whole else None, is_zigzag)
         if self.shared is not None:
             y = y + self.shared(x)
-        return y, self._means(logits, routes, counted, kept)
+        return y, self._means(logits, routes, counted, placed)
 
     def _experts(
-        self, x: Array, routes: Routes, counted: Array | None, is_dealt: bool
+        self, x: Array, routes: Routes, counted: Array | None, is_zigzag: bool
     ) -> tuple[Array, Array | None]:
+        """Return the experts' sum, and 1 for each choice with a place, None without drops."""
         config, layers = self.config, (self.gate, self.up, self.down)
         weights = tuple(layer.weight[...] for layer in layers)
-        axes = tuple(layer.axes for layer in layers)
+        experts = expert.ExpertLayer(self._rows, weights, tuple(layer.axes for layer in layers))
         if config.capacity is None or counted is None:
-            y = expert.dropless(self._rows, x, routes.choices, routes.shares, weights, axes)
-            return y, None
+            return expert.dropless(experts, x, routes.choices, routes.shares), None
         places = math.ceil(config.capacity * x.shape[1] * config.top_k / config.experts)
+        choices, shares = routes.choices, routes.shares
         return expert.limited(
-            self._rows,
-            x,
-            routes.choices,
-            routes.shares,
-            counted,
-            weights,
-            axes,
-            capacity=places,
-            is_dealt=is_dealt,
+            experts, x, choices, shares, counted, capacity=places, is_zigzag=is_zigzag
         )
 
     def _rows(self, x: Array, sizes: Array | None, weights: tuple[Array, ...]) -> Array:
@@ -143,7 +119,7 @@ class Moe(nnx.Module):
         return self.down(hidden, down, sizes)
 
     def _means(
-        self, logits: Array, routes: Routes, counted: Array, kept: Array | None
+        self, logits: Array, routes: Routes, counted: Array, placed: Array | None
     ) -> dict[str, Mean]:
         config = self.config
         spread = routing.spread(routes, counted)
@@ -154,12 +130,14 @@ class Moe(nnx.Module):
         balance = Mean.of(spread.balance, tokens)
         added = config.balance * balance.total + config.router_z * z.total
         if self.bias is not None:
-            # Worth nothing, with the gradient by which the optimizer moves the bias: how much too often e is chosen.
+            # Zero in value. Its gradient, by which the optimizer moves the bias, is the excess of
+            # tokens that chose each expert.
             excess = config.experts * spread.loads - config.top_k * tokens[:, None]
-            steer = jnp.sum(self.bias[...] * QUIET * jax.lax.stop_gradient(excess.sum(0)))
+            excess = jax.lax.stop_gradient(excess.sum(0))
+            steer = jnp.sum(self.bias[...] * BIAS_GRAD_SCALE * excess)
             added = added + steer - jax.lax.stop_gradient(steer)
         choices = jnp.broadcast_to(counted[..., None], routes.choices.shape)
-        dropped = jnp.zeros_like(choices) if kept is None else 1.0 - kept
+        dropped = jnp.zeros_like(choices) if placed is None else 1.0 - placed
         return {
             ADDED: Mean(added, balance.weight),
             "moe_balance": balance,

@@ -11,9 +11,10 @@ from jaxlm.nn.remat import recomputed
 
 
 class Norm(nnx.Module):
-    """RMS norm: x / sqrt(mean(x**2) + eps) x scale. Layer norm: (x - mean) / sqrt(var + eps) x scale + bias.
+    """RMS norm, x / sqrt(mean(x**2) + eps) x scale, or layer norm.
 
-    `dims` are the (logical axis, size) pairs of the last dimensions, over which together it is taken.
+    Layer norm is (x - mean) / sqrt(var + eps) x scale + bias. The mean is over all of the last
+    dimensions in `dims`, which maps logical axes to sizes.
     """
 
     def __init__(self, dims: dict[str, int], config: NormConfig, *, dtype: jnp.dtype):
@@ -22,20 +23,20 @@ class Norm(nnx.Module):
         self.bias = parameter(jnp.zeros(shape, dtype), *dims) if config.bias else None
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Normalised over the last dimensions; the dtype of `x` comes back. The backward pass keeps `x` alone."""
-        return recomputed(self._normed)(x)
+        """Normalize, in the dtype of `x`. Only `x` is stored for the backward pass."""
+        return recomputed(self._normalize)(x)
 
-    def _normed(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    def _normalize(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         y = x.astype(jnp.float32)
         scale = self.scale[...].astype(jnp.float32)
-        over = tuple(range(-scale.ndim, 0))
+        axes = tuple(range(-scale.ndim, 0))
         if self.config.kind == "layer":
-            y = y - jnp.mean(y, axis=over, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=over, keepdims=True) + self.config.eps)
-        lift = (1,) * (x.ndim - scale.ndim) + scale.shape
+            y = y - jnp.mean(y, axis=axes, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=axes, keepdims=True) + self.config.eps)
+        shape = (1,) * (x.ndim - scale.ndim) + scale.shape
         if self.config.offset:
             scale = scale + self.config.offset
-        y = y * scale.reshape(lift)
+        y = y * scale.reshape(shape)
         if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32).reshape(lift)
+            y = y + self.bias[...].astype(jnp.float32).reshape(shape)
         return y.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""What the backward pass computes again."""
+"""Rematerialization: activations that the backward pass computes again."""
 
 import functools
 from collections.abc import Callable
@@ -10,48 +10,48 @@ from jax import lax
 from jaxlm.nn.config import REMAT_NAMES, is_remat
 
 
-def rematerialised(
+def rematerialize(
     function: Callable[..., Any], remat: str, *, looped: bool, mapped: bool = False
 ) -> Callable[..., Any]:
-    """`function` with what its backward pass needs computed again, by the policy's name.
+    """Wrap `function` so that its backward pass recomputes activations by a policy.
 
-    - none: nothing is; all that the backward pass reads is kept.
-    - dots: keeps the results of matrix products of activations and weights.
-    - full: keeps the arguments alone.
-    - save:attention_out,mlp_out: keeps what it names.
-    - offload:layer_in,attention_out: the same, in the memory of the host, from which the backward pass fetches it.
+    - none: stores all activations that the backward pass reads.
+    - dots: stores the results of matrix products of activations and weights.
+    - full: stores the arguments only.
+    - save:attention_out,mlp_out: stores the named arrays.
+    - offload:layer_in,attention_out: stores the named arrays in host memory.
 
-    layer_in is the stream that comes into a layer, which each policy but the last keeps on the device; attention_out and
-    mlp_out are what the two parts add to it. Only where a norm follows mlp_out does the backward pass read it.
+    layer_in is the stream that enters a layer, which every policy but offload stores on the
+    device; attention_out and mlp_out are the outputs of the two parts. The backward pass reads
+    mlp_out only if a norm follows it.
 
-    Outside of a loop XLA would find the two computations equal and keep the first, so it is told not to look; the
-    body of a loop has its own backward loop, where that would only be in the way. Before jax 0.12 nothing makes the second
-    wait for the backward pass: on a CPU little memory is freed outside of a loop. `mapped` says that the function is
-    run for all stages of a pipeline at once, which gives every product one batch dimension more.
-
-    Raises:
-      ValueError: where there is no such policy.
+    Outside of a loop (`looped` false) CSE would merge both computations and is prevented; the
+    body of a loop has its own backward loop. Before jax 0.12 nothing delays the second computation
+    until the backward pass: on a CPU little memory is freed outside of a loop. `mapped` means that
+    the function runs for all pipeline stages at once, which adds a batch dimension to each
+    product. Raises ValueError for an unknown policy.
     """
     if not is_remat(remat):
         raise ValueError(
-            f"{remat!r} is no remat policy: none, dots, full, or save: or offload: with some of {','.join(REMAT_NAMES)}"
+            f"{remat!r} is no remat policy: none, dots, full, or save: or offload: with some of "
+            f"{','.join(REMAT_NAMES)}"
         )
-    again = functools.partial(jax.checkpoint, function, prevent_cse=not looped)
+    checkpoint = functools.partial(jax.checkpoint, function, prevent_cse=not looped)
     policies = jax.checkpoint_policies
     if remat == "none":
         return function
     if remat == "dots":
-        return again(policy=_is_product if mapped else policies.dots_with_no_batch_dims_saveable)
+        is_saved = _is_product if mapped else policies.dots_with_no_batch_dims_saveable
+        return checkpoint(policy=is_saved)
     if remat == "full":
-        return again()
+        return checkpoint()
     kind, _, names = remat.partition(":")
-    saved = names.split(",")
     if kind == "save":
-        return again(policy=policies.save_only_these_names(*saved))
-    return again(
+        return checkpoint(policy=policies.save_only_these_names(*names.split(",")))
+    return checkpoint(
         policy=policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
-            names_which_can_be_offloaded=saved,
+            names_which_can_be_offloaded=names.split(","),
             offload_src="device",
             offload_dst="pinned_host",
         )
@@ -59,16 +59,16 @@ def rematerialised(
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, of which the backward pass keeps the arguments alone: for a few operations, element by element.
+    """Wrap a few elementwise operations so that only their arguments are stored.
 
-    JAX keeps what each of them needs, and a scan over layers stores all that for every layer: three arrays of the
-    stream's size for a norm. To compute them again costs less than to write and read them.
+    By default a scan over layers stores the operands of each operation: three arrays of the
+    stream's size for a norm. To recompute them costs less than to write and read them.
     """
     return jax.checkpoint(function, prevent_cse=False)
 
 
 def _is_product(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Whether this is a product whose only batch dimension is that of the stages."""
+    """Return whether this is a product whose only batch dimension is that of the stages."""
     if primitive is not lax.dot_general_p:
         return False
     _, (batched, _) = parameters["dimension_numbers"]

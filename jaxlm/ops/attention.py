@@ -1,20 +1,25 @@
 """Dot-product attention."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxlm.core import backend
+from jaxlm.core.divisors import divisors
 from jaxlm.core.precision import Precision
-from jaxlm.ops.blocks import by_head, by_token
-from jaxlm.ops.blockwise import blockwise
 from jaxlm.ops.cudnn import cudnn
+from jaxlm.ops.flash import blockwise, by_head, by_token, ring_attention
 from jaxlm.ops.kernels import PLATFORMS, Kernel
-from jaxlm.ops.layouts import turned
 from jaxlm.ops.masks import HIDDEN, Mask
-from jaxlm.ops.ring import ring_attention
+from jaxlm.ops.matmul import transposed
 from jaxlm.parallel import context
 from jaxlm.parallel.rules import constrain
+
+FIGURES_BLOCK = 128  # most queries whose scores `attention_figures` holds at a time
 
 
 def attention(
@@ -30,124 +35,188 @@ def attention(
     dropout_key: Array | None = None,
     kernel: Kernel = "reference",
 ) -> Float[Array, "B T N U"]:
-    """softmax(cap(scale x Q K^T) + bias + mask) V, each key head serving N / K query heads.
+    """Return softmax(cap(scale x Q K^T) + bias + mask) V; a key head serves N / K query heads.
 
-    Scores and softmax are float32; both products take operands in `precision.compute`. By `kernel`:
+    Scores and softmax are float32.
 
-    - reference builds the [B, N, T, S] scores: 4 B N T S bytes, and 2 B T S N (H + U) FLOPs.
-    - blockwise meets one block of keys after another, see `blockwise.blockwise`; for whole rows only.
-    - ring lets keys go round the devices among which the ambient mesh splits rows, see `ring.ring`. The others gather
-      keys before.
-    - splash and cudnn are kernels of TPUs and of NVIDIA GPUs, see `splash.splash` and `cudnn.cudnn`; for whole rows only.
-      They take vectors of one size: the shorter of H and U are filled up with zeros.
+    Args:
+      query, key, value: Q, K and V.
+      mask: visibility of the keys, and the bias.
+      precision: the operands of both products are in its `compute`.
+      scale: of the scores.
+      cap: softcap: scores become cap tanh(scores / cap).
+      dropout: rate for the attention weights.
+      dropout_key: None disables dropout.
+      kernel: reference builds the [B, N, T, S] scores: 4 B N T S bytes and 2 B T S N (H + U)
+        FLOPs. blockwise and ring are flash attention, see `ops.flash`: over whole rows, and over
+        devices among which the mesh splits rows (the other kernels gather keys first). splash and
+        cudnn are kernels of TPUs and NVIDIA GPUs for whole rows; they need vectors of one size, so
+        the shorter of H and U is padded with zeros.
 
     Raises:
-      ValueError: where the kernel cannot compute this; only the reference drops weights, or adds the mask's bias.
+      ValueError: if the kernel cannot compute this; only the reference has dropout and a bias.
 
-    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1; grouped heads arXiv:2305.13245; cap
-    arXiv:2408.00118, section 2.
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.1; grouped heads arXiv:2305.13245;
+    softcap arXiv:2408.00118, section 2.
     """
-    is_split = (
-        context.context_size() > 1 and query.shape[1] == key.shape[1]
-    )  # a cache is whole everywhere
+    # A cache is whole on every device.
+    is_split = context.context_size() > 1 and query.shape[1] == key.shape[1]
     if kernel != "reference" and dropout and dropout_key is not None:
-        raise ValueError(f"attention dropout in {kernel}")
+        raise ValueError(f"{kernel} has no attention dropout")
     if kernel != "reference" and mask.bias is not None:
-        raise ValueError(f"a bias of scores in {kernel}")
+        raise ValueError(f"{kernel} has no bias of scores")
     if kernel in PLATFORMS and is_split:
-        raise ValueError(f"{kernel} attention of rows that are split")
+        raise ValueError(f"{kernel} attention needs whole rows, and context splits them")
     if backend.name() != PLATFORMS.get(kernel, backend.name()):
-        raise ValueError(f"{kernel} attention on a {backend.name()}")
+        raise ValueError(f"{kernel} attention does not run on a {backend.name()}")
+    low = precision.compute
     if is_split and kernel == "ring":
-        return ring_attention(query, key, value, mask, precision.compute, scale=scale, cap=cap)
+        return ring_attention(query, key, value, mask, low, scale=scale, cap=cap)
     if is_split:
         key, value = (constrain(x, "batch", None, "kv_heads", "head_dim") for x in (key, value))
     elif kernel == "blockwise":
-        return blockwise(query, key, value, mask, precision.compute, scale=scale, cap=cap)
+        return blockwise(query, key, value, mask, low, scale=scale, cap=cap)
     elif kernel in PLATFORMS:
-        alike = _filled(query, key, value)
+        q, k, v = _pad_heads(query, key, value)
         if kernel == "splash":
-            from jaxlm.ops.splash import (
-                splash,  # Pallas is a tenth of a second of a start, for TPUs
-            )
+            from jaxlm.ops.splash import splash  # importing Pallas takes a tenth of a second
 
-            out = splash(*alike, mask, precision.compute, scale=scale, cap=cap)
+            out = splash(q, k, v, mask, low, scale=scale, cap=cap)
         elif cap is not None:
-            raise ValueError("cudnn attention with a cap")
+            raise ValueError("cudnn attention has no softcap")
         else:
-            out = cudnn(*alike, mask, precision.compute, scale=scale)
+            out = cudnn(q, k, v, mask, low, scale=scale)
         return out[..., : value.shape[-1]]
-    low = precision.compute
     q_bkgth = by_head((query * scale).astype(low), key)
     k_bksh, v_bksu = (jnp.swapaxes(x, 1, 2).astype(low) for x in (key, value))
-    scores_bkgts = _product(q_bkgth, turned(k_bksh))
+    scores_bkgts = _product(q_bkgth, transposed(k_bksh))
     if cap is not None:
         scores_bkgts = cap * jnp.tanh(scores_bkgts / cap)
     if mask.bias is not None:
         rows = mask.bias.shape[0]
         scores_bkgts = scores_bkgts + mask.bias.reshape(rows, *scores_bkgts.shape[1:])
-    seen = mask.materialise()[:, None, None]
-    weights_bkgts = _softmax(jnp.where(seen, scores_bkgts, HIDDEN))
+    visible = mask.materialize()[:, None, None]
+    weights_bkgts = _softmax(jnp.where(visible, scores_bkgts, HIDDEN))
     if dropout and dropout_key is not None:
-        kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights_bkgts.shape)
-        weights_bkgts = jnp.where(kept, weights_bkgts / (1.0 - dropout), 0.0)
+        keep = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights_bkgts.shape)
+        weights_bkgts = jnp.where(keep, weights_bkgts / (1.0 - dropout), 0.0)
     return by_token(_product(weights_bkgts.astype(low), v_bksu), query)
 
 
 @jax.custom_vjp
 def _product(x: Float[Array, "B K G T C"], y: Float[Array, "B K C S"]) -> Float[Array, "B K G T S"]:
-    """x y in float32, whose gradients are products of operands in the same dtype: JAX would take the float32 cotangent for one."""
+    """Return x y in float32; gradients are products of operands in the same low dtype.
+
+    JAX's own transpose would multiply the float32 cotangent.
+    """
     return jnp.einsum("bkgtc,bkcs->bkgts", x, y, preferred_element_type=jnp.float32)
 
 
-def _product_forward(x: Array, y: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, y), (x, y)
-
-
-def _product_backward(kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    x, y = kept
+def _product_backward(residuals: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
+    x, y = residuals
     low = grad.astype(x.dtype)
     if context.context_size() > 1:
-        # One dimension of groups x queries would have to be gathered, and the scores with it.
+        # A merged dimension of groups x queries would have to be gathered, and scores with it.
         y_grad = jnp.einsum("bkgtc,bkgts->bkcs", x, low, preferred_element_type=jnp.float32)
     else:
-        rows = x.reshape(*x.shape[:2], -1, x.shape[-1])  # of all queries of a key
+        rows = x.reshape(*x.shape[:2], -1, x.shape[-1])  # all queries of a key head
         y_grad = jnp.einsum(
             "bkcr,bkrs->bkcs",
-            turned(rows),
+            transposed(rows),
             low.reshape(*rows.shape[:3], -1),
             preferred_element_type=jnp.float32,
         )
-    return _product(low, turned(y)).astype(x.dtype), y_grad.astype(y.dtype)
+    return _product(low, transposed(y)).astype(x.dtype), y_grad.astype(y.dtype)
 
 
-_product.defvjp(_product_forward, _product_backward)
+_product.defvjp(lambda *inputs: (_product(*inputs), inputs), _product_backward)
 
 
-def _filled(query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
-    """With zeros up to the longest: a score is what it was, and what comes of a value ends in zeros."""
+def _pad_heads(query: Array, key: Array, value: Array) -> list[Array]:
+    """Pad heads with zeros to one size: scores stay the same, and outputs end in zeros."""
     size = max(query.shape[-1], value.shape[-1])
-
-    def filled(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0),) * 3 + ((0, size - x.shape[-1]),))
-
-    return filled(query), filled(key), filled(value)
+    return [jnp.pad(x, ((0, 0),) * 3 + ((0, size - x.shape[-1]),)) for x in (query, key, value)]
 
 
 @jax.custom_vjp
 def _softmax(x: Float[Array, "*N S"]) -> Float[Array, "*N S"]:
-    """Of which the backward pass keeps the result alone: dx = y (g - sum y g). JAX would keep x and its exponentials too."""
+    """Return the softmax, storing only the result y: dx = y (g - sum y g).
+
+    JAX would store x and its exponentials too.
+    """
     return jax.nn.softmax(x, axis=-1)
 
 
-def _softmax_forward(x: Array) -> tuple[Array, Array]:
-    y = _softmax(x)
-    return y, y
-
-
 def _softmax_backward(y: Array, grad: Array) -> tuple[Array]:
-    weighed = y * grad
-    return (weighed - y * weighed.sum(-1, keepdims=True),)
+    weighted = y * grad
+    return (weighted - y * weighted.sum(-1, keepdims=True),)
 
 
-_softmax.defvjp(_softmax_forward, _softmax_backward)
+_softmax.defvjp(lambda x: (_softmax(x),) * 2, _softmax_backward)
+
+
+def attention_figures(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    mask: Mask,
+    compute: jnp.dtype,
+    *,
+    scale: float,
+    cap: float | None = None,
+    entropy: bool = True,
+) -> tuple[Float[Array, "N"], Float[Array, "N"] | None, Float[Array, ""]]:
+    """Measure how sharp attention is: largest score and entropy of each head, number of queries.
+
+    The score is scale q k, before softcap and bias; the entropy -sum_s w log w is summed over
+    queries. Padding is not counted. 2 B T S N H FLOPs, and 4 B N S bytes for each query of a
+    block: kernels store no scores, so they are computed again, without gradients.
+
+    Args: as in `attention`; `entropy` false leaves the entropy out.
+    """
+    query, key = lax.stop_gradient((query, key))
+    batch, length, heads, size = query.shape
+    kv_heads = key.shape[2]
+    block = max(n for n in divisors(length) if n <= FIGURES_BLOCK)
+    segments = mask.query_segments
+    counted = jnp.ones((batch, length), bool) if segments is None else segments > 0
+    q = (query * scale).astype(compute)
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, size)
+    bias = None if mask.bias is None else jnp.moveaxis(mask.bias, 2, 1)
+    by_query = (q, counted, mask.query_index, segments, mask.visible_until, bias)
+
+    def blocks(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], length // block, block, *x.shape[2:]), 1, 0)
+
+    def update(carry: tuple[Array, Array], part: Any) -> tuple[tuple[Array, Array], None]:
+        q, counted, index, segments, until, bias_btns = part
+        block_mask = dataclasses.replace(
+            mask, query_index=index, query_segments=segments, visible_until=until
+        )
+        scores_bkgts = jnp.einsum(
+            "btkgh,bskh->bkgts", q, key.astype(compute), preferred_element_type=jnp.float32
+        )
+        visible = block_mask.materialize()[:, None, None]
+        is_query = counted[:, None, None, :]
+        peak, spread = carry
+        scored = jnp.where(visible & is_query[..., None], scores_bkgts, -jnp.inf)
+        peak = jnp.maximum(peak, scored.max((0, 3, 4)))
+        if entropy:
+            if cap is not None:
+                scores_bkgts = cap * jnp.tanh(scores_bkgts / cap)
+            if bias_btns is not None:
+                rows = bias_btns.shape[0]
+                bias = jnp.moveaxis(bias_btns, 1, 2)
+                scores_bkgts = scores_bkgts + bias.reshape(rows, *scores_bkgts.shape[1:])
+            weights = jax.nn.softmax(jnp.where(visible, scores_bkgts, HIDDEN), axis=-1)
+            each = -jax.scipy.special.xlogy(weights, weights).sum(-1)
+            spread = spread + jnp.where(is_query, each, 0.0).sum((0, 3))
+        return (peak, spread), None
+
+    shape = (kv_heads, heads // kv_heads)
+    start = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
+    (peak, spread), _ = lax.scan(update, start, jax.tree.map(blocks, by_query))
+    return (
+        peak.reshape(heads),
+        spread.reshape(heads) if entropy else None,
+        counted.sum(dtype=jnp.float32),
+    )

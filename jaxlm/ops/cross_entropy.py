@@ -1,4 +1,4 @@
-"""The negative log-likelihood of target tokens."""
+"""Cross-entropy: the negative log-likelihood of target tokens."""
 
 import functools
 import math
@@ -16,26 +16,26 @@ Scores = TypeVar("Scores")
 
 
 class TokenScores(NamedTuple):
-    """What one pass over the logits says of each token. Confidence and correctness carry no gradients."""
+    """Scores of each token from one pass over the logits; `confidence` has no gradient."""
 
     nll: Float[Array, "*N"]  # -log p(target), nats
     log_normalizer: Float[Array, "*N"]  # log sum exp of the logits
     confidence: Float[Array, "*N"]  # probability of the likeliest id
-    correct: Float[Array, "*N"]  # 1 where no id is likelier than the target
-    smoothed: Float[Array, "*N"] | None  # the nll of smoothed labels; None where they are not
+    correct: Float[Array, "*N"]  # 1 if no id is likelier than the target; no gradient
+    smoothed: Float[Array, "*N"] | None  # nll of smoothed labels; None without smoothing
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def token_scores(
     logits: Float[Array, "*N V"], targets: Int[Array, "*N"], smoothing: float = 0.0
 ) -> TokenScores:
-    """nll = log sum_v exp(l_v) - l_target, in float32 around the largest logit.
+    """Return nll = log sum_v exp(l_v) - l_target, in float32 around the largest logit.
 
     With e = `smoothing` above 0, smoothed = (1 - e) nll + e mean_v(-log p_v), over all V ids.
 
-    The gradient is softmax - onehot by comparison with an iota, so nothing is scattered, and it reuses the forward
-    pass's exponentials. A vocabulary split over a mesh axis costs sums over the tokens only.
-    Correctness is read off the maximum, so there is no argmax.
+    The gradient, softmax - onehot, compares with an iota, so nothing is scattered, and reuses the
+    forward pass's exponentials. A vocabulary split over a mesh axis costs sums over tokens only.
+    `correct` compares with the maximum, so there is no argmax.
 
     Source: Szegedy et al. 2016, arXiv:1512.00567, section 7 (label smoothing).
     """
@@ -65,28 +65,23 @@ def _forward(
 
 
 def _backward(
-    smoothing: float, kept: tuple[Array, Array, Array], grad: TokenScores
+    smoothing: float, residuals: tuple[Array, Array, Array], grad: TokenScores
 ) -> tuple[Array, None]:
-    exponentials, total, targets = kept
-    softmax, onehot, every = grad.nll + grad.log_normalizer, grad.nll, None
+    exponentials, total, targets = residuals
+    softmax, onehot = grad.nll + grad.log_normalizer, grad.nll
     if grad.smoothed is not None:
         softmax = softmax + grad.smoothed
         onehot = onehot + (1 - smoothing) * grad.smoothed
-        every = smoothing / exponentials.shape[-1] * grad.smoothed
+    shape, dtype = exponentials.shape, exponentials.dtype
     out = exponentials * (softmax / total)[..., None]
-    out = out - jnp.where(_is_target(exponentials, targets), onehot[..., None], 0.0)
-    if every is not None:
-        out = out - every[..., None]
-    return out.astype(exponentials.dtype), None
+    ids = jax.lax.broadcasted_iota(targets.dtype, shape, len(shape) - 1)
+    out = out - jnp.where(ids == targets[..., None], onehot[..., None], 0.0)
+    if grad.smoothed is not None:
+        out = out - (smoothing / shape[-1] * grad.smoothed)[..., None]
+    return out.astype(dtype), None
 
 
 token_scores.defvjp(_forward, _backward)
-
-
-def _is_target(logits: Array, targets: Array) -> Array:
-    return (
-        jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
-    )
 
 
 def in_chunks(
@@ -96,39 +91,38 @@ def in_chunks(
     *,
     tokens: int | None,
 ) -> Scores:
-    """`function(hidden, targets)`, a tree of [B, T] of a tree of hidden states [B, T, D], over about `tokens` tokens at a time; None takes all at once.
+    """Map `function(hidden, targets)`, a tree of [B, T], over chunks of about `tokens` tokens.
 
-    The logits of one chunk are live at a time: the backward pass makes them again, at the cost of one more unembedding. So
-    memory is flat in B T, and grows with `tokens` V: the vocabulary is not cut, a larger one takes fewer tokens at a time.
-    Rows stay whole and time is cut, so each row stays on its device; where rows are split over devices, a chunk takes
-    the same number of tokens from each.
+    `hidden` is an array [B, T, D] or a tree of such arrays.
+
+    None takes all tokens at once. The logits of one chunk are live at a time, and the backward
+    pass computes them again at the cost of one more unembedding. So memory does not depend on B T
+    and grows with `tokens` V: a larger vocabulary needs smaller chunks. A chunk is a part of the
+    length, so each row stays on its device; if context splits rows, a chunk takes the same number
+    of tokens from each device.
     """
     rows, length = targets.shape
     chunks = 1 if tokens is None else min(length, math.ceil(rows * length / tokens))
     if chunks == 1:
         return function(hidden, targets)
     parts = context.context_size()
-    own = length // parts
-    size = math.ceil(own / chunks)
-    chunks = math.ceil(own / size)
+    local = length // parts
+    size = math.ceil(local / chunks)
+    chunks = math.ceil(local / size)
 
-    def cut(x: Array) -> Array:
+    def split(x: Array) -> Array:
         rest = x.shape[2:]
-        x = x.reshape(rows, parts, own, *rest)
-        x = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * size - own), *[(0, 0) for _ in rest]])
+        none = (None,) * len(rest)
+        x = x.reshape(rows, parts, local, *rest)
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * size - local), *[(0, 0) for _ in rest]])
         x = jnp.moveaxis(x.reshape(rows, parts, chunks, size, *rest), 2, 0)
-        return constrain(
-            x.reshape(chunks, rows, parts * size, *rest),
-            None,
-            "batch",
-            "length",
-            *[None for _ in rest],
-        )
+        x = x.reshape(chunks, rows, parts * size, *rest)
+        return constrain(x, None, "batch", "length", *none)
 
-    def joined(x: Array) -> Array:
+    def join(x: Array) -> Array:
         x = jnp.moveaxis(x.reshape(chunks, rows, parts, size), 0, 2)
-        return x.reshape(rows, parts, -1)[:, :, :own].reshape(rows, length)
+        return x.reshape(rows, parts, -1)[:, :, :local].reshape(rows, length)
 
-    again = jax.checkpoint(function, prevent_cse=False)
-    scores = jax.lax.map(lambda part: again(*part), jax.tree.map(cut, (hidden, targets)))
-    return jax.tree.map(joined, scores)
+    recomputed = jax.checkpoint(function, prevent_cse=False)
+    scores = jax.lax.map(lambda part: recomputed(*part), jax.tree.map(split, (hidden, targets)))
+    return jax.tree.map(join, scores)

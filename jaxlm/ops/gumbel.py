@@ -1,11 +1,10 @@
-"""Sample ids from a softmax with Gumbel noise that every shard of the vocabulary computes by itself."""
+"""Sample ids from a softmax with Gumbel noise that every shard of the vocabulary computes alone."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-# Largest float32 below 1: log1p(-u) stays finite.
-BELOW_ONE = 1.0 - 2.0**-24
+BELOW_ONE = 1.0 - 2.0**-24  # largest float32 below 1: log1p(-u) stays finite
 
 
 def sample(logits: Float[Array, "*N V"], seeds: Int[Array, "*N"]) -> Int[Array, "*N"]:
@@ -13,13 +12,14 @@ def sample(logits: Float[Array, "*N V"], seeds: Int[Array, "*N"]) -> Int[Array, 
 
         argmax_v logits_v + g_v,  g_v = -log(-log(1 - u_v)),  u_v = hash(seed, v) in (0, 1)
 
-    The noise is a function of the token's seed and the id alone. So each shard of the vocabulary computes its own part, and
-    the same seeds and logits give the same ids however tokens and vocabulary are cut. A vocabulary that is split over a mesh
-    axis costs a gather of one maximum and one id of each token and shard; no array of tokens x vocabulary leaves its device.
+    The noise depends only on the token's seed and the id. So each shard of the vocabulary computes
+    its own part, and ids do not depend on the sharding of tokens and vocabulary. A vocabulary
+    split over a mesh axis costs a gather of one maximum and one id of each token and shard; no
+    array of tokens x vocabulary leaves its device.
 
     Args:
       logits: float32; ids of -inf are never drawn.
-      seeds: of each token, any 32 bits. Tokens with one seed share their noise.
+      seeds: any 32 bits for each token. Tokens with one seed share their noise.
 
     Source: Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030, section 2.
     """
@@ -27,10 +27,10 @@ def sample(logits: Float[Array, "*N V"], seeds: Int[Array, "*N"]) -> Int[Array, 
 
 
 def _noise(seeds: Int[Array, "*N"], shape: tuple[int, ...]) -> Float[Array, "*N V"]:
-    """Gumbel(0, 1) for each seed and each id.
+    """Return Gumbel(0, 1) noise for each seed and id.
 
-    The largest values win, and belong to the smallest u, of which float32 has all that 32 bits can say: steps of 2^-32
-    where the best of a vocabulary of 2^17 ids has about 2^-17. Of u near 1 it has few, and those never win.
+    The largest values win; they belong to the smallest u, which have steps of 2^-32: the winner
+    among 2^17 ids has about 2^-17. Float32 is coarse near u = 1, but such ids never win.
     """
     ids = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     bits = _mix(_mix(seeds.astype(jnp.uint32))[..., None] ^ ids)
@@ -39,9 +39,10 @@ def _noise(seeds: Int[Array, "*N"], shape: tuple[int, ...]) -> Float[Array, "*N 
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Return a permutation of 32 bits in which each bit of x changes each bit of the result half of the time.
+    """Permute 32 bits so that each bit of x changes each bit of the result half of the time.
 
-    Source: the finalizer of MurmurHash3 with the constants `lowbias32` of Wellons 2018, "Prospecting for Hash Functions".
+    Source: the finalizer of MurmurHash3 with the constants `lowbias32` of Wellons 2018,
+    "Prospecting for Hash Functions".
     """
     x = x ^ (x >> 16)
     x = x * jnp.uint32(0x21F0AAAD)

@@ -1,4 +1,4 @@
-"""Matrix products of operands that are rounded to eight bits first."""
+"""Matrix products with operands quantized to eight bits."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,14 +8,15 @@ from jax import Array, lax
 
 
 class Format(NamedTuple):
-    """What an operand is rounded to, after a division by a scale that takes its largest magnitude to `largest`."""
+    """A target of quantization; a scale maps an operand's largest magnitude to `largest`."""
 
     dtype: jnp.dtype
     largest: float
-    has_scales: bool  # one for each row of the product instead of one for the tensor
+    has_scales: bool  # a scale for each row of the product, not one for the tensor
 
 
-# Symmetric: -128 is not used. Dettmers et al. 2022, arXiv:2208.07339, section 2 (a scale for each row and column).
+# Symmetric: -128 is not used. Dettmers et al. 2022, arXiv:2208.07339, section 2 (a scale for each
+# row and column).
 INT8 = Format(jnp.dtype("int8"), 127.0, True)
 # Micikevicius et al. 2022, arXiv:2209.05433: precision for operands, range for gradients.
 E4M3 = Format(jnp.dtype("float8_e4m3fn"), 448.0, False)
@@ -29,19 +30,24 @@ def dot(
     formats: tuple[Format, Format],
     result: jnp.dtype,
 ) -> Array:
-    """The product of a and b, summed over these axes of each, with operands rounded; in `result`.
+    """Return the product of a and b with quantized operands.
 
-    Both formats are of integers, summed in int32, or both of floats, summed in float32. Scales are those of this very
-    operand ("current scaling"), so nothing is remembered from step to step. An operand that is not finite gives a result
-    that is not.
+    Scales are those of the operand itself ("current scaling"), so no state is stored between
+    steps. An operand that is not finite gives a result that is not finite.
+
+    Args:
+      a, b: operands.
+      axes: summed axes of each operand.
+      formats: of the operands; both of integers, summed in int32, or both of floats, in float32.
+      result: dtype of the product.
     """
     (a_low, a_scale), (b_low, b_scale) = map(rounded, (a, b), formats, axes)
-    is_whole = jnp.issubdtype(a_low.dtype, jnp.integer)
+    is_integer = jnp.issubdtype(a_low.dtype, jnp.integer)
     out = lax.dot_general(
         a_low,
         b_low,
         ((tuple(axes[0]), tuple(axes[1])), ((), ())),
-        preferred_element_type=jnp.int32 if is_whole else jnp.float32,
+        preferred_element_type=jnp.int32 if is_integer else jnp.float32,
     )
     a_scale, b_scale = (
         scale.squeeze(tuple(summed)) for scale, summed in zip((a_scale, b_scale), axes, strict=True)
@@ -52,14 +58,15 @@ def dot(
 
 
 def rounded(x: Array, format: Format, summed: Sequence[int]) -> tuple[Array, Array]:
-    """x / scale in the format's dtype, nearest even, and the scale, float32 with as many axes as x.
+    """Return x / scale in the format's dtype, rounded to nearest even, and the float32 scale.
 
-    The scale is one for the tensor, or one for each index of the axes that the product does not sum over.
+    There is one scale, or one for each index of the axes that the product does not sum over; it
+    has as many axes as x.
     """
     axes = tuple(summed) if format.has_scales else None
     largest = jnp.max(jnp.abs(x), axis=axes, keepdims=True).astype(jnp.float32)
     scale = jnp.where(largest == 0, 1.0, largest / format.largest)
-    # The quotient of the largest may be rounded up, past what the format holds.
+    # The quotient of the largest may be rounded up, past the format's range.
     low = jnp.clip(x.astype(jnp.float32) / scale, -format.largest, format.largest)
     if jnp.issubdtype(format.dtype, jnp.integer):
         low = jnp.round(low)

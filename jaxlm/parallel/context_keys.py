@@ -1,23 +1,21 @@
-"""Which way keys take to the queries of other devices. Free of JAX, so that a config can be judged without it."""
+"""Choice between gathered keys and ring attention. Free of JAX, so that configs need no JAX."""
 
 from typing import Literal, NamedTuple
 
 from jaxlm.parallel.config import ContextKeys
 
-GATHERED_BYTES = (
-    256 * 2**20
-)  # a layer's keys, values and scores on one device, beyond which `auto` takes the ring
+GATHERED_BYTES = 256 * 2**20  # of keys, values and scores of a layer on a device; above: the ring
 
 
-class Keys(NamedTuple):
-    """How queries reach the keys of other devices, and why so."""
+class KeyTransport(NamedTuple):
+    """Transport of keys to the queries of other devices, and the reason in words."""
 
     keys: Literal["gather", "ring"]
     reason: str
 
 
 def choose(
-    wanted: ContextKeys,
+    setting: ContextKeys,
     *,
     ways: int,
     rows: int,
@@ -28,20 +26,31 @@ def choose(
     value_dim: int,
     itemsize: int,
     dropout: float,
-) -> Keys:
-    """How a layer's queries reach keys, by what one device would hold of them: `rows`, `heads` and `kv_heads` are its own.
+) -> KeyTransport:
+    """Choose a layer's transport of keys by the bytes that one device would hold.
 
-    Gathered keys cost rows T K (H + U) itemsize bytes for all keys and values, and 4 rows N (T / ways) T for the scores.
-    Both ways move the same keys; the ring keeps 1 / ways of keys and scores, leaves out the half of the products that
-    causality hides, and moves keys while it computes, but as ways - 1 messages one after the other.
+    Gathered keys cost rows T K (H + U) itemsize bytes for all keys and values, and 4 rows N
+    (T / ways) T for the scores. Both move the same keys. The ring holds 1 / ways of keys and
+    scores, skips the half of the products that causality hides, and moves keys while it computes,
+    but in ways - 1 sequential messages.
+
+    Args:
+      setting: mesh.context_keys.
+      ways: devices of the context axis.
+      rows, heads, kv_heads: on one device.
+      length: sequence length.
+      head_dim, value_dim: sizes of keys and values.
+      itemsize: bytes of a number in a product.
+      dropout: rate for the attention weights.
     """
-    held = rows * length * kv_heads * (head_dim + value_dim) * itemsize
-    held += 4 * rows * heads * (length // ways) * length
-    says = f"gathered keys, values and scores of a layer are {held / 2**20:.3g} MiB a device"
-    if wanted != "auto":
-        return Keys(wanted, f"as mesh.context_keys says; {says}")
+    size = rows * length * kv_heads * (head_dim + value_dim) * itemsize
+    size += 4 * rows * heads * (length // ways) * length
+    cost = f"gathered keys, values and scores of a layer are {size / 2**20:.3g} MiB a device"
+    limit = f"{GATHERED_BYTES / 2**20:.0f}"
+    if setting != "auto":
+        return KeyTransport(setting, f"set by mesh.context_keys; {cost}")
     if dropout:
-        return Keys("gather", f"a ring has no attention dropout; {says}")
-    if held <= GATHERED_BYTES:
-        return Keys("gather", f"{says}, within {GATHERED_BYTES / 2**20:.0f}")
-    return Keys("ring", f"{says}, above {GATHERED_BYTES / 2**20:.0f}")
+        return KeyTransport("gather", f"a ring has no attention dropout; {cost}")
+    if size <= GATHERED_BYTES:
+        return KeyTransport("gather", f"{cost}, within {limit}")
+    return KeyTransport("ring", f"{cost}, above {limit}")

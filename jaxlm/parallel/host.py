@@ -1,4 +1,4 @@
-"""Global arrays from what each host reads: rows of a batch, parts of a parameter."""
+"""Global arrays from data that each host reads: rows of a batch, parts of a parameter."""
 
 import math
 from collections import defaultdict
@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxlm.core.errors import ConfigError
 from jaxlm.parallel import rules
-from jaxlm.parallel.config import shown
+from jaxlm.parallel.config import format_mesh
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """How a [rows, length] array lies on the mesh."""
+    """Return the sharding of a [rows, length] array."""
     return NamedSharding(mesh, rules.spec(("batch", "length")))
 
 
@@ -26,81 +26,82 @@ def check_rows(mesh: Mesh, batch: int, microbatches: int = 1) -> None:
     The batch is that of the run, so the fix names fewer devices and not another batch.
     """
     ways = rules.split(mesh, "batch")
-    if batch % (ways * microbatches) == 0:
-        return
     unit = ways * microbatches
+    if batch % unit == 0:
+        return
     fewer = mesh.size // ways * math.gcd(ways, batch // microbatches)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     parts = f" x {microbatches} micro-batches" if microbatches > 1 else ""
     raise ConfigError(
         f"a batch of {batch} rows does not divide over {ways} devices{parts}",
         where="train.batch",
-        why=f"mesh {shown(mesh.shape)}{parts} needs a multiple of {unit}",
+        why=f"mesh {format_mesh(mesh.shape)}{parts} needs a multiple of {unit}",
         fix=f"--cpu_devices={fewer}" if on_cpu else f"run it on {fewer} devices",
     )
 
 
 def host_rows(mesh: Mesh, batch: int, devices: Collection[jax.Device] | None = None) -> slice:
-    """The rows of the global batch of which `devices`, by default this process's, hold something: one contiguous run.
+    """Return the contiguous rows of the global batch that `devices` (this process's) hold.
 
-    Processes that share a row, as `context` splits it, or hold copies of it, read the same rows.
+    Processes that split a row over `context`, or hold copies of it, read the same rows.
     """
     sharding = batch_sharding(mesh)
     devices = sharding.addressable_devices if devices is None else devices
-    held = sharding.devices_indices_map((batch, rules.split(mesh, "length")))
-    starts, stops = zip(*(held[device][0].indices(batch)[:2] for device in devices), strict=True)
+    indices = sharding.devices_indices_map((batch, rules.split(mesh, "length")))
+    bounds = (indices[device][0].indices(batch)[:2] for device in devices)
+    starts, stops = zip(*bounds, strict=True)
     return slice(min(starts), max(stops))
 
 
 def fetch(tree: Any) -> Any:
-    """A tree of global arrays as NumPy arrays, whole on every host."""
+    """Return a tree of global arrays as NumPy arrays, whole on every host."""
     return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def put(mesh: Mesh, rows: Any) -> Any:
-    """A tree of this host's [rows, length] arrays as global arrays on the mesh.
+    """Return a tree of this host's [rows, length] arrays as global arrays on the mesh.
 
-    The rows are those of `host_rows`, whole; of each a device takes its own part of the length.
+    The rows are those of `host_rows`, whole; a device takes its own part of their length.
     """
     sharding = batch_sharding(mesh)
     ways = rules.split(mesh, "batch")
-    own = host_rows(mesh, ways)
+    local = host_rows(mesh, ways)
 
     def place(x: Any) -> jax.Array:
         x = np.asarray(x)
-        size = len(x) // (own.stop - own.start)
+        size = len(x) // (local.stop - local.start)
         shape = (ways * size, *x.shape[1:])
         return jax.make_array_from_callback(
-            shape, sharding, lambda index: part(x, index, own.start * size)
+            shape, sharding, lambda index: part(x, index, local.start * size)
         )
 
     return jax.tree.map(place, rows)
 
 
 def by_parts(
-    shape: tuple[int, ...],
-    sharding: Sharding,
-    read: Callable[[tuple[slice, ...]], np.ndarray],
+    shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-    """A global array of which one part is on the host at a time: `read` gives what lies within a slice of each dimension.
+    """Return a global array while only one part of it is on the host at a time.
 
-    What several devices hold is read once. `jax.make_array_from_callback` reads the parts of all devices of this process
-    before it puts the first where it belongs: together those of eight devices are a whole leaf.
+    `read` returns the part at a slice of each dimension, once for all devices that hold it.
+    `jax.make_array_from_callback` reads the parts of all devices of this process before it places
+    the first: together those of eight devices are a whole leaf.
     """
     devices = defaultdict(list)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         cuts = zip(index or (), shape, strict=True)
         devices[tuple(cut.indices(size)[:2] for cut, size in cuts)].append(device)
     placed: list[jax.Array] = []
-    for bounds, own in devices.items():
-        found = read(tuple(slice(*each) for each in bounds))
-        placed += jax.block_until_ready([jax.device_put(found, device) for device in own])
+    for bounds, holders in devices.items():
+        values = read(tuple(slice(*each) for each in bounds))
+        placed += jax.block_until_ready([jax.device_put(values, device) for device in holders])
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
 
 def part(rows: np.ndarray, index: tuple[slice, ...] | None, first: int) -> np.ndarray:
-    """What lies at `index` of the global array, out of `rows` that begin with its row `first`."""
+    """Return the part at `index` of the global array, from `rows` that begin with row `first`."""
     assert index is not None
-    here, *rest = index
-    start, stop = here.start or 0, first + len(rows) if here.stop is None else here.stop
+    row_slice, *rest = index
+    start = row_slice.start or 0
+    stop = first + len(rows) if row_slice.stop is None else row_slice.stop
     return rows[start - first : stop - first, *rest]

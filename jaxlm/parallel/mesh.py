@@ -11,35 +11,34 @@ from jax.sharding import AxisType, Mesh
 from jaxlm.core.errors import ConfigError
 from jaxlm.parallel.config import (
     AXES,
-    OFFERED,
+    MAX_FIXES,
     MeshConfig,
-    beyond,
-    crossings,
-    flags,
-    nearest,
-    offered,
-    shown,
+    format_mesh,
+    layout_fixes,
+    mesh_flags,
+    nearest_layouts,
+    remaining_fixes,
+    slice_crossings,
 )
 
 
 def build(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
-    """The mesh of all devices (or of `devices`), laid out as the config says.
+    """Return the mesh of all devices (or of `devices`) in the layout of the config.
 
-    Axes are Auto: the compiler propagates shardings from the parameters, the batch, and `rules.constrain`.
-    With Explicit axes (`jax.make_mesh`'s default) a batch split over ("data", "fsdp") that meets an embedding
-    split over "fsdp" is refused at trace time.
+    Axes are Auto: the compiler propagates shardings from the parameters, the batch, and
+    `rules.constrain`. With Explicit axes (`jax.make_mesh`'s default) tracing fails where a batch
+    split over ("data", "fsdp") meets an embedding split over "fsdp".
 
-    Where devices lie in several slices, with slow wires between them, the outermost axes cross from one to another.
+    The outermost axes cross from slice to slice if slow links divide the devices into slices.
 
     Raises:
-      ConfigError: where the sizes do not multiply to the number of devices, or cannot be cut into its slices.
+      ConfigError: if the product of sizes is not the number of devices, or slices do not divide.
     """
     devices = jax.devices() if devices is None else devices
     sizes = config.sizes(len(devices))
-    types = (AxisType.Auto,) * len(AXES)
-    # An axis of 64 on a torus of 16 x 16 takes parts of both of its dimensions; where none need be cut, none is.
+    # An axis of 64 on a torus of 16 x 16 takes parts of both dimensions; others stay whole.
     if (count := slices(devices)) > 1:
-        outer = across(sizes, count)
+        outer = axis_crossings(sizes, count)
         grid = mesh_utils.create_hybrid_device_mesh(
             [sizes[axis] // outer[axis] for axis in AXES],
             [outer[axis] for axis in AXES],
@@ -50,42 +49,41 @@ def build(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
         grid = mesh_utils.create_device_mesh(
             [sizes[axis] for axis in AXES], devices, allow_split_physical_axes=True
         )
-    return Mesh(grid, AXES, axis_types=types)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def slices(devices: Sequence[jax.Device]) -> int:
-    """How many groups of devices there are with slow wires between them: TPU slices, hosts of GPUs.
+    """Return the number of groups with slow links between them: TPU slices, hosts of GPUs.
 
-    Raises:
-      ConfigError: where one has more devices than another.
+    Raises ConfigError if they differ in size.
     """
-    held = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
-    if len(set(held.values())) > 1:
+    sizes = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
+    if len(set(sizes.values())) > 1:
         raise ConfigError(
-            "the slices of this run do not have the same number of devices",
+            "the slices of this run differ in their number of devices",
             where="mesh",
-            why=", ".join(f"slice {name}: {count}" for name, count in sorted(held.items())),
+            why=", ".join(f"slice {name}: {count}" for name, count in sorted(sizes.items())),
             fix="start it on slices of one size",
         )
-    return len(held)
+    return len(sizes)
 
 
-def across(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """How often each axis is cut by the borders of `count` slices.
+def axis_crossings(sizes: Mapping[str, int], count: int) -> dict[str, int]:
+    """Return how often the borders of `count` slices cut each axis.
 
-    Raises:
-      ConfigError: where the axes cannot be cut so; names the nearest layouts that can.
+    Raises ConfigError if the axes cannot be cut so; names the nearest layouts that can.
     """
-    if (outer := crossings(sizes, count)) is not None:
+    if (outer := slice_crossings(sizes, count)) is not None:
         return outer
-    layouts = nearest(sizes, math.prod(sizes.values()))
-    fixes = offered(
-        sizes, layouts, lambda fit: flags(fit, sizes) if crossings(fit, count) is not None else ""
-    )
-    why = "the outermost axes cross from slice to slice, and their sizes must divide by the number of slices"
+
+    def line(layout: dict[str, int]) -> str:
+        return "" if slice_crossings(layout, count) is None else mesh_flags(layout, sizes)
+
+    fixes = layout_fixes(sizes, nearest_layouts(sizes, math.prod(sizes.values())), line)
+    why = "the outermost axes cross from slice to slice: their sizes must divide by that number"
     raise ConfigError(
         f"the mesh does not fit {count} slices",
-        where=f"mesh {shown(sizes)}",
-        why="\n".join([why, *beyond(fixes)]),
-        fix="\n".join(fixes[:OFFERED]),
+        where=f"mesh {format_mesh(sizes)}",
+        why="\n".join([why, *remaining_fixes(fixes)]),
+        fix="\n".join(fixes[:MAX_FIXES]),
     )

@@ -1,7 +1,8 @@
-"""The ranks of a run meet before JAX starts.
+"""Rendezvous of the ranks before JAX starts.
 
-JAX ends the process without an exception where a rank does not come in time. Here the wait is ours: who is missing is
-said by name, on every rank that is there, and a rank that is refused before they meet says why to those who wait for it.
+JAX ends a process without an exception if a rank is missing at the timeout. This rendezvous names
+the missing ranks on every rank that is present, and a rank that fails before it reports the reason
+to the others. That is why it comes before `jax.distributed.initialize`.
 """
 
 import contextlib
@@ -14,91 +15,92 @@ from collections.abc import Iterator
 
 from jaxlm.core.errors import CommandError, JaxlmError, PeerLost
 from jaxlm.parallel.cluster import ProcessSpec
-from jaxlm.parallel.cluster import port as free_port
+from jaxlm.parallel.cluster import port as default_port
 
-MAX_LINE_BYTES = 1024  # bytes of what a rank says of itself
-FAILURE_PREFIX = 200  # letters of why it cannot come
-PATIENCE_SECONDS = 2.0  # with a caller that says nothing
-REPORT_SECONDS = 10.0  # that a rank which cannot come waits for those it has to tell
+MAX_LINE_BYTES = 1024  # of a rank's own message
+MAX_REASON = 200  # letters of the reason why a rank fails
+SILENCE_SECONDS = 2.0  # timeout of a connection without a message
+REPORT_SECONDS = 10.0  # for a failing rank to reach the others
 
 
 @contextlib.contextmanager
 def report_failure_to_peers(place: ProcessSpec) -> Iterator[None]:
-    """For what may refuse a rank before it meets the others: they hear of it, and do not wait for the one that is gone."""
+    """Report an error before the rendezvous to the other ranks, so that they do not wait."""
     try:
         yield
     except JaxlmError as error:
         if place.coordinator is not None and place.rank is not None and place.count is not None:
-            why = f"{error.what}, {error.where}"[:FAILURE_PREFIX]
-            print(f"{why}: telling the other processes", file=sys.stderr)
+            why = f"{error.what}, {error.where}"[:MAX_REASON]
+            print(f"{why}: reporting it to the other processes", file=sys.stderr)
             deadline = time.monotonic() + REPORT_SECONDS
-            with contextlib.suppress(JaxlmError):  # nobody is there to hear it
+            with contextlib.suppress(JaxlmError):  # no other rank is present
                 if place.rank == 0:
-                    _join(place.coordinator, place.count, deadline, why)
+                    _serve(place.coordinator, place.count, deadline, why)
                 else:
-                    _serve(place.coordinator, place.rank, place.count, deadline, why)
+                    _join(place.coordinator, place.rank, place.count, deadline, why)
         raise
 
 
 def rendezvous(address: str, *, rank: int, count: int, seconds: float) -> None:
-    """Returns on every rank once all of them are there.
+    """Return on every rank once all of them are present.
 
     Raises:
-      PeerLost: where one has not come in time, on all that have; or where the address cannot be bound.
-      CommandError: where two give the same rank, they disagree about how many they are, or one was refused.
+      PeerLost: on all present ranks at the timeout; or if the address cannot be bound.
+      CommandError: if ranks are equal, disagree about their number, or one was refused.
     """
     deadline = time.monotonic() + seconds
     if rank == 0:
-        present, wrong = _join(address, count, deadline)
+        present, wrong = _serve(address, count, deadline)
     else:
-        present, wrong = _serve(address, rank, count, deadline)
+        present, wrong = _join(address, rank, count, deadline)
     if wrong:
         raise CommandError(
-            "the processes of this run do not fit together",
+            "the processes of this run contradict each other",
             where=address,
             why=wrong,
-            fix="start each with the same command, code and --num_processes, and its own --process_id",
+            fix="start each with the same command, code and --num_processes, and its own "
+            "--process_id",
         )
     absent = sorted(set(range(count)) - set(present))
     if absent:
         raise PeerLost(
-            f"rank {_format_ranks(absent)} did not come within {seconds:g} s",
+            f"rank {_format_ranks(absent)} did not join within {seconds:g} s",
             where=address,
             why=f"present: {_format_ranks(present)}; absent: {_format_ranks(absent)}",
-            fix="look at what the absent ranks said, and whether they reach this address",
+            fix="look at the output of the absent ranks, and whether they reach this address",
         )
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port. Raises CommandError where the text is not both."""
+    """Return host and port. Raises CommandError if the text is not both."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         named = address if ":" not in address else host
         raise CommandError(
-            f"{address!r} is no address",
+            f"{address!r} is not an address",
             where="--coordinator",
-            why="it needs a host, a colon and a port",
-            fix=f"--coordinator={named}:{free_port(named)}    # the same for every process"
+            why="an address is a host, a colon and a port",
+            fix=f"--coordinator={named}:{default_port(named)}    # the same for every process"
             if re.fullmatch(r"[\w.-]+|\[[\w.:]+\]", named)
             else "name the host of rank 0 and a port that is free there: HOST:PORT",
         )
     return host.strip("[]"), int(port)
 
 
-def _join(address: str, count: int, deadline: float, refused: str = "") -> tuple[list[int], str]:
-    """Rank 0: hears who is there, and tells it to all once they are; at once that something is wrong, its own refusal too.
+def _serve(address: str, count: int, deadline: float, refused: str = "") -> tuple[list[int], str]:
+    """Rank 0: collect the other ranks, and send them the result; an error at once.
 
-    Whoever comes later is told for some seconds more.
+    After an error, ranks that join within `REPORT_SECONDS` get it too.
     """
     callers: dict[int, socket.socket] = {}
-    untold: list[socket.socket] = []
+    unanswered: list[socket.socket] = []
     wrong = f"rank 0 was refused: {refused}" if refused else ""
 
-    def tell(present: list[int]) -> None:
-        for caller in untold:
+    def answer(present: list[int]) -> None:
+        for caller in unanswered:
             with contextlib.suppress(OSError):
                 _send(caller, {"present": present, "wrong": wrong})
-        untold.clear()
+        unanswered.clear()
 
     with contextlib.ExitStack() as stack:
         with _listener(address, deadline) as listener:
@@ -106,55 +108,58 @@ def _join(address: str, count: int, deadline: float, refused: str = "") -> tuple
                 listener.settimeout(max(deadline - time.monotonic(), 0.01))
                 with contextlib.suppress(OSError):  # a timeout too
                     caller = stack.enter_context(listener.accept()[0])
-                    caller.settimeout(PATIENCE_SECONDS)
-                    name = _receive_line(caller)
-                    rank = name.get("rank")
-                    if not isinstance(rank, int) or not isinstance(name.get("count"), int):
-                        continue  # a stranger
-                    found = ""
-                    if name["count"] != count or not 0 < rank < count:
-                        found = f"rank {rank} was started as one of {name['count']}, rank 0 as one of {count}"
+                    caller.settimeout(SILENCE_SECONDS)
+                    message = _receive_line(caller)
+                    rank, their_count = message.get("rank"), message.get("count")
+                    if not isinstance(rank, int) or not isinstance(their_count, int):
+                        continue  # not a process of a run
+                    error = ""
+                    if their_count != count or not 0 < rank < count:
+                        error = (
+                            f"rank {rank} was started as one of {their_count}, "
+                            f"rank 0 as one of {count}"
+                        )
                     elif rank in callers and not _is_disconnected(callers[rank]):
-                        found = f"two processes say that they are rank {rank}"
-                    elif why := name.get("refused"):
-                        found = f"rank {rank} was refused: {why}"
+                        error = f"two processes have rank {rank}"
+                    elif why := message.get("refused"):
+                        error = f"rank {rank} was refused: {why}"
                     callers[rank] = caller
-                    untold.append(caller)
-                    if found and not wrong:
-                        wrong, deadline = found, min(deadline, time.monotonic() + REPORT_SECONDS)
+                    unanswered.append(caller)
+                    if error and not wrong:
+                        wrong, deadline = error, min(deadline, time.monotonic() + REPORT_SECONDS)
                     if wrong:
-                        tell([0, *callers])
+                        answer([0, *callers])
                     elif len(callers) == count - 1:
-                        # One that died while it waited is not there, and may come again.
+                        # A rank that died while it waited is absent, and may join again.
                         callers = {
                             rank: c for rank, c in callers.items() if not _is_disconnected(c)
                         }
-        # The port is free for JAX before anybody hears that all are there.
+        # The port is free for JAX before any rank learns that all are present.
         present = sorted([0, *callers])
-        tell(present)
+        answer(present)
     return present, wrong
 
 
-def _serve(
+def _join(
     address: str, rank: int, count: int, deadline: float, refused: str = ""
 ) -> tuple[list[int], str]:
-    """Another rank: gives its name, and hears who else is there. Comes again where rank 0 has not begun yet."""
+    """Other ranks: send the rank, and return the result; retry until rank 0 listens."""
     while (left := deadline - time.monotonic()) > 0:
         with contextlib.suppress(OSError):
             with socket.create_connection(split(address), timeout=left) as caller:
                 _send(caller, {"rank": rank, "count": count, "refused": refused})
-                caller.settimeout(left + PATIENCE_SECONDS)  # rank 0 may have begun to wait later
-                heard = _receive_line(caller)
-            if {"present", "wrong"} <= heard.keys():
-                if not heard["wrong"] and len(heard["present"]) == count:
+                caller.settimeout(left + SILENCE_SECONDS)  # rank 0 may have started later
+                reply = _receive_line(caller)
+            if {"present", "wrong"} <= reply.keys():
+                if not reply["wrong"] and len(reply["present"]) == count:
                     _connect(address)
-                return heard["present"], heard["wrong"]
+                return reply["present"], reply["wrong"]
         time.sleep(0.1)
     return [rank], ""
 
 
 def _connect(address: str) -> None:
-    """Returns once JAX listens where rank 0 did, so that JAX's first attempt is not refused and put off for a second."""
+    """Return once JAX listens at the address: else its first attempt fails and waits a second."""
     for _ in range(200):
         with contextlib.suppress(OSError):
             socket.create_connection(split(address), timeout=1).close()
@@ -163,7 +168,7 @@ def _connect(address: str) -> None:
 
 
 def _listener(address: str, deadline: float) -> socket.socket:
-    """Listens there. A name may be so new that it is known only in a while, as a pod's is."""
+    """Listen at the address. A new name, such as a pod's, may not resolve for a while."""
     host, port = split(address)
     while True:
         try:
@@ -177,7 +182,8 @@ def _listener(address: str, deadline: float) -> socket.socket:
                 "the address of the coordinator cannot be used",
                 where=address,
                 why=f"{type(error).__name__}: {error.strerror}",
-                fix="give --coordinator another port\nstart the processes with jaxlm launch: it finds a free port",
+                fix="give --coordinator another port\n"
+                "start the processes with jaxlm launch: it finds a free port",
             ) from error
 
 
@@ -186,21 +192,21 @@ def _send(caller: socket.socket, value: dict) -> None:
 
 
 def _receive_line(caller: socket.socket) -> dict:
-    """One line of JSON; nothing where it is none. A list of ranks may be long, what a rank says of itself may not."""
-    heard = b""
-    while not heard.endswith(b"\n") and len(heard) < MAX_LINE_BYTES * 100:
+    """Return one line of JSON, empty if it is invalid. A list of ranks may be long."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES * 100:
         part = caller.recv(MAX_LINE_BYTES)
         if not part:
             return {}
-        heard += part
+        line += part
     with contextlib.suppress(ValueError):
-        value = json.loads(heard)
+        value = json.loads(line)
         return value if isinstance(value, dict) else {}
     return {}
 
 
 def _is_disconnected(caller: socket.socket) -> bool:
-    """Whether the other end has closed; it says nothing after its name."""
+    """Return whether the other end has closed; it sends nothing after its rank."""
     caller.setblocking(False)
     try:
         return caller.recv(1, socket.MSG_PEEK) == b""
@@ -209,7 +215,7 @@ def _is_disconnected(caller: socket.socket) -> bool:
     except OSError:
         return True
     finally:
-        caller.settimeout(PATIENCE_SECONDS)
+        caller.settimeout(SILENCE_SECONDS)
 
 
 def _format_ranks(ranks: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Where arrays lie on a mesh, by the names of their dimensions."""
+"""Shardings of arrays by the logical names of their dimensions."""
 
 from typing import Any
 
@@ -8,37 +8,49 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxlm.core import tree
 from jaxlm.core.errors import ConfigError
-from jaxlm.parallel.config import OFFERED, flags, nearest, offered, shown
+from jaxlm.parallel.config import MAX_FIXES, format_mesh, layout_fixes, mesh_flags, nearest_layouts
 from jaxlm.parallel.logical import RULES, LogicalAxes, ways
+
+# Compiler options by platform that were measured to pay; numbers are in scripts/LOG.md.
+COMPILER_OPTIONS = {
+    # XLA for CPU copies each array of a donated state that is read twice before its overwrite.
+    "cpu": {"xla_cpu_copy_insertion_use_region_analysis": True}
+}
+
+
+def compiler_options(mesh: Mesh | AbstractMesh) -> dict[str, bool]:
+    """Return the options for a program that overwrites its arguments; none without devices."""
+    if isinstance(mesh, AbstractMesh):
+        return {}
+    return COMPILER_OPTIONS.get(mesh.devices.flat[0].platform, {})
 
 
 def spec(axes: LogicalAxes) -> PartitionSpec:
-    """The mesh axes of each dimension. Raises KeyError for a logical axis without a rule."""
+    """Return the mesh axes of each dimension. Raises KeyError for an axis without a rule."""
     return PartitionSpec(*(None if axis is None else RULES[axis] for axis in axes))
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Pins the layout of an activation on the ambient mesh (`jax.set_mesh`); without one, does nothing."""
+    """Constrain an activation on the ambient mesh (`jax.set_mesh`); identity without a mesh.
+
+    A length that `context` cannot split stays whole: one token of a decode step, a prompt.
+    """
     if len(axes) != x.ndim:
         raise ValueError(f"{len(axes)} axis names for shape {x.shape}")
-    if jax.sharding.get_abstract_mesh().empty:
-        return x
-    return jax.lax.with_sharding_constraint(x, spec(tuple(map(_placed, axes, x.shape))))
-
-
-def _placed(axis: str | None, size: int) -> str | None:
-    """The axis, or None for a length that `context` cannot split: the one token of a decode step, a prompt."""
     grid = jax.sharding.get_abstract_mesh()
-    return None if axis == "length" and size % split(grid, axis) else axis
+    if grid.empty:
+        return x
+    pairs = zip(axes, x.shape, strict=True)
+    placed = (None if a == "length" and size % split(grid, a) else a for a, size in pairs)
+    return jax.lax.with_sharding_constraint(x, spec(tuple(placed)))
 
 
 def shardings(mesh: Mesh, axes: Any, abstract: Any, *, is_split: bool = True) -> Any:
-    """The sharding of each leaf of a tree, given its tree of logical axes (tuples as leaves) and of shapes.
+    """Return the sharding of each leaf, from trees of logical axes (tuples) and of shapes.
 
-    Without `is_split`, the fsdp axis holds copies instead of parts, as ZeRO 1 and 2 keep parameters.
+    Without `is_split`, fsdp holds copies instead of parts, as ZeRO 1 and 2 do with parameters.
 
-    Raises:
-      ConfigError: where a dimension does not divide by its mesh axes; lists every such leaf.
+    Raises ConfigError if dimensions do not divide by their mesh axes; lists every such leaf.
     """
     misfits: list[tuple[str, str, int, int]] = []
 
@@ -48,7 +60,10 @@ def shardings(mesh: Mesh, axes: Any, abstract: Any, *, is_split: bool = True) ->
         for name, size in zip(names, leaf.shape, strict=True):
             if name is not None and size % (parts := split(mesh, name)):
                 misfits.append((path, name, size, parts))
-        return NamedSharding(mesh, spec(names) if is_split else _copied(spec(names)))
+        entries = spec(names)
+        if not is_split:
+            entries = PartitionSpec(*(None if entry == "fsdp" else entry for entry in entries))
+        return NamedSharding(mesh, entries)
 
     placed = tree.map_with_path(place, abstract, axes)
     if misfits:
@@ -57,36 +72,31 @@ def shardings(mesh: Mesh, axes: Any, abstract: Any, *, is_split: bool = True) ->
 
 
 def split(mesh: Mesh | AbstractMesh, axis: str | None) -> int:
-    """Into how many parts a logical axis is split."""
+    """Return the number of parts of a logical axis."""
     return ways(dict(mesh.shape), axis)
-
-
-def _copied(spec: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(*(None if entry == "fsdp" else entry for entry in spec))
 
 
 def _misfit(
     mesh: Mesh, abstract: Any, axes: Any, misfits: list[tuple[str, str, int, int]]
 ) -> ConfigError:
-    """One line for each logical axis that does not divide, with one leaf as the example; and the nearest meshes that fit."""
+    """Return an error with a line for each axis, with one leaf, and the nearest possible meshes."""
     lines: dict[tuple[str, int, int], str] = {}
     for path, name, size, parts in misfits:
-        lines.setdefault(
-            (name, size, parts), f"{name} = {size} does not divide by {parts} (for example {path})"
-        )
+        line = f"{name} = {size} does not divide by {parts} (for example {path})"
+        lines.setdefault((name, size, parts), line)
     named = jax.tree.map(
         lambda leaf, names: frozenset(zip(names, leaf.shape, strict=True)), abstract, axes
     )
     sizes = frozenset[tuple[str | None, int]]().union(*jax.tree.leaves(named))
 
-    def line(fit: dict[str, int]) -> str:
-        is_even = all(size % ways(fit, name) == 0 for name, size in sizes)
-        return flags(fit, mesh.shape) if is_even else ""
+    def fix(layout: dict[str, int]) -> str:
+        is_even = all(size % ways(layout, name) == 0 for name, size in sizes)
+        return mesh_flags(layout, mesh.shape) if is_even else ""
 
-    fixes = offered(mesh.shape, nearest(mesh.shape, mesh.size), line)
+    fixes = layout_fixes(mesh.shape, nearest_layouts(mesh.shape, mesh.size), fix)
     return ConfigError(
         f"{len(misfits)} parameter{'s' if len(misfits) > 1 else ''} cannot be split evenly",
-        where=f"mesh {shown(mesh.shape)}",
+        where=f"mesh {format_mesh(mesh.shape)}",
         why="; ".join(lines.values()),
-        fix="\n".join(fixes[:OFFERED]),
+        fix="\n".join(fixes[:MAX_FIXES]),
     )

@@ -194,7 +194,7 @@ def test_two_processes_of_a_slurm_step_train_as_one_does(config, tmp_path, monke
     assert until(read(tmp_path / "b"), 2) == until(read(tmp_path / "a"), 2)
     found = json.loads((double / "environment.json").read_text())["cluster"]
     assert found == {
-        "told": f"Slurm job {job}, step 0",
+        "source": f"Slurm job {job}, step 0",
         "coordinator": f"127.0.0.1:{cluster.port(f'{job}.0')}",
         "processes": 2,
         "slices": 1,

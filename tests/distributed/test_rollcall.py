@@ -91,7 +91,7 @@ def test_two_processes_of_one_rank_are_refused():
     assert all(isinstance(error, CommandError) for error in errors), (
         "each was told, none waited to the end"
     )
-    assert "two processes say that they are rank 1" in errors[0].why
+    assert "two processes have rank 1" in errors[0].why
 
 
 def test_ranks_that_disagree_about_their_number_are_refused():

@@ -133,7 +133,7 @@ def main() -> int:
     )
     args.workdir.mkdir(parents=True, exist_ok=True)
     try:
-        print(f"process {place.rank}, {place.told}", flush=True)
+        print(f"process {place.rank}, {place.source}", flush=True)
         with ProcessGroup(watch, place, workdir=args.workdir) as crew, crew.stop:
             directory = RunDir(args.workdir)
             if crew.peers.is_first:

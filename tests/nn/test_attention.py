@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlm.nn.attention import Attention
+from jaxlm.nn.attention import Attention, LayerInputs
 from jaxlm.nn.config import AttentionConfig, NormConfig
 from jaxlm.nn.rotary import LongScaling, Rope, YarnScaling
 from jaxlm.ops import masks
@@ -56,7 +56,7 @@ def outputs(config):
     x = jax.random.normal(jax.random.key(2), (ROWS, LENGTH, WIDTH))
     # The second row begins elsewhere, and has a gap.
     positions = np.stack((np.arange(LENGTH), 5 + np.arange(LENGTH) ** 2)).astype(np.int32)
-    got, cache = module(x, positions=jnp.asarray(positions), mask=masks.causal(LENGTH))
+    got, cache = module(x, LayerInputs(jnp.asarray(positions), masks.causal(LENGTH)))
     assert cache is None
     return got, reference.attention(np.asarray(x, np.float64), params, config, positions)
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.nn.attention import LayerInputs
 from jaxlm.nn.block import Block
 from jaxlm.nn.config import REMAT_NAMES, AttentionConfig, BlockConfig, MlpConfig, NormConfig
 from jaxlm.ops import masks
@@ -66,7 +67,7 @@ def made(**changes):
 
 def run(block, x, key=None):
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], x.shape[:2])
-    return block(x, positions=positions, mask=masks.causal(LENGTH), key=key)[0]
+    return block(x, LayerInputs(positions, masks.causal(LENGTH)), key=key)[0]
 
 
 @pytest.fixture(scope="module")

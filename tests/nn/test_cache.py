@@ -11,7 +11,7 @@ KEYS, VALUES = jax.random.normal(jax.random.key(0), (2, ROWS, SLOTS, HEADS, SIZE
 
 def seen(read, last):
     """Keys and values by index, of those that a query at `last` of each row sees in its window."""
-    places = np.broadcast_to(read.places, (ROWS, read.keys.shape[1]))
+    places = np.broadcast_to(read.indices, (ROWS, read.keys.shape[1]))
     found = []
     for row, at in enumerate(last):
         slots = [np.flatnonzero(places[row] == i) for i in range(max(0, at - WINDOW + 1), at + 1)]
@@ -33,7 +33,7 @@ def test_a_query_finds_what_was_written_in_its_window_however_it_was_written(win
         count = lengths - start if size == 5 else np.full(ROWS, size, np.int32)
         index = np.minimum(start[:, None] + np.arange(size), SLOTS - 1)
         new = [np.take_along_axis(np.asarray(x), index[..., None, None], 1) for x in (KEYS, VALUES)]
-        cache, read = cache.extended(*map(jnp.asarray, new), jnp.asarray(start), jnp.asarray(count))
+        cache, read = cache.append(*map(jnp.asarray, new), jnp.asarray(start), jnp.asarray(count))
         for row, found in enumerate(seen(read, start + count - 1)):
             stop = start[row] + count[row]
             own = slice(max(0, stop - WINDOW), stop)
@@ -48,8 +48,8 @@ def test_a_query_finds_what_was_written_in_its_window_however_it_was_written(win
 def test_what_a_token_becomes_does_not_depend_on_those_written_with_it():
     start, count = jnp.zeros((ROWS,), jnp.int32), jnp.full((ROWS,), WINDOW)
     empty = LayerCache.empty(ROWS, SLOTS, (HEADS, SIZE, SIZE), jnp.dtype("int8"), WINDOW)
-    whole, _ = empty.extended(KEYS[:, :WINDOW], VALUES[:, :WINDOW], start, count)
+    whole, _ = empty.append(KEYS[:, :WINDOW], VALUES[:, :WINDOW], start, count)
     for place in range(WINDOW):
         own = slice(place, place + 1)
-        empty, _ = empty.extended(KEYS[:, own], VALUES[:, own], start + place, None)
+        empty, _ = empty.append(KEYS[:, own], VALUES[:, own], start + place, None)
     jax.tree.map(np.testing.assert_array_equal, empty, whole)

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxlm.core import tree
+from jaxlm.nn.attention import LayerInputs
 from jaxlm.nn.block import Block
 from jaxlm.nn.cache import LayerCache
 from jaxlm.nn.config import AttentionConfig, BlockConfig, MlpConfig, NormConfig
@@ -50,7 +51,7 @@ def made(depth, pattern, *, layers="scan", remat="none"):
 def run(stack, *, key=None, **rest):
     x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (ROWS, LENGTH))
-    return stack(x, positions=positions, mask=masks.causal(LENGTH), key=key, **rest)[0]
+    return stack(x, LayerInputs(positions, masks.causal(LENGTH)), key=key, **rest)[0]
 
 
 def loss_and_gradients(stack):
@@ -181,7 +182,7 @@ def test_layers_are_run_in_the_order_of_the_pattern(pattern):
         block = nnx.merge(graphdef, jax.tree.map(lambda leaf, r=repeat: leaf[r], state))
         assert isinstance(block, Block)
         assert block.config == kinds[kind]
-        x, _, _ = block(x, positions=positions, mask=masks.causal(LENGTH))
+        x, _, _ = block(x, LayerInputs(positions, masks.causal(LENGTH)))
     np.testing.assert_allclose(run(stack), x, rtol=1e-5, atol=1e-5)
 
 
@@ -213,10 +214,8 @@ def test_a_cache_comes_back_in_its_own_shape_with_every_layer_written(pattern):
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (ROWS, LENGTH))
     out, written, _ = stack(
         x,
-        positions=positions,
-        mask=masks.causal(LENGTH),
+        LayerInputs(positions, masks.causal(LENGTH), start=jnp.zeros((ROWS,), jnp.int32)),
         caches=caches,
-        start=jnp.zeros((ROWS,), jnp.int32),
     )
     np.testing.assert_allclose(out, run(stack), rtol=1e-5, atol=1e-5)
     assert jax.tree.map(jnp.shape, written) == jax.tree.map(jnp.shape, caches)

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxlm.core import tree
+from jaxlm.nn.attention import LayerInputs
 from jaxlm.nn.cache import LayerCache
 from jaxlm.nn.init import Initializer
 from jaxlm.nn.stack import Stack
@@ -40,7 +41,7 @@ def made(schedule, *, depth=4, pattern=(PLAIN,), layers="scan", remat="none"):
 def run(stack, x=None, *, key=None):
     x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH)) if x is None else x
     mask = masks.causal(LENGTH, SEGMENTS[: len(x)])
-    return stack(x, positions=POSITIONS[: len(x)], mask=mask, key=key)[0]
+    return stack(x, LayerInputs(POSITIONS[: len(x)], mask), key=key)[0]
 
 
 def loss_and_gradients(stack):
@@ -82,8 +83,7 @@ def test_each_micro_batch_drops_its_own_and_the_same_again():
     same = jnp.broadcast_to(jax.random.normal(KEY, (LENGTH, WIDTH)), (2, LENGTH, WIDTH))
     dropped = jax.jit(lambda key: stack(
         same,
-        positions=jnp.zeros((2, LENGTH), jnp.int32),
-        mask=masks.causal(LENGTH),
+        LayerInputs(jnp.zeros((2, LENGTH), jnp.int32), masks.causal(LENGTH)),
         key=key,
     )[0])  # fmt: skip
     first = dropped(KEY)
@@ -104,10 +104,8 @@ def test_caches_are_written_without_a_pipeline():
     outs = [
         made(plan)(
             x,
-            positions=POSITIONS,
-            mask=masks.causal(LENGTH),
+            LayerInputs(POSITIONS, masks.causal(LENGTH), start=jnp.zeros((ROWS,), jnp.int32)),
             caches={"0": (cache,) * 4},
-            start=jnp.zeros((ROWS,), jnp.int32),
         )[:2]
         for plan in (None, Schedule(2, 4))
     ]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlm.ops import masks
-from jaxlm.ops.attention_figures import attention_figures
+from jaxlm.ops.attention import attention_figures
 
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 6, 4, 2, 8
 

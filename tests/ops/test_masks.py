@@ -42,20 +42,20 @@ def test_a_query_sees_the_keys_that_the_description_says(causal, window, segment
         window=window,
     )
     expected = by_loop(INDEX, INDEX, causal=causal, window=window, query=segments, key=segments)
-    np.testing.assert_array_equal(mask.materialise(), expected)
+    np.testing.assert_array_equal(mask.materialize(), expected)
 
 
 @pytest.mark.parametrize("window", [None, 4])
 def test_rows_of_a_cache_see_up_to_their_own_slot(window):
     query = np.array([[3, 4], [7, 8], [0, 1]], np.int32)
     mask = Mask(query_index=query, key_index=INDEX, window=window)
-    np.testing.assert_array_equal(mask.materialise(), by_loop(query, INDEX, window=window))
+    np.testing.assert_array_equal(mask.materialize(), by_loop(query, INDEX, window=window))
 
 
 def test_the_mask_of_a_row_is_causal_within_its_segments():
-    np.testing.assert_array_equal(masks.causal(LENGTH).materialise(), by_loop(INDEX, INDEX))
+    np.testing.assert_array_equal(masks.causal(LENGTH).materialize(), by_loop(INDEX, INDEX))
     np.testing.assert_array_equal(
-        masks.causal(LENGTH, SEGMENTS).materialise(),
+        masks.causal(LENGTH, SEGMENTS).materialize(),
         by_loop(INDEX, INDEX, query=SEGMENTS, key=SEGMENTS),
     )
 
@@ -68,25 +68,25 @@ def test_a_query_with_a_reach_sees_that_far_and_the_window_to_both_sides(window)
         key_index=INDEX,
         query_segments=SEGMENTS,
         key_segments=SEGMENTS,
-        query_reach=reach,
+        visible_until=reach,
         window=window,
     )
     expected = by_loop(INDEX, INDEX, window=window, query=SEGMENTS, key=SEGMENTS, reach=reach)
-    np.testing.assert_array_equal(mask.materialise(), expected)
-    with pytest.raises(ValueError, match="a reach where nothing is hidden"):
-        Mask(query_index=INDEX, key_index=INDEX, query_reach=reach, causal=False)
+    np.testing.assert_array_equal(mask.materialize(), expected)
+    with pytest.raises(ValueError, match="visible_until needs a causal mask"):
+        Mask(query_index=INDEX, key_index=INDEX, visible_until=reach, causal=False)
 
 
 def test_segments_of_one_side_alone_are_refused():
     for side in ("query_segments", "key_segments"):
-        with pytest.raises(ValueError, match="segments of queries without those of keys"):
+        with pytest.raises(ValueError, match="only one of queries and keys has segments"):
             Mask(query_index=INDEX, key_index=INDEX, **{side: SEGMENTS})
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_padding_sees_only_padding_and_every_query_sees_itself(cap):
     mask = masks.causal(LENGTH, SEGMENTS)
-    seen = np.asarray(mask.materialise())
+    seen = np.asarray(mask.materialize())
     assert np.diagonal(seen, axis1=1, axis2=2).all()
     padding = SEGMENTS == 0
     assert not (seen & (padding[:, :, None] != padding[:, None, :])).any()
@@ -107,6 +107,6 @@ def test_padding_sees_only_padding_and_every_query_sees_itself(cap):
 def test_slots_that_are_dealt_out_see_what_they_saw_before(parts):
     slots = context.zigzag_order(16, parts)
     segments = np.array([[1] * 5 + [2] * 8 + [0] * 3])
-    before = masks.causal(16, segments).materialise()
-    dealt = masks.causal(16, segments[:, slots], parts=parts).materialise()
+    before = masks.causal(16, segments).materialize()
+    dealt = masks.causal(16, segments[:, slots], parts=parts).materialize()
     np.testing.assert_array_equal(dealt, before[:, slots][:, :, slots])

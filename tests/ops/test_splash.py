@@ -136,16 +136,21 @@ def test_what_it_cannot_do_is_refused():
     slots = jnp.arange(128)[None]
     cache = masks.Mask(query_index=slots, key_index=slots)
     call = functools.partial(attention, precision=FULL, scale=1.0, kernel="splash")
-    with pytest.raises(ValueError, match="splash attention on a cpu"):
+    with pytest.raises(ValueError, match="splash attention does not run on a cpu"):
         call(query, key, value, masks.causal(128))
     with backend.of("tpu"):
-        with pytest.raises(ValueError, match="other than whole rows"):
+        with pytest.raises(ValueError, match="needs a mask of whole rows"):
             call(query, key, value, cache)
-        with pytest.raises(ValueError, match="read both ways"):
-            call(query, key, value, masks.causal(128, reach=jnp.zeros((2, 128), jnp.int32) + 127))
+        with pytest.raises(ValueError, match="no bidirectional segments"):
+            call(
+                query,
+                key,
+                value,
+                masks.causal(128, visible_until=jnp.zeros((2, 128), jnp.int32) + 127),
+            )
         with pytest.raises(ValueError, match="of 100 tokens, no multiple of 128"):
             call(*(x[:, :100] for x in (query, key, value)), masks.causal(100))
-        with pytest.raises(ValueError, match="attention dropout in splash"):
+        with pytest.raises(ValueError, match="splash has no attention dropout"):
             call(query, key, value, masks.causal(128), dropout=0.1, dropout_key=jax.random.key(0))
         grid = mesh.build(MeshConfig(data=1, context=4), jax.devices()[:4])
         with jax.set_mesh(grid), pytest.raises(ValueError, match="rows that are split"):

@@ -99,7 +99,7 @@ def test_half_an_environment_is_an_error_that_names_the_other_half(environment, 
     with pytest.raises(CommandError) as caught:
         process_spec(environment)
     assert missing in caught.value.what
-    assert process_spec(environment, coordinator="a:1", count=2, rank=1).told == "flags"
+    assert process_spec(environment, coordinator="a:1", count=2, rank=1).source == "flags"
     assert process_spec(environment, count=1).count is None
 
 
@@ -118,7 +118,7 @@ def test_a_rank_past_the_last_is_refused_in_the_clusters_name():
 def test_flags_win_one_by_one():
     found = process_spec(SLURM, coordinator="10.0.0.1:1", rank=0)
     assert (found.coordinator, found.count, found.rank) == ("10.0.0.1:1", 4, 0)
-    assert found.told == "Slurm job 4242, step 1, but for --coordinator, but for --process_id"
+    assert found.source == "Slurm job 4242, step 1, except --coordinator, except --process_id"
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_flags_win_one_by_one():
 )
 def test_a_process_alone_is_alone_and_says_why(environment):
     found = process_spec(environment)
-    assert found == ProcessSpec(told=found.told)
-    assert "one process" in found.told
+    assert found == ProcessSpec(source=found.source)
+    assert "one process" in found.source
 
 
 def test_mpi_in_a_slurm_job_goes_by_its_own_ranks():
@@ -155,7 +155,7 @@ def test_slices_are_recorded_whoever_tells_the_rank():
     assert process_spec(TPU | MEGASCALE).slices == 2
     assert process_spec(TPU | MEGASCALE, coordinator="a:1", count=4, rank=0).slices == 2
     assert process_spec(TPU).as_json() == {
-        "told": "TPU pod, worker 1 of 2",
+        "source": "TPU pod, worker 1 of 2",
         "coordinator": process_spec(TPU).coordinator,
         "processes": 2,
         "slices": 1,

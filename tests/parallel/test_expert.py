@@ -11,7 +11,7 @@ from flax import nnx
 from jaxlm.core import tree
 from jaxlm.nn.config import MoeConfig
 from jaxlm.nn.moe import Moe
-from jaxlm.parallel import context, hlo_collectives, rules
+from jaxlm.parallel import context, hlo, rules
 from jaxlm.parallel import mesh as meshes
 from jaxlm.parallel.config import MeshConfig
 from tests.nn.reference import FLOAT32, moved
@@ -108,7 +108,7 @@ def test_places_are_exchanged_and_tokens_without_a_limit_are_gathered(kind, sent
         text = step.lower(state, x).compile().as_text()
     found = [
         each.kind
-        for each in hlo_collectives.read(text)
+        for each in hlo.read_collectives(text)
         if each.axes(mesh.shape) == ("expert",) and each.shapes[0].sizes[-1:] == (WIDTH,)
     ]
     assert sorted(found) == sent
@@ -117,7 +117,7 @@ def test_places_are_exchanged_and_tokens_without_a_limit_are_gathered(kind, sent
 def test_tokens_dealt_over_a_ring_take_the_places_of_their_row():
     config = KINDS["capacity"]
     with jax.set_mesh(grid({"expert": 2, "context": 2})):
-        dealt = results(config, context.zigzag_order(LENGTH, 2), is_dealt=True)
+        dealt = results(config, context.zigzag_order(LENGTH, 2), is_zigzag=True)
     assert_same(results(config), dealt)
 
 

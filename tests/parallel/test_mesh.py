@@ -7,7 +7,7 @@ import pytest
 from jaxlm.core.errors import ConfigError
 from jaxlm.monitor.chips import SLICES
 from jaxlm.parallel import mesh
-from jaxlm.parallel.config import AXES, MeshConfig, factorisations
+from jaxlm.parallel.config import AXES, MeshConfig, factorizations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def test_pipe_crosses_before_data_does():
 
 
 def test_fsdp_crosses_where_nothing_lies_outside_of_it():
-    assert mesh.across(dict.fromkeys(AXES, 1) | {"fsdp": 64, "tensor": 8}, 16)["fsdp"] == 16
+    assert mesh.axis_crossings(dict.fromkeys(AXES, 1) | {"fsdp": 64, "tensor": 8}, 16)["fsdp"] == 16
 
 
 def test_a_mesh_that_slices_cannot_cut_is_refused_with_those_that_they_can():
@@ -89,7 +89,7 @@ def chips(topology):
 def test_any_axis_finds_a_place_on_any_slice(name):
     """Also one that no dimension of the torus has the size of: JAX's own default is to give up."""
     devices = chips(SLICES[name].topology)
-    for sizes in factorisations(len(devices), ("data", "fsdp", "tensor")):
+    for sizes in factorizations(len(devices), ("data", "fsdp", "tensor")):
         built = mesh.build(MeshConfig(**sizes), devices)
         assert dict(built.shape) == sizes
         assert sorted(chip.id for chip in built.devices.flat) == list(range(len(devices)))

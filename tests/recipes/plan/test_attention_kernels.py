@@ -118,7 +118,7 @@ def test_each_platform_has_its_kernel_and_says_why_not():
     short = dataclasses.replace(run, data=DataConfig(sequence=1000))
     said = attention_kernels.describe_kernels(short, model.build(), WHOLE, TPU)
     assert said.startswith("blockwise: rows of 1000 tokens")
-    assert "; splash not: rows of 1000 tokens are no multiple of 128\n" in said
+    assert "; splash not: rows of 1000 tokens are not a multiple of 128\n" in said
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_each_platform_has_its_kernel_and_says_why_not():
         ("splash", CPU, {}, "it is for a tpu, and this is a cpu"),
         ("splash", H100, {}, "it is for a tpu, and this is a gpu"),
         ("cudnn", TPU, {}, "it is for a gpu, and this is a tpu"),
-        ("splash", TPU, {"data.sequence": 1000}, "no multiple of 128"),
-        ("splash", TPU, {"regularisation.attention_dropout": 0.1}, "it drops no attention weights"),
-        ("splash", TPU, {"objective.name": "prefix"}, "parts of these are read both ways"),
-        ("cudnn", H100, {"precision.compute": "float32"}, "it computes no float32"),
+        ("splash", TPU, {"data.sequence": 1000}, "not a multiple of 128"),
+        ("splash", TPU, {"regularisation.attention_dropout": 0.1}, "it has no attention dropout"),
+        ("splash", TPU, {"objective.name": "prefix"}, "these have bidirectional parts"),
+        ("cudnn", H100, {"precision.compute": "float32"}, "it does not compute in float32"),
         (
             "cudnn",
             H100,
@@ -261,7 +261,7 @@ def test_runs_by_blocks_and_in_a_ring_learn_sample_and_are_evaluated_as_one_of_a
     assert len(found["whole"][1]) == 4
     for name, words in {
         "whole": "reference: rows of 32 tokens",
-        "blocks": "blockwise: as train.attention says",
+        "blocks": "blockwise: set by train.attention",
         "split": "keys in a ring of 4 devices",
     }.items():
         np.testing.assert_allclose(found[name][0], found["whole"][0], rtol=1e-5)

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlm.core.precision import Precision
 from jaxlm.ops import masks
 from jaxlm.ops.attention import attention
-from jaxlm.parallel import hlo_operations
+from jaxlm.parallel import hlo
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def program():
 
 
 def test_products_attention_communication_and_loops_are_told_apart(program):
-    found = hlo_operations.read(program)
+    found = hlo.read_operations(program)
     kinds = {kind: {name for name in found if found[name].kind == kind} for kind in {each.kind for each in found.values()}}  # fmt: skip
     assert set(kinds) == {"matmul", "attention", "communication", "control", "other"}
     assert all("while" in name or "call" in name or "cond" in name for name in kinds["control"])
@@ -55,4 +55,4 @@ def test_products_attention_communication_and_loops_are_told_apart(program):
     ],
 )
 def test_a_name_alone_tells_some(name, kind):
-    assert hlo_operations.by_name(name).kind == kind
+    assert hlo.operation_by_name(name).kind == kind

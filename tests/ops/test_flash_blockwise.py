@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 
 from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
-from jaxlm.ops import blockwise, masks
+from jaxlm.ops import flash, masks
 from jaxlm.ops.attention import attention
-from jaxlm.parallel import hlo_collectives, mesh, rules
+from jaxlm.parallel import hlo, mesh, rules
 from jaxlm.parallel.config import MeshConfig
 from tests.ops.float64 import SCALE, exact, operands, reach_of, segments_of
 
@@ -27,7 +27,7 @@ def by_blocks(
     mask = dataclasses.replace(masks.causal(length, segments, reach), causal=causal, window=window)
 
     def weighed(query, key, value):
-        out = blockwise.blockwise(
+        out = flash.blockwise(
             query, key, value, mask, precision.compute, scale=SCALE, cap=cap, block=BLOCK
         )
         return (out * weights).sum(), out
@@ -67,7 +67,7 @@ def test_values_may_be_of_another_size_than_keys():
     mask = masks.causal(24, segments_of(24))
 
     def summed(query, key, value, weights):
-        out = blockwise.blockwise(query, key, value, mask, FULL.compute, scale=SCALE, block=BLOCK)
+        out = flash.blockwise(query, key, value, mask, FULL.compute, scale=SCALE, block=BLOCK)
         return (out * weights).sum(), out
 
     run = jax.jit(jax.value_and_grad(summed, argnums=(0, 1, 2), has_aux=True))
@@ -130,29 +130,25 @@ def test_blocks_that_nothing_is_seen_of_are_not_computed():
     """Half of a causal row, and little of one with a window: the time says so in long rows, the bounds in short ones."""
 
     def seen(window, count=6):
-        terms = blockwise.StaticArgs(
-            scale=1.0, cap=None, compute=jnp.float32, causal=True, window=window, is_dealt=False
-        )
-        bounds = [blockwise._seen(terms, BLOCK, count, jnp.asarray(i)) for i in range(count)]
+        static = flash.StaticArgs(True, window, False, jnp.float32, 1.0, None, BLOCK)
+        bounds = [flash._visible_blocks(static, count, jnp.asarray(i)) for i in range(count)]
         return sum(int(stop) - int(start) for start, stop in bounds)
 
     assert seen(None) == 6 * 7 // 2
     assert seen(1) == 6
     assert seen(BLOCK) == 6 + 5
     assert seen(BLOCK + 2) == 6 + 5 + 4
-    terms = blockwise.StaticArgs(
-        scale=1.0, cap=None, compute=jnp.float32, causal=True, window=None, is_dealt=False
-    )
-    furthest = jnp.array([[3 * BLOCK + 1] + [BLOCK - 1] * (BLOCK - 1)])
-    assert blockwise._seen(terms, BLOCK, 6, jnp.asarray(0), furthest) == (0, 4)
+    static = flash.StaticArgs(True, None, False, jnp.float32, 1.0, None, BLOCK)
+    until = jnp.array([[3 * BLOCK + 1] + [BLOCK - 1] * (BLOCK - 1)])
+    assert flash._visible_blocks(static, 6, jnp.asarray(0), until) == (0, 4)
 
 
 def test_what_the_kernels_cannot_do_is_refused():
     query, key, value, _ = (jnp.asarray(x, jnp.float32) for x in operands(16, 2, 2))
     cache = masks.Mask(query_index=jnp.arange(16)[None], key_index=jnp.arange(16)[None])
-    with pytest.raises(ValueError, match="other than whole rows"):
+    with pytest.raises(ValueError, match="needs a mask of whole rows"):
         attention(query, key, value, cache, FULL, scale=1.0, kernel="blockwise")
-    with pytest.raises(ValueError, match="attention dropout in blockwise"):
+    with pytest.raises(ValueError, match="blockwise has no attention dropout"):
         attention(
             query, key, value, masks.causal(16), FULL, scale=1.0, kernel="blockwise",
             dropout=0.1, dropout_key=jax.random.key(0),
@@ -171,7 +167,7 @@ def test_on_a_mesh_rows_and_heads_stay_where_they_are():
             rules.constrain(x, "batch", "length", "heads", "head_dim") for x in (query, key, value)
         )
         mask = masks.causal(40, segments)
-        out = blockwise.blockwise(query, key, value, mask, jnp.float32, scale=SCALE, block=BLOCK)
+        out = flash.blockwise(query, key, value, mask, jnp.float32, scale=SCALE, block=BLOCK)
         return jnp.square(rules.constrain(out, "batch", "length", "heads", "head_dim")).sum()
 
     alone = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(query, key, value)
@@ -187,5 +183,5 @@ def test_on_a_mesh_rows_and_heads_stay_where_they_are():
         split = program(*given)
     for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(split), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
-    sent = [each for each in hlo_collectives.read(program.as_text()) if each.shapes[0].elements > 1]
+    sent = [each for each in hlo.read_collectives(program.as_text()) if each.shapes[0].elements > 1]
     assert not sent, "only the loss is summed over devices"

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlm.parallel import hlo_collectives, mesh
+from jaxlm.parallel import hlo, mesh
 from jaxlm.parallel.config import MeshConfig
-from jaxlm.parallel.hlo_collectives import Shape
-from jaxlm.parallel.hlo_groups import read_groups
+from jaxlm.parallel.hlo import Shape, read_groups
 
 P = PartitionSpec
 
@@ -20,7 +19,7 @@ def compiled(function, grid, *arguments):
         for shape, spec in arguments
     ]
     with jax.set_mesh(grid):
-        return hlo_collectives.read(jax.jit(function).lower(*shapes).compile().as_text(), "/tests/")
+        return hlo.read_collectives(jax.jit(function).lower(*shapes).compile().as_text(), "/tests/")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def test_a_gather_is_what_comes_out_of_it_with_its_axis_and_its_line(grid):
     assert (found.kind, found.times, found.axes(grid.shape)) == ("all-gather", 1, ("tensor",))
     assert found.shapes == (Shape("f32", (4, 3)),)
     assert (found.bytes, found.sent) == (48, 24)
-    assert found.source.startswith("tests/parallel/test_collectives.py:")
+    assert found.source.startswith("tests/parallel/test_hlo.py:")
     line = int(found.source.rpartition(":")[2])
     assert line > 0
 
@@ -114,7 +113,7 @@ def test_groups_that_nobody_knows_are_refused():
     with pytest.raises(ValueError, match="unknown way"):
         read_groups("replica_groups=elsewhere", 4)
     with pytest.raises(ValueError, match="no entry"):
-        hlo_collectives.read("nothing")
+        hlo.read_collectives("nothing")
 
 
 ASYNC = """HloModule a, num_partitions=4
@@ -153,7 +152,7 @@ ENTRY %main (x: f32[2,4], y: bf16[8,4]) -> f32[8,4] {
 
 
 def test_starts_fusions_and_loops_that_do_not_say_are_read():
-    found = {each.kind: each for each in hlo_collectives.read(ASYNC)}
+    found = {each.kind: each for each in hlo.read_collectives(ASYNC)}
     gather, scatter, summed = (
         found[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")
     )
@@ -176,7 +175,7 @@ def test_the_turns_of_a_loop_are_the_number_in_its_condition(counter):
 ENTRY"""
     (summed,) = (
         each
-        for each in hlo_collectives.read(ASYNC.replace("ENTRY", condition))
+        for each in hlo.read_collectives(ASYNC.replace("ENTRY", condition))
         if each.kind == "all-reduce"
     )
     assert summed.times == 6

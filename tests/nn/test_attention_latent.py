@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxlm.nn.attention import LatentAttention, LayerInputs
 from jaxlm.nn.cache import LayerCache
 from jaxlm.nn.config import AttentionConfig, LatentConfig, NormConfig
-from jaxlm.nn.latent import LatentAttention
 from jaxlm.nn.rotary import Rope
 from jaxlm.ops import masks
 from jaxlm.ops.masks import Mask
@@ -18,7 +18,7 @@ from tests.nn import reference
 WIDTH, ROWS, LENGTH = 16, 2, 11
 LATENT = LatentConfig(rank=24, query_rank=7, rotary_dim=6, value_dim=5, norm=NormConfig(eps=1e-6))
 CONFIG = AttentionConfig(
-    heads=3, kv_heads=3, head_dim=10, latent=LATENT, rotary=Rope(theta=100.0, pairs="neighbours")
+    heads=3, kv_heads=3, head_dim=10, latent=LATENT, rotary=Rope(theta=100.0, interleaved=True)
 )
 KINDS = {
     "queries of a latent": CONFIG,
@@ -52,7 +52,7 @@ def turned(x, rotary):
     """[T, N, h]; of neighbours the first of each come first."""
     if rotary is None:
         return x
-    if rotary.pairs == "neighbours":
+    if rotary.interleaved:
         x = np.concatenate((x[..., 0::2], x[..., 1::2]), -1)
     return reference.rotated(x[None], POSITIONS[:1], rotary.theta)[0]
 
@@ -89,7 +89,7 @@ def expected(config, params):
 @pytest.mark.parametrize("name", KINDS)
 def test_a_whole_row_is_what_float64_says(name):
     module, params = built(KINDS[name])
-    out, _ = module(jnp.asarray(X, jnp.float32), positions=POSITIONS, mask=masks.causal(LENGTH))
+    out, _ = module(jnp.asarray(X, jnp.float32), LayerInputs(POSITIONS, masks.causal(LENGTH)))
     np.testing.assert_allclose(out, expected(KINDS[name], params), rtol=1e-4, atol=1e-4)
 
 
@@ -99,7 +99,7 @@ def test_a_cache_gives_the_same_whether_keys_are_made_of_it_or_not(name, dtype):
     """Of a prompt of seven they are, of two tokens and of one they are not; a window has a ring."""
     config = KINDS[name]
     module, params = built(config)
-    assert [module._is_short(length) for length in (7, 2, 1)] == [False, True, True]
+    assert [module._is_absorbed(length) for length in (7, 2, 1)] == [False, True, True]
     cache = LayerCache.empty(ROWS, LENGTH, config.cached, jnp.dtype(dtype), config.window)
     assert cache.slots == (config.window or LENGTH)
     numbers = sum(leaf.size for leaf in (cache.keys, cache.values))
@@ -108,7 +108,7 @@ def test_a_cache_gives_the_same_whether_keys_are_made_of_it_or_not(name, dtype):
     @jax.jit
     def run(x, at, cache):
         mask = Mask(query_index=at, key_index=at)
-        return module(x, positions=at, mask=mask, cache=cache, start=at[:, 0])
+        return module(x, LayerInputs(at, mask, start=at[:, 0]), cache=cache)
 
     found = []
     for start, stop in ((0, 7), (7, 9), (9, 10), (10, 11)):
@@ -123,9 +123,9 @@ def test_a_cache_gives_the_same_whether_keys_are_made_of_it_or_not(name, dtype):
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"kv_heads": 1}, "kv_heads = 1 of heads = 3"),
-        ({"bias": True}, "biases, or norms of heads"),
-        ({"qk_norm": NormConfig()}, "biases, or norms of heads"),
+        ({"kv_heads": 1}, "kv_heads = 1, heads = 3"),
+        ({"bias": True}, "no biases and no query-key norms"),
+        ({"qk_norm": NormConfig()}, "no biases and no query-key norms"),
     ],
 )
 def test_what_heads_of_a_latent_lack_is_refused(changed, why):

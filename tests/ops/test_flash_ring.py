@@ -13,7 +13,7 @@ from jaxlm.core.precision import Precision
 from jaxlm.core.precision_config import PrecisionConfig
 from jaxlm.ops import masks
 from jaxlm.ops.attention import attention
-from jaxlm.parallel import context, hlo_collectives, mesh, rules
+from jaxlm.parallel import context, hlo, mesh, rules
 from jaxlm.parallel.config import MeshConfig
 
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 16, 4, 2, 4
@@ -62,10 +62,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_split_rows_give_what_whole_rows_give(case):
-    is_dealt, keys, sizes, *terms = CASES[case]
+    is_zigzag, keys, sizes, *terms = CASES[case]
     alone = computed(1, "reference", *terms)
     with jax.set_mesh(grid_of(**sizes)):
-        split = computed(sizes["context"] if is_dealt else 1, keys, *terms)
+        split = computed(sizes["context"] if is_zigzag else 1, keys, *terms)
     for one, other in zip(alone, split, strict=True):
         np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
 
@@ -131,7 +131,7 @@ def test_a_ring_runs_under_scan_remat_and_the_map_over_stages():
         split = jax.tree.leaves(compiled(x, scales))
     for one, other in zip(alone, split, strict=True):
         np.testing.assert_allclose(other, one, atol=1e-5 * np.abs(one).max())
-    sent = [each for each in hlo_collectives.read(compiled.as_text()) if each.bytes > 256]
+    sent = [each for each in hlo.read_collectives(compiled.as_text()) if each.bytes > 256]
     assert {each.kind for each in sent} == {"collective-permute"}
 
 
@@ -152,7 +152,7 @@ def test_a_ring_holds_a_part_of_the_scores_and_never_all_keys():
             compiled = jax.jit(constrained).lower(shape, shape, shape).compile()
         held[keys] = compiled.memory_analysis().temp_size_in_bytes
         kinds = {
-            each.kind for each in hlo_collectives.read(compiled.as_text()) if each.bytes > 4096
+            each.kind for each in hlo.read_collectives(compiled.as_text()) if each.bytes > 4096
         }
         assert ("all-gather" in kinds) == (keys == "reference")
         assert ("collective-permute" in kinds) == (keys == "ring")
@@ -196,7 +196,7 @@ def test_a_dealt_ring_leaves_out_the_half_of_each_hop_that_is_hidden_and_devices
 def test_what_a_ring_cannot_do_is_refused():
     query, key, value, _ = OPERANDS
     with jax.set_mesh(grid_of(context=4)):
-        with pytest.raises(ValueError, match="attention dropout in ring"):
+        with pytest.raises(ValueError, match="ring has no attention dropout"):
             attention(
                 query,
                 key,

@@ -1,0 +1,438 @@
+"""Collectives and operations of a compiled program, parsed from its text (optimized HLO).
+
+XLA prints a program as computations with one instruction a line. JAX has no interface that gives
+the bytes, the device groups and the source line of a collective. A collective in the body of a
+loop runs once an iteration, so calls are followed from the entry and trip counts multiplied.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+COLLECTIVES = frozenset(
+    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute"
+    " collective-broadcast".split()
+)
+BITS = {"pred": 8, "bf16": 16, "token": 0} | {
+    f"{kind}{bits}": bits for kind in "sufc" for bits in (2, 4, 8, 16, 32, 64, 128)
+}
+CONTROL = frozenset({"while", "conditional", "call"})  # their bodies' operations are reported
+
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<type>.*?) (?P<op>[a-z][\w-]*)\(")
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) .*\{$")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+_CALLED = re.compile(
+    r"\b(?:to_apply|calls|body|condition|branch_computations|called_computations"
+    r"|true_computation|false_computation)=(\{[^}]*\}|%?[\w.-]+)"
+)
+_FUSED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_LISTED = r"\{((?:\{[\d,]*\},?)*)\}"
+_ATTENTION = re.compile(r"/ops/(attention|cudnn|flash|splash)\.py:")
+# Names of kernels, and of operations of a program whose text is not available.
+_NAMES = {
+    "communication": r"[nr]ccl|all.?(reduce|gather|to.?all)|reduce.?scatter|collective",
+    "attention": r"fmha|flash|splash|attention|sdpa",
+    "matmul": r"gemm|\bdot\b|matmul|convolution|cutlass|xmma|nvjet|cublas",
+    "control": r"^(while|conditional|call)(\.\d+)?$",
+}
+
+
+class Shape(NamedTuple):
+    """An array's dtype and sizes, as XLA writes them: bf16 and (4, 8)."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return math.ceil(self.elements * BITS.get(self.dtype, 8) / 8)  # float8 has many names
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.sizes))}]"
+
+
+class HloResult(NamedTuple):
+    """An array computed on one device; `op_name` is its path in the traced program."""
+
+    op: str
+    shape: Shape
+    op_name: str
+    source: str
+
+
+class Operation(NamedTuple):
+    """Kind of an operation: matmul, attention, communication, control or other; source line."""
+
+    kind: str
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceGroups:
+    """Sets of devices that exchange data, by number in the mesh; (from, to) for a permutation."""
+
+    members: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """Number of devices in the largest set."""
+        return max(map(len, self.members), default=1)
+
+    def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
+        """Return the axes of a mesh, given by ordered sizes, along which a set's members differ."""
+        sizes = tuple(mesh.values())
+        coordinates = np.array(np.unravel_index(np.arange(math.prod(sizes)), sizes)).T
+        differs = np.zeros(len(mesh), bool)
+        for group in self.members:
+            differs |= (coordinates[list(group)] != coordinates[group[0]]).any(0)
+        return tuple(axis for axis, is_crossed in zip(mesh, differs, strict=True) if is_crossed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of a program.
+
+    `shapes` are its arrays on one device: the results of a gather, the operands of any other.
+    `times` is the number of runs in one run of the program, None if a loop around it has an
+    unknown trip count. `source` is the innermost line in the package, or else in any file.
+    """
+
+    kind: str
+    name: str
+    shapes: tuple[Shape, ...]
+    groups: DeviceGroups
+    times: int | None
+    op: str
+    source: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its arrays, for one run."""
+        return sum(shape.bytes for shape in self.shapes)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends in one run, by a ring over the group's n devices.
+
+        (n - 1) / n of the arrays for a gather, a scatter or an exchange; twice that for an
+        all-reduce, which is a scatter and a gather; all of them for a permutation.
+        """
+        n = self.groups.size
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return float(self.bytes)
+        return self.bytes * (n - 1) / n * (2 if self.kind == "all-reduce" else 1)
+
+    def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
+        """Return the mesh axes, given by ordered sizes, that the collective crosses."""
+        return self.groups.axes(mesh)
+
+
+class _Program:
+    """The instructions of each computation, and the tables of source lines."""
+
+    def __init__(self, text: str, package: str):
+        self.lines: dict[str, list[str]] = {}
+        self.entry, inside = "", None
+        for line in text.splitlines():
+            if inside is None:
+                if (match := _COMPUTATION.match(line)) and "->" in line:
+                    inside = self.lines.setdefault(match["name"], [])
+                    self.entry = match["name"] if match["entry"] else self.entry
+            elif line.startswith("}"):
+                inside = None
+            else:
+                inside.append(line)
+        if not self.entry:
+            raise ValueError("the text has no entry computation: it is not optimized HLO")
+        head = text.partition("\n")[0]
+        counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", head)
+        self.devices = math.prod(map(int, counts))
+        self._package = package
+        self._files = _table(text, "FileNames", r'"(.*)"')
+        self._places = _table(text, "FileLocations", r"\{file_name_id=(\d+).*?\bline=(\d+)")
+        self._frames = _table(
+            text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+        )
+
+    def instructions(self) -> Iterator[tuple[str, str, re.Match[str]]]:
+        """Yield the computation, the line and the match of each instruction."""
+        for name, lines in self.lines.items():
+            for line in lines:
+                if match := _INSTRUCTION.match(line):
+                    yield name, line, match
+
+    def source(self, line: str) -> str:
+        """Return `file:line` of the innermost frame in the package, or else of the innermost.
+
+        A file in the package is given by its path from there.
+        """
+        if known := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
+            frames = [known.groups()]
+        else:
+            frame = re.search(r"stack_frame_id=(\d+)", line)
+            number, frames = frame[1] if frame else "", []
+            while number in self._frames:
+                location, parent = self._frames[number]
+                file, row = self._places.get(location, ("", "0"))
+                frames.append((self._files.get(file, ("?",))[0], row))
+                number = str(int(parent or 1) - 1)  # stored plus one
+        in_package = [each for each in frames if self._package in each[0]]
+        if not frames:
+            return ""
+        file, row = (in_package or frames)[0]
+        _, is_inside, rest = file.rpartition(self._package)
+        return f"{self._package.strip('/')}/{rest}:{row}" if is_inside else f"{file}:{row}"
+
+    def run_counts(self) -> dict[str, int | None]:
+        """Return how often each computation runs: over all its calls, times the trips of loops."""
+        total: dict[str, int | None] = {}
+
+        def visit(name: str, times: int | None) -> None:
+            before = total.get(name, 0)
+            total[name] = None if times is None or before is None else before + times
+            for callee, trips in self._calls(name):
+                visit(callee, None if times is None or trips is None else times * trips)
+
+        visit(self.entry, 1)
+        return total
+
+    def _calls(self, name: str) -> Iterator[tuple[str, int | None]]:
+        """Yield the computations that one calls, and how often; None for an unknown count."""
+        for line in self.lines.get(name, ()):
+            match = _INSTRUCTION.match(line)
+            if match is None or match["op"] in COLLECTIVES:
+                continue  # a collective applies a sum
+            trips = self._trips(line) if match["op"] == "while" else 1
+            for called in _CALLED.findall(line):
+                for callee in re.findall(r"[\w.-]+", called):
+                    yield callee, trips
+
+    def _trips(self, line: str) -> int | None:
+        """Return the trip count of a loop: known, or the one number that its condition tests.
+
+        Scans count from 0 by 1.
+        """
+        if known := _TRIPS.search(line):
+            return int(known[1])
+        condition = re.search(r"condition=%?([\w.-]+)", line)
+        tests = "\n".join(self.lines.get(condition[1], ())) if condition else ""
+        limits = re.findall(r"= [su]32\[\]\S* constant\((\d+)\)", tests)
+        return int(limits[0]) if len(limits) == 1 else None
+
+    def kind(self, op: str, line: str, source: str) -> str:
+        """Return the kind of an operation."""
+        if op in CONTROL:
+            return "control"
+        ops = {op} | self._fused_ops(line)
+        if any(re.sub(r"-(start|done)$", "", each) in COLLECTIVES for each in ops):
+            return "communication"
+        if _ATTENTION.search(source):
+            return "attention"
+        if ops & {"dot", "convolution", "ragged-dot"}:
+            return "matmul"
+        target = _TARGET.search(line)
+        return operation_by_name(target[1]).kind if target else "other"
+
+    def _fused_ops(self, line: str) -> set[str]:
+        ops: set[str] = set()
+        for name in _FUSED.findall(line):
+            for inner in self.lines.get(name, ()):
+                if match := _INSTRUCTION.match(inner):
+                    ops |= {match["op"]} | self._fused_ops(inner)
+        return ops
+
+
+def read_collectives(text: str, package: str = "/jaxlm/") -> list[Collective]:
+    """Return the collectives of an optimized program (`compiled.as_text()`), in its order.
+
+    Source lines are those in files whose path contains `package`. Every branch of a conditional
+    counts.
+
+    Raises ValueError if the text is not a program, or a collective cannot be parsed.
+    """
+    program = _Program(text, package)
+    times = program.run_counts()
+    types: dict[tuple[str, str], str] = {}
+    collectives = []
+    for name, line, match in program.instructions():
+        types[name, match["name"]] = match["type"]
+        kind = match["op"].removesuffix("-start")
+        if kind not in COLLECTIVES or times.get(name, 0) == 0:
+            continue
+        operands = line[match.end() : _closing(line, match.end())]
+        named = [types.get((name, each), "") for each in re.findall(r"%([\w.-]+)", operands)]
+        collectives.append(
+            Collective(
+                kind=kind,
+                name=match["name"],
+                shapes=_payload(match["op"], match["type"], operands, named),
+                groups=read_groups(line, program.devices),
+                times=times[name],
+                op=_op_name(line),
+                source=program.source(line),
+            )
+        )
+    return collectives
+
+
+def read_results(text: str, package: str = "/jaxlm/") -> list[HloResult]:
+    """Return every array that an optimized program computes on a device, in any computation.
+
+    `package` and errors are as in `read_collectives`.
+    """
+    program = _Program(text, package)
+    return [
+        HloResult(match["op"], shape, _op_name(line), program.source(line))
+        for _, line, match in program.instructions()
+        for shape in _arrays(match["type"])
+    ]
+
+
+def read_operations(text: str) -> dict[str, Operation]:
+    """Return the operations of an optimized program (`compiled.as_text()`), by name.
+
+    Operations from a line of an attention kernel are attention, its products too; a fusion with a
+    product is a matmul; a loop or conditional is `control`.
+    """
+    program = _Program(text, "/jaxlm/")
+    operations = {}
+    for _, line, match in program.instructions():
+        source = program.source(line)
+        operations[match["name"]] = Operation(program.kind(match["op"], line, source), source)
+    return operations
+
+
+def operation_by_name(name: str) -> Operation:
+    """Guess an operation from its name alone."""
+    kinds = (kind for kind, names in _NAMES.items() if re.search(names, name, re.I))
+    return Operation(next(kinds, "other"))
+
+
+def _op_name(line: str) -> str:
+    name = _OP_NAME.search(line)
+    return name[1].replace("\\'", "'") if name else ""
+
+
+def _payload(op: str, type_: str, operands: str, named: list[str]) -> tuple[Shape, ...]:
+    """Return the results of a gather, the operands of others.
+
+    An operand's type precedes its name, or is that of the named instruction.
+    """
+    if op == "all-gather":
+        return _arrays(type_)
+    inputs = _arrays(operands) or tuple(shape for each in named for shape in _arrays(each))
+    if op == "all-gather-start":  # its type is (operands, results)
+        return _arrays(type_)[len(inputs) :]
+    return inputs or _arrays(type_)
+
+
+def _closing(line: str, start: int) -> int:
+    """Return the index of the parenthesis that closes one opened before `start`."""
+    depth = 1
+    for index in range(start, len(line)):
+        depth += {"(": 1, ")": -1}.get(line[index], 0)
+        if not depth:
+            return index
+    return len(line)
+
+
+def _arrays(type_: str) -> tuple[Shape, ...]:
+    return tuple(
+        Shape(dtype, _numbers(sizes))
+        for dtype, sizes in _ARRAY.findall(type_)
+        if dtype in BITS or dtype.startswith("f8")
+    )
+
+
+def _table(text: str, title: str, entry: str) -> dict[str, tuple[str, ...]]:
+    """Return the rows `number entry` under a title at the top of the text."""
+    table = re.search(rf"^{title}\n((?:\d+ .*\n)*)", text, re.M)
+    rows = re.finditer(rf"^(\d+) {entry}", table[1] if table else "", re.M)
+    return {row[1]: tuple(group or "" for group in row.groups()[1:]) for row in rows}
+
+
+def read_groups(line: str, devices: int) -> DeviceGroups:
+    """Return the device groups of an instruction, which XLA writes in one of four forms.
+
+    - listed: `replica_groups={{0,1},{2,3}}`, or `{}` for all devices together, or
+      `source_target_pairs={{0,1},{1,0}}`
+    - iota: `[2,2]<=[2,2]T(1,0)` counts from 0 in the right shape, transposes, reshapes to the left
+    - mesh axes: `mesh['a'=2,'b'=2] {'b'}` groups the devices that differ along b; `'b':(1)2` is a
+      part of b, 2 devices long, with 1 before it
+    - mesh axes with `device_ids=([2,2]T(1,0))` or `device_ids=(0,2,1,3)`: the order of the devices
+
+    Raises ValueError for any other form.
+    """
+    pairs = re.search(rf"source_target_pairs={_LISTED}", line)
+    text = re.search(r"replica_groups=(.*)", line)
+    if pairs:
+        return DeviceGroups(_listed(pairs[1]))
+    if text is None:
+        raise ValueError(f"no replica_groups in {line.strip()[:200]!r}")
+    rest = text[1]
+    if listed := re.match(_LISTED, rest):
+        return DeviceGroups(_listed(listed[1]) or (tuple(range(devices)),))
+    if iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", rest):
+        return _rows(_iota(iota[2]).reshape(_numbers(iota[1])))
+    if meshed := re.match(r"mesh\[([^\]]*)\](?:,\s*device_ids=\(([^{]*)\))?\s*\{([^}]*)\}", rest):
+        return _mesh_groups(*meshed.groups())
+    raise ValueError(f"replica_groups in an unknown form: {rest[:200]!r}")
+
+
+def _listed(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(_numbers(part) for part in re.findall(r"\{([\d,]*)\}", text))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def _iota(text: str) -> np.ndarray:
+    """Return the array of `[2,3]T(1,0)`: 0, 1, ... in a shape, then transposed."""
+    shape, _, order = text.partition("T")
+    sizes = _numbers(shape.strip("[]"))
+    iota = np.arange(math.prod(sizes)).reshape(sizes)
+    return iota.transpose(_numbers(order.strip("()"))) if order else iota
+
+
+def _mesh_groups(mesh: str, ids: str | None, axes: str) -> DeviceGroups:
+    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.-]+)'?=(\d+)", mesh)}
+    order = np.arange(math.prod(sizes.values()))
+    if ids:
+        order = _iota(ids).ravel() if ids.startswith("[") else np.array(_numbers(ids))
+    crossed = [
+        (name, int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"'([\w.-]+)'(?::\((\d+)\)(\d+))?", axes)
+    ]
+    # Each axis is cut at the ends of its parts, so that whole axes of a finer mesh are crossed.
+    shape: list[int] = []
+    is_crossed: list[bool] = []
+    for name, size in sizes.items():
+        parts = [(before, before * length) for other, before, length in crossed if other == name]
+        cuts = sorted({1, size, *itertools.chain(*parts)})
+        for low, high in itertools.pairwise(cuts):
+            shape.append(high // low)
+            is_crossed.append(any(start <= low and high <= stop for start, stop in parts))
+    grid = order.reshape(shape)
+    across = [i for i, crosses in enumerate(is_crossed) if crosses]
+    along = [i for i, crosses in enumerate(is_crossed) if not crosses]
+    length = math.prod(shape[i] for i in across)
+    return _rows(grid.transpose(along + across).reshape(-1, length))
+
+
+def _rows(groups: np.ndarray) -> DeviceGroups:
+    return DeviceGroups(tuple(map(tuple, groups.reshape(-1, groups.shape[-1]).tolist())))
