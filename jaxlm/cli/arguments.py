@@ -20,7 +20,7 @@ from jaxlm.core.values import show
 RUN = "jaxlm.recipes.config:Run"  # what settings on the command line belong to
 RUNS = ("*", "*/*")  # folders in which runs are looked for
 SHOWN = 4  # lines of a fix
-CONFIGS = "give a Python file with get_config(), or config.json of a run"
+DEFAULTS = "defaults.json"  # a config that leaves every setting at its default
 
 SHARED = {
     "--config": (
@@ -175,7 +175,18 @@ def needed_config(args: Any, schema: type, folder: str = "") -> str:
         sources = [each for each in getattr(value, "source", ()) if ":" not in each]
         if all(glob.glob(each, recursive=True) for each in sources):
             flags.append(f"--config={shlex.quote(str(path))}")
-    return needed(args, "config", fix="\n".join(flags[:SHOWN]) or CONFIGS)
+    return needed(args, "config", fix="\n".join(flags[:SHOWN]) or _defaults())
+
+
+def _defaults() -> str:
+    """Return what to paste if no config is near: an installed package has none."""
+    if Path(DEFAULTS).exists():
+        return f"--config={DEFAULTS}"
+    return f"{_write_defaults()}    # every setting at its default; then add --config={DEFAULTS}"
+
+
+def _write_defaults() -> str:
+    return f"echo '{{}}' > {DEFAULTS}"
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
@@ -198,9 +209,28 @@ def train_next(folder: str, found: dict[str, str], file: str | None = None) -> s
     """
     config = file or next(map(str, config_file.shipped()), None)
     flags = [f"--config.{path}={value or '()'}" for path, value in found.items()]
-    words = [f"--config={config}"] if config else []
-    line = shlex.join([*words, f"--workdir=runs/{Path(folder).name}", *flags])
-    return f"next: jaxlm train {line}" if config else f"next: {line}    # of jaxlm train"
+    words = [f"--config={config or DEFAULTS}", f"--workdir=runs/{Path(folder).name}", *flags]
+    first = "" if config or Path(DEFAULTS).exists() else f"{_write_defaults()} && "
+    return f"next: {first}jaxlm train {shlex.join(words)}"
+
+
+def _for_setting(schema: type, name: str, value: str | None) -> str | None:
+    """Return the flag of the setting that an unknown flag names, or None.
+
+    If the setting cannot have that value and no other value is known to be meant, return the
+    command that lists what is known of the setting: `--epochs=3` names no source.
+    """
+    fix = problems.for_flag(schema, name, value)
+    if not fix or not fix.startswith(("--config.", "'--config.")):
+        return fix
+    path, _, text = shlex.split(fix)[0].removeprefix("--config.").partition("=")
+    try:
+        load.load(schema, None, [(path, text)])
+    except JaxlmError as error:
+        is_own = f"--config.{path}=" in error.where
+        if is_own and error.fix.startswith(problems.EXPLAIN):
+            return problems.explain(path)
+    return fix
 
 
 def _known(name: str) -> str:
@@ -210,7 +240,7 @@ def _known(name: str) -> str:
     if name == "--workdir":
         return "--workdir=runs/a"
     path = next(iter(config_file.shipped()), None)
-    return f"--config={shlex.quote(str(path))}" if path else CONFIGS
+    return f"--config={shlex.quote(str(path))}" if path else _defaults()
 
 
 class Parser(argparse.ArgumentParser):
@@ -254,7 +284,7 @@ class Parser(argparse.ArgumentParser):
         if (
             schema
             and not is_spelling
-            and (fix := problems.for_flag(_loaded(schema), name.lstrip("-"), given))
+            and (fix := _for_setting(_loaded(schema), name.lstrip("-"), given))
         ):
             return CommandError(
                 f"unknown flag {name}",

@@ -270,12 +270,14 @@ def for_flag(schema: type, name: str, value: str | None) -> str | None:
     """Return the flag of the setting that a verb's unknown flag names, or None.
 
     `--lr=0.1` is `--config.optim.lr=0.1`: the setting's path, its last name if no other setting has
-    it, or its name in another trainer. If the value does not suit the setting, what suits it is
-    listed instead.
+    it or if it is one of `train`, or its name in another trainer. If the value does not suit the
+    setting, what suits it is listed instead.
     """
     known = {path: each for path, each in settings(schema, {}).items() if not each.arms}
     folded = name.replace("-", "_")
     paths = [path for path in known if folded in (path, path.rpartition(".")[2])]
+    if f"train.{folded}" in paths:
+        paths = [f"train.{folded}"]
     path = paths[0] if len(paths) == 1 else aliases(schema).get(folded)
     if path not in known:
         return None

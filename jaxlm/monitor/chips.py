@@ -147,14 +147,19 @@ def machine(name: str, *, flag: str, memory: str | None = None) -> Machine:
         chip = dataclasses.replace(known, memory_bytes=_bytes(memory))
     if chip and not (chip.is_tpu and match and match[2]):
         return Machine(name=name, chip=chip, devices=devices)
-    unknown = f"{name or 'mygpu'} {MEMORY}=24GB    # the memory of one"
+    if meant := _meant(name):
+        fix = f"{flag}={meant}"
+    elif re.fullmatch(r"(tpu-?)?v[0-9]{1,2}[a-z]?([-x][0-9]+)?", name.lower()):
+        fix = "name a TPU of the table"  # a memory is given for GPUs alone
+    else:
+        fix = f"{flag}={name or 'mygpu'} {MEMORY}=24GB    # the memory of one"
     raise CommandError(
         f"there is no machine {name!r} in the table",
         where=f"{flag}={name}",
         why=f"chips: {', '.join(CHIPS)}; several as h100x8; "
         "slices of TPUs as v5e-16, v5p-128, v6e-256, tpu7x-64\n"
         f"for any other GPU give the memory of one with {MEMORY}",
-        fix=f"{flag}={_meant(name) or unknown}",
+        fix=fix,
     )
 
 
@@ -199,6 +204,9 @@ def _meant(name: str) -> str | None:
     plain = re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
     known = [*SLICES, *CHIPS, *(f"{chip.name}x8" for chip in CHIPS.values() if not chip.is_tpu)]
     same = (each for each in known if re.sub(r"[^a-z0-9]", "", each) == plain)
+    card = re.fullmatch(r"[0-9]{4}(x[0-9]+)?", plain)  # of the RTX line
+    if card and f"rtx{plain[:4]}" in CHIPS:
+        return f"rtx{plain}"
     return _slice(name) or next(same, None)
 
 

@@ -4,12 +4,14 @@ import decimal
 import json
 import re
 import shlex
+import subprocess
 import typing
 
 import pytest
 
+from jaxlm.cli.arguments import train_next
 from jaxlm.cli.main import main
-from jaxlm.core import config
+from jaxlm.core import config, config_file
 from jaxlm.core.errors import ConfigError
 from jaxlm.core.schema import settings
 from jaxlm.core.span import Span
@@ -80,6 +82,11 @@ def test_a_setting_given_as_a_flag_is_fixed_to_the_setting_with_its_value(words,
         ("--gradient_accumulation_steps=8", "--config.train.microbatches=8"),
         ("--data.train=a.txt", "--config.data.train=a.txt"),
         ("--depth=12", "--config.model.depth=12"),
+        ("--steps=100", "--config.train.steps=100"),
+        ("--steps=2k", "--config.train.steps=2000"),
+        ("--data=mine/*.txt", "jaxlm train --help"),
+        ("--epochs=3", "jaxlm config explain data.mixture.epochs"),
+        ("--heads=3", "--config.model.heads=3"),
         ("--batch_size=many", "jaxlm config explain train.batch"),
         ("--num_train_epochs=3", "jaxlm train --help"),
         ("--every=3", "jaxlm train --help"),
@@ -224,6 +231,33 @@ def test_a_recipe_run_without_a_config_names_recipes_that_run_here(folder, sourc
     for number, line in enumerate(lines):
         assert "configs/data/" in line
         assert main([*words, line, "--sample=1%", f"--out=out{number}", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["config", "validate", "--config"],
+        ["plan", "--config.train.steps=2"],
+        ["data", "run", "--out=out", "--config.source=mine/*.txt"],
+    ],
+)
+def test_without_any_config_near_one_of_defaults_can_be_written(words, folder, capsys, monkeypatch):
+    monkeypatch.setattr(config_file, "shipped", lambda folder="": [])
+    fix = refused(capsys, *words)["fix"]
+    subprocess.run(["bash", "-c", fix], check=True)
+    assert json.loads((folder / "defaults.json").read_text()) == {}
+    (again,) = {refused(capsys, *words)["fix"], "--config=defaults.json"}
+    words = [word for word in words if word != "--config"]
+    assert main([*words, again, "--quiet"]) == 0
+
+
+def test_without_any_config_near_the_next_line_writes_one(folder, monkeypatch):
+    monkeypatch.setattr(config_file, "shipped", lambda folder="": [])
+    line = train_next("out", {"data.validation": ""}).removeprefix("next: ")
+    first, _, then = line.partition(" && ")
+    subprocess.run(["bash", "-c", first], check=True)
+    assert main(["config", "validate", *shlex.split(then)[2:]]) == 0
+    assert train_next("out", {"data.validation": ""}) == f"next: {then}"
 
 
 @pytest.mark.parametrize("words", [["config", "diff", "a.py"], ["data", "tokenze", "--out=x"]])

@@ -59,7 +59,7 @@ def get_config():
     c.length.least = 10
     return c
 """
-COMMAND = re.compile(r"^(jaxlm |'?--[a-z]|find |ls |mv |rm |sed |export |unset )")
+COMMAND = re.compile(r"^(jaxlm |'?--[a-z]|echo |find |ls |mv |rm |sed |export |unset )")
 LONGEST_CHAIN = 3  # fixes after each other, of a command line with several mistakes
 
 
@@ -611,8 +611,14 @@ def test_each_line_that_is_printed_works_when_it_is_pasted(
         assert wrong is None, f"{line}\n{wrong}"
 
 
-ELSEWHERE = set().union(*(each.ELSEWHERE for each in MORE))  # by a test that a comment names
+ELSEWHERE = {place: test for each in MORE for place, test in each.ELSEWHERE.items()}
 NOT_YET = set().union(*(each.NOT_YET for each in MORE))
+
+
+def test_every_test_that_pastes_a_line_elsewhere_exists():
+    for place, test in ELSEWHERE.items():
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / file).read_text(), f"{place}: there is no {test}"
 
 
 @pytest.mark.slow  # it runs every situation
@@ -624,7 +630,7 @@ def test_every_place_that_makes_such_a_line_is_reached(base, places, tmp_path, m
         copied(base, tmp_path / str(number), SITUATIONS[name])
         first(SITUATIONS[name], places, capsys)
     left = places.known.keys() - places.ran
-    new = sorted(left - NOT_YET - ELSEWHERE)
+    new = sorted(left - NOT_YET - ELSEWHERE.keys())
     assert not new, f"no situation reaches {new}"
-    gone = sorted((NOT_YET | ELSEWHERE) - places.known.keys())
+    gone = sorted((NOT_YET | ELSEWHERE.keys()) - places.known.keys())
     assert not gone, f"listed, and gone: {gone}"

@@ -66,6 +66,8 @@ def test_machines_have_names(name, devices, memory):
         ("v5e16", "v5e-16"),
         ("v5e-17", "v5e-32"),
         ("v5px8", "v5p-8"),
+        ("4090", "rtx4090"),
+        ("3090x2", "rtx3090x2"),
     ],
 )
 def test_a_machine_spelled_otherwise_is_recognized(name, meant):
@@ -85,6 +87,13 @@ def test_a_chip_that_is_not_in_the_table_is_never_taken_for_another(name):
     found = machine(on, flag="--on", memory=memory)
     assert (found.chip.memory_bytes, found.chip.is_known) == (24e9, False)
     assert found.devices == {"h10x8": 8, "rtx4080x2": 2}.get(name, 1)
+
+
+@pytest.mark.parametrize("name", ["v7-16", "tpu-v9", "v5"])
+def test_a_tpu_that_is_not_in_the_table_is_not_made_a_gpu_by_a_memory(name):
+    with pytest.raises(CommandError) as caught:
+        machine(name, flag="--on")
+    assert "--memory" not in caught.value.fix
 
 
 def test_the_memory_of_a_known_chip_can_be_given():

@@ -1,9 +1,11 @@
+import jax
 import pytest
 
-from jaxlm.core.errors import CommandError
+from jaxlm.core.errors import CommandError, PeerLost
 from jaxlm.parallel import peers
 from jaxlm.parallel.cluster import ProcessSpec
 from jaxlm.parallel.peers import Peers
+from tests.parallel.service import Rank, Service
 
 
 def test_a_process_alone_waits_for_nobody():
@@ -15,6 +17,32 @@ def test_a_process_alone_waits_for_nobody():
     assert alone.signs() == {}
     alone.close()
     assert alone.is_first
+
+
+class _Gone(Service):
+    """A coordination service that takes values and gives none back, as its process has died."""
+
+    def blocking_key_value_get(self, key, milliseconds):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect\nand more")
+
+    wait_at_barrier = blocking_key_value_get
+
+
+@pytest.mark.parametrize(
+    ("wait", "what"),
+    [
+        (lambda rank: rank.barrier("save", 2), "not every rank came to 'save' within 2 s"),
+        (lambda rank: rank.agree("config", {}, 2), "rank 0 did not tell its config within 2 s"),
+        (lambda rank: rank.share("step", 1, 2), "the first rank did not tell its step within 2 s"),
+        (lambda rank: rank.gather("digests", 1, 2), "rank 0 did not send its digests in time"),
+    ],
+)
+def test_a_rank_that_loses_the_coordinator_is_told_to_run_the_same_command(wait, what):
+    with pytest.raises(PeerLost) as caught:
+        wait(Rank(0, 2, _Gone()))
+    assert str(caught.value.what) == what
+    assert caught.value.why == "UNAVAILABLE: failed to connect"
+    assert caught.value.fix == peers.AGAIN
 
 
 @pytest.mark.parametrize(

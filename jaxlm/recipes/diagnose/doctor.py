@@ -80,8 +80,10 @@ def examine(folder: Path, say: Say = lambda _: None) -> Iterator[CheckResult]:
     yield from _started(hardware, packages)
     yield host_memory(_meminfo())
     say(f"writing {formatting.size(WRITTEN)} into {folder} and into the cache ...")
-    yield disk("run folder", folder, "--workdir on another disk")
-    yield disk("cache folder", cache.default(), "JAXLM_CACHE=/a/folder/on/another/disk jaxlm ...")
+    yield disk("run folder", folder, "name a --workdir on another disk")
+    yield disk(
+        "cache folder", cache.default(), "name a folder on another disk in the variable JAXLM_CACHE"
+    )
 
 
 def versions(packages: Mapping[str, str], python: tuple[int, int]) -> Iterator[CheckResult]:

@@ -122,5 +122,5 @@ def test_little_memory_and_a_folder_that_cannot_be_written_are_reported(tmp_path
     assert doctor.host_memory({}).verdict == "ok"
     assert doctor.host_memory({"MemTotal": 8 * 2**30, "MemAvailable": 2**30}).verdict == "warning"
     (tmp_path / "file").write_text("")
-    found = doctor.disk("run folder", tmp_path / "file", "--workdir on another disk")
-    assert (found.verdict, found.fix) == ("problem", "--workdir on another disk")
+    found = doctor.disk("run folder", tmp_path / "file", "name a --workdir on another disk")
+    assert (found.verdict, found.fix) == ("problem", "name a --workdir on another disk")
