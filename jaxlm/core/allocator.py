@@ -1,4 +1,4 @@
-"""What the C library does with memory that is freed."""
+"""Settings of the C library's memory allocator."""
 
 import ctypes
 import platform
@@ -9,11 +9,13 @@ _MMAP_MAX = -4
 
 
 def keep_freed() -> bool:
-    """Lets this process keep what its main thread frees, for what that asks for next; whether the C library can.
+    """Keep the memory that this process's main thread frees for later allocations.
 
-    glibc gives large blocks back to the system at once. XLA asks for all temporaries of a program as one, so each step on
-    a CPU would get them as new pages, which the system zeroes when they are touched: a sixth to a quarter of its time.
-    Blocks of other threads still go back, so dispatch must not be asynchronous. Kept is the most that was in use.
+    glibc returns large blocks to the system at once. XLA allocates all temporaries of a program as
+    one block, so each step on a CPU would get new pages, which the system zeroes on first access: a
+    sixth to a quarter of the step's time. Blocks of other threads are still returned, so dispatch
+    must not be asynchronous. The process keeps its peak usage. Returns False if the C library has
+    no such setting.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

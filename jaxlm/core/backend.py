@@ -1,4 +1,4 @@
-"""The kind of device that a program is made for."""
+"""The platform that a program is compiled for."""
 
 import contextlib
 import contextvars
@@ -10,18 +10,18 @@ _other: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", d
 
 
 def name() -> str:
-    """The platform of the program that is being traced: `cpu`, `gpu` or `tpu`.
+    """Return the platform of the program being traced: `cpu`, `gpu` or `tpu`.
 
-    That of this process's devices, but inside `of`.
+    It is the platform of this process's devices, except inside `of`.
     """
     return _other.get() or jax.default_backend()
 
 
 @contextlib.contextmanager
 def of(platform: str) -> Iterator[None]:
-    """What is traced in here is compiled for another platform than this process computes on.
+    """Trace programs in this context for a platform other than this process's devices.
 
-    `jax.jit` does not know of it: a function that it has traced before keeps its program.
+    `jax.jit` does not know about it: a function that it traced before keeps its program.
     """
     token = _other.set(platform)
     try:

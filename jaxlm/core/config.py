@@ -1,8 +1,9 @@
-"""A run is a value: settings in frozen dataclasses, read from ml_collections files, overridden, checked, saved, compared, explained.
+"""Configs: load, override, check, save, compare and explain settings in frozen dataclasses.
 
-A section is a frozen, keyword-only dataclass whose fields are `setting`s, other sections, or a union of sections. The arms of a union
-carry a tag, `name: Literal["adamw"] = "adamw"`; so the union is the registry. A section may define
-`problems(self) -> Iterator[(field, why, fix)]` for what its types and ranges cannot say.
+A section is a frozen, keyword-only dataclass whose fields are `setting`s, other sections, or a
+union of sections. The arms of a union have a tag, `name: Literal["adamw"] = "adamw"`; so the union
+is the registry. A section may define `problems(self) -> Iterator[(field, why, fix)]` for
+constraints that types and ranges cannot express.
 """
 
 import dataclasses
@@ -36,20 +37,21 @@ __all__ = [
 
 
 def new(schema: type) -> Any:
-    """A locked ConfigDict with every setting of `schema` at its default, for a config file to change and return.
+    """Return a locked ConfigDict with the defaults of `schema`, for a config file to change.
 
-    Setting the name of an arm (`c.optim.name = "lion"`, `c.model.family = "gpt2"`) gives that section the arm's own defaults.
+    Setting the name of an arm (`c.optim.name = "lion"`, `c.model.family = "gpt2"`) fills that
+    section with the arm's own defaults.
 
     Raises:
-      ConfigError: where the config file then sets what does not exist; it names the line and the nearest setting.
+      ConfigError: if the config file sets an unknown setting; it names the line and the nearest.
     """
-    from jaxlm.core import draft  # ml_collections is not needed to read a config.json
+    from jaxlm.core import draft  # reading a config.json needs no ml_collections
 
     return draft.new(schema)
 
 
 def to_json(section: Any) -> dict[str, Any]:
-    """A section as JSON holds it: nested dicts, tuples as lists, spans as text. `from_json` gives the same section back."""
+    """Return a section as JSON: nested dicts, tuples as lists, spans as text. See `from_json`."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, dict):
@@ -60,7 +62,7 @@ def to_json(section: Any) -> dict[str, Any]:
 
 
 def flatten(section: Any) -> dict[str, Any]:
-    """Dotted path -> value for every setting, the names of arms included."""
+    """Return the value of every setting by dotted path, names of arms included."""
     return {path: value for path, _, value in leaves(section)}
 
 
@@ -74,7 +76,7 @@ ABSENT = _Absent()
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A setting that differs between two configs; `ABSENT` where one's arm does not have it."""
+    """A setting that differs between two configs; `ABSENT` if one config's arm lacks it."""
 
     path: str
     old: Any
@@ -85,7 +87,7 @@ class Change:
 
 
 def diff(a: Any, b: Any) -> list[Change]:
-    """What changes from section `a` to section `b`, in the order of the settings."""
+    """Return the changes from section `a` to section `b`, in the order of the settings."""
     old, new_ = flatten(a), flatten(b)
     pairs = ((path, old.get(path, ABSENT), new_.get(path, ABSENT)) for path in old | new_)
     return [
@@ -95,9 +97,10 @@ def diff(a: Any, b: Any) -> list[Change]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """All there is to know about a setting.
+    """Documentation, type, range and value of a setting or section.
 
-    Of a section, `value` is its arm, `settings` what it holds, and `named` the words that it may be set to, by arm.
+    For a section, `value` is its arm, `settings` its settings, and `named` the published values by
+    arm.
     """
 
     path: str
@@ -113,12 +116,12 @@ class Explanation:
 
 
 def explain(schema: type, loaded: Loaded | None, path: str) -> Explanation:
-    """Doc, type, unit, range, default, value, and who set it.
+    """Return the documentation, type, unit, range, default, value and origin of a setting.
 
-    Settings of an arm that is not in use are explained too; their value is `ABSENT`.
+    The value of a setting of an arm that is not in use is `ABSENT`.
 
     Raises:
-      ConfigError: where there is no such setting; it names the nearest.
+      ConfigError: if there is no such setting; it names the nearest.
     """
     value = loaded.value if loaded is not None else schema()
     raw = plain(value)
@@ -130,7 +133,7 @@ def explain(schema: type, loaded: Loaded | None, path: str) -> Explanation:
             [problem.unknown(schema, raw, path, None, Origin("command line", path), origins)]
         )
     if known.arms:
-        arm = chosen(known.arms, problem.at(raw, path, {}), known.default) or known.arms[0]
+        arm = chosen(known.arms, problem.value_at(raw, path, {}), known.default) or known.arms[0]
         label = tag(arm)
         return Explanation(
             path=path,
@@ -148,14 +151,18 @@ def explain(schema: type, loaded: Loaded | None, path: str) -> Explanation:
         )
     section, _, name = path.rpartition(".")
     parent = present.get(section)
-    # An arm's default stands; what the section above chose for its default arm comes before it.
-    used = chosen(parent.arms, problem.at(raw, section, {}), parent.default) if parent else schema
+    # The parent section's choice for its default arm takes precedence over the arm's own default.
+    used = (
+        chosen(parent.arms, problem.value_at(raw, section, {}), parent.default)
+        if parent
+        else schema
+    )
     chose = parent.default if parent else schema()
     default = getattr(chose, name) if type(chose) is used and path in present else known.default
     doc = known.doc
     kind = describe(known.kind)
     if parent is not None and used is not None and name == tag(used):
-        doc = doc or f"which arm of {section} is used"
+        doc = doc or f"arm of {section} in use"
         kind = f"one of {', '.join(by_name(parent.arms))}"
     return Explanation(
         path=path,
@@ -170,9 +177,9 @@ def explain(schema: type, loaded: Loaded | None, path: str) -> Explanation:
 
 
 def _by_arm(named: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Names of sections, by the arm that each is of."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the names of sections by their arm."""
+    names: dict[str, tuple[str, ...]] = {}
     for name, section in named.items():
         arm = arm_name(type(section))
-        found[arm] = (*found.get(arm, ()), name)
-    return found
+        names[arm] = (*names.get(arm, ()), name)
+    return names

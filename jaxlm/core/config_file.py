@@ -1,4 +1,4 @@
-"""What a config file says: a Python program that the user named is run, a resolved config.json is only read."""
+"""Reading of config files: a Python config is run, a resolved config.json is only parsed."""
 
 import dataclasses
 import importlib.machinery
@@ -21,11 +21,11 @@ from jaxlm.core.spelling import nearest
 
 
 def read_file(text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
-    """What a config file says, as nested dicts, and who said it.
+    """Return the settings of a config file as nested dicts, and their origins.
 
     Raises:
-      InputMissing: where there is no such file.
-      ConfigError: where it fails, or does not give a config.
+      InputMissing: if there is no such file.
+      ConfigError: if it fails, or does not return a config.
     """
     match = re.fullmatch(r"(.+?\.py)(?::(.*))?", text, re.DOTALL)
     path = Path(match[1] if match else text)
@@ -40,47 +40,49 @@ def read_file(text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
             f"{short(path)} is not a config",
             where=f"--config={text}",
             why="a config is a Python file with get_config(), or a resolved config.json",
-            fix=_beside(path),
+            fix=_list_folder(path),
         )
     raw = read_json(path)
     if not isinstance(raw, dict):
         raise ConfigError(
             f"{short(path)} is not a resolved config",
             where=short(path),
-            why=f"it holds {type(raw).__name__}, not sections",
-            fix="take it again from a run directory\ngive the .py file that made it",
+            why=f"it contains {type(raw).__name__}, not sections",
+            fix="copy config.json again from the run directory\npass the .py file that made it",
         )
     return raw, {name: Origin("file", short(path)) for name in flat(raw)}
 
 
 def _missing(path: Path, argument: str | None) -> InputMissing:
-    beside = (
+    names = (
         [each.name for each in path.parent.glob(f"*{path.suffix or '.py'}")]
         if path.parent.is_dir()
         else []
     )
-    meant = nearest(path.name, beside)
+    meant = nearest(path.name, names)
     ending = f":{argument}" if argument is not None else ""
     return InputMissing(
-        "there is no such config file",
+        "the config file does not exist",
         where=f"--config={path}{ending}",
-        why=f"{path.parent} holds {', '.join(sorted(beside)[:6]) or 'no such files'}"
+        why=f"{path.parent} contains {', '.join(sorted(names)[:6]) or 'no such files'}"
         if path.parent.is_dir()
         else f"there is no folder {path.parent}",
-        fix=shlex.quote(f"--config={path.with_name(meant)}{ending}") if meant else _beside(path),
+        fix=shlex.quote(f"--config={path.with_name(meant)}{ending}")
+        if meant
+        else _list_folder(path),
     )
 
 
-def _beside(path: Path) -> str:
-    """Return the command that lists the nearest folder there is."""
+def _list_folder(path: Path) -> str:
+    """Return the command that lists the nearest existing folder."""
     folder = next((each for each in path.parents if each.is_dir()), Path())
     return f"ls {shlex.quote(str(folder))}"
 
 
 def shipped(folder: str = "") -> list[Path]:
-    """Return the config files of `configs/` here, or else of the checkout that jaxlm runs from.
+    """Return the files of `configs/` in the working directory, else in jaxlm's checkout.
 
-    The quickstart comes first: it is the one that every machine can run.
+    The quickstart comes first: every machine can run it.
     """
     for root in (Path("configs"), Path(__file__).parents[2] / "configs"):
         if paths := sorted((root / folder).glob("*.py")):
@@ -89,17 +91,17 @@ def shipped(folder: str = "") -> list[Path]:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file, with a key twice or a number that is none refused.
+    """Parse a JSON file strictly: duplicate keys, NaN and infinities are errors.
 
     Raises:
-      ConfigError: where it is not JSON.
+      ConfigError: if it is not JSON.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
             raise ValueError(
-                f"{next(name for name in names if names.count(name) > 1)!r} is there twice"
+                f"{next(name for name in names if names.count(name) > 1)!r} occurs twice"
             )
         return dict(pairs)
 
@@ -116,12 +118,12 @@ def read_json(path: Path) -> Any:
             if isinstance(error, json.JSONDecodeError)
             else short(path),
             why=f"{type(error).__name__}: {error}",
-            fix="take it again from a run directory\ngive the .py file that made it",
+            fix="copy config.json again from the run directory\npass the .py file that made it",
         ) from error
 
 
 class _Fresh(importlib.machinery.SourceFileLoader):
-    """Compiles the file as it is now: cached byte code of the same second and size would be stale, and litter configs/."""
+    """Compile the current file: cached byte code of the same second and size would be stale."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
@@ -137,7 +139,7 @@ def _from_program(path: Path, argument: str | None) -> tuple[dict[str, Any], dic
     raw = result.to_dict() if hasattr(result, "to_dict") else result
     if not isinstance(raw, dict):
         raise ConfigError(
-            f"get_config() gave {type(raw).__name__}, not a ConfigDict",
+            f"get_config() returned {type(raw).__name__}, not a ConfigDict",
             where=short(path),
             why="the config is what get_config() returns",
             fix="return c",
@@ -146,7 +148,7 @@ def _from_program(path: Path, argument: str | None) -> tuple[dict[str, Any], dic
 
 
 def _run(path: Path, argument: str | None) -> Any:
-    """What `get_config` of a file returns."""
+    """Run a config file and return the result of its `get_config`."""
     name = f"jaxlm_config_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_Fresh(name, os.fspath(path)))
     assert spec is not None
@@ -163,29 +165,29 @@ def _run(path: Path, argument: str | None) -> Any:
                 why="a config is the ConfigDict that get_config() returns",
                 fix="def get_config(): c = config.new(Run); return c",
             )
-        given = () if argument is None else (argument,)
+        arguments = () if argument is None else (argument,)
         try:
-            inspect.signature(get_config).bind(*given)
+            inspect.signature(get_config).bind(*arguments)
         except TypeError:
             raise ConfigError(
-                f"get_config() {'takes no argument' if given else 'needs an argument'}",
+                f"get_config() {'takes no argument' if arguments else 'needs an argument'}",
                 where=f"{short(path)}:{get_config.__code__.co_firstlineno}",
                 why=f"its signature is get_config{inspect.signature(get_config)}",
                 fix=f"--config={path}"
-                if given
-                else f"add a colon and the value of {_first_parameter(get_config)} to --config={path}",
+                if arguments
+                else f"add a colon and the value of {_first_parameter(get_config)} to "
+                f"--config={path}",
             ) from None
-        return get_config(*given)
+        return get_config(*arguments)
     except JaxlmError:
         raise
     except (Exception, SystemExit) as error:
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigError(
-            f"{short(path)} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(
-                ": "
-            ),
+            f"{short(path)} failed: {cause}".rstrip(": "),
             where=f"{short(path)}:{_line(error, path)}",
             why=_source(error, path),
-            fix="mend that line; --trace shows the whole traceback",
+            fix="correct that line; --trace shows the whole traceback",
         ) from error
     finally:
         del sys.modules[name]
@@ -196,7 +198,7 @@ def _first_parameter(function: Any) -> str:
 
 
 def _line(error: BaseException, path: Path) -> int:
-    """The last line of the file that was running when it failed."""
+    """Return the last line of the file that ran before the failure."""
     if isinstance(error, SyntaxError) and error.filename == os.fspath(path):
         return error.lineno or 1
     lines = [

@@ -1,4 +1,4 @@
-"""What is on the disk when a function returns: what files hold, and their names, which are in their folder."""
+"""Durable writes: contents and names are on the disk when a function returns."""
 
 import contextlib
 import errno
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def sync(path: os.PathLike[str]) -> None:
-    """Returns when what a file or a folder holds is on the disk; what a folder holds is names.
+    """Flush a file's contents, or the names in a folder, to the disk.
 
-    A URL of an object store is left to itself, and so is a folder where the filesystem knows no such thing.
+    URLs of object stores are skipped, as are folders on filesystems that cannot sync folders.
 
     Raises:
-      OSError: where the disk fails.
+      OSError: if the disk fails.
     """
     if "://" in os.fspath(path):
         return
@@ -28,10 +28,10 @@ def sync(path: os.PathLike[str]) -> None:
 
 
 def rename(source: Any, target: Any) -> None:
-    """Gives a file or a folder, by paths of `pathlib` or `etils.epath`, another name, which is on the disk when this returns.
+    """Rename a file or folder (`pathlib` or `etils.epath` paths) and flush the new name.
 
     Raises:
-      OSError: where it cannot be renamed.
+      OSError: if it cannot be renamed.
     """
     source.rename(target)
     for folder in {target.parent, source.parent}:
@@ -39,10 +39,10 @@ def rename(source: Any, target: Any) -> None:
 
 
 def replace(target: Path, content: bytes) -> None:
-    """Replaces a file as a whole: readers see the old one or the new, and the new one is on the disk when this returns.
+    """Replace a file atomically and flush it; readers see the old file or the new one.
 
     Raises:
-      OSError: where it cannot be written; the old file stays.
+      OSError: if it cannot be written; the old file stays.
     """
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

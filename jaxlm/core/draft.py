@@ -1,4 +1,4 @@
-"""A config as ml_collections shows it: a locked ConfigDict that knows its schema and remembers who set what."""
+"""Config under construction: a locked ConfigDict with a schema and the origin of each value."""
 
 import copy
 import os
@@ -20,9 +20,9 @@ _OURS = (__file__, os.path.dirname(ml_collections.__file__))
 
 
 class SchemaConfigDict(ConfigDict):
-    """A section under construction: every setting of its arm is present, and no other can be.
+    """A section under construction with exactly the settings of its arm.
 
-    Values are checked when the config is loaded, all at once; names are checked here, at the line that is wrong.
+    Names are checked here, at the line that sets them; values are checked together, at loading.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class SchemaConfigDict(ConfigDict):
         root: "SchemaConfigDict | None" = None,
     ):
         super().__init__(type_safe=False, sort_keys=False)
-        for name, kept in {
+        for name, attribute in {
             "_arms": arms,
             "_path": path,
             "_root": root or self,
             "_origins": {},
         }.items():
-            object.__setattr__(self, name, kept)
+            object.__setattr__(self, name, attribute)
         self._fill(value)
         self.lock()
 
@@ -58,7 +58,7 @@ class SchemaConfigDict(ConfigDict):
         for name, known in fields(arm).items():
             if hasattr(ConfigDict, name):
                 raise TypeError(
-                    f"a setting cannot be called {name!r}: ConfigDict has a method of that name"
+                    f"a setting cannot be named {name!r}: ConfigDict has a method of that name"
                 )
             inner = getattr(value, name)
             self._fields[name] = (
@@ -68,7 +68,7 @@ class SchemaConfigDict(ConfigDict):
             )
 
     def _assign(self, value: Any, origin: Origin) -> None:
-        """Takes over what a section or a mapping holds, the arm first."""
+        """Assign a section or a mapping, its arm first."""
         if isinstance(value, self._arms):
             self._fill(value)
             for path in flat(plain(value)):
@@ -92,7 +92,7 @@ class SchemaConfigDict(ConfigDict):
                 [
                     problem.Problem(
                         f"{self._path} = {brief(value)} is not allowed",
-                        "it is a section with settings of its own",
+                        "it is a section that contains settings",
                         origin,
                         fix,
                     )
@@ -147,28 +147,25 @@ class SchemaConfigDict(ConfigDict):
     def _unknown(self, key: str, value: Any, origin: Origin) -> problem.UnknownSetting:
         root = self._root
         path = join(self._path, str(key))
-        found = problem.unknown(root._arm, root.to_dict(), path, value, origin, origins(root))
-        return problem.error([found], kind=problem.UnknownSetting)  # type: ignore[return-value]
+        unknown = problem.unknown(root._arm, root.to_dict(), path, value, origin, origins(root))
+        return problem.error([unknown], kind=problem.UnknownSetting)  # type: ignore[return-value]
 
     def update(self, *other: Any, **values: Any) -> None:
-        """Takes over the settings of mappings, the arm of each section first."""
+        """Assign the settings of mappings, the arm of each section first."""
         origin = caller(lambda file: file.startswith(_OURS))
         for mapping in (*other, values):
             self._assign(mapping, origin)
 
 
 def origins(draft: ConfigDict) -> dict[str, Origin]:
-    """Dotted path -> who set it, for all that a config file set."""
-    found = {}
+    """Return the origin of each setting that a config file set, by dotted path."""
+    result = {}
     for name, value in draft._fields.items():
         if isinstance(value, SchemaConfigDict):
-            found.update({join(name, inner): origin for inner, origin in origins(value).items()})
-    return found | dict(draft._origins)
+            result.update({join(name, inner): origin for inner, origin in origins(value).items()})
+    return result | dict(draft._origins)
 
 
 def new(schema: type) -> SchemaConfigDict:
-    """A locked ConfigDict with every setting of `schema` at its default.
-
-    Setting the name of an arm (`c.optim.name = "lion"`, `c.model.family = "gpt2"`) gives the section that arm's own defaults.
-    """
+    """Return a locked ConfigDict with the defaults of `schema`; see `config.new`."""
     return SchemaConfigDict((schema,), schema())

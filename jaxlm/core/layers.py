@@ -1,28 +1,29 @@
-"""Which layers the leaves of a stack belong to, by their paths."""
+"""Map from leaves of stacked parameters to the layers they belong to, by path."""
 
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_STACKED = re.compile(r"(.+?)/(\d+)/(.+)")  # stack, kind of layer, what it is of it
+_STACKED = re.compile(r"(.+?)/(\d+)/(.+)")  # stack, kind of layer, path within the layer
 
 
 class Place(NamedTuple):
-    """The layers of a stacked leaf, counted from 0, those of a prefix before those of the stack; and what it is of them."""
+    """Layers of a stacked leaf, counted from 0, prefix first; and its path within a layer."""
 
-    stack: str  # of a model's own layers "", of another stack its path
+    stack: str  # "" for the model's main stack, else the path of the stack
     numbers: range
     part: str
 
 
 def places(sizes: Mapping[str, int]) -> dict[str, Place]:
-    """The place of each leaf `STACK/KIND/...` whose first axis are so many layers; of other paths none.
+    """Return the layers of each leaf `STACK/KIND/...`; `sizes` are the sizes of the first axes.
 
-    A stack's kinds of layers take turns, so the n-th of kind k is layer k + n x kinds.
+    Other paths are left out. A stack's kinds of layers alternate: the n-th layer of kind k is layer
+    k + n x kinds.
     """
     kinds: dict[str, dict[str, int]] = {}
-    found = {path: match for path in sizes if (match := _STACKED.fullmatch(path))}
-    for path, match in found.items():
+    matches = {path: match for path in sizes if (match := _STACKED.fullmatch(path))}
+    for path, match in matches.items():
         kinds.setdefault(match[1], {})[match[2]] = sizes[path]
     before = sum(kinds.get("prefix", {}).values())
 
@@ -33,4 +34,4 @@ def places(sizes: Mapping[str, int]) -> dict[str, Place]:
         numbers = range(first, first + step * sizes[path], step)
         return Place("" if stack in ("prefix", "stack") else stack, numbers, part)
 
-    return {path: place(path, match) for path, match in found.items()}
+    return {path: place(path, match) for path, match in matches.items()}

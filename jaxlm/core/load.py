@@ -1,4 +1,4 @@
-"""Loading a config: what the file says, then the overrides, then one typed value."""
+"""Loading of configs: read the file, apply the overrides, resolve to a typed value."""
 
 import copy
 import dataclasses
@@ -18,24 +18,24 @@ from jaxlm.core.values import brief, read
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A resolved config, and who set each of its values by dotted path."""
+    """A resolved config, and the origin of each value by dotted path."""
 
     value: Any
     provenance: dict[str, Origin]
 
 
 def load(schema: type, file: str | None, overrides: Sequence[tuple[str, str]] = ()) -> Loaded:
-    """Reads a config and applies overrides.
+    """Read a config and apply overrides.
 
     Args:
-      schema: the section to build.
-      file: `configs/x.py` or `configs/x.py:argument`, which is run; a resolved `config.json` or a directory that holds
-        one, which is only read; None for the defaults.
-      overrides: dotted path and text, as on the command line. Names of arms apply first, whatever the order.
+      schema: class of the section to build.
+      file: `configs/x.py` or `configs/x.py:argument`, which is run; a resolved `config.json` or a
+        directory with one, which is only parsed; None for the defaults.
+      overrides: dotted paths and texts, as on the command line, in any order.
 
     Raises:
-      InputMissing: where there is no such file.
-      ConfigError: with everything else that is wrong, in one error.
+      InputMissing: if there is no such file.
+      ConfigError: with all other problems, in one error.
     """
     raw, origins = read_file(file) if file is not None else ({}, {})
     resolver = _apply(schema, raw, origins, overrides)
@@ -55,39 +55,39 @@ def _apply(
     origins: dict[str, Origin],
     overrides: Sequence[tuple[str, str]],
 ) -> Resolver:
-    """Resolves what a file says under overrides; both stay as they are."""
+    """Resolve the settings of a file under overrides; the arguments are not modified."""
     resolver = Resolver(schema, copy.deepcopy(raw), dict(origins))
-    _derive_anew(resolver, {path for path, _ in overrides})
+    _drop_derived(resolver, {path for path, _ in overrides})
     for path, text in _arms_first(schema, overrides):
         _override(resolver, path, text)
     resolver.resolve()
     return resolver
 
 
-def _derive_anew(resolver: Resolver, overridden: set[str]) -> None:
+def _drop_derived(resolver: Resolver, overridden: set[str]) -> None:
     """Drop each derived value of a file if an override changes the setting it was derived from.
 
-    A resolved config holds the value and not that it was derived, so a value equal to the derived
-    one counts as such. A value that differs was chosen, and stays.
+    A resolved config does not record which values were derived, so a value equal to the derived one
+    counts as derived. A different value was chosen by the user and stays.
     """
     known = settings(resolver.schema, resolver.raw)
     for path, each in known.items():
         section, _, name = path.rpartition(".")
         if not each.derived_from or path in overridden:
             continue
-        inside = problem.at(resolver.raw, section, {})
+        inside = problem.value_at(resolver.raw, section, {})
         if not isinstance(inside, dict) or name not in inside:
             continue
         if join(section, each.derived_from) not in overridden:
             continue
         (arm,) = known[section].arms
-        given, derived = (
+        stored, derived = (
             Resolver(arm, values, {})
             for values in (inside, {key: value for key, value in inside.items() if key != name})
         )
-        given.resolve()
+        stored.resolve()
         derived.resolve()
-        if given.value is not None and given.value == derived.value:
+        if stored.value is not None and stored.value == derived.value:
             del inside[name]
             resolver.origins.pop(path, None)
 
@@ -98,9 +98,9 @@ def _mend(
     origins: dict[str, Origin],
     overrides: Sequence[tuple[str, str]],
 ) -> str:
-    """Flags that, in place of the wrong ones, make the config right: one fix after another, tried. Nothing where none do."""
+    """Return flags that correct the config, by trying one fix after another; "" if they do not."""
     flags: dict[str, str] = {}
-    kept = list(overrides)
+    remaining = list(overrides)
     while resolver.problems:
         first = resolver.problems[0]
         words = (
@@ -118,14 +118,14 @@ def _mend(
             return ""
         flags |= added
         known = settings(resolver.schema, resolver.raw)
-        kept = [
+        remaining = [
             pair
-            for pair in kept
+            for pair in remaining
             if pair[0] not in added
-            # A setting that contradicts another stays where the other one is mended.
+            # A setting that contradicts another stays if the other one is corrected.
             and (pair[0] in known or first.origin.where != f"--config.{pair[0]}={pair[1]}")
         ]
-        resolver = _apply(resolver.schema, raw, origins, [*kept, *flags.items()])
+        resolver = _apply(resolver.schema, raw, origins, [*remaining, *flags.items()])
     return shlex.join(f"--config.{path}={text}" for path, text in flags.items())
 
 
@@ -135,12 +135,13 @@ def from_json(
     where: str = "config.json",
     overrides: Sequence[tuple[str, str]] = (),
 ) -> Any:
-    """A section from what `to_json` gave, with overrides as on the command line. Nothing is converted but lists to tuples and text to spans.
+    """Return the section of a `to_json` result, with overrides as on the command line.
 
-    A setting that is absent, being newer than the file, takes its default.
+    Only lists (to tuples) and text (to spans) are converted. An absent setting, newer than the
+    file, takes its default.
 
     Raises:
-      ConfigError: where a setting is unknown, of another type or out of range.
+      ConfigError: if a setting is unknown, has another type or is out of range.
     """
     return loaded_json(schema, data, where, overrides).value
 
@@ -156,7 +157,7 @@ def loaded_json(
 
 
 def _arms_first(schema: type, overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Overrides in the order that they apply: whole sections and names of arms, outer before inner, then the rest as they came."""
+    """Sort overrides: sections and names of arms first, outer before inner, then the others."""
     every = settings(schema, {}, every_arm=True)
     labels = {
         join(path, name)
@@ -171,8 +172,8 @@ def _arms_first(schema: type, overrides: Sequence[tuple[str, str]]) -> list[tupl
 
 
 def _override(resolver: Resolver, path: str, text: str) -> None:
-    """Sets one value, or adds to the problems."""
-    schema, raw, origins, found = resolver.schema, resolver.raw, resolver.origins, resolver.problems
+    """Set one value, or add a problem."""
+    schema, raw, origins = resolver.schema, resolver.raw, resolver.origins
     origin = Origin("command line", f"--config.{path}={text}")
     present = settings(schema, raw)
     known = present.get(path)
@@ -180,29 +181,29 @@ def _override(resolver: Resolver, path: str, text: str) -> None:
     parent = present.get(section)
     is_label = parent is not None and bool(parent.arms) and name == tag(parent.arms[0])
     if known is None and not is_label:
-        found.append(problem.unknown(schema, raw, path, text, origin, origins))
+        resolver.problems.append(problem.unknown(schema, raw, path, text, origin, origins))
         return
     if known is not None and text in known.named:
         _replace(raw, origins, path, known.named[text])
         origins[path] = origin
         return
     if known is not None and known.arms:
-        found.append(_unknown_section(known, path, text, origin))
+        resolver.problems.append(_unknown_section(known, path, text, origin))
         return
     inside = _section(raw, section)
     if parent is not None and is_label:
         if text not in by_name(parent.arms):
-            found.append(unknown_arm(parent.arms, section, text, origin))
+            resolver.problems.append(unknown_arm(parent.arms, section, text, origin))
             return
         if chosen(parent.arms, inside, parent.default) is not by_name(parent.arms)[text]:
-            # Another arm's settings mean nothing to this one.
+            # Settings of another arm do not apply to this one.
             _replace(raw, origins, section, by_name(parent.arms)[text]())
         inside[name] = text
     elif known is not None:
         try:
             value = read(known.kind, text)
         except ValueError as error:
-            found.append(
+            resolver.problems.append(
                 problem.wrong_value(
                     path, known, text, origin, str(error) if "span" in str(error) else ""
                 )
@@ -213,11 +214,11 @@ def _override(resolver: Resolver, path: str, text: str) -> None:
 
 
 def _replace(raw: dict[str, Any], origins: dict[str, Origin], path: str, section: Any) -> None:
-    """Sets a whole section; what was said of its settings is forgotten."""
+    """Set a whole section and forget the origins of its settings."""
     inside = _section(raw, path)
     inside.clear()
     inside.update(plain(section))
-    for stale in [there for there in origins if there.startswith(f"{path}.")]:
+    for stale in [name for name in origins if name.startswith(f"{path}.")]:
         del origins[stale]
 
 
@@ -229,14 +230,14 @@ def _unknown_section(known: Setting, path: str, text: str, origin: Origin) -> Pr
         fix = problem.flag(join(path, label), meant)
     else:
         fix = problem.explain(path)
-    why = "it is a section with settings of its own"
+    why = "it is a section that contains settings"
     if known.named:
-        why += f", or one of those that `jaxlm config explain {path}` names"
+        why += f", or a published name: see `jaxlm config explain {path}`"
     return Problem(f"{path} = {brief(text)} is not allowed", why, origin, fix)
 
 
 def _section(raw: dict[str, Any], path: str) -> dict[str, Any]:
-    """The dict at a path, made where there is none."""
+    """Return the dict at a path, created if absent."""
     for name in path.split(".") if path else ():
         if not isinstance(raw.get(name), dict):
             raw[name] = {}

@@ -1,24 +1,24 @@
-"""Places that are written, and where they are."""
+"""Check of output paths."""
 
 import os
 import re
 
 from jaxlm.core.errors import NotWritable
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+")  # also of a path, which keeps one of two slashes
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+")  # pathlib keeps one of two slashes
 
 
 def check_local(place: str | os.PathLike[str], flag: str) -> None:
-    """Raises NotWritable where a place is named by a URL: as a path, that would be a new folder of this machine."""
+    """Raise NotWritable if an output path is a URL, which would become a local folder."""
     text = os.fspath(place)
-    found = _URL.match(text)
-    if not found:
+    url = _URL.match(text)
+    if not url:
         return
     scheme, _, rest = text.partition(":")
-    local = rest.strip("/").rpartition("@")[2] or "runs/a"  # without a name and a password
+    local = rest.strip("/").rpartition("@")[2] or "runs/a"  # without user name and password
     raise NotWritable(
-        f"{scheme}:// is no file system",
+        f"{scheme}:// is not a local file system",
         where=f"{flag}={text}",
-        why="what is written there is renamed, appended to and locked, which an object store cannot do",
+        why="output files are renamed, appended to and locked, which an object store cannot do",
         fix=f"{flag}={local}",
     )

@@ -1,4 +1,4 @@
-"""What is wrong with a config: each problem said once, all of them in one error, the right setting named."""
+"""Problems of a config: all are reported in one error, each with the probable setting and a fix."""
 
 import dataclasses
 import linecache
@@ -14,13 +14,13 @@ from jaxlm.core.spelling import SYNONYMS, distance, has_same_numbers, nearest, n
 from jaxlm.core.values import brief, choices, is_within, read, requirement, show
 
 EXPLAIN = "jaxlm config explain"
-MOST_LINES = 8
-MOST_LETTERS = 160
+MAX_LINES = 8
+MAX_LETTERS = 160
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: what, why, who did it, and what to paste."""
+    """A problem: what, why, origin of the value, and a fix to paste."""
 
     what: str
     why: str
@@ -29,19 +29,19 @@ class Problem:
 
     @property
     def line(self) -> str:
-        """All of it but the fix."""
+        """The problem without its fix, in one line."""
         text = f"{self.origin}: {self.what}; {self.why}"
-        return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 3]}..."
+        return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."
 
 
 class UnknownSetting(ConfigError, AttributeError, KeyError):
-    """A setting that does not exist, met in a config file; also what `hasattr` and `get` expect."""
+    """An unknown setting in a config file; also the error that `hasattr` and `get` expect."""
 
 
 def error(
     problems: list[Problem], fix: str = "", kind: type[ConfigError] = ConfigError
 ) -> ConfigError:
-    """One error that holds every problem, in at most eight lines; `fix` mends them together, else each says its own."""
+    """Return one error for all problems, in at most eight lines; `fix` corrects all of them."""
     if len(problems) == 1:
         only = problems[0]
         alternatives = "\n" in only.fix
@@ -51,11 +51,11 @@ def error(
             why=only.why,
             fix=only.fix if alternatives or not fix else fix,
         )
-    unsaid = [each.fix for each in problems if each.fix.startswith(EXPLAIN)]
-    if not fix and unsaid:
-        fix = explain(*dict.fromkeys(each.removeprefix(EXPLAIN).strip() for each in unsaid))
+    unexplained = [each.fix for each in problems if each.fix.startswith(EXPLAIN)]
+    if not fix and unexplained:
+        fix = explain(*dict.fromkeys(each.removeprefix(EXPLAIN).strip() for each in unexplained))
     fix = fix or problems[0].fix.partition("\n")[0]
-    room = MOST_LINES - 2 - bool(fix)
+    room = MAX_LINES - 2 - bool(fix)
     lines = [problem.line for problem in problems]
     if len(lines) > room:
         lines = [*lines[: room - 1], f"and {len(lines) - room + 1} more"]
@@ -68,12 +68,12 @@ def error(
 
 
 def flag(path: str, value: Any) -> str:
-    """The command line's words that set a value."""
+    """Return the flag that sets a value."""
     return shlex.quote(f"--config.{path}={show(value)}")
 
 
 def line_of(origin: Origin) -> str:
-    """The source line that an origin names, or nothing."""
+    """Return the source line of an origin, or an empty text."""
     name, _, number = origin.where.rpartition(":")
     linecache.checkcache(name)
     return (
@@ -84,14 +84,14 @@ def line_of(origin: Origin) -> str:
 
 
 def explain(*paths: str) -> str:
-    """Return the command that lists what is known of settings: types, ranges, choices."""
+    """Return the command that lists types, ranges and choices of settings."""
     return " ".join([EXPLAIN, *filter(None, paths)])
 
 
 def flag_or_explain(path: str, known: Setting, value: Any) -> str:
-    """Return the flag that sets the same value in a notation that the setting takes.
+    """Return the flag that sets the same value in a notation that the setting accepts.
 
-    If there is none, return the command that lists what the setting takes: no other value is
+    If there is none, return the command that lists the accepted values: no other value is
     suggested.
     """
     try:
@@ -101,7 +101,15 @@ def flag_or_explain(path: str, known: Setting, value: Any) -> str:
 
 
 def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str = "") -> Problem:
-    """Describe a value of another type, or outside its range."""
+    """Return the problem of a value of the wrong type or out of range.
+
+    Args:
+      path: dotted path of the setting.
+      known: the setting.
+      value: the value.
+      origin: origin of the value.
+      why: the reason; by default the type and range of the setting.
+    """
     reason = why or f"it must be {requirement(known)}"
     return Problem(
         f"{path} = {brief(value)} is not allowed",
@@ -112,23 +120,23 @@ def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str 
 
 
 def secret(path: str, value: Any, origin: Origin) -> Problem:
-    """A URL with a name, a password or a key in it; the fix is the URL without."""
+    """Return the problem of a URL with a secret; the fix is the URL without the secret."""
     return Problem(
-        f"{path} holds a password or a key",
-        "config.json and command.sh of the run would keep it; give it to the tool that reads the URL, as its environment variable or file",
+        f"{path} contains a password or a key",
+        "config.json and command.sh of the run would store it; pass it to the tool that reads the "
+        "URL by its environment variable or file",
         origin,
         without_secret(flag(path, value)),
     )
 
 
 def same(known: Setting, value: Any) -> Any:
-    """Return the value of a setting that means what `value` says in another notation.
+    """Return the value that `value` denotes in another notation.
 
-    `2k` is 2000, `"32"` is 32, `fp16` is `float16`; a misspelt choice is the one that it is a slip
-    of. A value outside the range, or of another kind, has no such value.
+    `2k` is 2000, `"32"` is 32, `fp16` is `float16`; a misspelled choice is the nearest choice.
 
     Raises:
-      ValueError: if there is none.
+      ValueError: if there is none, or it is out of range.
     """
     texts = [show(value)]
     if isinstance(value, str):
@@ -140,11 +148,11 @@ def same(known: Setting, value: Any) -> Any:
             )
     for text in texts:
         try:
-            found = read(known.kind, text)
+            result = read(known.kind, text)
         except ValueError:
             continue
-        if is_within(known, found):
-            return found
+        if is_within(known, result):
+            return result
     raise ValueError(f"{brief(value)} has no other notation")
 
 
@@ -156,31 +164,40 @@ def unknown(
     origin: Origin,
     origins: dict[str, Origin],
 ) -> Problem:
-    """Describe a setting that does not exist, and name the one that was probably meant.
+    """Return the problem of an unknown setting, with the setting that was probably meant.
 
-    That is the setting with this name in another trainer (`ALIASES` of the schema), or one slip of
-    the fingers away, or with the same last name in another section. The fix keeps the value. If
-    nothing is near, what there is is listed. `value` is None if it is not known.
+    Candidates are the setting with this name in another trainer (`ALIASES` of the schema), a
+    setting with a similar path, and settings of this name in another section. The fix keeps the
+    value. Without a candidate, the settings of the section are listed.
+
+    Args:
+      schema: class of the config.
+      raw: the config as nested dicts.
+      path: dotted path of the unknown setting.
+      value: its value; None if not known.
+      origin: origin of the value.
+      origins: origins of all values of the config by path.
     """
     present = settings(schema, raw)
     section, _, leaf = path.rpartition(".")
     union = present.get(section)
     if union and (owners := _owners(union.arms, leaf)):
         label = f"{section}.{tag(union.arms[0])}"
-        own = chosen(union.arms, at(raw, section, {}), union.default)
-        now = next((name for name, arm in by_name(union.arms).items() if arm is own), None)
+        arm = chosen(union.arms, value_at(raw, section, {}), union.default)
+        now = next((name for name, each in by_name(union.arms).items() if each is arm), None)
         return Problem(
             f"{path} is not a setting here",
-            f"it belongs to another arm of {section}: {label} is {now}, {' and '.join(owners)} would have it",
+            f"it belongs to another arm of {section}: {label} is {now}, "
+            f"{' and '.join(owners)} would have it",
             origin,
             "\n".join(f"--config.{label}={owner}" for owner in owners[:3]),
         )
-    alike = {
+    similar = {
         name: known
         for name, known in present.items()
         if value is None or bool(known.arms) == isinstance(value, dict)
     }
-    ranked = rank(path, alike, aliases(schema))
+    ranked = rank(path, similar, aliases(schema))
     if ranked:
         best = ranked[0]
         return Problem(
@@ -212,25 +229,25 @@ def unknown(
 
 
 def aliases(schema: type) -> dict[str, str]:
-    """Return the names that other trainers use for settings of a schema, and the settings."""
+    """Return the settings of a schema by their names in other trainers."""
     return getattr(schema, "ALIASES", {})
 
 
 def root_name(schema: type) -> str:
-    """Return what `jaxlm config explain` calls a whole config: nothing for a run's."""
+    """Return the name of a whole config in `jaxlm config explain`; empty for a run."""
     return getattr(schema, "ROOT", "")
 
 
 def _described(known: Setting, raw: dict[str, Any], path: str, origins: dict[str, Origin]) -> str:
-    """Return the doc, the type and the value of a setting, as a clause that follows its name."""
+    """Return doc, type and value of a setting, as a clause after its name."""
     doc = f": {known.doc}, {requirement(known)}" if known.doc else ""
     if known.arms:
         return doc
-    return f"{doc}, now {show(at(raw, path, known.default))} ({origins.get(path, DEFAULT)})"
+    return f"{doc}, now {show(value_at(raw, path, known.default))} ({origins.get(path, DEFAULT)})"
 
 
 def _owners(arms: tuple[type, ...], leaf: str) -> list[str]:
-    """The names of the arms that have a setting of this name."""
+    """Return the names of the arms that have a setting of this name."""
     return [name for name, arm in by_name(arms).items() if leaf in fields(arm)] if arms else []
 
 
@@ -239,8 +256,8 @@ def _parents(path: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
 
-def at(raw: Any, path: str, default: Any = None) -> Any:
-    """The value at a dotted path of nested dicts."""
+def value_at(raw: Any, path: str, default: Any = None) -> Any:
+    """Return the value at a dotted path of nested dicts."""
     for name in path.split("."):
         if not isinstance(raw, dict) or name not in raw:
             return default
@@ -249,29 +266,29 @@ def at(raw: Any, path: str, default: Any = None) -> Any:
 
 
 def rank(path: str, known: dict[str, Setting], others: dict[str, str]) -> list[str]:
-    """Return the settings that `path` may mean, likeliest first; `others` are names elsewhere."""
+    """Return the settings that `path` may mean, likeliest first; `others` are aliases."""
     section, _, leaf = path.rpartition(".")
     alias = others.get(leaf.lower().replace("-", "_"), "")
     most = max(1, len(leaf) // 3 + 1)
     scores = {}
     for name in known:
-        their_section, _, their_leaf = name.rpartition(".")
-        if leaf == their_leaf:
-            scores[name] = 1.5 + distance(section, their_section) / 100
+        other_section, _, other_leaf = name.rpartition(".")
+        if leaf == other_leaf:
+            scores[name] = 1.5 + distance(section, other_section) / 100
         is_slip = abs(len(path) - len(name)) <= most and has_same_numbers(path, name)
-        if is_slip and (slips := distance(path, name)) <= most:
-            scores[name] = min(scores.get(name, 99.0), float(slips))
+        if is_slip and (edits := distance(path, name)) <= most:
+            scores[name] = min(scores.get(name, 99.0), float(edits))
     if alias in known and not scores:
         return [alias]
     return sorted(scores, key=lambda name: scores[name])
 
 
 def for_flag(schema: type, name: str, value: str | None) -> str | None:
-    """Return the flag of the setting that a verb's unknown flag names, or None.
+    """Return the setting's flag for an unknown flag of a verb, or None.
 
-    `--lr=0.1` is `--config.optim.lr=0.1`: the setting's path, its last name if no other setting has
-    it, or its name in another trainer. If the value does not suit the setting, what suits it is
-    listed instead.
+    `--lr=0.1` becomes `--config.optim.lr=0.1`. The name may be a setting's path, its last part if
+    unique, or its name in another trainer. If the setting does not accept the value, return the
+    command that lists the accepted values.
     """
     known = {path: each for path, each in settings(schema, {}).items() if not each.arms}
     folded = name.replace("-", "_")
@@ -283,7 +300,7 @@ def for_flag(schema: type, name: str, value: str | None) -> str | None:
 
 
 def _renamed(path: str, best: str, known: Setting, value: Any, origin: Origin) -> str:
-    """Return what to paste: the flag or the source line with the right name and the same value."""
+    """Return the flag or source line with the correct name and the same value."""
     if known.arms or value is None:
         suits = known.arms == () or value is None
     else:
@@ -291,11 +308,11 @@ def _renamed(path: str, best: str, known: Setting, value: Any, origin: Origin) -
     source = line_of(origin)
     for wrong, right in ((path, best), (path.rpartition(".")[2], best.rpartition(".")[2])):
         pattern = rf"(?<![\w]){re.escape(wrong)}(?![\w])"
-        is_beside = wrong == path or path.rpartition(".")[0] == best.rpartition(".")[0]
-        if suits and is_beside and re.search(pattern, source):
+        is_same_section = wrong == path or path.rpartition(".")[0] == best.rpartition(".")[0]
+        if suits and is_same_section and re.search(pattern, source):
             return re.sub(pattern, right, source, count=1)
     if known.arms or value is None:
         return explain(best)
-    if origin.kind == "file":  # a flag would leave the wrong name in the file
-        return f"write {best} in place of {path}" if suits else explain(best)
+    if origin.kind == "file":  # a flag would not remove the wrong name from the file
+        return f"write {best} instead of {path}" if suits else explain(best)
     return flag_or_explain(best, known, value)

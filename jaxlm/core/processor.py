@@ -1,18 +1,18 @@
-"""What the processor at hand multiplies in hardware. Free of JAX."""
+"""bfloat16 matrix instructions of the CPU. Imports no JAX."""
 
 import functools
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-AMX, VECTORS = "amx_bf16", "avx512_bf16"  # products of bfloat16 in tiles, and in vectors
+AMX, VECTORS = "amx_bf16", "avx512_bf16"  # bfloat16 products in tiles, and in vectors
 
 
 def units() -> frozenset[str]:
-    """Those of `AMX` and `VECTORS` that this CPU has, by the flags that Linux shows; none where nothing shows them."""
+    """Return which of `AMX` and `VECTORS` this CPU has, by Linux's CPU flags; empty elsewhere."""
     return _shown(CPUINFO)
 
 
-@functools.cache  # asked for every weight, and long to make where there are many cores
+@functools.cache  # called for every weight; slow on machines with many cores
 def _shown(path: Path) -> frozenset[str]:
     try:
         shown = path.read_text().split()

@@ -1,4 +1,4 @@
-"""Who set a value."""
+"""Origins of values: default, config file or command line."""
 
 import dataclasses
 import os
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Who set a value, and where: `configs/quickstart.py:14`, `--config.optim.lr=1e-3`, or nowhere for a default."""
+    """Origin of a value, such as `configs/quickstart.py:14` or `--config.optim.lr=1e-3`."""
 
     kind: Literal["default", "file", "command line"]
     where: str = ""
@@ -19,7 +19,7 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """The file without its line, or the kind."""
+        """File without its line, or the kind."""
         return self.where.rpartition(":")[0] or self.where if self.kind == "file" else self.kind
 
 
@@ -27,13 +27,13 @@ DEFAULT = Origin("default")
 
 
 def short(path: str | os.PathLike[str]) -> str:
-    """A path as people write it: relative where it lies under the working directory."""
+    """Return a path, relative if it is below the working directory."""
     relative = os.path.relpath(path)
     return os.fspath(path) if relative.startswith("..") else relative
 
 
 def caller(is_ours: Callable[[str], bool]) -> Origin:
-    """The line that called into the files for which `is_ours` holds."""
+    """Return the source line that called into the files accepted by `is_ours`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back

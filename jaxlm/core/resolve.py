@@ -1,4 +1,4 @@
-"""Nested dicts into typed sections, every problem found on the way."""
+"""Conversion of nested dicts to typed sections, with all problems collected."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from jaxlm.core.values import brief, check, is_within
 
 
 class _Wrong:
-    """Stands for a value that is wrong. It can be held, but what looks at it fails, as arithmetic with it does anyway."""
+    """Placeholder of a wrong value: it can be stored, but every use of it raises ValueError."""
 
     def _refuse(self, *_: Any) -> Any:
         raise ValueError("this value is wrong")
@@ -27,10 +27,10 @@ WRONG = _Wrong()
 
 @dataclasses.dataclass
 class Resolver:
-    """Builds sections from nested dicts and gathers what is wrong with them.
+    """Builder of sections from nested dicts that collects their problems.
 
-    A setting that is absent takes its default. `section.problems()` is asked even where a setting is wrong, as far as it
-    does not look at that one: so a contradiction is told in the same message.
+    An absent setting takes its default. `section.problems()` runs even if a setting is wrong, until
+    it uses that setting: so contradictions are reported in the same message.
     """
 
     schema: type
@@ -40,23 +40,23 @@ class Resolver:
     value: Any = None
 
     def resolve(self) -> None:
-        """Sets `value` to the section, or to None where a setting is wrong."""
+        """Set `value` to the section, or to None if a setting is wrong."""
         section = self._section((self.schema,), self.raw, "", self.schema())
         self.value = None if self.problems else section
 
     def origin(self, path: str) -> Origin:
-        """Who set a path, or the nearest section around it that somebody set."""
+        """Return the origin of a path, or of the nearest enclosing section that was set."""
         while path and path not in self.origins:
             path = path.rpartition(".")[0]
         return self.origins.get(path, DEFAULT)
 
     def _culprit(self, path: str) -> Origin:
-        """Who made a setting contradict others: who set it, or else who last set one beside it."""
+        """Return the origin of a contradicting setting, else of the last one set in its section."""
         origin, section = self.origin(path), path.rpartition(".")[0]
-        beside = [other for there, other in self.origins.items() if there.startswith(section)]
-        if origin.kind != "default" or not beside:
+        others = [each for name, each in self.origins.items() if name.startswith(section)]
+        if origin.kind != "default" or not others:
             return origin
-        return Origin("default", f"default, beside {beside[-1]}")
+        return Origin("default", f"default, with {others[-1]}")
 
     def _section(self, arms: tuple[type, ...], raw: Any, path: str, default: Any) -> Any:
         if isinstance(raw, arms):
@@ -72,7 +72,7 @@ class Resolver:
             self.problems.append(
                 Problem(
                     f"{path or 'the config'} = {brief(raw)} is not allowed",
-                    "it is a section with settings of its own",
+                    "it is a section that contains settings",
                     self.origin(path),
                     fix,
                 )
@@ -87,37 +87,37 @@ class Resolver:
             )
             return WRONG
         for name in raw.keys() - fields(arm).keys():
-            there = join(path, str(name))
+            inner = join(path, str(name))
             self.problems.append(
                 problem.unknown(
-                    self.schema, self.raw, there, raw[name], self.origin(there), self.origins
+                    self.schema, self.raw, inner, raw[name], self.origin(inner), self.origins
                 )
             )
         before = len(self.problems)
         values = {}
         for name, known in fields(arm).items():
-            standing = getattr(default, name) if type(default) is arm else known.default
+            fallback = getattr(default, name) if type(default) is arm else known.default
             inner = join(path, name)
             if known.arms:
-                values[name] = self._section(known.arms, raw.get(name, {}), inner, standing)
+                values[name] = self._section(known.arms, raw.get(name, {}), inner, fallback)
             else:
-                values[name] = self._value(known, raw.get(name, standing), inner)
+                values[name] = self._value(known, raw.get(name, fallback), inner)
         section = arm(**values)
-        found: list[tuple[str, str, str]] = []
+        contradictions: list[tuple[str, str, str]] = []
         is_right = len(self.problems) == before
         try:
             for each in section.problems() if hasattr(section, "problems") else ():
-                found.append(each)
+                contradictions.append(each)
         except Exception:
-            # Beside a wrong value, those contradictions are told that can be found without it.
+            # With a wrong value, report the contradictions found before its first use.
             if is_right:
                 raise
-        for name, why, fix in found:
-            there = join(path, name)
-            value = plain(problem.at(plain(section), name))
+        for name, why, fix in contradictions:
+            inner = join(path, name)
+            value = plain(problem.value_at(plain(section), name))
             shown = "" if isinstance(value, dict) or value is None else f" = {brief(value)}"
             self.problems.append(
-                Problem(f"{there}{shown} does not fit", why, self._culprit(there), fix)
+                Problem(f"{inner}{shown} does not fit", why, self._culprit(inner), fix)
             )
         if is_right and hasattr(section, "derived"):
             for name, value, reason in section.derived():
@@ -126,7 +126,7 @@ class Resolver:
         return section
 
     def _note_derived(self, path: str, reason: str) -> None:
-        """Notes why a setting has a derived value, unless the user asked for that."""
+        """Record why a setting has a derived value, unless the user set it."""
         if reason and path not in self.origins:
             self.origins[path] = Origin("default", reason)
 
@@ -134,7 +134,7 @@ class Resolver:
         try:
             value = check(known.kind, raw)
         except ValueError as error:
-            # A span says more about its text than its type does.
+            # The message of a span has more detail than its type.
             why = str(error) if "span" in str(error) or "steps" in str(error) else ""
             self.problems.append(problem.wrong_value(path, known, raw, self.origin(path), why))
             return WRONG
@@ -155,13 +155,13 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def unknown_arm(arms: tuple[type, ...], path: str, value: Any, origin: Origin) -> Problem:
-    """A name that no arm of a union has."""
+    """Return the problem of a name that no arm of a union has."""
     names = list(by_name(arms))
-    there = join(path, tag(arms[0]) or "")
+    label = join(path, tag(arms[0]) or "")
     meant = SYNONYMS.get(str(value)) or nearest(str(value), names)
     return Problem(
-        f"{there} = {brief(value)} is not allowed",
+        f"{label} = {brief(value)} is not allowed",
         f"it must be one of {', '.join(names)}",
         origin,
-        problem.flag(there, meant) if meant in names else problem.explain(there),
+        problem.flag(label, meant) if meant in names else problem.explain(label),
     )

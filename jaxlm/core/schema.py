@@ -1,4 +1,4 @@
-"""What a section is made of, read from its dataclass: settings, their types and ranges, and the arms of a union."""
+"""Schema of a section, from its dataclass: settings, types, ranges and the arms of unions."""
 
 import dataclasses
 import functools
@@ -22,11 +22,19 @@ def setting(
     named: Mapping[str, Any] | None = None,
     derived_from: str = "",
 ) -> Any:
-    """A field of a section: its default, what it means, its unit, and the range it must lie in.
+    """Return a dataclass field that is a setting of a section.
 
-    `low` and `high` are inclusive, `above` and `below` exclusive. `named` are sections that the field may be set to by a
-    word, as in `--config.model=llama3-8b`. `derived_from` names the setting of the same section from which the default is
-    derived: the section's `derived()` yields (field, value, reason), and an override of that setting derives it anew.
+    Args:
+      default: default value.
+      doc: meaning, as a noun phrase.
+      unit: unit of the value.
+      low: smallest allowed value.
+      high: largest allowed value.
+      above: exclusive lower bound.
+      below: exclusive upper bound.
+      named: published sections by name, as in `--config.model=llama3-8b`.
+      derived_from: setting of the same section from which the default is derived. The section's
+        `derived()` yields (field, value, reason); an override of that setting recomputes the value.
     """
     meta = {"doc": doc, "unit": unit, "low": low, "high": high, "above": above, "below": below}
     more = {"named": named or {}, "derived_from": derived_from}
@@ -35,7 +43,7 @@ def setting(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One field of a section, with its annotation resolved."""
+    """A field of a section with its resolved annotation."""
 
     name: str
     kind: Any
@@ -51,36 +59,36 @@ class Setting:
 
     @property
     def arms(self) -> tuple[type, ...]:
-        """The sections that it may hold; empty where it holds a plain value."""
+        """Sections that the field may hold; empty for a plain value."""
         return arms(self.kind)
 
 
 def is_union(kind: Any) -> bool:
-    """Whether an annotation is `A | B`."""
+    """Return True if an annotation is `A | B`."""
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
 def is_section(kind: Any) -> bool:
-    """Whether an annotation is the class of a section."""
+    """Return True if an annotation is the class of a section."""
     return isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind is not Span
 
 
 @functools.cache
 def arms(kind: Any) -> tuple[type, ...]:
-    """The sections of an annotation: one, those of a union, or none for a plain value."""
+    """Return the sections of an annotation: one, the arms of a union, or none for a plain value."""
     members = typing.get_args(kind) if is_union(kind) else (kind,)
     return members if all(is_section(member) for member in members) else ()
 
 
 @functools.cache
 def fields(section: Any) -> dict[str, Setting]:
-    """The settings of a section, in order.
+    """Return the settings of a section, in order.
 
     Raises:
-      TypeError: where a plain setting has no default.
+      TypeError: if a plain setting has no default.
     """
     kinds = typing.get_type_hints(section)
-    found = {}
+    result = {}
     for field in dataclasses.fields(section):
         kind = kinds[field.name]
         if field.default is not dataclasses.MISSING:
@@ -91,13 +99,13 @@ def fields(section: Any) -> dict[str, Setting]:
             default = arms(kind)[0]()
         else:
             raise TypeError(f"{section.__name__}.{field.name} has no default")
-        found[field.name] = Setting(name=field.name, kind=kind, default=default, **field.metadata)
-    return found
+        result[field.name] = Setting(name=field.name, kind=kind, default=default, **field.metadata)
+    return result
 
 
 @functools.cache
 def tag(section: type) -> str | None:
-    """The setting that names the arm: the first whose only value is its default. None where there is none."""
+    """Return the setting that names the arm: the first whose only allowed value is its default."""
     for name, known in fields(section).items():
         if typing.get_origin(known.kind) is Literal and typing.get_args(known.kind) == (
             known.default,
@@ -107,23 +115,23 @@ def tag(section: type) -> str | None:
 
 
 def arm_name(section: type) -> str:
-    """The name of an arm in files and on the command line."""
+    """Return the name of an arm in files and on the command line."""
     name = tag(section)
     return fields(section)[name].default if name else section.__name__
 
 
 def by_name(sections: tuple[type, ...]) -> dict[str, type]:
-    """The arms by name."""
+    """Return the arms by name."""
     return {arm_name(section): section for section in sections}
 
 
 def join(path: str, name: str) -> str:
-    """`a.b` and `c` make `a.b.c`."""
+    """Join `a.b` and `c` to `a.b.c`."""
     return f"{path}.{name}" if path else name
 
 
 def plain(value: Any) -> Any:
-    """A section as nested dicts, a span as its text or number; all else as it is."""
+    """Return a section as nested dicts, a span as its text or number, other values unchanged."""
     if isinstance(value, Span):
         return value.plain()
     if dataclasses.is_dataclass(value):
@@ -133,16 +141,16 @@ def plain(value: Any) -> Any:
 
 
 def flat(raw: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested dicts as one, by dotted path."""
-    found: dict[str, Any] = {}
+    """Flatten nested dicts to dotted paths."""
+    result: dict[str, Any] = {}
     for name, value in raw.items():
-        here = join(path, str(name))
-        found |= flat(value, here) if isinstance(value, dict) else {here: value}
-    return found
+        inner = join(path, str(name))
+        result |= flat(value, inner) if isinstance(value, dict) else {inner: value}
+    return result
 
 
 def leaves(section: Any, path: str = "") -> Iterator[tuple[str, Setting, Any]]:
-    """Every plain setting of a section and of those inside it: dotted path, setting, value."""
+    """Yield (dotted path, setting, value) of every plain setting, nested sections included."""
     kind: Any = type(section)
     for name, known in fields(kind).items():
         value = getattr(section, name)
@@ -153,27 +161,27 @@ def leaves(section: Any, path: str = "") -> Iterator[tuple[str, Setting, Any]]:
 
 
 def chosen(sections: tuple[type, ...], raw: Any, default: Any) -> type | None:
-    """The arm that nested dicts name, the default's where they name none; None where there is no such arm."""
+    """Return the arm that nested dicts name, else the default's; None if the name is unknown."""
     names = by_name(sections)
     label = tag(sections[0])
     if label is None or not isinstance(raw, dict) or label not in raw:
         return type(default)
-    wanted = raw[label]
-    return names.get(wanted) if isinstance(wanted, str) else None
+    name = raw[label]
+    return names.get(name) if isinstance(name, str) else None
 
 
 def settings(schema: type, raw: dict[str, Any], *, every_arm: bool = False) -> dict[str, Setting]:
-    """Dotted path -> setting, sections included, for the arms that `raw` names, or for every arm there is."""
-    found: dict[str, Setting] = {}
+    """Return settings and sections by dotted path, for the arms that `raw` names or for all."""
+    result: dict[str, Setting] = {}
 
     def visit(section: type, inner: Any, path: str) -> None:
         for name, known in fields(section).items():
-            here = join(path, name)
-            found.setdefault(here, known)
+            inner_path = join(path, name)
+            result.setdefault(inner_path, known)
             below = inner.get(name, {}) if isinstance(inner, dict) else {}
             picked = chosen(known.arms, below, known.default) if known.arms else None
             for arm in known.arms if every_arm else (picked,) if picked else ():
-                visit(arm, below, here)
+                visit(arm, below, inner_path)
 
     visit(schema, raw, "")
-    return found
+    return result

@@ -1,4 +1,4 @@
-"""The known word that a misspelt one stands for, and other notations of the same value."""
+"""Corrections of misspelled words, and other notations of a value."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -38,9 +38,9 @@ _SPAN_UNITS = {
 
 
 def distance(a: str, b: str) -> int:
-    """Insertions, deletions, substitutions and swaps of neighbours that turn `a` into `b`.
+    """Return the insertions, deletions, substitutions and adjacent swaps that turn `a` into `b`.
 
-    Source: Damerau 1964, in the restricted form (no piece is edited twice).
+    Source: Damerau 1964, in the restricted form (no substring is edited twice).
     """
     rows = [list(range(len(b) + 1))]
     for i, x in enumerate(a, 1):
@@ -55,17 +55,18 @@ def distance(a: str, b: str) -> int:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """Return the known word that `word` is a slip of, or None.
+    """Return the known word that `word` misspells, or None.
 
-    At most a third of its letters may differ. Numbers must be the same: `a10` is not a slip of
-    `a100`, nor `float8` of `float16`. None as well if two words with other numbers are as near.
+    At most a third of the letters may differ. Numbers must be equal: `a10` does not misspell
+    `a100`, and `float8` does not misspell `float16`. Return None if words with different numbers
+    are equally near.
     """
     known = [each for each in words if has_same_numbers(word, each)]
-    slips = {each: distance(_folded(word), _folded(each)) for each in known}
-    best = min(slips, key=lambda each: slips[each], default=None)
-    if best is None or slips[best] > _most_slips(word):
+    edits = {each: distance(_folded(word), _folded(each)) for each in known}
+    best = min(edits, key=lambda each: edits[each], default=None)
+    if best is None or edits[best] > _max_edits(word):
         return None
-    as_near = {tuple(_numbers(each)) for each in known if slips[each] == slips[best]}
+    as_near = {tuple(_numbers(each)) for each in known if edits[each] == edits[best]}
     return best if len(as_near) == 1 else None
 
 
@@ -73,14 +74,14 @@ def notations(text: str, unit: str = "") -> Iterator[str]:
     """Yield other spellings of the same value: `2k` is `2000`, `fp16` is `float16`, `10%` is `0.1`.
 
     Args:
-      text: the value as it was given.
-      unit: what its setting counts. A letter behind a number scales a plain count only: `10M` of
-        seconds or of GiB could mean another unit.
+      text: the value as typed.
+      unit: unit of the setting. A letter after a number scales plain counts only: `10M` of seconds
+        or of GiB could mean another unit.
     """
     bare = text.strip().strip("'\"").strip()
     lower = bare.lower()
     yield bare
-    if not bare[:1].isdigit():  # letters behind a number are units: 1.5M is not 1.5m
+    if not bare[:1].isdigit():  # letters after a number are units: 1.5M is not 1.5m
         yield lower
         yield lower.replace("-", "_")
     if lower in SYNONYMS:
@@ -101,7 +102,7 @@ def notations(text: str, unit: str = "") -> Iterator[str]:
 
 
 def has_same_numbers(word: str, known: str) -> bool:
-    """Whether the numbers in a word are those of a known one. A word without any may lack them.
+    """Return True if a word has the numbers of a known word, or none.
 
     Up to two letters next to a number belong to it: `a100` and `h100`, `7b` and `8b` are names.
     """
@@ -109,9 +110,10 @@ def has_same_numbers(word: str, known: str) -> bool:
 
 
 def _numbers(word: str) -> list[str]:
-    found = re.findall(r"[a-z]*\d+[a-z]*", word.lower())
+    numbers = re.findall(r"[a-z]*\d+[a-z]*", word.lower())
     return [
-        each if len(re.sub(r"\d", "", each)) < 3 else re.sub(r"[a-z]+", "", each) for each in found
+        each if len(re.sub(r"\d", "", each)) < 3 else re.sub(r"[a-z]+", "", each)
+        for each in numbers
     ]
 
 
@@ -119,7 +121,7 @@ def _folded(word: str) -> str:
     return word.lower().replace("-", "_")
 
 
-def _most_slips(word: str) -> int:
-    """Return how many edits a slip of this word may be: none of a word of two letters."""
+def _max_edits(word: str) -> int:
+    """Return the edits that a misspelling of a word may have: 0 for a word of two letters."""
     letters = len(word.strip("-"))
     return 0 if letters < 3 else max(1, letters // 3)

@@ -1,4 +1,4 @@
-"""Values of settings: read from text, checked against a type and a range, and shown."""
+"""Values of settings: parse from text, check against type and range, format."""
 
 import ast
 import decimal
@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def describe(kind: Any) -> str:
-    """An annotation in words: `int or auto`, `one of scan, unroll`, `list of text`."""
+    """Return an annotation in words: `int or auto`, `one of scan, unroll`, `list of text`."""
     if is_union(kind):
         return " or ".join(describe(member) for member in typing.get_args(kind))
     if typing.get_origin(kind) is Literal:
@@ -37,7 +37,7 @@ def describe(kind: Any) -> str:
 
 
 def choices(kind: Any) -> list[str]:
-    """Return the words that an annotation lists: those of a Literal, of each in a union or list."""
+    """Return the words of the Literals of an annotation, also inside unions and lists."""
     members = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return list(map(str, members))
@@ -47,18 +47,18 @@ def choices(kind: Any) -> list[str]:
 
 
 def bounds(known: Setting) -> str:
-    """The range of a setting: `> 0`, `>= 0 and < 1`, or nothing."""
+    """Return the range of a setting: `> 0`, `>= 0 and < 1`, or an empty text."""
     limits = ((">=", known.low), (">", known.above), ("<=", known.high), ("<", known.below))
     return " and ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
 
 
 def requirement(known: Setting) -> str:
-    """Type and range in one phrase: `float > 0`."""
+    """Return type and range in one phrase: `float > 0`."""
     return f"{describe(known.kind)} {bounds(known)}".strip()
 
 
 def show(value: Any) -> str:
-    """A value as the command line takes it; `read` gives it back."""
+    """Format a value for the command line; `read` is the inverse."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (tuple, list)):
@@ -69,18 +69,18 @@ def show(value: Any) -> str:
 
 
 def brief(value: Any) -> str:
-    """A value as an error quotes it: the whole of it, unless it is long."""
+    """Return a value as an error quotes it, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _is_bare(item: str) -> bool:
-    """Whether an item of a list needs no quotes."""
+    """Return True if an item of a list needs no quotes."""
     return item == item.strip() != "" and "," not in item and item[0] not in "[("
 
 
 def is_within(known: Setting, value: Any) -> bool:
-    """Whether a number, or each number of a list, lies in the range of its setting; what is not a number does."""
+    """Return False if a number, or a number of a list, is outside the range of its setting."""
     if isinstance(value, tuple):
         return all(is_within(known, item) for item in value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -94,10 +94,10 @@ def is_within(known: Setting, value: Any) -> bool:
 
 
 def check(kind: Any, value: Any) -> Any:
-    """The value as its type holds it: an int becomes a float where one is asked for, a list a tuple, text a span.
+    """Return the value converted to its type: int to float, list to tuple, text to span.
 
     Raises:
-      ValueError: where it is of another type. A float is never taken for an int, nor a bool for a number.
+      ValueError: if it has another type. A float is no int, and a bool is no number.
     """
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if is_union(kind):
@@ -120,7 +120,7 @@ def check(kind: Any, value: Any) -> Any:
     elif kind in (bool, str, type(None)) and type(value) is kind:
         return value
     elif type(value) is bool:
-        pass  # a number to Python, not to us
+        pass  # a bool is a number in Python, but not in a config
     elif kind is int and isinstance(value, numbers.Integral):
         return int(value)
     elif kind is float and isinstance(value, numbers.Real) and math.isfinite(value):
@@ -129,14 +129,14 @@ def check(kind: Any, value: Any) -> Any:
 
 
 def read(kind: Any, text: str) -> Any:
-    """The value that a command line's text stands for.
+    """Parse the text of a command line as a value.
 
     Raises:
-      ValueError: where the text is no value of that type.
+      ValueError: if the text is no value of that type.
     """
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if is_union(kind):
-        # Text fits nearly everything, so the narrow types are asked first.
+        # Any text is a str, so narrower types are tried first.
         for member in sorted(members, key=lambda member: member is str):
             try:
                 return read(member, text)
@@ -164,12 +164,12 @@ def read(kind: Any, text: str) -> Any:
 
 
 def _read_int(text: str) -> int:
-    """`1000`, `1_000` or `1e3`; exact, so not by way of a float."""
+    """Parse `1000`, `1_000` or `1e3` exactly, without a float in between."""
     try:
         number = decimal.Decimal(text)
     except decimal.InvalidOperation:
         raise ValueError("it must be int") from None
-    # An exponent of thousands would make a number that fills the memory.
+    # An exponent in the thousands would create a number that fills the memory.
     if not number.is_finite() or number.adjusted() > 30 or number != number.to_integral_value():
         raise ValueError("it must be int")
     return int(number)
@@ -183,7 +183,7 @@ def _read_float(text: str) -> float:
 
 
 def _read_list(kind: Any, members: tuple[Any, ...], text: str) -> tuple[Any, ...]:
-    """`a,b`, a JSON list or a Python tuple."""
+    """Parse `a,b`, a JSON list or a Python tuple."""
     if text[:1] in ("[", "(") and text[-1:] in ("]", ")"):
         for parser in (json.loads, ast.literal_eval):
             try:
