@@ -10,12 +10,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlm.core import problems as problem
+from jaxlm.core import problems, sections
 from jaxlm.core.load import Loaded, from_json, load, loaded_json
-from jaxlm.core.provenance import DEFAULT, Origin
-from jaxlm.core.schema import arm_name, by_name, chosen, leaves, plain, setting, settings, tag
+from jaxlm.core.problems import DEFAULT, Origin
+from jaxlm.core.sections import setting
 from jaxlm.core.span import Span
-from jaxlm.core.values import bounds, describe
 
 __all__ = [
     "ABSENT",
@@ -45,9 +44,9 @@ def new(schema: type) -> Any:
     Raises:
       ConfigError: if the config file sets an unknown setting; it names the line and the nearest.
     """
-    from jaxlm.core import draft  # reading a config.json needs no ml_collections
+    from jaxlm.core import config_dict  # reading a config.json needs no ml_collections
 
-    return draft.new(schema)
+    return config_dict.new(schema)
 
 
 def to_json(section: Any) -> dict[str, Any]:
@@ -58,12 +57,12 @@ def to_json(section: Any) -> dict[str, Any]:
             return {name: convert(inner) for name, inner in value.items()}
         return [convert(item) for item in value] if isinstance(value, tuple) else value
 
-    return convert(plain(section))
+    return convert(sections.plain(section))
 
 
 def flatten(section: Any) -> dict[str, Any]:
     """Return the value of every setting by dotted path, names of arms included."""
-    return {path: value for path, _, value in leaves(section)}
+    return {path: value for path, _, value in sections.leaves(section)}
 
 
 class _Absent:
@@ -124,27 +123,29 @@ def explain(schema: type, loaded: Loaded | None, path: str) -> Explanation:
       ConfigError: if there is no such setting; it names the nearest.
     """
     value = loaded.value if loaded is not None else schema()
-    raw = plain(value)
-    present = settings(schema, raw)
-    known = present.get(path) or settings(schema, raw, every_arm=True).get(path)
+    raw = sections.plain(value)
+    present = sections.settings(schema, raw)
+    known = present.get(path) or sections.settings(schema, raw, every_arm=True).get(path)
     origins = loaded.provenance if loaded is not None else {}
     if known is None:
-        raise problem.error(
-            [problem.unknown(schema, raw, path, None, Origin("command line", path), origins)]
+        raise problems.error(
+            [problems.unknown(schema, raw, path, None, Origin("command line", path), origins)]
         )
     if known.arms:
-        arm = chosen(known.arms, problem.value_at(raw, path, {}), known.default) or known.arms[0]
-        label = tag(arm)
+        arm = (
+            sections.chosen(known.arms, problems.value_at(raw, path, {}), known.default)
+            or known.arms[0]
+        )
+        label = sections.tag(arm)
+        names = ", ".join(sections.by_name(known.arms))
         return Explanation(
             path=path,
             doc=known.doc or (arm.__doc__ or "").partition("\n")[0],
-            type=f"section; {path}.{label} is one of {', '.join(by_name(known.arms))}"
-            if label
-            else "section",
+            type=f"section; {path}.{label} is one of {names}" if label else "section",
             unit="",
             range="",
-            default=arm_name(type(known.default)) if label else ABSENT,
-            value=arm_name(arm) if label else ABSENT,
+            default=sections.arm_name(type(known.default)) if label else ABSENT,
+            value=sections.arm_name(arm) if label else ABSENT,
             origin=origins.get(f"{path}.{label}", DEFAULT),
             settings=tuple(name for name in present if name.startswith(f"{path}.")),
             named=_by_arm(known.named),
@@ -152,25 +153,22 @@ def explain(schema: type, loaded: Loaded | None, path: str) -> Explanation:
     section, _, name = path.rpartition(".")
     parent = present.get(section)
     # The parent section's choice for its default arm takes precedence over the arm's own default.
-    used = (
-        chosen(parent.arms, problem.value_at(raw, section, {}), parent.default)
-        if parent
-        else schema
-    )
-    chose = parent.default if parent else schema()
-    default = getattr(chose, name) if type(chose) is used and path in present else known.default
-    doc = known.doc
-    kind = describe(known.kind)
-    if parent is not None and used is not None and name == tag(used):
+    used: type | None = schema
+    if parent:
+        used = sections.chosen(parent.arms, problems.value_at(raw, section, {}), parent.default)
+    defaults = parent.default if parent else schema()
+    is_used = type(defaults) is used and path in present
+    doc, kind = known.doc, sections.describe(known.kind)
+    if parent is not None and used is not None and name == sections.tag(used):
         doc = doc or f"arm of {section} in use"
-        kind = f"one of {', '.join(by_name(parent.arms))}"
+        kind = f"one of {', '.join(sections.by_name(parent.arms))}"
     return Explanation(
         path=path,
         doc=doc,
         type=kind,
         unit=known.unit,
-        range=bounds(known),
-        default=default,
+        range=sections.bounds(known),
+        default=getattr(defaults, name) if is_used else known.default,
         value=flatten(value).get(path, ABSENT),
         origin=origins.get(path, DEFAULT),
     )
@@ -180,6 +178,6 @@ def _by_arm(named: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return the names of sections by their arm."""
     names: dict[str, tuple[str, ...]] = {}
     for name, section in named.items():
-        arm = arm_name(type(section))
+        arm = sections.arm_name(type(section))
         names[arm] = (*names.get(arm, ()), name)
     return names

@@ -15,9 +15,9 @@ from types import CodeType
 from typing import Any
 
 from jaxlm.core.errors import ConfigError, InputMissing, JaxlmError
-from jaxlm.core.provenance import Origin, short
-from jaxlm.core.schema import flat, plain
-from jaxlm.core.spelling import nearest
+from jaxlm.core.nearest import nearest_word
+from jaxlm.core.problems import Origin, short
+from jaxlm.core.sections import flat, plain
 
 
 def read_file(text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
@@ -42,35 +42,27 @@ def read_file(text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
             why="a config is a Python file with get_config(), or a resolved config.json",
             fix=_list_folder(path),
         )
-    raw = read_json(path)
+    raw = _strict_json(path)
     if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{short(path)} is not a resolved config",
-            where=short(path),
-            why=f"it contains {type(raw).__name__}, not sections",
-            fix="copy config.json again from the run directory\npass the .py file that made it",
-        )
+        raise _not_resolved(path, short(path), f"it contains {type(raw).__name__}, not sections")
     return raw, {name: Origin("file", short(path)) for name in flat(raw)}
 
 
 def _missing(path: Path, argument: str | None) -> InputMissing:
-    names = (
-        [each.name for each in path.parent.glob(f"*{path.suffix or '.py'}")]
-        if path.parent.is_dir()
-        else []
-    )
-    meant = nearest(path.name, names)
     ending = f":{argument}" if argument is not None else ""
-    return InputMissing(
-        "the config file does not exist",
-        where=f"--config={path}{ending}",
-        why=f"{path.parent} contains {', '.join(sorted(names)[:6]) or 'no such files'}"
-        if path.parent.is_dir()
-        else f"there is no folder {path.parent}",
-        fix=shlex.quote(f"--config={path.with_name(meant)}{ending}")
-        if meant
-        else _list_folder(path),
-    )
+    why, fix = f"there is no folder {path.parent}", _list_folder(path)
+    if path.parent.is_dir():
+        names = sorted(each.name for each in path.parent.glob(f"*{path.suffix or '.py'}"))
+        why = f"{path.parent} contains {', '.join(names[:6]) or 'no such files'}"
+        if meant := nearest_word(path.name, names):
+            fix = shlex.quote(f"--config={path.with_name(meant)}{ending}")
+    where = f"--config={path}{ending}"
+    return InputMissing("the config file does not exist", where=where, why=why, fix=fix)
+
+
+def _not_resolved(path: Path, where: str, why: str) -> ConfigError:
+    fix = "copy config.json again from the run directory\npass the .py file that made it"
+    return ConfigError(f"{short(path)} is not a resolved config", where=where, why=why, fix=fix)
 
 
 def _list_folder(path: Path) -> str:
@@ -90,19 +82,13 @@ def shipped(folder: str = "") -> list[Path]:
     return []
 
 
-def read_json(path: Path) -> Any:
-    """Parse a JSON file strictly: duplicate keys, NaN and infinities are errors.
-
-    Raises:
-      ConfigError: if it is not JSON.
-    """
+def _strict_json(path: Path) -> Any:
+    """Parse a JSON file; duplicate keys, NaN and infinities are a ConfigError too."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            raise ValueError(
-                f"{next(name for name in names if names.count(name) > 1)!r} occurs twice"
-            )
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{repeated[0]!r} occurs twice")
         return dict(pairs)
 
     def refuse(name: str) -> None:
@@ -112,14 +98,9 @@ def read_json(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{short(path)} is not a resolved config",
-            where=f"{short(path)}:{error.lineno}"
-            if isinstance(error, json.JSONDecodeError)
-            else short(path),
-            why=f"{type(error).__name__}: {error}",
-            fix="copy config.json again from the run directory\npass the .py file that made it",
-        ) from error
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        why = f"{type(error).__name__}: {error}"
+        raise _not_resolved(path, f"{short(path)}{line}", why) from error
 
 
 class _Fresh(importlib.machinery.SourceFileLoader):
@@ -133,9 +114,9 @@ def _from_program(path: Path, argument: str | None) -> tuple[dict[str, Any], dic
     result = _run(path, argument)
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         result = plain(result)
-    draft = sys.modules.get("jaxlm.core.draft")
-    if draft is not None and isinstance(result, draft.SchemaConfigDict):
-        return result.to_dict(), draft.origins(result)
+    config_dict = sys.modules.get("jaxlm.core.config_dict")
+    if config_dict is not None and isinstance(result, config_dict.SchemaConfigDict):
+        return result.to_dict(), config_dict.origins(result)
     raw = result.to_dict() if hasattr(result, "to_dict") else result
     if not isinstance(raw, dict):
         raise ConfigError(
@@ -169,14 +150,14 @@ def _run(path: Path, argument: str | None) -> Any:
         try:
             inspect.signature(get_config).bind(*arguments)
         except TypeError:
+            signature = inspect.signature(get_config)
+            parameter = next(iter(signature.parameters), "its parameter")
+            more = f"add a colon and the value of {parameter} to "
             raise ConfigError(
                 f"get_config() {'takes no argument' if arguments else 'needs an argument'}",
                 where=f"{short(path)}:{get_config.__code__.co_firstlineno}",
-                why=f"its signature is get_config{inspect.signature(get_config)}",
-                fix=f"--config={path}"
-                if arguments
-                else f"add a colon and the value of {_first_parameter(get_config)} to "
-                f"--config={path}",
+                why=f"its signature is get_config{signature}",
+                fix=f"{'' if arguments else more}--config={path}",
             ) from None
         return get_config(*arguments)
     except JaxlmError:
@@ -193,19 +174,12 @@ def _run(path: Path, argument: str | None) -> Any:
         del sys.modules[name]
 
 
-def _first_parameter(function: Any) -> str:
-    return next(iter(inspect.signature(function).parameters), "its parameter")
-
-
 def _line(error: BaseException, path: Path) -> int:
     """Return the last line of the file that ran before the failure."""
     if isinstance(error, SyntaxError) and error.filename == os.fspath(path):
         return error.lineno or 1
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == os.fspath(path)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == os.fspath(path)]
     return (lines and lines[-1]) or 1
 
 

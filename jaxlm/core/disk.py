@@ -1,10 +1,16 @@
-"""Durable writes: contents and names are on the disk when a function returns."""
+"""Local files: durable writes, JSON, and the check of output paths."""
 
 import contextlib
 import errno
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
+
+from jaxlm.core.errors import DataError, InputMissing, NotWritable
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+")  # pathlib keeps one of two slashes
 
 
 def sync(path: os.PathLike[str]) -> None:
@@ -55,3 +61,45 @@ def replace(target: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def check_local(place: str | os.PathLike[str], flag: str) -> None:
+    """Raise NotWritable if an output path is a URL, which would become a local folder."""
+    text = os.fspath(place)
+    url = _URL.match(text)
+    if not url:
+        return
+    scheme, _, rest = text.partition(":")
+    local = rest.strip("/").rpartition("@")[2] or "runs/a"  # without user name and password
+    raise NotWritable(
+        f"{scheme}:// is not a local file system",
+        where=f"{flag}={text}",
+        why="output files are renamed, appended to and locked, which an object store cannot do",
+        fix=f"{flag}={local}",
+    )
+
+
+def read_json(path: Path, max_bytes: int, what: str, *, missing: str, damaged: str) -> Any:
+    """Parse a JSON file.
+
+    Args:
+      path: the file.
+      max_bytes: size above which the file is not read.
+      what: subject of the error, such as "the shard manifest".
+      missing: fix line if the file does not exist.
+      damaged: fix line if the file is too large or no JSON.
+
+    Raises:
+      InputMissing: if the file does not exist.
+      DataError: if it is too large, or not JSON.
+    """
+    if not path.exists():
+        why = "there is no such file"
+        raise InputMissing(f"{what} does not exist", where=str(path), why=why, fix=missing)
+    try:
+        if (size := path.stat().st_size) > max_bytes:
+            raise ValueError(f"it has {size:,} bytes, and at most {max_bytes:,} are read")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise DataError(f"{what} cannot be read", where=str(path), why=why, fix=damaged) from error

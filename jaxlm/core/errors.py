@@ -32,6 +32,9 @@ class JaxlmError(Exception):
     code = 70
     kind = "internal error"
 
+    def __init_subclass__(cls, code: int | None = None, kind: str | None = None):
+        cls.code, cls.kind = code or cls.code, kind or cls.kind
+
     def __init__(self, what: str, *, where: str, why: str, fix: str, every: Sequence[str] = ()):
         self.every = [safe(line) for line in every] if len(every) > self.SHOWN else []
         if every:
@@ -54,53 +57,32 @@ class JaxlmError(Exception):
         return "\n".join(lines)
 
 
-class CommandError(JaxlmError):
+class CommandError(JaxlmError, code=2, kind="command error"):
     """The command line is wrong."""
 
-    code = 2
-    kind = "command error"
 
-
-class ConfigError(JaxlmError):
+class ConfigError(JaxlmError, code=2, kind="config error"):
     """A setting is unknown, has the wrong type, is out of range or contradicts another."""
 
-    code = 2
-    kind = "config error"
 
-
-class DataError(JaxlmError):
+class DataError(JaxlmError, code=65, kind="data error"):
     """Data or a checkpoint is damaged or invalid."""
 
-    code = 65
-    kind = "data error"
 
-
-class InputMissing(JaxlmError):
+class InputMissing(JaxlmError, code=66, kind="input missing"):
     """A file, or a match of a glob, is missing."""
 
-    code = 66
-    kind = "input missing"
 
-
-class PeerLost(JaxlmError):
+class PeerLost(JaxlmError, code=69, kind="peer lost"):
     """Another process of the run, or the coordinator, is missing or does not respond."""
 
-    code = 69
-    kind = "peer lost"
 
-
-class OutOfMemory(JaxlmError):
+class OutOfMemory(JaxlmError, code=71, kind="out of memory"):
     """The run does not fit in memory."""
 
-    code = 71
-    kind = "out of memory"
 
-
-class NotWritable(JaxlmError):
+class NotWritable(JaxlmError, code=73, kind="output not writable"):
     """An output path cannot be written."""
-
-    code = 73
-    kind = "output not writable"
 
 
 def listed(items: Sequence[str], lines: int) -> str:
@@ -138,51 +120,33 @@ def cannot_write(
     )
 
 
-class SaveFailed(JaxlmError):
+class SaveFailed(JaxlmError, code=74, kind="save failed"):
     """A checkpoint could not be committed, or the disk has no space for a run's records."""
-
-    code = 74
-    kind = "save failed"
 
 
 def cannot_keep(what: str, place: object, error: OSError) -> SaveFailed | NotWritable:
     """Return the error of a refused write of a run: SaveFailed if the disk is full."""
+    refused = cannot_write(what, place, error)
     if error.errno not in FULL:
-        return cannot_write(what, place, error)
-    return SaveFailed(
-        f"{what} cannot be written",
-        where=str(place),
-        why=f"{type(error).__name__}: {error.strerror}",
-        fix="free space there, then run the same command again",
-    )
+        return refused
+    fix = "free space there, then run the same command again"
+    return SaveFailed(refused.what, where=refused.where, why=refused.why, fix=fix)
 
 
-class Preempted(JaxlmError):
+class Preempted(JaxlmError, code=75, kind="preempted"):
     """The run was asked to stop, has saved its state and can be restarted."""
 
-    code = 75
-    kind = "preempted"
 
-
-class Stalled(JaxlmError):
+class Stalled(JaxlmError, code=76, kind="stalled"):
     """The run made no progress for longer than the time limit of its phase."""
 
-    code = 76
-    kind = "stalled"
 
-
-class InUse(JaxlmError):
+class InUse(JaxlmError, code=77, kind="run directory in use"):
     """Another process uses the run directory."""
 
-    code = 77
-    kind = "run directory in use"
 
-
-class Diverged(JaxlmError):
+class Diverged(JaxlmError, code=79, kind="diverged"):
     """The loss or a gradient is not finite, and the budget of skips and rewinds is spent."""
-
-    code = 79
-    kind = "diverged"
 
 
 def in_our_words(error: BaseException, verb: str = "train") -> JaxlmError | None:

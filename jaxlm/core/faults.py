@@ -20,27 +20,10 @@ import time
 
 VARIABLE = "JAXLM_FAULTS"
 POINTS = (
-    "compile",
-    "data.next",
-    "step.before",
-    "step.after",
-    "save.begin",
-    "save.files",
-    "save.digest",
-    "save.commit",
-    "save.retire",
-    "restore.verify",
-    "store.read",
-    "text.read",
-    "restore.read",
-    "rewind",
-    "eval",
-    "prepare.clean",
-    "prepare.merge",
-    "prepare.finish",
-    "prepare.tokenise",
-    "exit",
-)
+    "compile data.next step.before step.after save.begin save.files save.digest save.commit "
+    "save.retire restore.verify store.read text.read restore.read rewind eval prepare.clean "
+    "prepare.merge prepare.finish prepare.tokenise exit"
+).split()
 NUMBERS = ("grads", "loss", "batch")
 _FORM = re.compile(
     r"(?P<point>[\w.]+):(?P<action>\w+)(=(?P<value>[\d.]+))?"

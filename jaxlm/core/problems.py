@@ -1,21 +1,56 @@
-"""Problems of a config: all are reported in one error, each with the probable setting and a fix."""
+"""Problems of a config: origins of its values, and one error for all its problems."""
 
 import dataclasses
 import linecache
+import os
 import re
 import shlex
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
 
+from jaxlm.core import sections
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.provenance import DEFAULT, Origin
+from jaxlm.core.nearest import SYNONYMS, distance, has_same_numbers, nearest_word, notations
 from jaxlm.core.quoting import without_secret
-from jaxlm.core.schema import Setting, by_name, chosen, fields, settings, tag
-from jaxlm.core.spelling import SYNONYMS, distance, has_same_numbers, nearest, notations
-from jaxlm.core.values import brief, choices, is_within, read, requirement, show
+from jaxlm.core.sections import Setting
 
 EXPLAIN = "jaxlm config explain"
 MAX_LINES = 8
 MAX_LETTERS = 160
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Origin of a value, such as `configs/quickstart.py:14` or `--config.optim.lr=1e-3`."""
+
+    kind: Literal["default", "file", "command line"]
+    where: str = ""
+
+    def __str__(self) -> str:
+        return self.where or self.kind
+
+    @property
+    def place(self) -> str:
+        """File without its line, or the kind."""
+        return self.where.rpartition(":")[0] or self.where if self.kind == "file" else self.kind
+
+
+DEFAULT = Origin("default")
+
+
+def short(path: str | os.PathLike[str]) -> str:
+    """Return a path, relative if it is below the working directory."""
+    relative = os.path.relpath(path)
+    return os.fspath(path) if relative.startswith("..") else relative
+
+
+def caller(is_ours: Callable[[str], bool]) -> Origin:
+    """Return the source line that called into the files accepted by `is_ours`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return Origin("file", f"{short(frame.f_code.co_filename)}:{frame.f_lineno}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,18 +104,15 @@ def error(
 
 def flag(path: str, value: Any) -> str:
     """Return the flag that sets a value."""
-    return shlex.quote(f"--config.{path}={show(value)}")
+    return shlex.quote(f"--config.{path}={sections.show(value)}")
 
 
 def line_of(origin: Origin) -> str:
     """Return the source line of an origin, or an empty text."""
     name, _, number = origin.where.rpartition(":")
     linecache.checkcache(name)
-    return (
-        linecache.getline(name, int(number)).strip()
-        if origin.kind == "file" and number.isdecimal()
-        else ""
-    )
+    is_line = origin.kind == "file" and number.isdecimal()
+    return linecache.getline(name, int(number)).strip() if is_line else ""
 
 
 def explain(*paths: str) -> str:
@@ -100,6 +132,17 @@ def flag_or_explain(path: str, known: Setting, value: Any) -> str:
         return explain(path)
 
 
+def _not_allowed(path: str, value: Any, why: str, origin: Origin, fix: str) -> Problem:
+    return Problem(
+        f"{path or 'the config'} = {sections.brief(value)} is not allowed", why, origin, fix
+    )
+
+
+def not_a_section(path: str, value: Any, origin: Origin, fix: str) -> Problem:
+    """Return the problem of a plain value for a section."""
+    return _not_allowed(path, value, "it is a section that contains settings", origin, fix)
+
+
 def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str = "") -> Problem:
     """Return the problem of a value of the wrong type or out of range.
 
@@ -110,13 +153,9 @@ def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str 
       origin: origin of the value.
       why: the reason; by default the type and range of the setting.
     """
-    reason = why or f"it must be {requirement(known)}"
-    return Problem(
-        f"{path} = {brief(value)} is not allowed",
-        f"{reason} ({known.doc})" if known.doc else reason,
-        origin,
-        flag_or_explain(path, known, value),
-    )
+    reason = why or f"it must be {sections.requirement(known)}"
+    reason += f" ({known.doc})" if known.doc else ""
+    return _not_allowed(path, value, reason, origin, flag_or_explain(path, known, value))
 
 
 def secret(path: str, value: Any, origin: Origin) -> Problem:
@@ -138,22 +177,22 @@ def same(known: Setting, value: Any) -> Any:
     Raises:
       ValueError: if there is none, or it is out of range.
     """
-    texts = [show(value)]
+    texts = [sections.show(value)]
     if isinstance(value, str):
         texts += notations(value, known.unit)
-        if words := choices(known.kind):
+        if words := sections.choices(known.kind):
             items = [item.strip() for item in value.split(",")]
             texts.append(
-                ",".join(SYNONYMS.get(item) or nearest(item, words) or item for item in items)
+                ",".join(SYNONYMS.get(item) or nearest_word(item, words) or item for item in items)
             )
     for text in texts:
         try:
-            result = read(known.kind, text)
+            result = sections.read(known.kind, text)
         except ValueError:
             continue
-        if is_within(known, result):
+        if sections.is_within(known, result):
             return result
-    raise ValueError(f"{brief(value)} has no other notation")
+    raise ValueError(f"{sections.brief(value)} has no other notation")
 
 
 def unknown(
@@ -178,59 +217,40 @@ def unknown(
       origin: origin of the value.
       origins: origins of all values of the config by path.
     """
-    present = settings(schema, raw)
+    present = sections.settings(schema, raw)
     section, _, leaf = path.rpartition(".")
     union = present.get(section)
-    if union and (owners := _owners(union.arms, leaf)):
-        label = f"{section}.{tag(union.arms[0])}"
-        arm = chosen(union.arms, value_at(raw, section, {}), union.default)
-        now = next((name for name, each in by_name(union.arms).items() if each is arm), None)
-        return Problem(
-            f"{path} is not a setting here",
-            f"it belongs to another arm of {section}: {label} is {now}, "
-            f"{' and '.join(owners)} would have it",
-            origin,
-            "\n".join(f"--config.{label}={owner}" for owner in owners[:3]),
-        )
+    arms = sections.by_name(union.arms) if union and union.arms else {}
+    owners = [name for name, each in arms.items() if leaf in sections.fields(each)]
     similar = {
         name: known
         for name, known in present.items()
         if value is None or bool(known.arms) == isinstance(value, dict)
     }
-    ranked = rank(path, similar, aliases(schema))
-    if ranked:
+    what = f"unknown setting {path}"
+    if union and owners:
+        label = f"{section}.{sections.tag(union.arms[0])}"
+        arm = sections.chosen(union.arms, value_at(raw, section, {}), union.default)
+        now = next((name for name, each in arms.items() if each is arm), None)
+        what = f"{path} is not a setting here"
+        why = f"it belongs to another arm of {section}: {label} is {now}, "
+        why += f"{' and '.join(owners)} would have it"
+        fix = "\n".join(f"--config.{label}={owner}" for owner in owners[:3])
+    elif ranked := rank(path, similar, getattr(schema, "ALIASES", {})):
         best = ranked[0]
-        return Problem(
-            f"unknown setting {path}",
-            f"the nearest is {best}{_described(present[best], raw, best, origins)}",
-            origin,
-            _renamed(path, best, present[best], value, origin),
-        )
-    elsewhere = settings(schema, raw, every_arm=True)
-    if path in elsewhere:
-        return Problem(
-            f"{path} is not a setting here",
-            f"it belongs to another arm of {section}: {elsewhere[path].doc}",
-            origin,
-            explain(path),
-        )
-    section = next((name for name in _parents(path) if name in present), "")
-    names = [
-        name.removeprefix(f"{section}.")
-        for name in present
-        if name.startswith(section) and name.rpartition(".")[0] == section
-    ]
-    return Problem(
-        f"unknown setting {path}",
-        f"{section or 'the config'} has {', '.join(names)}",
-        origin,
-        explain(section or root_name(schema)),
-    )
-
-
-def aliases(schema: type) -> dict[str, str]:
-    """Return the settings of a schema by their names in other trainers."""
-    return getattr(schema, "ALIASES", {})
+        why = f"the nearest is {best}{_described(present[best], raw, best, origins)}"
+        fix = _renamed(path, best, present[best], value, origin)
+    elif elsewhere := sections.settings(schema, raw, every_arm=True).get(path):
+        what = f"{path} is not a setting here"
+        why, fix = f"it belongs to another arm of {section}: {elsewhere.doc}", explain(path)
+    else:
+        parts = path.split(".")[:-1]
+        parents = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        section = next((name for name in parents if name in present), "")
+        names = [name.rpartition(".")[2] for name in present if name.rpartition(".")[0] == section]
+        why = f"{section or 'the config'} has {', '.join(names)}"
+        fix = explain(section or root_name(schema))
+    return Problem(what, why, origin, fix)
 
 
 def root_name(schema: type) -> str:
@@ -240,20 +260,11 @@ def root_name(schema: type) -> str:
 
 def _described(known: Setting, raw: dict[str, Any], path: str, origins: dict[str, Origin]) -> str:
     """Return doc, type and value of a setting, as a clause after its name."""
-    doc = f": {known.doc}, {requirement(known)}" if known.doc else ""
+    doc = f": {known.doc}, {sections.requirement(known)}" if known.doc else ""
     if known.arms:
         return doc
-    return f"{doc}, now {show(value_at(raw, path, known.default))} ({origins.get(path, DEFAULT)})"
-
-
-def _owners(arms: tuple[type, ...], leaf: str) -> list[str]:
-    """Return the names of the arms that have a setting of this name."""
-    return [name for name, arm in by_name(arms).items() if leaf in fields(arm)] if arms else []
-
-
-def _parents(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+    value = sections.show(value_at(raw, path, known.default))
+    return f"{doc}, now {value} ({origins.get(path, DEFAULT)})"
 
 
 def value_at(raw: Any, path: str, default: Any = None) -> Any:
@@ -290,10 +301,10 @@ def for_flag(schema: type, name: str, value: str | None) -> str | None:
     unique, or its name in another trainer. If the setting does not accept the value, return the
     command that lists the accepted values.
     """
-    known = {path: each for path, each in settings(schema, {}).items() if not each.arms}
+    known = {path: each for path, each in sections.settings(schema, {}).items() if not each.arms}
     folded = name.replace("-", "_")
     paths = [path for path in known if folded in (path, path.rpartition(".")[2])]
-    path = paths[0] if len(paths) == 1 else aliases(schema).get(folded)
+    path = paths[0] if len(paths) == 1 else getattr(schema, "ALIASES", {}).get(folded)
     if path not in known:
         return None
     return explain(path) if value is None else flag_or_explain(path, known[path], value)
@@ -316,3 +327,12 @@ def _renamed(path: str, best: str, known: Setting, value: Any, origin: Origin) -
     if origin.kind == "file":  # a flag would not remove the wrong name from the file
         return f"write {best} instead of {path}" if suits else explain(best)
     return flag_or_explain(best, known, value)
+
+
+def unknown_arm(arms: tuple[type, ...], path: str, value: Any, origin: Origin) -> Problem:
+    """Return the problem of a name that no arm of a union has."""
+    names = list(sections.by_name(arms))
+    label = sections.join(path, sections.tag(arms[0]) or "")
+    meant = SYNONYMS.get(str(value)) or nearest_word(str(value), names)
+    fix = flag(label, meant) if meant in names else explain(label)
+    return _not_allowed(label, value, f"it must be one of {', '.join(names)}", origin, fix)

@@ -1,12 +1,15 @@
-"""Trees of arrays: leaf paths, nested dicts of leaves, sizes."""
+"""Trees of arrays: leaf paths, nested dicts of leaves, layers of stacked leaves, sizes."""
 
-from collections.abc import Callable, Collection
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+
+_STACKED = re.compile(r"(.+?)/(\d+)/(.+)")  # stack, kind of layer, path within the layer
 
 
 def path_text(path: tuple[Any, ...]) -> str:
@@ -71,3 +74,33 @@ def norm(tree: Any) -> Float[Array, ""]:
     """Return the global L2 norm, sqrt(sum x^2) over all leaves, computed in float32."""
     squares = (jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree))
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+
+
+class LayerIndex(NamedTuple):
+    """Layers of a stacked leaf, counted from 0, prefix first; and its path within a layer."""
+
+    stack: str  # "" for the model's main stack, else the path of the stack
+    numbers: range
+    part: str
+
+
+def layer_indices(sizes: Mapping[str, int]) -> dict[str, LayerIndex]:
+    """Return the layers of each leaf `STACK/KIND/...`; `sizes` are the sizes of the first axes.
+
+    Other paths are left out. A stack's kinds of layers alternate: the n-th layer of kind k is layer
+    k + n x kinds.
+    """
+    kinds: dict[str, dict[str, int]] = {}
+    matches = {path: match for path in sizes if (match := _STACKED.fullmatch(path))}
+    for path, match in matches.items():
+        kinds.setdefault(match[1], {})[match[2]] = sizes[path]
+    before = sum(kinds.get("prefix", {}).values())
+
+    def place(path: str, match: re.Match[str]) -> LayerIndex:
+        stack, kind, part = match.groups()
+        first = int(kind) + (before if stack == "stack" else 0)
+        step = len(kinds[stack])
+        numbers = range(first, first + step * sizes[path], step)
+        return LayerIndex("" if stack in ("prefix", "stack") else stack, numbers, part)
+
+    return {path: place(path, match) for path, match in matches.items()}

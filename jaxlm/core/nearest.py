@@ -1,30 +1,25 @@
-"""Corrections of misspelled words, and other notations of a value."""
+"""Nearest known words, other notations of a value, and nearest divisors of a number."""
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 
-# Names that other frameworks use for the same value.
-SYNONYMS = {
-    "fp32": "float32",
-    "f32": "float32",
-    "single": "float32",
-    "fp16": "float16",
-    "f16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "swish": "silu",
-    "relu2": "relu_squared",
-    "squared_relu": "relu_squared",
-    "clm": "causal",
-    "mlm": "masked",
-    "warmup_stable_decay": "wsd",
-    "yes": "true",
-    "on": "true",
-    "no": "false",
-    "off": "false",
+MAX_TRIED = 100_000
+# Names of a value in other frameworks.
+_OTHER_NAMES = {
+    "float32": "fp32 f32 single",
+    "float16": "fp16 f16 half",
+    "bfloat16": "bf16",
+    "gelu_tanh": "gelu_new gelu_pytorch_tanh",
+    "silu": "swish",
+    "relu_squared": "relu2 squared_relu",
+    "causal": "clm",
+    "masked": "mlm",
+    "wsd": "warmup_stable_decay",
+    "true": "yes on",
+    "false": "no off",
 }
+SYNONYMS = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
 _SCALES = {"k": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _SCALES |= {"K": 10**3, "b": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SCALED = re.compile(r"([+-]?)(\d+)(?:\.(\d+))?\s*([kKMBbGT]|[KMGT]i)")
@@ -54,7 +49,7 @@ def distance(a: str, b: str) -> int:
     return rows[-1][-1]
 
 
-def nearest(word: str, words: Iterable[str]) -> str | None:
+def nearest_word(word: str, words: Iterable[str]) -> str | None:
     """Return the known word that `word` misspells, or None.
 
     At most a third of the letters may differ. Numbers must be equal: `a10` does not misspell
@@ -125,3 +120,30 @@ def _max_edits(word: str) -> int:
     """Return the edits that a misspelling of a word may have: 0 for a word of two letters."""
     letters = len(word.strip("-"))
     return 0 if letters < 3 else max(1, letters // 3)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order.
+
+    Above MAX_TRIED squared, return those up to MAX_TRIED and their cofactors.
+    """
+    small = [
+        size for size in range(1, min(math.isqrt(number), MAX_TRIED) + 1) if number % size == 0
+    ]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def nearest_divisors(number: int, target: int) -> list[int]:
+    """Return the divisors of a number, nearest to `target` first, the larger of two as near."""
+    return sorted(divisors(number), key=lambda size: (abs(size - target), -size))
+
+
+def adjacent_divisors(number: int, target: int) -> list[int]:
+    """Return the divisors on both sides of `target`, the nearer first.
+
+    There is one if `target` divides the number or exceeds it.
+    """
+    every = divisors(number)
+    below = [size for size in every if size <= target][-1:]
+    above = [size for size in every if size >= target][:1]
+    return sorted({*below, *above}, key=lambda size: abs(size - target))
