@@ -1,12 +1,12 @@
-"""A trainer of language models. `jaxlm.train(config, workdir=...)` trains from Python; `jaxlm train` is the same command."""
+"""A language-model trainer in JAX. `jaxlm.train(config, workdir=...)` equals `jaxlm train`."""
 
 from typing import Any
 
 
 def train(*arguments: Any, **options: Any) -> Any:
-    """Train a model: see `jaxlm.recipes.train.api.train`, whose arguments these are.
+    """Train a model with the arguments of `jaxlm.recipes.train.api.train`.
 
-    It is imported by the first call: `import jaxlm` alone imports neither JAX nor Orbax.
+    The first call imports it: `import jaxlm` alone does not import JAX or Orbax.
     """
     from jaxlm.recipes.train import api
 

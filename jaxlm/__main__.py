@@ -1,4 +1,4 @@
-"""`python -m jaxlm` is `jaxlm`."""
+"""Run `jaxlm` as `python -m jaxlm`."""
 
 from jaxlm.cli.main import entry
 

@@ -1,4 +1,4 @@
-"""The words after a verb: settings of the config, what every verb takes, and the verb's own flags."""
+"""Command-line arguments: settings of the config, flags of every verb, and a verb's own flags."""
 
 import argparse
 import contextlib
@@ -13,34 +13,29 @@ from typing import Any, NoReturn
 
 from jaxlm.core import config_file, load, problems
 from jaxlm.core.errors import CommandError, JaxlmError
-from jaxlm.core.schema import Setting
-from jaxlm.core.spelling import distance, nearest
-from jaxlm.core.values import show
+from jaxlm.core.nearest import distance, nearest_word
+from jaxlm.core.sections import Setting, show
 
-RUN = "jaxlm.recipes.config:Run"  # what settings on the command line belong to
-RUNS = ("*", "*/*")  # folders in which runs are looked for
+RUN = "jaxlm.recipes.config:Run"  # schema of the settings on the command line
+RUNS = ("*", "*/*")  # folders that are searched for runs
 SHOWN = 4  # lines of a fix
 DEFAULTS = "defaults.json"  # a config that leaves every setting at its default
+SAVED_CONFIG = "the run uses the config that it was saved with"
+CPU_DEVICES = ("--cpu_devices", "N", int, "number of devices to split the CPU into")
 
 SHARED = {
-    "--config": (
-        "FILE[:ARG]",
-        "a config file, the argument of its get_config, or a resolved config.json",
-    ),
-    "--config.a.b": (
-        "VALUE",
-        "a setting, whatever the file says; `jaxlm config explain a.b` tells what it takes",
-    ),
-    "--workdir": ("DIR", "the run directory"),
-    "--json": (None, "one JSON object on stdout, all else on stderr"),
-    "--quiet": (None, "only the answer"),
-    "--trace": (None, "the whole traceback of an error"),
+    "--config": ("FILE[:ARG]", "config file and argument of get_config, or resolved config.json"),
+    "--config.a.b": ("VALUE", "value of a setting; see `jaxlm config explain a.b`"),
+    "--workdir": ("DIR", "run directory"),
+    "--json": (None, "one JSON object on stdout, all other output on stderr"),
+    "--quiet": (None, "only the result"),
+    "--trace": (None, "traceback of an error"),
 }
 
 
 @dataclasses.dataclass(kw_only=True)
 class Shared:
-    """What every verb takes."""
+    """Flags of every verb."""
 
     config: str | None = None
     overrides: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -50,34 +45,34 @@ class Shared:
     trace: bool = False
 
     def words(self, without: Collection[str] = ()) -> list[str]:
-        """The flags as they could have been typed, some of SHARED left out."""
+        """Return the flags as typed, without some of SHARED."""
         settings = {f"--config.{path}": value for path, value in self.overrides}
         flags = {"--config": self.config, **settings, "--workdir": self.workdir}
         named = {name: f"{name}={value}" for name, value in flags.items() if value is not None}
-        named |= {
-            f"--{name}": f"--{name}" for name in ("json", "quiet", "trace") if getattr(self, name)
-        }
+        switches = [f"--{name}" for name in ("json", "quiet", "trace") if getattr(self, name)]
+        named |= {name: name for name in switches}
         return [word for name, word in named.items() if known_as(name) not in without]
 
 
 def known_as(flag: str) -> str:
-    """The name in SHARED of a shared flag: settings have one for all."""
+    """Return the name of a shared flag in SHARED: settings have one for all."""
     return "--config.a.b" if flag.startswith("--config.") else flag
 
 
-def withhold(parser: argparse.ArgumentParser, *flags: str, why: str) -> None:
-    """Leaves flags of SHARED out of a verb, or of one action of it, where they would change nothing."""
-    parser.set_defaults(withheld=dict.fromkeys(flags, why))
+def withhold(parser: argparse.ArgumentParser, why: str, *flags: str) -> None:
+    """Remove flags of SHARED, by default those of the config, from a verb or an action."""
+    parser.set_defaults(withheld=dict.fromkeys(flags or ("--config", "--config.a.b"), why))
 
 
 def check_taken(prog: str, withheld: dict[str, str], shared: Shared, rest: list[str]) -> None:
-    """That no flag was given that the verb leaves out; `rest` are the verb's own words.
+    """Refuse shared flags that the verb does not take; `rest` are the verb's own words.
 
     Raises:
-      CommandError: where one was; its fix is the command line without, or with what follows `--` taking it.
+      CommandError: if there is one. The fix is the command line without it; words after `--` take
+        the flag instead.
     """
-    kept = shared.words(withheld)
-    refused = [word for word in shared.words() if word not in kept]
+    accepted = shared.words(withheld)
+    refused = [word for word in shared.words() if word not in accepted]
     if not refused:
         return
     name = refused[0].partition("=")[0]
@@ -86,61 +81,56 @@ def check_taken(prog: str, withheld: dict[str, str], shared: Shared, rest: list[
         f"{prog.removeprefix('jaxlm ')} takes no {name}",
         where=f"{prog} {shlex.join(refused)}",
         why=withheld[known_as(name)],
-        fix=shlex.join([*prog.split()[:2], *kept, *rest, *moved]),
+        fix=shlex.join([*prog.split()[:2], *accepted, *rest, *moved]),
     )
 
 
 def extract(words: Sequence[str]) -> tuple[Shared, list[str]]:
-    """Takes the shared flags out, wherever they stand before a `--`; the rest is the verb's.
+    """Separate the shared flags before a `--` from the verb's own words.
 
     Raises:
-      CommandError: where a flag that needs a value has none.
+      CommandError: if a flag lacks its value, or a switch has one.
     """
     shared, rest = Shared(), []
-    at = 0
-    while at < len(words) and words[at] != "--":
-        word = words[at]
+    index = 0
+    while index < len(words) and words[index] != "--":
+        word = words[index]
         name, equals, value = word.partition("=")
-        at += 1
+        index += 1
         if name in ("--json", "--quiet", "--trace"):
             if equals:
-                raise CommandError(
-                    f"{name} takes no value", where=word, why="it is on where it is there", fix=name
-                )
+                why = "the flag is a switch"
+                raise CommandError(f"{name} takes no value", where=word, why=why, fix=name)
             setattr(shared, name[2:], True)
         elif name in ("--config", "--workdir") or name.startswith("--config."):
             if not equals:
-                if at == len(words) or words[at].startswith("--"):
-                    raise CommandError(
-                        f"{name} needs a value",
-                        where=word,
-                        why="nothing follows it",
-                        fix=_known(name),
-                    )
-                value = words[at]
-                at += 1
+                if index == len(words) or words[index].startswith("--"):
+                    fix, why = _example(name), "nothing follows it"
+                    raise CommandError(f"{name} needs a value", where=word, why=why, fix=fix)
+                value = words[index]
+                index += 1
             if name.startswith("--config."):
                 shared.overrides.append((name.removeprefix("--config."), value))
             else:
                 setattr(shared, name[2:], value)
         else:
             rest.append(word)
-    return shared, [*rest, *words[at:]]
+    return shared, [*rest, *words[index:]]
 
 
 def needed(args: Any, name: str, *, fix: str = "") -> str:
-    """Return the value of a shared flag that this verb cannot do without.
+    """Return the value of a shared flag that this verb needs.
 
     Raises:
-      CommandError: if it is not there; `fix` says what to add to this command line.
+      CommandError: if it is missing; `fix` is what to add to the command line.
     """
     value = getattr(args, name)
     if not value:
         raise CommandError(
             f"--{name} is needed",
             where=f"jaxlm {shlex.join(args.words)}",
-            why=SHARED[f"--{name}"][1],
-            fix=fix or _known(f"--{name}"),
+            why=f"this verb needs the {SHARED[f'--{name}'][1]}",
+            fix=fix or _example(f"--{name}"),
         )
     return value
 
@@ -149,7 +139,7 @@ def needed_run(args: Any) -> str:
     """Return --workdir of a verb that reads a run.
 
     Raises:
-      CommandError: if it is not there; the fix names runs near the current directory.
+      CommandError: if it is missing; the fix names runs near the current directory.
     """
     folders = {path.parent for pattern in RUNS for path in Path().glob(f"{pattern}/config.json")}
     runs = sorted(path for path in folders if (path / "checkpoints").is_dir())
@@ -158,10 +148,10 @@ def needed_run(args: Any) -> str:
 
 
 def needed_config(args: Any, schema: type, folder: str = "") -> str:
-    """Return --config of a verb that cannot do without.
+    """Return --config of a verb that needs one.
 
     Raises:
-      CommandError: if it is not there; the fix names configs that load with the other flags.
+      CommandError: if it is missing; the fix names configs that load with the other flags.
     """
     if args.config:
         return str(args.config)
@@ -171,7 +161,7 @@ def needed_config(args: Any, schema: type, folder: str = "") -> str:
             value = load.load(schema, str(path), args.overrides).value
         except JaxlmError:
             continue
-        # A recipe whose files are not here would stop at once.
+        # A recipe whose files are missing would fail at once.
         sources = [each for each in getattr(value, "source", ()) if ":" not in each]
         if all(glob.glob(each, recursive=True) for each in sources):
             flags.append(f"--config={shlex.quote(str(path))}")
@@ -189,26 +179,59 @@ def _write_defaults() -> str:
     return f"echo '{{}}' > {DEFAULTS}"
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Which of a run's weights are used: its parameters, or an average of them."""
-    parser.add_argument(
-        "--weights",
-        choices=["raw", "ema", "swa"],
-        default="raw",
-        help="the parameters as they are, or the average that the run keeps of them (raw)",
-    )
-
-
-def train_next(folder: str, found: dict[str, str], file: str | None = None) -> str:
-    """Return the line that names the command to train with data that was just written.
+def add_flag(parser: Any, name: str, metavar: Any, kind: Any, doc: str, **options: Any) -> None:
+    """Add a flag with a value.
 
     Args:
-      folder: what was written, which the run is named after.
-      found: settings by path. Without a validation set there is no evaluation.
-      file: the config that the data was made with; the first one that is shipped if there is none.
+      parser: the parser or group.
+      name: the flag, with dashes.
+      metavar: placeholder of the value in `--help`, or the list of allowed values.
+      kind: type of the value, or its default; [] for a flag that may be repeated.
+      doc: help text, a noun phrase; a default is appended.
+      options: further options of `add_argument`.
+    """
+    if isinstance(kind, list):
+        options |= {"action": "append", "default": kind}
+    elif isinstance(kind, type):
+        options |= {"type": kind}
+    else:
+        options |= {"type": type(kind), "default": kind}
+        doc += f" ({kind:g})" if isinstance(kind, float) else f" ({kind})".replace("%", "%%")
+    options |= {"choices": metavar} if isinstance(metavar, list) else {"metavar": metavar}
+    parser.add_argument(name, help=doc, **options)
+
+
+def add_switch(parser: Any, name: str, doc: str) -> None:
+    """Add a flag without a value."""
+    parser.add_argument(name, action="store_true", help=doc)
+
+
+def add_run_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that select a step and the weights of a run; see `selection`."""
+    withhold(parser, SAVED_CONFIG)
+    add_flag(parser, "--step", "STEP", int, "committed step to use (newest)")
+    add_switch(parser, "--best", "use the step with the lowest validation loss")
+    doc = "trained parameters, or the average that the run maintains"
+    add_flag(parser, "--weights", ["raw", "ema", "swa"], "raw", doc)
+    add_flag(parser, *CPU_DEVICES)
+
+
+def selection(args: Any, *names: str) -> dict[str, Any]:
+    """Return the values of some flags, by default of those of `add_run_selection`."""
+    names = names or ("step", "best", "weights", "cpu_devices")
+    return {name: getattr(args, name) for name in names}
+
+
+def train_next(folder: str, data: dict[str, str], file: str | None = None) -> str:
+    """Return the line with the command that trains on newly written data.
+
+    Args:
+      folder: the written folder; the run is named after it.
+      data: settings by path. Without a validation set there is no evaluation.
+      file: the config that the data was made with; by default the first shipped one.
     """
     config = file or next(map(str, config_file.shipped()), None)
-    flags = [f"--config.{path}={value or '()'}" for path, value in found.items()]
+    flags = [f"--config.{path}={value or '()'}" for path, value in data.items()]
     words = [f"--config={config or DEFAULTS}", f"--workdir=runs/{Path(folder).name}", *flags]
     first = "" if config or Path(DEFAULTS).exists() else f"{_write_defaults()} && "
     return f"next: {first}jaxlm train {shlex.join(words)}"
@@ -233,8 +256,36 @@ def _for_setting(schema: type, name: str, value: str | None) -> str | None:
     return fix
 
 
-def _known(name: str) -> str:
-    """Return what may be typed for a shared flag that has no value."""
+def at_least_one(verb: str, args: Any, *names: str) -> None:
+    """Raise CommandError if one of these flags is below 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            raise CommandError(
+                f"--{name}={getattr(args, name)} is below 1",
+                where=verb,
+                why=f"--{name} must be at least 1",
+                fix=f"{verb} --help",
+            )
+
+
+def read_share(text: str, most: float, flag: str, verb: str) -> float:
+    """Parse a share such as 10% or 0.1. Raises CommandError if it is not in (0, most]."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= most:
+        raise CommandError(
+            f"{flag}={text} is not a share",
+            where=verb,
+            why=f"{flag} must be above 0% and at most {most:.0%}",
+            fix=f"{verb} --help",
+        )
+    return share
+
+
+def _example(name: str) -> str:
+    """Return an example of a shared flag that lacks its value."""
     if name.startswith("--config."):
         return problems.explain(name.removeprefix("--config."))
     if name == "--workdir":
@@ -244,75 +295,61 @@ def _known(name: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argparse that fails in four parts and names the flag that was probably meant."""
+    """Argument parser whose errors have four parts and name the flag that was probably meant."""
 
     def __init__(self, **options: Any):
-        shape = argparse.RawDescriptionHelpFormatter
-        super().__init__(allow_abbrev=False, formatter_class=shape, **options)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
 
     def add_shared(self) -> None:
-        """Lists the shared flags in `--help`; `extract` reads them."""
+        """List the shared flags in `--help`; `extract` reads them."""
         group = self.add_argument_group("every verb")
         withheld = self.get_default("withheld") or ()
         for flag, (value, text) in SHARED.items():
-            if flag in withheld:
-                continue
-            if value:
-                group.add_argument(flag, metavar=value, help=text, dest="_shared", default=None)
-            else:
-                group.add_argument(flag, action="store_true", help=text, dest="_shared")
+            if flag not in withheld:
+                options: Any = {"metavar": value} if value else {"action": "store_true"}
+                group.add_argument(flag, help=text, dest="_shared", **options)
 
     def unknown(self, words: Sequence[str], args: Any) -> CommandError:
-        """Return the error of words that the verb does not know; `args` are those that it does."""
+        """Return the error of words that the verb does not know; `args` are the parsed ones."""
         word = words[0]
         name, equals, value = word.partition("=")
         if not word.startswith("-"):
             return CommandError(
-                f"{word!r} is one word too many",
+                f"unexpected word {word!r}",
                 where=f"{self.prog} ... {word}",
                 why="the verb takes no more words",
                 fix=f"{self.prog} --help",
             )
-        given = value if equals else next((w for w in words[1:2] if not w.startswith("-")), None)
-        taking = self._taking(getattr(args, "action", None))
-        meant = nearest(name, [flag for flag, each in taking.items() if _takes(each, given)])
+        typed = value if equals else next((w for w in words[1:2] if not w.startswith("-")), None)
+        action = getattr(args, "action", None)
+        flags = self._flags(action)
+        meant = nearest_word(name, [flag for flag, each in flags.items() if _takes(each, typed)])
         spelled = name.replace("-", "_").replace("__", "--", 1)
         is_spelling = meant is not None and distance(spelled, meant) <= 1
-        action = getattr(args, "action", None)
         withheld = getattr(args, "withheld", {})
         schema = "" if "--config.a.b" in withheld else getattr(args, "schema", RUN)
-        if (
-            schema
-            and not is_spelling
-            and (fix := _for_setting(_loaded(schema), name.lstrip("-"), given))
-        ):
-            return CommandError(
-                f"unknown flag {name}",
-                where=f"{self.prog} {word}",
-                why="that is a setting of the config, not a flag of the verb",
-                fix=fix,
-            )
-        flags = sorted(flag for flag in taking if flag != "--config.a.b")
-        return CommandError(
-            f"unknown flag {name}",
-            where=f"{self.prog} {word}",
-            why=f"the nearest is {meant}" if meant else f"the flags are {', '.join(flags)}",
-            fix=shlex.quote(meant if given is None else f"{meant}={given}")
-            if meant
-            else f"{self.prog}{f' {action}' if action else ''} --help",
-        )
+        setting = None
+        if schema and not is_spelling:
+            setting = _for_setting(_loaded(schema), name.lstrip("-"), typed)
+        if setting:
+            why, fix = "it is a setting of the config, not a flag of the verb", setting
+        elif meant:
+            why = f"the nearest is {meant}"
+            fix = shlex.quote(meant if typed is None else f"{meant}={typed}")
+        else:
+            why = f"the flags are {', '.join(sorted(flags.keys() - {'--config.a.b'}))}"
+            fix = f"{self.prog}{f' {action}' if action else ''} --help"
+        return CommandError(f"unknown flag {name}", where=f"{self.prog} {word}", why=why, fix=fix)
 
-    def _taking(self, action: str | None) -> dict[str, argparse.Action]:
+    def _flags(self, action: str | None) -> dict[str, argparse.Action]:
         """Return the long flags of the verb and of one of its actions."""
-        found = {
-            flag: each
-            for flag, each in self._option_string_actions.items()
-            if flag.startswith("--")
-        }
+        options = self._option_string_actions
+        flags = {flag: each for flag, each in options.items() if flag.startswith("--")}
         for each in self._actions:
             if isinstance(each, argparse._SubParsersAction) and action in each.choices:
-                found |= each.choices[action]._taking(None)
-        return found
+                flags |= each.choices[action]._flags(None)
+        return flags
 
     def read(self, rest: Sequence[str], words: Sequence[str]) -> tuple[Any, list[str]]:
         """Parse the verb's own words, `rest` of the whole command line `words`.
@@ -326,7 +363,7 @@ class Parser(argparse.ArgumentParser):
             raise misfit.explained(words) from None
 
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse found wrong, for `read` to explain."""
+        """Raise argparse's error, for `read` to explain."""
         raise _Misfit(self.prog, message)
 
 
@@ -338,13 +375,13 @@ class _Misfit(Exception):
         self.prog, self.message = prog, message
 
     def explained(self, words: Sequence[str]) -> CommandError:
-        """Return the error, its fix made of the command line that was typed."""
+        """Return the error; its fix is made of the typed command line."""
         choice = re.search(r"invalid choice: '?([^' ]*)'? \(choose from (.*)\)", self.message)
         named = re.match(r"argument (--\w+)", self.message)
         flag = named[1] if named else None
         if choice:
             choices = re.findall(r"[\w.-]+", choice[2])
-            meant = nearest(choice[1], choices)
+            meant = nearest_word(choice[1], choices)
             if meant and not flag:
                 meant = shlex.join(
                     [self.prog.partition(" ")[0], *(meant if w == choice[1] else w for w in words)]
@@ -352,7 +389,7 @@ class _Misfit(Exception):
             return CommandError(
                 f"{choice[1]!r} is not one of {', '.join(choices)}",
                 where=self.prog,
-                why="the nearest is the fix" if meant else "none of them is near",
+                why="the fix has the nearest" if meant else "none of them is near",
                 fix=(f"{flag}={meant}" if flag else meant) if meant else f"{self.prog} --help",
             )
         number = re.search(r"invalid (int|float) value: '(.*)'", self.message)
@@ -373,7 +410,7 @@ class _Misfit(Exception):
 
 
 def _takes(action: argparse.Action, value: str | None) -> bool:
-    """Whether a flag takes this value, or does without one."""
+    """Return True if a flag accepts this value, or needs none."""
     if value is None or action.nargs == 0:
         return (value is None) == (action.nargs == 0)
     try:
@@ -384,6 +421,6 @@ def _takes(action: argparse.Action, value: str | None) -> bool:
 
 
 def _loaded(schema: str) -> type:
-    """Return the class that `module:Class` names: verbs are read without the config's modules."""
+    """Return the class `module:Class`; verbs are parsed without the config's modules."""
     module, _, name = schema.partition(":")
     return getattr(importlib.import_module(module), name)

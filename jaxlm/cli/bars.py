@@ -1,43 +1,37 @@
-"""Bars that fill while something long is done."""
+"""Progress bars of long commands."""
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jaxlm.cli.output import Output
+from jaxlm.core.callbacks import OnProgress
 from jaxlm.monitor.progress import Lines
 
 LINE_SECONDS = 30.0  # between two lines of a log
 
 
 @contextlib.contextmanager
-def progress_bars(out: Output, doing: str = "") -> Iterator[Callable[[str, int, int], None]]:
-    """A line on a terminal for each thing that is told, in bytes; in a log a new one now and then, of what takes long."""
+def progress_bars(out: Output, doing: str = "") -> Iterator[OnProgress]:
+    """Yield a callback that shows a bar per label on a terminal, or periodic lines in a log."""
     if out.quiet:
         yield lambda what, done, total: None
         return
     if not sys.stderr.isatty():
-        yield Lines(out.say, doing, LINE_SECONDS)
+        yield Lines(out.log, doing, LINE_SECONDS)
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
     columns = (
-        TextColumn(f"{doing}{{task.description}}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        rich.TextColumn(f"{doing}{{task.description}}"),
+        rich.BarColumn(),
+        rich.DownloadColumn(),
+        rich.TransferSpeedColumn(),
+        rich.TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, Any] = {}
 
         def show(what: str, done: int, total: int) -> None:

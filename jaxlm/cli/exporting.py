@@ -1,63 +1,36 @@
-"""Writes a run's model for transformers or llama.cpp, reads it back, and compares the logits."""
+"""Export a run's model for transformers or llama.cpp, read it back, and compare the logits."""
 
 import argparse
 from pathlib import Path
 
-from jaxlm.cli.arguments import add_weights, needed_run, withhold
+from jaxlm.cli.arguments import add_flag, add_run_selection, needed_run, selection
 from jaxlm.cli.output import Output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    withhold(
-        parser, "--config", "--config.a.b", why="it goes by the config that the run was saved with"
-    )
-    parser.add_argument(
-        "--to",
-        choices=["hf", "gguf"],
-        help="a folder as transformers saves one, or a file of llama.cpp's; gguf where --out ends so, else hf",
-    )
-    parser.add_argument(
-        "--out", required=True, metavar="PLACE", help="the folder to make, or the file"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="of the numbers; that of the imported model, else float32",
-    )
-    parser.add_argument(
-        "--step", type=int, metavar="STEP", help="a committed step; the newest unless named"
-    )
-    parser.add_argument(
-        "--best", action="store_true", help="the step with the lowest validation loss"
-    )
-    add_weights(parser)
-    parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices")
+    doc = "format: a transformers folder or a llama.cpp file (gguf if --out ends so, else hf)"
+    add_flag(parser, "--to", ["hf", "gguf"], str, doc)
+    add_flag(parser, "--out", "PLACE", str, "new folder or file", required=True)
+    doc = "dtype of the tensors (that of the imported model, else float32)"
+    add_flag(parser, "--dtype", ["float32", "bfloat16", "float16"], str, doc)
+    add_run_selection(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    workdir, place = Path(needed_run(args)), Path(args.out)
+    workdir, target = Path(needed_run(args)), Path(args.out)
 
     from jaxlm.recipes.exchange.export_model import ExportOptions, To, export_model
 
-    to: To = args.to or ("gguf" if place.suffix == ".gguf" else "hf")
-    answer = export_model(
-        ExportOptions(
-            workdir=workdir,
-            out=place,
-            to=to,
-            step=args.step,
-            best=args.best,
-            weights=args.weights,
-            dtype=args.dtype,
-            cpu_devices=args.cpu_devices,
-        ),
-        out.say,
-    )
+    to: To = args.to or ("gguf" if target.suffix == ".gguf" else "hf")
+    options = ExportOptions(workdir=workdir, out=target, to=to, dtype=args.dtype, **selection(args))
+    answer = export_model(options, out.log)
     parity = answer["parity"]
     out.result(
         answer,
-        f"{place}: {answer['architecture']}, {answer['parameters']:,} parameters in {answer['dtype']}\n"
-        f"read back: logits differ by {parity['largest_difference']:.3g} at most on {parity['tokens']} tokens; "
-        f"rounding moved them by {parity['largest_difference_by_rounding']:.3g}",
+        f"{target}: {answer['architecture']}, {answer['parameters']:,} parameters in "
+        f"{answer['dtype']}\n"
+        f"read back: logits differ by {parity['largest_difference']:.3g} at most on "
+        f"{parity['tokens']} tokens; rounding moved them by "
+        f"{parity['largest_difference_by_rounding']:.3g}",
     )
     return 0

@@ -1,126 +1,53 @@
-"""Writes text with a run. Several --prompt are answered as one batch."""
+"""Generate text with a run. Several --prompt are processed as one batch."""
 
 import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from jaxlm.cli.arguments import add_weights, needed_run, withhold
+from jaxlm.cli.arguments import add_flag, add_run_selection, add_switch, needed_run, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config, problems
 from jaxlm.core.errors import CommandError, ConfigError
 
 BETWEEN = "\n---\n"
+FLAGS: tuple[tuple[str, str, Any, str], ...] = (
+    ("--max_tokens", "N", 100, "largest number of new tokens"),
+    ("--temperature", "X", 0.8, "sampling temperature; 0 is greedy"),
+    ("--top_k", "K", int, "number of likeliest tokens to sample from"),
+    ("--top_p", "P", float, "total probability of the likeliest tokens to sample from"),
+    ("--min_p", "P", float, "smallest probability to sample, relative to the likeliest token"),
+    (
+        "--repetition_penalty",
+        "X",
+        1.0,
+        "factor that lowers the logits of tokens in prompt or text",
+    ),
+    ("--presence_penalty", "X", 0.0, "penalty subtracted from logits of tokens in the text"),
+    ("--frequency_penalty", "X", 0.0, "penalty per occurrence of a token in the text"),
+    ("--stop", "TEXT", [], "string that ends a text; repeatable"),
+    ("--beams", "K", 1, "number of beams of a beam search, with --temperature=0"),
+    ("--length_penalty", "X", 1.0, "exponent of the length that divides a beam's log-probability"),
+    ("--prompt_lookup", "N", 0, "tokens drafted from earlier text; the output is the same"),
+    ("--kv_cache_dtype", "NAME", "auto", "KV-cache dtype; int8 uses 2-4x less memory"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    withhold(
-        parser, "--config", "--config.a.b", why="it goes by the config that the run was saved with"
-    )
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="what to go on from; none starts a document",
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="a prompt is what a user says, by the imported model's chat template",
-    )
-    parser.add_argument(
-        "--max_tokens", type=int, default=100, metavar="N", help="most new tokens (100)"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest (0.8)"
-    )
-    parser.add_argument("--top_k", type=int, metavar="K", help="draw from the K likeliest")
-    parser.add_argument(
-        "--top_p", type=float, metavar="P", help="draw from the likeliest that add up to P"
-    )
-    parser.add_argument(
-        "--min_p",
-        type=float,
-        metavar="P",
-        help="draw from those at least P times as likely as the likeliest",
-    )
-    parser.add_argument(
-        "--repetition_penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="divides positive logits of tokens in prompt or text, multiplies negative (1)",
-    )
-    parser.add_argument(
-        "--presence_penalty",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="taken from logits of tokens in the text (0)",
-    )
-    parser.add_argument(
-        "--frequency_penalty",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="taken from them as often as they are there (0)",
-    )
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end a text before this string"
-    )
-    parser.add_argument(
-        "--beams",
-        type=int,
-        default=1,
-        metavar="K",
-        help="search for a likely text with K beams, with --temperature=0 (1)",
-    )
-    parser.add_argument(
-        "--length_penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="a beam scores its log-probability over its tokens to this power (1)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        action="append",
-        metavar="N",
-        help="the same seed draws the same text; once, or once for each prompt (0)",
-    )
-    parser.add_argument(
-        "--prompt_lookup",
-        type=int,
-        default=0,
-        metavar="N",
-        help="guess N tokens at a time from what was said before: the same text, sooner where it repeats itself (0)",
-    )
-    parser.add_argument(
-        "--kv_cache_dtype",
-        default="auto",
-        metavar="NAME",
-        help="int8 rounds keys and values, for a cache of a quarter to a half (auto)",
-    )
-    parser.add_argument(
-        "--stream",
-        action="store_true",
-        help="print text as it is made, as on a terminal; that of a beam search at its end",
-    )
-    parser.add_argument(
-        "--step", type=int, metavar="STEP", help="a committed step; the newest unless named"
-    )
-    parser.add_argument(
-        "--best", action="store_true", help="the step with the lowest validation loss"
-    )
-    add_weights(parser)
-    parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices")
+    add_flag(parser, "--prompt", "TEXT", [], "text to continue (start of a document); repeatable")
+    add_switch(parser, "--chat", "treat prompts as user turns of the imported model's template")
+    for flag in FLAGS:
+        add_flag(parser, *flag)
+    doc = "random seed, once or once per prompt (0)"
+    parser.add_argument("--seed", type=int, action="append", metavar="N", help=doc)
+    add_switch(parser, "--stream", "print text while it is generated; beam search: at its end")
+    add_run_selection(parser)
 
 
-class _Page:
-    """Texts one below the other, the first that has not ended as it is made."""
+class _Stream:
+    """Printer of streamed rows, one after the other: a row is held back until earlier rows end."""
 
     def __init__(self, prompts: Sequence[str], out: Output):
         self._out, self._row = out, 0
@@ -130,12 +57,12 @@ class _Page:
         self._waiting[row] += more
         self._ended[row] = is_ended
         while self._row < len(self._waiting):
-            self._out.part(self._waiting[self._row])
+            self._out.stream(self._waiting[self._row])
             self._waiting[self._row] = ""
             if not self._ended[self._row]:
                 return
             self._row += 1
-            self._out.part(BETWEEN if self._row < len(self._waiting) else "\n")
+            self._out.stream(BETWEEN if self._row < len(self._waiting) else "\n")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -144,7 +71,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise CommandError(
             "--stream and --json exclude each other",
             where="--stream",
-            why="--json answers with one object, once all is written",
+            why="--json prints one object after all text is generated",
             fix="leave --stream out",
         )
     is_streamed = args.beams == 1 and (args.stream or (sys.stdout.isatty() and not out.as_json))
@@ -170,13 +97,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     answer = generate(
         workdir,
         settings,
-        step=args.step,
-        best=args.best,
-        weights=args.weights,
-        cpu_devices=args.cpu_devices,
         is_chat=args.chat,
-        say=out.say,
-        tell=_Page(settings.prompts, out) if is_streamed else None,
+        say=out.log,
+        tell=_Stream(settings.prompts, out) if is_streamed else None,
+        **selection(args),
     )
     if not is_streamed:
         texts = (sample["prompt"] + sample["text"] for sample in answer["samples"])

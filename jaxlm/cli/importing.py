@@ -1,35 +1,32 @@
-"""Makes a run of a model that somebody else trained: a folder of Hugging Face with config.json and safetensors, or a GGUF.
+"""Import a Hugging Face or GGUF model: a folder with config.json and safetensors, or a .gguf file.
 
-hf:ORG/NAME is fetched from the Hugging Face Hub: its safetensors, config and tokenizer, into the cache of huggingface_hub.
+hf:ORG/NAME is downloaded from the Hugging Face Hub (safetensors, config and tokenizer) into the
+cache of huggingface_hub.
 """
 
 import argparse
 import shlex
 from pathlib import Path
 
-from jaxlm.cli.arguments import needed, withhold
+from jaxlm.cli.arguments import CPU_DEVICES, add_flag, needed, selection, withhold
 from jaxlm.cli.bars import progress_bars
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    withhold(parser, "--config", why="the model says what it is; --config.a.b=V sets the rest")
+    why = "the config comes from the model; --config.a.b=V sets the other settings"
+    withhold(parser, why, "--config")
     parser.add_argument(
         "--from",
         dest="source",
         required=True,
         metavar="DIR|FILE.gguf|hf:ORG/NAME[@REVISION]",
-        help="the model's folder, as save_pretrained wrote it, its file in llama.cpp's format, or its name on the hub",
+        help="folder of save_pretrained, file of llama.cpp, or model name on the Hub",
     )
-    parser.add_argument(
-        "--add_token",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="a token behind those of its tokenizer, whose rows begin as the mean of the others",
-    )
-    parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices")
+    doc = "token to append to the vocabulary; its rows start as the mean of the others; repeatable"
+    add_flag(parser, "--add_token", "TEXT", [], doc)
+    add_flag(parser, *CPU_DEVICES)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -38,18 +35,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     from jaxlm.recipes.config import Run
     from jaxlm.recipes.exchange.import_model import Options, import_model
 
-    options = Options(
-        source=args.source,
-        workdir=workdir,
-        overrides=args.overrides,
-        add_tokens=args.add_token,
-        cpu_devices=args.cpu_devices,
-    )
+    flags = selection(args, "source", "overrides", "cpu_devices")
+    options = Options(workdir=workdir, add_tokens=args.add_token, **flags)
     with progress_bars(out, "fetching ") as show:
-        answer = import_model(options, out.say, show)
+        answer = import_model(options, out.log, show)
     lines = [f"{workdir}: {answer['family']}, {answer['parameters']:,} parameters"]
     if config.load(Run, str(workdir)).value.objective.prompts != "none":
-        place = shlex.quote(str(workdir))
-        lines.append(f"next: jaxlm generate --workdir={place} --prompt='...'")
+        folder = shlex.quote(str(workdir))
+        lines.append(f"next: jaxlm generate --workdir={folder} --prompt='...'")
     out.result(answer, "\n".join(lines))
     return 0

@@ -1,4 +1,4 @@
-"""Starts several processes of one run on this machine, and starts them again where that helps.
+"""Start several processes of one run on this machine, and restart them after recoverable failures.
 
 jaxlm launch --processes=2 -- train --config=FILE --workdir=DIR
 """
@@ -9,62 +9,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import extract, withhold
+from jaxlm.cli.arguments import CPU_DEVICES, add_flag, at_least_one, extract, withhold
 from jaxlm.cli.output import Output
 from jaxlm.core.errors import CommandError
 from jaxlm.training.launch import ElasticJob
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    withhold(
-        parser,
-        "--config",
-        "--config.a.b",
-        why="what follows -- is what is trained, and has the config",
-    )
-    parser.add_argument(
-        "--processes", type=int, required=True, metavar="N", help="how many processes"
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=100,
-        metavar="N",
-        help="how often to start again after a loss, a stall or a preemption (default 100)",
-    )
-    parser.add_argument(
-        "--cpu_devices", type=int, metavar="N", help="split the CPU of each process into N devices"
-    )
-    parser.add_argument(
-        "--pause", type=float, default=1.0, metavar="SECONDS", help="before the first restart"
-    )
-    parser.add_argument(
-        "--silence",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="how long a process may give no sign of life (default 120)",
-    )
-    parser.add_argument("command", nargs="*", metavar="WORD", help="what each process runs")
+    withhold(parser, "the command after -- has the config")
+    add_flag(parser, "--processes", "N", int, "number of processes", required=True)
+    doc = "restarts after a lost process, a stall or a preemption"
+    add_flag(parser, "--restarts", "N", 100, doc)
+    add_flag(parser, *CPU_DEVICES)
+    add_flag(parser, "--pause", "SECONDS", 1.0, "pause before the first restart")
+    add_flag(parser, "--silence", "SECONDS", 120.0, "longest time without a sign of life")
+    parser.add_argument("command", nargs="*", metavar="WORD", help="command of each process")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    at = args.words.index("--") if "--" in args.words else len(args.words)
-    words = args.words[at + 1 :]
+    index = args.words.index("--") if "--" in args.words else len(args.words)
+    words = args.words[index + 1 :]
     if words[:1] != ["train"]:
         raise CommandError(
-            "launch starts a training run",
+            "launch starts only training runs",
             where="jaxlm launch",
             why="nothing follows --" if not words else f"{words[0]!r} follows --",
-            fix="jaxlm train --help    # what may follow --",
+            fix="jaxlm train --help    # the command after --",
         )
-    if args.processes < 1:
-        raise CommandError(
-            f"--processes={args.processes} starts nothing",
-            where="jaxlm launch",
-            why="it is at least 1",
-            fix="jaxlm launch --help",
-        )
+    at_least_one("jaxlm launch", args, "processes")
     workdir = extract(words)[0].workdir
     devices = [] if args.cpu_devices is None else [f"--cpu_devices={args.cpu_devices}"]
     job = ElasticJob(
@@ -72,7 +44,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         args.processes,
         workdir=Path(workdir) if workdir else None,
         restarts=args.restarts,
-        say=out.say,
+        say=out.log,
         silence_seconds=args.silence,
         pause_seconds=args.pause,
     )
@@ -83,13 +55,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     answer: dict[str, Any] = {"code": failure.code if failure else 0, "started": job.started}
+    ending = "finished"
     if failure:
         answer |= {"rank": failure.rank, "cause": failure.cause}
-    times = f" after {job.started} starts" if job.started > 1 else ""
-    ending = (
-        f"rank {failure.rank} ended it with {failure.code}: {failure.cause}"
-        if failure
-        else "finished"
-    )
-    out.result(answer, f"{ending}{times}")
+        ending = f"rank {failure.rank} ended it with {failure.code}: {failure.cause}"
+    starts = f" after {job.started} starts" if job.started > 1 else ""
+    out.result(answer, f"{ending}{starts}")
     return failure.code if failure else 0

@@ -1,35 +1,28 @@
-"""Finds a learning rate: a short training whose rate grows at every step, until the loss does too.
+"""Find a learning rate by a range test: the rate grows at every step until the loss grows too.
 
-The suggestion is a third of the rate at which the smoothed loss is lowest, as flags to paste. The curve goes into --out, as
-lr-find.json and lr-find.png; no run directory is written. Muon's two rates are moved together: the one shown is optim.lr,
-and optim.adam_lr keeps its share of it. Exit code 1 where the loss falls at no rate of the range.
+The suggestion is a third of the rate with the lowest smoothed loss, as flags to paste. The curve is
+written to --out as lr-find.json and lr-find.png; no run directory is written. Muon's two rates grow
+together: the printed rate is optim.lr, and the ratio of optim.adam_lr to it stays. Exit code 1 if
+the loss falls at no rate of the range.
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.arguments import needed_config
+from jaxlm.cli.arguments import CPU_DEVICES, add_flag, needed_config, selection
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 
-SHOWN = 12  # rows of the curve, to a person; --json has all
+SHOWN = 12  # printed rows of the curve; --json has all
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--low", type=float, default=1e-6, metavar="RATE", help="rate of the first step (1e-6)"
-    )
-    parser.add_argument(
-        "--high", type=float, default=1.0, metavar="RATE", help="rate of the last step (1)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=100, metavar="N", help="steps from one to the other (100)"
-    )
-    parser.add_argument(
-        "--out", default="lr-find", metavar="DIR", help="where the curve and its plot go (lr-find)"
-    )
-    parser.add_argument("--cpu_devices", type=int, metavar="N", help="split the CPU into N devices")
+    add_flag(parser, "--low", "RATE", 1e-6, "rate of the first step")
+    add_flag(parser, "--high", "RATE", 1.0, "rate of the last step")
+    add_flag(parser, "--steps", "N", 100, "number of steps from --low to --high")
+    add_flag(parser, "--out", "DIR", "lr-find", "folder of the curve and its plot")
+    add_flag(parser, *CPU_DEVICES)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -39,14 +32,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     from jaxlm.recipes.diagnose.lr_find import Options, lr_find
 
-    options = Options(
-        low=args.low,
-        high=args.high,
-        steps=args.steps,
-        out=Path(args.out),
-        cpu_devices=args.cpu_devices,
-    )
-    answer = lr_find(loaded.value, options, out.say)
+    flags = selection(args, "low", "high", "steps", "cpu_devices")
+    answer = lr_find(loaded.value, Options(out=Path(args.out), **flags), out.log)
     out.result(answer, _text(answer))
     return 0 if answer["flags"] else 1
 
@@ -54,13 +41,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _text(answer: dict[str, Any]) -> str:
     curve = answer["curve"]
     every = -(-len(curve) // SHOWN)
-    best = min(range(len(curve)), key=lambda at: curve[at]["smoothed"])
-    shown = sorted({*range(0, len(curve), every), len(curve) - 1, best})
+    best = min(range(len(curve)), key=lambda number: curve[number]["smoothed"])
     lines = [f"  {'rate':>9}{'loss':>10}{'smoothed':>10}"]
-    for at in shown:
-        point = curve[at]
+    for number in sorted({*range(0, len(curve), every), len(curve) - 1, best}):
+        point = curve[number]
+        lowest = "  lowest" if number == best else ""
         lines.append(
-            f"  {point['rate']:>9.2e}{point['loss_nats']:>10.4f}{point['smoothed']:>10.4f}  {'lowest' if at == best else ''}".rstrip()
+            f"  {point['rate']:>9.2e}{point['loss_nats']:>10.4f}{point['smoothed']:>10.4f}{lowest}"
         )
     lines += [
         f"{len(curve)} steps of {answer['optimizer']}: {answer['ended']}",

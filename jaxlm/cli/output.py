@@ -1,9 +1,10 @@
-"""What a verb says to a person, and what it answers to a program."""
+"""Output of a verb: text for people, JSON for programs, errors."""
 
 import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from jaxlm.core.errors import JaxlmError
@@ -13,41 +14,39 @@ from jaxlm.core.quoting import printable
 class Output:
     """Text for people on stdout; under `--json`, one object on stdout and the text on stderr.
 
-    A reader that has gone away (`| head`) does not stop a verb: what is left to say goes nowhere.
+    A closed reader (`| head`) does not stop a verb: the remaining output is dropped.
     """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False):
         self.as_json, self.quiet = as_json, quiet
 
-    def say(self, text: str) -> None:
-        """Progress and remarks; nothing under `--quiet`."""
+    def log(self, text: str) -> None:
+        """Print progress or a remark; nothing under `--quiet`."""
         if not self.quiet:
             write(sys.stderr if self.as_json else sys.stdout, text)
 
     def result(self, answer: dict[str, Any], text: str) -> None:
-        """The answer, once: the object under `--json`, else the text."""
+        """Print the result, once: the object under `--json`, else the text."""
         write(sys.stdout, to_line(answer) if self.as_json else text)
 
-    def part(self, text: str) -> None:
-        """A part of the answer for people that goes on where the part before it ended."""
+    def stream(self, text: str) -> None:
+        """Print the next part of a result, without a line end."""
         write(sys.stdout, text, end="")
 
     def error(self, error: JaxlmError) -> None:
-        """The four parts on stderr, after a list of what is too much for them; under `--json` also as an object on stdout."""
+        """Print an error on stderr; under `--json` also as an object on stdout."""
         for line in error.every:
             write(sys.stderr, line)
         write(sys.stderr, str(error))
         if self.as_json:
-            parts = {
-                name: getattr(error, name)
-                for name in ("what", "where", "why", "fix", "kind", "code")
-            }
+            names = ("what", "where", "why", "fix", "kind", "code")
+            parts = {name: getattr(error, name) for name in names}
             every = {"every": error.every} if error.every else {}
             write(sys.stdout, to_line({"error": parts | every}))
 
 
 def write(stream: TextIO, text: str, end: str = "\n") -> None:
-    """A line to a stream, control characters spelt out, or to nobody where its reader has gone."""
+    """Write text to a stream, control characters escaped; drop it if the reader has gone."""
     try:
         print(printable(text), file=stream, end=end, flush=True)
     except BrokenPipeError:
@@ -55,14 +54,14 @@ def write(stream: TextIO, text: str, end: str = "\n") -> None:
 
 
 def abandon(stream: TextIO) -> None:
-    """Points a broken stream at nothing, so that neither later text nor the interpreter's last flush fails."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    """Redirect a broken stream to the null device, so that later flushes do not fail."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def to_line(answer: dict[str, Any]) -> str:
-    """JSON on one line. JSON has no NaN and no infinity: they become null."""
+    """Return JSON on one line. JSON has no NaN and no infinity: they become null."""
     return json.dumps(_jsonable(answer), allow_nan=False)
 
 
@@ -76,3 +75,22 @@ def _jsonable(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     return _jsonable(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def columns(rows: Sequence[Sequence[str]], aligned: str = "") -> list[str]:
+    """Return rows of cells in columns: right-aligned, or by one of "<>" in `aligned` per column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = list(zip(aligned.ljust(len(widths), ">"), widths, strict=True))
+    return [
+        "  ".join(
+            f"{c:{side}{width}}" for c, (side, width) in zip(row, cells, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def table(rows: list[tuple[str, str]]) -> list[str]:
+    """Return rows of a label and a text; a label equal to the one above is left out."""
+    labels = ["", *(label for label, _ in rows)]
+    pairs = zip(rows, labels, strict=False)
+    return [f"{'' if label == above else label:<11}{text}" for (label, text), above in pairs]

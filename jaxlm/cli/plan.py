@@ -1,18 +1,19 @@
-"""Says what a run will need and take, before it starts: memory a device, time, cost, and which device holds what.
+"""Predict memory per device, time, cost and sharding of a run, before it starts.
 
-Arithmetic, without the accelerator and without JAX: --on=h100x8, h200, rtx4090, t4, v5e-16, v5p-128, tpu7x-64, or cpu; for
-any other GPU --on=NAME --memory=24GB says whether the run fits, without times. With
---exact the step is compiled, for a TPU slice or for this machine's CPU, and the compiler's own account is shown beside it.
-With --fit meshes, micro-batches, remat and chunks of the loss are tried for the fastest that fits. The exit code is 0 also where
-the run does not fit: the answer says so, and what would: these settings, else more of the chips, else a smaller model.
+The prediction is arithmetic, without the accelerator and without JAX: --on=h100x8, h200, rtx4090,
+t4, v5e-16, v5p-128, tpu7x-64, or cpu; for any other GPU --on=NAME --memory=24GB predicts if the run
+fits, without times. --exact compiles the step, for a TPU slice or for this machine's CPU, and shows
+the compiler's memory analysis too. --fit searches meshes, micro-batches, remat and loss chunks for
+the fastest settings that fit. The exit code is 0 even if the run does not fit: the result then
+names what fits: other settings, else more of the chips, else a smaller model.
 """
 
 import argparse
 import shlex
 from typing import Any
 
-from jaxlm.cli.arguments import needed_config
-from jaxlm.cli.output import Output
+from jaxlm.cli.arguments import add_flag, add_switch, needed_config
+from jaxlm.cli.output import Output, columns, table
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
 from jaxlm.monitor import chips, cpu, formatting
@@ -21,25 +22,13 @@ from jaxlm.parallel.config import shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--on", default="cpu", metavar="MACHINE", help="a chip, CHIPxN, a TPU slice, or cpu (cpu)"
-    )
-    parser.add_argument(
-        MEMORY, metavar="SIZE", help="memory of one GPU, such as 24GB: for a GPU not in the table"
-    )
-    parser.add_argument(
-        "--devices",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with --on=cpu: devices that it is split into (1)",
-    )
-    parser.add_argument(
-        "--price", type=float, metavar="X", help="of a device for an hour: adds the cost"
-    )
-    parser.add_argument("--fit", action="store_true", help="search for the fastest that fits")
-    parser.add_argument("--exact", action="store_true", help="compile the step, and compare")
-    parser.add_argument("--sharding", action="store_true", help="the table of parameters")
+    add_flag(parser, "--on", "MACHINE", "cpu", "chip, CHIPxN, TPU slice, or cpu")
+    add_flag(parser, MEMORY, "SIZE", str, "memory of one GPU that is not in the table, as 24GB")
+    add_flag(parser, "--devices", "N", 1, "with --on=cpu: number of devices")
+    add_flag(parser, "--price", "X", float, "price per device-hour, to compute the cost")
+    add_switch(parser, "--fit", "search for the fastest settings that fit")
+    add_switch(parser, "--exact", "compile the step and compare")
+    add_switch(parser, "--sharding", "print the sharding of each parameter")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -59,14 +48,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.fit:
         from jaxlm.recipes.plan.search import search
 
-        found = search(loaded.value, on, assumed)
-        chosen = (found.best or found.smallest).run
-        answer["fit"] = {
-            "settings": found.settings,
-            "flags": found.flags,
-            "tried": found.tried,
-            "fitting": found.fitting,
-        }
+        result = search(loaded.value, on, assumed)
+        chosen = (result.best or result.smallest).run
+        names = ("settings", "flags", "tried", "fitting")
+        answer["fit"] = {name: getattr(result, name) for name in names}
     forecast = predict.forecast(chosen, on, assumed)
     answer |= forecast.record(args.price) | {"sharding": forecast.sharding()}
     if not forecast.fits:
@@ -75,9 +60,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
         from jaxlm.recipes.diagnose.topology import compile_for, compile_here
 
         compiled = (
-            compile_here(chosen, args.devices, out.say)
+            compile_here(chosen, args.devices, out.log)
             if args.on == "cpu"
-            else compile_for(chosen, args.on, out.say)
+            else compile_for(chosen, args.on, out.log)
         )
         answer["compiled_bytes_per_device"] = compiled["bytes_per_device"]
         answer["fits"] = compiled["bytes_per_device"]["total"] <= forecast.memory_bytes
@@ -88,31 +73,32 @@ def run(args: argparse.Namespace, out: Output) -> int:
 def _nearest(run: Any, on: Any) -> dict[str, Any] | None:
     from jaxlm.recipes.plan.search import nearest
 
-    found = nearest(run, on)
-    if found is None:
+    result = nearest(run, on)
+    if result is None:
         return None
     return {
-        "flags": found.flags,
-        "bytes_per_device": found.forecast.bytes_per_device["total"],
-        "step_seconds": found.forecast.record()["step_seconds"],
+        "flags": result.flags,
+        "bytes_per_device": result.forecast.bytes_per_device["total"],
+        "step_seconds": result.forecast.record()["step_seconds"],
     }
 
 
 def _check(args: argparse.Namespace) -> None:
     if args.price is not None and not args.price > 0:
         raise CommandError(
-            f"a price of {args.price:g}",
+            f"a price of {args.price:g} is not allowed",
             where=f"--price={args.price:g}",
-            why="it is money for a device and an hour, above 0",
+            why="--price must be a positive price per device-hour",
             fix="jaxlm plan --help",
         )
     if args.devices < 1 or (args.devices > 1 and args.on != "cpu"):
+        is_gpu = args.on in chips.CHIPS and not chips.CHIPS[args.on].is_tpu
         raise CommandError(
-            "the number of devices belongs to the machine's name",
+            "the name of the machine contains the number of devices",
             where=f"--devices={args.devices}",
-            why="a CPU can be split into several devices; of others the name says how many, as in h100x8",
+            why="a CPU can be split into several devices; other machines are named as in h100x8",
             fix=f"--on={args.on}x{args.devices} --devices=1"
-            if args.devices > 1 and args.on in chips.CHIPS and not chips.CHIPS[args.on].is_tpu
+            if args.devices > 1 and is_gpu
             else "jaxlm plan --help",
         )
     if args.memory and args.on == "cpu":
@@ -128,7 +114,7 @@ def _check(args: argparse.Namespace) -> None:
         and machine(args.on, flag="--on", memory=args.memory).topology is None
     ):
         raise CommandError(
-            "a step cannot be compiled for a GPU that is not here",
+            "a step cannot be compiled for a GPU of another machine",
             where=f"--exact --on={args.on}",
             why="the compiler of TPUs needs no TPU, that of GPUs needs the GPU",
             fix=f"jaxlm plan --config={shlex.quote(args.config)} --on={args.on}",
@@ -136,58 +122,37 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _text(answer: dict[str, Any], run: Any, *, with_sharding: bool) -> str:
+    count, size = formatting.count, formatting.size
     held = answer["bytes_per_device"]
-    parts = sorted(
-        ((size, name) for name, size in held.items() if name != "total" and size), reverse=True
-    )
+    parts = sorted(((held[name], name) for name in held if name != "total"), reverse=True)
     verdict = "fits" if answer["fits"] else "DOES NOT FIT"
+    devices = f"{answer['devices']} device{'s' if answer['devices'] > 1 else ''}"
+    parameters, flops = count(answer["parameters"]), count(answer["flops_per_token"])
+    memory = f"{size(held['total'])} of {size(answer['memory_bytes'])} per device"
     rows = [
-        (
-            "on",
-            f"{answer['on']}, {answer['devices']} device{'s' if answer['devices'] > 1 else ''}, mesh "
-            + shown(answer["mesh"]),
-        ),
-        (
-            "model",
-            f"{formatting.count(answer['parameters'])} parameters, {formatting.count(answer['flops_per_token'])} FLOPs a token",
-        ),
-        (
-            "memory",
-            f"{formatting.size(held['total'])} of {formatting.size(answer['memory_bytes'])} a device: {verdict}",
-        ),
-        ("", " · ".join(f"{name} {formatting.size(size)}" for size, name in parts)),
+        ("on", f"{answer['on']}, {devices}, mesh {shown(answer['mesh'])}"),
+        ("model", f"{parameters} parameters, {flops} FLOPs per token"),
+        ("memory", f"{memory}: {verdict}"),
+        ("memory", " · ".join(f"{name} {size(part)}" for part, name in parts if part)),
         ("step", _step_time(answer)),
         ("run", _run_time(answer, run.train.steps)),
-        ("checkpoint", f"{formatting.size(answer['checkpoint_bytes'])} before compression"),
     ]
     if answer["cost"]:
-        rows.insert(6, ("cost", f"{answer['cost'][0]:,.2f} to {answer['cost'][1]:,.2f}"))
-    if answer["sent_bytes_per_device"]:
-        sent = ", ".join(
-            f"{formatting.size(size)} over {axis}"
-            for axis, size in answer["sent_bytes_per_device"].items()
-        )
-        rows.append(("sends", f"{sent} a device and step"))
-    if "compiled_bytes_per_device" in answer:
-        exact = answer["compiled_bytes_per_device"]
-        parts_said = " · ".join(
-            f"{name} {formatting.size(size)}"
-            for name, size in exact.items()
-            if name != "total" and size
-        )
-        rows.append(("compiled", f"{formatting.size(exact['total'])} a device: {parts_said}"))
-    if "fit" in answer:
-        found = answer["fit"]
-        rows.append(("tried", f"{found['tried']:,} ways, of which {found['fitting']:,} fit"))
-        rows.append(("settings", found["flags"] or "as they are"))
+        rows.append(("cost", f"{answer['cost'][0]:,.2f} to {answer['cost'][1]:,.2f}"))
+    rows.append(("checkpoint", f"{size(answer['checkpoint_bytes'])} before compression"))
+    if sent := answer["sent_bytes_per_device"]:
+        axes = ", ".join(f"{size(part)} over {axis}" for axis, part in sent.items())
+        rows.append(("sends", f"{axes} per device and step"))
+    if exact := answer.get("compiled_bytes_per_device"):
+        named = [f"{name} {size(part)}" for name, part in exact.items() if name != "total" and part]
+        rows.append(("compiled", f"{size(exact['total'])} per device: {' · '.join(named)}"))
+    if fit := answer.get("fit"):
+        rows.append(("tried", f"{fit['tried']:,} settings, {fit['fitting']:,} fit"))
+        rows.append(("settings", fit["flags"] or "unchanged"))
     if "nearest" in answer:
-        rows.append(("nearest", _told(answer["nearest"])))
-    rows += [("assumed" if not n else "", text) for n, text in enumerate(answer["assumed"])]
-    rows += [("risks" if not n else "", text) for n, text in enumerate(answer["risks"])]
-    lines = [f"{name:<11}{text}" for name, text in rows]
-    if with_sharding:
-        lines += _sharding(answer["sharding"])
-    return "\n".join(lines)
+        rows.append(("nearest", _fitting(answer["nearest"])))
+    rows += [(name, text) for name in ("assumed", "risks") for text in answer[name]]
+    return "\n".join([*table(rows), *(_sharding(answer["sharding"]) if with_sharding else [])])
 
 
 def _step_time(answer: dict[str, Any]) -> str:
@@ -207,23 +172,21 @@ def _run_time(answer: dict[str, Any], steps: int) -> str:
     return f"{text}: {low} to {high}"
 
 
-def _told(nearest: dict[str, Any] | None) -> str:
-    """The nearest that fits, in words."""
+def _fitting(nearest: dict[str, Any] | None) -> str:
+    """Return the nearest settings that fit, in words."""
     if nearest is None:
         return "none: no share of depth, of width or of a row's length fits"
-    size = formatting.size(nearest["bytes_per_device"])
+    text = f"{nearest['flags']}    # {formatting.size(nearest['bytes_per_device'])} per device"
     if nearest["step_seconds"] is None:
-        return f"{nearest['flags']}    # {size} a device"
+        return text
     low, high = map(formatting.duration, nearest["step_seconds"])
-    return f"{nearest['flags']}    # {size} a device, {low} to {high} a step"
+    return f"{text}, {low} to {high} per step"
 
 
 def _sharding(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["parameter, shape, split over, numbers a device"]
+    cells = [("parameter", "shape", "sharded over", "elements per device")]
     for row in rows:
         over = ",".join("x".join(axes) if axes else "-" for axes in row["over"])
         shape = "x".join(map(str, row["shape"]))
-        lines.append(
-            f"  {row['path']:<36}{shape:<26}{over:<26}{formatting.count(row['numbers_per_device'])}"
-        )
-    return lines
+        cells.append((row["path"], shape, over, formatting.count(row["numbers_per_device"])))
+    return columns(cells, "<<<")

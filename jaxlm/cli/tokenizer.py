@@ -1,49 +1,42 @@
-"""Trains a tokenizer, shows one, and compares several.
+"""Train, show and compare tokenizers.
 
-jaxlm tokenizer train --config=FILE --out=my.model   on data.train, as data.tokenizer says
-jaxlm tokenizer show --config=FILE --text="a b"      its size, and how it cuts a text
+jaxlm tokenizer train --config=FILE --out=my.model   trains data.tokenizer on data.train
+jaxlm tokenizer show --config=FILE --text="a b"      size, and tokens of a text
 jaxlm tokenizer show my.model
-jaxlm tokenizer compare my.model bpe:8192 bytes      how each fits a text; those of a size are trained on data.train
+jaxlm tokenizer compare my.model bpe:8192 bytes      compression of a text; sizes are trained first
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxlm.cli.output import Output
+from jaxlm.cli.arguments import add_flag
+from jaxlm.cli.output import Output, columns
 from jaxlm.core import config, disk
-from jaxlm.core.errors import ConfigError, NotWritable
+from jaxlm.core.errors import ConfigError, NotWritable, cannot_write
 from jaxlm.core.quoting import printable
 from jaxlm.data.config import TOKENIZER_FILES
 from jaxlm.recipes.config import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The actions."""
+    """Add the actions."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="train|show|compare")
     train = actions.add_parser("train", help="train data.tokenizer on data.train and write it")
-    train.add_argument(
-        "--out",
-        required=True,
-        metavar="FILE",
-        help="ends in .model for SentencePiece, in .json else",
-    )
-    show = actions.add_parser("show", help="the size of a tokenizer, and how it cuts a text")
-    show.add_argument(
-        "file", nargs="?", help="a .model or .json file; none is the one of the config"
-    )
+    doc = "new file; .model for SentencePiece, else .json"
+    add_flag(train, "--out", "FILE", str, doc, required=True)
+    show = actions.add_parser("show", help="size of a tokenizer, and tokens of a text")
+    show.add_argument("file", nargs="?", help=".model or .json file (tokenizer of the config)")
+    show.add_argument("--text", default="def f(x):\n    return x + 1\n", help="text to tokenize")
     compare = actions.add_parser("compare", help="tokens, unknown characters and speed of several")
     compare.add_argument(
-        "tokenizers", nargs="+", metavar="FILE|KIND", help="files, or what data.tokenizer takes"
+        "tokenizers", nargs="+", metavar="FILE|KIND", help="files, or values of data.tokenizer"
     )
-    compare.add_argument(
-        "--text", metavar="GLOB", help="files to measure on; none is data.validation"
-    )
-    show.add_argument("--text", default="def f(x):\n    return x + 1\n", help="what to cut")
+    add_flag(compare, "--text", "GLOB", str, "files to measure on (data.validation)")
 
 
 def run(args: Any, out: Output) -> int:
-    """Does what the action asks."""
+    """Run the action."""
     return {"train": _train, "show": _show, "compare": _compare}[args.action](args, out)
 
 
@@ -56,29 +49,19 @@ def _train(args: Any, out: Output) -> int:
         raise NotWritable(
             "the tokenizer file exists",
             where=str(path),
-            why="a tokenizer is never overwritten: what was made with it would be lost",
+            why="a tokenizer is never overwritten: data made with it would become unreadable",
             fix=f"--out={path.with_stem(path.stem + '-2')}",
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         disk.replace(path, content)
     except OSError as error:
-        raise NotWritable(
-            "the tokenizer cannot be written",
-            where=str(path),
-            why=str(error.strerror),
-            fix="--out=tokenizer-2.model",
-        ) from error
-    out.result(
-        {"file": str(path), "size": tokenizer.size, "sha256": tokenizer.digest}
-        | {"fit": fits[0][1].as_json() if fits else None},
-        "\n".join(
-            [
-                f"{path}: {tokenizer.size:,} ids; use it with --config.data.tokenizer={path}",
-                *_table(fits),
-            ]
-        ),
-    )
+        fix = "--out=tokenizer-2.model"
+        raise cannot_write("the tokenizer", path, error, fix=fix) from error
+    answer = {"file": str(path), "size": tokenizer.size, "sha256": tokenizer.digest}
+    answer["fit"] = fits[0][1].as_json() if fits else None
+    text = f"{path}: {tokenizer.size:,} ids; use it with --config.data.tokenizer={path}"
+    out.result(answer, "\n".join([text, *_table(fits)]))
     return 0
 
 
@@ -86,7 +69,7 @@ def _show(args: Any, out: Output) -> int:
     from jaxlm.data import tokenizer_file
     from jaxlm.data.peek import spelt
 
-    _config(args)  # a wrong setting is told also where the file alone is read
+    _config(args)  # reports a wrong setting even if only the file is read
     tokenizer = tokenizer_file.read(args.file) if args.file else _of_config(args, out)
     ids = tokenizer.encode(args.text)
     pieces = [spelt([i], tokenizer) for i in ids]
@@ -100,8 +83,10 @@ def _show(args: Any, out: Output) -> int:
         "lossless": tokenizer.decode(ids).removeprefix(tokenizer.lead) == args.text,
     }
     lines = [
-        f"{answer['kind']}, {tokenizer.size:,} ids, {len(tokenizer.specials)} of them special, sha256 {tokenizer.digest[:12]}",
-        f"{len(args.text.encode())} bytes in {len(ids)} tokens{'' if answer['lossless'] else ', not given back exactly'}:",
+        f"{answer['kind']}, {tokenizer.size:,} ids, {len(tokenizer.specials)} of them special, "
+        f"sha256 {tokenizer.digest[:12]}",
+        f"{len(args.text.encode())} bytes in {len(ids)} tokens"
+        f"{'' if answer['lossless'] else ', decoded differently'}:",
         " ".join(f"{number}:{piece!r}" for number, piece in zip(ids, pieces, strict=True)),
     ]
     out.result(answer, "\n".join(lines))
@@ -113,15 +98,13 @@ def _compare(args: Any, out: Output) -> int:
     fits = _fits(args, args.text, named)
     if not fits:
         raise ConfigError(
-            "there is no text to compare on",
+            "the comparison needs text",
             where="data.validation",
-            why="it is tokens already, or empty",
+            why="it contains tokens, or nothing",
             fix="name the text to compare on with --text",
         )
-    out.result(
-        {"tokenizers": [{"tokenizer": name, **fit.as_json()} for name, fit in fits]},
-        "\n".join(_table(fits)),
-    )
+    rows = [{"tokenizer": name, **fit.as_json()} for name, fit in fits]
+    out.result({"tokenizers": rows}, "\n".join(_table(fits)))
     return 0
 
 
@@ -138,35 +121,33 @@ def _named(name: str, args: Any, out: Output) -> Any:
         raise ConfigError(
             f"{name} cannot be trained",
             where="data.train",
-            why="it is tokens already",
+            why="it contains tokens",
             fix="name text files in --config.data.train",
         )
-    return dataset.open_tokenizer(config, say=out.say)
+    return dataset.open_tokenizer(config, say=out.log)
 
 
 def _fits(args: Any, pattern: str | None, named: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """How each fits the text; none where there is no text."""
+    """Return the measurements of each tokenizer on the text; empty without text."""
     from jaxlm.data import tokenizer_report
 
-    found = tokenizer_report.texts(_config(args).data, pattern)
-    return [(name, tokenizer_report.measure(each, found)) for name, each in named if found]
+    texts = tokenizer_report.texts(_config(args).data, pattern)
+    return [(name, tokenizer_report.measure(each, texts)) for name, each in named if texts]
 
 
 def _table(fits: list[tuple[str, Any]]) -> list[str]:
     if not fits:
         return []
-    width = max(len("tokenizer"), *(len(name) for name, _ in fits))
-    head = f"{'tokenizer':<{width}}  {'ids':>7}  {'tokens':>9}  bytes/token  tokens/word  unknown  coverage  lossless    MB/s"
+    head = "tokenizer,ids,tokens,bytes/token,tokens/word,unknown,coverage,lossless,MB/s"
+    rows = [head.split(",")]
+    for name, fit in fits:
+        means = [f"{value:.3f}" for value in (fit.bytes_per_token, fit.tokens_per_word)]
+        shares = [f"{fit.unknown:.2%}", f"{fit.coverage:.3%}", f"{fit.lossless:.1%}"]
+        speed = f"{fit.bytes_per_second / 1e6:.2f}"
+        rows.append([printable(name), f"{fit.size:,}", f"{fit.tokens:,}", *means, *shares, speed])
     first = fits[0][1]
-    return [
-        f"on {first.documents:,} documents, {first.bytes:,} bytes:",
-        head,
-        *(
-            f"{printable(name):<{width}}  {fit.size:>7,}  {fit.tokens:>9,}  {fit.bytes_per_token:>11.3f}  {fit.tokens_per_word:>11.3f}"
-            f"  {fit.unknown:>7.2%}  {fit.coverage:>8.3%}  {fit.lossless:>8.1%}  {fit.bytes_per_second / 1e6:>6.2f}"
-            for name, fit in fits
-        ),
-    ]
+    text = f"on {first.documents:,} documents, {first.bytes:,} bytes:"
+    return [text, *columns(rows, "<")]
 
 
 def _config(args: Any, *more: tuple[str, str]) -> Run:
@@ -177,4 +158,4 @@ def _config(args: Any, *more: tuple[str, str]) -> Run:
 def _of_config(args: Any, out: Output) -> Any:
     from jaxlm.data import dataset
 
-    return dataset.open_tokenizer(_config(args).data, say=out.say)
+    return dataset.open_tokenizer(_config(args).data, say=out.log)

@@ -1,10 +1,10 @@
-"""Trains a model. The same run directory goes on where it stopped."""
+"""Train a model. A second start in the same run directory resumes the run."""
 
 import argparse
 import os
 from pathlib import Path
 
-from jaxlm.cli.arguments import needed, needed_config
+from jaxlm.cli.arguments import CPU_DEVICES, add_flag, add_switch, needed, needed_config
 from jaxlm.cli.output import Output
 from jaxlm.core import config
 from jaxlm.core.errors import CommandError
@@ -13,47 +13,26 @@ from jaxlm.parallel import cluster, rendezvous
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--stop_at", type=int, metavar="STEP", help="save after this step and exit 0"
-    )
-    parser.add_argument(
-        "--init_from",
-        metavar="RUN[@STEP]",
-        help="begin with the weights of another run, or of an imported model",
-    )
-    parser.add_argument(
-        "--allow_change",
-        default="",
-        metavar="A.B,C",
-        help="settings that may differ from those of the run in --workdir",
-    )
-    parser.add_argument(
-        "--reset_optimizer",
-        action="store_true",
-        help="go on with the parameters alone; optim and schedule may differ",
-    )
-    parser.add_argument(
-        "--cast",
-        action="store_true",
-        help="take stored arrays over into the dtypes of this config; precision may differ",
-    )
-    parser.add_argument(
-        "--start_at", type=int, metavar="STEP", help="go on from this committed step"
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="with --start_at: later steps go to quarantine/"
-    )
-    parser.add_argument(
-        "--cpu_devices", type=int, metavar="N", help="split the CPU into N devices, to try a mesh"
-    )
+    add_flag(parser, "--stop_at", "STEP", int, "step at which to save and exit with 0")
+    doc = "run or imported model with the initial weights"
+    add_flag(parser, "--init_from", "RUN[@STEP]", str, doc)
+    doc = "settings that may differ from those of the run in --workdir"
+    add_flag(parser, "--allow_change", "A.B,C", str, doc, default="")
+    doc = "resume with the parameters only; optim and schedule may differ"
+    add_switch(parser, "--reset_optimizer", doc)
+    doc = "convert stored arrays to the dtypes of this config; precision may differ"
+    add_switch(parser, "--cast", doc)
+    add_flag(parser, "--start_at", "STEP", int, "committed step to resume from")
+    add_switch(parser, "--force", "with --start_at: move later steps to quarantine/")
+    add_flag(parser, *CPU_DEVICES)
     several = parser.add_argument_group(
-        "one process of several; `jaxlm launch` gives these, and Slurm, Open MPI, JobSet and TPU pods are detected"
+        "multi-process runs; `jaxlm launch` sets these flags, and Slurm, Open MPI, JobSet and TPU "
+        "pods are detected"
     )
-    several.add_argument("--coordinator", metavar="HOST:PORT", help="where they meet: at rank 0")
-    several.add_argument(
-        "--num_processes", type=int, metavar="N", help="how many they are; 1 asks no cluster"
-    )
-    several.add_argument("--process_id", type=int, metavar="RANK", help="which this is, from 0")
+    add_flag(several, "--coordinator", "HOST:PORT", str, "address of rank 0 for the rendezvous")
+    doc = "number of processes; 1 disables cluster detection"
+    add_flag(several, "--num_processes", "N", int, doc)
+    add_flag(several, "--process_id", "RANK", int, "rank of this process, from 0")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -61,10 +40,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     workdir = Path(needed(args, "workdir"))
     file = _config(args, workdir, Run)
-    place = cluster.process_spec(
+    process = cluster.process_spec(
         os.environ, coordinator=args.coordinator, count=args.num_processes, rank=args.process_id
     )
-    with rendezvous.report_failure_to_peers(place):
+    with rendezvous.report_failure_to_peers(process):
         loaded = config.load(Run, file, args.overrides)
         _refuse_secrets(args.words)
 
@@ -85,7 +64,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
             allow_change=tuple(name for name in args.allow_change.split(",") if name),
         ),
         cpu_devices=args.cpu_devices,
-        process=place,
+        process=process,
         quiet=args.quiet,
     )
     loss = f", {result.metrics['loss_nats']:.4f} nats" if "loss_nats" in result.metrics else ""
@@ -99,18 +78,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _config(args: argparse.Namespace, workdir: Path, schema: type) -> str:
-    """Return --config; without it, the config of the run in `workdir`, which continues."""
-    own = workdir / "config.json"
-    return str(own) if args.config is None and own.is_file() else needed_config(args, schema)
+    """Return --config, or the config of the run in `workdir`, which continues."""
+    saved = workdir / "config.json"
+    is_saved = args.config is None and saved.is_file()
+    return str(saved) if is_saved else needed_config(args, schema)
 
 
 def _refuse_secrets(words: list[str]) -> None:
-    """command.sh keeps every word. Settings were looked at when the config was loaded."""
+    """Refuse secrets in flags: command.sh stores every word. Loading has checked the settings."""
     for word in words:
         if not word.startswith("--config.") and redacted(word) != word:
             raise CommandError(
-                "the command line holds a password or a key",
+                "the command line contains a password or a key",
                 where=word,
-                why="command.sh in the run directory would keep it, and `ps` shows it to others",
+                why="command.sh in the run directory would store it, and `ps` shows it to others",
                 fix="name a file that holds it\nname an environment variable that holds it",
             )

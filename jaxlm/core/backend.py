@@ -1,30 +1,69 @@
-"""The kind of device that a program is made for."""
+"""The compute backend: platform of compiled programs, CPU instructions and the allocator."""
 
 import contextlib
 import contextvars
+import ctypes
+import functools
+import platform as host
 from collections.abc import Iterator
+from pathlib import Path
 
-import jax
+CPUINFO = Path("/proc/cpuinfo")
+AMX, VECTORS = "amx_bf16", "avx512_bf16"  # bfloat16 products in tiles, and in vectors
+# glibc's malloc.h.
+_TRIM_THRESHOLD = -1
+_MMAP_MAX = -4
 
 _other: contextvars.ContextVar[str | None] = contextvars.ContextVar("backend", default=None)
 
 
 def name() -> str:
-    """The platform of the program that is being traced: `cpu`, `gpu` or `tpu`.
+    """Return the platform of the program being traced: `cpu`, `gpu` or `tpu`.
 
-    That of this process's devices, but inside `of`.
+    It is the platform of this process's devices, except inside `compiling_for`.
     """
+    import jax  # the rest of this module is used without JAX
+
     return _other.get() or jax.default_backend()
 
 
 @contextlib.contextmanager
-def of(platform: str) -> Iterator[None]:
-    """What is traced in here is compiled for another platform than this process computes on.
+def compiling_for(platform: str) -> Iterator[None]:
+    """Trace programs in this context for a platform other than this process's devices.
 
-    `jax.jit` does not know of it: a function that it has traced before keeps its program.
+    `jax.jit` does not know about it: a function that it traced before keeps its program.
     """
     token = _other.set(platform)
     try:
         yield
     finally:
         _other.reset(token)
+
+
+def cpu_units() -> frozenset[str]:
+    """Return which of `AMX` and `VECTORS` this CPU has, by Linux's CPU flags; empty elsewhere."""
+    return _shown(CPUINFO)
+
+
+@functools.cache  # called for every weight; slow on machines with many cores
+def _shown(path: Path) -> frozenset[str]:
+    try:
+        shown = path.read_text().split()
+    except OSError:
+        return frozenset()
+    return frozenset({AMX, VECTORS}.intersection(shown))
+
+
+def keep_freed_memory() -> bool:
+    """Keep the memory that this process's main thread frees for later allocations.
+
+    glibc returns large blocks to the system at once. XLA allocates all temporaries of a program as
+    one block, so each step on a CPU would get new pages, which the system zeroes on first access: a
+    sixth to a quarter of the step's time. Blocks of other threads are still returned, so dispatch
+    must not be asynchronous. The process keeps its peak usage. Returns False if the C library has
+    no such setting.
+    """
+    if host.libc_ver()[0] != "glibc":
+        return False
+    library = ctypes.CDLL(None)
+    return bool(library.mallopt(_MMAP_MAX, 0) and library.mallopt(_TRIM_THRESHOLD, -1))

@@ -1,4 +1,4 @@
-"""How many rows each batch of a run has, and how long they are: fewer and shorter ones in its first stages."""
+"""Batch schedule of a run: rows and row length of each batch, smaller and shorter in warm-up."""
 
 import dataclasses
 import math
@@ -7,22 +7,23 @@ from collections.abc import Sequence
 
 from jaxlm.core.span import Span
 
-_STAGE = re.compile(r"([0-9]{1,18})@(.+)")
+_PHASE = re.compile(r"([0-9]{1,18})@(.+)")
 
 
 class ScheduleError(ValueError):
-    """A stage does not end behind the one before it, or not within the run. `setting` has its entry."""
+    """A phase ends before the previous one or after the run; `setting` has its entry."""
 
     def __init__(self, setting: str, first: int, end: int, total: int, entry: str):
         super().__init__(
-            f"{entry} ends at step {end}, which must be after step {first} and before the run's last, {total}"
+            f"{entry} ends at step {end}, which must be after step {first} and before the run's "
+            f"last, {total}"
         )
         self.setting = setting
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Batches from number `first` on: `rows` rows of the stream each, which are cut into pieces of `length` tokens."""
+    """Batches from number `first` on: `rows` rows of the stream each, cut into `length` tokens."""
 
     first: int
     rows: int
@@ -31,70 +32,77 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSchedule:
-    """The stages of a run whose rows hold `sequence` tokens. The last has no end."""
+    """Phases of a run whose rows hold `sequence` tokens. The last phase has no end."""
 
     phases: tuple[Phase, ...]
     sequence: int
 
     def phase(self, number: int) -> Phase:
-        """The stage that a batch is in."""
-        return next(stage for stage in reversed(self.phases) if stage.first <= number)
+        """Return the phase of a batch."""
+        return next(phase for phase in reversed(self.phases) if phase.first <= number)
 
     def rows(self, number: int) -> int:
-        """Rows of the stream before a batch: that of its own first."""
-        ends = (*(stage.first for stage in self.phases[1:]), math.inf)
+        """Return the rows of all batches before one, which is the index of its first row."""
+        ends = (*(phase.first for phase in self.phases[1:]), math.inf)
         return sum(
-            int(min(number, end) - stage.first) * stage.rows
-            for stage, end in zip(self.phases, ends, strict=True)
-            if stage.first < number
+            int(min(number, end) - phase.first) * phase.rows
+            for phase, end in zip(self.phases, ends, strict=True)
+            if phase.first < number
         )
 
     def tokens(self, number: int) -> int:
-        """Slots of all batches before one."""
+        """Return the token slots of all batches before one."""
         return self.rows(number) * self.sequence
 
     def steps(self, tokens: float) -> int:
-        """The fewest batches with so many slots."""
-        ends = (*(stage.first for stage in self.phases[1:]), math.inf)
-        for stage, end in zip(self.phases, ends, strict=True):
-            left = tokens - self.tokens(stage.first)
-            steps = stage.first + math.ceil(left / (stage.rows * self.sequence) - 1e-9)
+        """Return the fewest batches that have at least this many token slots."""
+        ends = (*(phase.first for phase in self.phases[1:]), math.inf)
+        for phase, end in zip(self.phases, ends, strict=True):
+            left = tokens - self.tokens(phase.first)
+            steps = phase.first + math.ceil(left / (phase.rows * self.sequence) - 1e-9)
             if steps <= end:
                 return max(steps, 0)
-        raise AssertionError("the last stage has no end")
+        raise AssertionError("the last phase has no end")
 
 
 def build(
     *, total: int, batch: int, sequence: int, batches: Sequence[str], lengths: Sequence[str]
 ) -> BatchSchedule:
-    """The pace of a run of `total` steps, from the entries SIZE@SPAN of `train.batch_warmup` and `data.sequence_warmup`.
+    """Return the batch schedule of a run.
+
+    Args:
+      total: steps of the run.
+      batch: rows of a batch after warm-up.
+      sequence: tokens of a row after warm-up.
+      batches: entries SIZE@SPAN of `train.batch_warmup`.
+      lengths: entries SIZE@SPAN of `data.sequence_warmup`.
 
     Raises:
-      Misplaced: where an entry does not end after the one before it and before the run.
-      ValueError: where one cannot be read.
+      ScheduleError: if an entry does not end after the previous one and before the run.
+      ValueError: if an entry is malformed.
     """
-    pace = BatchSchedule((Phase(0, batch, sequence),), sequence)
+    schedule = BatchSchedule((Phase(0, batch, sequence),), sequence)
     for size, span in map(parse, batches):
-        *before, last = pace.phases
+        *before, last = schedule.phases
         grown = BatchSchedule((*before, Phase(last.first, size, sequence)), sequence)
         end = span.steps(total, grown)
         if not last.first < end < total:
             raise ScheduleError("train.batch_warmup", last.first, end, total, f"{size}@{span}")
-        pace = BatchSchedule((*grown.phases, Phase(end, batch, sequence)), sequence)
+        schedule = BatchSchedule((*grown.phases, Phase(end, batch, sequence)), sequence)
     first, cuts = 0, []
     for length, span in map(parse, lengths):
-        end = span.steps(total, pace)
+        end = span.steps(total, schedule)
         if not first < end < total:
             raise ScheduleError("data.sequence_warmup", first, end, total, f"{length}@{span}")
         cuts.append((first, length))
         first = end
     cuts.append((first, sequence))
-    numbers = sorted({stage.first for stage in pace.phases} | {number for number, _ in cuts})
+    numbers = sorted({phase.first for phase in schedule.phases} | {number for number, _ in cuts})
     return BatchSchedule(
         tuple(
             Phase(
                 number,
-                pace.phase(number).rows,
+                schedule.phase(number).rows,
                 next(length for start, length in reversed(cuts) if start <= number),
             )
             for number in numbers
@@ -104,8 +112,8 @@ def build(
 
 
 def parse(entry: str) -> tuple[int, Span]:
-    """SIZE@SPAN. Raises ValueError where it is something else."""
-    match = _STAGE.fullmatch(entry)
+    """Parse SIZE@SPAN. Raises ValueError if it is malformed."""
+    match = _PHASE.fullmatch(entry)
     if match is None:
         raise ValueError(f"{entry!r} is not SIZE@SPAN, such as 32@10%")
     span = Span.parse(match[2])

@@ -1,20 +1,20 @@
-"""A run is a value: settings in frozen dataclasses, read from ml_collections files, overridden, checked, saved, compared, explained.
+"""Configs: load, override, check, save, compare and explain settings in frozen dataclasses.
 
-A section is a frozen, keyword-only dataclass whose fields are `setting`s, other sections, or a union of sections. The arms of a union
-carry a tag, `name: Literal["adamw"] = "adamw"`; so the union is the registry. A section may define
-`problems(self) -> Iterator[(field, why, fix)]` for what its types and ranges cannot say.
+A section is a frozen, keyword-only dataclass whose fields are `setting`s, other sections, or a
+union of sections. The arms of a union have a tag, `name: Literal["adamw"] = "adamw"`; so the union
+is the registry. A section may define `problems(self) -> Iterator[(field, why, fix)]` for
+constraints that types and ranges cannot express.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxlm.core import problems as problem
+from jaxlm.core import problems, sections
 from jaxlm.core.load import Loaded, from_json, load, loaded_json
-from jaxlm.core.provenance import DEFAULT, Origin
-from jaxlm.core.schema import arm_name, by_name, chosen, leaves, plain, setting, settings, tag
+from jaxlm.core.problems import DEFAULT, Origin
+from jaxlm.core.sections import setting
 from jaxlm.core.span import Span
-from jaxlm.core.values import bounds, describe
 
 __all__ = [
     "ABSENT",
@@ -36,32 +36,33 @@ __all__ = [
 
 
 def new(schema: type) -> Any:
-    """A locked ConfigDict with every setting of `schema` at its default, for a config file to change and return.
+    """Return a locked ConfigDict with the defaults of `schema`, for a config file to change.
 
-    Setting the name of an arm (`c.optim.name = "lion"`, `c.model.family = "gpt2"`) gives that section the arm's own defaults.
+    Setting the name of an arm (`c.optim.name = "lion"`, `c.model.family = "gpt2"`) fills that
+    section with the arm's own defaults.
 
     Raises:
-      ConfigError: where the config file then sets what does not exist; it names the line and the nearest setting.
+      ConfigError: if the config file sets an unknown setting; it names the line and the nearest.
     """
-    from jaxlm.core import draft  # ml_collections is not needed to read a config.json
+    from jaxlm.core import config_dict  # reading a config.json needs no ml_collections
 
-    return draft.new(schema)
+    return config_dict.new(schema)
 
 
 def to_json(section: Any) -> dict[str, Any]:
-    """A section as JSON holds it: nested dicts, tuples as lists, spans as text. `from_json` gives the same section back."""
+    """Return a section as JSON: nested dicts, tuples as lists, spans as text. See `from_json`."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: convert(inner) for name, inner in value.items()}
         return [convert(item) for item in value] if isinstance(value, tuple) else value
 
-    return convert(plain(section))
+    return convert(sections.plain(section))
 
 
 def flatten(section: Any) -> dict[str, Any]:
-    """Dotted path -> value for every setting, the names of arms included."""
-    return {path: value for path, _, value in leaves(section)}
+    """Return the value of every setting by dotted path, names of arms included."""
+    return {path: value for path, _, value in sections.leaves(section)}
 
 
 class _Absent:
@@ -74,7 +75,7 @@ ABSENT = _Absent()
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A setting that differs between two configs; `ABSENT` where one's arm does not have it."""
+    """A setting that differs between two configs; `ABSENT` if one config's arm lacks it."""
 
     path: str
     old: Any
@@ -85,7 +86,7 @@ class Change:
 
 
 def diff(a: Any, b: Any) -> list[Change]:
-    """What changes from section `a` to section `b`, in the order of the settings."""
+    """Return the changes from section `a` to section `b`, in the order of the settings."""
     old, new_ = flatten(a), flatten(b)
     pairs = ((path, old.get(path, ABSENT), new_.get(path, ABSENT)) for path in old | new_)
     return [
@@ -95,9 +96,10 @@ def diff(a: Any, b: Any) -> list[Change]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """All there is to know about a setting.
+    """Documentation, type, range and value of a setting or section.
 
-    Of a section, `value` is its arm, `settings` what it holds, and `named` the words that it may be set to, by arm.
+    For a section, `value` is its arm, `settings` its settings, and `named` the published values by
+    arm.
     """
 
     path: str
@@ -113,66 +115,69 @@ class Explanation:
 
 
 def explain(schema: type, loaded: Loaded | None, path: str) -> Explanation:
-    """Doc, type, unit, range, default, value, and who set it.
+    """Return the documentation, type, unit, range, default, value and origin of a setting.
 
-    Settings of an arm that is not in use are explained too; their value is `ABSENT`.
+    The value of a setting of an arm that is not in use is `ABSENT`.
 
     Raises:
-      ConfigError: where there is no such setting; it names the nearest.
+      ConfigError: if there is no such setting; it names the nearest.
     """
     value = loaded.value if loaded is not None else schema()
-    raw = plain(value)
-    present = settings(schema, raw)
-    known = present.get(path) or settings(schema, raw, every_arm=True).get(path)
+    raw = sections.plain(value)
+    present = sections.settings(schema, raw)
+    known = present.get(path) or sections.settings(schema, raw, every_arm=True).get(path)
     origins = loaded.provenance if loaded is not None else {}
     if known is None:
-        raise problem.error(
-            [problem.unknown(schema, raw, path, None, Origin("command line", path), origins)]
+        raise problems.error(
+            [problems.unknown(schema, raw, path, None, Origin("command line", path), origins)]
         )
     if known.arms:
-        arm = chosen(known.arms, problem.at(raw, path, {}), known.default) or known.arms[0]
-        label = tag(arm)
+        arm = (
+            sections.chosen(known.arms, problems.value_at(raw, path, {}), known.default)
+            or known.arms[0]
+        )
+        label = sections.tag(arm)
+        names = ", ".join(sections.by_name(known.arms))
         return Explanation(
             path=path,
             doc=known.doc or (arm.__doc__ or "").partition("\n")[0],
-            type=f"section; {path}.{label} is one of {', '.join(by_name(known.arms))}"
-            if label
-            else "section",
+            type=f"section; {path}.{label} is one of {names}" if label else "section",
             unit="",
             range="",
-            default=arm_name(type(known.default)) if label else ABSENT,
-            value=arm_name(arm) if label else ABSENT,
+            default=sections.arm_name(type(known.default)) if label else ABSENT,
+            value=sections.arm_name(arm) if label else ABSENT,
             origin=origins.get(f"{path}.{label}", DEFAULT),
             settings=tuple(name for name in present if name.startswith(f"{path}.")),
             named=_by_arm(known.named),
         )
     section, _, name = path.rpartition(".")
     parent = present.get(section)
-    # An arm's default stands; what the section above chose for its default arm comes before it.
-    used = chosen(parent.arms, problem.at(raw, section, {}), parent.default) if parent else schema
-    chose = parent.default if parent else schema()
-    default = getattr(chose, name) if type(chose) is used and path in present else known.default
-    doc = known.doc
-    kind = describe(known.kind)
-    if parent is not None and used is not None and name == tag(used):
-        doc = doc or f"which arm of {section} is used"
-        kind = f"one of {', '.join(by_name(parent.arms))}"
+    # The parent section's choice for its default arm takes precedence over the arm's own default.
+    used: type | None = schema
+    if parent:
+        used = sections.chosen(parent.arms, problems.value_at(raw, section, {}), parent.default)
+    defaults = parent.default if parent else schema()
+    is_used = type(defaults) is used and path in present
+    doc, kind = known.doc, sections.describe(known.kind)
+    if parent is not None and used is not None and name == sections.tag(used):
+        doc = doc or f"arm of {section} in use"
+        kind = f"one of {', '.join(sections.by_name(parent.arms))}"
     return Explanation(
         path=path,
         doc=doc,
         type=kind,
         unit=known.unit,
-        range=bounds(known),
-        default=default,
+        range=sections.bounds(known),
+        default=getattr(defaults, name) if is_used else known.default,
         value=flatten(value).get(path, ABSENT),
         origin=origins.get(path, DEFAULT),
     )
 
 
 def _by_arm(named: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Names of sections, by the arm that each is of."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the names of sections by their arm."""
+    names: dict[str, tuple[str, ...]] = {}
     for name, section in named.items():
-        arm = arm_name(type(section))
-        found[arm] = (*found.get(arm, ()), name)
-    return found
+        arm = sections.arm_name(type(section))
+        names[arm] = (*names.get(arm, ()), name)
+    return names

@@ -1,4 +1,4 @@
-"""What a config file says: a Python program that the user named is run, a resolved config.json is only read."""
+"""Reading of config files: a Python config is run, a resolved config.json is only parsed."""
 
 import dataclasses
 import importlib.machinery
@@ -15,17 +15,17 @@ from types import CodeType
 from typing import Any
 
 from jaxlm.core.errors import ConfigError, InputMissing, JaxlmError
-from jaxlm.core.provenance import Origin, short
-from jaxlm.core.schema import flat, plain
-from jaxlm.core.spelling import nearest
+from jaxlm.core.nearest import nearest_word
+from jaxlm.core.problems import Origin, short
+from jaxlm.core.sections import flat, plain
 
 
 def read_file(text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
-    """What a config file says, as nested dicts, and who said it.
+    """Return the settings of a config file as nested dicts, and their origins.
 
     Raises:
-      InputMissing: where there is no such file.
-      ConfigError: where it fails, or does not give a config.
+      InputMissing: if there is no such file.
+      ConfigError: if it fails, or does not return a config.
     """
     match = re.fullmatch(r"(.+?\.py)(?::(.*))?", text, re.DOTALL)
     path = Path(match[1] if match else text)
@@ -40,47 +40,41 @@ def read_file(text: str) -> tuple[dict[str, Any], dict[str, Origin]]:
             f"{short(path)} is not a config",
             where=f"--config={text}",
             why="a config is a Python file with get_config(), or a resolved config.json",
-            fix=_beside(path),
+            fix=_list_folder(path),
         )
-    raw = read_json(path)
+    raw = _strict_json(path)
     if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{short(path)} is not a resolved config",
-            where=short(path),
-            why=f"it holds {type(raw).__name__}, not sections",
-            fix="take it again from a run directory\ngive the .py file that made it",
-        )
+        raise _not_resolved(path, short(path), f"it contains {type(raw).__name__}, not sections")
     return raw, {name: Origin("file", short(path)) for name in flat(raw)}
 
 
 def _missing(path: Path, argument: str | None) -> InputMissing:
-    beside = (
-        [each.name for each in path.parent.glob(f"*{path.suffix or '.py'}")]
-        if path.parent.is_dir()
-        else []
-    )
-    meant = nearest(path.name, beside)
     ending = f":{argument}" if argument is not None else ""
-    return InputMissing(
-        "there is no such config file",
-        where=f"--config={path}{ending}",
-        why=f"{path.parent} holds {', '.join(sorted(beside)[:6]) or 'no such files'}"
-        if path.parent.is_dir()
-        else f"there is no folder {path.parent}",
-        fix=shlex.quote(f"--config={path.with_name(meant)}{ending}") if meant else _beside(path),
-    )
+    why, fix = f"there is no folder {path.parent}", _list_folder(path)
+    if path.parent.is_dir():
+        names = sorted(each.name for each in path.parent.glob(f"*{path.suffix or '.py'}"))
+        why = f"{path.parent} contains {', '.join(names[:6]) or 'no such files'}"
+        if meant := nearest_word(path.name, names):
+            fix = shlex.quote(f"--config={path.with_name(meant)}{ending}")
+    where = f"--config={path}{ending}"
+    return InputMissing("the config file does not exist", where=where, why=why, fix=fix)
 
 
-def _beside(path: Path) -> str:
-    """Return the command that lists the nearest folder there is."""
+def _not_resolved(path: Path, where: str, why: str) -> ConfigError:
+    fix = "copy config.json again from the run directory\npass the .py file that made it"
+    return ConfigError(f"{short(path)} is not a resolved config", where=where, why=why, fix=fix)
+
+
+def _list_folder(path: Path) -> str:
+    """Return the command that lists the nearest existing folder."""
     folder = next((each for each in path.parents if each.is_dir()), Path())
     return f"ls {shlex.quote(str(folder))}"
 
 
 def shipped(folder: str = "") -> list[Path]:
-    """Return the config files of `configs/` here, or else of the checkout that jaxlm runs from.
+    """Return the files of `configs/` in the working directory, else in jaxlm's checkout.
 
-    The quickstart comes first: it is the one that every machine can run.
+    The quickstart comes first: every machine can run it.
     """
     for root in (Path("configs"), Path(__file__).parents[2] / "configs"):
         if paths := sorted((root / folder).glob("*.py")):
@@ -88,19 +82,13 @@ def shipped(folder: str = "") -> list[Path]:
     return []
 
 
-def read_json(path: Path) -> Any:
-    """A JSON file, with a key twice or a number that is none refused.
-
-    Raises:
-      ConfigError: where it is not JSON.
-    """
+def _strict_json(path: Path) -> Any:
+    """Parse a JSON file; duplicate keys, NaN and infinities are a ConfigError too."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            raise ValueError(
-                f"{next(name for name in names if names.count(name) > 1)!r} is there twice"
-            )
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{repeated[0]!r} occurs twice")
         return dict(pairs)
 
     def refuse(name: str) -> None:
@@ -110,18 +98,13 @@ def read_json(path: Path) -> Any:
         text = path.read_text(encoding="utf-8")
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{short(path)} is not a resolved config",
-            where=f"{short(path)}:{error.lineno}"
-            if isinstance(error, json.JSONDecodeError)
-            else short(path),
-            why=f"{type(error).__name__}: {error}",
-            fix="take it again from a run directory\ngive the .py file that made it",
-        ) from error
+        line = f":{error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        why = f"{type(error).__name__}: {error}"
+        raise _not_resolved(path, f"{short(path)}{line}", why) from error
 
 
 class _Fresh(importlib.machinery.SourceFileLoader):
-    """Compiles the file as it is now: cached byte code of the same second and size would be stale, and litter configs/."""
+    """Compile the current file: cached byte code of the same second and size would be stale."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
@@ -131,13 +114,13 @@ def _from_program(path: Path, argument: str | None) -> tuple[dict[str, Any], dic
     result = _run(path, argument)
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         result = plain(result)
-    draft = sys.modules.get("jaxlm.core.draft")
-    if draft is not None and isinstance(result, draft.SchemaConfigDict):
-        return result.to_dict(), draft.origins(result)
+    config_dict = sys.modules.get("jaxlm.core.config_dict")
+    if config_dict is not None and isinstance(result, config_dict.SchemaConfigDict):
+        return result.to_dict(), config_dict.origins(result)
     raw = result.to_dict() if hasattr(result, "to_dict") else result
     if not isinstance(raw, dict):
         raise ConfigError(
-            f"get_config() gave {type(raw).__name__}, not a ConfigDict",
+            f"get_config() returned {type(raw).__name__}, not a ConfigDict",
             where=short(path),
             why="the config is what get_config() returns",
             fix="return c",
@@ -146,7 +129,7 @@ def _from_program(path: Path, argument: str | None) -> tuple[dict[str, Any], dic
 
 
 def _run(path: Path, argument: str | None) -> Any:
-    """What `get_config` of a file returns."""
+    """Run a config file and return the result of its `get_config`."""
     name = f"jaxlm_config_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_Fresh(name, os.fspath(path)))
     assert spec is not None
@@ -163,47 +146,40 @@ def _run(path: Path, argument: str | None) -> Any:
                 why="a config is the ConfigDict that get_config() returns",
                 fix="def get_config(): c = config.new(Run); return c",
             )
-        given = () if argument is None else (argument,)
+        arguments = () if argument is None else (argument,)
         try:
-            inspect.signature(get_config).bind(*given)
+            inspect.signature(get_config).bind(*arguments)
         except TypeError:
+            signature = inspect.signature(get_config)
+            parameter = next(iter(signature.parameters), "its parameter")
+            more = f"add a colon and the value of {parameter} to "
             raise ConfigError(
-                f"get_config() {'takes no argument' if given else 'needs an argument'}",
+                f"get_config() {'takes no argument' if arguments else 'needs an argument'}",
                 where=f"{short(path)}:{get_config.__code__.co_firstlineno}",
-                why=f"its signature is get_config{inspect.signature(get_config)}",
-                fix=f"--config={path}"
-                if given
-                else f"add a colon and the value of {_first_parameter(get_config)} to --config={path}",
+                why=f"its signature is get_config{signature}",
+                fix=f"{'' if arguments else more}--config={path}",
             ) from None
-        return get_config(*given)
+        return get_config(*arguments)
     except JaxlmError:
         raise
     except (Exception, SystemExit) as error:
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigError(
-            f"{short(path)} failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(
-                ": "
-            ),
+            f"{short(path)} failed: {cause}".rstrip(": "),
             where=f"{short(path)}:{_line(error, path)}",
             why=_source(error, path),
-            fix="mend that line; --trace shows the whole traceback",
+            fix="correct that line; --trace shows the whole traceback",
         ) from error
     finally:
         del sys.modules[name]
 
 
-def _first_parameter(function: Any) -> str:
-    return next(iter(inspect.signature(function).parameters), "its parameter")
-
-
 def _line(error: BaseException, path: Path) -> int:
-    """The last line of the file that was running when it failed."""
+    """Return the last line of the file that ran before the failure."""
     if isinstance(error, SyntaxError) and error.filename == os.fspath(path):
         return error.lineno or 1
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == os.fspath(path)
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == os.fspath(path)]
     return (lines and lines[-1]) or 1
 
 

@@ -1,19 +1,25 @@
-"""What is on the disk when a function returns: what files hold, and their names, which are in their folder."""
+"""Local files: durable writes, JSON, and the check of output paths."""
 
 import contextlib
 import errno
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+from jaxlm.core.errors import DataError, InputMissing, NotWritable
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+")  # pathlib keeps one of two slashes
+
 
 def sync(path: os.PathLike[str]) -> None:
-    """Returns when what a file or a folder holds is on the disk; what a folder holds is names.
+    """Flush a file's contents, or the names in a folder, to the disk.
 
-    A URL of an object store is left to itself, and so is a folder where the filesystem knows no such thing.
+    URLs of object stores are skipped, as are folders on filesystems that cannot sync folders.
 
     Raises:
-      OSError: where the disk fails.
+      OSError: if the disk fails.
     """
     if "://" in os.fspath(path):
         return
@@ -28,10 +34,10 @@ def sync(path: os.PathLike[str]) -> None:
 
 
 def rename(source: Any, target: Any) -> None:
-    """Gives a file or a folder, by paths of `pathlib` or `etils.epath`, another name, which is on the disk when this returns.
+    """Rename a file or folder (`pathlib` or `etils.epath` paths) and flush the new name.
 
     Raises:
-      OSError: where it cannot be renamed.
+      OSError: if it cannot be renamed.
     """
     source.rename(target)
     for folder in {target.parent, source.parent}:
@@ -39,10 +45,10 @@ def rename(source: Any, target: Any) -> None:
 
 
 def replace(target: Path, content: bytes) -> None:
-    """Replaces a file as a whole: readers see the old one or the new, and the new one is on the disk when this returns.
+    """Replace a file atomically and flush it; readers see the old file or the new one.
 
     Raises:
-      OSError: where it cannot be written; the old file stays.
+      OSError: if it cannot be written; the old file stays.
     """
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -55,3 +61,45 @@ def replace(target: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def check_local(place: str | os.PathLike[str], flag: str) -> None:
+    """Raise NotWritable if an output path is a URL, which would become a local folder."""
+    text = os.fspath(place)
+    url = _URL.match(text)
+    if not url:
+        return
+    scheme, _, rest = text.partition(":")
+    local = rest.strip("/").rpartition("@")[2] or "runs/a"  # without user name and password
+    raise NotWritable(
+        f"{scheme}:// is not a local file system",
+        where=f"{flag}={text}",
+        why="output files are renamed, appended to and locked, which an object store cannot do",
+        fix=f"{flag}={local}",
+    )
+
+
+def read_json(path: Path, max_bytes: int, what: str, *, missing: str, damaged: str) -> Any:
+    """Parse a JSON file.
+
+    Args:
+      path: the file.
+      max_bytes: size above which the file is not read.
+      what: subject of the error, such as "the shard manifest".
+      missing: fix line if the file does not exist.
+      damaged: fix line if the file is too large or no JSON.
+
+    Raises:
+      InputMissing: if the file does not exist.
+      DataError: if it is too large, or not JSON.
+    """
+    if not path.exists():
+        why = "there is no such file"
+        raise InputMissing(f"{what} does not exist", where=str(path), why=why, fix=missing)
+    try:
+        if (size := path.stat().st_size) > max_bytes:
+            raise ValueError(f"it has {size:,} bytes, and at most {max_bytes:,} are read")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise DataError(f"{what} cannot be read", where=str(path), why=why, fix=damaged) from error

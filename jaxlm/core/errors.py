@@ -1,6 +1,7 @@
-"""Errors a user can cause: what happened, where, why, and a line to paste that mends it.
+"""Errors that a user can cause: what happened, where, why, and a fix to paste.
 
-Each class carries the exit code that `jaxlm` ends with. Anything else that escapes is our bug: exit 70 with a traceback.
+Each class has the exit code of `jaxlm`. Any other exception is a bug in jaxlm: exit 70 with a
+traceback.
 """
 
 import errno
@@ -12,27 +13,27 @@ from typing import Any
 
 from jaxlm.core.quoting import safe
 
-FULL = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-)  # a disk without space: that passes, unlike other reasons not to write
+FULL = (errno.ENOSPC, errno.EDQUOT)  # disk full: unlike other write errors, it may pass
 
 
 class JaxlmError(Exception):
-    """A failure said in four parts. What they quote is made safe to show, and at most 2 kB each.
+    """A failure in four parts, each sanitized and at most 2 kB.
 
     Args:
-      what: one line, what is wrong.
-      where: the file and line, the setting and who set it, or the path on disk.
+      what: one line that states the failure.
+      where: file and line, setting and who set it, or path on disk.
       why: the numbers that make it wrong.
-      fix: a command, flag or value to paste; several lines are allowed.
-      every: a line for each thing that is wrong, where `why` shows the first of many.
+      fix: command, flag or value to paste; several lines are allowed.
+      every: a line for each failure, if there are many; `why` shows the first ones.
     """
 
-    SHOWN = 5  # of them, in `why`
+    SHOWN = 5  # lines of `every` in `why`
 
     code = 70
     kind = "internal error"
+
+    def __init_subclass__(cls, code: int | None = None, kind: str | None = None):
+        cls.code, cls.kind = code or cls.code, kind or cls.kind
 
     def __init__(self, what: str, *, where: str, why: str, fix: str, every: Sequence[str] = ()):
         self.every = [safe(line) for line in every] if len(every) > self.SHOWN else []
@@ -43,7 +44,7 @@ class JaxlmError(Exception):
         super().__init__(self.what)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it was made: errors come from other processes too."""
+        """Pickle by the constructor: errors also arrive from other processes."""
         make = functools.partial(type(self), where=self.where, why=self.why, fix=self.fix)
         return make, (self.what,), self.__dict__
 
@@ -56,63 +57,44 @@ class JaxlmError(Exception):
         return "\n".join(lines)
 
 
-class CommandError(JaxlmError):
-    """The command line itself is wrong."""
-
-    code = 2
-    kind = "command error"
+class CommandError(JaxlmError, code=2, kind="command error"):
+    """The command line is wrong."""
 
 
-class ConfigError(JaxlmError):
-    """A setting is unknown, of the wrong type, out of range, or contradicts another."""
-
-    code = 2
-    kind = "config error"
+class ConfigError(JaxlmError, code=2, kind="config error"):
+    """A setting is unknown, has the wrong type, is out of range or contradicts another."""
 
 
-class DataError(JaxlmError):
-    """Data or a checkpoint holds something it must not."""
-
-    code = 65
-    kind = "data error"
+class DataError(JaxlmError, code=65, kind="data error"):
+    """Data or a checkpoint is damaged or invalid."""
 
 
-class InputMissing(JaxlmError):
-    """A file or a match of a glob that the run needs is not there."""
-
-    code = 66
-    kind = "input missing"
+class InputMissing(JaxlmError, code=66, kind="input missing"):
+    """A file, or a match of a glob, is missing."""
 
 
-class PeerLost(JaxlmError):
-    """Another process of the run, or the one that coordinates them, is not there or does not answer."""
-
-    code = 69
-    kind = "peer lost"
+class PeerLost(JaxlmError, code=69, kind="peer lost"):
+    """Another process of the run, or the coordinator, is missing or does not respond."""
 
 
-class OutOfMemory(JaxlmError):
-    """The run does not fit the device."""
-
-    code = 71
-    kind = "out of memory"
+class OutOfMemory(JaxlmError, code=71, kind="out of memory"):
+    """The run does not fit in memory."""
 
 
-class NotWritable(JaxlmError):
-    """The output place cannot be written."""
-
-    code = 73
-    kind = "output not writable"
+class NotWritable(JaxlmError, code=73, kind="output not writable"):
+    """An output path cannot be written."""
 
 
 def listed(items: Sequence[str], lines: int) -> str:
-    """All of them in so many lines, several to a line where they are more: an error has eight in all."""
+    """Return the items joined into at most `lines` lines: an error has eight lines in all."""
     width = -(-len(items) // lines)
-    return "\n".join("; ".join(items[at : at + width]) for at in range(0, len(items), width or 1))
+    return "\n".join(
+        "; ".join(items[first : first + width]) for first in range(0, len(items), width or 1)
+    )
 
 
 def not_installed(what: str, package: str, extra: str, *, where: str) -> InputMissing:
-    """That a library which an extra of jaxlm brings is not there."""
+    """Return the error of a missing library that an extra of jaxlm installs."""
     return InputMissing(
         f"{what} needs {package}",
         where=where,
@@ -122,14 +104,14 @@ def not_installed(what: str, package: str, extra: str, *, where: str) -> InputMi
 
 
 def installs(extra: str) -> str:
-    """The command that adds an extra of jaxlm to the environment that runs, activated or not."""
+    """Return the command that installs an extra of jaxlm into the running environment."""
     return f"{shlex.quote(sys.executable)} -m pip install 'jaxlm[{extra}]'"
 
 
 def cannot_write(
     what: str, place: object, error: OSError, *, fix: str = "--workdir=runs/another"
 ) -> NotWritable:
-    """That the operating system refused to write something."""
+    """Return the error of a write that the operating system refused."""
     return NotWritable(
         f"{what} cannot be written",
         where=str(place),
@@ -138,68 +120,50 @@ def cannot_write(
     )
 
 
-class SaveFailed(JaxlmError):
-    """A checkpoint that was due could not be committed, or the disk has no space for what a run writes down."""
-
-    code = 74
-    kind = "save failed"
+class SaveFailed(JaxlmError, code=74, kind="save failed"):
+    """A checkpoint could not be committed, or the disk has no space for a run's records."""
 
 
 def cannot_keep(what: str, place: object, error: OSError) -> SaveFailed | NotWritable:
-    """That the operating system refused to write something of a run: SaveFailed where it is for want of space."""
+    """Return the error of a refused write of a run: SaveFailed if the disk is full."""
+    refused = cannot_write(what, place, error)
     if error.errno not in FULL:
-        return cannot_write(what, place, error)
-    return SaveFailed(
-        f"{what} cannot be written",
-        where=str(place),
-        why=f"{type(error).__name__}: {error.strerror}",
-        fix="free space there, then run the same command again",
-    )
+        return refused
+    fix = "free space there, then run the same command again"
+    return SaveFailed(refused.what, where=refused.where, why=refused.why, fix=fix)
 
 
-class Preempted(JaxlmError):
-    """The run was told to stop, has saved, and wants to be started again."""
-
-    code = 75
-    kind = "preempted"
+class Preempted(JaxlmError, code=75, kind="preempted"):
+    """The run was asked to stop, has saved its state and can be restarted."""
 
 
-class Stalled(JaxlmError):
-    """Nothing has moved for longer than the limit of what the run was doing."""
-
-    code = 76
-    kind = "stalled"
+class Stalled(JaxlmError, code=76, kind="stalled"):
+    """The run made no progress for longer than the time limit of its phase."""
 
 
-class InUse(JaxlmError):
-    """Another process owns the run directory."""
-
-    code = 77
-    kind = "run directory in use"
+class InUse(JaxlmError, code=77, kind="run directory in use"):
+    """Another process uses the run directory."""
 
 
-class Diverged(JaxlmError):
-    """The loss or a gradient is not a number and the budget to go on is spent."""
-
-    code = 79
-    kind = "diverged"
+class Diverged(JaxlmError, code=79, kind="diverged"):
+    """The loss or a gradient is not finite, and the budget of skips and rewinds is spent."""
 
 
 def in_our_words(error: BaseException, verb: str = "train") -> JaxlmError | None:
-    """Return what a library or Python raised as an error that the user can mend; None if it is a bug.
+    """Return an exception of a library or of Python as a JaxlmError; None if it is a bug.
 
-    JAX raises the same class for most that goes wrong on a device, so its text has to tell.
+    JAX raises one class for most device failures, so only the message identifies the cause.
 
     Args:
-      error: what was raised.
-      verb: the command that ran; only `train` takes the settings that save memory of a step.
+      error: the exception.
+      verb: the command that ran; only `train` has settings that reduce the memory of a step.
     """
     if isinstance(error, JaxlmError):
         return error
     text = str(error).partition("\n")[0]
     if isinstance(error, MemoryError) or is_out_of_memory(error):
         return OutOfMemory(
-            "there is not enough memory",
+            "the program ran out of memory",
             where="the host" if isinstance(error, MemoryError) else "a device",
             why=text or type(error).__name__,
             fix="--config.train.remat=dots\n--config.train.microbatches=2    # or more than now"
@@ -210,7 +174,7 @@ def in_our_words(error: BaseException, verb: str = "train") -> JaxlmError | None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether JAX says that a device has not the memory."""
+    """Return True if JAX reports that a device is out of memory."""
     text = str(error).partition("\n")[0]
     return isinstance(error, RuntimeError) and (
         "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()

@@ -1,13 +1,14 @@
-"""Faults on request: a test says where a run shall break, and then looks at what is left.
+"""Fault injection for tests.
 
-`JAXLM_FAULTS` holds faults such as `save.commit:sigkill@4` or `step.before:sleep=3@10-12#1`, with commas between them: a
-point of the code, an action, optionally the steps (one, or a range with both ends) and the rank of the process. Without
-the variable every point is an empty function.
+`JAXLM_FAULTS` holds faults such as `save.commit:sigkill@4` or `step.before:sleep=3@10-12#1`,
+separated by commas: a point in the code, an action, optionally the steps (one, or a range with both
+ends) and the rank of the process. Without the variable every point is an empty function.
 
-Actions at a point: raise, sigkill, sigterm, hang, enospc, sleep=SECONDS; at `store.read`, where files of checkpoints are
-read to be hashed, and at `text.read`, where text is, also slow=BYTES, the speed per second of a slow disk. Faults of numbers have no point but `grads` and
-`loss` (nan, inf, neginf, spike=VALUE: what one element of a step's gradient becomes, or its loss) and `batch` (nan: what a
-batch of data becomes, by its number in the stream).
+Actions at a point: raise, sigkill, sigterm, hang, enospc, sleep=SECONDS; at `store.read`, where
+checkpoint files are read for hashing, and at `text.read`, where text is read, also slow=BYTES, the
+speed per second of a slow disk. Faults in numbers have no point but `grads` and `loss` (nan, inf,
+neginf, spike=VALUE: the value of one element of a step's gradient, or of its loss) and `batch`
+(nan: of a batch, by its number in the stream).
 """
 
 import dataclasses
@@ -19,38 +20,22 @@ import time
 
 VARIABLE = "JAXLM_FAULTS"
 POINTS = (
-    "compile",
-    "data.next",
-    "step.before",
-    "step.after",
-    "save.begin",
-    "save.files",
-    "save.digest",
-    "save.commit",
-    "save.retire",
-    "restore.verify",
-    "store.read",
-    "text.read",
-    "restore.read",
-    "rewind",
-    "eval",
-    "prepare.clean",
-    "prepare.merge",
-    "prepare.finish",
-    "prepare.tokenise",
-    "exit",
-)
+    "compile data.next step.before step.after save.begin save.files save.digest save.commit "
+    "save.retire restore.verify store.read text.read restore.read rewind eval prepare.clean "
+    "prepare.merge prepare.finish prepare.tokenise exit"
+).split()
 NUMBERS = ("grads", "loss", "batch")
 _FORM = re.compile(
-    r"(?P<point>[\w.]+):(?P<action>\w+)(=(?P<value>[\d.]+))?(@(?P<low>\d+)(-(?P<high>\d+))?)?(#(?P<rank>\d+))?"
+    r"(?P<point>[\w.]+):(?P<action>\w+)(=(?P<value>[\d.]+))?"
+    r"(@(?P<low>\d+)(-(?P<high>\d+))?)?(#(?P<rank>\d+))?"
 )
 
-rank = 0  # of this process, set where several are started
+rank = 0  # of this process; set by multi-process runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What breaks, where, at which steps (both ends included), on which rank; None means on all."""
+    """A fault: point, action, steps (both ends included) and rank; None means all."""
 
     point: str
     action: str
@@ -60,19 +45,19 @@ class Fault:
     rank: int | None
 
     def is_at(self, step: int | None) -> bool:
-        """Whether it strikes at this step, on this rank."""
+        """If the fault strikes at this step, on this rank."""
         if self.rank is not None and self.rank != rank:
             return False
         return step is None or (self.low <= step and (self.high is None or step <= self.high))
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """The faults that the variable asks for.
+    """Parse the value of the variable.
 
     Raises:
-      ValueError: where one is not understood; a test that breaks nothing must not pass.
+      ValueError: if a fault is malformed; a test that breaks nothing must not pass.
     """
-    found = []
+    faults = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _FORM.fullmatch(part)
         if match is None or match["point"] not in (*POINTS, *NUMBERS):
@@ -81,22 +66,22 @@ def parse(text: str) -> tuple[Fault, ...]:
         high = int(match["high"] or match["low"]) if match["low"] else None
         on = None if match["rank"] is None else int(match["rank"])
         value = float(match["value"] or 0)
-        found.append(Fault(match["point"], match["action"], value, low, high, on))
-    return tuple(found)
+        faults.append(Fault(match["point"], match["action"], value, low, high, on))
+    return tuple(faults)
 
 
 _faults = parse(os.environ.get(VARIABLE, ""))
 
 
 def point(name: str, step: int | None = None) -> None:
-    """Breaks here, if a fault says so."""
+    """Strike here if a fault names this point."""
     for fault in _faults:
         if fault.point == name and fault.is_at(step):
             _strike(fault)
 
 
 def transfer(name: str, size: int) -> None:
-    """Take as long as `size` bytes take at the speed of a `slow` fault, or do what another fault asks for."""
+    """Take as long as `size` bytes at the speed of a `slow` fault, or strike another fault."""
     for fault in _faults:
         if fault.point == name and fault.is_at(None):
             if fault.action == "slow":
@@ -106,14 +91,14 @@ def transfer(name: str, size: int) -> None:
 
 
 def planned(name: str) -> tuple[Fault, ...]:
-    """The faults of numbers, one of `NUMBERS`."""
+    """Return the faults in numbers, one of `NUMBERS`."""
     return tuple(fault for fault in _faults if fault.point == name)
 
 
 def _strike(fault: Fault) -> None:
     match fault.action:
         case "raise":
-            raise RuntimeError(f"the fault that was asked for at {fault.point}")
+            raise RuntimeError(f"injected fault at {fault.point}")
         case "enospc":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         case "sigkill":
@@ -126,4 +111,4 @@ def _strike(fault: Fault) -> None:
             while True:
                 time.sleep(3600)
         case other:
-            raise ValueError(f"{VARIABLE} asks for {other!r} at {fault.point}")
+            raise ValueError(f"{VARIABLE} has unknown action {other!r} at {fault.point}")

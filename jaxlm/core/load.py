@@ -1,113 +1,227 @@
-"""Loading a config: what the file says, then the overrides, then one typed value."""
+"""Loading of configs: read the file, apply the overrides, resolve to a typed value."""
 
 import copy
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxlm.core import problems as problem
+from jaxlm.core import problems, sections
 from jaxlm.core.config_file import read_file
-from jaxlm.core.problems import Problem
-from jaxlm.core.provenance import Origin
-from jaxlm.core.resolve import Resolver, unknown_arm
-from jaxlm.core.schema import Setting, by_name, chosen, join, leaves, plain, settings, tag
-from jaxlm.core.spelling import nearest
-from jaxlm.core.values import brief, read
+from jaxlm.core.nearest import nearest_word
+from jaxlm.core.problems import DEFAULT, Origin, Problem
+from jaxlm.core.quoting import holds_secret
+from jaxlm.core.sections import Setting
+
+Overrides = Sequence[tuple[str, str]]  # dotted path and text, as on the command line
+
+
+class _Wrong:
+    """Placeholder of a wrong value: it can be stored, but every use of it raises ValueError."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError("this value is wrong")
+
+    __getattr__ = __bool__ = __eq__ = __hash__ = __str__ = _refuse  # type: ignore[assignment]
+
+
+WRONG = _Wrong()
+
+
+@dataclasses.dataclass
+class Resolver:
+    """Builder of sections from nested dicts that collects their problems.
+
+    An absent setting takes its default. `section.problems()` runs even if a setting is wrong, until
+    it uses that setting: so contradictions are reported in the same message.
+    """
+
+    schema: type
+    raw: dict[str, Any]
+    origins: dict[str, Origin]
+    problems: list[Problem] = dataclasses.field(default_factory=list)
+    value: Any = None
+
+    def resolve(self) -> None:
+        """Set `value` to the section, or to None if a setting is wrong."""
+        section = self._section((self.schema,), self.raw, "", self.schema())
+        self.value = None if self.problems else section
+
+    def origin(self, path: str) -> Origin:
+        """Return the origin of a path, or of the nearest enclosing section that was set."""
+        while path and path not in self.origins:
+            path = path.rpartition(".")[0]
+        return self.origins.get(path, DEFAULT)
+
+    def _culprit(self, path: str) -> Origin:
+        """Return the origin of a contradicting setting, else of the last one set in its section."""
+        origin, section = self.origin(path), path.rpartition(".")[0]
+        others = [each for name, each in self.origins.items() if name.startswith(section)]
+        if origin.kind != "default" or not others:
+            return origin
+        return Origin("default", f"default, with {others[-1]}")
+
+    def _section(self, arms: tuple[type, ...], raw: Any, path: str, default: Any) -> Any:
+        if isinstance(raw, arms):
+            raw = sections.plain(raw)
+        if not isinstance(raw, dict):
+            names = list(sections.by_name(arms)) if sections.tag(arms[0]) else []
+            meant = nearest_word(raw, names) if isinstance(raw, str) else None
+            fix = problems.explain(path or problems.root_name(self.schema))
+            if meant:
+                fix = problems.flag(sections.join(path, sections.tag(arms[0]) or ""), meant)
+            return self._wrong(problems.not_a_section(path, raw, self.origin(path), fix))
+        arm = sections.chosen(arms, raw, default)
+        if arm is None:
+            label = sections.tag(arms[0]) or ""
+            origin = self.origin(sections.join(path, label))
+            return self._wrong(problems.unknown_arm(arms, path, raw[label], origin))
+        for name in raw.keys() - sections.fields(arm).keys():
+            inner = sections.join(path, str(name))
+            where = (inner, raw[name], self.origin(inner), self.origins)
+            self._wrong(problems.unknown(self.schema, self.raw, *where))
+        before = len(self.problems)
+        values = {}
+        for name, known in sections.fields(arm).items():
+            fallback = getattr(default, name) if type(default) is arm else known.default
+            inner = sections.join(path, name)
+            if known.arms:
+                values[name] = self._section(known.arms, raw.get(name, {}), inner, fallback)
+            else:
+                values[name] = self._value(known, raw.get(name, fallback), inner)
+        section = arm(**values)
+        contradictions: list[tuple[str, str, str]] = []
+        is_right = len(self.problems) == before
+        try:
+            for each in section.problems() if hasattr(section, "problems") else ():
+                contradictions.append(each)
+        except Exception:
+            # With a wrong value, report the contradictions found before its first use.
+            if is_right:
+                raise
+        for name, why, fix in contradictions:
+            inner = sections.join(path, name)
+            value = sections.plain(problems.value_at(sections.plain(section), name))
+            is_plain = value is not None and not isinstance(value, dict)
+            shown = f" = {sections.brief(value)}" if is_plain else ""
+            what = f"{inner}{shown} does not fit"
+            self._wrong(Problem(what, why, self._culprit(inner), fix))
+        if is_right and hasattr(section, "derived"):
+            for name, value, reason in section.derived():
+                section = dataclasses.replace(section, **{name: value})
+                if reason:  # of the derived value, unless the user set one
+                    self.origins.setdefault(sections.join(path, name), Origin("default", reason))
+        return section
+
+    def _wrong(self, problem: Problem) -> Any:
+        """Add a problem and return the placeholder of the wrong value."""
+        self.problems.append(problem)
+        return WRONG
+
+    def _value(self, known: Setting, raw: Any, path: str) -> Any:
+        try:
+            value = sections.check(known.kind, raw)
+        except ValueError as error:
+            # The message of a span has more detail than its type.
+            why = str(error) if "span" in str(error) or "steps" in str(error) else ""
+            return self._wrong(problems.wrong_value(path, known, raw, self.origin(path), why))
+        if not sections.is_within(known, value):
+            return self._wrong(problems.wrong_value(path, known, raw, self.origin(path)))
+        if any(holds_secret(text) for text in _texts(value)):
+            self._wrong(problems.secret(path, value, self.origin(path)))
+        return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _texts(item)
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A resolved config, and who set each of its values by dotted path."""
+    """A resolved config, and the origin of each value by dotted path."""
 
     value: Any
     provenance: dict[str, Origin]
 
 
-def load(schema: type, file: str | None, overrides: Sequence[tuple[str, str]] = ()) -> Loaded:
-    """Reads a config and applies overrides.
+def load(schema: type, file: str | None, overrides: Overrides = ()) -> Loaded:
+    """Read a config and apply overrides.
 
     Args:
-      schema: the section to build.
-      file: `configs/x.py` or `configs/x.py:argument`, which is run; a resolved `config.json` or a directory that holds
-        one, which is only read; None for the defaults.
-      overrides: dotted path and text, as on the command line. Names of arms apply first, whatever the order.
+      schema: class of the section to build.
+      file: `configs/x.py` or `configs/x.py:argument`, which is run; a resolved `config.json` or a
+        directory with one, which is only parsed; None for the defaults.
+      overrides: dotted paths and texts, as on the command line, in any order.
 
     Raises:
-      InputMissing: where there is no such file.
-      ConfigError: with everything else that is wrong, in one error.
+      InputMissing: if there is no such file.
+      ConfigError: with all other problems, in one error.
     """
     raw, origins = read_file(file) if file is not None else ({}, {})
     resolver = _apply(schema, raw, origins, overrides)
     if resolver.problems:
-        raise problem.error(resolver.problems, _mend(resolver, raw, origins, overrides))
+        raise problems.error(resolver.problems, _corrections(resolver, raw, origins, overrides))
     return _loaded(resolver)
 
 
 def _loaded(resolver: Resolver) -> Loaded:
-    paths = [path for path, _, _ in leaves(resolver.value)]
+    paths = [path for path, _, _ in sections.leaves(resolver.value)]
     return Loaded(resolver.value, {path: resolver.origin(path) for path in paths})
 
 
-def _apply(
-    schema: type,
-    raw: dict[str, Any],
-    origins: dict[str, Origin],
-    overrides: Sequence[tuple[str, str]],
-) -> Resolver:
-    """Resolves what a file says under overrides; both stay as they are."""
+def _apply(schema: type, raw: Any, origins: dict[str, Origin], overrides: Overrides) -> Resolver:
+    """Resolve the settings of a file under overrides; the arguments are not modified."""
     resolver = Resolver(schema, copy.deepcopy(raw), dict(origins))
-    _derive_anew(resolver, {path for path, _ in overrides})
+    _drop_derived(resolver, {path for path, _ in overrides})
     for path, text in _arms_first(schema, overrides):
-        _override(resolver, path, text)
+        if wrong := _override(resolver, path, text):
+            resolver.problems.append(wrong)
     resolver.resolve()
     return resolver
 
 
-def _derive_anew(resolver: Resolver, overridden: set[str]) -> None:
+def _drop_derived(resolver: Resolver, overridden: set[str]) -> None:
     """Drop each derived value of a file if an override changes the setting it was derived from.
 
-    A resolved config holds the value and not that it was derived, so a value equal to the derived
-    one counts as such. A value that differs was chosen, and stays.
+    A resolved config does not record which values were derived, so a value equal to the derived one
+    counts as derived. A different value was chosen by the user and stays.
     """
-    known = settings(resolver.schema, resolver.raw)
+    known = sections.settings(resolver.schema, resolver.raw)
     for path, each in known.items():
         section, _, name = path.rpartition(".")
         if not each.derived_from or path in overridden:
             continue
-        inside = problem.at(resolver.raw, section, {})
+        inside = problems.value_at(resolver.raw, section, {})
         if not isinstance(inside, dict) or name not in inside:
             continue
-        if join(section, each.derived_from) not in overridden:
+        if sections.join(section, each.derived_from) not in overridden:
             continue
         (arm,) = known[section].arms
-        given, derived = (
+        stored, derived = (
             Resolver(arm, values, {})
             for values in (inside, {key: value for key, value in inside.items() if key != name})
         )
-        given.resolve()
+        stored.resolve()
         derived.resolve()
-        if given.value is not None and given.value == derived.value:
+        if stored.value is not None and stored.value == derived.value:
             del inside[name]
             resolver.origins.pop(path, None)
 
 
-def _mend(
-    resolver: Resolver,
-    raw: dict[str, Any],
-    origins: dict[str, Origin],
-    overrides: Sequence[tuple[str, str]],
+def _corrections(
+    resolver: Resolver, raw: Any, origins: dict[str, Origin], overrides: Overrides
 ) -> str:
-    """Flags that, in place of the wrong ones, make the config right: one fix after another, tried. Nothing where none do."""
+    """Return flags that correct the config, by trying one fix after another; "" if they do not."""
     flags: dict[str, str] = {}
-    kept = list(overrides)
+    remaining = list(overrides)
     while resolver.problems:
         first = resolver.problems[0]
-        words = (
-            shlex.split(first.fix.partition("\n")[0])
-            if first.fix.startswith(("--config.", "'--config."))
-            else []
-        )
+        is_flag = first.fix.startswith(("--config.", "'--config."))
+        words = shlex.split(first.fix.partition("\n")[0]) if is_flag else []
         added = dict(word.removeprefix("--config.").partition("=")[::2] for word in words)
         if (
             not added
@@ -117,126 +231,113 @@ def _mend(
         ):
             return ""
         flags |= added
-        known = settings(resolver.schema, resolver.raw)
-        kept = [
-            pair
-            for pair in kept
-            if pair[0] not in added
-            # A setting that contradicts another stays where the other one is mended.
-            and (pair[0] in known or first.origin.where != f"--config.{pair[0]}={pair[1]}")
+        known = sections.settings(resolver.schema, resolver.raw)
+        remaining = [
+            (path, text)
+            for path, text in remaining
+            if path not in added
+            # A setting that contradicts another stays if the other one is corrected.
+            and (path in known or first.origin.where != f"--config.{path}={text}")
         ]
-        resolver = _apply(resolver.schema, raw, origins, [*kept, *flags.items()])
+        resolver = _apply(resolver.schema, raw, origins, [*remaining, *flags.items()])
     return shlex.join(f"--config.{path}={text}" for path, text in flags.items())
 
 
 def from_json(
-    schema: type,
-    data: Any,
-    where: str = "config.json",
-    overrides: Sequence[tuple[str, str]] = (),
+    schema: type, data: Any, where: str = "config.json", overrides: Overrides = ()
 ) -> Any:
-    """A section from what `to_json` gave, with overrides as on the command line. Nothing is converted but lists to tuples and text to spans.
+    """Return the section of a `to_json` result, with overrides as on the command line.
 
-    A setting that is absent, being newer than the file, takes its default.
+    Only lists (to tuples) and text (to spans) are converted. An absent setting, newer than the
+    file, takes its default.
 
     Raises:
-      ConfigError: where a setting is unknown, of another type or out of range.
+      ConfigError: if a setting is unknown, has another type or is out of range.
     """
     return loaded_json(schema, data, where, overrides).value
 
 
-def loaded_json(
-    schema: type, data: Any, where: str, overrides: Sequence[tuple[str, str]] = ()
-) -> Loaded:
+def loaded_json(schema: type, data: Any, where: str, overrides: Overrides = ()) -> Loaded:
     """Return the section as `from_json` does, with the origin of each of its values."""
     resolver = _apply(schema, data, {"": Origin("file", where)}, overrides)
     if resolver.problems:
-        raise problem.error(resolver.problems)
+        raise problems.error(resolver.problems)
     return _loaded(resolver)
 
 
-def _arms_first(schema: type, overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Overrides in the order that they apply: whole sections and names of arms, outer before inner, then the rest as they came."""
-    every = settings(schema, {}, every_arm=True)
-    labels = {
-        join(path, name)
-        for path, known in every.items()
-        for arm in known.arms
-        if (name := tag(arm))
-    } | {path for path, known in every.items() if known.named}
-    return sorted(
-        overrides,
-        key=lambda pair: (pair[0] not in labels, pair[0].count(".") if pair[0] in labels else 0),
-    )
+def _arms_first(schema: type, overrides: Overrides) -> list[tuple[str, str]]:
+    """Sort overrides: sections and names of arms first, outer before inner, then the others."""
+    every = sections.settings(schema, {}, every_arm=True)
+    labels = {path for path, known in every.items() if known.named}
+    for path, known in every.items():
+        labels |= {sections.join(path, name) for arm in known.arms if (name := sections.tag(arm))}
+
+    def order(pair: tuple[str, str]) -> tuple[bool, int]:
+        is_label = pair[0] in labels
+        return not is_label, pair[0].count(".") if is_label else 0
+
+    return sorted(overrides, key=order)
 
 
-def _override(resolver: Resolver, path: str, text: str) -> None:
-    """Sets one value, or adds to the problems."""
-    schema, raw, origins, found = resolver.schema, resolver.raw, resolver.origins, resolver.problems
+def _override(resolver: Resolver, path: str, text: str) -> Problem | None:
+    """Set one value, or return the problems."""
+    schema, raw, origins = resolver.schema, resolver.raw, resolver.origins
     origin = Origin("command line", f"--config.{path}={text}")
-    present = settings(schema, raw)
+    present = sections.settings(schema, raw)
     known = present.get(path)
     section, _, name = path.rpartition(".")
     parent = present.get(section)
-    is_label = parent is not None and bool(parent.arms) and name == tag(parent.arms[0])
+    arms = sections.by_name(parent.arms) if parent is not None and parent.arms else {}
+    is_label = parent is not None and bool(arms) and name == sections.tag(parent.arms[0])
     if known is None and not is_label:
-        found.append(problem.unknown(schema, raw, path, text, origin, origins))
-        return
+        return problems.unknown(schema, raw, path, text, origin, origins)
     if known is not None and text in known.named:
         _replace(raw, origins, path, known.named[text])
-        origins[path] = origin
-        return
-    if known is not None and known.arms:
-        found.append(_unknown_section(known, path, text, origin))
-        return
-    inside = _section(raw, section)
-    if parent is not None and is_label:
-        if text not in by_name(parent.arms):
-            found.append(unknown_arm(parent.arms, section, text, origin))
-            return
-        if chosen(parent.arms, inside, parent.default) is not by_name(parent.arms)[text]:
-            # Another arm's settings mean nothing to this one.
-            _replace(raw, origins, section, by_name(parent.arms)[text]())
+    elif known is not None and known.arms:
+        return _unknown_section(known, path, text, origin)
+    elif parent is not None and is_label:
+        if text not in arms:
+            return problems.unknown_arm(parent.arms, section, text, origin)
+        inside = _section(raw, section)
+        if sections.chosen(parent.arms, inside, parent.default) is not arms[text]:
+            # Settings of another arm do not apply to this one.
+            _replace(raw, origins, section, arms[text]())
         inside[name] = text
     elif known is not None:
+        inside = _section(raw, section)
         try:
-            value = read(known.kind, text)
+            inside[name] = sections.read(known.kind, text)
         except ValueError as error:
-            found.append(
-                problem.wrong_value(
-                    path, known, text, origin, str(error) if "span" in str(error) else ""
-                )
-            )
-            return
-        inside[name] = value
+            why = str(error) if "span" in str(error) else ""
+            return problems.wrong_value(path, known, text, origin, why)
     origins[path] = origin
+    return None
 
 
 def _replace(raw: dict[str, Any], origins: dict[str, Origin], path: str, section: Any) -> None:
-    """Sets a whole section; what was said of its settings is forgotten."""
+    """Set a whole section and forget the origins of its settings."""
     inside = _section(raw, path)
     inside.clear()
-    inside.update(plain(section))
-    for stale in [there for there in origins if there.startswith(f"{path}.")]:
+    inside.update(sections.plain(section))
+    for stale in [name for name in origins if name.startswith(f"{path}.")]:
         del origins[stale]
 
 
 def _unknown_section(known: Setting, path: str, text: str, origin: Origin) -> Problem:
-    label, names = tag(known.arms[0]), by_name(known.arms)
-    if (meant := nearest(text, [*known.named, *names])) in known.named:
-        fix = problem.flag(path, meant)
+    label, names = sections.tag(known.arms[0]), sections.by_name(known.arms)
+    if (meant := nearest_word(text, [*known.named, *names])) in known.named:
+        fix = problems.flag(path, meant)
     elif label and meant:
-        fix = problem.flag(join(path, label), meant)
+        fix = problems.flag(sections.join(path, label), meant)
     else:
-        fix = problem.explain(path)
-    why = "it is a section with settings of its own"
-    if known.named:
-        why += f", or one of those that `jaxlm config explain {path}` names"
-    return Problem(f"{path} = {brief(text)} is not allowed", why, origin, fix)
+        fix = problems.explain(path)
+    wrong = problems.not_a_section(path, text, origin, fix)
+    published = f"{wrong.why}, or a published name: see `jaxlm config explain {path}`"
+    return dataclasses.replace(wrong, why=published) if known.named else wrong
 
 
 def _section(raw: dict[str, Any], path: str) -> dict[str, Any]:
-    """The dict at a path, made where there is none."""
+    """Return the dict at a path, created if absent."""
     for name in path.split(".") if path else ():
         if not isinstance(raw.get(name), dict):
             raw[name] = {}

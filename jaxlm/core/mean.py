@@ -1,4 +1,4 @@
-"""The only average in the house: a sum and a weight, divided once, at the end."""
+"""Weighted means as a sum and a weight that are divided once, at the end."""
 
 from typing import NamedTuple, Self
 
@@ -7,12 +7,12 @@ from jaxtyping import Array, Float
 
 
 class Mean(NamedTuple):
-    """A weighted mean that has not been divided yet.
+    """A weighted mean before its division.
 
-    Micro-batches, devices and data sets add their parts with `+`; `value` divides. Averaging averages
-    is wrong as soon as the parts weigh differently, and they do: padding, packing and last batches.
-    Within a step both fields are float32. Totals over many steps are added on the host, in Python floats,
-    because float32 stops counting at 2**24.
+    Micro-batches, devices and data sets add their parts with `+`; `value` divides. Averaging
+    averages is wrong if the parts have different weights, as padding, packing and last batches do.
+    Within a step both fields are float32. Totals over many steps are added on the host, in Python
+    floats, because float32 cannot count past 2**24.
     """
 
     total: Float[Array, ""]
@@ -20,16 +20,19 @@ class Mean(NamedTuple):
 
     @classmethod
     def of(cls, values: Float[Array, "..."], weights: Float[Array, "..."]) -> Self:
-        """The weighted mean of `values`; both have one shape. A value of weight 0 is not looked at, even when it is NaN."""
-        kept = jnp.where(weights > 0, values.astype(jnp.float32) * weights, 0.0)
-        return cls(jnp.sum(kept), jnp.sum(weights.astype(jnp.float32)))
+        """Return the weighted mean of `values`; both have one shape.
+
+        A value of weight 0 is ignored, even if it is NaN.
+        """
+        weighted = jnp.where(weights > 0, values.astype(jnp.float32) * weights, 0.0)
+        return cls(jnp.sum(weighted), jnp.sum(weights.astype(jnp.float32)))
 
     def __add__(self, other: Self) -> Self:  # type: ignore[override]
         return type(self)(self.total + other.total, self.weight + other.weight)
 
     @staticmethod
     def merged(*parts: "dict[str, Mean]") -> "dict[str, Mean]":
-        """Named means, those of one name added."""
+        """Return named means; means of the same name are added."""
         out: dict[str, Mean] = {}
         for part in parts:
             out |= {name: out[name] + mean if name in out else mean for name, mean in part.items()}
@@ -37,10 +40,10 @@ class Mean(NamedTuple):
 
     @property
     def value(self) -> Float[Array, ""]:
-        """total / weight, and 0 where nothing was weighed."""
+        """total / weight, or 0 if the weight is 0."""
         return self.total / jnp.maximum(self.weight, 1e-30)
 
     @property
     def figure(self) -> Float[Array, ""]:
-        """As `value`, for a person: NaN where nothing was weighed."""
+        """total / weight for display: NaN if the weight is 0."""
         return jnp.where(self.weight > 0, self.value, jnp.nan)

@@ -1,4 +1,4 @@
-"""Which dtype holds parameters, multiplies, and adds up."""
+"""Mixed precision: dtypes of parameters, matrix products and sums."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,13 +15,16 @@ from jaxlm.core.precision_config import PrecisionConfig, Products
 class Precision:
     """A mixed-precision policy (Micikevicius et al. 2018, arXiv:1710.03740, section 3).
 
-    `params` is the dtype of the master weights, `moments` that of the optimizer's state between
-    updates; both are rounded to stochastically (`optim.rounding`), and updates are computed in
-    float32. `compute` is the dtype of the operands of each matrix product and of the activations
-    between them, `reduce` that of gradients as they are summed over micro-batches. Softmax, norms,
-    the loss and the accumulator of every product are float32 whatever is chosen.
-    `products` says to what the operands of attention's and the MLPs' projections are rounded beyond `compute`, while
-    training.
+    Softmax, norms, the loss and the accumulator of every product are float32 under every policy.
+
+    Attributes:
+      params: dtype of the master weights.
+      moments: dtype of the optimizer's state between updates. Updates are computed in float32 and
+        rounded stochastically to `params` and `moments` (`optim.rounding`).
+      compute: dtype of matrix operands and of the activations between products.
+      reduce: dtype of gradients while they are summed over micro-batches.
+      products: further rounding, beyond `compute`, of the operands of the projections of attention
+        and MLPs while training.
     """
 
     params: jnp.dtype
@@ -32,37 +35,41 @@ class Precision:
 
     @classmethod
     def of(cls, config: PrecisionConfig) -> "Precision":
-        """The policy that a config names."""
+        """Return the policy of a config."""
         names = (config.params, config.moments, config.compute, config.reduce)
         params, moments, compute, reduce = map(jnp.dtype, names)
         return cls(params, moments, compute, reduce, config.products)
 
     @classmethod
     def float32(cls) -> "Precision":
-        """Everything in float32."""
+        """Return the policy with float32 everywhere."""
         return cls.of(PrecisionConfig())
 
     @property
     def exact(self) -> "Precision":
-        """The same without rounded products: of routers, of logits, and of everything but training."""
+        """The policy without rounded products, for routers, logits and everything but training."""
         return dataclasses.replace(self, products="compute")
 
     @property
     def activations(self) -> jnp.dtype:
-        """The dtype in which activations flow between products: `compute`, but float32 on CPU, where low precision only pays inside a product."""
+        """Dtype of activations between products: `compute`, but float32 on CPUs.
+
+        On a CPU low precision pays only inside a product.
+        """
         return jnp.dtype(jnp.float32) if backend.name() == "cpu" else self.compute
 
     @property
     def is_scaled(self) -> bool:
-        """Whether gradients pass through float16, so that the loss must be scaled up for small ones not to vanish."""
+        """If gradients pass through float16, so that the loss is scaled against underflow."""
         return jnp.dtype(jnp.float16) in (self.compute, self.reduce)
 
 
 def widened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a tree with its 16-bit numbers as float32, and the function that gives such a tree its dtypes back.
+    """Return a tree with 16-bit leaves as float32, and the function that restores the dtypes.
 
-    For parameters that the body of a loop closes over: JAX sums their gradients over the turns in the dtype in which they
-    enter the loop. Entering in float32 and rounded inside, they are the same numbers, summed in float32.
+    For parameters that the body of a loop closes over: JAX sums their gradients over the iterations
+    in the dtype in which they enter the loop. Entered in float32 and rounded inside, the parameters
+    have the same values and their gradients are summed in float32.
     """
 
     def wide(leaf: Any) -> Any:

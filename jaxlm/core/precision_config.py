@@ -16,22 +16,23 @@ class PrecisionConfig:
 
     params: Literal["float32", "bfloat16"] = setting(
         "float32",
-        "dtype of the master weights; in bfloat16 updates are rounded stochastically, so that "
-        "small ones are not lost",
+        "dtype of the master weights; bfloat16 updates are rounded stochastically, so that small "
+        "updates are not lost",
     )
     moments: Literal["float32", "bfloat16"] = setting(
         "float32",
-        "dtype of the optimizer's state between updates, but for what an optimizer keeps in a "
-        "format of its own; in bfloat16 it is rounded stochastically",
+        "dtype of the optimizer's state between updates, except state in a format of the "
+        "optimizer's own; bfloat16 is rounded stochastically",
     )
     compute: Float = setting(
         "float32",
-        "dtype of matrix operands and activations; accumulation, softmax, norms and loss stay float32; the loss is scaled "
-        "for float16 (guard.loss_scale)",
+        "dtype of matrix operands and activations; accumulation, softmax, norms and loss stay "
+        "float32; with float16 the loss is scaled (guard.loss_scale)",
     )
     reduce: Float = setting("float32", "dtype in which gradients are summed over micro-batches")
     products: Products = setting(
         "compute",
-        "what the operands of attention's and dense MLPs' projections are rounded to while training: nothing beyond "
-        "`compute`, int8 with a scale for each row, or fp8 with one for each tensor; experts, router and logits are not",
+        "rounding of the operands of attention and dense-MLP projections while training: none "
+        "beyond `compute`, int8 with a scale per row, or fp8 with a scale per tensor; experts, "
+        "router and logits are not rounded",
     )

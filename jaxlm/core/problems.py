@@ -1,26 +1,61 @@
-"""What is wrong with a config: each problem said once, all of them in one error, the right setting named."""
+"""Problems of a config: origins of its values, and one error for all its problems."""
 
 import dataclasses
 import linecache
+import os
 import re
 import shlex
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
 
+from jaxlm.core import sections
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.provenance import DEFAULT, Origin
+from jaxlm.core.nearest import SYNONYMS, distance, has_same_numbers, nearest_word, notations
 from jaxlm.core.quoting import without_secret
-from jaxlm.core.schema import Setting, by_name, chosen, fields, settings, tag
-from jaxlm.core.spelling import SYNONYMS, distance, has_same_numbers, nearest, notations
-from jaxlm.core.values import brief, choices, is_within, read, requirement, show
+from jaxlm.core.sections import Setting
 
 EXPLAIN = "jaxlm config explain"
-MOST_LINES = 8
-MOST_LETTERS = 160
+MAX_LINES = 8
+MAX_LETTERS = 160
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Origin of a value, such as `configs/quickstart.py:14` or `--config.optim.lr=1e-3`."""
+
+    kind: Literal["default", "file", "command line"]
+    where: str = ""
+
+    def __str__(self) -> str:
+        return self.where or self.kind
+
+    @property
+    def place(self) -> str:
+        """File without its line, or the kind."""
+        return self.where.rpartition(":")[0] or self.where if self.kind == "file" else self.kind
+
+
+DEFAULT = Origin("default")
+
+
+def short(path: str | os.PathLike[str]) -> str:
+    """Return a path, relative if it is below the working directory."""
+    relative = os.path.relpath(path)
+    return os.fspath(path) if relative.startswith("..") else relative
+
+
+def caller(is_ours: Callable[[str], bool]) -> Origin:
+    """Return the source line that called into the files accepted by `is_ours`."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return Origin("file", f"{short(frame.f_code.co_filename)}:{frame.f_lineno}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: what, why, who did it, and what to paste."""
+    """A problem: what, why, origin of the value, and a fix to paste."""
 
     what: str
     why: str
@@ -29,19 +64,19 @@ class Problem:
 
     @property
     def line(self) -> str:
-        """All of it but the fix."""
+        """The problem without its fix, in one line."""
         text = f"{self.origin}: {self.what}; {self.why}"
-        return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS - 3]}..."
+        return text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 3]}..."
 
 
 class UnknownSetting(ConfigError, AttributeError, KeyError):
-    """A setting that does not exist, met in a config file; also what `hasattr` and `get` expect."""
+    """An unknown setting in a config file; also the error that `hasattr` and `get` expect."""
 
 
 def error(
     problems: list[Problem], fix: str = "", kind: type[ConfigError] = ConfigError
 ) -> ConfigError:
-    """One error that holds every problem, in at most eight lines; `fix` mends them together, else each says its own."""
+    """Return one error for all problems, in at most eight lines; `fix` corrects all of them."""
     if len(problems) == 1:
         only = problems[0]
         alternatives = "\n" in only.fix
@@ -51,11 +86,11 @@ def error(
             why=only.why,
             fix=only.fix if alternatives or not fix else fix,
         )
-    unsaid = [each.fix for each in problems if each.fix.startswith(EXPLAIN)]
-    if not fix and unsaid:
-        fix = explain(*dict.fromkeys(each.removeprefix(EXPLAIN).strip() for each in unsaid))
+    unexplained = [each.fix for each in problems if each.fix.startswith(EXPLAIN)]
+    if not fix and unexplained:
+        fix = explain(*dict.fromkeys(each.removeprefix(EXPLAIN).strip() for each in unexplained))
     fix = fix or problems[0].fix.partition("\n")[0]
-    room = MOST_LINES - 2 - bool(fix)
+    room = MAX_LINES - 2 - bool(fix)
     lines = [problem.line for problem in problems]
     if len(lines) > room:
         lines = [*lines[: room - 1], f"and {len(lines) - room + 1} more"]
@@ -68,30 +103,27 @@ def error(
 
 
 def flag(path: str, value: Any) -> str:
-    """The command line's words that set a value."""
-    return shlex.quote(f"--config.{path}={show(value)}")
+    """Return the flag that sets a value."""
+    return shlex.quote(f"--config.{path}={sections.show(value)}")
 
 
 def line_of(origin: Origin) -> str:
-    """The source line that an origin names, or nothing."""
+    """Return the source line of an origin, or an empty text."""
     name, _, number = origin.where.rpartition(":")
     linecache.checkcache(name)
-    return (
-        linecache.getline(name, int(number)).strip()
-        if origin.kind == "file" and number.isdecimal()
-        else ""
-    )
+    is_line = origin.kind == "file" and number.isdecimal()
+    return linecache.getline(name, int(number)).strip() if is_line else ""
 
 
 def explain(*paths: str) -> str:
-    """Return the command that lists what is known of settings: types, ranges, choices."""
+    """Return the command that lists types, ranges and choices of settings."""
     return " ".join([EXPLAIN, *filter(None, paths)])
 
 
 def flag_or_explain(path: str, known: Setting, value: Any) -> str:
-    """Return the flag that sets the same value in a notation that the setting takes.
+    """Return the flag that sets the same value in a notation that the setting accepts.
 
-    If there is none, return the command that lists what the setting takes: no other value is
+    If there is none, return the command that lists the accepted values: no other value is
     suggested.
     """
     try:
@@ -100,52 +132,67 @@ def flag_or_explain(path: str, known: Setting, value: Any) -> str:
         return explain(path)
 
 
-def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str = "") -> Problem:
-    """Describe a value of another type, or outside its range."""
-    reason = why or f"it must be {requirement(known)}"
+def _not_allowed(path: str, value: Any, why: str, origin: Origin, fix: str) -> Problem:
     return Problem(
-        f"{path} = {brief(value)} is not allowed",
-        f"{reason} ({known.doc})" if known.doc else reason,
-        origin,
-        flag_or_explain(path, known, value),
+        f"{path or 'the config'} = {sections.brief(value)} is not allowed", why, origin, fix
     )
 
 
+def not_a_section(path: str, value: Any, origin: Origin, fix: str) -> Problem:
+    """Return the problem of a plain value for a section."""
+    return _not_allowed(path, value, "it is a section that contains settings", origin, fix)
+
+
+def wrong_value(path: str, known: Setting, value: Any, origin: Origin, why: str = "") -> Problem:
+    """Return the problem of a value of the wrong type or out of range.
+
+    Args:
+      path: dotted path of the setting.
+      known: the setting.
+      value: the value.
+      origin: origin of the value.
+      why: the reason; by default the type and range of the setting.
+    """
+    reason = why or f"it must be {sections.requirement(known)}"
+    reason += f" ({known.doc})" if known.doc else ""
+    return _not_allowed(path, value, reason, origin, flag_or_explain(path, known, value))
+
+
 def secret(path: str, value: Any, origin: Origin) -> Problem:
-    """A URL with a name, a password or a key in it; the fix is the URL without."""
+    """Return the problem of a URL with a secret; the fix is the URL without the secret."""
     return Problem(
-        f"{path} holds a password or a key",
-        "config.json and command.sh of the run would keep it; give it to the tool that reads the URL, as its environment variable or file",
+        f"{path} contains a password or a key",
+        "config.json and command.sh of the run would store it; pass it to the tool that reads the "
+        "URL by its environment variable or file",
         origin,
         without_secret(flag(path, value)),
     )
 
 
 def same(known: Setting, value: Any) -> Any:
-    """Return the value of a setting that means what `value` says in another notation.
+    """Return the value that `value` denotes in another notation.
 
-    `2k` is 2000, `"32"` is 32, `fp16` is `float16`; a misspelt choice is the one that it is a slip
-    of. A value outside the range, or of another kind, has no such value.
+    `2k` is 2000, `"32"` is 32, `fp16` is `float16`; a misspelled choice is the nearest choice.
 
     Raises:
-      ValueError: if there is none.
+      ValueError: if there is none, or it is out of range.
     """
-    texts = [show(value)]
+    texts = [sections.show(value)]
     if isinstance(value, str):
         texts += notations(value, known.unit)
-        if words := choices(known.kind):
+        if words := sections.choices(known.kind):
             items = [item.strip() for item in value.split(",")]
             texts.append(
-                ",".join(SYNONYMS.get(item) or nearest(item, words) or item for item in items)
+                ",".join(SYNONYMS.get(item) or nearest_word(item, words) or item for item in items)
             )
     for text in texts:
         try:
-            found = read(known.kind, text)
+            result = sections.read(known.kind, text)
         except ValueError:
             continue
-        if is_within(known, found):
-            return found
-    raise ValueError(f"{brief(value)} has no other notation")
+        if sections.is_within(known, result):
+            return result
+    raise ValueError(f"{sections.brief(value)} has no other notation")
 
 
 def unknown(
@@ -156,91 +203,72 @@ def unknown(
     origin: Origin,
     origins: dict[str, Origin],
 ) -> Problem:
-    """Describe a setting that does not exist, and name the one that was probably meant.
+    """Return the problem of an unknown setting, with the setting that was probably meant.
 
-    That is the setting with this name in another trainer (`ALIASES` of the schema), or one slip of
-    the fingers away, or with the same last name in another section. The fix keeps the value. If
-    nothing is near, what there is is listed. `value` is None if it is not known.
+    Candidates are the setting with this name in another trainer (`ALIASES` of the schema), a
+    setting with a similar path, and settings of this name in another section. The fix keeps the
+    value. Without a candidate, the settings of the section are listed.
+
+    Args:
+      schema: class of the config.
+      raw: the config as nested dicts.
+      path: dotted path of the unknown setting.
+      value: its value; None if not known.
+      origin: origin of the value.
+      origins: origins of all values of the config by path.
     """
-    present = settings(schema, raw)
+    present = sections.settings(schema, raw)
     section, _, leaf = path.rpartition(".")
     union = present.get(section)
-    if union and (owners := _owners(union.arms, leaf)):
-        label = f"{section}.{tag(union.arms[0])}"
-        own = chosen(union.arms, at(raw, section, {}), union.default)
-        now = next((name for name, arm in by_name(union.arms).items() if arm is own), None)
-        return Problem(
-            f"{path} is not a setting here",
-            f"it belongs to another arm of {section}: {label} is {now}, {' and '.join(owners)} would have it",
-            origin,
-            "\n".join(f"--config.{label}={owner}" for owner in owners[:3]),
-        )
-    alike = {
+    arms = sections.by_name(union.arms) if union and union.arms else {}
+    owners = [name for name, each in arms.items() if leaf in sections.fields(each)]
+    similar = {
         name: known
         for name, known in present.items()
         if value is None or bool(known.arms) == isinstance(value, dict)
     }
-    ranked = rank(path, alike, aliases(schema))
-    if ranked:
+    what = f"unknown setting {path}"
+    if union and owners:
+        label = f"{section}.{sections.tag(union.arms[0])}"
+        arm = sections.chosen(union.arms, value_at(raw, section, {}), union.default)
+        now = next((name for name, each in arms.items() if each is arm), None)
+        what = f"{path} is not a setting here"
+        why = f"it belongs to another arm of {section}: {label} is {now}, "
+        why += f"{' and '.join(owners)} would have it"
+        fix = "\n".join(f"--config.{label}={owner}" for owner in owners[:3])
+    elif ranked := rank(path, similar, getattr(schema, "ALIASES", {})):
         best = ranked[0]
-        return Problem(
-            f"unknown setting {path}",
-            f"the nearest is {best}{_described(present[best], raw, best, origins)}",
-            origin,
-            _renamed(path, best, present[best], value, origin),
-        )
-    elsewhere = settings(schema, raw, every_arm=True)
-    if path in elsewhere:
-        return Problem(
-            f"{path} is not a setting here",
-            f"it belongs to another arm of {section}: {elsewhere[path].doc}",
-            origin,
-            explain(path),
-        )
-    section = next((name for name in _parents(path) if name in present), "")
-    names = [
-        name.removeprefix(f"{section}.")
-        for name in present
-        if name.startswith(section) and name.rpartition(".")[0] == section
-    ]
-    return Problem(
-        f"unknown setting {path}",
-        f"{section or 'the config'} has {', '.join(names)}",
-        origin,
-        explain(section or root_name(schema)),
-    )
-
-
-def aliases(schema: type) -> dict[str, str]:
-    """Return the names that other trainers use for settings of a schema, and the settings."""
-    return getattr(schema, "ALIASES", {})
+        why = f"the nearest is {best}{_described(present[best], raw, best, origins)}"
+        fix = _renamed(path, best, present[best], value, origin)
+    elif elsewhere := sections.settings(schema, raw, every_arm=True).get(path):
+        what = f"{path} is not a setting here"
+        why, fix = f"it belongs to another arm of {section}: {elsewhere.doc}", explain(path)
+    else:
+        parts = path.split(".")[:-1]
+        parents = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        section = next((name for name in parents if name in present), "")
+        names = [name.rpartition(".")[2] for name in present if name.rpartition(".")[0] == section]
+        why = f"{section or 'the config'} has {', '.join(names)}"
+        fix = explain(section or root_name(schema))
+    return Problem(what, why, origin, fix)
 
 
 def root_name(schema: type) -> str:
-    """Return what `jaxlm config explain` calls a whole config: nothing for a run's."""
+    """Return the name of a whole config in `jaxlm config explain`; empty for a run."""
     return getattr(schema, "ROOT", "")
 
 
 def _described(known: Setting, raw: dict[str, Any], path: str, origins: dict[str, Origin]) -> str:
-    """Return the doc, the type and the value of a setting, as a clause that follows its name."""
-    doc = f": {known.doc}, {requirement(known)}" if known.doc else ""
+    """Return doc, type and value of a setting, as a clause after its name."""
+    doc = f": {known.doc}, {sections.requirement(known)}" if known.doc else ""
     if known.arms:
         return doc
-    return f"{doc}, now {show(at(raw, path, known.default))} ({origins.get(path, DEFAULT)})"
+    value = sections.show(value_at(raw, path, known.default))
+    return f"{doc}, now {value} ({origins.get(path, DEFAULT)})"
 
 
-def _owners(arms: tuple[type, ...], leaf: str) -> list[str]:
-    """The names of the arms that have a setting of this name."""
-    return [name for name, arm in by_name(arms).items() if leaf in fields(arm)] if arms else []
-
-
-def _parents(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
-
-
-def at(raw: Any, path: str, default: Any = None) -> Any:
-    """The value at a dotted path of nested dicts."""
+def value_at(raw: Any, path: str, default: Any = None) -> Any:
+    """Return the value at a dotted path of nested dicts."""
     for name in path.split("."):
         if not isinstance(raw, dict) or name not in raw:
             return default
@@ -249,43 +277,43 @@ def at(raw: Any, path: str, default: Any = None) -> Any:
 
 
 def rank(path: str, known: dict[str, Setting], others: dict[str, str]) -> list[str]:
-    """Return the settings that `path` may mean, likeliest first; `others` are names elsewhere."""
+    """Return the settings that `path` may mean, likeliest first; `others` are aliases."""
     section, _, leaf = path.rpartition(".")
     alias = others.get(leaf.lower().replace("-", "_"), "")
     most = max(1, len(leaf) // 3 + 1)
     scores = {}
     for name in known:
-        their_section, _, their_leaf = name.rpartition(".")
-        if leaf == their_leaf:
-            scores[name] = 1.5 + distance(section, their_section) / 100
+        other_section, _, other_leaf = name.rpartition(".")
+        if leaf == other_leaf:
+            scores[name] = 1.5 + distance(section, other_section) / 100
         is_slip = abs(len(path) - len(name)) <= most and has_same_numbers(path, name)
-        if is_slip and (slips := distance(path, name)) <= most:
-            scores[name] = min(scores.get(name, 99.0), float(slips))
+        if is_slip and (edits := distance(path, name)) <= most:
+            scores[name] = min(scores.get(name, 99.0), float(edits))
     if alias in known and not scores:
         return [alias]
     return sorted(scores, key=lambda name: scores[name])
 
 
 def for_flag(schema: type, name: str, value: str | None) -> str | None:
-    """Return the flag of the setting that a verb's unknown flag names, or None.
+    """Return the setting's flag for an unknown flag of a verb, or None.
 
-    `--lr=0.1` is `--config.optim.lr=0.1`: the setting's path, its last name if no other setting has
-    it or if it is one of `train`, or its name in another trainer. If the value does not suit the
-    setting, what suits it is listed instead.
+    `--lr=0.1` becomes `--config.optim.lr=0.1`. The name may be a setting's path, its last part if
+    unique or in `train`, or its name in another trainer. If the setting does not accept the value,
+    return the command that lists the accepted values.
     """
-    known = {path: each for path, each in settings(schema, {}).items() if not each.arms}
+    known = {path: each for path, each in sections.settings(schema, {}).items() if not each.arms}
     folded = name.replace("-", "_")
     paths = [path for path in known if folded in (path, path.rpartition(".")[2])]
     if f"train.{folded}" in paths:
         paths = [f"train.{folded}"]
-    path = paths[0] if len(paths) == 1 else aliases(schema).get(folded)
+    path = paths[0] if len(paths) == 1 else getattr(schema, "ALIASES", {}).get(folded)
     if path not in known:
         return None
     return explain(path) if value is None else flag_or_explain(path, known[path], value)
 
 
 def _renamed(path: str, best: str, known: Setting, value: Any, origin: Origin) -> str:
-    """Return what to paste: the flag or the source line with the right name and the same value."""
+    """Return the flag or source line with the correct name and the same value."""
     if known.arms or value is None:
         suits = known.arms == () or value is None
     else:
@@ -293,11 +321,20 @@ def _renamed(path: str, best: str, known: Setting, value: Any, origin: Origin) -
     source = line_of(origin)
     for wrong, right in ((path, best), (path.rpartition(".")[2], best.rpartition(".")[2])):
         pattern = rf"(?<![\w]){re.escape(wrong)}(?![\w])"
-        is_beside = wrong == path or path.rpartition(".")[0] == best.rpartition(".")[0]
-        if suits and is_beside and re.search(pattern, source):
+        is_same_section = wrong == path or path.rpartition(".")[0] == best.rpartition(".")[0]
+        if suits and is_same_section and re.search(pattern, source):
             return re.sub(pattern, right, source, count=1)
     if known.arms or value is None:
         return explain(best)
-    if origin.kind == "file":  # a flag would leave the wrong name in the file
-        return f"write {best} in place of {path}" if suits else explain(best)
+    if origin.kind == "file":  # a flag would not remove the wrong name from the file
+        return f"write {best} instead of {path}" if suits else explain(best)
     return flag_or_explain(best, known, value)
+
+
+def unknown_arm(arms: tuple[type, ...], path: str, value: Any, origin: Origin) -> Problem:
+    """Return the problem of a name that no arm of a union has."""
+    names = list(sections.by_name(arms))
+    label = sections.join(path, sections.tag(arms[0]) or "")
+    meant = SYNONYMS.get(str(value)) or nearest_word(str(value), names)
+    fix = flag(label, meant) if meant in names else explain(label)
+    return _not_allowed(label, value, f"it must be one of {', '.join(names)}", origin, fix)

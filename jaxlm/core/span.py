@@ -1,4 +1,4 @@
-"""How long, or how often, in the unit that a person thinks in."""
+"""Spans: durations and cadences in steps, shares of the run, tokens or time."""
 
 import dataclasses
 import math
@@ -7,10 +7,10 @@ from typing import Literal, Protocol
 
 
 class Paced(Protocol):
-    """Knows when a run whose batches differ in size has had so many tokens."""
+    """Conversion from tokens to steps for a run whose batches differ in size."""
 
     def steps(self, tokens: float) -> int:
-        """The fewest steps with so many."""
+        """Return the fewest steps that have at least this many tokens."""
 
 
 _SPAN = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(%|tok|s|m|h|)")
@@ -20,7 +20,7 @@ _FORMS = "give steps (500), a share ('5%'), tokens ('1e6tok') or time ('10m')"
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Steps (`500`), a share of the run (`"5%"`), tokens (`"1e6tok"`) or time (`"30s"`, `"10m"`, `"2h"`)."""
+    """Steps (`500`), a share of the run (`"5%"`), tokens (`"1e6tok"`) or time (`"30s"`, `"2h"`)."""
 
     text: str
     amount: float
@@ -28,7 +28,7 @@ class Span:
 
     @classmethod
     def parse(cls, value: "int | str | Span") -> "Span":
-        """Reads a span. Raises ValueError where it is not one."""
+        """Parse a span. Raises ValueError if it is malformed."""
         if isinstance(value, Span):
             return value
         text = str(value).strip()
@@ -47,10 +47,12 @@ class Span:
         return cls(text, amount, "step")
 
     def steps(self, total: int, tokens_per_step: int | Paced) -> int:
-        """The span in whole steps from the start of a run of `total` steps; a span above zero is at least one.
+        """Return the span in whole steps from the start of a run of `total` steps.
+
+        A span above zero is at least one step.
 
         Raises:
-          ValueError: where the span is a time, which only a cadence can be.
+          ValueError: if the span is a time, which only a cadence can be.
         """
         if self.unit == "second":
             raise ValueError(f"{self.text!r} is a time; only a cadence can be one")
@@ -61,7 +63,7 @@ class Span:
         return math.ceil(self.amount * scale - 1e-9)
 
     def plain(self) -> int | str:
-        """What a JSON file holds: a bare number of steps as int, all else as the text."""
+        """Return the JSON form: an int for a plain number of steps, else the text."""
         return (
             int(self.text)
             if self.text.isdecimal() and self.text == str(int(self.text))

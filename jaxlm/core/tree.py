@@ -1,16 +1,19 @@
-"""Trees of arrays: leaf paths, sizes."""
+"""Trees of arrays: leaf paths, nested dicts of leaves, layers of stacked leaves, sizes."""
 
-from collections.abc import Callable, Collection
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+_STACKED = re.compile(r"(.+?)/(\d+)/(.+)")  # stack, kind of layer, path within the layer
+
 
 def path_text(path: tuple[Any, ...]) -> str:
-    """A JAX key path as "blocks/attention/query/weight"."""
+    """Return a JAX key path as "blocks/attention/query/weight"."""
     return "/".join(
         str(getattr(part, "key", getattr(part, "name", getattr(part, "idx", part))))
         for part in path
@@ -18,25 +21,25 @@ def path_text(path: tuple[Any, ...]) -> str:
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """Every leaf by its path, in tree order."""
+    """Return every leaf by its path, in tree order."""
     return {
         path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)
     }
 
 
 def map_with_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` whose function also gets the leaf's path as its first argument."""
+    """Apply `jax.tree.map` with the leaf's path as the function's first argument."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *xs: function(path_text(path), *xs), tree, *rest
     )
 
 
 def drop_leaves(tree: dict[str, Any], paths: Collection[str]) -> dict[str, Any]:
-    """A nested dict less the leaves at these paths, and less what is empty then."""
+    """Return a nested dict without the leaves at `paths` and without dicts that become empty."""
 
-    def kept(node: dict[str, Any], stem: str) -> dict[str, Any]:
+    def pruned(node: dict[str, Any], stem: str) -> dict[str, Any]:
         inner = {
-            name: kept(child, f"{stem}{name}/") if isinstance(child, dict) else child
+            name: pruned(child, f"{stem}{name}/") if isinstance(child, dict) else child
             for name, child in node.items()
             if f"{stem}{name}" not in paths
         }
@@ -44,11 +47,11 @@ def drop_leaves(tree: dict[str, Any], paths: Collection[str]) -> dict[str, Any]:
             name: child for name, child in inner.items() if not isinstance(child, dict) or child
         }
 
-    return kept(tree, "") if paths else tree
+    return pruned(tree, "") if paths else tree
 
 
 def merge_leaves(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """A nested dict with the leaves that a part of it has, instead of its own."""
+    """Return the nested dict `whole` with the leaves of `part` in place of its own."""
     return whole | {
         name: merge_leaves(whole[name], child) if isinstance(child, dict) else child
         for name, child in part.items()
@@ -56,18 +59,48 @@ def merge_leaves(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
 
 
 def count(tree: Any) -> int:
-    """Elements in all leaves."""
+    """Return the number of elements in all leaves."""
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
 
 
 def size_bytes(tree: Any) -> int:
-    """Bytes in all leaves, over all devices, replicas counted once."""
+    """Return the bytes of all leaves over all devices, replicas counted once."""
     return sum(
         int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
     )
 
 
 def norm(tree: Any) -> Float[Array, ""]:
-    """Return the global L2 norm, sqrt(sum x^2) over all leaves, squared and added up in float32 whatever they are."""
+    """Return the global L2 norm, sqrt(sum x^2) over all leaves, computed in float32."""
     squares = (jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree))
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
+
+
+class LayerIndex(NamedTuple):
+    """Layers of a stacked leaf, counted from 0, prefix first; and its path within a layer."""
+
+    stack: str  # "" for the model's main stack, else the path of the stack
+    numbers: range
+    part: str
+
+
+def layer_indices(sizes: Mapping[str, int]) -> dict[str, LayerIndex]:
+    """Return the layers of each leaf `STACK/KIND/...`; `sizes` are the sizes of the first axes.
+
+    Other paths are left out. A stack's kinds of layers alternate: the n-th layer of kind k is layer
+    k + n x kinds.
+    """
+    kinds: dict[str, dict[str, int]] = {}
+    matches = {path: match for path in sizes if (match := _STACKED.fullmatch(path))}
+    for path, match in matches.items():
+        kinds.setdefault(match[1], {})[match[2]] = sizes[path]
+    before = sum(kinds.get("prefix", {}).values())
+
+    def place(path: str, match: re.Match[str]) -> LayerIndex:
+        stack, kind, part = match.groups()
+        first = int(kind) + (before if stack == "stack" else 0)
+        step = len(kinds[stack])
+        numbers = range(first, first + step * sizes[path], step)
+        return LayerIndex("" if stack in ("prefix", "stack") else stack, numbers, part)
+
+    return {path: place(path, match) for path, match in matches.items()}

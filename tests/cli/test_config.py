@@ -216,7 +216,7 @@ def test_a_contradiction_with_a_default_names_who_set_the_other_side():
                 ("model.heads", str(kv_heads // 2)),
             ],
         )
-    assert caught.value.where == f"default, beside --config.model.heads={kv_heads // 2}"
+    assert caught.value.where == f"default, with --config.model.heads={kv_heads // 2}"
     assert caught.value.fix == f"--config.model.kv_heads={kv_heads // 2}"
 
 

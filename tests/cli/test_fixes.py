@@ -13,10 +13,9 @@ from jaxlm.cli.arguments import train_next
 from jaxlm.cli.main import main
 from jaxlm.core import config, config_file
 from jaxlm.core.errors import ConfigError
-from jaxlm.core.schema import settings
+from jaxlm.core.nearest import SYNONYMS, distance
+from jaxlm.core.sections import choices, read, settings, show
 from jaxlm.core.span import Span
-from jaxlm.core.spelling import SYNONYMS, distance
-from jaxlm.core.values import choices, read, show
 from jaxlm.corpus.config import Recipe
 from jaxlm.recipes.config import Run
 

@@ -124,6 +124,6 @@ def test_a_tokenizer_that_cannot_be_compared_is_refused(capsys: pytest.CaptureFi
     capsys.readouterr()
     stored = ["--config.data.train=s/train", "--config.data.validation=s/val"]
     error = answer(capsys, "tokenizer", "compare", "bpe:600", *stored, code=2)["error"]
-    assert "tokens already" in error["why"]
+    assert "contains tokens" in error["why"]
     error = answer(capsys, "tokenizer", "compare", "bytes", *stored, code=2)["error"]
     assert error["fix"] == "name the text to compare on with --text"

@@ -9,7 +9,7 @@ from jaxlm.ops.matmul import matmul
 
 def test_it_is_that_of_the_process_but_for_what_is_made_for_another():
     assert backend.name() == jax.default_backend()
-    with backend.of("tpu"):
+    with backend.compiling_for("tpu"):
         assert backend.name() == "tpu"
     assert backend.name() == jax.default_backend()
 
@@ -23,5 +23,5 @@ def test_activations_and_products_are_those_of_the_platform_that_a_program_is_fo
         return program.out_avals[0].dtype, "reshape" in str(program)
 
     assert product() == (jnp.float32, True), "on a CPU rows are merged, and sums stay as they are"
-    with backend.of("tpu"):
+    with backend.compiling_for("tpu"):
         assert product() == (jnp.bfloat16, False)

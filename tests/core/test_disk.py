@@ -6,6 +6,7 @@ import pytest
 from etils import epath
 
 from jaxlm.core import disk
+from jaxlm.core.errors import DataError, InputMissing
 
 
 @pytest.fixture
@@ -47,15 +48,15 @@ def test_a_file_that_cannot_be_replaced_stays_and_nothing_is_left_over(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize(("number", "is_told"), [(errno.EINVAL, False), (errno.EIO, True)])
-def test_a_filesystem_that_syncs_no_folder_is_left_to_itself(
-    tmp_path, monkeypatch, number, is_told
+@pytest.mark.parametrize(("number", "is_raised"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_filesystem_that_cannot_sync_folders_is_no_error(
+    tmp_path, monkeypatch, number, is_raised
 ):
     def refuse(_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", refuse)
-    if is_told:
+    if is_raised:
         with pytest.raises(OSError, match=os.strerror(number)):
             disk.sync(tmp_path)
     else:
@@ -64,3 +65,25 @@ def test_a_filesystem_that_syncs_no_folder_is_left_to_itself(
 
 def test_what_lies_in_an_object_store_needs_no_sync():
     disk.sync(epath.Path("gs://bucket/run"))
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "what"),
+    [
+        (None, InputMissing, "the file does not exist"),
+        ("[1, 2, 3, 4, 5]", DataError, "the file cannot be read"),
+        ("{", DataError, "the file cannot be read"),
+        ("[" * 9, DataError, "the file cannot be read"),
+    ],
+)
+def test_json_that_cannot_be_read_is_refused_with_the_fix_of_the_caller(
+    tmp_path, content, error, what
+):
+    path = tmp_path / "a.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(error, match=what) as caught:
+        disk.read_json(path, 10, "the file", missing="make it", damaged="make it again")
+    assert caught.value.fix == ("make it" if content is None else "make it again")
+    path.write_text('{"a": 1}')
+    assert disk.read_json(path, 10, "the file", missing="x", damaged="x") == {"a": 1}

@@ -14,7 +14,7 @@ def test_it_strikes_at_its_steps_on_its_rank(monkeypatch):
     for step in (1, 2, 5):
         faults.point("eval", step)
     for step in (3, 4):
-        with pytest.raises(RuntimeError, match="asked for at eval"):
+        with pytest.raises(RuntimeError, match="injected fault at eval"):
             faults.point("eval", step)
     with pytest.raises(RuntimeError):
         faults.point("exit")

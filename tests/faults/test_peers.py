@@ -116,7 +116,7 @@ def test_d3_an_error_of_one_rank_ends_both_and_both_tell_it(
     record_property("D3", f"{point} {done.since(f'[{rank}] step 8'):.1f} s")
     for each in (0, 1):
         assert "in _strike" in done.said(each), "the traceback"
-        assert f"RuntimeError: the fault that was asked for at {point}" in done.said(each)
+        assert f"RuntimeError: injected fault at {point}" in done.said(each)
     assert f"rank {rank} has ended this run with exit code 70" in done.said(1 - rank)
     assert exit_of(tmp_path)["code"] == 70
     assert point in exit_of(tmp_path)["cause"]
@@ -476,7 +476,7 @@ def test_d3_d9_an_error_of_one_rank_commits_nothing_more(front_door, tmp_path, f
     assert harness.exit_of(tmp_path)["code"] == code
     point, _, step = fault.partition(":raise@")
     assert all(each < int(step[:-2]) for each in harness.steps(tmp_path))
-    assert said.count(f"the fault that was asked for at {point}") >= 2, "on both ranks"
+    assert said.count(f"injected fault at {point}") >= 2, "on both ranks"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from jaxlm.core.errors import JaxlmError
 ROOT = Path(__file__).parents[2]
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "jaxlm").rglob("*.py"))}
 PARTS = {"where", "why", "fix"}
-COMMAND_LINE = "".join(path.read_text() for path in (ROOT / "jaxlm/cli").glob("*.py"))
+COMMAND_LINE = "".join(path.read_text() for path in (ROOT / "jaxlm/cli").rglob("*.py"))
 WORDS = main.VERBS.keys() | set(re.findall(r'add_parser\(\s*"([\w-]+)"', COMMAND_LINE))
 
 

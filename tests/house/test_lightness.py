@@ -29,7 +29,7 @@ LIGHT = sorted(
         "recipes/scaling/plan.py",
         "recipes/scaling/resize_model.py",
         "models/families/*.py",
-        "cli/*.py",
+        "cli/**/*.py",
         "monitor/*.py",
         "data/*.py",
         "corpus/**/*.py",

@@ -180,12 +180,12 @@ def test_runs_of_words_are_hashed_each_once():
 @pytest.mark.parametrize(
     ("words", "code", "what"),
     [
-        (["--examples=good=good.jsonl"], 2, "labels are not told apart"),
+        (["--examples=good=good.jsonl"], 2, "needs two labels"),
         (["--examples=good.jsonl"], 2, "names no label"),
         (["--examples=good=good.jsonl", "--examples=bad=none"], 66, "no file matches none"),
         (["--examples=good=good.jsonl", "--examples=few=few.jsonl"], 65, "few has "),
-        (["--epochs=0"], 2, "does nothing"),
-        (["--held_out=90%"], 2, "is no share"),
+        (["--epochs=0"], 2, "is below 1"),
+        (["--held_out=90%"], 2, "is not a share"),
     ],
 )
 def test_what_cannot_be_learnt_from_is_refused(here, capsys, words, code, what):

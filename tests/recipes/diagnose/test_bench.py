@@ -47,7 +47,7 @@ def test_sizes_are_named_by_their_parameters(name, least, most):
     [
         (["--sizes=2M"], 2, "size '2M' does not exist"),
         (["--config=configs/quickstart.py"], 2, "bench takes no --config"),
-        (["--compare=nowhere.json"], 66, "no such bench"),
+        (["--compare=nowhere.json"], 66, "the bench file does not exist"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(words, code, said, capsys):
@@ -61,4 +61,4 @@ def test_words_that_make_no_sense_are_refused(words, code, said, capsys):
 def test_a_file_that_is_no_bench_is_refused(text, tmp_path, capsys):
     (tmp_path / "b.json").write_text(text)
     assert main(["bench", f"--compare={tmp_path}/b.json"]) == 65
-    assert "holds no bench" in capsys.readouterr().err
+    assert "the bench file" in capsys.readouterr().err

@@ -205,7 +205,7 @@ def test_a_process_of_its_own_with_the_fault_sees_the_step_that_was_not_applied(
     code, said = harness.run(words, FAULTS)
     assert code == 0, said
     assert "verdict   not applied: loss not finite, gradient not finite" in said
-    assert "loss      nan nats, as logged, in every bit" in said
+    assert "loss      nan nats, equal to the logged loss, bit for bit" in said
 
 
 @pytest.mark.slow

@@ -518,8 +518,8 @@ def test_rounded_products_take_less_time_where_the_chip_has_a_unit_for_them_and_
     [
         (["--on=h101x8"], "no machine 'h101x8'"),
         (["--on=cpu", "--price=0"], "a price of 0"),
-        (["--on=h100x8", "--devices=8"], "belongs to the machine's name"),
-        (["--on=h200", "--exact"], "GPU that is not here"),
+        (["--on=h100x8", "--devices=8"], "contains the number of devices"),
+        (["--on=h200", "--exact"], "GPU of another machine"),
     ],
 )
 def test_words_that_make_no_sense_are_refused_with_a_fix(words, said, capsys):

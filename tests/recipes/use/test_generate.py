@@ -135,8 +135,8 @@ def test_guesses_change_no_text(capsys, run, words):
 
 def recorded(monkeypatch):
     """The parts that are printed from here on."""
-    parts, part = [], Output.part
-    monkeypatch.setattr(Output, "part", lambda self, text: (parts.append(text), part(self, text)))
+    parts, part = [], Output.stream
+    monkeypatch.setattr(Output, "stream", lambda self, text: (parts.append(text), part(self, text)))
     return parts
 
 

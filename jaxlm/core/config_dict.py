@@ -1,4 +1,4 @@
-"""A config as ml_collections shows it: a locked ConfigDict that knows its schema and remembers who set what."""
+"""Config under construction: a locked ConfigDict with a schema and the origin of each value."""
 
 import copy
 import os
@@ -9,37 +9,29 @@ from typing import Any
 import ml_collections
 from ml_collections import ConfigDict, FieldReference
 
-from jaxlm.core import problems as problem
-from jaxlm.core.provenance import Origin, caller
-from jaxlm.core.resolve import unknown_arm
-from jaxlm.core.schema import by_name, fields, flat, join, plain, tag
-from jaxlm.core.spelling import nearest
-from jaxlm.core.values import brief
+from jaxlm.core import problems, sections
+from jaxlm.core.nearest import nearest_word
+from jaxlm.core.problems import Origin, caller, unknown_arm
 
 _OURS = (__file__, os.path.dirname(ml_collections.__file__))
 
 
 class SchemaConfigDict(ConfigDict):
-    """A section under construction: every setting of its arm is present, and no other can be.
+    """A section under construction with exactly the settings of its arm.
 
-    Values are checked when the config is loaded, all at once; names are checked here, at the line that is wrong.
+    Names are checked here, at the line that sets them; values are checked together, at loading.
     """
 
-    def __init__(
-        self,
-        arms: tuple[type, ...],
-        value: Any,
-        path: str = "",
-        root: "SchemaConfigDict | None" = None,
-    ):
+    def __init__(self, arms: tuple[type, ...], value: Any, path: str = "", root: Any = None):
         super().__init__(type_safe=False, sort_keys=False)
-        for name, kept in {
+        attributes: dict[str, Any] = {
             "_arms": arms,
             "_path": path,
             "_root": root or self,
             "_origins": {},
-        }.items():
-            object.__setattr__(self, name, kept)
+        }
+        for name, attribute in attributes.items():
+            object.__setattr__(self, name, attribute)
         self._fill(value)
         self.lock()
 
@@ -55,49 +47,37 @@ class SchemaConfigDict(ConfigDict):
         object.__setattr__(self, "_arm", arm)
         self._fields.clear()
         self._origins.clear()
-        for name, known in fields(arm).items():
+        for name, known in sections.fields(arm).items():
             if hasattr(ConfigDict, name):
                 raise TypeError(
-                    f"a setting cannot be called {name!r}: ConfigDict has a method of that name"
+                    f"a setting cannot be named {name!r}: ConfigDict has a method of that name"
                 )
             inner = getattr(value, name)
-            self._fields[name] = (
-                SchemaConfigDict(known.arms, inner, join(self._path, name), self._root)
-                if known.arms
-                else plain(inner)
-            )
+            if known.arms:
+                inner = SchemaConfigDict(
+                    known.arms, inner, sections.join(self._path, name), self._root
+                )
+            self._fields[name] = inner if known.arms else sections.plain(inner)
 
     def _assign(self, value: Any, origin: Origin) -> None:
-        """Takes over what a section or a mapping holds, the arm first."""
+        """Assign a section or a mapping, its arm first."""
         if isinstance(value, self._arms):
             self._fill(value)
-            for path in flat(plain(value)):
+            for path in sections.flat(sections.plain(value)):
                 self._at(path, origin)
         elif isinstance(value, Mapping | ConfigDict):
-            label = tag(self._arm)
+            label = sections.tag(self._arm)
             for name in sorted(value.keys(), key=lambda name: name != label):
                 self[name] = value[name]
         else:
             self._fields.clear()
-            label = tag(self._arms[0])
-            meant = (
-                nearest(value, by_name(self._arms)) if label and isinstance(value, str) else None
-            )
-            name = self._path.rpartition(".")[2]
-            line = re.sub(
-                rf"\.{name} *= *[^;]+", f".{name}.{label} = {meant!r}", problem.line_of(origin)
-            )
-            fix = line if meant and line else problem.explain(self._path)
-            raise problem.error(
-                [
-                    problem.Problem(
-                        f"{self._path} = {brief(value)} is not allowed",
-                        "it is a section with settings of its own",
-                        origin,
-                        fix,
-                    )
-                ]
-            )
+            label = sections.tag(self._arms[0])
+            is_name = label and isinstance(value, str)
+            meant = nearest_word(value, sections.by_name(self._arms)) if is_name else None
+            name, line = self._path.rpartition(".")[2], problems.line_of(origin)
+            line = re.sub(rf"\.{name} *= *[^;]+", f".{name}.{label} = {meant!r}", line)
+            fix = line if meant and line else problems.explain(self._path)
+            raise problems.error([problems.not_a_section(self._path, value, origin, fix)])
 
     def _at(self, path: str, origin: Origin) -> None:
         name, _, rest = path.partition(".")
@@ -108,13 +88,13 @@ class SchemaConfigDict(ConfigDict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         origin = caller(lambda file: file.startswith(_OURS))
-        known = fields(self._arm).get(key)
+        known = sections.fields(self._arm).get(key)
         if known is None:
             raise self._unknown(key, value, origin)
-        if key == tag(self._arm):
-            arms = by_name(self._arms)
+        if key == sections.tag(self._arm):
+            arms = sections.by_name(self._arms)
             if value not in arms:
-                raise problem.error([unknown_arm(self._arms, self._path, value, origin)])
+                raise problems.error([unknown_arm(self._arms, self._path, value, origin)])
             if arms[value] is not self._arm:
                 self._fill(arms[value]())
             self._origins[key] = origin
@@ -144,31 +124,30 @@ class SchemaConfigDict(ConfigDict):
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
-    def _unknown(self, key: str, value: Any, origin: Origin) -> problem.UnknownSetting:
+    def _unknown(self, key: str, value: Any, origin: Origin) -> problems.UnknownSetting:
         root = self._root
-        path = join(self._path, str(key))
-        found = problem.unknown(root._arm, root.to_dict(), path, value, origin, origins(root))
-        return problem.error([found], kind=problem.UnknownSetting)  # type: ignore[return-value]
+        path = sections.join(self._path, str(key))
+        unknown = problems.unknown(root._arm, root.to_dict(), path, value, origin, origins(root))
+        return problems.error([unknown], kind=problems.UnknownSetting)  # type: ignore[return-value]
 
     def update(self, *other: Any, **values: Any) -> None:
-        """Takes over the settings of mappings, the arm of each section first."""
+        """Assign the settings of mappings, the arm of each section first."""
         origin = caller(lambda file: file.startswith(_OURS))
         for mapping in (*other, values):
             self._assign(mapping, origin)
 
 
 def origins(draft: ConfigDict) -> dict[str, Origin]:
-    """Dotted path -> who set it, for all that a config file set."""
-    found = {}
+    """Return the origin of each setting that a config file set, by dotted path."""
+    result = {}
     for name, value in draft._fields.items():
         if isinstance(value, SchemaConfigDict):
-            found.update({join(name, inner): origin for inner, origin in origins(value).items()})
-    return found | dict(draft._origins)
+            result.update(
+                {sections.join(name, inner): origin for inner, origin in origins(value).items()}
+            )
+    return result | dict(draft._origins)
 
 
 def new(schema: type) -> SchemaConfigDict:
-    """A locked ConfigDict with every setting of `schema` at its default.
-
-    Setting the name of an arm (`c.optim.name = "lion"`, `c.model.family = "gpt2"`) gives the section that arm's own defaults.
-    """
+    """Return a locked ConfigDict with the defaults of `schema`; see `config.new`."""
     return SchemaConfigDict((schema,), schema())
